@@ -1,0 +1,105 @@
+"""Measured op costs, kept per machine in a private JSON file.
+
+A cost depends on the device, the torch version and the number of threads; each combination has its own file.
+The file is data: anything in it that is not a cost is ignored, and a damaged file is measured anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+__all__ = ["CostCache", "OpCost", "cache_directory", "machine_name", "open_cache"]
+
+log = logging.getLogger(__name__)
+
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpCost:
+    """Time of one run of an op and the memory it takes beyond operands and results."""
+
+    seconds: float
+    workspace_bytes: int
+
+
+class CostCache(dict[str, OpCost]):
+    """Costs by key, with the file they are saved to (None: kept in memory only)."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        super().__init__()
+        self.path = path
+
+    def save(self) -> None:
+        """Writes the file, readable by its owner only; a file that cannot be written is not an error."""
+        if self.path is None:
+            return
+        document = {"version": _VERSION, "costs": {k: [c.seconds, c.workspace_bytes] for k, c in self.items()}}
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=self.path.parent)
+            with os.fdopen(handle, "w") as file:
+                json.dump(document, file)
+            Path(name).replace(self.path)
+        except OSError as error:
+            log.warning("cannot save measured costs to %s: %s", self.path, error)
+
+
+def cache_directory() -> Path:
+    """`$MEMFIT_CACHE`, else the user's cache directory."""
+    own = os.environ.get("MEMFIT_CACHE")
+    if own:
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "memfit"
+
+
+def machine_name(device: torch.device) -> str:
+    """What a measured cost depends on."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)} torch {torch.__version__} {torch.backends.cuda.matmul.allow_tf32}"
+    return f"{platform.machine()} {_processor()} {torch.get_num_threads()} threads torch {torch.__version__}"
+
+
+def open_cache(device: torch.device) -> CostCache:
+    """The costs known for this machine."""
+    digest = hashlib.sha256(machine_name(device).encode()).hexdigest()[:16]
+    cache = CostCache(cache_directory() / f"costs-{digest}.json")
+    assert cache.path is not None
+    try:
+        document = json.loads(cache.path.read_text())
+    except FileNotFoundError:
+        return cache
+    except (OSError, ValueError) as error:
+        log.warning("ignoring damaged cost file %s: %s", cache.path, error)
+        return cache
+    costs = document.get("costs") if isinstance(document, dict) and document.get("version") == _VERSION else None
+    for key, value in (costs.items() if isinstance(costs, dict) else ()):
+        if (
+            isinstance(value, list)
+            and len(value) == 2
+            and isinstance(value[0], float)
+            and isinstance(value[1], int)
+            and 0 <= value[0] < 1e6
+            and 0 <= value[1] < 1 << 60
+        ):
+            cache[key] = OpCost(seconds=value[0], workspace_bytes=value[1])
+    return cache
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor()

@@ -1,0 +1,231 @@
+"""Gets the joint graphs of a module's training step from Dynamo and AOTAutograd.
+
+First without running anything: Dynamo traces with fake tensors, and the compiled function hands fake outputs
+back to the caller, so the model needs no memory beyond its parameters and the loss can be traced on fakes
+too. If the model breaks the graph, that is not possible (the code between two pieces may look at values);
+then the pieces run one after the other without saving anything, with buffers and generators restored after.
+
+Known limits: code between two pieces is not planned; its memory shows up in the proving run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import default_partition
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from memfit.capture.joint import JointReading, read_joint
+from memfit.errors import CaptureError, MemfitError
+
+__all__ = ["Piece", "Pieces", "capture_pieces", "compile_call", "preserved_state"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """One captured graph.
+
+    Attributes:
+        reading: its joint graph.
+        inputs: the real tensors it takes, in the order of its placeholders.
+        outputs: what it returned while capturing, fake or real.
+    """
+
+    reading: JointReading
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pieces:
+    """All graphs of a step, in forward order, and what the module returned (`fake` or real tensors)."""
+
+    pieces: tuple[Piece, ...]
+    output: Any
+    fake: bool
+    breaks: tuple[str, ...] = ()
+
+
+def capture_pieces(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    *,
+    gradient_outputs: frozenset[int] | None = None,
+) -> Pieces:
+    """Captures the training step of `model(*args, **kwargs)`. Changes nothing.
+
+    Args:
+        model: in training mode.
+        args: positional inputs.
+        kwargs: keyword inputs.
+        gradient_outputs: which outputs of the last graph receive a gradient; None for all of them.
+
+    Returns:
+        The pieces and the output of the module.
+
+    Raises:
+        CaptureError: if Dynamo cannot capture the model, naming the line.
+    """
+    try:
+        return _capture(model, args, kwargs, fake=True, gradient_outputs=gradient_outputs)
+    except torch._dynamo.exc.Unsupported as error:
+        log.info("the graph breaks, capturing piece by piece: %s", error)
+        reason = _first_lines(str(error))
+    try:
+        with preserved_state(model):
+            pieces = _capture(model, args, kwargs, fake=False, gradient_outputs=gradient_outputs)
+    except torch._dynamo.exc.TorchDynamoException as error:
+        raise CaptureError(f"cannot capture the model: {_first_lines(str(error))}") from error
+    if not pieces.pieces:
+        raise CaptureError(f"nothing of the model can be captured: {reason}")
+    return Pieces(pieces=pieces.pieces, output=pieces.output, fake=False, breaks=(reason,))
+
+
+def _capture(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    *,
+    fake: bool,
+    gradient_outputs: frozenset[int] | None,
+) -> Pieces:
+    pieces: list[Piece] = []
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        readings: list[JointReading] = []
+
+        def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **rest: Any) -> Any:
+            halves = default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **rest)
+            readings.append(read_joint(joint, num_fwd_outputs))
+            return halves
+
+        detach_outputs(gm, gradient_outputs)
+        results = [n.meta["example_value"] if isinstance(n, fx.Node) else n for n in _outputs_of(gm)]
+        original = gm.forward if fake else types.MethodType(type(gm).forward, gm)
+        aot_autograd(fw_compiler=_as_is, bw_compiler=_as_is, partition_fn=partition)(gm, inputs)
+        if not readings:
+            if fake:
+                raise CaptureError("the model has nothing to train: no output of it needs a gradient")
+            return gm.forward
+
+        def run(*real_inputs: Any) -> tuple[Any, ...]:
+            if fake:
+                outputs = tuple(_twin(r, fake_mode) for r in results)
+            else:
+                with torch.no_grad():
+                    outputs = tuple(original(*real_inputs))
+                for output, result in zip(outputs, results, strict=True):
+                    if isinstance(output, torch.Tensor) and result.requires_grad and not output.requires_grad:
+                        output.requires_grad_()
+            pieces.append(Piece(reading=readings[0], inputs=tuple(real_inputs), outputs=outputs))
+            return outputs
+
+        return run
+
+    call = compile_call(model, backend, fullgraph=fake)
+    try:
+        output = call(*args, **kwargs)
+    except torch._dynamo.exc.BackendCompilerFailed as error:
+        if isinstance(error.__cause__, MemfitError):
+            raise error.__cause__ from None
+        raise
+    return Pieces(pieces=tuple(pieces), output=output, fake=fake)
+
+
+def compile_call(model: nn.Module, backend: Callable[..., Any], *, fullgraph: bool = False) -> Callable[..., Any]:
+    """`model`'s call, compiled with `backend` under Dynamo's guards, with a cache of its own."""
+    impl = model._call_impl
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return impl(*args, **kwargs)
+
+    # Dynamo caches by code object; a copy keeps fitted models from sharing one cache and its size limit.
+    own = types.FunctionType(
+        call.__code__.replace(co_name="fitted_call"), call.__globals__, "fitted_call", None, call.__closure__
+    )
+    compiled: Callable[..., Any] = torch.compile(own, backend=backend, fullgraph=fullgraph, dynamic=False)
+    return compiled
+
+
+def detach_outputs(gm: fx.GraphModule, gradient_outputs: frozenset[int] | None) -> list[int]:
+    """Cuts the outputs that receive no gradient, which AOTAutograd would otherwise feed with zeros.
+
+    Returns:
+        Positions of the outputs it cut.
+    """
+    positions: list[int] = []
+    if gradient_outputs is None:
+        return positions
+    (output,) = gm.graph.find_nodes(op="output")
+    results = list(output.args[0])
+    for position, node in enumerate(results):
+        if position in gradient_outputs or not isinstance(node, fx.Node):
+            continue
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            with gm.graph.inserting_before(output):
+                cut = gm.graph.call_method("detach", (node,))
+            cut.meta["example_value"] = value.detach()
+            results[position] = cut
+            positions.append(position)
+    output.args = (tuple(results),)
+    gm.recompile()
+    return positions
+
+
+@contextlib.contextmanager
+def preserved_state(model: nn.Module) -> Iterator[None]:
+    """Restores buffers, gradients and the random generators on exit."""
+    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    gradients = [(p, p.grad) for p in model.parameters()]
+    devices = sorted({t.device.index or 0 for t in model.parameters() if t.device.type == "cuda"})
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, saved in buffers:
+                    buffer.copy_(saved)
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+
+
+def _as_is(gm: fx.GraphModule, inputs: Any) -> fx.GraphModule:
+    return gm
+
+
+def _outputs_of(gm: fx.GraphModule) -> list[Any]:
+    (output,) = gm.graph.find_nodes(op="output")
+    return list(output.args[0])
+
+
+def _twin(value: Any, fake_mode: FakeTensorMode) -> Any:
+    """A leaf fake tensor with the metadata of Dynamo's."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    with fake_mode:
+        twin = torch.empty_strided(tuple(value.shape), value.stride(), dtype=value.dtype, device=value.device)
+    return twin.requires_grad_(value.requires_grad)
+
+
+def _first_lines(text: str, count: int = 12) -> str:
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    return "\n".join(lines[:count])
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors of a nested output."""
+    return [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]

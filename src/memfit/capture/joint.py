@@ -1,0 +1,317 @@
+"""Reads AOTAutograd's joint graph: which nodes are ops, which are views, what shares memory.
+
+The joint graph is one FX graph with forward and backward nodes mixed. Three things must be told apart:
+
+- **forward or backward**: a node is forward if an output of the forward pass depends on it or if it comes
+  before the first node that depends on a tangent. Its position alone does not tell, because autograd puts
+  `getitem` and `detach` nodes of forward values among the backward ones.
+- **op or view**: a node whose result lives in the memory of an operand costs nothing and is not an op; the
+  runtime makes views again where they are needed. Fake tensors share storages exactly as real ones do.
+- **exact to run again or not**: random ops are, with their generator state; an op that reads an input which
+  the step overwrites is not, except batch normalisation in training mode, whose result does not depend on
+  the running statistics it reads.
+
+Known limits: static shapes only.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+
+from memfit.capture import rewrite
+from memfit.errors import CaptureError
+from memfit.step.graph import Phase, StorageKind
+
+__all__ = ["JointOp", "JointReading", "JointStorage", "is_random", "read_joint"]
+
+_STATISTICS_NORMS = {
+    "aten._native_batch_norm_legit_functional.default": 5,
+    "aten._batch_norm_with_update_functional.default": None,
+    "aten.native_batch_norm.default": 5,
+    "aten.cudnn_batch_norm.default": 5,
+    "aten.miopen_batch_norm.default": 5,
+}
+"""Ops that read running statistics without using them when training, with the index of that argument."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JointStorage:
+    """Memory of the joint graph: `base` is the node whose result it is."""
+
+    base: fx.Node
+    nbytes: int
+    kind: StorageKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JointOp:
+    """A node that computes."""
+
+    node: fx.Node
+    phase: Phase
+    module: str
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    in_place_over: int | None
+    random: bool
+    recomputable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JointReading:
+    """A joint graph, read.
+
+    Attributes:
+        module: the graph module, rewritten (see `memfit.capture.rewrite`).
+        num_forward_outputs: how many of its outputs belong to the forward pass.
+        ops: in the order of the graph, forward ones first.
+        storages: what ops index.
+        storage_of: the storage of each node that yields a tensor.
+        output_storages: storages of the forward outputs, one entry per tensor output.
+        gradient_storages: storages of the gradients, one entry per gradient.
+    """
+
+    module: fx.GraphModule
+    num_forward_outputs: int
+    ops: tuple[JointOp, ...]
+    storages: tuple[JointStorage, ...]
+    storage_of: dict[fx.Node, int]
+    output_storages: tuple[int, ...]
+    gradient_storages: tuple[int, ...]
+
+
+def read_joint(module: fx.GraphModule, num_forward_outputs: int) -> JointReading:
+    """Reads a joint graph; the same graph always gives the same reading.
+
+    Args:
+        module: the joint graph; rewritten in place.
+        num_forward_outputs: how many outputs belong to the forward pass.
+
+    Returns:
+        Ops, storages and who shares what.
+
+    Raises:
+        CaptureError: if sizes depend on data, or the model checkpoints itself.
+    """
+    rewrite.drop_clones(module)
+    rewrite.split_convolution_backward(module)
+    rewrite.hollow_shape_operands(module)
+    rewrite.hoist_weight_gradients(module)
+    graph = module.graph
+    graph.eliminate_dead_code()
+    _refuse_unplannable(graph)
+    outputs = _output_nodes(graph)
+    forward = _forward_nodes(graph, outputs[:num_forward_outputs])
+
+    storages, storage_of, ops_nodes = _find_storages(graph, forward)
+    gradients = tuple(storage_of[n] for n in outputs[num_forward_outputs:] if n in storage_of)
+    for storage in gradients:
+        if storages[storage].kind is StorageKind.BACKWARD:
+            old = storages[storage]
+            storages[storage] = JointStorage(base=old.base, nbytes=old.nbytes, kind=StorageKind.GRADIENT)
+    overwritten = _overwritten_inputs(graph, storage_of)
+    ops = [
+        _joint_op(node, written, forward, storages, storage_of, overwritten) for node, written in ops_nodes.items()
+    ]
+    ops.sort(key=lambda op: op.phase is Phase.BACKWARD)
+    return JointReading(
+        module=module,
+        num_forward_outputs=num_forward_outputs,
+        ops=tuple(ops),
+        storages=tuple(storages),
+        storage_of=storage_of,
+        output_storages=tuple(storage_of[n] for n in outputs[:num_forward_outputs] if n in storage_of),
+        gradient_storages=gradients,
+    )
+
+
+def _output_nodes(graph: fx.Graph) -> list[fx.Node | None]:
+    (output,) = graph.find_nodes(op="output")
+    return list(output.args[0])
+
+
+def _refuse_unplannable(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if node.meta.get("recompute") is not None:
+            raise CaptureError(
+                "the model already checkpoints itself, so memfit cannot plan it "
+                f"(at {module_of(node) or node.name}); turn it off, e.g. model.gradient_checkpointing_disable()"
+            )
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt) or (
+            isinstance(value, torch.Tensor) and any(isinstance(n, torch.SymInt) for n in value.shape)
+        ):
+            where = (node.stack_trace or "").strip().splitlines()[-2:]
+            raise CaptureError(
+                f"the shape of {node.name} depends on data, so its memory is unknown before it runs "
+                f"({' '.join(line.strip() for line in where) or module_of(node)})"
+            )
+
+
+def _forward_nodes(graph: fx.Graph, outputs: list[fx.Node | None]) -> set[fx.Node]:
+    """What the forward outputs depend on, and what was traced before backward began (saved by the forward)."""
+    needed: set[fx.Node] = set()
+    stack = [n for n in outputs if isinstance(n, fx.Node)]
+    for node in graph.nodes:
+        if node.op == "call_function":
+            if any(is_tangent(a) for a in node.all_input_nodes):
+                break
+            stack.append(node)
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack.extend(node.all_input_nodes)
+    return needed
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Whether a placeholder is the gradient of an output."""
+    return node.op == "placeholder" and "tangents" in str(node.target)
+
+
+def tensors_of(node: fx.Node) -> list[torch.Tensor]:
+    """The fake tensors a node yields, nested results flattened."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [t for t in value if isinstance(t, torch.Tensor)]
+    return []
+
+
+def _find_storages(
+    graph: fx.Graph, forward: set[fx.Node]
+) -> tuple[list[JointStorage], dict[fx.Node, int], dict[fx.Node, tuple[int, ...]]]:
+    storages: list[JointStorage] = []
+    number: dict[int, int] = {}
+    storage_of: dict[fx.Node, int] = {}
+    ops: dict[fx.Node, tuple[int, ...]] = {}
+
+    def storage_number(tensor: torch.Tensor, base: fx.Node, kind: StorageKind) -> tuple[int, bool]:
+        memory = tensor.untyped_storage()
+        known = number.get(memory._cdata)
+        if known is not None:
+            return known, False
+        number[memory._cdata] = len(storages)
+        storages.append(JointStorage(base=base, nbytes=int(memory.nbytes()), kind=kind))
+        return len(storages) - 1, True
+
+    for node in graph.nodes:
+        tensors = tensors_of(node)
+        if node.op in ("placeholder", "get_attr"):
+            kind = StorageKind.TANGENT if is_tangent(node) else StorageKind.STATIC
+            for tensor in tensors:
+                storage_of[node], _ = storage_number(tensor, node, kind)
+        elif node.op == "call_function" and node.target is operator.getitem:
+            for tensor in tensors:
+                # An element of a tuple is the base of its storage: the tuple itself is no tensor.
+                storage, _ = storage_number(tensor, node, StorageKind.FORWARD)
+                old = storages[storage]
+                if old.base is node.args[0]:
+                    storages[storage] = JointStorage(base=node, nbytes=old.nbytes, kind=old.kind)
+                storage_of[node] = storage
+        elif node.op == "call_function":
+            kind = StorageKind.FORWARD if node in forward else StorageKind.BACKWARD
+            written: list[int] = []
+            for tensor in tensors:
+                storage, new = storage_number(tensor, node, kind)
+                if new:
+                    written.append(storage)
+                if isinstance(node.meta["val"], torch.Tensor):
+                    storage_of[node] = storage
+            if written or node.is_impure() or not tensors:
+                ops[node] = tuple(written)
+    return storages, storage_of, ops
+
+
+def _overwritten_inputs(graph: fx.Graph, storage_of: dict[fx.Node, int]) -> set[int]:
+    """Storages of the inputs that the step writes to, in the graph or in AOTAutograd's epilogue."""
+    (output,) = graph.find_nodes(op="output")
+    mutated = [d.mutated_input for d in output.meta["desc"] if isinstance(d, InputMutationAOTOutput)]
+    written = [n for n in graph.find_nodes(op="placeholder") if n.meta.get("desc") in mutated]
+    written += [n.args[0] for n in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)]
+    return {storage_of[n] for n in written if n in storage_of}
+
+
+def _joint_op(
+    node: fx.Node,
+    written: tuple[int, ...],
+    forward: set[fx.Node],
+    storages: list[JointStorage],
+    storage_of: dict[fx.Node, int],
+    overwritten: set[int],
+) -> JointOp:
+    reads = tuple(dict.fromkeys(storage_of[n] for n in node.all_input_nodes if n in storage_of))
+    reads = reads + tuple(
+        storage
+        for argument in node.all_input_nodes
+        if argument not in storage_of
+        for storage in _tuple_reads(argument, storage_of)
+        if storage not in reads
+    )
+    recomputable = not node.is_impure() or is_random(node)
+    if any(s in overwritten for s in reads) and not _ignores_statistics(node):
+        recomputable = False
+    over = rewrite.in_place_argument(node, storages, storage_of, written)
+    return JointOp(
+        node=node,
+        phase=Phase.FORWARD if node in forward else Phase.BACKWARD,
+        module=module_of(node),
+        reads=reads,
+        writes=written,
+        in_place_over=None if over is None else storage_of[node.args[over]],
+        random=is_random(node),
+        recomputable=recomputable,
+    )
+
+
+def _tuple_reads(argument: fx.Node, storage_of: dict[fx.Node, int]) -> list[int]:
+    return [storage_of[user] for user in argument.users if user in storage_of and user.target is operator.getitem]
+
+
+def _ignores_statistics(node: fx.Node) -> bool:
+    position = _STATISTICS_NORMS.get(str(node.target), -1)
+    if position is None:
+        return True
+    return position >= 0 and node.args[position] is True
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether running the node advances a random generator."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    names = [argument.name for argument in target._schema.arguments]
+    for name in ("dropout_p", "p", "dropout"):
+        if name in names:
+            position = names.index(name)
+            default = target._schema.arguments[position].default_value
+            value = node.args[position] if position < len(node.args) else node.kwargs.get(name, default)
+            return not (isinstance(value, int | float) and value == 0)
+    return True
+
+
+def module_of(node: fx.Node) -> str:
+    """Qualified name of the module that called the node, `""` if it is the root or unknown."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    for path, _ in reversed(list(stack.values())):
+        return clean_module_path(str(path))
+    return ""
+
+
+def clean_module_path(path: str) -> str:
+    """`L['self'].layer1._modules['0'].conv1` to `layer1.0.conv1`."""
+    path = path.replace("._modules['", ".").replace("_modules['", "").replace("']", "").replace("L['", "")
+    path = path.replace("[", ".").replace("]", "").replace("'", "").replace('"', "")
+    parts = [p for p in path.split(".") if p]
+    while parts and parts[0] in ("self", "impl", "__self__", "model", "fn", "L") and len(parts) >= 1:
+        if parts[0] == "model" and len(parts) > 1 and "__self__" not in path and "impl" not in path:
+            break
+        parts = parts[1:]
+    return ".".join(parts)

@@ -1,0 +1,57 @@
+"""Counts the bytes of the storages that are alive, real or fake, as ops create them.
+
+A storage is counted from the op that returns it until its finalizer runs, which is exact on a
+reference-counting allocator. Kernel workspace is invisible here; `memfit.runtime.measure` sees it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["LiveBytes"]
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[misc]
+    """While active, `live` and `peak` count storages created since it was entered, on one device type."""
+
+    # Without this Dynamo would refuse to trace under the mode; it only watches.
+    is_infra_mode = classmethod(lambda cls: True)
+
+    def __init__(self, device_type: str | None = None) -> None:
+        super().__init__()
+        self.device_type = device_type
+        self.live = 0
+        self.peak = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        operands = {
+            t.untyped_storage()._cdata for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
+        }
+        result = func(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor, operands)
+        return result
+
+    def _count(self, tensor: torch.Tensor, operands: set[int]) -> None:
+        if self.device_type is not None and tensor.device.type != self.device_type:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in operands or key in self._seen:
+            return
+        nbytes = int(storage.nbytes())
+        self._seen.add(key)
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._gone, key, nbytes)
+
+    def _gone(self, key: int, nbytes: int) -> None:
+        self._seen.discard(key)
+        self.live -= nbytes

@@ -1,0 +1,96 @@
+"""The loss between the forward and the backward pass: what it takes and which outputs it feeds.
+
+The user's loop calls the loss itself, in plain autograd, so memfit does not plan it; but its memory is part
+of the step, and an output that the loss does not use must not cost a gradient of zeros.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from memfit.capture.live_bytes import LiveBytes
+from memfit.errors import CaptureError
+
+__all__ = ["LossFunction", "LossReading", "backward_of", "read_loss", "scalar_loss"]
+
+log = logging.getLogger(__name__)
+
+LossFunction = Callable[[Any], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossReading:
+    """What the loss does with the model's output.
+
+    Attributes:
+        receives_gradient: for each tensor leaf of the output whether the loss's gradient reaches it.
+        transient_bytes: peak of loss and its backward beyond outputs and their gradients.
+    """
+
+    receives_gradient: tuple[bool, ...]
+    transient_bytes: int
+
+
+def scalar_loss(output: Any, loss_fn: LossFunction | None) -> torch.Tensor | None:
+    """The scalar to differentiate: `loss_fn(output)`, else the output's own `loss`, else None.
+
+    Raises:
+        CaptureError: if `loss_fn` returns something else than a scalar tensor.
+    """
+    if loss_fn is not None:
+        loss = loss_fn(output)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise CaptureError(f"loss_fn must return a scalar tensor (returned: {shape})")
+        return loss
+    own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    return own if isinstance(own, torch.Tensor) and own.numel() == 1 else None
+
+
+def backward_of(output: Any, loss_fn: LossFunction | None) -> torch.Tensor | None:
+    """Runs loss and backward as a training loop would; returns the loss, detached, if there is one."""
+    loss = scalar_loss(output, loss_fn)
+    if loss is not None:
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+    tensors = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
+    torch.autograd.backward(tensors, [torch.ones_like(t) for t in tensors])
+    return None
+
+
+def read_loss(output: Any, loss_fn: LossFunction | None, device_type: str) -> LossReading:
+    """Differentiates the loss down to the output's tensors, fake or real.
+
+    Args:
+        output: what the model returned; its tensors are differentiated up to and no further.
+        loss_fn: the user's loss.
+        device_type: only memory of this device type counts.
+
+    Returns:
+        Which tensors receive a gradient, and the memory the loss takes.
+    """
+    leaves = pytree.tree_leaves(output)
+    tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
+    differentiable = [t for t in tensors if t.requires_grad]
+    if not differentiable:
+        raise CaptureError("no output of the model needs a gradient; is it in training mode with trainable parameters?")
+    with torch.enable_grad(), LiveBytes(device_type) as counter:
+        loss = scalar_loss(output, loss_fn)
+        if loss is None:
+            return LossReading(receives_gradient=tuple(t.requires_grad for t in tensors), transient_bytes=0)
+        gradients = torch.autograd.grad(loss, differentiable, allow_unused=True)
+        reached = {id(t) for t, g in zip(differentiable, gradients, strict=True) if g is not None}
+        tangents = {
+            g.untyped_storage()._cdata: int(g.untyped_storage().nbytes()) for g in gradients if g is not None
+        }
+        peak = counter.peak
+    return LossReading(
+        receives_gradient=tuple(id(t) in reached for t in tensors),
+        transient_bytes=max(0, peak - sum(tangents.values())),
+    )

@@ -1,0 +1,250 @@
+"""Rewrites of the joint graph that lower memory and change no bit.
+
+- **Split convolution backward.** `convolution_backward` returns the input's and the weight's gradient at
+  once, so input, gradient-in and gradient-out are alive together. Its weight half needs input and
+  gradient-out; its input half needs gradient-out, weight and only the input's *shape*. Run weight half, free
+  the input, run input half with a hollow tensor (right shape and strides, no memory). Checked bitwise on CPU
+  over strides, groups, kernels and memory formats; the profiler checks it again on each machine and shape.
+- **Shapes only.** The backward of pooling takes the pooled tensor but looks at its shape alone; it gets a
+  hollow one, so that nothing is kept for it.
+- **No copies of what nobody overwrites.** An in-place activation whose backward needs its input makes autograd
+  clone that input; in a functional graph the input itself is still there.
+- **Weight gradients first.** A gradient that nothing else reads runs as soon as its operands exist, so the
+  saved input can go before the input's gradient is made.
+- **In place.** Capture functionalises `relu_`, `add_`, `dropout`; where an operand dies at an op, the op can
+  write over it again. Only pointwise kernels are listed, which read an element before they write it.
+
+Source of the first: the step's widest place in convolutional networks, measured in docs/design.md.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+
+__all__ = [
+    "HOLLOW_PREFIX",
+    "IN_PLACE",
+    "convolution_input_gradient",
+    "drop_clones",
+    "hoist_weight_gradients",
+    "hollow_shape_operands",
+    "in_place_argument",
+    "make_hollow",
+    "split_convolution_backward",
+]
+
+_aten = torch.ops.aten
+
+_SHAPE_ONLY = {
+    _aten.max_pool2d_with_indices_backward.default: (1,),
+    _aten.avg_pool2d_backward.default: (1,),
+    _aten._adaptive_avg_pool2d_backward.default: (1,),
+}
+"""Ops and the operands of which they use the shape alone."""
+
+HOLLOW_PREFIX = "_hollow_"
+"""Names of the graph attributes that stand for an operand of which only the shape is used."""
+
+
+def convolution_input_gradient(
+    grad_output: torch.Tensor, hollow: torch.Tensor, weight: torch.Tensor, *rest: Any
+) -> torch.Tensor:
+    """The input half of `convolution_backward`; `hollow` gives shape and strides of the input, not values."""
+    result: torch.Tensor = _aten.convolution_backward.default(grad_output, hollow, weight, *rest, [True, False, False])[0]
+    return result
+
+
+def make_hollow(like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """A tensor with the metadata of `like` and no memory behind it."""
+    hollow = torch.empty_strided(tuple(like.shape), like.stride(), dtype=like.dtype, device=device or like.device)
+    hollow.untyped_storage().resize_(0)
+    return hollow
+
+
+def split_convolution_backward(module: fx.GraphModule) -> None:
+    """Splits every convolution backward that makes both gradients; see the module docstring."""
+    graph = module.graph
+    for node in graph.find_nodes(op="call_function", target=_aten.convolution_backward.default):
+        mask = node.args[-1]
+        if len(node.args) != 11 or not (mask[0] and mask[1]):
+            continue
+        grad_output, data, weight, *rest = node.args[:-1]
+        getitems = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+        if len(getitems) != len(node.users) or 0 not in getitems:
+            continue
+        values = node.meta["val"]
+        with graph.inserting_before(node):
+            half = graph.call_function(_aten.convolution_backward.default, (*node.args[:-1], [False, True, bool(mask[2])]))
+            half.meta = {**node.meta, "val": (None, values[1], values[2])}
+            hollow = _hollow_attribute(module, data.meta["val"])
+            gradient = graph.call_function(convolution_input_gradient, (grad_output, hollow, weight, *rest))
+            gradient.meta = {**node.meta, "val": values[0]}
+        getitems[0].replace_all_uses_with(gradient)
+        graph.erase_node(getitems[0])
+        for index in (1, 2):
+            if index in getitems:
+                getitems[index].update_arg(0, half)
+        graph.erase_node(node)
+
+
+def _hollow_attribute(module: fx.GraphModule, like: torch.Tensor) -> fx.Node:
+    """A `get_attr` node for a stand-in of `like`; the lowering puts a real hollow tensor there."""
+    name = f"{HOLLOW_PREFIX}{len([n for n in module.graph.nodes if str(n.target).startswith(HOLLOW_PREFIX)])}"
+    with detect_fake_mode(like) or nullcontext():
+        stand_in = torch.empty_strided(tuple(like.shape), like.stride(), dtype=like.dtype, device=like.device)
+    module.register_buffer(name, stand_in, persistent=False)
+    node = module.graph.get_attr(name)
+    node.meta = {"val": stand_in}
+    return node
+
+
+def drop_clones(module: fx.GraphModule) -> None:
+    """Replaces clones by their source where neither is returned and source and clone are laid out alike."""
+    graph = module.graph
+    (output,) = graph.find_nodes(op="output")
+    returned = {_storage_key(n) for n in output.args[0] if isinstance(n, fx.Node)}
+    for node in graph.find_nodes(op="call_function", target=_aten.clone.default):
+        source = node.args[0]
+        value, original = node.meta["val"], source.meta["val"]
+        if (
+            value.stride() == original.stride()
+            and value.untyped_storage().nbytes() == original.untyped_storage().nbytes()
+            and _storage_key(node) not in returned
+            and _storage_key(source) not in returned
+            and not any(a.op == "placeholder" for a in (source, *source.all_input_nodes) if _storage_key(a) == _storage_key(source))
+        ):
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+
+
+def _storage_key(node: fx.Node) -> int | None:
+    value = node.meta.get("val")
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
+def hollow_shape_operands(module: fx.GraphModule) -> None:
+    """Gives ops that look only at an operand's shape a hollow one."""
+    for target, positions in _SHAPE_ONLY.items():
+        for node in module.graph.find_nodes(op="call_function", target=target):
+            for position in positions:
+                with module.graph.inserting_before(node):
+                    node.update_arg(position, _hollow_attribute(module, node.args[position].meta["val"]))
+
+
+def hoist_weight_gradients(module: fx.GraphModule) -> None:
+    """Moves ops that only make returned gradients to right after the last of their operands."""
+    graph = module.graph
+    (output,) = graph.find_nodes(op="output")
+    position = {node: i for i, node in enumerate(graph.nodes)}
+
+    def only_returned(node: fx.Node) -> bool:
+        return bool(node.users) and all(
+            user is output or (user.op == "call_function" and _is_free(user) and only_returned(user)) for user in node.users
+        )
+
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.is_impure() or not only_returned(node):
+            continue
+        if all(a.op == "placeholder" for a in node.all_input_nodes):
+            continue
+        last = max((a for a in node.all_input_nodes), key=lambda a: position[a], default=None)
+        if last is not None and last.op != "placeholder" and last.next is not node:
+            last.append(node)
+            # Keep positions comparable without renumbering: just after its last operand.
+            position[node] = position[last]
+
+
+def _is_free(node: fx.Node) -> bool:
+    if node.target is operator.getitem:
+        return True
+    value, operands = node.meta.get("val"), [a.meta.get("val") for a in node.all_input_nodes]
+    return isinstance(value, torch.Tensor) and any(
+        isinstance(o, torch.Tensor) and o.untyped_storage()._cdata == value.untyped_storage()._cdata for o in operands
+    )
+
+
+def _over_first(target: Any) -> Callable[..., Any]:
+    def run(first: torch.Tensor, *rest: Any, **kwargs: Any) -> Any:
+        return target(first, *rest, **kwargs)
+
+    return run
+
+
+def _add_over_second(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    return second.add_(first)
+
+
+def _mul_over_second(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    return second.mul_(first)
+
+
+def _gradient_into(target: Any) -> Callable[..., Any]:
+    def run(gradient: torch.Tensor, *rest: Any, **kwargs: Any) -> Any:
+        return target(gradient, *rest, **kwargs, grad_input=gradient)
+
+    run.__name__ = run.__qualname__ = f"{target._opname}_over_gradient"
+    return run
+
+
+IN_PLACE: dict[Any, dict[int, Any]] = {
+    _aten.relu.default: {0: _aten.relu_.default},
+    _aten.silu.default: {0: _aten.silu_.default},
+    _aten.hardswish.default: {0: _aten.hardswish_.default},
+    _aten.hardtanh.default: {0: _aten.hardtanh_.default},
+    _aten.hardsigmoid.default: {0: _aten.hardsigmoid_.default},
+    _aten.sigmoid.default: {0: _aten.sigmoid_.default},
+    _aten.tanh.default: {0: _aten.tanh_.default},
+    _aten.gelu.default: {0: _aten.gelu_.default},
+    _aten.neg.default: {0: _aten.neg_.default},
+    _aten.add.Tensor: {0: _aten.add_.Tensor, 1: _add_over_second},
+    _aten.sub.Tensor: {0: _aten.sub_.Tensor},
+    _aten.mul.Tensor: {0: _aten.mul_.Tensor, 1: _mul_over_second},
+    _aten.div.Tensor: {0: _aten.div_.Tensor},
+    _aten.div.Scalar: {0: _aten.div_.Scalar},
+    _aten.mul.Scalar: {0: _aten.mul_.Scalar},
+    _aten.masked_fill.Scalar: {0: _aten.masked_fill_.Scalar},
+    _aten.threshold_backward.default: {0: _gradient_into(_aten.threshold_backward.grad_input)},
+    _aten.gelu_backward.default: {0: _gradient_into(_aten.gelu_backward.grad_input)},
+    _aten.silu_backward.default: {0: _gradient_into(_aten.silu_backward.grad_input)},
+    _aten.tanh_backward.default: {0: _gradient_into(_aten.tanh_backward.grad_input)},
+    _aten.sigmoid_backward.default: {0: _gradient_into(_aten.sigmoid_backward.grad_input)},
+    _aten.hardtanh_backward.default: {0: _gradient_into(_aten.hardtanh_backward.grad_input)},
+    _aten.hardsigmoid_backward.default: {0: _gradient_into(_aten.hardsigmoid_backward.grad_input)},
+}
+"""Pointwise ops and, by operand, the call that does the same over that operand's memory."""
+
+
+def in_place_argument(
+    node: fx.Node, storages: Any, storage_of: dict[fx.Node, int], written: tuple[int, ...]
+) -> int | None:
+    """Index of the operand the node may overwrite: same shape, strides, dtype and the whole of its storage."""
+    choices = IN_PLACE.get(node.target)
+    result = node.meta.get("val")
+    if choices is None or len(written) != 1 or not isinstance(result, torch.Tensor):
+        return None
+    for position in choices:
+        operand = node.args[position] if position < len(node.args) else None
+        if not isinstance(operand, fx.Node) or operand not in storage_of:
+            continue
+        if position == 1 and (node.kwargs or len(node.args) > 2):
+            continue
+        value = operand.meta.get("val")
+        if not isinstance(value, torch.Tensor) or storages[storage_of[operand]].kind == "static":
+            continue
+        alone = sum(1 for a in node.args if isinstance(a, fx.Node) and storage_of.get(a) == storage_of[operand]) == 1
+        if (
+            alone
+            and value.shape == result.shape
+            and value.stride() == result.stride()
+            and value.dtype == result.dtype
+            and storages[storage_of[operand]].nbytes == storages[written[0]].nbytes
+        ):
+            return position
+    return None

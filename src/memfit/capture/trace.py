@@ -1,0 +1,243 @@
+"""From a module to a step graph: captures the pieces, reads the loss, and joins everything into one step.
+
+Every piece brings its own numbering; here they get one. What piece 1 returns and piece 2 takes is one
+storage. The loss op stands between the last forward and the first backward op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from memfit.capture.dynamo import Pieces, capture_pieces
+from memfit.capture.joint import JointOp, JointReading, is_tangent
+from memfit.capture.loss import LossFunction, read_loss
+from memfit.capture.optimizer import optimizer_cost
+from memfit.errors import CaptureError
+from memfit.step.graph import Op, Phase, StepGraph, Storage, StorageKind
+
+__all__ = ["Capture", "capture_step", "device_of", "storage_bytes"]
+
+_RANDOM_STATE_BYTES = {"cpu": 5056, "cuda": 16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capture:
+    """A captured step.
+
+    Attributes:
+        graph: the step, with no times yet.
+        pieces: where it came from.
+        joint_ops: for each op of the graph its joint op; None for the loss.
+        gradient_outputs: which outputs of the last piece receive gradients; None for all.
+        output: what the module returned while capturing.
+    """
+
+    graph: StepGraph
+    pieces: Pieces
+    joint_ops: tuple[JointOp | None, ...]
+    gradient_outputs: frozenset[int] | None
+    output: Any
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device of the first parameter or buffer, CPU if there is none."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        return tensor.device
+    return torch.device("cpu")
+
+
+def storage_bytes(tensors: Sequence[Any], device_type: str) -> int:
+    """Bytes of the distinct storages of the tensors on one device type."""
+    sizes = {
+        t.untyped_storage()._cdata: int(t.untyped_storage().nbytes())
+        for t in tensors
+        if isinstance(t, torch.Tensor) and t.device.type == device_type
+    }
+    return sum(sizes.values())
+
+
+def capture_step(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    *,
+    loss_fn: LossFunction | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    label: str = "",
+) -> Capture:
+    """Captures one training step without running it (with graph breaks: without saving anything).
+
+    Args:
+        model: the module, in training mode.
+        args: positional inputs.
+        kwargs: keyword inputs.
+        loss_fn: takes the output, returns a scalar; without it `output.loss` is used where it exists.
+        optimizer: its state counts.
+        label: what this is, for people.
+
+    Returns:
+        The step graph and how to get back from its ops to the captured ones.
+
+    Raises:
+        CaptureError: if the model is not in training mode, cannot be captured, or its inputs are elsewhere.
+    """
+    _validate(model, args, kwargs)
+    device_type = device_of(model).type
+    pieces = capture_pieces(model, args, kwargs)
+    loss = read_loss(pieces.output, loss_fn, device_type)
+    gradient_outputs = _gradient_outputs(pieces, loss.receives_gradient)
+    if gradient_outputs is not None:
+        pieces = capture_pieces(model, args, kwargs, gradient_outputs=gradient_outputs)
+    graph, joint_ops = _join(pieces, loss.transient_bytes, device_type)
+    cost = optimizer_cost(optimizer, device_type)
+    static = [*model.parameters(), *model.buffers(), *pytree.tree_leaves((args, kwargs))]
+    static += [p.grad for p in model.parameters()]
+    graph = replace(
+        graph,
+        static_bytes=storage_bytes(static, device_type) + cost.state_bytes,
+        after_step_bytes=cost.step_bytes,
+        label=label or type(model).__name__,
+    )
+    return Capture(
+        graph=graph,
+        pieces=pieces,
+        joint_ops=joint_ops,
+        gradient_outputs=gradient_outputs,
+        output=pieces.output,
+    )
+
+
+def _validate(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    if not model.training:
+        raise CaptureError(f"{type(model).__name__} is in eval mode; call model.train() first, memfit plans training steps")
+    for name, module in model.named_modules():
+        if getattr(module, "gradient_checkpointing", False) is True or getattr(module, "grad_checkpointing", False) is True:
+            raise CaptureError(
+                f"the model already checkpoints itself (at {name or type(module).__name__}); turn it off first, "
+                "e.g. model.gradient_checkpointing_disable() or model.set_grad_checkpointing(False)"
+            )
+    device = device_of(model)
+    for tensor in pytree.tree_leaves((list(args), kwargs)):
+        if isinstance(tensor, torch.Tensor) and tensor.dim() > 0 and tensor.device.type != device.type:
+            raise CaptureError(
+                f"an input of shape {tuple(tensor.shape)} is on {tensor.device}, the model on {device}; "
+                f"move it with .to('{device}')"
+            )
+
+
+def _gradient_outputs(pieces: Pieces, receives: Sequence[bool]) -> frozenset[int] | None:
+    """Positions among the last piece's outputs that receive gradients, None if all that could do."""
+    leaves = [t for t in pytree.tree_leaves(pieces.output) if isinstance(t, torch.Tensor)]
+    reached = {id(t) for t, does in zip(leaves, receives, strict=True) if does}
+    # Tensors that Dynamo's epilogue makes anew cannot be followed; then every output counts.
+    last = pieces.pieces[-1].outputs
+    if not reached <= {id(o) for o in last}:
+        return None
+    wanted = frozenset(i for i, o in enumerate(last) if id(o) in reached)
+    possible = frozenset(i for i, o in enumerate(last) if isinstance(o, torch.Tensor) and o.requires_grad)
+    return None if wanted == possible else wanted
+
+
+def _join(pieces: Pieces, loss_bytes: int, device_type: str) -> tuple[StepGraph, tuple[JointOp | None, ...]]:
+    storages: list[Storage] = []
+    numbers: list[dict[int, int]] = []
+    returned: dict[int, int] = {}
+    for index, piece in enumerate(pieces.pieces):
+        reading = piece.reading
+        number = _incoming(reading, piece.inputs, returned)
+        for local, storage in enumerate(reading.storages):
+            if local not in number:
+                number[local] = len(storages)
+                name = storage.base.name if index == 0 else f"{storage.base.name}@{index}"
+                storages.append(Storage(name=name, nbytes=storage.nbytes, kind=storage.kind))
+        numbers.append(number)
+        returned.update(_outgoing(reading, piece.outputs, number))
+    last = len(pieces.pieces) - 1
+    forward: list[tuple[Op, JointOp | None]] = []
+    backward: list[tuple[Op, JointOp | None]] = []
+    for index, piece in enumerate(pieces.pieces):
+        here = [
+            (_op(op, numbers[index], index, device_type), op)
+            for op in piece.reading.ops
+        ]
+        forward += [pair for pair in here if pair[0].phase is Phase.FORWARD]
+        backward = [pair for pair in here if pair[0].phase is Phase.BACKWARD] + backward
+    outputs = tuple(dict.fromkeys(numbers[i][s] for i, p in enumerate(pieces.pieces) for s in p.reading.output_storages))
+    outputs = tuple(s for s in outputs if storages[s].kind is not StorageKind.STATIC)
+    tangents = tuple(
+        numbers[i][p.reading.storage_of[node]]
+        for i, p in enumerate(pieces.pieces)
+        for node in p.reading.module.graph.find_nodes(op="placeholder")
+        if is_tangent(node) and node in p.reading.storage_of
+    )
+    final = tuple(numbers[last][s] for s in dict.fromkeys(pieces.pieces[last].reading.output_storages))
+    loss = Op(
+        name="loss",
+        target="loss",
+        phase=Phase.LOSS,
+        piece=last,
+        reads=tuple(s for s in final if storages[s].kind is not StorageKind.STATIC),
+        writes=tangents,
+        workspace_bytes=loss_bytes,
+        recomputable=False,
+    )
+    pairs = [*forward, (loss, None), *backward]
+    returned_tangents = tuple(
+        numbers[i][s]
+        for i, p in enumerate(pieces.pieces)
+        for s in p.reading.gradient_storages
+        if storages[numbers[i][s]].kind is StorageKind.TANGENT
+    )
+    graph = StepGraph(
+        ops=tuple(op for op, _ in pairs),
+        storages=tuple(storages),
+        outputs=tuple(dict.fromkeys((*outputs, *returned_tangents))),
+    )
+    return graph, tuple(joint for _, joint in pairs)
+
+
+def _op(op: JointOp, number: dict[int, int], piece: int, device_type: str) -> Op:
+    target = op.node.target
+    return Op(
+        name=op.node.name if piece == 0 else f"{op.node.name}@{piece}",
+        target=str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target)),
+        module=op.module,
+        phase=op.phase,
+        piece=piece,
+        reads=tuple(dict.fromkeys(number[s] for s in op.reads)),
+        writes=tuple(number[s] for s in op.writes),
+        in_place_over=None if op.in_place_over is None else number[op.in_place_over],
+        random_state_bytes=_RANDOM_STATE_BYTES.get(device_type, 16) if op.random else 0,
+        recomputable=op.recomputable,
+    )
+
+
+def _incoming(reading: JointReading, inputs: Sequence[Any], returned: dict[int, int]) -> dict[int, int]:
+    """Local storages of a piece's inputs that an earlier piece returned."""
+    number: dict[int, int] = {}
+    primals = [n for n in reading.module.graph.find_nodes(op="placeholder") if not is_tangent(n)]
+    for node, value in zip(primals, inputs, strict=False):
+        if isinstance(value, torch.Tensor) and node in reading.storage_of:
+            known = returned.get(value.untyped_storage()._cdata)
+            if known is not None:
+                number[reading.storage_of[node]] = known
+    return number
+
+
+def _outgoing(reading: JointReading, outputs: Sequence[Any], number: dict[int, int]) -> dict[int, int]:
+    """Real storages a piece returned, by identity, with their number in the step."""
+    (output,) = reading.module.graph.find_nodes(op="output")
+    nodes = list(output.args[0])[: reading.num_forward_outputs]
+    # The graph returns new values of mutated inputs first, then what the piece returns.
+    nodes = nodes[len(nodes) - len(outputs) :] if len(nodes) >= len(outputs) else []
+    return {
+        value.untyped_storage()._cdata: number[reading.storage_of[node]]
+        for node, value in zip(nodes, outputs, strict=False)
+        if isinstance(value, torch.Tensor) and node in reading.storage_of
+    }

@@ -1,0 +1,58 @@
+"""What can go wrong, as types. A message states the fact, the values and what to do."""
+
+from __future__ import annotations
+
+__all__ = [
+    "BudgetError",
+    "CaptureError",
+    "MemfitError",
+    "OutOfMemoryError",
+    "PlanFileError",
+    "PlanMismatchError",
+    "ProgramError",
+    "SpecError",
+]
+
+
+class MemfitError(Exception):
+    """Base of every error raised here."""
+
+
+class SpecError(MemfitError, ValueError):
+    """An argument cannot be understood: a budget, a strategy name, a model name."""
+
+
+class BudgetError(MemfitError):
+    """No plan fits the budget.
+
+    Attributes:
+        budget_bytes: what was asked for.
+        least_bytes: the least budget that works; `budget=error.least_bytes` succeeds.
+        binding: module, op and live tensors that set it.
+    """
+
+    def __init__(self, message: str, *, budget_bytes: int, least_bytes: int, binding: str = "") -> None:
+        super().__init__(message)
+        self.budget_bytes = budget_bytes
+        self.least_bytes = least_bytes
+        self.binding = binding
+
+
+class CaptureError(MemfitError):
+    """The model cannot be captured as a step graph."""
+
+
+class PlanMismatchError(MemfitError):
+    """A plan was made for another model, shape, dtype, device or torch."""
+
+
+class PlanFileError(MemfitError):
+    """A plan file is damaged or not a plan file."""
+
+
+class ProgramError(MemfitError):
+    """A program breaks a rule of the step; a bug in a planner or a damaged plan."""
+
+
+class OutOfMemoryError(MemfitError, RuntimeError):
+    """A fitted step ran out of memory; names the shape, the plan and the live tensors."""

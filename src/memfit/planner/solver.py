@@ -1,0 +1,128 @@
+"""Mixed-integer programs, solved by HiGHS behind one small interface.
+
+A status other than optimal is a value, not an exception: the incumbent and the bound come back as they are,
+and whoever asked checks the result with the simulator. Bytes are scaled by the caller, so that coefficients
+stay within a few orders of magnitude.
+
+Source: HiGHS, https://highs.dev, through `highspy`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import highspy
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Milp", "Solution", "Status", "solve"]
+
+
+class Status(StrEnum):
+    """How a solve ended."""
+
+    OPTIMAL = "optimal"
+    FEASIBLE = "feasible"
+    INFEASIBLE = "infeasible"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """Values of the variables (empty without an incumbent), their cost, and a proven lower bound of it."""
+
+    status: Status
+    values: NDArray[np.float64]
+    objective: float
+    bound: float
+
+
+@dataclass(slots=True)
+class Milp:
+    """Minimise a cost over bounded variables under rows `lower <= sum(coefficient * variable) <= upper`."""
+
+    cost: list[float] = field(default_factory=list)
+    lower: list[float] = field(default_factory=list)
+    upper: list[float] = field(default_factory=list)
+    integer: list[bool] = field(default_factory=list)
+    row_lower: list[float] = field(default_factory=list)
+    row_upper: list[float] = field(default_factory=list)
+    starts: list[int] = field(default_factory=lambda: [0])
+    indices: list[int] = field(default_factory=list)
+    coefficients: list[float] = field(default_factory=list)
+
+    def variable(self, *, cost: float = 0.0, lower: float = 0.0, upper: float = 1.0, integer: bool = True) -> int:
+        """Adds a variable and returns its index."""
+        self.cost.append(cost)
+        self.lower.append(lower)
+        self.upper.append(upper)
+        self.integer.append(integer)
+        return len(self.cost) - 1
+
+    def row(self, terms: dict[int, float], *, lower: float = -np.inf, upper: float = np.inf) -> None:
+        """Adds a row."""
+        self.indices.extend(terms)
+        self.coefficients.extend(terms.values())
+        self.starts.append(len(self.indices))
+        self.row_lower.append(lower)
+        self.row_upper.append(upper)
+
+
+def solve(
+    problem: Milp, *, seconds: float, gap: float = 1e-3, start: NDArray[np.float64] | None = None, relax: bool = False
+) -> Solution:
+    """Solves a program.
+
+    Args:
+        problem: what to solve.
+        seconds: time limit.
+        gap: relative gap at which to stop.
+        start: a feasible point to begin with.
+        relax: drop integrality.
+
+    Returns:
+        The best point found and a bound.
+    """
+    lp = highspy.HighsLp()
+    lp.num_col_ = len(problem.cost)
+    lp.num_row_ = len(problem.row_lower)
+    lp.col_cost_ = np.array(problem.cost)
+    lp.col_lower_ = np.array(problem.lower)
+    lp.col_upper_ = np.array(problem.upper)
+    lp.row_lower_ = np.array(problem.row_lower)
+    lp.row_upper_ = np.array(problem.row_upper)
+    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    lp.a_matrix_.start_ = np.array(problem.starts, dtype=np.int32)
+    lp.a_matrix_.index_ = np.array(problem.indices, dtype=np.int32)
+    lp.a_matrix_.value_ = np.array(problem.coefficients)
+    if not relax:
+        kind = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
+        lp.integrality_ = [kind[int(flag)] for flag in problem.integer]
+    engine = highspy.Highs()
+    engine.setOptionValue("output_flag", False)
+    engine.setOptionValue("time_limit", float(seconds))
+    engine.setOptionValue("mip_rel_gap", gap)
+    engine.setOptionValue("threads", 1)
+    engine.passModel(lp)
+    if start is not None:
+        point = highspy.HighsSolution()
+        point.col_value = list(start)
+        engine.setSolution(point)
+    engine.run()
+    return _solution(engine, relaxed=relax)
+
+
+def _solution(engine: highspy.Highs, *, relaxed: bool) -> Solution:
+    status, info = engine.getModelStatus(), engine.getInfo()
+    none = np.zeros(0)
+    if status == highspy.HighsModelStatus.kInfeasible:
+        return Solution(status=Status.INFEASIBLE, values=none, objective=np.inf, bound=np.inf)
+    values = np.array(engine.getSolution().col_value)
+    feasible = info.primal_solution_status == 2 and len(values) > 0
+    optimal = status == highspy.HighsModelStatus.kOptimal
+    objective = float(info.objective_function_value)
+    bound = objective if relaxed and optimal else float(info.mip_dual_bound) if not relaxed else -np.inf
+    if not feasible:
+        return Solution(status=Status.UNKNOWN, values=none, objective=np.inf, bound=bound)
+    return Solution(status=Status.OPTIMAL if optimal else Status.FEASIBLE, values=values, objective=objective, bound=bound)

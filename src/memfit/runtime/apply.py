@@ -1,0 +1,163 @@
+"""Runs a program: splits it among the captured pieces and compiles each with its share.
+
+The backend given to Dynamo lowers the joint graph it sees by the plan made for it. Should Dynamo compile
+anything else (the model's Python state changed, say), the plan is not run: `PlanMismatchError` lets the
+caller plan anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.fx.graph import _BoxedCodeGen
+
+from memfit.capture.dynamo import compile_call, detach_outputs
+from memfit.capture.joint import JointReading, read_joint
+from memfit.capture.trace import Capture
+from memfit.errors import PlanMismatchError
+from memfit.runtime.lower import LocalInstruction, attach_hollow, lower
+from memfit.runtime.unused_output import refuse_gradient
+from memfit.step.graph import Phase, StorageKind
+from memfit.step.program import Action, Program
+
+__all__ = ["PieceProgram", "compile_planned", "piece_programs", "reading_digest"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PieceProgram:
+    """The part of a program that one captured graph runs.
+
+    Attributes:
+        digest: of the joint graph it was made for.
+        forward: instructions of its forward pass.
+        backward: instructions of its backward pass.
+        kept: local storages handed from one to the other.
+    """
+
+    digest: str
+    forward: tuple[LocalInstruction, ...]
+    backward: tuple[LocalInstruction, ...]
+    kept: tuple[int, ...]
+
+
+def reading_digest(reading: JointReading) -> str:
+    """Identifies a joint graph: ops, operands, sizes."""
+    lines = [
+        f"{op.node.name} {op.node.target} {op.reads} {op.writes} {op.in_place_over} {op.recomputable}" for op in reading.ops
+    ]
+    lines += [f"{s.base.name} {s.nbytes} {s.kind}" for s in reading.storages]
+    return hashlib.sha256("\\n".join(lines).encode()).hexdigest()
+
+
+def piece_programs(capture: Capture, program: Program) -> tuple[PieceProgram, ...]:
+    """Splits a program among the pieces of its capture.
+
+    Args:
+        capture: the captured step.
+        program: a checked program of it.
+
+    Returns:
+        One piece program for each piece.
+    """
+    graph = capture.graph
+    local_op = {id(op): i for piece in capture.pieces.pieces for i, op in enumerate(piece.reading.ops)}
+    order = program.order()
+    runs_again = set(program.recomputed())
+    count = len(capture.pieces.pieces)
+    forward: list[list[LocalInstruction]] = [[] for _ in range(count)]
+    backward: list[list[LocalInstruction]] = [[] for _ in range(count)]
+    kept: list[dict[int, None]] = [{} for _ in range(count)]
+    past_loss = False
+    seen: set[int] = set()
+    written_back: list[set[int]] = [set() for _ in range(count)]
+    in_place = [i.in_place for i in program.instructions if i.action is Action.COMPUTE]
+    for position, index in enumerate(order):
+        op, joint = graph.ops[index], capture.joint_ops[index]
+        if op.phase is Phase.LOSS or joint is None:
+            past_loss = True
+            continue
+        random = op.random_state_bytes > 0 and index in runs_again
+        instruction = LocalInstruction(
+            index=local_op[id(joint)],
+            in_place=in_place[position],
+            save_state=random and index not in seen,
+            replay=random and index in seen,
+        )
+        seen.add(index)
+        if not past_loss:
+            forward[op.piece].append(instruction)
+            continue
+        storages = capture.pieces.pieces[op.piece].reading.storages
+        returned = set(capture.pieces.pieces[op.piece].reading.output_storages)
+        for storage in joint.reads:
+            if storages[storage].kind is StorageKind.FORWARD and storage not in written_back[op.piece]:
+                kept[op.piece][storage] = None
+        written_back[op.piece].update(s for s in joint.writes if s not in returned)
+        backward[op.piece].append(instruction)
+    # Gradients may be forward results as they are.
+    for index, piece in enumerate(capture.pieces.pieces):
+        for storage in piece.reading.gradient_storages:
+            if piece.reading.storages[storage].kind is StorageKind.FORWARD:
+                kept[index][storage] = None
+    return tuple(
+        PieceProgram(
+            digest=reading_digest(piece.reading),
+            forward=tuple(forward[i]),
+            backward=tuple(backward[i]),
+            kept=tuple(kept[i]),
+        )
+        for i, piece in enumerate(capture.pieces.pieces)
+    )
+
+
+def compile_planned(
+    model: nn.Module, programs: Sequence[PieceProgram], gradient_outputs: frozenset[int] | None
+) -> Callable[..., Any]:
+    """Compiles the module's call so that it runs a plan.
+
+    Args:
+        model: the module.
+        programs: one for each piece.
+        gradient_outputs: which outputs of the last piece receive gradients; None for all.
+
+    Returns:
+        A callable with the signature of the module; compiles on its first call.
+
+    Raises:
+        PlanMismatchError: from the call, before anything ran, if the model is not the planned one.
+    """
+    by_digest = {p.digest: p for p in programs}
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        cut = detach_outputs(gm, gradient_outputs)
+
+        def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **rest: Any) -> Any:
+            reading = read_joint(joint, num_fwd_outputs)
+            program = by_digest.get(reading_digest(reading))
+            if program is None:
+                raise PlanMismatchError("the model now runs a graph that was not planned")
+            return lower(reading, program.forward, program.backward, program.kept)
+
+        compiled = aot_autograd(fw_compiler=_boxed, bw_compiler=_boxed, partition_fn=partition)(gm, inputs)
+        return refuse_gradient(compiled, cut) if cut else compiled
+
+    return compile_call(model, backend)
+
+
+def _boxed(gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+    """The generated code itself, taking its arguments in a list that it empties as it goes."""
+    attach_hollow(gm)
+    gm.graph.set_codegen(_BoxedCodeGen())
+    gm.recompile()
+    forward = gm.forward
+
+    def run(operands: list[Any]) -> Any:
+        return forward(operands)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run

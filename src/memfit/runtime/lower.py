@@ -1,0 +1,235 @@
+"""Lowers a program to the forward and backward FX graphs that AOTAutograd runs.
+
+The order of the nodes is the order of the program, and FX's generated code drops each value after its last
+use, so what runs is what was simulated. Three rules make that true:
+
+- the base of a storage is saved and passed on, never a view; views are made again where they are read, since
+  a view that outlives its base would keep the memory;
+- the elements of a tuple are taken out right after the op, so that the tuple does not keep them;
+- an op marked in place runs the in-place call of `memfit.capture.rewrite`.
+
+A random op that runs more than once saves its generator's state the first time and replays it later
+(`torch._prims.rng_prims`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
+
+from memfit.capture.joint import JointReading, is_tangent
+from memfit.capture.rewrite import HOLLOW_PREFIX, IN_PLACE, in_place_argument, make_hollow
+
+__all__ = ["LocalInstruction", "attach_hollow", "lower"]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalInstruction:
+    """Run op `index` of the piece; `save_state` and `replay` serve random ops that run again."""
+
+    index: int
+    in_place: bool = False
+    save_state: bool = False
+    replay: bool = False
+
+
+class _Emitter:
+    """Copies nodes of the joint graph into one new graph, keeping the current copy of every storage."""
+
+    def __init__(self, reading: JointReading, graph: fx.Graph) -> None:
+        self.reading = reading
+        self.graph = graph
+        self.bases: dict[int, fx.Node] = {}
+        self.views: dict[fx.Node, fx.Node] = {}
+        self.states: dict[int, fx.Node] = {}
+        self.placed: dict[fx.Node, fx.Node] = {}
+        self.returned = frozenset(reading.output_storages)
+
+    def place(self, nodes: Sequence[fx.Node], *, as_inputs: bool = False) -> None:
+        """Copies nodes that need no operand: placeholders and attributes, or results that arrive as inputs."""
+        for node in nodes:
+            if as_inputs:
+                copy = self.graph.placeholder(node.name)
+                copy.meta = dict(node.meta)
+            else:
+                copy = self.graph.node_copy(node)
+            self.placed[node] = copy
+            storage = self.reading.storage_of.get(node)
+            if storage is not None and self.reading.storages[storage].base is node:
+                self.set_base(storage, copy)
+            else:
+                self.views[node] = copy
+
+    def set_base(self, storage: int, node: fx.Node) -> None:
+        """Makes `node` the current copy; views of an older copy are forgotten."""
+        self.bases[storage] = node
+        for view in [v for v in self.views if self.reading.storage_of.get(v) == storage]:
+            del self.views[view]
+
+    def value(self, node: fx.Node) -> fx.Node:
+        """The node of this graph that holds what `node` of the joint graph holds."""
+        storage = self.reading.storage_of.get(node)
+        if storage is not None and self.reading.storages[storage].base is node:
+            return self.bases[storage]
+        known = self.views.get(node)
+        if known is None:
+            if storage is None and node.op != "get_attr":
+                raise AssertionError(f"{node.name} is neither a tensor nor an attribute")
+            known = self.graph.node_copy(node, self.value)
+            self.views[node] = known
+        return known
+
+    def run(self, instruction: LocalInstruction) -> None:
+        """Emits one op, then takes its results out."""
+        op = self.reading.ops[instruction.index]
+        node = op.node
+        if instruction.in_place:
+            position = in_place_argument(node, self.reading.storages, self.reading.storage_of, op.writes)
+            assert position is not None
+            args = fx.map_arg(node.args, self.value)
+            kwargs = fx.map_arg(node.kwargs, self.value)
+            made = self.graph.call_function(IN_PLACE[node.target][position], args, kwargs)
+            made.meta = dict(node.meta)
+        elif instruction.replay or instruction.save_state:
+            made = self._random(instruction, node)
+        else:
+            made = self.graph.node_copy(node, self.value)
+        self._take_results(node, made, op.writes)
+
+    def _random(self, instruction: LocalInstruction, node: fx.Node) -> fx.Node:
+        args = fx.map_arg(node.args, self.value)
+        kwargs = fx.map_arg(node.kwargs, self.value)
+        if instruction.replay:
+            state = self.states[instruction.index]
+            made = self.graph.call_function(run_with_rng_state, (state, node.target, *args), kwargs)
+            made.meta = dict(node.meta)
+            return made
+        both = self.graph.call_function(run_and_save_rng_state, (node.target, *args), kwargs)
+        state = self.graph.call_function(operator.getitem, (both, 0))
+        mode = detect_fake_mode([t for t in _tensors(node.meta["val"])])
+        device_type = next(iter(_tensors(node.meta["val"]))).device.type
+        real = torch.cuda.get_rng_state() if device_type == "cuda" else torch.get_rng_state()
+        state.meta = {"val": mode.from_tensor(real) if mode is not None else real}
+        self.states[instruction.index] = state
+        made = self.graph.call_function(operator.getitem, (both, 1))
+        made.meta = dict(node.meta)
+        return made
+
+    def _take_results(self, node: fx.Node, made: fx.Node, writes: Sequence[int]) -> None:
+        storages = self.reading.storages
+        for storage in writes:
+            if storage in self.returned and storage in self.bases:
+                continue  # the caller holds the first copy; a second one is thrown away
+            base = storages[storage].base
+            if base is node:
+                self.set_base(storage, made)
+            else:
+                taken = self.graph.call_function(operator.getitem, (made, base.args[1]))
+                taken.meta = dict(base.meta)
+                self.set_base(storage, taken)
+
+
+def lower(
+    reading: JointReading,
+    forward: Sequence[LocalInstruction],
+    backward: Sequence[LocalInstruction],
+    kept: Sequence[int],
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Builds the two graph modules of one piece.
+
+    Args:
+        reading: the piece.
+        forward: what runs in the forward pass, in order.
+        backward: what runs in the backward pass, in order.
+        kept: local storages of forward results handed to the backward pass; inputs need not be named.
+
+    Returns:
+        Forward and backward graph modules, with the calling convention of AOTAutograd's partitioners.
+    """
+    joint = reading.module
+    (output,) = joint.graph.find_nodes(op="output")
+    outputs, descriptions = list(output.args[0]), list(output.meta["desc"])
+    count = reading.num_forward_outputs
+    placeholders = joint.graph.find_nodes(op="placeholder")
+    primals = [n for n in placeholders if not is_tangent(n)]
+
+    in_forward = _Emitter(reading, fx.Graph())
+    in_forward.place(primals)
+    in_forward.place(joint.graph.find_nodes(op="get_attr"))
+    for instruction in forward:
+        in_forward.run(instruction)
+
+    in_backward = _Emitter(reading, fx.Graph())
+    in_backward.place(primals)
+    for storage in kept:
+        in_backward.place([reading.storages[storage].base], as_inputs=True)
+    for index, state in in_forward.states.items():
+        in_backward.states[index] = in_backward.graph.placeholder(f"random_state_{index}")
+        in_backward.states[index].meta = dict(state.meta)
+    in_backward.place([n for n in placeholders if is_tangent(n)])
+    in_backward.place(joint.graph.find_nodes(op="get_attr"))
+    for instruction in backward:
+        in_backward.run(instruction)
+    gradients = tuple(in_backward.value(n) if isinstance(n, fx.Node) else n for n in outputs[count:])
+    in_backward.graph.output(gradients).meta["desc"] = descriptions[count:]
+    unread = [n for n in primals if not in_backward.placed[n].users]
+    for node in unread:
+        in_backward.graph.erase_node(in_backward.placed[node])
+
+    saved = [in_forward.placed[n] for n in primals if n not in unread]
+    saved += [in_forward.bases[s] for s in kept]
+    saved += list(in_forward.states.values())
+    results = [in_forward.value(n) if isinstance(n, fx.Node) else n for n in outputs[:count]]
+    made = in_forward.graph.output((*results, *saved))
+    made.meta["desc"] = [*descriptions[:count], *(SavedForBackwardsAOTOutput(i) for i in range(len(saved)))]
+
+    with unset_fake_temporarily():
+        attributes = _attributes(joint)
+    for graph in (in_forward.graph, in_backward.graph):
+        _drop_unread(graph)
+        graph.lint()
+    return (
+        fx.GraphModule(attributes, in_forward.graph, "PlannedForward"),
+        fx.GraphModule(attributes, in_backward.graph, "PlannedBackward"),
+    )
+
+
+def _drop_unread(graph: fx.Graph) -> None:
+    for node in reversed(list(graph.nodes)):
+        free = node.op == "get_attr" or node.target is operator.getitem
+        if free and not node.users:
+            graph.erase_node(node)
+
+
+def _attributes(joint: fx.GraphModule) -> dict[str, Any]:
+    """The attributes of the joint module; hollow tensors come later (`attach_hollow`).
+
+    AOTAutograd copies the backward module deeply, and a copy of a hollow tensor would have memory.
+    """
+    attributes: dict[str, Any] = {}
+    for node in joint.graph.find_nodes(op="get_attr"):
+        name = str(node.target)
+        attributes[name] = torch.empty(0) if name.startswith(HOLLOW_PREFIX) else operator.attrgetter(name)(joint)
+    return attributes
+
+
+def attach_hollow(module: fx.GraphModule) -> None:
+    """Puts real hollow tensors where the graph reads them."""
+    with unset_fake_temporarily():
+        for node in module.graph.find_nodes(op="get_attr"):
+            if str(node.target).startswith(HOLLOW_PREFIX):
+                setattr(module, str(node.target), make_hollow(node.meta["val"]))
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    items = value if isinstance(value, list | tuple) else [value]
+    return [t for t in items if isinstance(t, torch.Tensor)]

@@ -1,0 +1,86 @@
+"""The executable specification of a program. Every planner's result passes through it.
+
+A program is right when it computes what the step computes: each op at least once and in an order in which
+every operand is alive, only recomputable forward ops more than once, each gradient exactly once, nothing
+freed that is not alive, and nothing left over but what the caller holds.
+"""
+
+from __future__ import annotations
+
+from memfit.errors import ProgramError
+from memfit.step.graph import Phase, StepGraph, StorageKind
+from memfit.step.program import Action, Program
+
+__all__ = ["check"]
+
+
+def check(graph: StepGraph, program: Program) -> None:
+    """Checks a program against its step.
+
+    Args:
+        graph: the step.
+        program: the program to check.
+
+    Raises:
+        ProgramError: naming the instruction and the rule it breaks.
+    """
+    storages = graph.storages
+    held = graph.held_to_the_end()
+    static = {i for i, s in enumerate(storages) if s.kind is StorageKind.STATIC}
+    alive: set[int] = set()
+    ran: set[int] = set()
+    past_loss = False
+    piece_running = -1
+    for position, instruction in enumerate(program.instructions):
+        index = instruction.index
+        where = f"instruction {position}"
+        if instruction.action is Action.FREE:
+            if not 0 <= index < len(storages):
+                raise ProgramError(f"{where} frees storage {index}, but the step has {len(storages)} storages")
+            name = storages[index].name
+            if index not in alive:
+                raise ProgramError(f"{where} frees {name}, which is not alive")
+            if index in held:
+                raise ProgramError(f"{where} frees {name}, which belongs to the caller")
+            alive.discard(index)
+            continue
+        if not 0 <= index < len(graph.ops):
+            raise ProgramError(f"{where} runs op {index}, but the step has {len(graph.ops)} ops")
+        op = graph.ops[index]
+        for storage in op.reads:
+            if storage not in static and storage not in alive:
+                raise ProgramError(f"{where}: {op.name} reads {storages[storage].name}, which is not alive")
+        if op.phase is Phase.FORWARD and index in ran and not op.recomputable:
+            raise ProgramError(f"{where}: {op.name} runs again, but doing so is not exact")
+        if op.phase is not Phase.FORWARD and index in ran:
+            raise ProgramError(f"{where}: {op.phase} op {op.name} runs twice")
+        if op.phase is Phase.FORWARD and past_loss and index not in ran:
+            raise ProgramError(f"{where}: {op.name} runs for the first time after the loss")
+        if op.phase is Phase.BACKWARD:
+            if not past_loss:
+                raise ProgramError(f"{where}: backward op {op.name} runs before the loss")
+            piece_running = op.piece
+        past_loss = past_loss or op.phase is Phase.LOSS
+        if past_loss and op.phase is Phase.FORWARD and -1 < piece_running < op.piece:
+            raise ProgramError(
+                f"{where}: {op.name} of piece {op.piece} runs again after the backward pass "
+                f"reached piece {piece_running}"
+            )
+        if instruction.in_place:
+            over = op.in_place_over
+            if over is None or over in held or over in static or over not in alive:
+                raise ProgramError(f"{where}: {op.name} cannot run in place")
+            if storages[over].nbytes != storages[op.writes[0]].nbytes:
+                raise ProgramError(f"{where}: {op.name} overwrites a storage of another size")
+            alive.discard(over)
+        for storage in op.writes:
+            if storage in alive and storage not in held:
+                raise ProgramError(f"{where}: {op.name} writes {storages[storage].name}, which is still alive")
+            alive.add(storage)
+        ran.add(index)
+    missing = [op.name for i, op in enumerate(graph.ops) if i not in ran]
+    if missing:
+        raise ProgramError(f"{len(missing)} ops never run, the first is {missing[0]}")
+    left = alive - held
+    if left:
+        raise ProgramError(f"{len(left)} storages are never freed, the first is {storages[min(left)].name}")

@@ -1,0 +1,409 @@
+"""Steps, programs and plans as JSON: what is written to disk or handed to a planner in another process.
+
+A document is held against its published schema and then against the rules a schema cannot state, and only
+then turned into objects. How files are read and written is in `memfit.step.jsonfile`.
+
+A program is compact: `["c", 12]` computes op 12, `["c!", 13]` does so in place, `["f", 5]` frees storage 5.
+Fields that have their default value are left out.
+
+Known limits: a decoded program is only known to be well formed; `memfit.step.check` says whether it is right
+for its step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from memfit.errors import PlanFileError
+from memfit.step.graph import Op, Phase, StepGraph, Storage, StorageKind
+from memfit.step.jsonfile import read_json, validate, write_json
+from memfit.step.program import Action, Instruction, Program
+
+__all__ = [
+    "GRAPH_SCHEMA",
+    "PLAN_SCHEMA",
+    "PROGRAM_SCHEMA",
+    "SCHEMA_VERSION",
+    "Decision",
+    "PlanFile",
+    "Prediction",
+    "decode_graph",
+    "decode_plan",
+    "decode_program",
+    "encode_graph",
+    "encode_plan",
+    "encode_program",
+    "fingerprint_difference",
+    "graph_digest",
+    "load_plan",
+    "read_json",
+    "save_plan",
+    "validate",
+    "write_json",
+]
+
+SCHEMA_VERSION = 1
+_CODES = {"c": (Action.COMPUTE, False), "c!": (Action.COMPUTE, True), "f": (Action.FREE, False)}
+_STRUCTURE = (
+    *("name", "target", "phase", "piece", "reads", "writes"),
+    *("in_place_over", "random_state_bytes", "recomputable"),
+)
+_CODE_OF = {meaning: code for code, meaning in _CODES.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What the simulator says of a plan, with the lower bound on its overhead where one is known."""
+
+    peak_bytes: int
+    step_seconds: float
+    overhead: float
+    bound_overhead: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What a plan does to one block, and why.
+
+    Attributes:
+        block: which one, such as `1` or `3-4`.
+        module: qualified names of what it computes.
+        saves: what stays in memory until the backward pass.
+        saved_bytes: how much that is.
+        later: what the backward pass does instead, such as `recompute bn1, relu`.
+        extra_seconds: what that costs.
+        reason: why this and nothing cheaper.
+    """
+
+    block: str
+    module: str
+    saves: str
+    saved_bytes: int
+    later: str
+    extra_seconds: float
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanFile:
+    """A plan at rest.
+
+    Attributes:
+        schema_version: which form of this file it is.
+        fingerprint: what the plan is for: versions, device, shapes, modules; see `fingerprint_difference`.
+        strategy: name of the planner.
+        budget_bytes: what it had to fit.
+        predicted: what it costs.
+        graph_digest: of the step it belongs to; see `graph_digest`.
+        program: the order in which to compute and free.
+        decisions: the program in words.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    fingerprint: Mapping[str, str | int | list[Any]]
+    strategy: str
+    budget_bytes: int
+    predicted: Prediction
+    graph_digest: str
+    program: Program
+    decisions: tuple[Decision, ...] = ()
+
+
+def _object(required: Mapping[str, Any], optional: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {**required, **(optional or {})},
+        "required": list(required),
+        "additionalProperties": False,
+    }
+
+
+def _array(items: Mapping[str, Any], most: int) -> dict[str, Any]:
+    return {"type": "array", "items": items, "maxItems": most}
+
+
+_DRAFT = "https://json-schema.org/draft/2020-12/schema"
+_NO_CONTROL_CHARACTERS = r"^(?![\s\S]*[\x00-\x08\x0b-\x1f\x7f-\x9f])"
+_NAME = {"type": "string", "maxLength": 1000, "pattern": _NO_CONTROL_CHARACTERS}
+_WORDS = {**_NAME, "maxLength": 100_000}
+_BYTES = {"type": "integer", "minimum": 0, "maximum": 2**60}
+_SECONDS = {"type": "number", "minimum": 0, "maximum": 1e9}
+_FRACTION = {**_SECONDS, "minimum": -1}
+_INDEX = {"type": "integer", "minimum": 0, "maximum": 2**31}
+_INDICES = _array(_INDEX, 1_000_000)
+_FACT_BOUNDS = {**_WORDS, "minimum": -(2**63), "maximum": 2**63}
+_FACT = {**_FACT_BOUNDS, "type": ["string", "integer", "boolean"]}
+_FACTS = {**_FACT_BOUNDS, "type": ["string", "integer", "boolean", "array"], "items": _FACT, "maxItems": 100_000}
+_FINGERPRINT = {
+    "type": "object",
+    "additionalProperties": {**_FACTS, "items": _FACTS},
+    "propertyNames": _NAME,
+    "maxProperties": 1000,
+}
+
+PROGRAM_SCHEMA: dict[str, Any] = {
+    "$schema": _DRAFT,
+    **_array({"type": "array", "prefixItems": [{"enum": [*_CODES]}, _INDEX], "minItems": 2, "maxItems": 2}, 10_000_000),
+}
+"""A program: a list of `[code, index]`."""
+
+GRAPH_SCHEMA: dict[str, Any] = {
+    "$schema": _DRAFT,
+    **_object(
+        {
+            "ops": _array(
+                _object(
+                    {
+                        "name": _NAME,
+                        "target": _NAME,
+                        "phase": {"enum": [str(phase) for phase in Phase]},
+                        "reads": _INDICES,
+                        "writes": _INDICES,
+                    },
+                    {
+                        "module": _NAME,
+                        "piece": _INDEX,
+                        "in_place_over": _INDEX,
+                        "seconds": _SECONDS,
+                        "workspace_bytes": _BYTES,
+                        "random_state_bytes": _BYTES,
+                        "recomputable": {"type": "boolean"},
+                    },
+                ),
+                1_000_000,
+            ),
+            "storages": _array(
+                _object({"name": _NAME, "nbytes": _BYTES, "kind": {"enum": [str(kind) for kind in StorageKind]}}),
+                1_000_000,
+            ),
+        },
+        {
+            "outputs": _INDICES,
+            "static_bytes": _BYTES,
+            "after_step_bytes": _BYTES,
+            "after_step_seconds": _SECONDS,
+            "label": _WORDS,
+        },
+    ),
+}
+"""A step graph."""
+
+PLAN_SCHEMA: dict[str, Any] = {
+    "$schema": _DRAFT,
+    **_object(
+        {
+            "schema_version": {"type": "integer", "minimum": SCHEMA_VERSION, "maximum": SCHEMA_VERSION},
+            "fingerprint": _FINGERPRINT,
+            "strategy": _NAME,
+            "budget_bytes": {**_BYTES, "minimum": 1},
+            "predicted": _object(
+                {"peak_bytes": _BYTES, "step_seconds": _SECONDS, "overhead": _FRACTION},
+                {"bound_overhead": _FRACTION},
+            ),
+            "graph_digest": _NAME,
+            "program": {key: rule for key, rule in PROGRAM_SCHEMA.items() if key != "$schema"},
+        },
+        {
+            "decisions": _array(
+                _object(
+                    {
+                        "block": _NAME,
+                        "module": _WORDS,
+                        "saves": _WORDS,
+                        "saved_bytes": _BYTES,
+                        "later": _WORDS,
+                        "extra_seconds": _SECONDS,
+                    },
+                    {"reason": _WORDS},
+                ),
+                1_000_000,
+            ),
+        },
+    ),
+}
+"""A plan file."""
+
+
+def _record(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass that differ from their default, tuples as lists."""
+    present = ((f.name, getattr(value, f.name)) for f in fields(value) if getattr(value, f.name) != f.default)
+    return {name: list(item) if isinstance(item, tuple) else item for name, item in present}
+
+
+def _arguments(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `_record`, for a document that satisfies its schema."""
+    return {name: tuple(item) if isinstance(item, list) else item for name, item in record.items()}
+
+
+def encode_graph(graph: StepGraph) -> dict[str, Any]:
+    """A step graph as JSON data, see `GRAPH_SCHEMA`."""
+    ops = [{**_record(op), "phase": str(op.phase)} for op in graph.ops]
+    storages = [{**_record(storage), "kind": str(storage.kind)} for storage in graph.storages]
+    return {**_record(graph), "ops": ops, "storages": storages}
+
+
+def decode_graph(document: object) -> StepGraph:
+    """The step graph in a document.
+
+    Args:
+        document: parsed JSON.
+
+    Returns:
+        A graph whose ops and storages refer to each other as the words in `memfit.step.graph` promise.
+
+    Raises:
+        PlanFileError: if it is not a step graph.
+    """
+    validate(document, GRAPH_SCHEMA)
+    assert isinstance(document, dict)
+    ops = tuple(Op(**{**_arguments(record), "phase": Phase(record["phase"])}) for record in document["ops"])
+    storages = tuple(Storage(**{**record, "kind": StorageKind(record["kind"])}) for record in document["storages"])
+    graph = StepGraph(**{**_arguments(document), "ops": ops, "storages": storages})
+    for problem in _broken_promises(graph):
+        raise PlanFileError(f"the step graph is damaged: {problem}; capture the model again")
+    return graph
+
+
+def _broken_promises(graph: StepGraph) -> Iterator[str]:
+    """What a schema cannot say: that indices exist, and that every storage is written once, then read."""
+    count = len(graph.storages)
+    written = {index for index, storage in enumerate(graph.storages) if storage.kind is StorageKind.STATIC}
+    phases = [op.phase for op in graph.ops]
+    if phases != sorted(phases, key=list(Phase).index) or phases.count(Phase.LOSS) != 1:
+        yield "its ops are not forward ops, one loss op and backward ops, in this order"
+    if len({op.name for op in graph.ops}) != len(graph.ops):
+        yield "two of its ops have one name"
+    for op in graph.ops:
+        if any(index >= count for index in (*op.reads, *op.writes)):
+            yield f"op {op.name} uses a storage that is not among the {count} of the step"
+            return
+        if len(set(op.reads)) != len(op.reads) or not written.issuperset(op.reads):
+            yield f"op {op.name} reads a storage twice or before it is written"
+        if len(set(op.writes)) != len(op.writes) or not written.isdisjoint(op.writes):
+            yield f"op {op.name} writes a storage that is static or already written"
+        written.update(op.writes)
+        over = op.in_place_over
+        if over is not None and (
+            over not in op.reads or not op.writes or graph.storages[over].nbytes != graph.storages[op.writes[0]].nbytes
+        ):
+            yield f"op {op.name} cannot run in place over storage {over}"
+    if len(written) != count:
+        yield f"{count - len(written)} storages are never written"
+    if any(index >= count for index in graph.outputs):
+        yield f"an output is not among the {count} storages of the step"
+
+
+def encode_program(program: Program) -> list[list[str | int]]:
+    """A program as JSON data, see `PROGRAM_SCHEMA`."""
+    return [[_CODE_OF[i.action, i.in_place], i.index] for i in program.instructions]
+
+
+def decode_program(document: object) -> Program:
+    """The program in a document.
+
+    Args:
+        document: parsed JSON.
+
+    Returns:
+        A program; pass it through `memfit.step.check` before use.
+
+    Raises:
+        PlanFileError: if it is not a program.
+    """
+    validate(document, PROGRAM_SCHEMA)
+    assert isinstance(document, list)
+    return _program(document)
+
+
+def _program(document: list[tuple[str, int]]) -> Program:
+    decoded = ((_CODES[code], index) for code, index in document)
+    return Program(instructions=tuple(Instruction(action, index, in_place) for (action, in_place), index in decoded))
+
+
+def encode_plan(plan: PlanFile) -> dict[str, Any]:
+    """A plan as JSON data, see `PLAN_SCHEMA`."""
+    return {
+        "schema_version": plan.schema_version,
+        **_record(plan),
+        "fingerprint": dict(plan.fingerprint),
+        "predicted": _record(plan.predicted),
+        "program": encode_program(plan.program),
+        "decisions": [_record(decision) for decision in plan.decisions],
+    }
+
+
+def decode_plan(document: object) -> PlanFile:
+    """The plan in a document.
+
+    Args:
+        document: parsed JSON.
+
+    Returns:
+        A plan; compare its fingerprint and graph digest, and pass its program through `memfit.step.check`.
+
+    Raises:
+        PlanFileError: if it is not a plan.
+    """
+    validate(document, PLAN_SCHEMA)
+    assert isinstance(document, dict)
+    return _plan(document)
+
+
+def _plan(document: Mapping[str, Any]) -> PlanFile:
+    parts = {
+        "predicted": Prediction(**document["predicted"]),
+        "program": _program(document["program"]),
+        "decisions": tuple(Decision(**decision) for decision in document.get("decisions", ())),
+    }
+    return PlanFile(**{**document, **parts})
+
+
+def save_plan(path: str | os.PathLike[str], plan: PlanFile) -> None:
+    """Writes a plan file that only its owner can read, if it is one that can be read back."""
+    document = encode_plan(plan)
+    validate(document, PLAN_SCHEMA)
+    write_json(path, document)
+
+
+def load_plan(path: str | os.PathLike[str]) -> PlanFile:
+    """Reads a plan file; see `decode_plan`."""
+    return _plan(read_json(path, schema=PLAN_SCHEMA))
+
+
+def graph_digest(graph: StepGraph) -> str:
+    """What must be equal for a program of one step to be a program of another one, as a SHA-256.
+
+    Names, targets, edges, sizes and exactness count; measurements (seconds, workspaces, the optimizer's
+    transient) and labels do not.
+    """
+    ops = [[getattr(op, name) for name in _STRUCTURE] for op in graph.ops]
+    storages = [[storage.nbytes, storage.kind] for storage in graph.storages]
+    structure = json.dumps([ops, storages, graph.outputs, graph.static_bytes])
+    return hashlib.sha256(structure.encode()).hexdigest()
+
+
+def fingerprint_difference(
+    expected: Mapping[str, str | int | list[Any]], found: Mapping[str, str | int | list[Any]]
+) -> list[str]:
+    """In how far two fingerprints differ.
+
+    Args:
+        expected: what the plan was made for.
+        found: what there is now.
+
+    Returns:
+        One line for each fact that differs, empty if none does.
+    """
+    sides = [
+        (
+            name,
+            *(json.dumps(side[name], ensure_ascii=False) if name in side else "nothing" for side in (expected, found)),
+        )
+        for name in sorted({*expected, *found})
+    ]
+    return [f"{name}: planned for {planned}, found {here}" for name, planned, here in sides if planned != here]

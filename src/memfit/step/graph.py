@@ -1,0 +1,150 @@
+"""The step graph: one training step as frozen data, without torch.
+
+A step is forward, loss and backward. It is a list of **ops** in the order in which the unplanned step runs
+them, and a list of **storages** that the ops read and write. A storage is the memory of one or more aliasing
+tensors, so that views cost nothing and freeing is exact. Everything that plans, judges or explains works on
+this graph; only `memfit.capture` knows how it was obtained and only `memfit.runtime` how it is run.
+
+Known limits: the order of the ops is the order of the capture (recomputed ops are inserted into it, nothing
+else is reordered), and a storage has one size from birth to death.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+__all__ = ["Op", "Phase", "StepGraph", "Storage", "StorageKind"]
+
+
+class Phase(StrEnum):
+    """Where in the step an op runs."""
+
+    FORWARD = "forward"
+    LOSS = "loss"
+    BACKWARD = "backward"
+
+
+class StorageKind(StrEnum):
+    """Who owns a storage, which decides when it may be freed."""
+
+    STATIC = "static"
+    """Parameters, buffers, inputs, constants: there before the step, never freed by it, counted in
+    `StepGraph.static_bytes`."""
+
+    FORWARD = "forward"
+    """Written by a forward op."""
+
+    TANGENT = "tangent"
+    """The gradient of an output, written by the loss op."""
+
+    BACKWARD = "backward"
+    """Written by a backward op and gone before the step ends."""
+
+    GRADIENT = "gradient"
+    """Written by a backward op and handed to the caller, live until the end of the step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """One block of memory."""
+
+    name: str
+    nbytes: int
+    kind: StorageKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One call that computes something. Views are not ops.
+
+    Attributes:
+        name: unique within the graph.
+        target: what is called, such as `aten.convolution.default`.
+        module: qualified name of the module that called it, `""` where unknown.
+        phase: forward, loss or backward.
+        piece: which captured graph it belongs to; graph breaks separate pieces.
+        reads: storages read, without repetition.
+        writes: storages created.
+        in_place_over: the read storage whose memory the first written one may take over, if that read is
+            its last; both have the same size.
+        seconds: profiled time of one run.
+        workspace_bytes: memory the kernel takes beyond what it reads and writes.
+        random_state_bytes: bytes of generator state to keep for running it again; 0 if not random.
+        recomputable: whether running it again gives the same bits and no side effect.
+    """
+
+    name: str
+    target: str
+    module: str = ""
+    phase: Phase
+    piece: int = 0
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    in_place_over: int | None = None
+    seconds: float = 0.0
+    workspace_bytes: int = 0
+    random_state_bytes: int = 0
+    recomputable: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepGraph:
+    """A training step.
+
+    Attributes:
+        ops: forward ops, then exactly one loss op, then backward ops.
+        storages: what `Op.reads` and `Op.writes` index.
+        outputs: storages the forward pass hands to the caller; the caller is assumed to hold them until the
+            step ends.
+        static_bytes: parameters, buffers, inputs, optimizer state and gradients that exist before the step.
+        after_step_bytes: transient memory of `optimizer.step()` on top of static bytes and gradients.
+        after_step_seconds: time of `optimizer.step()`.
+        label: what was captured, for people.
+    """
+
+    ops: tuple[Op, ...]
+    storages: tuple[Storage, ...]
+    outputs: tuple[int, ...] = ()
+    static_bytes: int = 0
+    after_step_bytes: int = 0
+    after_step_seconds: float = 0.0
+    label: str = ""
+
+    @property
+    def loss_index(self) -> int:
+        """Index of the loss op: forward ops come before it, backward ops after it."""
+        return next(index for index, op in enumerate(self.ops) if op.phase is Phase.LOSS)
+
+    @property
+    def seconds(self) -> float:
+        """Time of the unplanned step: each op once."""
+        return sum(op.seconds for op in self.ops) + self.after_step_seconds
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of gradients the step leaves behind."""
+        return sum(s.nbytes for s in self.storages if s.kind is StorageKind.GRADIENT)
+
+    def producers(self) -> list[int]:
+        """For each storage the op that writes it, -1 for static ones."""
+        producer = [-1] * len(self.storages)
+        for index, op in enumerate(self.ops):
+            for storage in op.writes:
+                producer[storage] = index
+        return producer
+
+    def is_free(self, storage: int) -> bool:
+        """Whether the storage is none of the step's memory (static storages are counted once, up front)."""
+        return self.storages[storage].kind is StorageKind.STATIC
+
+    def held_to_the_end(self) -> frozenset[int]:
+        """Storages the caller owns once they exist: outputs and gradients."""
+        gradients = (i for i, s in enumerate(self.storages) if s.kind is StorageKind.GRADIENT)
+        return frozenset((*self.outputs, *gradients))
+
+
+def total_bytes(graph: StepGraph, storages: Sequence[int]) -> int:
+    """Sum of the sizes of distinct storages."""
+    return sum(graph.storages[s].nbytes for s in set(storages))

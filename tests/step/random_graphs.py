@@ -1,0 +1,122 @@
+"""Random steps and random orders of them, for property tests of everything that plans or judges."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from memfit.step.graph import Op, Phase, StepGraph, Storage, StorageKind
+
+__all__ = ["orders", "step_graphs"]
+
+_SIZES = st.sampled_from([0, 1, 2, 3, 4, 4, 4, 8, 8, 100])
+_SECONDS = st.integers(0, 16).map(lambda eighths: eighths / 8)  # sums of eighths are exact
+
+
+@st.composite
+def step_graphs(draw: st.DrawFn, *, max_forward: int = 6, max_pieces: int = 2, exact: bool = False) -> StepGraph:
+    """A step as a capture would give it: a forward pass, the loss, and the mirrored backward pass.
+
+    Args:
+        draw: given by hypothesis.
+        max_forward: most forward ops.
+        max_pieces: most pieces between graph breaks.
+        exact: whether every forward op may be recomputed.
+    """
+    storages: list[Storage] = []
+    ops: list[Op] = []
+
+    def storage(kind: StorageKind, nbytes: int) -> int:
+        storages.append(Storage(name=f"s{len(storages)}", nbytes=nbytes, kind=kind))
+        return len(storages) - 1
+
+    def op(phase: Phase, piece: int, reads: list[int], writes: list[int], **facts: object) -> None:
+        sizes = [storages[s].nbytes for s in writes[:1]]
+        places = [s for s in reads if [storages[s].nbytes] == sizes and storages[s].kind is not StorageKind.STATIC]
+        ops.append(
+            Op(
+                name=f"{phase}{len(ops)}",
+                target=draw(st.sampled_from(["aten.mm.default", "aten.relu.default"])),
+                module=draw(st.sampled_from(["", "layer1.0", "layer1.1"])),
+                phase=phase,
+                piece=piece,
+                reads=tuple(reads),
+                writes=tuple(writes),
+                in_place_over=draw(st.sampled_from([None, *places])),
+                seconds=draw(_SECONDS),
+                workspace_bytes=draw(st.sampled_from([0, 0, 5, 50])),
+                **facts,
+            )
+        )
+
+    def some(of: list[int], least: int, most: int) -> list[int]:
+        return draw(st.lists(st.sampled_from(of), min_size=least, max_size=most, unique=True)) if of else []
+
+    static = [storage(StorageKind.STATIC, draw(_SIZES)) for _ in range(draw(st.integers(1, 3)))]
+    trained = {s for s in static if draw(st.booleans())}
+    values: list[int] = []
+    pieces = sorted(draw(st.lists(st.integers(0, max_pieces - 1), min_size=1, max_size=max_forward)))
+    for piece in pieces:
+        reads = some(values[-3:], 0, 2) + some(static, 0 if values else 1, 1)
+        sizes = draw(st.lists(_SIZES, min_size=1, max_size=3))
+        if reads and draw(st.booleans()):
+            sizes[0] = storages[reads[0]].nbytes  # as pointwise ops do
+        writes = [storage(StorageKind.FORWARD, nbytes) for nbytes in sizes]
+        op(
+            Phase.FORWARD,
+            piece,
+            reads,
+            writes,
+            random_state_bytes=draw(st.sampled_from([0, 0, 0, 16])),
+            recomputable=exact or draw(st.sampled_from([True, True, True, False])),
+        )
+        values += writes
+    forward = list(ops)
+
+    outputs = sorted({values[-1], *some(values, 0, 2)})
+    gradients = {s: [storage(StorageKind.TANGENT, storages[s].nbytes)] for s in outputs}
+    op(Phase.LOSS, 0, outputs, [tangent for tangents in gradients.values() for tangent in tangents])
+
+    for mirrored in reversed(forward):
+        arriving = [gradient for s in mirrored.writes for gradient in gradients.get(s, [])]
+        wanted = [s for s in mirrored.reads if s in trained or storages[s].kind is StorageKind.FORWARD]
+        if not arriving or not wanted:
+            continue
+        kinds = [StorageKind.GRADIENT if s in trained else StorageKind.BACKWARD for s in wanted]
+        writes = [storage(kind, storages[s].nbytes) for s, kind in zip(wanted, kinds, strict=True)]
+        for s, gradient in zip(wanted, writes, strict=True):
+            gradients.setdefault(s, []).append(gradient)
+        reads = arriving + some([*mirrored.reads, *mirrored.writes], 0, 3)
+        op(Phase.BACKWARD, mirrored.piece, reads, writes)
+
+    return StepGraph(
+        ops=tuple(ops),
+        storages=tuple(storages),
+        outputs=tuple(outputs),
+        static_bytes=draw(st.integers(0, 1000)),
+        after_step_bytes=draw(st.sampled_from([0, 0, 20, 2000])),
+        after_step_seconds=draw(_SECONDS),
+        label=draw(st.sampled_from(["", "toy · 16×3"])),
+    )
+
+
+@st.composite
+def orders(draw: st.DrawFn, graph: StepGraph, *, max_again: int = 8) -> list[int]:
+    """A valid order of a step: everything as captured, and forward ops again at places where that is allowed.
+
+    Whatever is read was written before, because every op stands after the first run of those it depends on;
+    so any insertion is right that repeats only recomputable ops, after their first run, and none of a piece
+    whose backward pass is over.
+    """
+    order = list(range(len(graph.ops)))
+    for _ in range(draw(st.integers(0, max_again))):
+        place = draw(st.integers(1, len(order)))
+        backward = [graph.ops[i] for i in order[:place] if graph.ops[i].phase is Phase.BACKWARD]
+        piece_reached = backward[-1].piece if backward else max(op.piece for op in graph.ops)
+        candidates = [
+            i
+            for i in dict.fromkeys(order[:place])
+            if graph.ops[i].phase is Phase.FORWARD and graph.ops[i].recomputable and graph.ops[i].piece <= piece_reached
+        ]
+        if candidates:
+            order.insert(place, draw(st.sampled_from(candidates)))
+    return order

@@ -1,0 +1,79 @@
+"""Doors open one way: what plans and judges never imports torch, and `import memfit` costs nothing."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import memfit
+
+ROOT = Path(memfit.__file__).parent
+FOUNDATIONS = {"errors", "units"}
+ROOMS = {
+    "errors": set(),
+    "units": {"errors"},
+    "step": FOUNDATIONS,
+    "planner": {*FOUNDATIONS, "step", "strategies"},
+    "strategies": {*FOUNDATIONS, "step", "planner"},
+}
+"""The rooms without torch, and the doors of each."""
+
+
+def sources(room: str) -> list[Path]:
+    return sorted([*ROOT.glob(f"{room}.py"), *(ROOT / room).rglob("*.py")])
+
+
+def modules(room: str) -> list[str]:
+    return [".".join(["memfit", *path.relative_to(ROOT).with_suffix("").parts]) for path in sources(room)]
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Everything a file imports, at whatever depth, also for type checking only."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_only_through_its_doors(room: str) -> None:
+    for path in sources(room):
+        for name in imports(path):
+            package, _, rest = name.partition(".")
+            assert package not in {"torch", "torchvision", "transformers", "timm"}, f"{path} imports {name}"
+            if package == "memfit":
+                assert rest.split(".")[0] in {room, *ROOMS[room]}, f"{path} imports {name}"
+
+
+@pytest.mark.smoke
+def test_planning_needs_no_torch() -> None:
+    names = ["memfit", *(name.removesuffix(".__init__") for room in ROOMS for name in modules(room))]
+    code = (
+        f"import importlib, sys\nfor name in {names!r}: importlib.import_module(name)\nsys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_the_public_names_are_what_the_type_checker_sees() -> None:
+    tree = ast.parse((ROOT / "__init__.py").read_text())
+    (typing_only,) = (node for node in tree.body if isinstance(node, ast.If))
+    seen = {alias.asname: node.module for node in typing_only.body for alias in node.names}
+    assert seen == memfit._MODULE_OF
+    assert set(memfit.__all__) == set(seen) <= set(dir(memfit))
+
+
+def test_public_errors_are_the_errors() -> None:
+    from memfit.errors import BudgetError, MemfitError
+
+    assert memfit.BudgetError is BudgetError
+    assert all(issubclass(getattr(memfit, name), MemfitError) for name in memfit.__all__ if name.endswith("Error"))
+    with pytest.raises(AttributeError, match="no attribute 'fits'"):
+        memfit.fits  # noqa: B018
