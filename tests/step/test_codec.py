@@ -36,8 +36,8 @@ from memfit.step.codec import (
     validate,
     write_json,
 )
-from memfit.step.graph import Phase, StepGraph
-from memfit.step.program import Action, Instruction, Program, plain_program, program_of
+from memfit.step.graph import StepGraph
+from memfit.step.program import Action, Instruction, Program, program_of
 from tests.step.random_graphs import orders, step_graphs
 
 PLAN = PlanFile(
@@ -352,9 +352,3 @@ def test_fingerprints_are_compared_fact_by_fact() -> None:
         'device: planned for "cuda", found nothing',
         'torch: planned for "2.15.0", found "2.11.0"',
     ]
-
-
-def test_the_plain_program_of_a_decoded_step() -> None:
-    graph = step_graph()
-    assert plain_program(graph).order() == [0, 1, 2, 3]
-    assert [op.phase for op in graph.ops].count(Phase.LOSS) == 1

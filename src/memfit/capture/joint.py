@@ -29,16 +29,6 @@ from memfit.step.graph import Phase, StorageKind
 
 __all__ = ["JointOp", "JointReading", "JointStorage", "is_random", "read_joint"]
 
-_STATISTICS_NORMS = {
-    "aten._native_batch_norm_legit_functional.default": 5,
-    "aten._batch_norm_with_update_functional.default": None,
-    "aten.native_batch_norm.default": 5,
-    "aten.cudnn_batch_norm.default": 5,
-    "aten.miopen_batch_norm.default": 5,
-}
-"""Ops that read running statistics without using them when training, with the index of that argument."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JointStorage:
     """Memory of the joint graph: `base` is the node whose result it is."""
@@ -223,8 +213,8 @@ def _find_storages(
                 storage, new = storage_number(tensor, node, kind)
                 if new:
                     written.append(storage)
-                if isinstance(node.meta["val"], torch.Tensor):
-                    storage_of[node] = storage
+                if isinstance(node.meta["val"], torch.Tensor) or not new:
+                    storage_of[node] = storage  # a list of views, as `split` makes, lives where they do
             if written or node.is_impure() or not tensors:
                 ops[node] = tuple(written)
     return storages, storage_of, ops
@@ -256,7 +246,7 @@ def _joint_op(
         if storage not in reads
     )
     recomputable = not node.is_impure() or is_random(node)
-    if any(s in overwritten for s in reads) and not _ignores_statistics(node):
+    if any(s in overwritten for s in reads) and rewrite.without_statistics(node) is None:
         recomputable = False
     over = rewrite.in_place_argument(node, storages, storage_of, written)
     return JointOp(
@@ -273,13 +263,6 @@ def _joint_op(
 
 def _tuple_reads(argument: fx.Node, storage_of: dict[fx.Node, int]) -> list[int]:
     return [storage_of[user] for user in argument.users if user in storage_of and user.target is operator.getitem]
-
-
-def _ignores_statistics(node: fx.Node) -> bool:
-    position = _STATISTICS_NORMS.get(str(node.target), -1)
-    if position is None:
-        return True
-    return position >= 0 and node.args[position] is True
 
 
 def is_random(node: fx.Node) -> bool:

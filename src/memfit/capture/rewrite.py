@@ -38,6 +38,7 @@ __all__ = [
     "in_place_argument",
     "make_hollow",
     "split_convolution_backward",
+    "without_statistics",
 ]
 
 _aten = torch.ops.aten
@@ -48,6 +49,14 @@ _SHAPE_ONLY = {
     _aten._adaptive_avg_pool2d_backward.default: (1,),
 }
 """Ops and the operands of which they use the shape alone."""
+
+_NORMS = {
+    _aten._native_batch_norm_legit_functional.default: _aten.native_batch_norm.default,
+    _aten.native_batch_norm.default: _aten.native_batch_norm.default,
+    _aten.cudnn_batch_norm.default: _aten.cudnn_batch_norm.default,
+    _aten.miopen_batch_norm.default: _aten.miopen_batch_norm.default,
+}
+"""Batch normalisations and what runs them again; operands 3 and 4 are running statistics, 5 says training."""
 
 HOLLOW_PREFIX = "_hollow_"
 """Names of the graph attributes that stand for an operand of which only the shape is used."""
@@ -122,6 +131,21 @@ def drop_clones(module: fx.GraphModule) -> None:
         ):
             node.replace_all_uses_with(source)
             graph.erase_node(node)
+
+
+def without_statistics(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
+    """The call that runs a batch normalisation again: same results, no running statistics.
+
+    In training mode the result does not depend on the running statistics, and a second update would be wrong.
+
+    Returns:
+        Target and arguments, or None if the node is no batch normalisation in training mode.
+    """
+    rerun = _NORMS.get(node.target)
+    if rerun is None or node.args[5] is not True:
+        return None
+    data, weight, bias, _, _, *rest = node.args
+    return rerun, (data, weight, bias, None, None, *rest)
 
 
 def _storage_key(node: fx.Node) -> int | None:

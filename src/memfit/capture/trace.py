@@ -35,14 +35,12 @@ class Capture:
         pieces: where it came from.
         joint_ops: for each op of the graph its joint op; None for the loss.
         gradient_outputs: which outputs of the last piece receive gradients; None for all.
-        output: what the module returned while capturing.
     """
 
     graph: StepGraph
     pieces: Pieces
     joint_ops: tuple[JointOp | None, ...]
     gradient_outputs: frozenset[int] | None
-    output: Any
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -100,17 +98,27 @@ def capture_step(
     static += [p.grad for p in model.parameters()]
     graph = replace(
         graph,
-        static_bytes=storage_bytes(static, device_type) + cost.state_bytes,
+        static_bytes=storage_bytes(static, device_type) + cost.state_bytes + _between_bytes(model, pieces, device_type),
         after_step_bytes=cost.step_bytes,
         label=label or type(model).__name__,
     )
+    # A capture outlives the call: it must not hold the inputs or what the pieces returned.
+    bare = tuple(replace(piece, inputs=(), outputs=()) for piece in pieces.pieces)
     return Capture(
         graph=graph,
-        pieces=pieces,
+        pieces=replace(pieces, pieces=bare, output=None),
         joint_ops=joint_ops,
         gradient_outputs=gradient_outputs,
-        output=pieces.output,
     )
+
+
+def _between_bytes(model: nn.Module, pieces: Pieces, device_type: str) -> int:
+    """What code between the pieces holds: saved tensors, and the gradients of parameters only it uses."""
+    if not pieces.breaks:
+        return 0
+    used = {t.untyped_storage()._cdata for p in pieces.pieces for t in p.inputs if isinstance(t, torch.Tensor)}
+    outside = [p for p in model.parameters() if p.requires_grad and p.untyped_storage()._cdata not in used]
+    return pieces.between_bytes + storage_bytes(outside, device_type)
 
 
 def _validate(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -168,8 +176,18 @@ def _join(pieces: Pieces, loss_bytes: int, device_type: str) -> tuple[StepGraph,
         ]
         forward += [pair for pair in here if pair[0].phase is Phase.FORWARD]
         backward = [pair for pair in here if pair[0].phase is Phase.BACKWARD] + backward
-    outputs = tuple(dict.fromkeys(numbers[i][s] for i, p in enumerate(pieces.pieces) for s in p.reading.output_storages))
+    outputs = tuple(dict.fromkeys(numbers[last][s] for s in pieces.pieces[last].reading.output_storages))
     outputs = tuple(s for s in outputs if storages[s].kind is not StorageKind.STATIC)
+    # A piece can only run its own ops again, so what crosses from one to another stays once it is made.
+    crossing = {
+        numbers[i][s]
+        for i, p in enumerate(pieces.pieces)
+        for s, storage in enumerate(p.reading.storages)
+        if storage.kind is StorageKind.STATIC and storages[numbers[i][s]].kind is StorageKind.FORWARD
+    }
+    forward = [
+        (replace(op, recomputable=False) if crossing.intersection(op.writes) else op, joint) for op, joint in forward
+    ]
     tangents = tuple(
         numbers[i][p.reading.storage_of[node]]
         for i, p in enumerate(pieces.pieces)

@@ -1,24 +1,29 @@
 """An order from a choice of what to keep: everything else runs again right before its first use.
 
-Each op runs again at most once; what it makes lives until its last reader. This is the shape of every
-one-level checkpointing scheme, whatever chose the kept storages.
+Between the loss and the end each op runs again at most once, and what it makes lives until its last reader;
+given sets to carry on at later places too, at most once between two of these. This is the shape of every
+checkpointing scheme, whatever chose what to keep.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 from memfit.step.graph import Phase, StepGraph
 
 __all__ = ["lazy_order", "missing_cone"]
 
 
-def lazy_order(graph: StepGraph, kept: Collection[int]) -> list[int]:
-    """The plain order with forward ops repeated where a storage that was not kept is first needed.
+def lazy_order(
+    graph: StepGraph, kept: Collection[int], carried: Mapping[int, Collection[int]] | None = None
+) -> list[int]:
+    """The plain order with forward ops repeated where a storage that is not there is first needed.
 
     Args:
         graph: the step.
-        kept: forward storages to hold from the forward pass to their last use in backward.
+        kept: forward storages to hold through the loss.
+        carried: by backward op, the only forward storages to hold on to from there; others are dropped and
+            made again when needed.
 
     Returns:
         Op indices for `memfit.step.program.program_of`.
@@ -26,15 +31,17 @@ def lazy_order(graph: StepGraph, kept: Collection[int]) -> list[int]:
     loss = graph.loss_index
     producer = graph.producers()
     held = graph.held_to_the_end()
-    alive = set(kept) | held
+    pinned = set(held) | {s for s, op in enumerate(producer) if op == -1}
     for op in graph.ops[: loss + 1]:
         if not op.recomputable:
-            alive.update(op.writes)
-    alive.update(s for i, s in enumerate(producer) if s == -1 for s in [i])
+            pinned.update(op.writes)
+    alive = pinned | set(kept) | set(graph.ops[loss].writes)
     order = list(range(loss + 1))
-    alive.update(graph.ops[loss].writes)
     for index in range(loss + 1, len(graph.ops)):
         op = graph.ops[index]
+        if carried is not None and index in carried:
+            alive = {s for s in alive if producer[s] > loss or s in pinned} | (alive & set(carried[index]))
+            alive.update(graph.ops[loss].writes)
         for storage in op.reads:
             if storage not in alive:
                 cone = missing_cone(graph, producer, storage, alive.__contains__)

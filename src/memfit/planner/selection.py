@@ -1,38 +1,51 @@
-"""What to keep so that every instant of the backward pass fits, each op running again at most once.
+"""What to keep, and until when, so that every instant of the backward pass fits.
 
 The relaxed bound (`memfit.planner.bound`) knows one instant, the loss. Its solution often drops a chain of
 cheap storages across many blocks, and running that chain again fills the memory in the middle of the backward
-pass. Here the instants that overflow are added one round after another. At instant `t`, for an op `o`, a
-variable says whether `o` has run again by then:
+pass. Here the backward pass is divided into **epochs**. At an epoch's start each storage is there or not, and
+an op runs again at most once in each epoch, right before its first use:
 
-    ran[o, t] >= 1 - keep[s]              if backward reads a result s of o at or before t
-    ran[p, t] >= ran[o, t] - keep[s]      if o reads s and p makes s
-    sum of sizes of s still to be read, times (keep[s] + ran[maker of s, t])  <=  room at t
+    keep[s, e] + rerun[o, e] >= 1                  if backward reads s, made by o, in epoch e
+    keep[s, e] + rerun[p, e] >= rerun[o, e]        if o reads s, made by p
+    keep[s, e + 1] <= keep[s, e] + rerun[o, e]     a storage is carried on or it is gone
 
-Each round solves, orders (`memfit.planner.lazy`), simulates, and tightens the room at the instants where the
-model was too hopeful. Idea: cutting planes over Checkmate's formulation (Jain et al., MLSys 2020) with lazy
-use-site rematerialisation, which needs one time index only where memory binds.
+Memory is constrained at the instants where it overflows, which are added one round after another. At instant
+`t` of epoch `e` a variable says whether an op has run again by then:
 
-Known limits: storages are never dropped and made a third time; `memfit.planner.rotor` and
-`memfit.planner.polish` do that.
+    ran[o, t] >= 1 - keep[s, e]                    if backward reads s, made by o, in e up to t
+    ran[p, t] >= ran[o, t] - keep[s, e]            if o reads s, made by p
+    sum of sizes of what is alive at t  <=  room at t
+
+Each round solves, orders, simulates, and takes from the room of instants where the model was too hopeful.
+
+Idea: Checkmate's formulation (Jain et al., MLSys 2020) with lazy use-site rematerialisation, coarse time and
+cutting planes, which leaves thousands of variables where Checkmate has millions.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from memfit.planner.lazy import lazy_order
+from memfit.planner.needs import Needs, epoch_starts, needs_of
 from memfit.planner.solver import Milp, Status, solve
 from memfit.step.graph import Phase, StepGraph, StorageKind
 from memfit.step.program import Action, Program, program_of
 from memfit.step.simulate import simulate
 
-__all__ = ["Candidate", "keep_by_instants"]
+__all__ = ["Candidate", "select_over_time"]
 
 _MIB = float(1 << 20)
+_TINY = 2e-5
+"""Storages below this share of the budget are always kept: they decide nothing and cost variables."""
+
+
+_NEAR = 1.005
+"""An overflow below this is left to the polish, which mends it at less cost than another round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,101 +58,196 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Needs:
-    """When the backward pass can need forward results; times are op indices, -1 for never.
+class _Model:
+    """The program under construction; `keep` and `rerun` are indexed by (storage or op, epoch)."""
 
-    Attributes:
-        first_read: by storage, first backward op that reads it.
-        last_read: by storage, last backward op that reads it.
-        until: by storage, last instant at which it can still be of use.
-        latest: by op, the latest instant at which it may first have to run again.
-        earliest: by op, the earliest such instant.
-    """
-
-    first_read: NDArray[np.int64]
-    last_read: NDArray[np.int64]
-    until: NDArray[np.int64]
-    latest: NDArray[np.int64]
-    earliest: NDArray[np.int64]
+    problem: Milp
+    keep: dict[tuple[int, int], int]
+    rerun: dict[tuple[int, int], int]
 
 
-def keep_by_instants(
-    graph: StepGraph, budget_bytes: int, *, rounds: int = 12, seconds: float = 2.0
-) -> list[Candidate]:
+def select_over_time(
+    graph: StepGraph, budget_bytes: int, *, epochs: int = 1, rounds: int = 16, seconds: float = 2.0, gap: float = 2e-3
+) -> Iterator[Candidate]:
     """Finds what to keep under a budget.
 
     Args:
         graph: the step.
         budget_bytes: peak of the whole step.
+        epochs: into how many the backward pass is divided.
         rounds: how often to solve.
         seconds: time limit of each solve.
+        gap: relative gap at which a solve stops.
 
-    Returns:
-        A candidate of every round; the last ones fit best, those that fit cost least.
+    Yields:
+        A candidate of every round; the later ones fit better.
     """
-    needs = _needs(graph)
+    starts = epoch_starts(graph, epochs)
+    needs = [
+        needs_of(graph, start, end) for start, end in zip(starts, [*starts[1:], len(graph.ops)], strict=True)
+    ]
     base = _backward_base(graph)
     room: dict[int, float] = {graph.loss_index: float(budget_bytes)}
-    candidates: list[Candidate] = []
     for _ in range(rounds):
-        kept = _solve(graph, needs, base, room, seconds)
+        kept = _solve(graph, starts, needs, base, room, budget_bytes, seconds, gap)
         if kept is None:
             break
-        order = lazy_order(graph, kept)
+        order = lazy_order(graph, kept[0], dict(zip(starts[1:], kept[1:], strict=True)))
         program = program_of(graph, order)
         timeline = simulate(graph, program)
-        candidates.append(
-            Candidate(
-                order=tuple(order), peak_bytes=timeline.peak_bytes, recompute_seconds=timeline.recompute_seconds
-            )
+        yield Candidate(
+            order=tuple(order), peak_bytes=timeline.peak_bytes, recompute_seconds=timeline.recompute_seconds
         )
-        if timeline.peak_bytes <= budget_bytes:
+        if timeline.peak_bytes <= budget_bytes * _NEAR:
             break
-        if not _tighten(graph, needs, base, program, timeline.bytes_at, kept, order, budget_bytes, room):
-            break
-    return candidates
+        _tighten(graph, base, program, timeline.bytes_at, budget_bytes, room)
 
 
-def _needs(graph: StepGraph) -> _Needs:
-    count, ops = len(graph.storages), len(graph.ops)
-    first = np.full(count, -1)
-    last = np.full(count, -1)
+def _solve(
+    graph: StepGraph,
+    starts: Sequence[int],
+    needs: Sequence[Needs],
+    base: NDArray[np.int64],
+    room: dict[int, float],
+    budget_bytes: int,
+    seconds: float,
+    gap: float,
+) -> list[frozenset[int]] | None:
+    model = _Model(problem=Milp(), keep={}, rerun={})
+    producer = graph.producers()
+    held = graph.held_to_the_end()
+    always: set[int] = set()
+    dominated = _dominated(graph)
+    for epoch, need in enumerate(needs):
+        later = needs[epoch:]
+        for storage, info in enumerate(graph.storages):
+            if info.kind is not StorageKind.FORWARD or storage in held:
+                continue
+            if max(int(n.until[storage]) for n in later) < 0:
+                continue
+            if info.nbytes < _TINY * budget_bytes or not graph.ops[producer[storage]].recomputable:
+                always.add(storage)
+                continue
+            model.keep[storage, epoch] = model.problem.variable(
+                integer=storage not in dominated, upper=0.0 if storage in dominated else 1.0
+            )
+        for index, op in enumerate(graph.ops):
+            if op.phase is Phase.FORWARD and op.recomputable and need.latest[index] >= 0:
+                if any((s, epoch) in model.keep for s in op.writes):
+                    model.rerun[index, epoch] = model.problem.variable(cost=op.seconds, integer=False)
+    for epoch, need in enumerate(needs):
+        _add_epoch(graph, model, producer, epoch, need)
+    fixed = sum(graph.storages[s].nbytes for s in always)
+    for instant, room_bytes in room.items():
+        epoch = max(e for e, start in enumerate(starts) if start <= instant or e == 0)
+        terms = _memory_row(graph, model, producer, epoch, needs[epoch], instant, graph.loss_index)
+        model.problem.row(terms, upper=(room_bytes - float(base[instant]) - fixed) / _MIB)
+    solution = solve(model.problem, seconds=seconds, gap=gap, dive=len(needs) > 1)
+    if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):
+        return None
+    chosen: list[set[int]] = [set(always) for _ in needs]
+    for (storage, epoch), variable in model.keep.items():
+        if solution.values[variable] > 0.5:
+            chosen[epoch].add(storage)
+    return [frozenset(c) for c in chosen]
+
+
+def _add_epoch(graph: StepGraph, model: _Model, producer: list[int], epoch: int, need: Needs) -> None:
+    problem, keep, rerun = model.problem, model.keep, model.rerun
+    for (storage, e), variable in keep.items():
+        if e != epoch:
+            continue
+        again = rerun.get((producer[storage], epoch))
+        if need.first_read[storage] >= 0:
+            problem.row({variable: 1.0, **({} if again is None else {again: 1.0})}, lower=1.0)
+        following = keep.get((storage, epoch + 1))
+        if following is not None:
+            problem.row({following: -1.0, variable: 1.0, **({} if again is None else {again: 1.0})}, lower=0.0)
+    for (index, e), variable in rerun.items():
+        if e != epoch:
+            continue
+        for operand in graph.ops[index].reads:
+            if (operand, epoch) in keep:
+                again = rerun.get((producer[operand], epoch))
+                terms = {keep[operand, epoch]: 1.0, variable: -1.0}
+                if again is not None:
+                    terms[again] = terms.get(again, 0.0) + 1.0
+                problem.row(terms, lower=0.0)
+
+
+def _memory_row(
+    graph: StepGraph, model: _Model, producer: list[int], epoch: int, need: Needs, instant: int, loss: int
+) -> dict[int, float]:
+    """The sum, in MiB, of what is alive at an instant; adds the variables and rows that say so."""
+    problem, keep, rerun = model.problem, model.keep, model.rerun
+    ran: dict[int, int] = {}
+    if instant != loss:
+        ran = _ran_by(graph, model, producer, epoch, need, instant)
+    terms: dict[int, float] = {}
+    for (storage, e), variable in keep.items():
+        if e != epoch:
+            continue
+        size = graph.storages[storage].nbytes / _MIB
+        if instant == loss:
+            terms[variable] = terms.get(variable, 0.0) + size
+            continue
+        again = ran.get(producer[storage])
+        carried = keep.get((storage, epoch + 1))
+        if need.until[storage] >= instant:
+            terms[variable] = terms.get(variable, 0.0) + size
+            if again is not None:
+                terms[again] = terms.get(again, 0.0) + size
+        elif carried is not None:
+            # Not needed in this epoch any more, but in a later one: alive if it is here and carried on.
+            alive = problem.variable(integer=False)
+            problem.row({alive: 1.0, variable: -1.0, carried: -1.0}, lower=-1.0)
+            if again is not None:
+                problem.row({alive: 1.0, again: -1.0, carried: -1.0}, lower=-1.0)
+            terms[alive] = terms.get(alive, 0.0) + size
+    return terms
+
+
+def _ran_by(
+    graph: StepGraph, model: _Model, producer: list[int], epoch: int, need: Needs, instant: int
+) -> dict[int, int]:
+    """Variables for `op has run again in this epoch by the instant`; ops that cannot have are left out."""
+    problem, keep = model.problem, model.keep
+    ran: dict[int, int] = {}
+    for (index, e), variable in model.rerun.items():
+        if e == epoch and need.earliest[index] <= instant:
+            ran[index] = variable if need.latest[index] <= instant else problem.variable(integer=False)
+    for index, variable in ran.items():
+        if need.latest[index] > instant:
+            for storage in graph.ops[index].writes:
+                if (storage, epoch) in keep and 0 <= need.first_read[storage] <= instant:
+                    problem.row({variable: 1.0, keep[storage, epoch]: 1.0}, lower=1.0)
+        for operand in graph.ops[index].reads:
+            other = ran.get(producer[operand])
+            if other is not None and (operand, epoch) in keep and need.latest[producer[operand]] > instant:
+                problem.row({other: 1.0, keep[operand, epoch]: 1.0, variable: -1.0}, lower=0.0)
+    return ran
+
+
+def _dominated(graph: StepGraph) -> set[int]:
+    """Storages never worth keeping: all they are good for is to make another one, not larger, that could be kept."""
+    readers: dict[int, list[int]] = {}
     for index, op in enumerate(graph.ops):
-        if op.phase is Phase.BACKWARD:
-            for s in op.reads:
-                first[s] = index if first[s] < 0 else first[s]
-                last[s] = index
-    readers: list[list[int]] = [[] for _ in range(count)]
-    for index, op in enumerate(graph.ops):
-        if op.phase is Phase.FORWARD:
-            for s in op.reads:
-                readers[s].append(index)
-    latest = np.full(ops, -1)
-    earliest = np.full(ops, -1)
-    until = last.copy()
-    for index in reversed(range(graph.loss_index)):
-        op = graph.ops[index]
-        direct = [int(first[s]) for s in op.writes if first[s] >= 0]
-        users = {u for s in op.writes for u in readers[s] if latest[u] >= 0}
-        for s in op.writes:
-            until[s] = max([int(last[s]), *(int(latest[u]) for u in readers[s])])
-        if direct:
-            latest[index] = min(direct)
-        elif users:
-            latest[index] = max(int(latest[u]) for u in users)
-        moments = direct + [int(earliest[u]) for u in users]
-        if moments:
-            earliest[index] = min(moments)
-    return _Needs(first_read=first, last_read=last, until=until, latest=latest, earliest=earliest)
+        for storage in op.reads:
+            readers.setdefault(storage, []).append(index)
+    found: set[int] = set()
+    for storage, users in readers.items():
+        user = graph.ops[users[0]]
+        if len(users) == 1 and user.phase is Phase.FORWARD and user.recomputable:
+            made = sum(graph.storages[s].nbytes for s in user.writes)
+            if made <= graph.storages[storage].nbytes and graph.storages[storage].kind is StorageKind.FORWARD:
+                found.add(storage)
+    return found
 
 
 def _backward_base(graph: StepGraph) -> NDArray[np.int64]:
     """By op, memory of everything but forward results while it runs: static, held, gradients, workspace."""
-    only_backward = set(
-        i
-        for i, s in enumerate(graph.storages)
-        if s.kind in (StorageKind.BACKWARD, StorageKind.GRADIENT, StorageKind.TANGENT)
-    ) | set(graph.outputs)
+    kinds = (StorageKind.BACKWARD, StorageKind.GRADIENT, StorageKind.TANGENT)
+    counted = {i for i, s in enumerate(graph.storages) if s.kind in kinds} | set(graph.outputs)
     program = program_of(graph, range(len(graph.ops)))
     base = np.zeros(len(graph.ops), dtype=np.int64)
     sizes = [s.nbytes for s in graph.storages]
@@ -147,128 +255,36 @@ def _backward_base(graph: StepGraph) -> NDArray[np.int64]:
     for instruction in program.instructions:
         index = instruction.index
         if instruction.action is Action.FREE:
-            live -= sizes[index] if index in only_backward else 0
+            live -= sizes[index] if index in counted else 0
             continue
         op = graph.ops[index]
-        new = sum(sizes[s] for s in op.writes if s in only_backward)
-        if instruction.in_place and op.in_place_over in only_backward:
+        new = sum(sizes[s] for s in op.writes if s in counted)
+        if instruction.in_place and op.in_place_over in counted:
             new -= sizes[op.in_place_over]
         base[index] = live + new + op.workspace_bytes
         live += new
     return base
 
 
-def _solve(
-    graph: StepGraph, needs: _Needs, base: NDArray[np.int64], room: dict[int, float], seconds: float
-) -> frozenset[int] | None:
-    producer = graph.producers()
-    held = graph.held_to_the_end()
-    problem = Milp()
-    optional = [
-        s
-        for s, storage in enumerate(graph.storages)
-        if storage.kind is StorageKind.FORWARD and s not in held and needs.until[s] >= 0
-    ]
-    keep = {s: problem.variable(lower=0.0 if graph.ops[producer[s]].recomputable else 1.0) for s in optional}
-    rerun = {
-        o: problem.variable(cost=op.seconds, integer=False)
-        for o, op in enumerate(graph.ops)
-        if op.phase is Phase.FORWARD and op.recomputable and needs.latest[o] >= 0
-    }
-
-    def maker(storage: int, ran: dict[int, int]) -> dict[int, float]:
-        variable = ran.get(producer[storage])
-        return {} if variable is None else {variable: 1.0}
-
-    for storage, variable in keep.items():
-        if needs.first_read[storage] >= 0:
-            problem.row({variable: 1.0, **maker(storage, rerun)}, lower=1.0)
-    for op, variable in rerun.items():
-        for operand in graph.ops[op].reads:
-            if operand in keep:
-                problem.row({keep[operand]: 1.0, **maker(operand, rerun), variable: -1.0}, lower=0.0)
-    for instant, room_bytes in room.items():
-        ran = _ran_by(graph, needs, problem, keep, rerun, instant)
-        memory: dict[int, float] = {}
-        for storage, variable in keep.items():
-            if needs.until[storage] >= instant:
-                size = graph.storages[storage].nbytes / _MIB
-                memory[variable] = memory.get(variable, 0.0) + size
-                again = ran.get(producer[storage])
-                if again is not None:
-                    memory[again] = memory.get(again, 0.0) + size
-        problem.row(memory, upper=(room_bytes - float(base[instant])) / _MIB)
-    solution = solve(problem, seconds=seconds, gap=1e-3)
-    if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):
-        return None
-    return frozenset(s for s, variable in keep.items() if solution.values[variable] > 0.5)
-
-
-def _ran_by(
-    graph: StepGraph, needs: _Needs, problem: Milp, keep: dict[int, int], rerun: dict[int, int], instant: int
-) -> dict[int, int]:
-    """Variables for `op has run again by the instant`; ops that cannot have are left out."""
-    ran: dict[int, int] = {}
-    if instant == graph.loss_index:
-        return ran
-    for op, variable in rerun.items():
-        if needs.earliest[op] <= instant:
-            ran[op] = variable if needs.latest[op] <= instant else problem.variable(integer=False)
-    for op, variable in ran.items():
-        if needs.latest[op] > instant:
-            for storage in graph.ops[op].writes:
-                if storage in keep and 0 <= needs.first_read[storage] <= instant:
-                    problem.row({variable: 1.0, keep[storage]: 1.0}, lower=1.0)
-    producer = graph.producers()
-    for op, variable in ran.items():
-        for operand in graph.ops[op].reads:
-            other = ran.get(producer[operand])
-            if operand in keep and other is not None and needs.latest[producer[operand]] > instant:
-                problem.row({other: 1.0, keep[operand]: 1.0, variable: -1.0}, lower=0.0)
-    return ran
-
-
 def _tighten(
     graph: StepGraph,
-    needs: _Needs,
     base: NDArray[np.int64],
     program: Program,
     bytes_at: tuple[int, ...],
-    kept: frozenset[int],
-    order: list[int],
     budget_bytes: int,
     room: dict[int, float],
-) -> bool:
-    """Adds the instants that overflow, and less room where the model was too hopeful; False if nothing new."""
+) -> None:
+    """Adds the instants that overflow, and takes from those that overflow although they are constrained."""
     peaks = _peak_by_backward_op(graph, program, bytes_at)
     over = {t: p for t, p in peaks.items() if p > budget_bytes}
-    changed = False
     for instant in _local_maxima(over):
-        excess = over[instant] - budget_bytes
         if instant not in room:
             room[instant] = float(budget_bytes)
-            changed = True
-            modelled = _modelled(graph, needs, base, kept, order, instant)
-            room[instant] -= max(0, over[instant] - modelled)
         else:
-            room[instant] -= excess
-            changed = True
-    return changed
-
-
-def _modelled(
-    graph: StepGraph, needs: _Needs, base: NDArray[np.int64], kept: frozenset[int], order: list[int], instant: int
-) -> int:
-    """What the memory row of an instant says of a selection."""
-    total = int(base[instant])
-    alive = {s for s in kept if needs.until[s] >= instant}
-    if instant > graph.loss_index:
-        for index in order[graph.loss_index + 1 : order.index(instant)]:
-            op = graph.ops[index]
-            if op.phase is Phase.FORWARD:
-                alive.update(s for s in op.writes if needs.until[s] >= instant)
-    held = graph.held_to_the_end()
-    return total + sum(graph.storages[s].nbytes for s in alive if s not in held)
+            room[instant] -= (over[instant] - budget_bytes) / 2
+    # An instant cannot have less than what is there whatever is kept.
+    for instant, room_bytes in room.items():
+        room[instant] = max(room_bytes, float(base[instant]))
 
 
 def _peak_by_backward_op(graph: StepGraph, program: Program, bytes_at: tuple[int, ...]) -> dict[int, int]:
@@ -290,13 +306,7 @@ def _peak_by_backward_op(graph: StepGraph, program: Program, bytes_at: tuple[int
     return peaks
 
 
-def _local_maxima(over: dict[int, int], *, most: int = 24) -> list[int]:
-    """Instants higher than their neighbours, highest first."""
-    instants = sorted(over)
-    peaks = [
-        t
-        for i, t in enumerate(instants)
-        if over[t] >= max(over.get(t - 1, 0), over.get(t + 1, 0))
-        and (i == 0 or over[t] != over[instants[i - 1]] or instants[i - 1] != t - 1)
-    ]
+def _local_maxima(over: dict[int, int], *, most: int = 6) -> list[int]:
+    """Instants at least as high as their neighbours, highest first."""
+    peaks = [t for t in over if over[t] >= over.get(t - 1, 0) and over[t] > over.get(t + 1, 0)]
     return sorted(peaks, key=lambda t: -over[t])[:most]

@@ -9,6 +9,7 @@ Source: HiGHS, https://highs.dev, through `highspy`.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -17,6 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 __all__ = ["Milp", "Solution", "Status", "solve"]
+
+
+_FEASIBLE_POINT = 2
+"""HiGHS's `SolutionStatus.kSolutionStatusFeasible`."""
 
 
 class Status(StrEnum):
@@ -69,21 +74,33 @@ class Milp:
         self.row_upper.append(upper)
 
 
-def solve(
-    problem: Milp, *, seconds: float, gap: float = 1e-3, start: NDArray[np.float64] | None = None, relax: bool = False
-) -> Solution:
+def solve(problem: Milp, *, seconds: float, gap: float = 1e-3, dive: bool = False) -> Solution:
     """Solves a program.
 
     Args:
         problem: what to solve.
         seconds: time limit.
         gap: relative gap at which to stop.
-        start: a feasible point to begin with.
-        relax: drop integrality.
+        dive: look for a first point by rounding relaxations, which takes a fraction of a second and keeps the
+            solver from ending a short time limit with a poor one.
 
     Returns:
         The best point found and a bound.
     """
+    begin = time.monotonic()
+    start = _dive(problem, deadline=begin + seconds / 3) if dive else None
+    engine = _engine(problem, integer=True)
+    engine.setOptionValue("time_limit", max(0.05, seconds - (time.monotonic() - begin)))
+    engine.setOptionValue("mip_rel_gap", gap)
+    if start is not None:
+        point = highspy.HighsSolution()
+        point.col_value = list(start)
+        engine.setSolution(point)
+    engine.run()
+    return _solution(engine)
+
+
+def _engine(problem: Milp, *, integer: bool) -> highspy.Highs:
     lp = highspy.HighsLp()
     lp.num_col_ = len(problem.cost)
     lp.num_row_ = len(problem.row_lower)
@@ -96,33 +113,65 @@ def solve(
     lp.a_matrix_.start_ = np.array(problem.starts, dtype=np.int32)
     lp.a_matrix_.index_ = np.array(problem.indices, dtype=np.int32)
     lp.a_matrix_.value_ = np.array(problem.coefficients)
-    if not relax:
+    if integer:
         kind = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
         lp.integrality_ = [kind[int(flag)] for flag in problem.integer]
     engine = highspy.Highs()
     engine.setOptionValue("output_flag", False)
-    engine.setOptionValue("time_limit", float(seconds))
-    engine.setOptionValue("mip_rel_gap", gap)
     engine.setOptionValue("threads", 1)
     engine.passModel(lp)
-    if start is not None:
-        point = highspy.HighsSolution()
-        point.col_value = list(start)
-        engine.setSolution(point)
+    return engine
+
+
+def _dive(problem: Milp, deadline: float) -> NDArray[np.float64] | None:
+    """Rounds the relaxation step by step, solving again after each; None if that leads nowhere."""
+    engine = _engine(problem, integer=False)
+    free = [i for i, flag in enumerate(problem.integer) if flag and problem.lower[i] < problem.upper[i]]
+    values = _relaxed(engine)
+    while values is not None and time.monotonic() < deadline:
+        fractional = sorted((i for i in free if 1e-6 < values[i] < 1 - 1e-6), key=lambda i: -values[i])
+        if not fractional:
+            return values
+        likely = [i for i in fractional[: max(1, len(fractional) // 4)] if values[i] >= 0.5] or fractional[:1]
+        batch = {i: 1.0 for i in likely} | {i: 0.0 for i in fractional if values[i] < 0.1}
+        values = _fixed(engine, problem, batch)
+        if values is None:
+            batch = {fractional[0]: 1.0}
+            values = _fixed(engine, problem, batch)
+        if values is None:
+            batch = {fractional[0]: 0.0}
+            values = _fixed(engine, problem, batch)
+        free = [i for i in free if i not in batch]
+    return None
+
+
+def _fixed(engine: highspy.Highs, problem: Milp, batch: dict[int, float]) -> NDArray[np.float64] | None:
+    """Fixes variables and solves; frees them again if that is infeasible."""
+    for i, value in batch.items():
+        engine.changeColBounds(i, value, value)
+    values = _relaxed(engine)
+    if values is None:
+        for i in batch:
+            engine.changeColBounds(i, problem.lower[i], problem.upper[i])
+    return values
+
+
+def _relaxed(engine: highspy.Highs) -> NDArray[np.float64] | None:
     engine.run()
-    return _solution(engine, relaxed=relax)
+    if engine.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+        return None
+    return np.array(engine.getSolution().col_value)
 
 
-def _solution(engine: highspy.Highs, *, relaxed: bool) -> Solution:
+def _solution(engine: highspy.Highs) -> Solution:
     status, info = engine.getModelStatus(), engine.getInfo()
     none = np.zeros(0)
     if status == highspy.HighsModelStatus.kInfeasible:
         return Solution(status=Status.INFEASIBLE, values=none, objective=np.inf, bound=np.inf)
     values = np.array(engine.getSolution().col_value)
-    feasible = info.primal_solution_status == 2 and len(values) > 0
     optimal = status == highspy.HighsModelStatus.kOptimal
-    objective = float(info.objective_function_value)
-    bound = objective if relaxed and optimal else float(info.mip_dual_bound) if not relaxed else -np.inf
-    if not feasible:
+    bound = float(info.mip_dual_bound)
+    if info.primal_solution_status != _FEASIBLE_POINT or not len(values):
         return Solution(status=Status.UNKNOWN, values=none, objective=np.inf, bound=bound)
+    objective = float(info.objective_function_value)
     return Solution(status=Status.OPTIMAL if optimal else Status.FEASIBLE, values=values, objective=objective, bound=bound)

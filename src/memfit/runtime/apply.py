@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx.graph import _BoxedCodeGen
@@ -19,8 +20,9 @@ from torch.fx.graph import _BoxedCodeGen
 from memfit.capture.dynamo import compile_call, detach_outputs
 from memfit.capture.joint import JointReading, read_joint
 from memfit.capture.trace import Capture
-from memfit.errors import PlanMismatchError
+from memfit.errors import OutOfMemoryError, PlanMismatchError
 from memfit.runtime.lower import LocalInstruction, attach_hollow, lower
+from memfit.runtime.measure import largest_tensors
 from memfit.runtime.unused_output import refuse_gradient
 from memfit.step.graph import Phase, StorageKind
 from memfit.step.program import Action, Program
@@ -84,6 +86,7 @@ def piece_programs(capture: Capture, program: Program) -> tuple[PieceProgram, ..
         random = op.random_state_bytes > 0 and index in runs_again
         instruction = LocalInstruction(
             index=local_op[id(joint)],
+            again=index in seen,
             in_place=in_place[position],
             save_state=random and index not in seen,
             replay=random and index in seen,
@@ -116,7 +119,11 @@ def piece_programs(capture: Capture, program: Program) -> tuple[PieceProgram, ..
 
 
 def compile_planned(
-    model: nn.Module, programs: Sequence[PieceProgram], gradient_outputs: frozenset[int] | None
+    model: nn.Module,
+    programs: Sequence[PieceProgram],
+    gradient_outputs: frozenset[int] | None,
+    *,
+    describe: Callable[[], str] = str,
 ) -> Callable[..., Any]:
     """Compiles the module's call so that it runs a plan.
 
@@ -124,6 +131,7 @@ def compile_planned(
         model: the module.
         programs: one for each piece.
         gradient_outputs: which outputs of the last piece receive gradients; None for all.
+        describe: words about the plan, for an out-of-memory error.
 
     Returns:
         A callable with the signature of the module; compiles on its first call.
@@ -143,13 +151,16 @@ def compile_planned(
                 raise PlanMismatchError("the model now runs a graph that was not planned")
             return lower(reading, program.forward, program.backward, program.kept)
 
-        compiled = aot_autograd(fw_compiler=_boxed, bw_compiler=_boxed, partition_fn=partition)(gm, inputs)
+        def boxed(lowered: fx.GraphModule, operands: Any) -> Callable[..., Any]:
+            return _boxed(lowered, describe)
+
+        compiled = aot_autograd(fw_compiler=boxed, bw_compiler=boxed, partition_fn=partition)(gm, inputs)
         return refuse_gradient(compiled, cut) if cut else compiled
 
     return compile_call(model, backend)
 
 
-def _boxed(gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+def _boxed(gm: fx.GraphModule, describe: Callable[[], str]) -> Callable[..., Any]:
     """The generated code itself, taking its arguments in a list that it empties as it goes."""
     attach_hollow(gm)
     gm.graph.set_codegen(_BoxedCodeGen())
@@ -157,7 +168,20 @@ def _boxed(gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
     forward = gm.forward
 
     def run(operands: list[Any]) -> Any:
-        return forward(operands)
+        shapes = [tuple(t.shape) for t in operands if isinstance(t, torch.Tensor) and t.dim() > 0][:4]
+        try:
+            return forward(operands)
+        except RuntimeError as error:
+            if not _is_out_of_memory(error):
+                raise
+            raise OutOfMemoryError(
+                f"out of memory in a fitted step (first operands {shapes}): {error}\n{describe()}\n"
+                f"largest live tensors: {largest_tensors()}"
+            ) from error
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -27,16 +27,17 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 
 from memfit.capture.joint import JointReading, is_tangent
-from memfit.capture.rewrite import HOLLOW_PREFIX, IN_PLACE, in_place_argument, make_hollow
+from memfit.capture.rewrite import HOLLOW_PREFIX, IN_PLACE, in_place_argument, make_hollow, without_statistics
 
 __all__ = ["LocalInstruction", "attach_hollow", "lower"]
 
 
 @dataclass(frozen=True, slots=True)
 class LocalInstruction:
-    """Run op `index` of the piece; `save_state` and `replay` serve random ops that run again."""
+    """Run op `index` of the piece, perhaps `again`; `save_state` and `replay` serve random ops that run again."""
 
     index: int
+    again: bool = False
     in_place: bool = False
     save_state: bool = False
     replay: bool = False
@@ -101,6 +102,9 @@ class _Emitter:
             made.meta = dict(node.meta)
         elif instruction.replay or instruction.save_state:
             made = self._random(instruction, node)
+        elif instruction.again and (rerun := without_statistics(node)) is not None:
+            made = self.graph.call_function(rerun[0], fx.map_arg(rerun[1], self.value))
+            made.meta = dict(node.meta)
         else:
             made = self.graph.node_copy(node, self.value)
         self._take_results(node, made, op.writes)

@@ -109,16 +109,26 @@ def quiet_profiler() -> None:
 
 def live_tensor_bytes(device_type: str) -> int:
     """Bytes of the distinct storages of all tensors alive in this process on one device type."""
-    sizes: dict[int, int] = {}
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _live(device_type)}.values())
+
+
+def largest_tensors(count: int = 8) -> str:
+    """Shapes, dtypes and devices of the largest tensors alive, for error messages."""
+    tensors = sorted(_live(None), key=lambda t: -t.untyped_storage().nbytes())
+    return ", ".join(f"{tuple(t.shape)} {t.dtype} {t.device}" for t in tensors[:count])
+
+
+def _live(device_type: str | None) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
     for thing in gc.get_objects():
         if type(thing).__module__.startswith("torch") and isinstance(thing, torch.Tensor):
             try:
-                if thing.device.type == device_type:
-                    storage = thing.untyped_storage()
-                    sizes[storage.data_ptr()] = int(storage.nbytes())
+                thing.untyped_storage().data_ptr()
             except (RuntimeError, NotImplementedError):
                 continue  # fake and functional tensors have no memory
-    return sum(sizes.values())
+            if device_type is None or thing.device.type == device_type:
+                found.append(thing)
+    return found
 
 
 def _cuda_peak(step: Callable[[], object], device: torch.device) -> tuple[int, int, int]:

@@ -58,12 +58,23 @@ _CODE_OF = {meaning: code for code, meaning in _CODES.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What the simulator says of a plan, with the lower bound on its overhead where one is known."""
+    """What the simulator says of a plan, with the lower bound on its overhead where one is known.
+
+    Attributes:
+        peak_bytes: highest memory of the step.
+        step_seconds: sum of the times of its ops.
+        overhead: extra time over the plain step, as a fraction.
+        plain_peak_bytes: highest memory of the step without memfit.
+        bound_overhead: no plan that recomputes only has less overhead.
+        least_peak_bytes: no program that runs whole ops has a lower peak.
+    """
 
     peak_bytes: int
     step_seconds: float
     overhead: float
+    plain_peak_bytes: int = 0
     bound_overhead: float | None = None
+    least_peak_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +214,7 @@ PLAN_SCHEMA: dict[str, Any] = {
             "budget_bytes": {**_BYTES, "minimum": 1},
             "predicted": _object(
                 {"peak_bytes": _BYTES, "step_seconds": _SECONDS, "overhead": _FRACTION},
-                {"bound_overhead": _FRACTION},
+                {"plain_peak_bytes": _BYTES, "bound_overhead": _FRACTION, "least_peak_bytes": _BYTES},
             ),
             "graph_digest": _NAME,
             "program": {key: rule for key, rule in PROGRAM_SCHEMA.items() if key != "$schema"},
@@ -379,11 +390,11 @@ def graph_digest(graph: StepGraph) -> str:
     """What must be equal for a program of one step to be a program of another one, as a SHA-256.
 
     Names, targets, edges, sizes and exactness count; measurements (seconds, workspaces, the optimizer's
-    transient) and labels do not.
+    transient), what is there before the step, and labels do not.
     """
     ops = [[getattr(op, name) for name in _STRUCTURE] for op in graph.ops]
     storages = [[storage.nbytes, storage.kind] for storage in graph.storages]
-    structure = json.dumps([ops, storages, graph.outputs, graph.static_bytes])
+    structure = json.dumps([ops, storages, graph.outputs])
     return hashlib.sha256(structure.encode()).hexdigest()
 
 
@@ -399,11 +410,9 @@ def fingerprint_difference(
     Returns:
         One line for each fact that differs, empty if none does.
     """
-    sides = [
-        (
-            name,
-            *(json.dumps(side[name], ensure_ascii=False) if name in side else "nothing" for side in (expected, found)),
-        )
-        for name in sorted({*expected, *found})
-    ]
-    return [f"{name}: planned for {planned}, found {here}" for name, planned, here in sides if planned != here]
+
+    def shown(side: Mapping[str, str | int | list[Any]], name: str) -> str:
+        return json.dumps(side[name], ensure_ascii=False) if name in side else "nothing"
+
+    facts = [(name, shown(expected, name), shown(found, name)) for name in sorted({*expected, *found})]
+    return [f"{name}: planned for {planned}, found {here}" for name, planned, here in facts if planned != here]

@@ -1,0 +1,10 @@
+"""`python -m memfit` is the command `memfit`."""
+
+from __future__ import annotations
+
+import sys
+
+from memfit.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

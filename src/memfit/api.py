@@ -1,0 +1,133 @@
+"""The public calls. Everything here is a short way into `memfit.planning` and `memfit.runtime`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.capture.loss import LossFunction
+from memfit.comparison import BatchSize, Comparison, compare, max_batch
+from memfit.estimate import Estimate, estimate
+from memfit.plan import Plan
+from memfit.planning import Progress, Request, make_plan
+from memfit.runtime.fitted import fitted_call, release
+from memfit.runtime.measure import Measurement, measure
+
+__all__ = [
+    "BatchSize",
+    "Comparison",
+    "Estimate",
+    "Measurement",
+    "Plan",
+    "compare",
+    "estimate",
+    "fit",
+    "max_batch",
+    "measure",
+    "plan",
+    "plan_of",
+    "release",
+]
+
+
+def plan(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    budget: int | str,
+    loss_fn: LossFunction | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    strategy: str = "auto",
+    levers: str | tuple[str, ...] = "bitwise",
+    tiers: str | None = None,
+    prove: bool = True,
+    progress: Progress | None = None,
+) -> Plan:
+    """Plans a training step of `model(*args, **kwargs)` within a budget; changes nothing.
+
+    Args:
+        model: any module Dynamo can capture, in training mode.
+        args: positional inputs, as the training loop passes them.
+        kwargs: keyword inputs.
+        budget: peak of the whole step: bytes, `"8GiB"`, `"60%"` of the device, or `"auto"`.
+        loss_fn: takes the output and returns a scalar; without it `output.loss` is used where it exists, else
+            gradients are assumed to arrive for every floating output.
+        optimizer: its state counts, from the second step on.
+        strategy: `"auto"`, or a known strategy by name (`memfit.strategies.names()`).
+        levers: `"bitwise"` or a tuple of lever names.
+        tiers: where swapped bytes may go.
+        prove: run the plan once to compare the measured peak with the predicted one, and correct it.
+        progress: told stage, done and total.
+
+    Returns:
+        The plan; `.apply(model)` runs it.
+
+    Raises:
+        BudgetError: no plan fits; `.least_bytes` would.
+        CaptureError: the model cannot be captured.
+        SpecError: an argument makes no sense.
+    """
+    request = Request(
+        budget=budget,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        strategy=strategy,
+        levers=levers,
+        tiers=tiers,
+        prove=prove,
+    )
+    return make_plan(model, tuple(args), dict(kwargs or {}), request, progress=progress)
+
+
+def fit(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    budget: int | str,
+    loss_fn: LossFunction | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    strategy: str = "auto",
+    levers: str | tuple[str, ...] = "bitwise",
+    tiers: str | None = None,
+    prove: bool = True,
+    progress: Progress | None = None,
+) -> nn.Module:
+    """Makes `model` train within a budget: `plan` and apply. Arguments and errors are those of `plan`.
+
+    Returns:
+        The same object. `memfit.plan_of(model)` is its plan, `memfit.release(model)` undoes it.
+    """
+    made = plan(
+        model,
+        args,
+        kwargs,
+        budget=budget,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        strategy=strategy,
+        levers=levers,
+        tiers=tiers,
+        prove=prove,
+        progress=progress,
+    )
+    return made.apply(model)
+
+
+def plan_of(model: nn.Module) -> Plan:
+    """The newest plan of a fitted module.
+
+    Raises:
+        MemfitError: if the module is not fitted.
+    """
+    fitted = fitted_call(model)
+    return next(reversed(fitted.plans.values())) if fitted.plans else _waiting(fitted.unsigned)
+
+
+def _waiting(plan: Plan | None) -> Plan:
+    assert plan is not None
+    return plan

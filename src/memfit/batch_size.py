@@ -1,0 +1,351 @@
+"""The largest batch that trains within a budget: found by prediction, confirmed by one run.
+
+The step is captured at two batch sizes; `memfit.planner.scale` gives it at any other, so the search runs
+nothing and needs no memory. The size it finds is captured for real, and the search repeated with this third
+point, until the answer stays. Then the step is planned and run once there; where the machine takes more than
+was predicted, the search goes on below. Running out of memory is never how anything is decided here.
+
+Known limits: where the model runs other ops at other sizes, every size that is looked at is captured, with inputs
+up to twice those of the largest batch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit import planning, strategies
+from memfit.capture.loss import LossFunction
+from memfit.capture.trace import Capture, device_of
+from memfit.errors import BudgetError, SpecError
+from memfit.plan import Plan
+from memfit.planner.auto import find_order, least_order
+from memfit.planner.scale import difference, scaled
+from memfit.planning import Progress, Request, capture_and_profile, plan_captured, resolve_budget
+from memfit.step.graph import StepGraph
+from memfit.step.program import Program, plain_program, program_of
+from memfit.step.simulate import simulate
+from memfit.units import format_bytes
+
+__all__ = ["BatchPoint", "BatchSize", "max_batch"]
+
+log = logging.getLogger(__name__)
+
+_ROUNDS = 4
+_CURVE_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPoint:
+    """One batch size on the way to the largest one, all predicted.
+
+    Attributes:
+        batch: samples.
+        plain_peak_bytes: peak of the plain step.
+        least_peak_bytes: about the least peak the strategy reaches.
+        overhead: extra time of the plan within the budget, as a fraction; None if none was found.
+    """
+
+    batch: int
+    plain_peak_bytes: int
+    least_peak_bytes: int
+    overhead: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSize:
+    """What `max_batch` found.
+
+    Attributes:
+        label: the model.
+        budget_bytes: peak of the whole step that was asked for.
+        strategy: name of the planner.
+        plain: largest batch of the plain step; 0 if not even the smallest fits.
+        planned: largest batch of the planned step.
+        predicted_peak_bytes: peak of the planned step at its largest batch.
+        measured_peak_bytes: the same, measured; None if nothing was run.
+        overhead: predicted extra time of the planned step there, as a fraction.
+        curve: batch sizes up to the largest one.
+    """
+
+    label: str
+    budget_bytes: int
+    strategy: str
+    plain: int
+    planned: int
+    predicted_peak_bytes: int
+    measured_peak_bytes: int | None
+    overhead: float
+    curve: tuple[BatchPoint, ...]
+
+    @property
+    def ratio(self) -> float:
+        """Largest planned batch over largest plain batch."""
+        return self.planned / self.plain if self.plain else float("inf")
+
+    def __str__(self) -> str:
+        """The table as plain text."""
+        from memfit.report.table import plain_text
+
+        return plain_text(self)
+
+
+def max_batch(
+    model: nn.Module,
+    make_args: Callable[[int], Any],
+    *,
+    budget: int | str,
+    make_loss: Callable[[int], LossFunction | None] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    strategy: str = "auto",
+    start: int = 1,
+    limit: int = 65536,
+    prove: bool = True,
+    progress: Progress | None = None,
+) -> BatchSize:
+    """Finds the largest batch size that trains within a budget.
+
+    Args:
+        model: in training mode.
+        make_args: from a batch size to the inputs: a tuple of positional ones, a dict of keyword ones, or both
+            as `(tuple, dict)`.
+        budget: peak of the whole step, as for `memfit.plan`.
+        make_loss: from a batch size to a loss function.
+        optimizer: its state and step count.
+        strategy: `"auto"`, or a known strategy by name.
+        start: smallest batch size to consider.
+        limit: largest batch size to consider.
+        prove: confirm the result by one run of the planned step.
+        progress: told how far it is.
+
+    Returns:
+        The largest plain and planned batch, and the way there.
+
+    Raises:
+        BudgetError: if not even the smallest batch fits, with the least budget that does.
+        CaptureError: if the model cannot be captured.
+        SpecError: if an argument makes no sense.
+    """
+    if not 1 <= start <= limit:
+        raise SpecError(f"batch sizes go from start to limit, both from 1 on (start: {start}, limit: {limit})")
+    if strategy != "auto":
+        strategies.find(strategy)
+    request = Request(budget=budget, optimizer=optimizer, strategy=strategy, prove=prove)
+    steps = _Steps(model, make_args, make_loss, request, progress)
+    steps.capture(max(2, start))
+    steps.capture(2 * max(2, start))
+    budget_bytes = resolve_budget(budget, device_of(model), steps.at(start).static_bytes)
+
+    plain = _settled(steps, lambda: _largest(lambda b: _plain_peak(steps.at(b)) <= budget_bytes, start, limit))
+    planned, plan = _confirmed(steps, budget_bytes, max(start, plain), start, limit)
+    points = sorted({planned, *([plain] if plain else []), *_powers(start, planned)})
+    curve: list[BatchPoint] = []
+    for number, batch in enumerate(points):
+        _tell(progress, "curve", number, len(points))
+        overhead = plan.predicted.overhead if batch == planned else _overhead(steps.at(batch), strategy, budget_bytes)
+        least = _least_program(steps, strategy, batch if steps.vary else planned, budget_bytes)
+        curve.append(
+            BatchPoint(
+                batch=batch,
+                plain_peak_bytes=_plain_peak(steps.at(batch)),
+                least_peak_bytes=simulate(steps.at(batch), least).peak_bytes,
+                overhead=overhead,
+            )
+        )
+    _tell(progress, "curve", len(points), len(points))
+    return BatchSize(
+        label=type(model).__name__,
+        budget_bytes=budget_bytes,
+        strategy=strategy,
+        plain=min(plain, planned),
+        planned=planned,
+        predicted_peak_bytes=plan.predicted.peak_bytes,
+        measured_peak_bytes=plan.measured_peak_bytes,
+        overhead=plan.predicted.overhead,
+        curve=tuple(curve),
+    )
+
+
+class _Steps:
+    """The step of a model at any batch size."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make_args: Callable[[int], Any],
+        make_loss: Callable[[int], LossFunction | None] | None,
+        request: Request,
+        progress: Progress | None,
+    ) -> None:
+        self.model, self.make_args, self.make_loss = model, make_args, make_loss
+        self.request, self.progress = request, progress
+        self.captured: dict[int, tuple[Capture, StepGraph]] = {}
+        self.least: dict[int, Program] = {}
+        self.vary = False
+
+    def asked(self, batch: int) -> tuple[tuple[Any, ...], dict[str, Any], Request]:
+        """Inputs and request for one batch size."""
+        loss_fn = None if self.make_loss is None else self.make_loss(batch)
+        request = replace(self.request, loss_fn=loss_fn, label=f"{type(self.model).__name__} at batch {batch}")
+        return (*_inputs(self.make_args(batch)), request)
+
+    def capture(self, batch: int) -> StepGraph:
+        """Captures and profiles the step at one batch size."""
+        if batch not in self.captured:
+            args, kwargs, request = self.asked(batch)
+            here = capture_and_profile(self.model, args, kwargs, request, progress=self.progress)
+            if not self.vary:
+                self.vary = any(difference(here[1], graph) for _, graph in self.captured.values())
+            if self.vary:
+                log.info("the model runs other ops at other batch sizes; batch %d is captured", batch)
+            self.captured[batch] = here
+        return self.captured[batch][1]
+
+    def at(self, batch: int) -> StepGraph:
+        """The step at a batch size, captured or interpolated between the nearest captured ones."""
+        if batch in self.captured or self.vary:
+            return self.capture(batch)
+        below = max((b for b in self.captured if b < batch), default=min(self.captured))
+        above = min((b for b in self.captured if b > batch and b != below), default=0)
+        if not above:
+            below, above = min(self.captured), max(self.captured)
+        return scaled(self.captured[below][1], below, self.captured[above][1], above, batch)
+
+    def plan(self, batch: int, budget_bytes: int) -> Plan:
+        """Plans, and proves if asked to, the step at a batch size."""
+        self.capture(batch)
+        capture, graph = self.captured[batch]
+        args, kwargs, request = self.asked(batch)
+        plan = plan_captured(
+            self.model, args, kwargs, capture, graph, request, budget_bytes, progress=self.progress
+        )
+        return planning.prove(self.model, args, kwargs, plan, progress=self.progress) if request.prove else plan
+
+
+def _inputs(made: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    match made:
+        case (tuple() | list() as args, dict() as kwargs):
+            return tuple(args), dict(kwargs)
+        case dict():
+            return (), dict(made)
+        case tuple() | list():
+            return tuple(made), {}
+        case torch.Tensor():
+            return (made,), {}
+    raise SpecError(f"make_args must return a tuple, a dict, or both as (tuple, dict) (returned: {type(made).__name__})")
+
+
+def _largest(fits: Callable[[int], bool], start: int, limit: int) -> int:
+    """The largest size from `start` to `limit` that fits, by doubling and halving; 0 if `start` does not."""
+    if not fits(start):
+        return 0
+    low, step = start, 1
+    while low + step <= limit and fits(low + step):
+        low, step = low + step, step * 2
+    high = min(low + step, limit + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _settled(steps: _Steps, search: Callable[[], int]) -> int:
+    """Repeats a search with a real capture where it ended, until it ends where there is one."""
+    found = search()
+    for _ in range(_ROUNDS):
+        if found == 0 or found in steps.captured:
+            break
+        steps.capture(found)
+        found = search()
+    return found
+
+
+def _confirmed(steps: _Steps, budget_bytes: int, known: int, start: int, limit: int) -> tuple[int, Plan]:
+    """The largest batch size whose step can be planned and, if asked for, run within the budget."""
+    target = budget_bytes
+    while True:
+        found = _settled(steps, lambda: _largest_planned(steps, target, min(known, limit), start, limit))  # noqa: B023
+        batch = max(found, start)
+        try:
+            return batch, steps.plan(batch, budget_bytes)
+        except BudgetError as error:
+            if batch == start:
+                raise
+            missing = max(1, error.least_bytes - budget_bytes)
+            log.info("batch %d takes %s more than predicted", batch, format_bytes(missing))
+            target, limit = target - missing, batch - 1
+
+
+def _largest_planned(steps: _Steps, budget_bytes: int, known: int, start: int, limit: int) -> int:
+    """The largest batch size at which the strategy is predicted to fit.
+
+    Where all sizes are one graph, an order found at one size is an order at all of them, so few are searched for.
+    """
+    strategy = steps.request.strategy
+
+    def fits(batch: int) -> bool:
+        try:
+            program = _least_program(steps, strategy, batch, budget_bytes)
+        except BudgetError:
+            return False
+        return simulate(steps.at(batch), program).peak_bytes <= budget_bytes
+
+    if strategy != "auto" or steps.vary:
+        return _largest(fits, start, limit)
+    found, batch = 0, known
+    for _ in range(_ROUNDS):
+        program = _least_program(steps, strategy, batch, budget_bytes)
+        larger = _largest(lambda b: simulate(steps.at(b), program).peak_bytes <= budget_bytes, start, limit)  # noqa: B023
+        if larger <= found:
+            break
+        found = batch = larger
+    return found
+
+
+def _least_program(steps: _Steps, strategy: str, batch: int, budget_bytes: int) -> Program:
+    """About the lowest program a strategy has at a batch size."""
+    graph = steps.at(batch)
+    if strategy != "auto":
+        return _program(graph, strategy, budget_bytes)
+    if batch not in steps.least:
+        steps.least[batch] = program_of(graph, least_order(graph))
+    return steps.least[batch]
+
+
+def _overhead(graph: StepGraph, strategy: str, budget_bytes: int) -> float | None:
+    """Predicted extra time of a plan within the budget, None if there is none."""
+    try:
+        if strategy == "auto":
+            return find_order(graph, budget_bytes, seconds=_CURVE_SECONDS).timeline.overhead
+        timeline = simulate(graph, _program(graph, strategy, budget_bytes))
+    except BudgetError:
+        return None
+    return timeline.overhead if timeline.peak_bytes <= budget_bytes else None
+
+
+def _program(graph: StepGraph, strategy: str, budget_bytes: int) -> Program:
+    if strategy == "none":
+        return plain_program(graph)
+    return program_of(graph, strategies.find(strategy)(graph, budget_bytes))
+
+
+def _plain_peak(graph: StepGraph) -> int:
+    return simulate(graph, plain_program(graph)).peak_bytes
+
+
+def _powers(start: int, limit: int) -> list[int]:
+    """Start, twice that, and so on up to the limit."""
+    sizes = [start]
+    while sizes[-1] * 2 <= limit:
+        sizes.append(sizes[-1] * 2)
+    return sizes
+
+
+def _tell(progress: Progress | None, stage: str, done: int, total: int) -> None:
+    if progress is not None:
+        progress(stage, done, total)

@@ -1,0 +1,59 @@
+"""Runs several strategies at several batch sizes and budgets and prints one table.
+
+Peak and time before and after, predicted and measured, what is recomputed and how many activations are kept.
+All plans of a batch size run in turns with the plain step in one process. A budget that a strategy cannot
+keep is a row that says so. Here a percentage is one of the plain step's predicted peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from memfit.cli.options import add_model, add_output, build_example, optimizer_factory, whole_numbers, words
+from memfit.cli.output import check_output, emit
+
+__all__ = ["prepare_parser", "run"]
+
+_STRATEGIES = "none,every-block,sqrt,mu-two,auto"
+_BUDGETS = "80%,60%,40%"
+
+
+def prepare_parser(parser: argparse.ArgumentParser) -> None:
+    """Adds the options."""
+    add_model(parser, batch=False)
+    parser.add_argument("--batch", type=whole_numbers, default=(8,), metavar="N,N,...", help="batch sizes (default: 8)")
+    parser.add_argument(
+        "--strategy", type=words, default=words(_STRATEGIES), metavar="NAME,...", help=f"(default: {_STRATEGIES})"
+    )
+    parser.add_argument(
+        "--budget",
+        type=words,
+        default=words(_BUDGETS),
+        metavar="BYTES,...",
+        help="bytes, 8GiB, or 40%% of the plain step's predicted peak (default: " + _BUDGETS.replace("%", "%%") + ")",
+    )
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="timed runs of each step (default: 3)")
+    parser.add_argument("--no-measure", action="store_true", help="run nothing but single ops; everything is predicted")
+    add_output(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compares; does not fit only if nothing does."""
+    from memfit.comparison import compare
+    from memfit.report.progress import progress_bars
+
+    check_output(args)
+    factory = optimizer_factory(args.optimizer)
+    with progress_bars() as progress:
+        result = compare(
+            lambda batch: build_example(args, batch),
+            strategies=args.strategy,
+            batches=args.batch,
+            budgets=args.budget,
+            optimizer=factory,
+            measure=not args.no_measure,
+            repeats=args.repeats,
+            progress=progress,
+        )
+    emit(result, args)
+    return 0 if any(row.fits for row in result.rows) else 1

@@ -1,0 +1,170 @@
+"""Trains ResNet-50 on two photographs, plain and at 40 % of the plain step's peak, and compares.
+
+Random weights, a few steps with SGD and momentum on crops of scikit-learn's two sample photographs (which one is
+it?). Both runs start from the same weights and see the same crops, so both loss curves must be the same bits.
+Needs torchvision and scikit-learn (pip install 'memfit[demo]') and a few minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import islice
+from statistics import median
+from typing import TYPE_CHECKING
+
+from memfit.cli.options import build_example, optimizer_factory, whole_number
+from memfit.units import format_bytes, format_percent, format_seconds
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from memfit.plan import Plan
+
+__all__ = ["prepare_parser", "run"]
+
+_PEAK_STEP = 1
+"""The step whose peak is measured: the second one, in which the optimizer's state exists."""
+
+
+def prepare_parser(parser: argparse.ArgumentParser) -> None:
+    """Adds the options; none is needed."""
+    parser.add_argument("--model", default="torchvision:resnet50?num_classes=2", metavar="MODEL", help="what to train")
+    parser.add_argument("--batch", type=whole_number, default=16, metavar="N", help="crops in a batch (default: 16)")
+    parser.add_argument("--size", type=whole_number, default=224, metavar="N", help="pixels of a crop (default: 224)")
+    parser.add_argument("--steps", type=whole_number, default=4, metavar="N", help="at least 3 (default: 4)")
+    parser.add_argument(
+        "--percent", type=whole_number, default=40, metavar="N", help="budget in %% of the plain peak (default: 40)"
+    )
+    parser.set_defaults(dtype="float32", device="cpu", optimizer="momentum")
+
+
+@dataclass(slots=True)
+class _Run:
+    """A model in training and what was seen of it."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    losses: list[Tensor] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+
+    def train(self, x: Tensor, y: Tensor) -> None:
+        """One step; the peak of one of them is measured, the time of the others."""
+        from memfit.capture.trace import device_of
+        from memfit.runtime.training import resident_bytes, step_peak, training_step
+
+        device = device_of(self.model)
+        step = training_step(self.model, self.model, (x,), {}, loss_fn=_loss_of(y), optimizer=self.optimizer)
+
+        def remembered() -> None:
+            loss = step()
+            assert loss is not None
+            self.losses.append(loss)
+
+        if len(self.losses) == _PEAK_STEP:
+            self.peak_bytes = step_peak(
+                remembered, device, lambda: resident_bytes(self.model, (x,), {}, self.optimizer, device), warmup=0
+            )
+            return
+        begin = time.perf_counter()
+        remembered()
+        if len(self.losses) > _PEAK_STEP:
+            self.seconds.append(time.perf_counter() - begin)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains twice."""
+    import torch
+
+    import memfit
+    from memfit import zoo
+    from memfit.errors import SpecError
+    from memfit.report.progress import progress_bars
+
+    if args.steps < 3:
+        raise SpecError(f"the demo needs a step to warm up, one to measure and one to time (steps: {args.steps})")
+    args.shape = (3, args.size, args.size)
+    data = list(islice(zoo.photo_crops(batch=args.batch, size=args.size), args.steps))
+    model = build_example(args, args.batch).model
+    factory = optimizer_factory(args.optimizer)
+    assert factory is not None
+    plain, planned = _start(model, factory), _start(copy.deepcopy(model), factory)
+    print(f"{args.model}, random weights, {args.steps} steps on crops {args.batch}×3×{args.size}×{args.size} of two photos")
+
+    with progress_bars() as progress:
+        for number in range(_PEAK_STEP + 1):
+            progress("train plain", number, args.steps)
+            plain.train(*data[number])
+        budget = plain.peak_bytes * args.percent // 100
+        x, y = data[0]
+        memfit.fit(
+            planned.model,
+            (x,),
+            budget=budget,
+            loss_fn=_loss_of(y),
+            optimizer=planned.optimizer,
+            progress=progress,
+        )
+        for number in range(args.steps):
+            progress("train within the budget", number, args.steps)
+            if number > _PEAK_STEP:
+                plain.train(*data[number])
+            planned.train(*data[number])
+    plan = memfit.plan_of(planned.model)
+    equal = all(torch.equal(a, b) for a, b in zip(plain.losses, planned.losses, strict=True))
+    _print_tables(plain, planned, plan)
+    within = planned.peak_bytes <= budget
+    slower = median(planned.seconds) / median(plain.seconds) - 1
+    print(
+        f"{'Fits' if within else 'Does not fit'}: {format_bytes(plan.predicted.peak_bytes)} predicted, "
+        f"{format_bytes(planned.peak_bytes)} measured, of {format_bytes(budget)} ({args.percent} % of the plain peak); "
+        f"{format_percent(plan.predicted.overhead)} step time predicted, {format_percent(slower)} measured; "
+        f"losses {'bitwise equal' if equal else 'DIFFER'}."
+    )
+    if not equal:
+        print("memfit: the losses differ; please report this with the output of: memfit verify", file=sys.stderr)
+    return 0 if equal and within else 1
+
+
+def _start(
+    model: nn.Module, factory: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+) -> _Run:
+    return _Run(model=model, optimizer=factory(list(model.parameters())))
+
+
+def _loss_of(target: Tensor) -> Callable[[Tensor], Tensor]:
+    from functools import partial
+
+    from memfit.zoo.example import classifier_loss
+
+    return partial(classifier_loss, target=target)
+
+
+def _print_tables(plain: _Run, planned: _Run, plan: Plan) -> None:
+    from rich.console import Console
+
+    from memfit.report.table import Sheet, show
+
+    losses = tuple(
+        (str(number), f"{a.item():.9f}", f"{b.item():.9f}", "equal" if bool((a == b).all()) else "DIFFERENT")
+        for number, (a, b) in enumerate(zip(plain.losses, planned.losses, strict=True), start=1)
+    )
+    predicted = plan.predicted
+    costs = (
+        ("peak", "predicted", format_bytes(predicted.plain_peak_bytes), format_bytes(predicted.peak_bytes)),
+        ("", "measured", format_bytes(plain.peak_bytes), format_bytes(planned.peak_bytes)),
+        (
+            *("step", "predicted", format_seconds(predicted.step_seconds / (1 + predicted.overhead))),
+            format_seconds(predicted.step_seconds),
+        ),
+        ("", "measured", format_seconds(median(plain.seconds)), format_seconds(median(planned.seconds))),
+    )
+    console = Console(file=sys.stdout)
+    show(Sheet(title="loss", headers=("step", "plain", "planned", ""), rows=losses), console)
+    show(Sheet(title="cost", headers=("", "", "plain", "planned"), rows=costs, left=frozenset({0, 1})), console)

@@ -1,0 +1,62 @@
+"""Finds the largest batch that trains within a budget.
+
+Found by prediction from captures at a few batch sizes, confirmed by one run of the planned step. Prints the
+way there: the plain step's peak, about the least a plan reaches, and the plan's extra time.
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import lru_cache
+
+from memfit.cli.options import (
+    add_budget,
+    add_model,
+    add_output,
+    add_strategy,
+    build_example,
+    optimizer_factory,
+    whole_number,
+)
+from memfit.cli.output import check_output, emit
+
+__all__ = ["prepare_parser", "run"]
+
+
+def prepare_parser(parser: argparse.ArgumentParser) -> None:
+    """Adds the options."""
+    add_model(parser, batch=False)
+    add_budget(parser, plain=False)
+    add_strategy(parser)
+    parser.add_argument("--start", type=whole_number, default=1, metavar="N", help="smallest batch to try (default: 1)")
+    parser.add_argument("--limit", type=whole_number, default=65536, metavar="N", help="largest one (default: 65536)")
+    parser.add_argument("--no-prove", action="store_true", help="do not run the plan; everything is predicted")
+    add_output(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Searches."""
+    from dataclasses import replace
+
+    from memfit.batch_size import max_batch
+    from memfit.report.progress import progress_bars
+
+    check_output(args)
+    factory = optimizer_factory(args.optimizer)
+    example = build_example(args, max(2, args.start))
+    at = lru_cache(maxsize=1)(lambda batch: build_example(args, batch))
+    with progress_bars() as progress:
+        result = max_batch(
+            example.model,
+            lambda batch: (at(batch).args, at(batch).kwargs),
+            budget=args.budget,
+            make_loss=lambda batch: at(batch).loss_fn,
+            optimizer=None if factory is None else factory(example.model.parameters()),
+            strategy=args.strategy,
+            start=args.start,
+            limit=args.limit,
+            prove=not args.no_prove,
+            progress=progress,
+        )
+    emit(replace(result, label=args.model), args)
+    return 0

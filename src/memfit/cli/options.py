@@ -1,0 +1,153 @@
+"""Options that commands share, and what their values mean.
+
+Torch is imported when a value is first used, so that `memfit --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from memfit.errors import SpecError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from memfit.zoo import Example
+
+__all__ = [
+    "add_budget",
+    "add_model",
+    "add_output",
+    "add_strategy",
+    "build_example",
+    "optimizer_factory",
+    "whole_number",
+    "whole_numbers",
+    "words",
+]
+
+_MODEL = """\
+torchvision:resnet50, timm:vit_small_patch16_224, hf:gpt2, zoo:unet, or your own file.py:factory;
+options after a question mark: 'hf:gpt2?n_layer=6'"""
+_OPTIMIZERS = {
+    "sgd": ("SGD", {"lr": 0.01}),
+    "momentum": ("SGD", {"lr": 0.01, "momentum": 0.9}),
+}
+"""Names that are not just a class of `torch.optim` with its defaults."""
+
+
+def add_model(parser: argparse.ArgumentParser, *, batch: bool = True) -> None:
+    """MODEL and how to build it."""
+    parser.add_argument("model", metavar="MODEL", help=_MODEL)
+    if batch:
+        parser.add_argument("--batch", type=whole_number, default=8, metavar="N", help="samples in a batch (default: 8)")
+    parser.add_argument(
+        "--shape", type=whole_numbers, metavar="C,H,W", help="of one sample: 3,224,224 or 128 (default: the model's own)"
+    )
+    parser.add_argument("--dtype", default="float32", help="of parameters and floating inputs (default: float32)")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1 (default: cpu)")
+    parser.add_argument(
+        "--optimizer",
+        default="none",
+        metavar="NAME",
+        help="none, sgd, momentum, adam, adamw or any class of torch.optim; its state counts (default: none)",
+    )
+
+
+def add_budget(parser: argparse.ArgumentParser, *, required: bool = True, plain: bool = True) -> None:
+    """--budget."""
+    text = "peak of the whole step: bytes, 8GiB, 8GB, 60%% (of the device), auto (what is free)"
+    if plain:
+        text += ", or 40%%plain (of the plain step's predicted peak)"
+    parser.add_argument("--budget", required=required, metavar="BYTES", help=text)
+
+
+def add_strategy(parser: argparse.ArgumentParser) -> None:
+    """--strategy."""
+    parser.add_argument("--strategy", default="auto", metavar="NAME", help="auto, or a known strategy (default: auto)")
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """--json and --csv."""
+    for kind in ("json", "csv"):
+        parser.add_argument(
+            f"--{kind}",
+            nargs="?",
+            const="-",
+            metavar="PATH",
+            help=f"write {kind.upper()} to a file, without PATH to stdout (put it after MODEL)",
+        )
+
+
+def build_example(args: argparse.Namespace, batch: int, *, device: str | None = None) -> Example:
+    """The model of the command line with one batch.
+
+    Args:
+        args: parsed options of `add_model`.
+        batch: samples.
+        device: where to build it instead of `--device`.
+    """
+    import torch
+
+    from memfit import zoo
+
+    dtype = getattr(torch, args.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise SpecError(f"torch has no such dtype; write float32, bfloat16 or float64 (dtype: {args.dtype!r})")
+    where = device or args.device
+    if where.startswith("cuda") and not torch.cuda.is_available():
+        raise SpecError(f"this torch sees no CUDA device; use --device cpu (device: {where!r})")
+    return zoo.build(args.model, batch=batch, shape=args.shape, dtype=dtype, device=where)
+
+
+def optimizer_factory(name: str) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None:
+    """What makes the optimizer of this name from parameters; None for `none`.
+
+    Raises:
+        SpecError: if there is no such optimizer, or it needs more than parameters.
+    """
+    import torch
+
+    from memfit.zoo.query import unknown
+
+    if name.lower() == "none":
+        return None
+    classes = {
+        key.lower(): value
+        for key, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
+    }
+    class_name, options = _OPTIMIZERS.get(name.lower(), (name, {}))
+    found: Any = classes.get(class_name.lower())
+    if found is None:
+        raise unknown("optimizer", name, ["none", *_OPTIMIZERS, *classes])
+
+    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        try:
+            made: torch.optim.Optimizer = found(list(parameters), **options)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise SpecError(f"cannot make {found.__name__} for these parameters: {error}") from error
+        return made
+
+    return make
+
+
+def whole_number(text: str) -> int:
+    """A number from 1 on."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"a whole number from 1 on is needed, not {text}")
+    return value
+
+
+def whole_numbers(text: str) -> tuple[int, ...]:
+    """Numbers from 1 on, separated by commas or `x`."""
+    return tuple(whole_number(part) for part in text.replace("x", ",").split(","))
+
+
+def words(text: str) -> tuple[str, ...]:
+    """Words separated by commas."""
+    return tuple(filter(None, (part.strip() for part in text.split(","))))

@@ -1,0 +1,60 @@
+"""From the options of a command to a plan: capture, budget, plan, proof.
+
+A budget of `40%plain` refers to a peak that is known only once the step is captured and profiled; hence this
+road beside `memfit.plan`, made of the same stones.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from memfit.cli.options import optimizer_factory
+
+if TYPE_CHECKING:
+    from memfit.plan import Plan
+    from memfit.planning import Progress
+    from memfit.zoo import Example
+
+__all__ = ["plan_example"]
+
+
+def plan_example(
+    example: Example, args: argparse.Namespace, *, prove: bool = True, progress: Progress | None = None
+) -> Plan:
+    """Plans the step of an example as the options ask for.
+
+    Args:
+        example: what to plan.
+        args: parsed options of `add_model`, `add_budget` and `add_strategy`.
+        prove: run the plan once.
+        progress: told how far it is.
+
+    Raises:
+        MemfitError: what `memfit.plan` raises.
+    """
+    from memfit import comparison, planning
+    from memfit.capture.trace import device_of
+    from memfit.step.program import plain_program
+    from memfit.step.simulate import simulate
+
+    model, inputs, kwargs = example.model, tuple(example.args), dict(example.kwargs)
+    factory = optimizer_factory(args.optimizer)
+    request = planning.Request(
+        budget=args.budget,
+        loss_fn=example.loss_fn,
+        optimizer=None if factory is None else factory(model.parameters()),
+        strategy=args.strategy,
+        prove=prove,
+        label=example.label,
+    )
+    if not args.budget.endswith("plain"):
+        return planning.make_plan(model, inputs, kwargs, request, progress=progress)
+    device = device_of(model)
+    comparison.budget_bytes(args.budget, 1 << 40, device, 0)  # a mistake is told before the work
+    capture, graph = planning.capture_and_profile(model, inputs, kwargs, request, progress=progress)
+    plain_peak = simulate(graph, plain_program(graph)).peak_bytes
+    nbytes = comparison.budget_bytes(args.budget, plain_peak, device, graph.static_bytes)
+    assert nbytes is not None
+    plan = planning.plan_captured(model, inputs, kwargs, capture, graph, request, nbytes, progress=progress)
+    return planning.prove(model, inputs, kwargs, plan, progress=progress) if prove else plan

@@ -1,0 +1,364 @@
+"""Strategies side by side: the same steps, the same simulator, the same runtime, the same measurements.
+
+For every batch size the step is captured and profiled once. Every strategy plans it under every budget, and all
+plans run in turns with the plain step in one process, so that a drifting machine is fair to all of them. A
+budget nothing fits is a row that says so, not an error.
+
+Known limits: with an optimizer the measured times include its step, the predicted ones do not.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit import strategies as known_strategies
+from memfit.batch_size import BatchSize, max_batch
+from memfit.capture.dynamo import preserved_state
+from memfit.capture.trace import Capture, device_of
+from memfit.errors import BudgetError, MemfitError, SpecError
+from memfit.plan import Plan
+from memfit.planner.activations import Activations, count_activations
+from memfit.planning import Progress, Request, capture_and_profile, plan_captured, prove, resolve_budget
+from memfit.runtime.apply import compile_planned, piece_programs
+from memfit.runtime.device_memory import free_bytes
+from memfit.runtime.training import interleaved_seconds, resident_bytes, step_peak, training_step
+from memfit.step.graph import StepGraph
+from memfit.step.program import plain_program
+from memfit.step.simulate import simulate
+from memfit.units import parse_bytes
+
+__all__ = ["BatchSize", "Comparison", "Row", "budget_bytes", "compare", "max_batch"]
+
+log = logging.getLogger(__name__)
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+_NO_BUDGET = 1 << 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One strategy at one batch size under one budget, predicted and measured.
+
+    Attributes:
+        batch: samples in the batch.
+        strategy: name of the planner.
+        budget_bytes: peak of the whole step that was asked for; None if the strategy takes no budget.
+        plain_peak_bytes: predicted peak of the plain step.
+        peak_bytes: predicted peak of the planned step; None if nothing fits, as all that follows.
+        measured_plain_peak_bytes: measured peak of the plain step; None if it was not run.
+        measured_peak_bytes: measured peak of the planned step; None if it was not run.
+        plain_seconds: profiled time of the plain step, op by op.
+        seconds: profiled time of the planned step.
+        measured_plain_seconds: median wall-clock time of the plain step.
+        measured_seconds: median wall-clock time of the planned step, run in turns with the plain one.
+        recompute_seconds: profiled time of what runs again.
+        bound_overhead: no plan that only recomputes has less overhead, as a fraction.
+        activations: how many are kept and how many recomputed.
+        least_bytes: where nothing fits, the least budget that works.
+        error: where nothing fits, why.
+    """
+
+    batch: int
+    strategy: str
+    budget_bytes: int | None
+    plain_peak_bytes: int
+    plain_seconds: float
+    peak_bytes: int | None = None
+    seconds: float | None = None
+    measured_plain_peak_bytes: int | None = None
+    measured_peak_bytes: int | None = None
+    measured_plain_seconds: float | None = None
+    measured_seconds: float | None = None
+    recompute_seconds: float | None = None
+    bound_overhead: float | None = None
+    activations: Activations | None = None
+    least_bytes: int | None = None
+    error: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is a plan, and none of its peaks exceeds the budget."""
+        peaks = [p for p in (self.peak_bytes, self.measured_peak_bytes) if p is not None]
+        return bool(peaks) and (self.budget_bytes is None or max(peaks) <= self.budget_bytes)
+
+    @property
+    def overhead(self) -> float | None:
+        """Predicted extra time, as a fraction of the plain step."""
+        return _over(self.plain_seconds, self.seconds)
+
+    @property
+    def measured_overhead(self) -> float | None:
+        """Measured extra time, as a fraction of the plain step."""
+        return _over(self.measured_plain_seconds, self.measured_seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What `compare` found, printable as a table (`memfit.report.table`)."""
+
+    label: str
+    device: str
+    rows: tuple[Row, ...]
+
+    def __str__(self) -> str:
+        """The table as plain text."""
+        from memfit.report.table import plain_text
+
+        return plain_text(self)
+
+
+def compare(
+    make_example: Callable[[int], Any],
+    *,
+    strategies: Sequence[str],
+    batches: Sequence[int],
+    budgets: Sequence[int | str | None] = (None,),
+    optimizer: OptimizerFactory | None = None,
+    measure: bool = True,
+    repeats: int = 3,
+    progress: Progress | None = None,
+) -> Comparison:
+    """Plans and runs a model with several strategies, batch sizes and budgets.
+
+    Args:
+        make_example: from a batch size to a `memfit.zoo.Example`, or to `(model, args)` or `(model, args, kwargs)`.
+        strategies: names, see `memfit.strategies.names()`. One that ignores budgets gives one row per batch size.
+        batches: batch sizes.
+        budgets: bytes or strings. Here a percentage is one of the plain step's predicted peak, `"40%"` as well
+            as `"40%plain"`, since that is what strategies are compared at. None leaves the step as large as it is.
+        optimizer: makes an optimizer from parameters, such as `torch.optim.AdamW`; its state and step count.
+        measure: run everything; otherwise only the predictions are filled in.
+        repeats: timed runs of each step.
+        progress: told how far it is.
+
+    Returns:
+        One row for each batch size, strategy and budget.
+
+    Raises:
+        SpecError: if a name, a batch size or a budget makes no sense.
+        CaptureError: if the model cannot be captured.
+    """
+    _validate(strategies, batches, budgets)
+    rows: list[Row] = []
+    label = device = ""
+    for batch in batches:
+        model, args, kwargs, loss_fn, title = _parts(make_example(batch))
+        label, device = label or title, str(device_of(model))
+        made = None if optimizer is None else optimizer(model.parameters())
+        request = Request(budget="auto", loss_fn=loss_fn, optimizer=made, label=title)
+        capture, graph = capture_and_profile(model, args, kwargs, request, progress=progress)
+        bench = _Bench(model=model, args=args, kwargs=kwargs, capture=capture, graph=graph, request=request)
+        rows += _rows_of_batch(bench, batch, strategies, budgets, repeats if measure else 0, progress)
+    return Comparison(label=label, device=device, rows=tuple(rows))
+
+
+def budget_bytes(budget: int | str | None, plain_peak_bytes: int, device: torch.device, static_bytes: int) -> int | None:
+    """Bytes of a budget in a comparison.
+
+    Args:
+        budget: None, bytes, `"8GiB"`, `"auto"`, or `"40%"` of the plain step's peak (also `"40%plain"`).
+        plain_peak_bytes: predicted peak of the plain step.
+        device: whose memory `auto` refers to.
+        static_bytes: see `memfit.planning.resolve_budget`.
+
+    Raises:
+        SpecError: if it cannot be understood.
+    """
+    if budget is None or budget == "auto":
+        return None if budget is None else resolve_budget(budget, device, static_bytes)
+    text = budget.strip().removesuffix("plain") if isinstance(budget, str) else budget
+    return parse_bytes(text, whole_bytes=plain_peak_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bench:
+    """A captured step and everything needed to run it."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    capture: Capture
+    graph: StepGraph
+    request: Request
+
+    def step(self, plan: Plan | None) -> Callable[[], object]:
+        """One training step, plain or planned."""
+        call: Callable[..., Any] = self.model
+        if plan is not None:
+            programs = piece_programs(self.capture, plan.program)
+            call = compile_planned(self.model, programs, self.capture.gradient_outputs, describe=plan.__str__)
+        loss_fn, optimizer = self.request.loss_fn, self.request.optimizer
+        return training_step(call, self.model, self.args, self.kwargs, loss_fn=loss_fn, optimizer=optimizer)
+
+    def peak(self, step: Callable[[], object]) -> int:
+        """Measured peak of a step."""
+        device = device_of(self.model)
+        return step_peak(
+            step,
+            device,
+            lambda: resident_bytes(self.model, self.args, self.kwargs, self.request.optimizer, device),
+        )
+
+
+def _rows_of_batch(
+    bench: _Bench,
+    batch: int,
+    strategies: Sequence[str],
+    budgets: Sequence[int | str | None],
+    repeats: int,
+    progress: Progress | None,
+) -> list[Row]:
+    graph, device = bench.graph, device_of(bench.model)
+    plain_peak = simulate(graph, plain_program(graph)).peak_bytes
+    amounts = [budget_bytes(b, plain_peak, device, graph.static_bytes) for b in budgets]
+    pairs = list(_pairs(strategies, amounts))
+    planned: list[tuple[Row, Plan | None]] = []
+    for number, (strategy, amount) in enumerate(pairs):
+        if progress is not None:
+            progress(f"plan batch {batch}", number, len(pairs))
+        row = Row(
+            batch=batch,
+            strategy=strategy,
+            budget_bytes=amount,
+            plain_peak_bytes=plain_peak,
+            plain_seconds=graph.seconds,
+        )
+        planned.append(_planned(bench, row))
+    if progress is not None:
+        progress(f"plan batch {batch}", len(pairs), len(pairs))
+    if not repeats:
+        return [row for row, _ in planned]
+    with preserved_state(bench.model):
+        return _measured(bench, planned, repeats, progress)
+
+
+def _pairs(strategies: Sequence[str], amounts: Sequence[int | None]) -> Iterator[tuple[str, int | None]]:
+    """Each strategy with the budgets it looks at."""
+    for strategy in strategies:
+        for amount in amounts if known_strategies.takes_budget(strategy) else [None]:
+            yield strategy, amount
+
+
+def _planned(bench: _Bench, row: Row) -> tuple[Row, Plan | None]:
+    """Completes a row with what is predicted."""
+    if row.budget_bytes is None and known_strategies.takes_budget(row.strategy):
+        return replace(row, error=f"strategy {row.strategy!r} needs a budget"), None
+    request = replace(bench.request, strategy=row.strategy, budget=row.budget_bytes or _NO_BUDGET)
+    try:
+        plan = plan_captured(
+            *(bench.model, bench.args, bench.kwargs, bench.capture, bench.graph, request),
+            row.budget_bytes or _NO_BUDGET,
+        )
+    except BudgetError as error:
+        return replace(row, error=str(error), least_bytes=error.least_bytes), None
+    except MemfitError as error:
+        return replace(row, error=str(error)), None
+    return _with_plan(bench, row, plan), plan
+
+
+def _with_plan(bench: _Bench, row: Row, plan: Plan) -> Row:
+    timeline = simulate(bench.graph, plan.program)
+    return replace(
+        row,
+        peak_bytes=timeline.peak_bytes,
+        seconds=timeline.step_seconds,
+        recompute_seconds=timeline.recompute_seconds,
+        bound_overhead=plan.predicted.bound_overhead,
+        activations=count_activations(bench.graph, plan.program),
+    )
+
+
+def _measured(
+    bench: _Bench, planned: Sequence[tuple[Row, Plan | None]], repeats: int, progress: Progress | None
+) -> list[Row]:
+    """Completes rows with what is measured, as far as the machine has the memory."""
+    device = device_of(bench.model)
+    free = free_bytes(device) + bench.graph.static_bytes
+    rows = [row for row, _ in planned]
+    steps: list[Callable[[], object]] = []
+    measured: list[int] = []
+    plain_peak: int | None = None
+    if rows and rows[0].plain_peak_bytes <= free:
+        steps.append(bench.step(None))
+        plain_peak = bench.peak(steps[0])
+    for number, (row, plan) in enumerate(planned):
+        if progress is not None:
+            progress(f"measure batch {row.batch}: peaks", number, len(planned))
+        if plan is None:
+            continue
+        if plan.predicted.peak_bytes > free:
+            log.warning("not run, it needs more memory than is free: batch %d, %s", row.batch, row.strategy)
+            continue
+        try:
+            rows[number], step = _proven(bench, row, plan)
+        except BudgetError as error:
+            rows[number] = replace(row, error=str(error), least_bytes=error.least_bytes)
+            continue
+        steps.append(step)
+        measured.append(number)
+    batch = rows[0].batch if rows else 0
+    if progress is not None:
+        progress(f"measure batch {batch}: peaks", len(planned), len(planned))
+
+    def timing(done: int, total: int) -> None:
+        if progress is not None:
+            progress(f"measure batch {batch}: times", done, total)
+
+    seconds = interleaved_seconds(steps, device, repeats=repeats, progress=timing)
+    plain_seconds = None if plain_peak is None else seconds.pop(0)
+    rows = [replace(r, measured_plain_peak_bytes=plain_peak, measured_plain_seconds=plain_seconds) for r in rows]
+    for number, median in zip(measured, seconds, strict=True):
+        rows[number] = replace(rows[number], measured_seconds=median)
+    return rows
+
+
+def _proven(bench: _Bench, row: Row, plan: Plan) -> tuple[Row, Callable[[], object]]:
+    """Runs a plan; where the machine takes more than predicted and than the budget, one with less."""
+    step = bench.step(plan)
+    peak = bench.peak(step)
+    if row.budget_bytes is not None and peak > row.budget_bytes:
+        plan = prove(bench.model, bench.args, bench.kwargs, plan)
+        row, step = _with_plan(bench, row, plan), bench.step(plan)
+        peak = bench.peak(step)
+    return replace(row, measured_peak_bytes=peak), step
+
+
+def _parts(example: Any) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any, str]:
+    """Model, args, kwargs, loss function and label of what `make_example` returned."""
+    if isinstance(example, tuple) and len(example) in (2, 3) and isinstance(example[0], nn.Module):
+        model, args, *rest = example
+        return model, tuple(args), dict(rest[0] if rest else {}), None, type(model).__name__
+    if not isinstance(getattr(example, "model", None), nn.Module):
+        raise SpecError(
+            "make_example must return a memfit.zoo.Example, (model, args) or (model, args, kwargs) "
+            f"(returned: {type(example).__name__})"
+        )
+    title = example.label or type(example.model).__name__
+    return example.model, tuple(example.args), dict(example.kwargs), example.loss_fn, title
+
+
+def _validate(strategies: Sequence[str], batches: Sequence[int], budgets: Sequence[int | str | None]) -> None:
+    if not (strategies and batches and budgets):
+        raise SpecError(
+            "compare needs at least one strategy, one batch size and one budget "
+            f"(strategies: {list(strategies)}, batches: {list(batches)}, budgets: {list(budgets)})"
+        )
+    for name in strategies:
+        known_strategies.find(name)
+    for batch in batches:
+        if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
+            raise SpecError(f"a batch size is a whole number from 1 on (batch: {batch!r})")
+    for budget in budgets:
+        if budget not in (None, "auto"):
+            budget_bytes(budget, 1 << 40, torch.device("cpu"), 0)
+
+
+def _over(plain: float | None, planned: float | None) -> float | None:
+    return None if not plain or planned is None else planned / plain - 1

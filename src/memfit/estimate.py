@@ -1,0 +1,139 @@
+"""What a training step will take, from fake tensors and rooflines alone: nothing runs, no device is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.capture.loss import LossFunction
+from memfit.capture.optimizer import optimizer_cost
+from memfit.capture.profile import with_rooflines
+from memfit.capture.trace import capture_step, device_of, storage_bytes
+from memfit.planner.bound import op_wall_bytes
+from memfit.step.graph import Phase, StepGraph, StorageKind
+from memfit.step.program import plain_program
+from memfit.step.simulate import live_storages_at, simulate
+from memfit.units import format_bytes
+
+__all__ = ["Estimate", "estimate"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """Predicted memory of one plain training step, in bytes; the parts are those of its peak and sum to it.
+
+    Attributes:
+        label: what was estimated.
+        parameters: parameters.
+        buffers: buffers, inputs, and gradients that exist before the step.
+        gradients: gradients of the parameters.
+        optimizer: optimizer state from the second step on.
+        activations: forward results the backward pass reads.
+        temporaries: everything else.
+        peak: highest memory of the step.
+        least: no program that runs whole ops goes below.
+        step_seconds: roofline time, good for ratios only.
+        by_module: activations by module, largest first.
+        peak_at: op at which the peak is.
+    """
+
+    label: str
+    parameters: int
+    buffers: int
+    gradients: int
+    optimizer: int
+    activations: int
+    temporaries: int
+    peak: int
+    least: int
+    step_seconds: float
+    by_module: tuple[tuple[str, int], ...]
+    peak_at: str
+
+    def by_kind(self) -> tuple[tuple[str, int], ...]:
+        """The parts of the step's memory and their bytes."""
+        kinds = ("parameters", "buffers", "gradients", "optimizer", "activations", "temporaries")
+        return tuple((kind, getattr(self, kind)) for kind in kinds)
+
+    def __str__(self) -> str:
+        """A short table."""
+        lines = [f"estimate  {self.label} (predicted, nothing was run)"]
+        lines += [f"  {kind:<12} {format_bytes(nbytes):>12}" for kind, nbytes in self.by_kind()]
+        lines.append(f"  {'peak':<12} {format_bytes(self.peak):>12}  at {self.peak_at}")
+        return "\n".join(lines)
+
+
+def estimate(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    loss_fn: LossFunction | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    label: str = "",
+) -> Estimate:
+    """Predicts the memory of a plain training step without running it.
+
+    Args:
+        model: in training mode; on the meta device if there is no room for it.
+        args: positional inputs.
+        kwargs: keyword inputs.
+        loss_fn: takes the output and returns a scalar.
+        optimizer: its state counts.
+        label: what this is, for people.
+
+    Returns:
+        Bytes by kind and by module.
+
+    Raises:
+        CaptureError: if the model cannot be captured.
+    """
+    capture = capture_step(
+        model, tuple(args), dict(kwargs or {}), loss_fn=loss_fn, optimizer=optimizer, label=label
+    )
+    graph = with_rooflines(capture)
+    return _summary(graph, model, optimizer)
+
+
+def _summary(graph: StepGraph, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Estimate:
+    program = plain_program(graph)
+    timeline = simulate(graph, program)
+    device_type = device_of(model).type
+    parameters = storage_bytes(list(model.parameters()), device_type)
+    state = optimizer_cost(optimizer, device_type).state_bytes
+    read = {s for op in graph.ops if op.phase is Phase.BACKWARD for s in op.reads}
+    read = {s for s in read if graph.storages[s].kind is StorageKind.FORWARD}
+    position = timeline.peak_position
+    producer = graph.producers()
+    gradients = 0
+    saved: dict[str, int] = {}
+    for storage in live_storages_at(graph, program, position):
+        nbytes, kind = graph.storages[storage].nbytes, graph.storages[storage].kind
+        if kind is StorageKind.GRADIENT:
+            gradients += nbytes
+        elif storage in read:
+            module = graph.ops[producer[storage]].module or "(root)"
+            saved[module] = saved.get(module, 0) + nbytes
+    activations = sum(saved.values())
+    where = "optimizer.step()"
+    if position < len(program.instructions):
+        op = graph.ops[program.instructions[position].index]
+        where = f"{op.target} of {op.module or 'the model'}" + (" (backward)" if op.phase is Phase.BACKWARD else "")
+    return Estimate(
+        label=graph.label,
+        parameters=parameters,
+        buffers=graph.static_bytes - parameters - state,
+        gradients=gradients,
+        optimizer=state,
+        activations=activations,
+        temporaries=timeline.peak_bytes - graph.static_bytes - gradients - activations,
+        peak=timeline.peak_bytes,
+        least=op_wall_bytes(graph),
+        step_seconds=timeline.step_seconds,
+        by_module=tuple(sorted(saved.items(), key=lambda item: -item[1])),
+        peak_at=where,
+    )

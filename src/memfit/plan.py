@@ -1,0 +1,153 @@
+"""The plan: a program, what it is predicted to cost, and the reason of each decision.
+
+A plan made in this process can be applied at once. A plan from a file is applied with the inputs of the first
+call: the step is captured again, and a step that differs from the planned one is refused with what differs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from memfit.planner.activations import count_activations
+from memfit.step.codec import Decision, PlanFile, Prediction, load_plan, save_plan
+from memfit.step.program import Program
+from memfit.units import format_bytes, format_percent, format_seconds
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from memfit.capture.loss import LossFunction
+    from memfit.planning import Planned
+
+__all__ = ["Plan"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How one training step runs within a budget.
+
+    Attributes:
+        label: what was planned.
+        budget_bytes: peak of the whole step that was asked for.
+        strategy: name of the planner.
+        predicted: peak, time, overhead, and the bounds beside them.
+        measured_peak_bytes: peak of the proving run, None if there was none.
+        program: the order in which the step computes and frees.
+        decisions: the program in words.
+        fingerprint: model, inputs, torch and device it was made for.
+        graph_digest: of the step it was made for.
+        planned: the capture it came from; None for a plan from a file.
+    """
+
+    label: str
+    budget_bytes: int
+    strategy: str
+    predicted: Prediction
+    measured_peak_bytes: int | None = None
+    program: Program
+    decisions: tuple[Decision, ...]
+    fingerprint: Mapping[str, str | int | list[Any]]
+    graph_digest: str
+    planned: Planned | None = None
+
+    def apply(
+        self,
+        model: nn.Module,
+        *,
+        loss_fn: LossFunction | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> nn.Module:
+        """Makes `model` run this plan; `memfit.release` undoes it.
+
+        Args:
+            model: the module the plan was made for, or one just like it.
+            loss_fn: as for `memfit.plan`; needed only for a plan from a file.
+            optimizer: as for `memfit.plan`; needed only for a plan from a file.
+
+        Returns:
+            The same object.
+
+        Raises:
+            PlanMismatchError: now or at the first training step, if the plan is for something else.
+        """
+        from memfit.runtime.fitted import install
+
+        return install(model, self, loss_fn=loss_fn, optimizer=optimizer)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan as JSON that only its owner can read."""
+        save_plan(
+            path,
+            PlanFile(
+                fingerprint={**self.fingerprint, "label": self.label},
+                strategy=self.strategy,
+                budget_bytes=self.budget_bytes,
+                predicted=self.predicted,
+                graph_digest=self.graph_digest,
+                program=self.program,
+                decisions=self.decisions,
+            ),
+        )
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Reads a plan file.
+
+        Raises:
+            PlanFileError: if it is damaged or no plan.
+        """
+        file = load_plan(path)
+        fingerprint = dict(file.fingerprint)
+        label = str(fingerprint.pop("label", ""))
+        return cls(
+            label=label,
+            budget_bytes=file.budget_bytes,
+            strategy=file.strategy,
+            predicted=file.predicted,
+            program=file.program,
+            decisions=file.decisions,
+            fingerprint=fingerprint,
+            graph_digest=file.graph_digest,
+        )
+
+    @property
+    def fits(self) -> bool:
+        """Whether no peak, predicted or measured, exceeds the budget."""
+        return max(self.predicted.peak_bytes, self.measured_peak_bytes or 0) <= self.budget_bytes
+
+    def summary(self) -> str:
+        """One sentence: whether it fits, at what cost, by what means."""
+        measured = "" if self.measured_peak_bytes is None else f", {format_bytes(self.measured_peak_bytes)} measured"
+        means = f"recompute {len(self.program.recomputed())} ops"
+        if self.planned is not None:
+            activations = count_activations(self.planned.graph, self.program)
+            means = f"keep {activations.retained} / recompute {activations.recomputed}"
+        return (
+            f"{'Fits' if self.fits else 'Does not fit'}: {format_bytes(self.predicted.peak_bytes)} predicted{measured}, "
+            f"of {format_bytes(self.budget_bytes)}; {format_percent(self.predicted.overhead)} step time predicted ({means})."
+        )
+
+    def __str__(self) -> str:
+        """The plan as pseudo-code."""
+        p = self.predicted
+        bound = "" if p.bound_overhead is None else f" (bound {format_percent(p.bound_overhead)})"
+        measured = "" if self.measured_peak_bytes is None else f", measured {format_bytes(self.measured_peak_bytes)}"
+        lines = [
+            f"plan  {self.label} · budget {format_bytes(self.budget_bytes)} · strategy {self.strategy}",
+            f"      predicted peak {format_bytes(p.peak_bytes)}{measured} · plain {format_bytes(p.plain_peak_bytes)} · "
+            f"step {format_percent(p.overhead)}{bound}",
+        ]
+        rows = [("block", "module", "saves", "bytes", "later", "cost")]
+        for d in self.decisions:
+            cost = f"+{format_seconds(d.extra_seconds)}" if d.extra_seconds else ""
+            rows.append((d.block, d.module, d.saves or "nothing", format_bytes(d.saved_bytes), d.later, cost))
+        widths = [max(len(row[column]) for row in rows) for column in range(5)]
+        for row in rows:
+            cells = [row[0].rjust(widths[0]), row[1].ljust(widths[1]), row[2].ljust(widths[2])]
+            cells += [row[3].rjust(widths[3]), row[4].ljust(widths[4]), row[5]]
+            lines.append("  " + "  ".join(cells).rstrip())
+        return "\n".join(lines)

@@ -1,0 +1,52 @@
+"""Counts what a program does with the activations: the forward results that the backward pass reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memfit.planner.explain import kept_storages
+from memfit.step.graph import Phase, StepGraph, StorageKind, total_bytes
+from memfit.step.program import Program
+
+__all__ = ["Activations", "count_activations"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activations:
+    """Activations by what happens to them between forward and backward pass.
+
+    Attributes:
+        retained: kept in memory.
+        recomputed: freed and computed again.
+        retained_bytes: size of the kept ones.
+        recomputed_bytes: size of the others.
+    """
+
+    retained: int
+    recomputed: int
+    retained_bytes: int
+    recomputed_bytes: int
+
+    @property
+    def retained_share(self) -> float:
+        """Kept ones among all, by number."""
+        return self.retained / max(1, self.retained + self.recomputed)
+
+    @property
+    def recomputed_share(self) -> float:
+        """Recomputed ones among all, by number."""
+        return self.recomputed / max(1, self.retained + self.recomputed)
+
+
+def count_activations(graph: StepGraph, program: Program) -> Activations:
+    """Divides the activations of a step by whether a program keeps them through the loss."""
+    read = {s for op in graph.ops if op.phase is Phase.BACKWARD for s in op.reads}
+    all_of_them = {s for s in read if graph.storages[s].kind is StorageKind.FORWARD}
+    retained = all_of_them & kept_storages(graph, program)
+    recomputed = all_of_them - retained
+    return Activations(
+        retained=len(retained),
+        recomputed=len(recomputed),
+        retained_bytes=total_bytes(graph, tuple(retained)),
+        recomputed_bytes=total_bytes(graph, tuple(recomputed)),
+    )

@@ -1,0 +1,174 @@
+"""The planner behind `strategy="auto"`: several searches, one judge.
+
+1. If the step fits with in-place ops and early frees alone, nothing is recomputed.
+2. Choose what to keep by a program over time (`memfit.planner.selection`), from one epoch to several as long
+   as the result is far from the relaxed bound and time is left.
+3. Start from tighter and tighter relaxations, and from the rotor schedule of the chain of blocks
+   (`memfit.strategies.rotor`), which goes lowest.
+4. Polish each against the simulator (`memfit.planner.polish`) and take the fastest that fits.
+
+The result states the relaxed bound beside it, so a reader sees what better planning could still gain.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from memfit.errors import BudgetError
+from memfit.planner.bound import relaxed_bound, select_kept
+from memfit.planner.explain import binding_place
+from memfit.planner.lazy import lazy_order
+from memfit.planner.polish import fill, polish, spill
+from memfit.planner.selection import select_over_time
+from memfit.step.graph import StepGraph
+from memfit.step.program import plain_order, program_of
+from memfit.step.simulate import Timeline, simulate
+from memfit.strategies import rotor
+from memfit.units import format_bytes
+
+__all__ = ["Found", "auto_order", "find_order", "least_order"]
+
+log = logging.getLogger(__name__)
+
+_CLOSE = 0.01
+"""Stop searching when the extra time is within this share of the step of the bound."""
+
+_FAR = 0.04
+"""Keep searching longer while it is further than this."""
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """An order that fits, what the simulator says of it, and the least extra seconds any plan can have."""
+
+    order: tuple[int, ...]
+    timeline: Timeline
+    bound_seconds: float
+
+
+def auto_order(graph: StepGraph, budget_bytes: int | None) -> list[int]:
+    """The order of `find_order`, with the signature all strategies share."""
+    if budget_bytes is None:
+        return plain_order(graph)
+    return list(find_order(graph, budget_bytes).order)
+
+
+def find_order(
+    graph: StepGraph, budget_bytes: int, *, seconds: float = 8.0, progress: Progress | None = None
+) -> Found:
+    """Finds a fast order within a budget.
+
+    Args:
+        graph: the step, with times.
+        budget_bytes: peak of the step.
+        seconds: roughly how long to search; up to four times that while the result is far from the bound.
+        progress: told what is being tried.
+
+    Returns:
+        The fastest order found.
+
+    Raises:
+        BudgetError: if none fits, with the least budget that does.
+    """
+    begin = time.monotonic()
+    plain = simulate(graph, program_of(graph, plain_order(graph)))
+    if plain.peak_bytes <= budget_bytes:
+        return Found(order=tuple(plain_order(graph)), timeline=plain, bound_seconds=0.0)
+    bound = relaxed_bound(graph, budget_bytes, seconds=2.0)
+    best: Found | None = None
+    for name, start in _starts(graph, budget_bytes):
+        if progress is not None:
+            progress(name)
+        order = polish(graph, start, budget_bytes)
+        if order is not None:
+            best = _better(best, Found(order=tuple(order), timeline=_timeline(graph, order), bound_seconds=bound))
+        gap = float("inf") if best is None else (best.timeline.recompute_seconds - bound) / graph.seconds
+        patience = seconds if gap < _FAR else 4 * seconds
+        if gap < _CLOSE or time.monotonic() - begin > patience:
+            break
+    if best is None:
+        least = least_order(graph)
+        if _timeline(graph, least).peak_bytes > budget_bytes:
+            raise _no_plan(graph, budget_bytes, least)
+        order = fill(graph, least, budget_bytes)
+        best = Found(order=tuple(order), timeline=_timeline(graph, order), bound_seconds=bound)
+    return best
+
+
+def _better(one: Found | None, other: Found) -> Found:
+    if one is None or other.timeline.recompute_seconds < one.timeline.recompute_seconds:
+        return other
+    return one
+
+
+def least_order(graph: StepGraph, *, tries: int = 12) -> list[int]:
+    """An order of about the least peak this planner can reach, found by halving the budget's interval."""
+    best = min(_low_starts(graph), key=lambda order: _peak(graph, order))
+    high = _peak(graph, best)
+    low = graph.static_bytes
+    for _ in range(tries):
+        if high - low < 0.005 * high:
+            break
+        target = (high + low) // 2
+        reached = next(
+            (o for o in (spill(graph, start, target) for start in [best, *_low_starts(graph)]) if o is not None), None
+        )
+        if reached is None:
+            low = target
+        else:
+            best, high = reached, _peak(graph, reached)
+    return best
+
+
+def _timeline(graph: StepGraph, order: Sequence[int]) -> Timeline:
+    return simulate(graph, program_of(graph, order))
+
+
+def _peak(graph: StepGraph, order: Sequence[int]) -> int:
+    return _timeline(graph, order).peak_bytes
+
+
+def _starts(graph: StepGraph, budget_bytes: int) -> Iterator[tuple[str, list[int]]]:
+    """Orders to polish, the likeliest and quickest first."""
+    for candidate in select_over_time(graph, budget_bytes, seconds=1.0):
+        if candidate.peak_bytes <= 1.1 * budget_bytes:
+            yield "keep by instants", list(candidate.order)
+    room = budget_bytes - graph.static_bytes
+    for share in (0.95, 0.8, 0.6, 0.4, 0.3, 0.2, 0.1):
+        selection = select_kept(graph, int(room * share), seconds=0.5)
+        if selection is not None:
+            yield f"keep {share:.0%} of what fits", lazy_order(graph, selection.kept)
+    try:
+        yield "rotor", rotor.order(graph, budget_bytes)
+    except BudgetError as error:
+        log.debug("rotor: %s", error)
+    for epochs in (8, 5, 12):
+        for candidate in select_over_time(graph, budget_bytes, epochs=epochs, seconds=4.0, gap=2e-2):
+            yield f"keep over {epochs} epochs", list(candidate.order)
+
+
+def _low_starts(graph: StepGraph) -> Iterator[list[int]]:
+    yield rotor.least_order(graph)
+    for share in (0.4, 0.2, 0.1, 0.05, 0.0):
+        room = _peak(graph, plain_order(graph)) - graph.static_bytes
+        selection = select_kept(graph, int(share * room), seconds=0.5)
+        if selection is not None:
+            yield lazy_order(graph, selection.kept)
+
+
+def _no_plan(graph: StepGraph, budget_bytes: int, least: list[int]) -> BudgetError:
+    program = program_of(graph, least)
+    timeline = simulate(graph, program)
+    least_bytes = timeline.peak_bytes
+    return BudgetError(
+        f"no plan fits {format_bytes(budget_bytes)}; the least budget that works is {format_bytes(least_bytes)} "
+        f"({least_bytes} bytes), set by {binding_place(graph, program, timeline)}",
+        budget_bytes=budget_bytes,
+        least_bytes=least_bytes,
+        binding=binding_place(graph, program, timeline),
+    )

@@ -1,0 +1,103 @@
+"""A program in words: for every block of the model what it saves, what runs again, and what that costs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from memfit.step.codec import Decision
+from memfit.step.graph import Phase, StepGraph, StorageKind
+from memfit.step.program import Action, Program
+from memfit.step.simulate import Timeline, live_storages_at
+
+__all__ = ["binding_place", "decisions", "kept_storages"]
+
+_MOST_BLOCKS = 40
+
+
+def kept_storages(graph: StepGraph, program: Program) -> frozenset[int]:
+    """Forward storages alive when the loss starts."""
+    alive: set[int] = set()
+    for instruction in program.instructions:
+        if instruction.action is Action.FREE:
+            alive.discard(instruction.index)
+            continue
+        op = graph.ops[instruction.index]
+        if op.phase is Phase.LOSS:
+            break
+        alive.update(op.writes)
+        if instruction.in_place and op.in_place_over is not None:
+            alive.discard(op.in_place_over)
+    return frozenset(s for s in alive if graph.storages[s].kind is StorageKind.FORWARD)
+
+
+def decisions(graph: StepGraph, program: Program, timeline: Timeline) -> tuple[Decision, ...]:
+    """Summarises a program block by block, in forward order.
+
+    Args:
+        graph: the step.
+        program: what runs.
+        timeline: what the simulator says of it.
+
+    Returns:
+        One decision for each run of ops of one block.
+    """
+    kept = kept_storages(graph, program)
+    again = Counter(program.recomputed())
+    place = binding_place(graph, program, timeline)
+    found: list[Decision] = []
+    for number, (name, ops) in enumerate(_blocks(graph), start=1):
+        saved = [s for o in ops for s in graph.ops[o].writes if s in kept and graph.storages[s].nbytes > 0]
+        saved_bytes = sum(graph.storages[s].nbytes for s in saved)
+        runs = {o: again[o] for o in ops if again[o]}
+        seconds = sum(graph.ops[o].seconds * n for o, n in runs.items())
+        found.append(
+            Decision(
+                block=str(number),
+                module=name or "model",
+                saves=_counted(_short(graph.ops[o].target) for o in ops if any(s in saved for s in graph.ops[o].writes)),
+                saved_bytes=saved_bytes,
+                later="recompute " + _counted(_short(graph.ops[o].target) for o, n in runs.items() for _ in range(n))
+                if runs
+                else "",
+                extra_seconds=seconds,
+                reason=f"makes room at {place}" if runs else "all it needs fits",
+            )
+        )
+    return tuple(found)
+
+
+def binding_place(graph: StepGraph, program: Program, timeline: Timeline) -> str:
+    """Where the peak is, for people."""
+    if timeline.peak_position >= len(program.instructions):
+        return "optimizer.step()"
+    op = graph.ops[program.instructions[timeline.peak_position].index]
+    widest = live_storages_at(graph, program, timeline.peak_position)[:1]
+    beside = f", beside {graph.storages[widest[0]].name}" if widest else ""
+    return f"{op.module or 'model'} {_short(op.target)} ({op.phase}{beside})"
+
+
+def _blocks(graph: StepGraph) -> list[tuple[str, list[int]]]:
+    """Runs of forward ops of one module, at the greatest depth that gives a readable number of blocks."""
+    forward = [i for i, op in enumerate(graph.ops) if op.phase is Phase.FORWARD]
+    runs: list[tuple[str, list[int]]] = []
+    for depth in (4, 3, 2, 1):
+        runs = []
+        for index in forward:
+            name = ".".join(graph.ops[index].module.split(".")[:depth])
+            if runs and runs[-1][0] == name:
+                runs[-1][1].append(index)
+            else:
+                runs.append((name, [index]))
+        if len(runs) <= _MOST_BLOCKS:
+            break
+    return runs
+
+
+def _short(target: str) -> str:
+    return target.removeprefix("aten.").split(".")[0].strip("_").removeprefix("native_").removesuffix("_legit_functional")
+
+
+def _counted(names: Iterable[str]) -> str:
+    counts = Counter(names)
+    return ", ".join(name if n == 1 else f"{n} {name}" for name, n in counts.items())

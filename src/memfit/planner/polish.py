@@ -1,0 +1,232 @@
+"""Local search on an order, against the simulator: drop what is idle where memory overflows, keep what fits.
+
+**Spill.** Where an instant is over the budget, a storage that is alive but idle there is dropped after its
+last use before and made again right before its next use after it; what has to run for that is the cone of ops
+back to storages alive at that point. The storage with the least seconds per overflowing byte goes first. This
+handles every case alike: forward results kept for backward, recomputed ones used twice, long skips.
+
+**Fill.** Where there is room, a copy stays until the place where it would be made again, and the ops that
+made it again (and those that only served them) go. The most seconds per byte and instant go first.
+
+Idea: spilling and rematerialisation of register allocators; XLA's HloRematerialization does the first half.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memfit.planner.spans import Copy, Spans, spans_of
+from memfit.step.graph import Phase, StepGraph, StorageKind
+
+__all__ = ["fill", "polish", "spill"]
+
+
+def polish(graph: StepGraph, order: Sequence[int], budget_bytes: int) -> list[int] | None:
+    """Makes an order fit, then makes it faster within the budget.
+
+    Args:
+        graph: the step.
+        order: any valid order.
+        budget_bytes: peak of the step.
+
+    Returns:
+        A valid order within the budget, or None if spilling cannot reach it.
+    """
+    fitting = spill(graph, order, budget_bytes)
+    return None if fitting is None else fill(graph, fitting, budget_bytes)
+
+
+def spill(graph: StepGraph, order: Sequence[int], budget_bytes: int, *, rounds: int = 400) -> list[int] | None:
+    """Drops idle storages until the simulated peak is within the budget; None if it cannot."""
+    spans = spans_of(graph, order)
+    producer = graph.producers()
+    stuck = 0
+    best = spans.bytes_at.max()
+    for _ in range(rounds):
+        if spans.timeline.peak_bytes <= budget_bytes:
+            return list(spans.order)
+        worst = int(np.argmax(spans.bytes_at))
+        if spans.bytes_at[worst] <= budget_bytes:
+            return None  # optimizer.step() is what does not fit
+        changed = _spill_at(graph, spans, producer, worst, budget_bytes)
+        if changed is None:
+            return None
+        spans = spans_of(graph, without_unread(graph, changed))
+        peak = spans.bytes_at.max()
+        stuck = 0 if peak < best else stuck + 1
+        best = min(best, peak)
+        if stuck > 12 or len(spans.order) > 6 * len(graph.ops):
+            return None
+    return None
+
+
+def _spill_at(
+    graph: StepGraph, spans: Spans, producer: list[int], worst: int, budget_bytes: int
+) -> list[int] | None:
+    overflow = np.maximum(spans.bytes_at - budget_bytes, 0)
+    gaps = _idle_gaps(graph, spans, producer, worst)
+    alive_until = _alive(spans.copies)
+    scored: list[tuple[float, Copy, int, list[int]]] = []
+    for copy, left, right in gaps:
+        size = graph.storages[copy.storage].nbytes
+        relief = float(np.minimum(overflow[left + 1 : right], size).sum())
+        if relief <= 0:
+            continue
+        cone = _cone(graph, producer, copy.storage, right, alive_until)
+        if cone is None:
+            continue
+        seconds = sum(graph.ops[o].seconds for o in cone)
+        transient = sum(graph.storages[s].nbytes for o in cone for s in graph.ops[o].writes)
+        # Making it again must not overflow where it was fine.
+        risk = max(0.0, float(spans.bytes_at[right - 1] + transient - budget_bytes)) / max(1, size)
+        scored.append(((seconds + 1e-7) * (1 + risk) / relief, copy, right, cone))
+    if not scored:
+        return None
+    scored.sort(key=lambda item: item[0])
+    insertions: dict[int, list[int]] = {}
+    gone: set[int] = set()
+    need = int(overflow[worst])
+    for _, copy, right, cone in scored:
+        reads = {s for o in cone for s in graph.ops[o].reads}
+        writes = {s for o in cone for s in graph.ops[o].writes}
+        if need <= 0 or copy.storage in gone or reads & gone or writes & gone:
+            continue
+        insertions.setdefault(right, []).extend(o for o in cone if o not in insertions.get(right, ()))
+        gone.add(copy.storage)
+        need -= graph.storages[copy.storage].nbytes
+    changed: list[int] = []
+    for position, index in enumerate(spans.order):
+        changed.extend(sorted(insertions.get(position, ())))
+        changed.append(index)
+    return changed
+
+
+def _idle_gaps(
+    graph: StepGraph, spans: Spans, producer: list[int], worst: int
+) -> list[tuple[Copy, int, int]]:
+    """Copies alive and idle at a position, with the uses before and after it."""
+    gaps: list[tuple[Copy, int, int]] = []
+    for copy in spans.copies:
+        if copy.born >= worst or copy.dies <= worst or graph.storages[copy.storage].kind is not StorageKind.FORWARD:
+            continue
+        if not graph.ops[producer[copy.storage]].recomputable or graph.storages[copy.storage].nbytes == 0:
+            continue
+        after = bisect_left(copy.reads, worst)
+        if copy.reads[after] == worst:
+            continue
+        gaps.append((copy, copy.reads[after - 1] if after else copy.born, copy.reads[after]))
+    return gaps
+
+
+def _alive(copies: Sequence[Copy]) -> dict[int, list[tuple[int, int]]]:
+    lives: dict[int, list[tuple[int, int]]] = {}
+    for copy in copies:
+        lives.setdefault(copy.storage, []).append((copy.born, copy.dies))
+    return lives
+
+
+def _cone(
+    graph: StepGraph, producer: list[int], storage: int, position: int, lives: dict[int, list[tuple[int, int]]]
+) -> list[int] | None:
+    """Ops to run before `position` to make a storage again; None if one of them cannot run again."""
+
+    def alive(s: int) -> bool:
+        if producer[s] < 0 or s not in lives:
+            return True  # static, or held by the caller
+        return any(born < position <= dies for born, dies in lives[s])
+
+    cone: set[int] = set()
+    stack = [storage]
+    while stack:
+        index = producer[stack.pop()]
+        if index in cone:
+            continue
+        op = graph.ops[index]
+        if not op.recomputable or op.phase is not Phase.FORWARD or len(cone) > 400:
+            return None
+        cone.add(index)
+        stack.extend(s for s in op.reads if not alive(s))
+    return sorted(cone)
+
+
+def without_unread(graph: StepGraph, order: Sequence[int]) -> list[int]:
+    """Removes repeated ops whose new results nobody reads."""
+    held = graph.held_to_the_end()
+    wanted: set[int] = set()
+    seen: set[int] = set()
+    first: set[int] = set()
+    for position, index in enumerate(order):
+        if index not in seen:
+            first.add(position)
+            seen.add(index)
+    kept: list[int] = []
+    for position in reversed(range(len(order))):
+        op = graph.ops[order[position]]
+        if position not in first and not any(s in wanted for s in op.writes if s not in held):
+            continue
+        wanted.difference_update(op.writes)
+        wanted.update(op.reads)
+        kept.append(order[position])
+    kept.reverse()
+    return kept
+
+
+def fill(graph: StepGraph, order: Sequence[int], budget_bytes: int, *, rounds: int = 30) -> list[int]:
+    """Keeps copies that would be made again where there is room for them."""
+    spans = spans_of(graph, without_unread(graph, order))
+    if spans.timeline.peak_bytes > budget_bytes:
+        return list(order)
+    for _ in range(rounds):
+        changed = _fill_once(graph, spans, budget_bytes)
+        if changed is None:
+            break
+        following = spans_of(graph, changed)
+        if following.timeline.peak_bytes > budget_bytes:
+            break
+        if following.timeline.recompute_seconds >= spans.timeline.recompute_seconds:
+            break
+        spans = following
+    return list(spans.order)
+
+
+def _fill_once(graph: StepGraph, spans: Spans, budget_bytes: int) -> list[int] | None:
+    previous: dict[int, Copy] = {}
+    before: dict[tuple[int, int], Copy] = {}
+    at: dict[int, list[Copy]] = {}
+    for copy in sorted(spans.copies, key=lambda c: c.born):
+        at.setdefault(copy.born, []).append(copy)
+        if copy.storage in previous:
+            before[copy.born, copy.storage] = previous[copy.storage]
+        previous[copy.storage] = copy
+    seen: set[int] = set()
+    options: list[tuple[float, int, list[tuple[int, int, int]]]] = []
+    for position, index in enumerate(spans.order):
+        if index not in seen:
+            seen.add(index)
+            continue
+        stretches = [
+            (before[position, c.storage].dies, position, graph.storages[c.storage].nbytes)
+            for c in at.get(position, ())
+            if c.reads and (position, c.storage) in before
+        ]
+        area = sum(nbytes * (right - left) for left, right, nbytes in stretches)
+        options.append((graph.ops[index].seconds / max(1, area), position, stretches))
+    options.sort(key=lambda option: -option[0])
+    room = budget_bytes - spans.bytes_at
+    removed: set[int] = set()
+    for _, position, stretches in options:
+        if all(_fits(room, left, right, nbytes) for left, right, nbytes in stretches):
+            for left, right, nbytes in stretches:
+                room[left + 1 : right + 1] -= nbytes
+            removed.add(position)
+    if not removed:
+        return None
+    return without_unread(graph, [o for p, o in enumerate(spans.order) if p not in removed])
+
+
+def _fits(room: NDArray[np.int64], left: int, right: int, nbytes: int) -> bool:
+    return bool(nbytes == 0 or (room[left + 1 : right] >= nbytes).all())

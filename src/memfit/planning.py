@@ -1,0 +1,317 @@
+"""From a module and a budget to a plan: capture, profile, plan, check, prove.
+
+This is the one road; `memfit.api`, the fitted module and the command line all take it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from memfit import strategies
+from memfit.capture.cost_cache import CostCache, machine_name, open_cache
+from memfit.capture.dynamo import preserved_state
+from memfit.capture.loss import LossFunction, backward_of
+from memfit.capture.profile import profile_ops
+from memfit.capture.trace import Capture, capture_step, device_of
+from memfit.errors import BudgetError, SpecError
+from memfit.plan import Plan
+from memfit.planner.auto import find_order, least_order
+from memfit.planner.bound import op_wall_bytes, relaxed_bound
+from memfit.planner.explain import decisions
+from memfit.runtime.apply import compile_planned, piece_programs
+from memfit.runtime.device_memory import free_bytes, total_bytes
+from memfit.runtime.measure import measure
+from memfit.runtime.signature import Signature, signature
+from memfit.step.check import check
+from memfit.step.codec import Prediction, graph_digest
+from memfit.step.graph import StepGraph
+from memfit.step.program import Program, plain_program, program_of
+from memfit.step.simulate import simulate
+from memfit.units import format_bytes, parse_bytes
+
+__all__ = [
+    "Planned",
+    "Progress",
+    "Request",
+    "capture_and_profile",
+    "make_plan",
+    "plan_captured",
+    "resolve_budget",
+]
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[str, int, int], None]
+"""Told the stage, what is done of it and how much there is to do."""
+
+_PROVING_RUNS = 3
+_BITWISE = ("keep", "recompute")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a plan is asked to do, beside the model and its inputs.
+
+    Attributes:
+        budget: bytes, or a string such as `"8GiB"`, `"60%"` of the device, `"auto"` for what is free.
+        loss_fn: takes the output, returns a scalar.
+        optimizer: its state and step count.
+        strategy: name of a planner.
+        levers: `"bitwise"` or a tuple of lever names.
+        tiers: where swapped bytes may go; None for nowhere.
+        prove: run the plan once and correct it.
+        label: what is planned, for people.
+    """
+
+    budget: int | str
+    loss_fn: LossFunction | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    strategy: str = "auto"
+    levers: str | tuple[str, ...] = "bitwise"
+    tiers: str | None = None
+    prove: bool = True
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """What a plan was made from, and for calls of which signature."""
+
+    capture: Capture
+    graph: StepGraph
+    request: Request
+    signature: Signature
+
+
+def resolve_budget(budget: int | str, device: torch.device, static_bytes: int = 0) -> int:
+    """Bytes of a budget.
+
+    Args:
+        budget: bytes, `"8GiB"`, `"60%"`, or `"auto"`.
+        device: whose memory percentages and `auto` refer to.
+        static_bytes: what of the step is in memory already, and so not free but within the budget.
+
+    Raises:
+        SpecError: if it cannot be understood, or exceeds the device.
+    """
+    if budget == "auto":
+        return free_bytes(device) + static_bytes
+    whole = total_bytes(device)
+    nbytes = parse_bytes(budget, whole_bytes=whole)
+    if nbytes > whole:
+        raise SpecError(f"the budget {format_bytes(nbytes)} exceeds the {format_bytes(whole)} of {device}")
+    return nbytes
+
+
+def make_plan(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    request: Request,
+    *,
+    progress: Progress | None = None,
+) -> Plan:
+    """Captures, profiles, plans and proves one training step.
+
+    Args:
+        model: in training mode.
+        args: positional inputs.
+        kwargs: keyword inputs.
+        request: budget and the rest.
+        progress: told how far it is.
+
+    Returns:
+        The plan; the model is as it was.
+
+    Raises:
+        SpecError: if the request makes no sense.
+        CaptureError: if the model cannot be captured.
+        BudgetError: if nothing fits.
+    """
+    _validate(request)
+    device = device_of(model)
+    resolve_budget(request.budget, device)
+    capture, graph = capture_and_profile(model, args, kwargs, request, progress=progress)
+    budget_bytes = resolve_budget(request.budget, device, graph.static_bytes)
+    plan = plan_captured(model, args, kwargs, capture, graph, request, budget_bytes, progress=progress)
+    return prove(model, args, kwargs, plan, progress=progress) if request.prove else plan
+
+
+def capture_and_profile(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    request: Request,
+    *,
+    cache: CostCache | None = None,
+    progress: Progress | None = None,
+) -> tuple[Capture, StepGraph]:
+    """The step with measured times."""
+    device = device_of(model)
+    if progress is not None:
+        progress("capture", 0, 1)
+    capture = capture_step(
+        model, args, kwargs, loss_fn=request.loss_fn, optimizer=request.optimizer, label=request.label
+    )
+    if progress is not None:
+        progress("capture", 1, 1)
+
+    def profiling(done: int, total: int) -> None:
+        if progress is not None:
+            progress("profile", done, total)
+
+    graph = profile_ops(capture, device, open_cache(device) if cache is None else cache, progress=profiling)
+    return capture, graph
+
+
+def plan_captured(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    capture: Capture,
+    graph: StepGraph,
+    request: Request,
+    budget_bytes: int,
+    *,
+    progress: Progress | None = None,
+) -> Plan:
+    """Plans a profiled step; nothing runs."""
+    if progress is not None:
+        progress("plan", 0, 1)
+    program, bound_seconds = _program(graph, request.strategy, budget_bytes)
+    check(graph, program)
+    if progress is not None:
+        progress("plan", 1, 1)
+    timeline = simulate(graph, program)
+    plain = simulate(graph, plain_program(graph))
+    return Plan(
+        label=request.label or type(model).__name__,
+        budget_bytes=budget_bytes,
+        strategy=request.strategy,
+        predicted=Prediction(
+            peak_bytes=timeline.peak_bytes,
+            step_seconds=timeline.step_seconds,
+            overhead=timeline.overhead,
+            plain_peak_bytes=plain.peak_bytes,
+            bound_overhead=bound_seconds / graph.seconds if graph.seconds else None,
+            least_peak_bytes=op_wall_bytes(graph),
+        ),
+        program=program,
+        decisions=decisions(graph, program, timeline),
+        fingerprint=fingerprint(model, args, kwargs),
+        graph_digest=graph_digest(graph),
+        planned=Planned(
+            capture=capture, graph=graph, request=request, signature=signature(model, args, kwargs)
+        ),
+    )
+
+
+def _program(graph: StepGraph, strategy: str, budget_bytes: int) -> tuple[Program, float]:
+    if strategy == "auto":
+        found = find_order(graph, budget_bytes)
+        return program_of(graph, found.order), found.bound_seconds
+    order = strategies.find(strategy)(graph, budget_bytes)
+    program = plain_program(graph) if strategy == "none" else program_of(graph, order)
+    timeline = simulate(graph, program)
+    if timeline.peak_bytes > budget_bytes:
+        least = simulate(graph, program_of(graph, least_order(graph))).peak_bytes
+        raise BudgetError(
+            f"strategy {strategy!r} needs {format_bytes(timeline.peak_bytes)}, the budget is "
+            f"{format_bytes(budget_bytes)}; strategy 'auto' fits from {format_bytes(least)} on",
+            budget_bytes=budget_bytes,
+            least_bytes=timeline.peak_bytes,
+        )
+    return program, min(relaxed_bound(graph, timeline.peak_bytes, seconds=2.0), timeline.recompute_seconds)
+
+
+def prove(
+    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], plan: Plan, *, progress: Progress | None = None
+) -> Plan:
+    """Runs the plan once; if the measured peak exceeds the budget, plans again for less.
+
+    Returns:
+        The plan with its measured peak.
+
+    Raises:
+        BudgetError: if no correction fits.
+    """
+    assert plan.planned is not None
+    budget_bytes = plan.budget_bytes
+    target = budget_bytes
+    for attempt in range(_PROVING_RUNS):
+        if progress is not None:
+            progress("prove", attempt, _PROVING_RUNS)
+        peak = _measured_peak(model, args, kwargs, plan)
+        if progress is not None:
+            progress("prove", _PROVING_RUNS, _PROVING_RUNS)
+        if peak <= budget_bytes:
+            return replace(plan, budget_bytes=budget_bytes, measured_peak_bytes=peak)
+        # What the model of memory misses is taken from what the planner may use.
+        target -= max(peak - budget_bytes, peak - plan.predicted.peak_bytes)
+        log.info("measured %d bytes, predicted %d; planning for %d", peak, plan.predicted.peak_bytes, target)
+        try:
+            again = plan_captured(
+                model, args, kwargs, plan.planned.capture, plan.planned.graph, plan.planned.request, target
+            )
+        except BudgetError as error:
+            missed = budget_bytes - target
+            raise BudgetError(
+                f"{error} (measured peaks are {format_bytes(missed)} above predicted ones here)",
+                budget_bytes=budget_bytes,
+                least_bytes=error.least_bytes + missed,
+                binding=error.binding,
+            ) from error
+        plan = again
+    raise BudgetError(
+        f"measured peaks stay above the budget {format_bytes(budget_bytes)}",
+        budget_bytes=budget_bytes,
+        least_bytes=peak,
+    )
+
+
+def _measured_peak(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], plan: Plan) -> int:
+    assert plan.planned is not None
+    capture, request = plan.planned.capture, plan.planned.request
+    call = compile_planned(model, piece_programs(capture, plan.program), capture.gradient_outputs)
+    device = device_of(model)
+
+    def step() -> None:
+        for parameter, gradient in existing:
+            parameter.grad = None if gradient is None else gradient.clone()
+        backward_of(call(*args, **kwargs), request.loss_fn)
+        for parameter, _ in existing:
+            parameter.grad = None
+
+    existing = [(p, None) for p in model.parameters()]
+    with preserved_state(model):
+        result = measure(step, device=device, warmup=1, repeats=0, start_bytes=plan.planned.graph.static_bytes)
+    return max(result.peak_bytes, 0)
+
+
+def fingerprint(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, str | int | list[Any]]:
+    """What a plan depends on, in words that can be compared."""
+    tensors = [t for t in pytree.tree_leaves((list(args), kwargs)) if isinstance(t, torch.Tensor)]
+    return {
+        "model": f"{type(model).__module__}.{type(model).__qualname__}",
+        "parameters": [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in model.named_parameters()],
+        "inputs": [f"{tuple(t.shape)} {t.dtype}" for t in tensors],
+        "torch": torch.__version__,
+        "device": machine_name(device_of(model)),
+    }
+
+
+def _validate(request: Request) -> None:
+    levers = _BITWISE if request.levers == "bitwise" else request.levers
+    if isinstance(levers, str) or not set(levers) <= set(_BITWISE):
+        raise SpecError(f"unknown levers; this version has 'bitwise' and {_BITWISE} (levers: {request.levers!r})")
+    if request.tiers is not None:
+        raise SpecError(f"this version does not swap, so tiers must be None (tiers: {request.tiers!r})")
+    if request.strategy != "auto":
+        strategies.find(request.strategy)

@@ -1,0 +1,216 @@
+"""Results as plain data for other programs: flat records for CSV, one document for JSON.
+
+Units are in the names, so numbers are raw: bytes, seconds, percent. What does not exist (nothing was measured,
+nothing fits) is an empty cell and a null.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from dataclasses import asdict
+from functools import singledispatch
+from typing import Any
+
+from memfit.comparison import BatchSize, Comparison, Row
+from memfit.estimate import Estimate
+from memfit.plan import Plan
+from memfit.verification import Verification
+
+__all__ = ["COMPARISON_COLUMNS", "csv_text", "document", "json_text", "records"]
+
+Record = dict[str, Any]
+
+
+def csv_text(result: object) -> str:
+    """The records of a result with one line of column names."""
+    rows = records(result)
+    out = io.StringIO()
+    columns = list(rows[0]) if rows else list(COMPARISON_COLUMNS) if isinstance(result, Comparison) else []
+    writer = csv.DictWriter(out, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
+
+
+def json_text(result: object) -> str:
+    """The document of a result; numbers JSON has no word for are null."""
+    return json.dumps(_finite(document(result)), indent=2, ensure_ascii=False)
+
+
+def document(result: object) -> Record:
+    """Everything a result says, as JSON data."""
+    return {**_summary(result), "rows": records(result)}
+
+
+@singledispatch
+def records(result: object) -> list[Record]:
+    """The rows of a result, all with the same columns."""
+    raise TypeError(f"{type(result).__name__} has no rows")
+
+
+@singledispatch
+def _summary(result: object) -> Record:
+    raise TypeError(f"{type(result).__name__} cannot be summed up")
+
+
+def _percent(fraction: float | None) -> float | None:
+    return None if fraction is None else round(100 * fraction, 4)
+
+
+def _less(before: float | None, after: float | None) -> float | None:
+    return None if before is None or after is None else before - after
+
+
+def _share(before: float | None, after: float | None) -> float | None:
+    return None if not before or after is None else round(100 * (before - after) / before, 4)
+
+
+def _row(row: Row) -> Record:
+    a = row.activations
+    return {
+        "batch": row.batch,
+        "strategy": row.strategy,
+        "budget_bytes": row.budget_bytes,
+        "fits": row.fits,
+        "peak_before_predicted_bytes": row.plain_peak_bytes,
+        "peak_after_predicted_bytes": row.peak_bytes,
+        "peak_before_measured_bytes": row.measured_plain_peak_bytes,
+        "peak_after_measured_bytes": row.measured_peak_bytes,
+        "reduction_predicted_bytes": _less(row.plain_peak_bytes, row.peak_bytes),
+        "reduction_predicted_percent": _share(row.plain_peak_bytes, row.peak_bytes),
+        "reduction_measured_bytes": _less(row.measured_plain_peak_bytes, row.measured_peak_bytes),
+        "reduction_measured_percent": _share(row.measured_plain_peak_bytes, row.measured_peak_bytes),
+        "time_before_predicted_seconds": row.plain_seconds,
+        "time_after_predicted_seconds": row.seconds,
+        "time_before_measured_seconds": row.measured_plain_seconds,
+        "time_after_measured_seconds": row.measured_seconds,
+        "overhead_predicted_seconds": _less(row.seconds, row.plain_seconds),
+        "overhead_predicted_percent": _percent(row.overhead),
+        "overhead_measured_seconds": _less(row.measured_seconds, row.measured_plain_seconds),
+        "overhead_measured_percent": _percent(row.measured_overhead),
+        "overhead_bound_percent": _percent(row.bound_overhead),
+        "recompute_predicted_seconds": row.recompute_seconds,
+        "retained_activations": a and a.retained,
+        "retained_activations_percent": a and _percent(a.retained_share),
+        "recomputed_activations": a and a.recomputed,
+        "recomputed_activations_percent": a and _percent(a.recomputed_share),
+        "retained_bytes": a and a.retained_bytes,
+        "saved_bytes": a and a.recomputed_bytes,
+        "least_bytes": row.least_bytes,
+        "error": row.error,
+    }
+
+
+COMPARISON_COLUMNS = tuple(_row(Row(batch=1, strategy="", budget_bytes=None, plain_peak_bytes=0, plain_seconds=0.0)))
+"""Columns of a comparison, in order."""
+
+
+@records.register
+def _(result: Comparison) -> list[Record]:
+    return [_row(row) for row in result.rows]
+
+
+@_summary.register
+def _(result: Comparison) -> Record:
+    return {"kind": "comparison", "label": result.label, "device": result.device}
+
+
+@records.register
+def _(result: Plan) -> list[Record]:
+    return [asdict(decision) for decision in result.decisions]
+
+
+@_summary.register
+def _(result: Plan) -> Record:
+    return {
+        "kind": "plan",
+        "label": result.label,
+        "strategy": result.strategy,
+        "budget_bytes": result.budget_bytes,
+        "fits": result.fits,
+        "predicted": asdict(result.predicted),
+        "measured_peak_bytes": result.measured_peak_bytes,
+        "recomputed_ops": len(result.program.recomputed()),
+    }
+
+
+@records.register
+def _(result: Estimate) -> list[Record]:
+    return [{"kind": kind, "predicted_bytes": nbytes} for kind, nbytes in result.by_kind()]
+
+
+@_summary.register
+def _(result: Estimate) -> Record:
+    return {
+        "kind": "estimate",
+        "label": result.label,
+        "predicted_peak_bytes": result.peak,
+        "predicted_least_bytes": result.least,
+        "roofline_seconds": result.step_seconds,
+        "peak_at": result.peak_at,
+        "activations_by_module": [{"module": name, "predicted_bytes": nbytes} for name, nbytes in result.by_module],
+    }
+
+
+@records.register
+def _(result: BatchSize) -> list[Record]:
+    return [
+        {
+            "batch": point.batch,
+            "plain_peak_predicted_bytes": point.plain_peak_bytes,
+            "least_peak_predicted_bytes": point.least_peak_bytes,
+            "overhead_predicted_percent": _percent(point.overhead),
+        }
+        for point in result.curve
+    ]
+
+
+@_summary.register
+def _(result: BatchSize) -> Record:
+    return {
+        "kind": "batch size",
+        "label": result.label,
+        "strategy": result.strategy,
+        "budget_bytes": result.budget_bytes,
+        "plain": result.plain,
+        "planned": result.planned,
+        "ratio": result.ratio,
+        "predicted_peak_bytes": result.predicted_peak_bytes,
+        "measured_peak_bytes": result.measured_peak_bytes,
+        "overhead_predicted_percent": _percent(result.overhead),
+    }
+
+
+@records.register
+def _(result: Verification) -> list[Record]:
+    return [asdict(check) for check in result.checks]
+
+
+@_summary.register
+def _(result: Verification) -> Record:
+    return {
+        "kind": "verification",
+        "passed": result.passed,
+        "fits": result.fits,
+        "steps": result.steps,
+        "differing": len(result.differing),
+        "budget_bytes": result.plan.budget_bytes,
+        "plain_peak_predicted_bytes": result.plan.predicted.plain_peak_bytes,
+        "plain_peak_measured_bytes": result.plain_peak_bytes,
+        "peak_predicted_bytes": result.plan.predicted.peak_bytes,
+        "peak_measured_bytes": result.peak_bytes,
+        "overhead_predicted_percent": _percent(result.plan.predicted.overhead),
+        "recomputes_planned": result.recomputes_planned,
+        "recomputes_executed": result.recomputes_executed,
+    }
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,226 @@
+"""Results as tables for people: in colour on a terminal, as plain text elsewhere.
+
+Predicted and measured stand side by side, and every line says which it is.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import singledispatch
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from memfit.comparison import BatchSize, Comparison, Row
+from memfit.estimate import Estimate
+from memfit.plan import Plan
+from memfit.report.records import csv_text, json_text
+from memfit.units import format_bytes, format_percent, format_seconds
+from memfit.verification import Verification
+
+__all__ = ["Sheet", "csv_text", "json_text", "plain_text", "show"]
+
+_WIDE = 240
+_MOST_MODULES = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sheet:
+    """A table of words, and what to show where no result says it itself.
+
+    Attributes:
+        title: above it.
+        headers: of the columns.
+        rows: cells.
+        left: columns that are no numbers.
+        rules: rows after which a line is drawn.
+    """
+
+    title: str
+    headers: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    left: frozenset[int] = frozenset({0})
+    rules: frozenset[int] = frozenset()
+
+
+def show(result: object, console: Console) -> None:
+    """Writes a result to a console."""
+    if isinstance(result, Plan):
+        console.print(str(result), markup=False, highlight=False, soft_wrap=True)
+        return
+    for sheet in sheets(result):
+        if sheet.rows:
+            console.print(sheet.title, style="bold", markup=False, highlight=False, soft_wrap=True)
+            console.print(_rich(sheet))
+
+
+def plain_text(result: object) -> str:
+    """A result as text, without colour and as wide as it needs."""
+    out = io.StringIO()
+    show(result, Console(file=out, width=_WIDE, color_system=None, force_terminal=False))
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).strip("\n")
+
+
+@singledispatch
+def sheets(result: object) -> list[Sheet]:
+    """The tables of a result."""
+    raise TypeError(f"there is no table for {type(result).__name__}")
+
+
+@sheets.register
+def _(result: Sheet) -> list[Sheet]:
+    return [result]
+
+
+@sheets.register
+def _(result: Comparison) -> list[Sheet]:
+    lines: list[tuple[str, ...]] = []
+    rules: set[int] = set()
+    for row in result.rows:
+        lines += _lines(row)
+        rules.add(len(lines) - 1)
+    headers = (
+        *("batch", "strategy", "budget", "", "peak before", "peak after", "reduction", "step before", "step after"),
+        *("overhead", "recompute", "retained activations", "recomputed activations"),
+    )
+    title = f"compare  {result.label} · {result.device}"
+    return [Sheet(title=title, headers=headers, rows=tuple(lines), left=frozenset({1, 3}), rules=frozenset(rules))]
+
+
+def _lines(row: Row) -> list[tuple[str, ...]]:
+    """A row of a comparison: what is predicted, and under it what is measured."""
+    budget = "-" if row.budget_bytes is None else format_bytes(row.budget_bytes)
+    head = (str(row.batch), row.strategy, budget)
+    before, plain_seconds = format_bytes(row.plain_peak_bytes), format_seconds(row.plain_seconds)
+    if row.error:
+        least = f"least {format_bytes(row.least_bytes)}" if row.least_bytes else row.error
+        return [(*head, "predicted", before, "does not fit", least, plain_seconds, "", "", "", "", "")]
+    a = row.activations
+    bound = "" if row.bound_overhead is None else f", bound {format_percent(row.bound_overhead)}"
+    lines = [
+        (
+            *(*head, "predicted", before, _bytes(row.peak_bytes), _reduction(row.plain_peak_bytes, row.peak_bytes)),
+            *(plain_seconds, _seconds(row.seconds)),
+            _extra(row.plain_seconds, row.seconds) + bound,
+            _seconds(row.recompute_seconds),
+            *((_part(a.retained, a.retained_share, a.retained_bytes),) if a else ("",)),
+            *((_part(a.recomputed, a.recomputed_share, a.recomputed_bytes),) if a else ("",)),
+        )
+    ]
+    if row.measured_peak_bytes is not None:
+        lines.append(
+            (
+                *("", "", "", "measured", _bytes(row.measured_plain_peak_bytes), _bytes(row.measured_peak_bytes)),
+                _reduction(row.measured_plain_peak_bytes, row.measured_peak_bytes),
+                *(_seconds(row.measured_plain_seconds), _seconds(row.measured_seconds)),
+                *(_extra(row.measured_plain_seconds, row.measured_seconds), "", "", ""),
+            )
+        )
+    return lines
+
+
+@sheets.register
+def _(result: Estimate) -> list[Sheet]:
+    rows = [(kind, format_bytes(nbytes), f"{nbytes / max(1, result.peak):.1%}") for kind, nbytes in result.by_kind()]
+    rows.append((f"peak, at {result.peak_at}", format_bytes(result.peak), ""))
+    parts = Sheet(
+        title=f"estimate  {result.label} (predicted, nothing was run)",
+        headers=("what", "predicted", "of the peak"),
+        rows=tuple(rows),
+        rules=frozenset({len(rows) - 2}),
+    )
+    modules = [
+        (name, format_bytes(nbytes), f"{nbytes / max(1, result.activations):.1%}")
+        for name, nbytes in result.by_module[:_MOST_MODULES]
+    ]
+    rest = result.by_module[_MOST_MODULES:]
+    if rest:
+        nbytes = sum(n for _, n in rest)
+        modules.append((f"{len(rest)} more", format_bytes(nbytes), f"{nbytes / max(1, result.activations):.1%}"))
+    headers = ("module", "predicted", "of all")
+    return [parts, Sheet(title="activations at the peak, by module", headers=headers, rows=tuple(modules))]
+
+
+@sheets.register
+def _(result: BatchSize) -> list[Sheet]:
+    rows = []
+    for point in result.curve:
+        marks = [m for m, b in (("largest plain", result.plain), ("largest planned", result.planned)) if b == point.batch]
+        overhead = "does not fit" if point.overhead is None else format_percent(point.overhead)
+        cells = (format_bytes(point.plain_peak_bytes), format_bytes(point.least_peak_bytes), overhead)
+        rows.append((str(point.batch), *cells, ", ".join(marks)))
+    return [
+        Sheet(
+            title=f"max-batch  {result.label} · budget {format_bytes(result.budget_bytes)} · strategy {result.strategy}",
+            headers=("batch", "plain peak predicted", "least peak predicted", "overhead predicted", ""),
+            rows=tuple(rows),
+            left=frozenset({4}),
+        )
+    ]
+
+
+@sheets.register
+def _(result: Verification) -> list[Sheet]:
+    rows: list[tuple[str, ...]] = []
+    for kind in dict.fromkeys(check.kind for check in result.checks):
+        checks = [check for check in result.checks if check.kind == kind]
+        different = [check for check in checks if not check.equal]
+        worst = max(different, key=lambda check: check.max_difference, default=None)
+        where = "" if worst is None else f"{worst.max_difference:.3g} ({worst.name}, step {worst.step})"
+        rows.append((kind, str(len(checks)), str(len(checks) - len(different)), where))
+    predicted = result.plan.predicted
+    bits = Sheet(
+        title=f"verify  {result.plan.label} · {result.steps} steps, plain against planned",
+        headers=("what", "compared", "bitwise equal", "largest difference"),
+        rows=tuple(rows),
+    )
+    peaks = Sheet(
+        title="peak of the whole step",
+        headers=("", "predicted", "measured"),
+        rows=(
+            ("plain", format_bytes(predicted.plain_peak_bytes), format_bytes(result.plain_peak_bytes)),
+            ("planned", format_bytes(predicted.peak_bytes), format_bytes(result.peak_bytes)),
+            ("budget", format_bytes(result.plan.budget_bytes), ""),
+        ),
+    )
+    return [bits, peaks]
+
+
+def _rich(sheet: Sheet) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for index, header in enumerate(sheet.headers):
+        table.add_column(header, justify="left" if index in sheet.left else "right", overflow="fold")
+    for index, row in enumerate(sheet.rows):
+        table.add_row(*_escaped(row), end_section=index in sheet.rules)
+    return table
+
+
+def _escaped(cells: Sequence[str]) -> list[str]:
+    return [cell.replace("[", r"\[") for cell in cells]
+
+
+def _bytes(nbytes: int | None) -> str:
+    return "" if nbytes is None else format_bytes(nbytes)
+
+
+def _seconds(seconds: float | None) -> str:
+    return "" if seconds is None else format_seconds(seconds)
+
+
+def _reduction(before: int | None, after: int | None) -> str:
+    if not before or after is None:
+        return ""
+    return f"{format_bytes(before - after)} ({(before - after) / before:.1%})"
+
+
+def _extra(before: float | None, after: float | None) -> str:
+    if not before or after is None:
+        return ""
+    return f"{format_seconds(after - before)} ({format_percent(after / before - 1)})"
+
+
+def _part(count: int, share: float, nbytes: int) -> str:
+    return f"{count} ({share:.1%}) {format_bytes(nbytes)}"

@@ -1,0 +1,60 @@
+"""Counts the ops that run, so that a plan's recomputations can be seen to happen and not only be claimed.
+
+Known limits: in-place calls count as the op they stand for, all forward batch normalisations as one op; an op
+that autograd itself adds between two graphs (a sum of gradients) counts too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memfit.step.graph import StepGraph
+from memfit.step.program import Program
+
+__all__ = ["ExecutedOps", "executed_recomputations", "op_family"]
+
+
+class ExecutedOps(TorchDispatchMode):  # type: ignore[misc]
+    """While active, counts calls by `op_family`."""
+
+    # Without these Dynamo would refuse to run compiled code under the mode, and random ops that are replayed
+    # (higher-order operators) could not be counted; it only watches.
+    is_infra_mode = classmethod(lambda cls: True)
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inner = next((a for a in args if isinstance(a, torch._ops.OpOverload)), func)
+        self.counts[op_family(str(inner))] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def op_family(target: str) -> str:
+    """`relu` of `aten.relu_.default`: the op without namespace, overload and the mark of in-place calls."""
+    parts = target.split(".")
+    name = (parts[1] if len(parts) > 2 else parts[0]).strip("_")
+    return "batch_norm" if "batch_norm" in name and "backward" not in name else name
+
+
+def executed_recomputations(counts: Counter[str], graph: StepGraph, program: Program) -> int:
+    """How many ops ran again.
+
+    Args:
+        counts: of forward and backward pass, the loss not included.
+        graph: the step.
+        program: what should have run.
+
+    Returns:
+        `len(program.recomputed())` if exactly these ops ran, more or less by the calls that differ.
+    """
+    again = program.recomputed()
+    families = {op_family(graph.ops[i].target) for i in again}
+    expected = Counter(op_family(graph.ops[i].target) for i in program.order())
+    return len(again) + sum(counts[f] - expected[f] for f in families)

@@ -1,0 +1,30 @@
+"""What distinguishes two calls of a module: a plan is made for one signature and never run on another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+__all__ = ["Signature", "signature"]
+
+Signature = tuple[Any, ...]
+
+
+def signature(model: nn.Module, args: Any, kwargs: Any) -> Signature:
+    """What a plan depends on and a caller may change: shapes, dtypes, autocast, gradients that exist."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    inputs = tuple(
+        (t.shape, t.dtype, t.device, t.requires_grad) if isinstance(t, torch.Tensor) else (t if _plain(t) else type(t))
+        for t in leaves
+    )
+    device = next((t.device.type for t in leaves if isinstance(t, torch.Tensor)), "cpu")
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    accumulating = any(p.grad is not None for p in model.parameters())
+    return (*inputs, autocast, accumulating)
+
+
+def _plain(value: object) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)

@@ -1,0 +1,106 @@
+"""One step of a training loop as a callable, what it rests on in memory, and how to run it for a number.
+
+`compare`, `verify` and the demo run plain and planned steps; they must run the same thing.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from memfit.capture.loss import LossFunction, backward_of
+from memfit.capture.trace import storage_bytes
+from memfit.runtime.measure import measure
+
+__all__ = ["interleaved_seconds", "resident_bytes", "step_peak", "training_step"]
+
+
+def training_step(
+    call: Callable[..., Any],
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    *,
+    loss_fn: LossFunction | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Callable[[], torch.Tensor | None]:
+    """A step: forward, loss, backward, `optimizer.step()` if there is one, gradients set to None.
+
+    Args:
+        call: the model's call, plain or planned.
+        model: whose parameters receive gradients.
+        args: positional inputs.
+        kwargs: keyword inputs.
+        loss_fn: as for `memfit.plan`.
+        optimizer: of the model's parameters.
+
+    Returns:
+        A callable that runs one step and returns the loss, detached, if there is one.
+    """
+
+    def step() -> torch.Tensor | None:
+        loss = backward_of(call(*args, **kwargs), loss_fn)
+        if optimizer is not None:
+            optimizer.step()
+        for parameter in model.parameters():
+            parameter.grad = None
+        return loss
+
+    return step
+
+
+def resident_bytes(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    optimizer: torch.optim.Optimizer | None,
+    device: torch.device,
+) -> int:
+    """What is in memory before a step and belongs to it: parameters, gradients, buffers, inputs, optimizer state."""
+    state = [] if optimizer is None else pytree.tree_leaves(list(optimizer.state.values()))
+    tensors = [*model.parameters(), *model.buffers(), *pytree.tree_leaves((list(args), kwargs)), *state]
+    tensors += [p.grad for p in model.parameters()]
+    return storage_bytes(tensors, device.type)
+
+
+def step_peak(step: Callable[[], object], device: torch.device, resident: Callable[[], int], *, warmup: int = 1) -> int:
+    """Measured peak of a step, of which `resident()` is there before; other tensors of the process do not count."""
+    for _ in range(warmup):
+        step()
+    start = resident()
+    result = measure(step, device=device, warmup=0, repeats=0, start_bytes=start)
+    return result.peak_bytes - result.start_bytes + start
+
+
+def interleaved_seconds(
+    steps: Sequence[Callable[[], object]],
+    device: torch.device,
+    *,
+    repeats: int = 3,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[float]:
+    """Median wall-clock time of each step, run in turns so that a drifting machine is fair to all."""
+    seconds: list[list[float]] = [[] for _ in steps]
+    for turn in range(repeats):
+        for index, step in enumerate(steps):
+            if progress is not None:
+                progress(turn * len(steps) + index, repeats * len(steps))
+            _synchronize(device)
+            begin = time.perf_counter()
+            step()
+            _synchronize(device)
+            seconds[index].append(time.perf_counter() - begin)
+    if progress is not None:
+        progress(repeats * len(steps), repeats * len(steps))
+    return [statistics.median(s) if s else 0.0 for s in seconds]
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

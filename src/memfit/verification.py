@@ -1,0 +1,305 @@
+"""Proof that a planned step is the plain step: the same bits, within the budget, run as planned.
+
+Two copies of the model take the same steps, one plain, one planned, from the same state: weights, buffers,
+inputs, random generator. After each step the loss, every gradient, every buffer, every updated parameter and
+the random state are compared bit by bit. The first step warms both up and creates the optimizer's state.
+
+Known limits: there must be room for two copies of parameters and optimizer state beside the model.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from memfit.capture.loss import LossFunction, backward_of, scalar_loss
+from memfit.capture.trace import device_of
+from memfit.plan import Plan
+from memfit.planning import Progress, Request, make_plan
+from memfit.runtime.executed import ExecutedOps, executed_recomputations
+from memfit.runtime.fitted import fitted_call, verified
+from memfit.runtime.training import resident_bytes, step_peak
+
+__all__ = ["Check", "Verification", "same_bits", "verify"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One tensor of both steps.
+
+    Attributes:
+        kind: `loss`, `output`, `gradient`, `buffer`, `parameter` or `random state`.
+        name: which one.
+        step: after which step.
+        equal: whether every bit is.
+        max_difference: largest absolute difference; 0.0 if equal.
+    """
+
+    kind: str
+    name: str
+    step: int
+    equal: bool
+    max_difference: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """What `verify` found.
+
+    Attributes:
+        plan: the plan that ran.
+        steps: how many steps were compared.
+        checks: one for each tensor and step.
+        plain_peak_bytes: measured peak of the plain step.
+        peak_bytes: measured peak of the planned step, the highest of all.
+        recomputes_planned: ops the plan runs again.
+        recomputes_executed: ops that did run again.
+    """
+
+    plan: Plan
+    steps: int
+    checks: tuple[Check, ...]
+    plain_peak_bytes: int
+    peak_bytes: int
+    recomputes_planned: int
+    recomputes_executed: int
+
+    @property
+    def differing(self) -> tuple[Check, ...]:
+        """The checks that found different bits."""
+        return tuple(check for check in self.checks if not check.equal)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the measured peak is within the budget."""
+        return self.peak_bytes <= self.plan.budget_bytes
+
+    @property
+    def passed(self) -> bool:
+        """Whether all bits are equal, the budget is kept and the plan was executed as it is."""
+        return not self.differing and self.fits and self.recomputes_executed == self.recomputes_planned
+
+
+def verify(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any] | None,
+    request: Request | Plan,
+    *,
+    steps: int = 1,
+    loss_fn: LossFunction | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    progress: Progress | None = None,
+) -> Verification:
+    """Runs plain and planned steps from identical state and compares them bit by bit.
+
+    Args:
+        model: in training mode; neither run nor changed, copies of it are.
+        args: positional inputs.
+        kwargs: keyword inputs.
+        request: what to plan, or a plan.
+        steps: how many steps to compare after the first one.
+        loss_fn: as for `memfit.plan`; needed only for a plan from a file.
+        optimizer: as for `memfit.plan`; needed only for a plan from a file.
+        progress: told how far it is.
+
+    Returns:
+        Every comparison, the measured peaks and what was executed.
+
+    Raises:
+        MemfitError: what planning or applying the plan raises.
+    """
+    inputs = dict(kwargs or {})
+    plan = _plan(model, args, inputs, request, loss_fn, optimizer, progress)
+    assert plan.planned is not None
+    loss_fn, optimizer = plan.planned.request.loss_fn, plan.planned.request.optimizer
+    device = device_of(model)
+    plain, planned = _Runner(model, optimizer, args, inputs, loss_fn), _Runner(model, optimizer, args, inputs, loss_fn)
+    plan.apply(planned.model)
+    checks: list[Check] = []
+    plain_peak = peak = 0
+    total = steps + 2
+    with torch.random.fork_rng(devices=[device.index or 0] if device.type == "cuda" else []):
+        for number in range(steps + 1):
+            if progress is not None:
+                progress("verify", number, total)
+            random_state = _random_state(device)
+            plain_peak = plain.step(device)
+            expected = plain.results(device)
+            _set_random_state(device, random_state)
+            # The first call compiles; what that takes for a moment is not the step's.
+            measured = planned.step(device)
+            peak = measured if number == 1 else max(peak, measured) if number else 0
+            checks += _compare(number, expected, planned.results(device))
+        ran = next(reversed(fitted_call(planned.model).plans.values()))
+        if progress is not None:
+            progress("verify", total - 1, total)
+        assert ran.planned is not None
+        executed = executed_recomputations(planned.count(), ran.planned.graph, ran.program)
+        if progress is not None:
+            progress("verify", total, total)
+    return Verification(
+        plan=ran,
+        steps=steps + 1,
+        checks=tuple(checks),
+        plain_peak_bytes=plain_peak,
+        peak_bytes=peak,
+        recomputes_planned=len(ran.program.recomputed()),
+        recomputes_executed=executed,
+    )
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have the same shape, dtype and bits; unlike `==`, NaN equals NaN and 0.0 is not -0.0."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+
+
+class _Runner:
+    """A copy of the model and its optimizer that takes steps and shows what they left behind."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        loss_fn: LossFunction | None,
+    ) -> None:
+        self.model, self.optimizer = copy.deepcopy((model, optimizer))
+        self.gradients = [p.grad for p in model.parameters()]
+        self.original = (tuple(args), kwargs)
+        self.loss_fn = loss_fn
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Puts gradients and inputs back to what they were; a step may add to the ones and write on the others."""
+        self.loss: torch.Tensor | None = None
+        self.outputs: list[torch.Tensor] = []
+        for parameter, gradient in zip(self.model.parameters(), self.gradients, strict=True):
+            parameter.grad = None if gradient is None else gradient.clone()
+        self.args, self.kwargs = pytree.tree_map_only(torch.Tensor, _copy, self.original)
+
+    def step(self, device: torch.device) -> int:
+        """Takes one step and returns its measured peak."""
+        self.prepare()
+        return step_peak(self._run, device, lambda: self._resident(device), warmup=0)
+
+    def _run(self) -> None:
+        output = self.model(*self.args, **self.kwargs)
+        self.loss = backward_of(output, self.loss_fn)
+        if self.loss is None:
+            self.outputs = [t.detach() for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
+        if self.optimizer is not None:
+            self.optimizer.step()
+
+    def _resident(self, device: torch.device) -> int:
+        return resident_bytes(self.model, self.args, self.kwargs, self.optimizer, device)
+
+    def results(self, device: torch.device) -> dict[tuple[str, str], torch.Tensor]:
+        """Copies of everything a step leaves behind."""
+        found: dict[tuple[str, str], torch.Tensor] = {}
+        if self.loss is not None:
+            found["loss", "loss"] = self.loss
+        for number, output in enumerate(self.outputs):
+            found["output", str(number)] = output
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None:
+                found["gradient", name] = parameter.grad
+            if self.optimizer is not None:
+                found["parameter", name] = parameter
+        for number, tensor in enumerate(pytree.tree_leaves((self.args, self.kwargs))):
+            if isinstance(tensor, torch.Tensor) and tensor.grad is not None:
+                found["gradient", f"input {number}"] = tensor.grad
+        for name, buffer in self.model.named_buffers():
+            found["buffer", name] = buffer
+        for number, state in enumerate(_random_state(device)):
+            found["random state", ("cpu", "cuda")[number]] = state
+        return {key: tensor.detach().clone() for key, tensor in found.items()}
+
+    def count(self) -> Counter[str]:
+        """Takes one more step and counts the ops of its forward and backward pass, the loss left out."""
+        self.prepare()
+        executed = ExecutedOps()
+        with executed:
+            output = self.model(*self.args, **self.kwargs)
+        detached = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), output)
+        loss = scalar_loss(detached, self.loss_fn)
+        pairs = [
+            (o, torch.ones_like(o) if loss is None else d)
+            for o, d in zip(pytree.tree_leaves(output), pytree.tree_leaves(detached), strict=True)
+            if isinstance(o, torch.Tensor) and o.requires_grad
+        ]
+        if loss is not None:
+            loss.backward()  # type: ignore[no-untyped-call]
+            pairs = [(o, d.grad) for o, d in pairs if d.grad is not None]
+        with executed:
+            torch.autograd.backward([o for o, _ in pairs], [gradient for _, gradient in pairs])
+        return executed.counts
+
+
+def _plan(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    request: Request | Plan,
+    loss_fn: LossFunction | None,
+    optimizer: torch.optim.Optimizer | None,
+    progress: Progress | None,
+) -> Plan:
+    if isinstance(request, Request):
+        return make_plan(model, args, kwargs, request, progress=progress)
+    if request.planned is not None:
+        return request
+    again = Request(
+        budget=request.budget_bytes,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        strategy=request.strategy,
+        label=request.label,
+    )
+    return verified(request, model, args, kwargs, again)
+
+
+def _compare(
+    step: int, expected: dict[tuple[str, str], torch.Tensor], found: dict[tuple[str, str], torch.Tensor]
+) -> list[Check]:
+    checks = []
+    for kind, name in dict.fromkeys((*expected, *found)):
+        a, b = expected.get((kind, name)), found.get((kind, name))
+        equal = a is not None and b is not None and same_bits(a, b)
+        difference = 0.0 if equal else _max_difference(a, b)
+        checks.append(Check(kind=kind, name=name, step=step, equal=equal, max_difference=difference))
+    return checks
+
+
+def _max_difference(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
+    """Largest absolute difference; infinite where one is missing or has another shape."""
+    if a is None or b is None or a.shape != b.shape:
+        return math.inf
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    return float((a.to(wide) - b.to(wide)).abs().max()) if a.numel() else 0.0
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _random_state(device: torch.device) -> list[torch.Tensor]:
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+
+
+def _set_random_state(device: torch.device, states: list[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)
