@@ -221,9 +221,7 @@ class _Steps:
         self.capture(batch)
         capture, graph = self.captured[batch]
         args, kwargs, request = self.asked(batch)
-        plan = plan_captured(
-            self.model, args, kwargs, capture, graph, request, budget_bytes, progress=self.progress
-        )
+        plan = plan_captured(self.model, args, kwargs, capture, graph, request, budget_bytes, progress=self.progress)
         return planning.prove(self.model, args, kwargs, plan, progress=self.progress) if request.prove else plan
 
 
@@ -237,7 +235,9 @@ def _inputs(made: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
             return tuple(made), {}
         case torch.Tensor():
             return (made,), {}
-    raise SpecError(f"make_args must return a tuple, a dict, or both as (tuple, dict) (returned: {type(made).__name__})")
+    raise SpecError(
+        f"make_args must return a tuple, a dict, or both as (tuple, dict) (returned: {type(made).__name__})"
+    )
 
 
 def _largest(fits: Callable[[int], bool], start: int, limit: int) -> int:

@@ -40,6 +40,10 @@ log = logging.getLogger(__name__)
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 _NO_BUDGET = 1 << 60
+_IGNORE_BUDGET = frozenset(
+    {"none", "sqrt", "every-block", "openai-speed", "openai-memory", "openai-collection", "sequential"}
+)
+"""Strategies whose order does not depend on the budget, without their parameter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +90,7 @@ class Row:
     def fits(self) -> bool:
         """Whether there is a plan, and none of its peaks exceeds the budget."""
         peaks = [p for p in (self.peak_bytes, self.measured_peak_bytes) if p is not None]
-        return bool(peaks) and (self.budget_bytes is None or max(peaks) <= self.budget_bytes)
+        return bool(peaks) and not self.error and (self.budget_bytes is None or max(peaks) <= self.budget_bytes)
 
     @property
     def overhead(self) -> float | None:
@@ -132,7 +136,7 @@ def compare(
         strategies: names, see `memfit.strategies.names()`. One that ignores budgets gives one row per batch size.
         batches: batch sizes.
         budgets: bytes or strings. Here a percentage is one of the plain step's predicted peak, `"40%"` as well
-            as `"40%plain"`, since that is what strategies are compared at. None leaves the step as large as it is.
+            as `"40%plain"`, since that is what strategies are compared at. None is no limit.
         optimizer: makes an optimizer from parameters, such as `torch.optim.AdamW`; its state and step count.
         measure: run everything; otherwise only the predictions are filled in.
         repeats: timed runs of each step.
@@ -159,7 +163,9 @@ def compare(
     return Comparison(label=label, device=device, rows=tuple(rows))
 
 
-def budget_bytes(budget: int | str | None, plain_peak_bytes: int, device: torch.device, static_bytes: int) -> int | None:
+def budget_bytes(
+    budget: int | str | None, plain_peak_bytes: int, device: torch.device, static_bytes: int = 0
+) -> int | None:
     """Bytes of a budget in a comparison.
 
     Args:
@@ -242,14 +248,12 @@ def _rows_of_batch(
 def _pairs(strategies: Sequence[str], amounts: Sequence[int | None]) -> Iterator[tuple[str, int | None]]:
     """Each strategy with the budgets it looks at."""
     for strategy in strategies:
-        for amount in amounts if known_strategies.takes_budget(strategy) else [None]:
+        for amount in [None] if strategy.partition(":")[0] in _IGNORE_BUDGET else amounts:
             yield strategy, amount
 
 
 def _planned(bench: _Bench, row: Row) -> tuple[Row, Plan | None]:
     """Completes a row with what is predicted."""
-    if row.budget_bytes is None and known_strategies.takes_budget(row.strategy):
-        return replace(row, error=f"strategy {row.strategy!r} needs a budget"), None
     request = replace(bench.request, strategy=row.strategy, budget=row.budget_bytes or _NO_BUDGET)
     try:
         plan = plan_captured(

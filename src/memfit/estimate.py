@@ -92,9 +92,7 @@ def estimate(
     Raises:
         CaptureError: if the model cannot be captured.
     """
-    capture = capture_step(
-        model, tuple(args), dict(kwargs or {}), loss_fn=loss_fn, optimizer=optimizer, label=label
-    )
+    capture = capture_step(model, tuple(args), dict(kwargs or {}), loss_fn=loss_fn, optimizer=optimizer, label=label)
     graph = with_rooflines(capture)
     return _summary(graph, model, optimizer)
 

@@ -126,10 +126,9 @@ class Plan:
         if self.planned is not None:
             activations = count_activations(self.planned.graph, self.program)
             means = f"keep {activations.retained} / recompute {activations.recomputed}"
-        return (
-            f"{'Fits' if self.fits else 'Does not fit'}: {format_bytes(self.predicted.peak_bytes)} predicted{measured}, "
-            f"of {format_bytes(self.budget_bytes)}; {format_percent(self.predicted.overhead)} step time predicted ({means})."
-        )
+        peaks = f"{format_bytes(self.predicted.peak_bytes)} predicted{measured}, of {format_bytes(self.budget_bytes)}"
+        time = f"{format_percent(self.predicted.overhead)} step time predicted"
+        return f"{'Fits' if self.fits else 'Does not fit'}: {peaks}; {time} ({means})."
 
     def __str__(self) -> str:
         """The plan as pseudo-code."""

@@ -12,7 +12,8 @@
 - **Weight gradients first.** A gradient that nothing else reads runs as soon as its operands exist, so the
   saved input can go before the input's gradient is made.
 - **In place.** Capture functionalises `relu_`, `add_`, `dropout`; where an operand dies at an op, the op can
-  write over it again. Only pointwise kernels are listed, which read an element before they write it.
+  write over it again. Only kernels are listed that read an element before they write it: pointwise ones, and
+  batch normalisation on CPU, which takes its statistics first.
 
 Source of the first: the step's widest place in convolutional networks, measured in docs/design.md.
 """
@@ -217,6 +218,26 @@ def _gradient_into(target: Any) -> Callable[..., Any]:
     return run
 
 
+def _norm_over_input(
+    data: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[torch.Tensor | None, ...]:
+    """Batch normalisation into its input, as the functional op returns it: statistics first, then pointwise."""
+    mean, invstd = data.new_empty(data.shape[1]), data.new_empty(data.shape[1])
+    new_mean = None if running_mean is None else running_mean.clone()
+    new_var = None if running_var is None else running_var.clone()
+    _aten.native_batch_norm.out(
+        *(data, weight, bias, new_mean, new_var, training, momentum, eps), out=data, save_mean=mean, save_invstd=invstd
+    )
+    return data, mean, invstd, new_mean, new_var
+
+
 IN_PLACE: dict[Any, dict[int, Any]] = {
     _aten.relu.default: {0: _aten.relu_.default},
     _aten.silu.default: {0: _aten.silu_.default},
@@ -241,8 +262,9 @@ IN_PLACE: dict[Any, dict[int, Any]] = {
     _aten.sigmoid_backward.default: {0: _gradient_into(_aten.sigmoid_backward.grad_input)},
     _aten.hardtanh_backward.default: {0: _gradient_into(_aten.hardtanh_backward.grad_input)},
     _aten.hardsigmoid_backward.default: {0: _gradient_into(_aten.hardsigmoid_backward.grad_input)},
+    _aten._native_batch_norm_legit_functional.default: {0: _norm_over_input},
 }
-"""Pointwise ops and, by operand, the call that does the same over that operand's memory."""
+"""Ops and, by operand, the call that does the same over that operand's memory."""
 
 
 def in_place_argument(
@@ -250,25 +272,34 @@ def in_place_argument(
 ) -> int | None:
     """Index of the operand the node may overwrite: same shape, strides, dtype and the whole of its storage."""
     choices = IN_PLACE.get(node.target)
-    result = node.meta.get("val")
-    if choices is None or len(written) != 1 or not isinstance(result, torch.Tensor):
+    value = node.meta.get("val")
+    result = value[0] if isinstance(value, list | tuple) else value
+    if choices is None or not written or not isinstance(result, torch.Tensor):
         return None
+    if node.target in _NORMS and (result.device.type != "cpu" or result.dtype is not torch.float32):
+        return None  # only there is the kernel known to read its statistics before it writes
     for position in choices:
         operand = node.args[position] if position < len(node.args) else None
         if not isinstance(operand, fx.Node) or operand not in storage_of:
             continue
         if position == 1 and (node.kwargs or len(node.args) > 2):
             continue
-        value = operand.meta.get("val")
-        if not isinstance(value, torch.Tensor) or storages[storage_of[operand]].kind == "static":
-            continue
-        alone = sum(1 for a in node.args if isinstance(a, fx.Node) and storage_of.get(a) == storage_of[operand]) == 1
-        if (
-            alone
-            and value.shape == result.shape
-            and value.stride() == result.stride()
-            and value.dtype == result.dtype
-            and storages[storage_of[operand]].nbytes == storages[written[0]].nbytes
-        ):
+        if _may_overwrite(node, operand, result, storages, storage_of, written[0]):
             return position
     return None
+
+
+def _may_overwrite(
+    node: fx.Node, operand: fx.Node, result: torch.Tensor, storages: Any, storage_of: dict[fx.Node, int], written: int
+) -> bool:
+    value, storage = operand.meta.get("val"), storage_of[operand]
+    if not isinstance(value, torch.Tensor) or storages[storage].kind == "static":
+        return False
+    alone = sum(1 for a in node.args if isinstance(a, fx.Node) and storage_of.get(a) == storage) == 1
+    return (
+        alone
+        and value.shape == result.shape
+        and value.stride() == result.stride()
+        and value.dtype == result.dtype
+        and storages[storage].nbytes == storages[written].nbytes
+    )

@@ -25,6 +25,9 @@ __all__ = ["Capture", "capture_step", "device_of", "storage_bytes"]
 
 _RANDOM_STATE_BYTES = {"cpu": 5056, "cuda": 16}
 
+_FREES_TANGENTS = hasattr(torch.autograd.Function, "boxed_grads_call")
+"""Older torch passes tangents in a tuple that its caller holds until the backward pass ends."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capture:
@@ -215,7 +218,7 @@ def _join(pieces: Pieces, loss_bytes: int, device_type: str) -> tuple[StepGraph,
     graph = StepGraph(
         ops=tuple(op for op, _ in pairs),
         storages=tuple(storages),
-        outputs=tuple(dict.fromkeys((*outputs, *returned_tangents))),
+        outputs=tuple(dict.fromkeys((*outputs, *(returned_tangents if _FREES_TANGENTS else tangents)))),
     )
     return graph, tuple(joint for _, joint in pairs)
 

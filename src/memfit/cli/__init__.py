@@ -100,6 +100,10 @@ def _add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser], 
     )
     module.prepare_parser(command)
     command.add_argument(
-        "-v", "--verbose", action="count", default=0, help="say what happens, and where an error comes from; -vv says more"
+        "-v",
+        "--verbose",
+        action="count",
+        default=0,
+        help="say what happens, and where an error comes from; -vv says more",
     )
     command.set_defaults(run=module.run)

@@ -17,7 +17,7 @@ from itertools import islice
 from statistics import median
 from typing import TYPE_CHECKING
 
-from memfit.cli.options import build_example, optimizer_factory, whole_number
+from memfit.cli.options import build_example, whole_number
 from memfit.units import format_bytes, format_percent, format_seconds
 
 if TYPE_CHECKING:
@@ -35,13 +35,13 @@ _PEAK_STEP = 1
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
     """Adds the options; none is needed."""
     parser.add_argument("--model", default="torchvision:resnet50?num_classes=2", metavar="MODEL", help="what to train")
-    parser.add_argument("--batch", type=whole_number, default=16, metavar="N", help="crops in a batch (default: 16)")
+    parser.add_argument("--batch", type=whole_number, default=20, metavar="N", help="crops in a batch (default: 20)")
     parser.add_argument("--size", type=whole_number, default=224, metavar="N", help="pixels of a crop (default: 224)")
     parser.add_argument("--steps", type=whole_number, default=4, metavar="N", help="at least 3 (default: 4)")
     parser.add_argument(
         "--percent", type=whole_number, default=40, metavar="N", help="budget in %% of the plain peak (default: 40)"
     )
-    parser.set_defaults(dtype="float32", device="cpu", optimizer="momentum")
+    parser.set_defaults(dtype="float32", device="cpu")
 
 
 @dataclass(slots=True)
@@ -82,8 +82,8 @@ def run(args: argparse.Namespace) -> int:
     """Trains twice."""
     import torch
 
-    import memfit
     from memfit import zoo
+    from memfit.api import fit, plan_of
     from memfit.errors import SpecError
     from memfit.report.progress import progress_bars
 
@@ -92,10 +92,9 @@ def run(args: argparse.Namespace) -> int:
     args.shape = (3, args.size, args.size)
     data = list(islice(zoo.photo_crops(batch=args.batch, size=args.size), args.steps))
     model = build_example(args, args.batch).model
-    factory = optimizer_factory(args.optimizer)
-    assert factory is not None
-    plain, planned = _start(model, factory), _start(copy.deepcopy(model), factory)
-    print(f"{args.model}, random weights, {args.steps} steps on crops {args.batch}×3×{args.size}×{args.size} of two photos")
+    plain, planned = _start(model), _start(copy.deepcopy(model))
+    crops = f"{args.batch}×3×{args.size}×{args.size}"
+    print(f"{args.model}, random weights, {args.steps} steps on crops {crops} of two photographs")
 
     with progress_bars() as progress:
         for number in range(_PEAK_STEP + 1):
@@ -103,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
             plain.train(*data[number])
         budget = plain.peak_bytes * args.percent // 100
         x, y = data[0]
-        memfit.fit(
+        fit(
             planned.model,
             (x,),
             budget=budget,
@@ -116,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
             if number > _PEAK_STEP:
                 plain.train(*data[number])
             planned.train(*data[number])
-    plan = memfit.plan_of(planned.model)
+    plan = plan_of(planned.model)
     equal = all(torch.equal(a, b) for a, b in zip(plain.losses, planned.losses, strict=True))
     _print_tables(plain, planned, plan)
     within = planned.peak_bytes <= budget
@@ -132,10 +131,10 @@ def run(args: argparse.Namespace) -> int:
     return 0 if equal and within else 1
 
 
-def _start(
-    model: nn.Module, factory: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-) -> _Run:
-    return _Run(model=model, optimizer=factory(list(model.parameters())))
+def _start(model: nn.Module) -> _Run:
+    import torch
+
+    return _Run(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9))
 
 
 def _loss_of(target: Tensor) -> Callable[[Tensor], Tensor]:

@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     """Estimates."""
     import torch
 
-    import memfit
+    from memfit.api import estimate
     from memfit.planning import resolve_budget
     from memfit.units import format_bytes
 
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     budget = None if args.budget is None else resolve_budget(args.budget, torch.device(device))
     example = build_example(args, args.batch, device=device)
     optimizer = None if factory is None else factory(example.model.parameters())
-    result = memfit.estimate(
+    result = estimate(
         example.model, example.args, example.kwargs, loss_fn=example.loss_fn, optimizer=optimizer, label=example.label
     )
     if budget is None:

@@ -43,9 +43,14 @@ def add_model(parser: argparse.ArgumentParser, *, batch: bool = True) -> None:
     """MODEL and how to build it."""
     parser.add_argument("model", metavar="MODEL", help=_MODEL)
     if batch:
-        parser.add_argument("--batch", type=whole_number, default=8, metavar="N", help="samples in a batch (default: 8)")
+        parser.add_argument(
+            "--batch", type=whole_number, default=8, metavar="N", help="samples in a batch (default: 8)"
+        )
     parser.add_argument(
-        "--shape", type=whole_numbers, metavar="C,H,W", help="of one sample: 3,224,224 or 128 (default: the model's own)"
+        "--shape",
+        type=whole_numbers,
+        metavar="C,H,W",
+        help="of one sample: 3,224,224 or 128 (default: the model's own)",
     )
     parser.add_argument("--dtype", default="float32", help="of parameters and floating inputs (default: float32)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1 (default: cpu)")

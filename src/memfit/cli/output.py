@@ -50,9 +50,9 @@ def emit(result: object, args: argparse.Namespace, *, last: str | None = None) -
     if not taken:
         terminal = sys.stdout.isatty()
         show(result, Console(file=sys.stdout) if terminal else Console(file=sys.stdout, width=_WIDE, color_system=None))
-    for path, text in ((args.json, json_text), (args.csv, csv_text)):
-        if path is not None:
-            _write(path, text(result))
+    for target, text in ((args.json, json_text), (args.csv, csv_text)):
+        if target is not None:
+            _write(target, text(result))
     print(sentence(result) if last is None else last, file=sys.stderr if taken else sys.stdout)
 
 
@@ -66,8 +66,13 @@ def report_error(error: Exception, args: argparse.Namespace) -> None:
         print(f"memfit: {type(error).__name__}: {message}", file=sys.stderr)
     path = getattr(args, "json", None)
     if path is not None:
-        least = getattr(error, "least_bytes", None)
-        facts = {"kind": "error", "fits": False, "error": type(error).__name__, "message": message, "least_bytes": least}
+        facts = {
+            "kind": "error",
+            "fits": False,
+            "error": type(error).__name__,
+            "message": message,
+            "least_bytes": getattr(error, "least_bytes", None),
+        }
         try:
             _write(path, json.dumps(facts, indent=2, ensure_ascii=False))
         except SpecError:

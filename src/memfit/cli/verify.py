@@ -44,9 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
     check_output(args)
     if (args.plan is None) == (args.budget is None):
-        raise SpecError(
-            f"verify takes either --budget or --plan (budget: {args.budget!r}, plan: {args.plan!r})"
-        )
+        raise SpecError(f"verify takes either --budget or --plan (budget: {args.budget!r}, plan: {args.plan!r})")
     plan = None if args.plan is None else Plan.load(args.plan)
     example = build_example(args, args.batch)
     with progress_bars() as progress:

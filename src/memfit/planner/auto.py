@@ -1,23 +1,23 @@
 """The planner behind `strategy="auto"`: several searches, one judge.
 
 1. If the step fits with in-place ops and early frees alone, nothing is recomputed.
-2. Choose what to keep by a program over time (`memfit.planner.selection`), from one epoch to several as long
-   as the result is far from the relaxed bound and time is left.
-3. Start from tighter and tighter relaxations, and from the rotor schedule of the chain of blocks
-   (`memfit.strategies.rotor`), which goes lowest.
-4. Polish each against the simulator (`memfit.planner.polish`) and take the fastest that fits.
+2. Choose what to keep by a program over time (`memfit.planner.selection`), with more and more anchors.
+3. Start from tighter and tighter relaxations.
+4. Choose over several epochs, which takes longer and goes lower.
+5. Polish each against the simulator (`memfit.planner.polish`), keep the fastest, and stop as soon as it is near
+   the relaxed bound or time is up.
 
 The result states the relaxed bound beside it, so a reader sees what better planning could still gain.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from memfit.errors import BudgetError
+from memfit.planner.anchors import anchors
 from memfit.planner.bound import relaxed_bound, select_kept
 from memfit.planner.explain import binding_place
 from memfit.planner.lazy import lazy_order
@@ -26,12 +26,9 @@ from memfit.planner.selection import select_over_time
 from memfit.step.graph import StepGraph
 from memfit.step.program import plain_order, program_of
 from memfit.step.simulate import Timeline, simulate
-from memfit.strategies import rotor
 from memfit.units import format_bytes
 
 __all__ = ["Found", "auto_order", "find_order", "least_order"]
-
-log = logging.getLogger(__name__)
 
 _CLOSE = 0.01
 """Stop searching when the extra time is within this share of the step of the bound."""
@@ -108,16 +105,16 @@ def _better(one: Found | None, other: Found) -> Found:
 
 def least_order(graph: StepGraph, *, tries: int = 12) -> list[int]:
     """An order of about the least peak this planner can reach, found by halving the budget's interval."""
-    best = min(_low_starts(graph), key=lambda order: _peak(graph, order))
+    starts = _low_starts(graph)
+    best = starts[0]
     high = _peak(graph, best)
     low = graph.static_bytes
     for _ in range(tries):
-        if high - low < 0.005 * high:
+        if high - low < 0.004 * high:
             break
         target = (high + low) // 2
-        reached = next(
-            (o for o in (spill(graph, start, target) for start in [best, *_low_starts(graph)]) if o is not None), None
-        )
+        spilled = (spill(graph, start, target) for start in [best, *starts[:6]])
+        reached = next((order for order in spilled if order is not None), None)
         if reached is None:
             low = target
         else:
@@ -135,30 +132,25 @@ def _peak(graph: StepGraph, order: Sequence[int]) -> int:
 
 def _starts(graph: StepGraph, budget_bytes: int) -> Iterator[tuple[str, list[int]]]:
     """Orders to polish, the likeliest and quickest first."""
-    for candidate in select_over_time(graph, budget_bytes, seconds=1.0):
-        if candidate.peak_bytes <= 1.1 * budget_bytes:
-            yield "keep by instants", list(candidate.order)
+    for windows in (1, 6, 3, 12, 20):
+        forced = anchors(graph, windows)
+        for candidate in select_over_time(graph, budget_bytes, forced=forced, rounds=8, seconds=1.5, gap=5e-3):
+            yield f"{windows} windows", list(candidate.order)
     room = budget_bytes - graph.static_bytes
     for share in (0.95, 0.8, 0.6, 0.4, 0.3, 0.2, 0.1):
         selection = select_kept(graph, int(room * share), seconds=0.5)
         if selection is not None:
             yield f"keep {share:.0%} of what fits", lazy_order(graph, selection.kept)
-    try:
-        yield "rotor", rotor.order(graph, budget_bytes)
-    except BudgetError as error:
-        log.debug("rotor: %s", error)
-    for epochs in (8, 5, 12):
-        for candidate in select_over_time(graph, budget_bytes, epochs=epochs, seconds=4.0, gap=2e-2):
-            yield f"keep over {epochs} epochs", list(candidate.order)
+    for epochs, windows in ((8, 1), (5, 1), (8, 6), (12, 1)):
+        forced = anchors(graph, windows)
+        for candidate in select_over_time(graph, budget_bytes, epochs=epochs, forced=forced, seconds=4.0, gap=2e-2):
+            yield f"{epochs} epochs, {windows} windows", list(candidate.order)
 
 
-def _low_starts(graph: StepGraph) -> Iterator[list[int]]:
-    yield rotor.least_order(graph)
-    for share in (0.4, 0.2, 0.1, 0.05, 0.0):
-        room = _peak(graph, plain_order(graph)) - graph.static_bytes
-        selection = select_kept(graph, int(share * room), seconds=0.5)
-        if selection is not None:
-            yield lazy_order(graph, selection.kept)
+def _low_starts(graph: StepGraph) -> list[list[int]]:
+    """Orders of low memory, whatever their time, the lowest first."""
+    orders = [lazy_order(graph, anchors(graph, windows)) for windows in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)]
+    return sorted(orders, key=lambda order: _peak(graph, order))
 
 
 def _no_plan(graph: StepGraph, budget_bytes: int, least: list[int]) -> BudgetError:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from memfit.planner.solver import Milp, Status, solve
 from memfit.step.graph import Phase, StepGraph, StorageKind
 
-__all__ = ["Selection", "op_wall_bytes", "relaxed_bound", "select_kept"]
+__all__ = ["Selection", "backward_reads", "op_wall_bytes", "relaxed_bound", "select_kept"]
 
 _MIB = float(1 << 20)
 
@@ -60,7 +60,7 @@ def select_kept(graph: StepGraph, room_bytes: int, *, seconds: float = 5.0, gap:
         return None
     producer = graph.producers()
     held = graph.held_to_the_end()
-    needed = _read_by_backward(graph)
+    needed = backward_reads(graph)
     problem = Milp()
     keep: dict[int, int] = {}
     rerun: dict[int, int] = {}
@@ -123,7 +123,8 @@ def op_wall_bytes(graph: StepGraph) -> int:
     return wall
 
 
-def _read_by_backward(graph: StepGraph) -> list[int]:
+def backward_reads(graph: StepGraph) -> list[int]:
+    """Storages that backward ops read, in the order of their first read."""
     reads = (s for op in graph.ops if op.phase is Phase.BACKWARD for s in op.reads)
     return list(dict.fromkeys(reads))
 

@@ -79,8 +79,7 @@ def cut_chain(graph: StepGraph, *, most: int = 64) -> Chain:
     """
     pinned = pinned_storages(graph)
     boundaries = _boundaries(graph, pinned)
-    widths = [sum(graph.storages[s].nbytes for s in boundary) for boundary in boundaries]
-    cuts = [0, *_choose(graph, boundaries, widths, most - 1)]
+    cuts = [0, *_choose(graph, pinned, boundaries, most)]
     counterparts = _counterparts(graph, pinned, cuts)
     stops = [*cuts[1:], graph.loss_index]
     befores = [*counterparts[1:], graph.loss_index]
@@ -133,41 +132,46 @@ def _boundaries(graph: StepGraph, pinned: frozenset[int]) -> list[tuple[int, ...
     return boundaries
 
 
-def _choose(graph: StepGraph, boundaries: list[tuple[int, ...]], widths: list[int], most: int) -> list[int]:
-    """The places to cut: local minima of the width, the least useful ones left out."""
-    read_by_backward = {s for op in graph.ops if op.phase is Phase.BACKWARD for s in op.reads}
+def _choose(graph: StepGraph, pinned: frozenset[int], boundaries: list[tuple[int, ...]], most: int) -> list[int]:
+    """The places to cut.
 
-    def useful(position: int) -> int:
-        return sum(graph.storages[s].nbytes for s in boundaries[position] if s in read_by_backward)
+    Leaving out a cut of width `w` between blocks that make `a` and `b` bytes raises the sum of squares of the bytes
+    made by blocks by `2ab` and lowers that of the widths by `w²`. As long as that pays, or there are too many, the
+    least useful cut goes.
+    """
+    size = [s.nbytes for s in graph.storages]
+    widths = [sum(size[s] for s in boundary) for boundary in boundaries]
+    made = [0]
+    for op in graph.ops[: len(boundaries)]:
+        made.append(made[-1] + sum(size[s] for s in op.writes if s not in pinned))
+    cuts = _narrow_places(graph, boundaries, widths)
+    while cuts:
+        ends = [0, *cuts, len(boundaries)]
+        use = [
+            2 * (made[place] - made[before]) * (made[after] - made[place]) - widths[place] ** 2
+            for before, place, after in zip(ends, cuts, ends[2:], strict=False)
+        ]
+        least = min(use)
+        if least >= 0 and len(cuts) < most:
+            break
+        cuts.pop(use.index(least))
+    return cuts
 
-    cuts: list[int] = []
-    changes = [p for p in range(1, len(widths)) if boundaries[p] != boundaries[p - 1]]
-    for before, place, after in zip([0, *changes[:-1]], changes, [*changes[1:], -1], strict=True):
-        left = widths[before] if before else widths[place]
-        right = widths[after] if after > 0 else widths[place]
-        if widths[place] > min(left, right) and widths[place] >= max(left, right):
-            continue
-        if widths[place] <= left and widths[place] <= right:
-            cuts.append(place)
-    kept: list[int] = []
-    for place in cuts:  # among neighbours of one width the ones whose storages backward reads anyway
-        if kept and widths[kept[-1]] == widths[place] and changes.index(place) == changes.index(kept[-1]) + 1:
-            if useful(place) > useful(kept[-1]):
-                kept[-1] = place
-                continue
-            if useful(place) < useful(kept[-1]):
-                continue
-        kept.append(place)
-    seconds = [op.seconds for op in graph.ops[: len(widths)]]
-    while len(kept) > most:
-        ends = [0, *kept, len(widths)]
 
-        def burden(i: int, ends: list[int] = ends) -> tuple[int, float]:
-            beside = [widths[ends[i - 1]] if i > 1 else 0, widths[ends[i + 1]] if i + 2 < len(ends) else 0]
-            return (max(0, widths[ends[i]] - max(beside)), -sum(seconds[ends[i - 1] : ends[i + 1]]))
-
-        kept.pop(max(range(1, len(ends) - 1), key=burden) - 1)
-    return kept
+def _narrow_places(graph: StepGraph, boundaries: list[tuple[int, ...]], widths: list[int]) -> list[int]:
+    """Local minima of the width; of neighbours of one width those whose boundary the backward pass reads most of."""
+    read = {s for op in graph.ops if op.phase is Phase.BACKWARD for s in op.reads}
+    useful = [sum(graph.storages[s].nbytes for s in boundary if s in read) for boundary in boundaries]
+    places = [p for p in range(1, len(boundaries)) if boundaries[p] and boundaries[p] != boundaries[p - 1]]
+    minima = [
+        place
+        for i, place in enumerate(places)
+        if (i == 0 or widths[place] <= widths[places[i - 1]])
+        and (i + 1 == len(places) or widths[place] <= widths[places[i + 1]])
+    ]
+    neighbours = [{places[i + step] for step in (-1, 1) if 0 <= i + step < len(places)} for i in range(len(places))]
+    beside = dict(zip(places, neighbours, strict=True))
+    return [p for p in minima if all(useful[p] >= useful[q] for q in beside[p] if widths[q] == widths[p])]
 
 
 def _counterparts(graph: StepGraph, pinned: frozenset[int], cuts: list[int]) -> list[int]:

@@ -24,7 +24,7 @@ cutting planes, which leaves thousands of variables where Checkmate has millions
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,7 +67,14 @@ class _Model:
 
 
 def select_over_time(
-    graph: StepGraph, budget_bytes: int, *, epochs: int = 1, rounds: int = 16, seconds: float = 2.0, gap: float = 2e-3
+    graph: StepGraph,
+    budget_bytes: int,
+    *,
+    epochs: int = 1,
+    forced: Collection[int] = (),
+    rounds: int = 16,
+    seconds: float = 2.0,
+    gap: float = 2e-3,
 ) -> Iterator[Candidate]:
     """Finds what to keep under a budget.
 
@@ -75,6 +82,7 @@ def select_over_time(
         graph: the step.
         budget_bytes: peak of the whole step.
         epochs: into how many the backward pass is divided.
+        forced: storages to keep through the loss whatever they cost.
         rounds: how often to solve.
         seconds: time limit of each solve.
         gap: relative gap at which a solve stops.
@@ -89,7 +97,7 @@ def select_over_time(
     base = _backward_base(graph)
     room: dict[int, float] = {graph.loss_index: float(budget_bytes)}
     for _ in range(rounds):
-        kept = _solve(graph, starts, needs, base, room, budget_bytes, seconds, gap)
+        kept = _solve(graph, starts, needs, base, room, budget_bytes, forced, seconds, gap)
         if kept is None:
             break
         order = lazy_order(graph, kept[0], dict(zip(starts[1:], kept[1:], strict=True)))
@@ -110,6 +118,7 @@ def _solve(
     base: NDArray[np.int64],
     room: dict[int, float],
     budget_bytes: int,
+    forced: Collection[int],
     seconds: float,
     gap: float,
 ) -> list[frozenset[int]] | None:
@@ -129,7 +138,9 @@ def _solve(
                 always.add(storage)
                 continue
             model.keep[storage, epoch] = model.problem.variable(
-                integer=storage not in dominated, upper=0.0 if storage in dominated else 1.0
+                integer=storage not in dominated,
+                lower=1.0 if storage in forced and epoch == 0 else 0.0,
+                upper=0.0 if storage in dominated and storage not in forced else 1.0,
             )
         for index, op in enumerate(graph.ops):
             if op.phase is Phase.FORWARD and op.recomputable and need.latest[index] >= 0:
@@ -142,7 +153,7 @@ def _solve(
         epoch = max(e for e, start in enumerate(starts) if start <= instant or e == 0)
         terms = _memory_row(graph, model, producer, epoch, needs[epoch], instant, graph.loss_index)
         model.problem.row(terms, upper=(room_bytes - float(base[instant]) - fixed) / _MIB)
-    solution = solve(model.problem, seconds=seconds, gap=gap, dive=len(needs) > 1)
+    solution = solve(model.problem, seconds=seconds, gap=gap, dive=len(room) > 1)
     if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):
         return None
     chosen: list[set[int]] = [set(always) for _ in needs]

@@ -32,7 +32,7 @@ def progress_bars(*, enabled: bool | None = None) -> Iterator[Callable[[str, int
         TimeElapsedColumn(),
     )
     tasks: dict[str, TaskID] = {}
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+    with Progress(*columns, console=Console(stderr=True, force_terminal=enabled), transient=True) as bars:
 
         def show(stage: str, done: int, total: int) -> None:
             if stage not in tasks:

@@ -36,7 +36,9 @@ def _(result: Estimate) -> str:
 @sentence.register
 def _(result: BatchSize) -> str:
     measured = "" if result.measured_peak_bytes is None else f", {format_bytes(result.measured_peak_bytes)} measured"
-    against = f"{result.ratio:.2f} times the plain {result.plain}" if result.plain else "the plain step does not fit at all"
+    against = (
+        f"{result.ratio:.2f} times the plain {result.plain}" if result.plain else "the plain step does not fit at all"
+    )
     return (
         f"Fits: batch {result.planned} ({against}), {format_bytes(result.predicted_peak_bytes)} predicted{measured}, "
         f"of {format_bytes(result.budget_bytes)}; {format_percent(result.overhead)} step time predicted."
@@ -52,8 +54,8 @@ def _(result: Comparison) -> str:
             f"; the least that works is {format_bytes(min(least))}." if least else "."
         )
     limited = [row for row in fitting if row.budget_bytes is not None] or fitting
-    best = min(limited, key=lambda row: (row.peak_bytes or 0, row.overhead or 0.0))
-    return f"{len(fitting)} of {len(result.rows)} fit; the lowest peak: {_words(best)}."
+    best = min(limited, key=lambda row: ((row.peak_bytes or 0) / max(1, row.plain_peak_bytes), row.overhead or 0.0))
+    return f"Fits: {len(fitting)} of {len(result.rows)}; the largest reduction: {_words(best)}."
 
 
 @sentence.register
@@ -76,7 +78,7 @@ def _(result: Verification) -> str:
 
 
 def _words(row: Row) -> str:
-    peak = f"{format_bytes(row.peak_bytes or 0)} predicted"
+    peak = f"from {format_bytes(row.plain_peak_bytes)} to {format_bytes(row.peak_bytes or 0)} predicted"
     if row.measured_peak_bytes is not None:
         peak += f", {format_bytes(row.measured_peak_bytes)} measured"
     overhead = f"{format_percent(row.overhead or 0.0)} step time predicted"

@@ -83,8 +83,8 @@ def _(result: Comparison) -> list[Sheet]:
         lines += _lines(row)
         rules.add(len(lines) - 1)
     headers = (
-        *("batch", "strategy", "budget", "", "peak before", "peak after", "reduction", "step before", "step after"),
-        *("overhead", "recompute", "retained activations", "recomputed activations"),
+        *("batch", "strategy", "budget", "", "peak\nbefore", "peak\nafter", "reduction", "step\nbefore", "step\nafter"),
+        *("overhead", "bound", "recompute\ntime", "retained\nactivations", "recomputed\nactivations"),
     )
     title = f"compare  {result.label} · {result.device}"
     return [Sheet(title=title, headers=headers, rows=tuple(lines), left=frozenset({1, 3}), rules=frozenset(rules))]
@@ -97,17 +97,16 @@ def _lines(row: Row) -> list[tuple[str, ...]]:
     before, plain_seconds = format_bytes(row.plain_peak_bytes), format_seconds(row.plain_seconds)
     if row.error:
         least = f"least {format_bytes(row.least_bytes)}" if row.least_bytes else row.error
-        return [(*head, "predicted", before, "does not fit", least, plain_seconds, "", "", "", "", "")]
+        return [(*head, "predicted", before, "does not fit", least, plain_seconds, *("",) * 6)]
     a = row.activations
-    bound = "" if row.bound_overhead is None else f", bound {format_percent(row.bound_overhead)}"
-    lines = [
+    lines: list[tuple[str, ...]] = [
         (
             *(*head, "predicted", before, _bytes(row.peak_bytes), _reduction(row.plain_peak_bytes, row.peak_bytes)),
-            *(plain_seconds, _seconds(row.seconds)),
-            _extra(row.plain_seconds, row.seconds) + bound,
+            *(plain_seconds, _seconds(row.seconds), _extra(row.plain_seconds, row.seconds)),
+            "" if row.bound_overhead is None else format_percent(row.bound_overhead),
             _seconds(row.recompute_seconds),
-            *((_part(a.retained, a.retained_share, a.retained_bytes),) if a else ("",)),
-            *((_part(a.recomputed, a.recomputed_share, a.recomputed_bytes),) if a else ("",)),
+            _part(a.retained, a.retained_share, a.retained_bytes) if a else "",
+            _part(a.recomputed, a.recomputed_share, a.recomputed_bytes) if a else "",
         )
     ]
     if row.measured_peak_bytes is not None:
@@ -116,7 +115,7 @@ def _lines(row: Row) -> list[tuple[str, ...]]:
                 *("", "", "", "measured", _bytes(row.measured_plain_peak_bytes), _bytes(row.measured_peak_bytes)),
                 _reduction(row.measured_plain_peak_bytes, row.measured_peak_bytes),
                 *(_seconds(row.measured_plain_seconds), _seconds(row.measured_seconds)),
-                *(_extra(row.measured_plain_seconds, row.measured_seconds), "", "", ""),
+                *(_extra(row.measured_plain_seconds, row.measured_seconds), *("",) * 4),
             )
         )
     return lines
@@ -124,7 +123,7 @@ def _lines(row: Row) -> list[tuple[str, ...]]:
 
 @sheets.register
 def _(result: Estimate) -> list[Sheet]:
-    rows = [(kind, format_bytes(nbytes), f"{nbytes / max(1, result.peak):.1%}") for kind, nbytes in result.by_kind()]
+    rows = [(kind, format_bytes(nbytes), _of(nbytes, result.peak)) for kind, nbytes in result.by_kind()]
     rows.append((f"peak, at {result.peak_at}", format_bytes(result.peak), ""))
     parts = Sheet(
         title=f"estimate  {result.label} (predicted, nothing was run)",
@@ -133,28 +132,31 @@ def _(result: Estimate) -> list[Sheet]:
         rules=frozenset({len(rows) - 2}),
     )
     modules = [
-        (name, format_bytes(nbytes), f"{nbytes / max(1, result.activations):.1%}")
+        (name, format_bytes(nbytes), _of(nbytes, result.activations))
         for name, nbytes in result.by_module[:_MOST_MODULES]
     ]
     rest = result.by_module[_MOST_MODULES:]
     if rest:
         nbytes = sum(n for _, n in rest)
-        modules.append((f"{len(rest)} more", format_bytes(nbytes), f"{nbytes / max(1, result.activations):.1%}"))
+        modules.append((f"{len(rest)} more", format_bytes(nbytes), _of(nbytes, result.activations)))
     headers = ("module", "predicted", "of all")
     return [parts, Sheet(title="activations at the peak, by module", headers=headers, rows=tuple(modules))]
 
 
 @sheets.register
 def _(result: BatchSize) -> list[Sheet]:
+    budget = format_bytes(result.budget_bytes)
     rows = []
     for point in result.curve:
-        marks = [m for m, b in (("largest plain", result.plain), ("largest planned", result.planned)) if b == point.batch]
+        marks = [
+            m for m, b in (("largest plain", result.plain), ("largest planned", result.planned)) if b == point.batch
+        ]
         overhead = "does not fit" if point.overhead is None else format_percent(point.overhead)
         cells = (format_bytes(point.plain_peak_bytes), format_bytes(point.least_peak_bytes), overhead)
         rows.append((str(point.batch), *cells, ", ".join(marks)))
     return [
         Sheet(
-            title=f"max-batch  {result.label} · budget {format_bytes(result.budget_bytes)} · strategy {result.strategy}",
+            title=f"max-batch  {result.label} · budget {budget} · strategy {result.strategy}",
             headers=("batch", "plain peak predicted", "least peak predicted", "overhead predicted", ""),
             rows=tuple(rows),
             left=frozenset({4}),
@@ -210,17 +212,21 @@ def _seconds(seconds: float | None) -> str:
     return "" if seconds is None else format_seconds(seconds)
 
 
+def _of(part: int, whole: int) -> str:
+    return f"{part / max(1, whole) * 100:.1f} %"
+
+
 def _reduction(before: int | None, after: int | None) -> str:
     if not before or after is None:
         return ""
-    return f"{format_bytes(before - after)} ({(before - after) / before:.1%})"
+    return f"{format_bytes(before - after)} {(before - after) / before * 100:.1f} %"
 
 
 def _extra(before: float | None, after: float | None) -> str:
     if not before or after is None:
         return ""
-    return f"{format_seconds(after - before)} ({format_percent(after / before - 1)})"
+    return f"{format_seconds(after - before)} {format_percent(after / before - 1)}"
 
 
 def _part(count: int, share: float, nbytes: int) -> str:
-    return f"{count} ({share:.1%}) {format_bytes(nbytes)}"
+    return f"{count} ({share * 100:.1f} %) {format_bytes(nbytes)}"

@@ -18,7 +18,7 @@ from memfit.step.program import Program
 __all__ = ["ExecutedOps", "executed_recomputations", "op_family"]
 
 
-class ExecutedOps(TorchDispatchMode):  # type: ignore[misc]
+class ExecutedOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While active, counts calls by `op_family`."""
 
     # Without these Dynamo would refuse to run compiled code under the mode, and random ops that are replayed
@@ -27,7 +27,7 @@ class ExecutedOps(TorchDispatchMode):  # type: ignore[misc]
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -93,20 +93,19 @@ class _Emitter:
         """Emits one op, then takes its results out."""
         op = self.reading.ops[instruction.index]
         node = op.node
-        if instruction.in_place:
-            position = in_place_argument(node, self.reading.storages, self.reading.storage_of, op.writes)
-            assert position is not None
-            args = fx.map_arg(node.args, self.value)
-            kwargs = fx.map_arg(node.kwargs, self.value)
-            made = self.graph.call_function(IN_PLACE[node.target][position], args, kwargs)
-            made.meta = dict(node.meta)
-        elif instruction.replay or instruction.save_state:
+        if instruction.replay or instruction.save_state:
             made = self._random(instruction, node)
-        elif instruction.again and (rerun := without_statistics(node)) is not None:
-            made = self.graph.call_function(rerun[0], fx.map_arg(rerun[1], self.value))
-            made.meta = dict(node.meta)
         else:
-            made = self.graph.node_copy(node, self.value)
+            target, args = node.target, node.args
+            if instruction.again and (rerun := without_statistics(node)) is not None:
+                target, args = rerun
+            if instruction.in_place:
+                position = in_place_argument(node, self.reading.storages, self.reading.storage_of, op.writes)
+                assert position is not None
+                target = IN_PLACE[node.target][position]
+            kwargs = fx.map_arg(node.kwargs, self.value)
+            made = self.graph.create_node(node.op, target, fx.map_arg(args, self.value), kwargs)
+            made.meta = dict(node.meta)
         self._take_results(node, made, op.writes)
 
     def _random(self, instruction: LocalInstruction, node: fx.Node) -> fx.Node:

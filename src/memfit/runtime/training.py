@@ -20,6 +20,9 @@ from memfit.runtime.measure import measure
 
 __all__ = ["interleaved_seconds", "resident_bytes", "step_peak", "training_step"]
 
+_SHORT_SECONDS = 0.5
+_MOST_TURNS = 50
+
 
 def training_step(
     call: Callable[..., Any],
@@ -85,20 +88,31 @@ def interleaved_seconds(
     repeats: int = 3,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[float]:
-    """Median wall-clock time of each step, run in turns so that a drifting machine is fair to all."""
+    """Median wall-clock time of each step, run in turns so that a drifting machine is fair to all.
+
+    Args:
+        steps: what to time, each already run once.
+        device: where they run.
+        repeats: least number of turns; there are more, up to 50, where that takes less than half a second.
+        progress: told how many of the least runs are done.
+    """
     seconds: list[list[float]] = [[] for _ in steps]
-    for turn in range(repeats):
-        for index, step in enumerate(steps):
+    turns, spent = 0, 0.0
+    while turns < repeats or (spent < _SHORT_SECONDS and turns < _MOST_TURNS):
+        # Every other turn goes backwards: who runs after whom must not matter.
+        for index in range(len(steps)) if turns % 2 == 0 else reversed(range(len(steps))):
             if progress is not None:
-                progress(turn * len(steps) + index, repeats * len(steps))
+                progress(min(turns, repeats) * len(steps), repeats * len(steps))
             _synchronize(device)
             begin = time.perf_counter()
-            step()
+            steps[index]()
             _synchronize(device)
             seconds[index].append(time.perf_counter() - begin)
+            spent += seconds[index][-1]
+        turns += 1
     if progress is not None:
         progress(repeats * len(steps), repeats * len(steps))
-    return [statistics.median(s) if s else 0.0 for s in seconds]
+    return [statistics.median(s) for s in seconds]
 
 
 def _synchronize(device: torch.device) -> None:

@@ -4,11 +4,12 @@
 `seconds + price * bytes`, which is a minimum cut: its linear relaxation is integral, so the simplex method finds it.
 
 **In which order**: the backward ops run in their order; what one of them needs and was dropped is made right before
-it and then held until its last use. Where memory peaks, what idles there is dropped again after its last use before
-the peak and made once more after it: cheapest first, one peak after the other. Each step of that descent is an
-option too.
+it and then held until its last use. Where memory peaks, what idles there is dropped after its last use before the
+peak and made once more after it, the cheapest first, peak by peak. Each descent is an option too.
 
 Idea: the options of Rockmate (Zhao et al., ICML 2023), which solves an integer program for each pair of budgets.
+
+Known limits: what is made for one backward op cannot be dropped and made again for the same op.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ from memfit.strategies.rotor.shape import Shape, cone, profile
 
 __all__ = ["Backward", "Option", "options_of"]
 
-_MIB = float(1 << 20)
+_PATIENCE = 4
+"""Descents in a row that may fail to lower the peak."""
+
+_SLACK = 1.02
+"""How much higher a descent may leave the peak."""
+
+_STEP = 0.98
+"""A descent is worth an option of its own if it lowers the peak at least to this share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +54,10 @@ class Option:
 
     Attributes:
         kept: storages of the run to hold until its backward pass, beside the boundary after it.
-        nbytes: their bytes and those of the boundary after the run.
-        again: forward ops that make them from the boundary before the run.
         backwards: from the fastest to the narrowest.
     """
 
     kept: frozenset[int]
-    nbytes: int
-    again: tuple[int, ...]
     backwards: tuple[Backward, ...]
 
 
@@ -68,24 +72,20 @@ def options_of(shape: Shape, narrow: int) -> tuple[Option, ...]:
     Returns:
         Options from the one that keeps most to the one that keeps nothing.
     """
-    return tuple(
-        Option(
-            kept=kept,
-            nbytes=sum(shape.sizes[s] for s in kept.union(shape.out)),
-            again=tuple(cone(shape, kept.union(shape.out), shape.given)),
-            backwards=_backwards(shape, kept, narrow),
-        )
-        for kept in _hull(shape)
-    )
+    return tuple(Option(kept, tuple(_backwards(shape, kept, narrow))) for kept in _hull(shape))
 
 
 def _hull(shape: Shape) -> list[frozenset[int]]:
     """What to keep, at every price of a byte; most first, nothing last."""
-    optional = sorted({s for op in shape.ops for s in op.reads if shape.makers[s] >= 0} - {*shape.given, *shape.out})
-    everything = frozenset(s for op in shape.ops[shape.forward :] for s in op.reads if s in optional)
+    present = {*shape.given, *shape.out}
+    wanted = {s for op in shape.ops[shape.forward :] for s in op.reads if shape.makers[s] >= 0}
+    nothing: frozenset[int] = frozenset()
+    total = sum(shape.sizes[s] for s in wanted - present)
+    if not total:
+        return [nothing]
 
-    def cost(kept: Collection[int]) -> tuple[int, float]:
-        again = cone(shape, _wanted(shape), {*shape.given, *shape.out, *kept})
+    def cost(kept: frozenset[int]) -> tuple[int, float]:
+        again = cone(shape, wanted, present | kept)
         return sum(shape.sizes[s] for s in kept), sum(shape.ops[i].seconds for i in again)
 
     def between(left: frozenset[int], right: frozenset[int]) -> list[frozenset[int]]:
@@ -93,106 +93,120 @@ def _hull(shape: Shape) -> list[frozenset[int]]:
         if more <= less or slow <= fast:
             return []
         price = (slow - fast) / (more - less)
-        middle = _priced(shape, optional, price)
+        middle = _priced(shape, wanted, price)
         nbytes, seconds = cost(middle)
-        if seconds + price * nbytes >= (fast + price * more) * (1 - 1e-9) or middle in (left, right):
+        if middle in (left, right) or seconds + price * nbytes >= (fast + price * more) * (1 - 1e-6):
             return []
         return [*between(left, middle), middle, *between(middle, right)]
 
     seconds = sum(op.seconds for op in shape.ops[: shape.forward])
-    total = sum(shape.sizes[s] for s in optional)
-    most = _priced(shape, optional, 1e-4 * seconds / total) if everything and total else everything
-    nothing: frozenset[int] = frozenset()
-    if not most:
-        return [nothing]
-    return [most, *between(most, nothing), nothing]
+    most = _priced(shape, wanted, 1e-4 * (seconds or 1.0) / total)
+    return [most, *between(most, nothing), nothing] if most else [nothing]
 
 
-def _wanted(shape: Shape) -> list[int]:
-    return list({s: None for op in shape.ops[shape.forward :] for s in op.reads if shape.makers[s] >= 0})
-
-
-def _priced(shape: Shape, optional: list[int], price: float) -> frozenset[int]:
+def _priced(shape: Shape, wanted: set[int], price: float) -> frozenset[int]:
     """What to keep when a kept byte costs `price` seconds."""
     problem = Milp()
-    unit = max((op.seconds for op in shape.ops[: shape.forward]), default=0.0) or 1.0
-    keep = {s: problem.variable(cost=price * shape.sizes[s] / unit, integer=False) for s in optional}
-    again = [problem.variable(cost=op.seconds / unit, integer=False) for op in shape.ops[: shape.forward]]
+    forward = shape.ops[: shape.forward]
+    unit = max((op.seconds for op in forward), default=0.0) or 1.0
+    again = [problem.variable(cost=op.seconds / unit, integer=False) for op in forward]
+    keep: dict[int, int] = {}
     present = {*shape.given, *shape.out}
-    for s in _wanted(shape):
-        if s not in present:
-            problem.row({keep[s]: 1.0, again[shape.makers[s]]: 1.0}, lower=1.0)
-    for index, op in enumerate(shape.ops[: shape.forward]):
-        for s in op.reads:
-            if s not in present and shape.makers[s] >= 0:
-                problem.row({keep[s]: 1.0, again[shape.makers[s]]: 1.0, again[index]: -1.0}, lower=0.0)
-    solution = solve(problem, seconds=5.0, relax=True)
+    rows = [(s, -1) for s in wanted] + [(s, again[i]) for i, op in enumerate(forward) for s in op.reads]
+    for s, reader in rows:
+        if s in present or shape.makers[s] < 0:
+            continue
+        if s not in keep:
+            keep[s] = problem.variable(cost=price * shape.sizes[s] / unit, integer=False)
+        terms = {keep[s]: 1.0, again[shape.makers[s]]: 1.0}
+        problem.row(terms | ({reader: -1.0} if reader >= 0 else {}), lower=0.0 if reader >= 0 else 1.0)
+    solution = solve(problem, seconds=5.0)
     assert solution.status is Status.OPTIMAL
     return frozenset(s for s, variable in keep.items() if solution.values[variable] > 0.5)
 
 
-def _backwards(shape: Shape, kept: frozenset[int], narrow: int) -> tuple[Backward, ...]:
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A backward pass in detail: by op its memory and the backward op it serves; by backward op what was alive."""
+
+    backward: Backward
+    bytes_at: list[int]
+    stages: list[int]
+    alive: list[frozenset[int]]
+
+
+_Drops = frozenset[tuple[int, int]]
+"""Storages to forget after the stage of a backward op; -1 is before the first."""
+
+
+def _backwards(shape: Shape, kept: frozenset[int], narrow: int) -> list[Backward]:
     """Backward passes, each slower and narrower than the one before."""
-    drops: frozenset[tuple[int, int]] = frozenset()
-    best = _run(shape, kept, drops)
-    found = [best[0]]
-    while best[0].peak > narrow:
-        step = _descend(shape, kept, drops, best)
+    lasting = _lasting(shape)
+    drops: _Drops = frozenset()
+    run = _run(shape, kept, drops, lasting)
+    found = [run.backward]
+    patience = _PATIENCE
+    while found[-1].peak > narrow and patience:
+        step = _descend(shape, kept, drops, lasting, run)
         if step is None:
             break
-        drops, best = step
-        if best[0].peak < found[-1].peak:
-            found.append(best[0])
-    front: list[Backward] = []
-    for run in reversed(found):  # a later one may also be faster
-        if not front or run.seconds < front[-1].seconds:
-            front.append(run)
-    return tuple(reversed(front))
+        drops, run = step
+        patience -= 1
+        if run.backward.peak <= _STEP * found[-1].peak:
+            found.append(run.backward)
+            patience = _PATIENCE
+    return found
 
 
-_Run = tuple[Backward, list[int], list[int], int]
-"""A backward pass, the memory at its ops, the stages they belong to, and how often the peak is reached."""
+def _lasting(shape: Shape) -> frozenset[int]:
+    """What is worth holding once it is made again: read by a backward op, or by several forward ops."""
+    uses = [0] * len(shape.sizes)
+    for index, op in enumerate(shape.ops):
+        for s in op.reads:
+            uses[s] += 1 if index < shape.forward else 2
+    return frozenset(s for s, count in enumerate(uses) if count > 1)
 
 
-def _run(shape: Shape, kept: frozenset[int], drops: frozenset[tuple[int, int]]) -> _Run:
-    """Runs the backward ops; `drops` are storages to forget after the stage of a backward op (-1: at the start)."""
-    alive = {*shape.given, *shape.out, *kept} - {s for s, stage in drops if stage == -1}
+def _run(shape: Shape, kept: frozenset[int], drops: _Drops, lasting: frozenset[int]) -> _Run:
+    """Runs the backward ops, each after what it needs and nobody holds."""
+    held = {*shape.given, *shape.out, *kept}
+    held.difference_update(s for s, stage in drops if stage == -1)
     sequence: list[int] = []
     stages: list[int] = []
+    alive: list[frozenset[int]] = []
     for stage in range(len(shape.ops) - shape.forward):
         index = shape.forward + stage
-        again = cone(shape, shape.ops[index].reads, alive)
+        alive.append(frozenset(held))
+        again = cone(shape, shape.ops[index].reads, held)
         sequence.extend((*again, index))
         stages.extend([stage] * (len(again) + 1))
-        for i in again:
-            alive.update(shape.ops[i].writes)
-        alive.difference_update(s for s, when in drops if when == stage)
+        held.update(s for i in again for s in shape.ops[i].writes if s in lasting)
+        held.difference_update(s for s, when in drops if when == stage)
     bytes_at, _ = profile(shape, sequence, shape.leaving)
-    peak = max(bytes_at, default=0)
     seconds = sum(shape.ops[i].seconds for i in sequence if i < shape.forward)
-    return Backward(tuple(sequence), peak, seconds), bytes_at, stages, bytes_at.count(peak)
+    return _Run(Backward(tuple(sequence), max(bytes_at, default=0), seconds), bytes_at, stages, alive)
 
 
 def _descend(
-    shape: Shape, kept: frozenset[int], drops: frozenset[tuple[int, int]], best: _Run
-) -> tuple[frozenset[tuple[int, int]], _Run] | None:
-    """The cheapest drop that lowers the peak, or makes it rarer."""
-    run, bytes_at, stages, count = best
-    position = bytes_at.index(run.peak)
-    op = shape.ops[run.sequence[position]]
-    _, live = profile(shape, run.sequence[position + 1 :], shape.leaving)
-    idle = [s for s in live - {*op.reads, *op.writes, *shape.given} if shape.makers[s] >= 0 and shape.sizes[s]]
-    choices = []
-    for s in idle:
-        for stage in (stages[position] - 1, stages[position]):
-            if (s, stage) in drops:
-                continue
-            changed = drops | {(s, stage)}
-            other = _run(shape, kept, changed)
-            if (other[0].peak, other[3]) < (run.peak, count):
-                gain = run.peak - other[0].peak
-                choices.append(((other[0].seconds - run.seconds) / (gain + 1), -gain, s, changed, other))
-    if not choices:
-        return None
-    *_, changed, other = min(choices, key=lambda choice: choice[:3])
-    return changed, other
+    shape: Shape, kept: frozenset[int], drops: _Drops, lasting: frozenset[int], run: _Run
+) -> tuple[_Drops, _Run] | None:
+    """Drops what idles at the peak, the cheapest to make again that does not raise the peak."""
+    sequence, peak = run.backward.sequence, run.backward.peak
+    position = run.bytes_at.index(peak)
+    busy = {*shape.ops[sequence[position]].reads, *shape.ops[sequence[position]].writes, *shape.given}
+    _, live = profile(shape, sequence[position + 1 :], shape.leaving)
+    choices: list[tuple[float, tuple[int, int]]] = []
+    for s in live - busy:
+        if shape.makers[s] < 0 or shape.sizes[s] * 64 < peak:
+            continue
+        uses = [p for p, i in enumerate(sequence) if s in shape.ops[i].reads or s in shape.ops[i].writes]
+        before = max((run.stages[p] for p in uses if p < position), default=-1)
+        after = min(run.stages[p] for p in uses if p > position)
+        if before < after and (s, before) not in drops:
+            again = cone(shape, [s], run.alive[after] - {s})
+            choices.append((sum(shape.ops[i].seconds for i in again) / shape.sizes[s], (s, before)))
+    for _, drop in sorted(choices):
+        other = _run(shape, kept, drops | {drop}, lasting)
+        if other.backward.peak <= _SLACK * peak:
+            return drops | {drop}, other
+    return None

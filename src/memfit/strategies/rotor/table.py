@@ -1,15 +1,15 @@
 """The dynamic program over the chain: least time to run blocks `s` to `t` forward and backward in `m` bytes.
 
     C(s, t, m) = min of
-        an option of blocks s to e:   forward keeping it, C(e + 1, t, m - kept), backward
-        a checkpoint before block c:  forward from s to c, C(c, t, m - boundary of c), C(s, c - 1, m)
+        a way through blocks s to e - 1:  forward, C(e, t, m - kept), backward
+        a checkpoint before block c:      forward from s to c, C(c, t, m - its boundary), C(s, c - 1, m)
 
-The boundary before `s` is paid for outside, and `m` is what is left of the whole budget, so that a peak is compared
-with the memory the step uses at that place anyway (static bytes, outputs, gradients). Segments that end before the
-last block run a second time: their forward ops that nobody needs are left out.
+The boundary before `s` is paid for outside, and `m` is what is left of the whole budget, so a peak is compared with
+the memory the step uses at that place anyway. Segments that do not end at the last block run again, and `t` says what
+the backward pass holds meanwhile.
 
-Idea: Beaumont et al., "Optimal checkpointing for heterogeneous chains" (2019): the optimal persistent schedule, several
-recomputations of one op allowed. New here: options of several blocks at once, carried storages paid once.
+Idea: Beaumont et al., "Optimal checkpointing for heterogeneous chains" (2019): the optimal persistent schedule, ops
+run as often as need be. New here: ways through several blocks at once, and carried storages that are paid once.
 
 Known limits: bytes are rounded to slots, so whoever uses an order asks the simulator; a boundary is held until the
 segment after it is done.
@@ -17,250 +17,187 @@ segment after it is done.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
 
-from memfit.planner.chain import Chain
-from memfit.step.graph import Phase, StepGraph, StorageKind
-from memfit.step.program import Action, plain_order, program_of
-from memfit.strategies.rotor.options import Backward, Option, options_of
-from memfit.strategies.rotor.shape import Shape, profile, shape_of
+from memfit.strategies.rotor.ways import Site, Way
 
-__all__ = ["Table", "fill"]
+__all__ = ["Table", "fill", "order_at"]
 
-_Cells = NDArray[np.float64]
+_Ints = NDArray[np.int64]
+_Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Way:
-    """One way to run blocks `start` to `stop`: an option and one of its backward passes."""
+class _Ways:
+    """The ways from one block as columns, bytes in slots."""
 
-    stop: int
-    option: Option
-    backward: Backward
-    seconds: float
-    seconds_again: float
-    need: int
-    need_again: int
-    kept: int
+    ways: tuple[Way, ...]
+    stop: _Ints
+    kept: _Ints
+    first_need: _Ints
+    down_need: _Ints
+    again_rise: _Ints
+    only_rise: _Ints
+    first_seconds: _Floats
+    again_seconds: _Floats
+    only_seconds: _Floats
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """C(s, t, m) for all s, t, m; and the order behind each cell."""
+    """Least seconds of forward ops by first block, last block and slots of memory; infinite where nothing fits.
 
-    def __init__(self, graph: StepGraph, chain: Chain, slot: int, slots: int, width: int, narrow: float) -> None:
-        self.graph, self.chain, self.slot, self.slots = graph, chain, slot, slots
-        self.count = len(chain.blocks)
-        self.lasts = [-1] * len(graph.storages)
-        for index, op in enumerate(graph.ops):
-            for s in op.reads:
-                self.lasts[s] = index
-        for s in graph.held_to_the_end():
-            self.lasts[s] = len(graph.ops)
-        self.forward_base, self.backward_base = self._bases()
-        self.shapes = {
-            (s, e): shape_of(graph, chain, self.lasts, s, e)
-            for s in range(self.count)
-            for e in range(s + 1, min(self.count, s + width) + 1)
-        }
-        self.ways: list[list[_Way]] = []
-        for s in range(self.count):
-            ways = []
-            for e in range(s + 1, min(self.count, s + width) + 1):
-                shape = self.shapes[s, e]
-                base = self.backward_base[e]
-                arriving = sum(shape.sizes[x] for x in shape.arriving)
-                floor = max(0, int(narrow) - base)
-                for option in options_of(shape, floor):
-                    ways.extend(self._ways(s, e, shape, option))
-            self.ways.append(ways)
-        self.checkpoint_bytes = self._checkpoint_bytes()
-        self.pass_seconds, self.pass_peak = self._passes()
-        self.cells = self._fill()
+    Attributes:
+        site: what was planned.
+        slot_bytes: bytes of a slot.
+        cells: the table.
+        columns: the ways from each block.
+    """
 
-    def _bases(self):
-        graph, pinned = self.graph, self.chain.pinned
-        sizes = [s.nbytes for s in graph.storages]
-        counted = [
-            s.kind in (StorageKind.TANGENT, StorageKind.BACKWARD, StorageKind.GRADIENT) or i in pinned
-            for i, s in enumerate(graph.storages)
-        ]
-        before = []
-        live = graph.static_bytes
-        for instruction in program_of(graph, plain_order(graph)).instructions:
-            index = instruction.index
-            if instruction.action is Action.FREE:
-                live -= sizes[index] if counted[index] else 0
-                continue
-            before.append(live)
-            op = graph.ops[index]
-            live += sum(sizes[s] for s in op.writes if counted[s])
-            if instruction.in_place and counted[op.in_place_over]:
-                live -= sizes[op.in_place_over]
-        before.append(live)
-        blocks = self.chain.blocks
-        # forward base of block i in the first pass: at its end
-        forward = [before[b.last + 1] for b in blocks]
-        # backward base at the start of backward of range ending at e (exclusive)
-        backward = [before[0]] + [before[blocks[e - 1].backward_first] for e in range(1, len(blocks) + 1)]
-        return forward, backward
+    site: Site
+    slot_bytes: int
+    cells: _Floats
+    columns: tuple[_Ways, ...]
 
-    def _ways(self, s, e, shape: Shape, option: Option):
-        wanted = option.kept.union(shape.out)
-        forward = range(shape.forward)
-        seconds = sum(shape.ops[i].seconds for i in forward)
-        again = sum(shape.ops[i].seconds for i in option.again)
-        rel = max(profile(shape, forward, wanted)[0], default=0)
-        rel_again = max(profile(shape, option.again, wanted)[0], default=0)
-        arriving = sum(shape.sizes[x] for x in shape.arriving)
-        base = self.backward_base[e] - arriving
-        first = max(self.forward_base[s:e]) + rel
-        if e == self.count: first = max(first, 0)
-        for backward in option.backwards:
-            down = base + backward.peak
-            yield _Way(stop=e, option=option, backward=backward, seconds=seconds + backward.seconds, seconds_again=again + backward.seconds,
-                       need=max(first, down), need_again=max(down, 0), kept=option.nbytes)
+    @property
+    def whole(self) -> _Floats:
+        """Least seconds of the whole chain, by slots."""
+        row: _Floats = self.cells[0, -1]
+        return row
 
-    def _checkpoint_bytes(self):
-        n = self.count
-        sets = [frozenset(b.boundary) for b in self.chain.blocks]
-        size = [st.nbytes for st in self.graph.storages]
-        return {(s, c): sum(size[x] for x in sets[c] - sets[s]) for s in range(n) for c in range(s + 1, n)}
 
-    def _passes(self):
-        """Seconds to run block i forward only (first, again) and peak of block i in pass from s."""
-        n = self.count
-        graph, chain = self.graph, self.chain
-        size = [st.nbytes for st in graph.storages]
-        seconds, peak = [], {}
-        from memfit.strategies.rotor.shape import cone
-        cache = {}
-        for i in range(n):
-            shape = self.shapes[i, i + 1]
-            again = cone(shape, shape.out, shape.given)
-            seconds.append((sum(op.seconds for op in shape.ops[: shape.forward]), sum(shape.ops[k].seconds for k in again)))
-            boundary = chain.blocks[i].boundary
-            after = set(chain.boundary_after(i))
-            for s in range(i + 1):
-                outer = set(chain.blocks[s].boundary)
-                counted = [k for k, x in enumerate(boundary) if x not in outer]
-                import dataclasses
-                sz = list(shape.sizes)
-                for k in counted: sz[k] = size[boundary[k]]
-                key=(shape,tuple(sz))
-                if key not in cache:
-                    sh = dataclasses.replace(shape, sizes=tuple(sz))
-                    wanted = [*shape.out, *(k for k, x in enumerate(boundary) if x in after)]
-                    cache[key]=tuple(max(max(profile(sh, seq, wanted)[0], default=0), sum(sz[k] for k in range(len(boundary)))) for seq in (range(shape.forward), again))
-                peak[s, i] = cache[key]
-        return seconds, peak
+def fill(site: Site, *, slots: int, slot_bytes: int) -> Table:
+    """Fills the table.
 
-    def _slots(self, n):
-        return -(-n // self.slot)
+    Args:
+        site: the chain and its ways.
+        slots: how much memory to plan for; cells do not depend on it.
+        slot_bytes: bytes of a slot.
+    """
+    count = len(site.chain.blocks)
+    cells = np.full((count + 1, count, slots), np.inf)
+    columns = tuple(_undominated(_columns(ways, slot_bytes)) for ways in site.ways)
+    table = Table(site=site, slot_bytes=slot_bytes, cells=cells, columns=columns)
+    memory = np.arange(slots)
+    for last in range(count):
+        for first in range(last, -1, -1):
+            rows, _ = _rows(table, first, last, memory)
+            cells[first, last] = rows.min(axis=0)
+    return table
 
-    def _fill(self):
-        n, M = self.count, self.slots
-        C = np.full((n + 1, n, M), np.inf)
-        self.cells = C
-        for t in range(n):
-            for s in range(t, -1, -1):
-                rows, _ = self._rows(C, s, t)
-                if rows is not None:
-                    C[s, t] = rows.min(axis=0)
-        return C
 
-    def _rows(self, C, s, t):
-        M = self.slots
-        m = np.arange(M)
-        first = t == self.count - 1
-        rows, what = [], []
-        bases, shifts, costs, needs = [], [], [], []
-        # ways
-        for way in self.ways[s]:
-            if way.stop > t + 1: continue
-            cost = way.seconds if first else way.seconds_again
-            if first: need = way.need
-            elif way.stop == t + 1:
-                seq, rel, secs = self._end(s, way)
-                cost = secs
-                need = self.backward_base[t + 1] + rel
-            else:
-                # forward again happens while backward is at t+1
-                need = max(way.need_again, self.backward_base[t + 1] + self._again_peak(s, way))
-            if way.stop == t + 1:
-                row = np.full(M, float(cost)); row[: self._slots(need)] = np.inf
-            else:
-                row = np.full(M, np.inf)
-                k = int(round(way.kept / self.slot))
-                if k < M:
-                    row[k:] = C[way.stop, t, : M - k] + cost
-                    row[: self._slots(need)] = np.inf
-            rows.append(row); what.append(way)
-        # checkpoints
-        need = 0; cost = 0.0
-        for c in range(s + 1, t + 1):
-            i = c - 1
-            base = self.forward_base[i] if first else self.backward_base[t + 1]
-            need = max(need, base + self.pass_peak[s, i][0 if first else 1])
-            cost += self.pass_seconds[i][0 if first else 1]
-            k = int(round(self.checkpoint_bytes[s, c] / self.slot))
-            if k >= M: continue
-            row = np.full(M, np.inf)
-            row[k:] = C[c, t, : M - k] + C[s, c - 1, k:] + cost
-            row[: self._slots(need)] = np.inf
-            rows.append(row); what.append(c)
-        return (np.stack(rows) if rows else None), what
+def order_at(table: Table, slots: int) -> list[int]:
+    """The order behind a finite cell of `table.whole`."""
+    order: list[int] = []
+    _walk(table, 0, len(table.columns) - 1, slots, order)
+    return order
 
-    def _again_peak(self, s, way):
-        key = (s, way.stop, way.option.kept)
-        cache = self.__dict__.setdefault("_ap", {})
-        if key not in cache:
-            shape = self.shapes[s, way.stop]
-            cache[key] = max(profile(shape, way.option.again, way.option.kept.union(shape.out))[0], default=0)
-        return cache[key]
 
-    def _end(self, s, way):
-        cache = self.__dict__.setdefault("_ep", {})
-        key = (s, way.stop, way.option.kept, way.backward)
-        if key not in cache:
-            from memfit.strategies.rotor.shape import cone
-            shape = self.shapes[s, way.stop]
-            seq = (*cone(shape, way.option.kept, shape.given), *way.backward.sequence)
-            rel = max(profile(shape, seq, shape.leaving)[0], default=0) - sum(shape.sizes[x] for x in shape.arriving)
-            cache[key] = seq, rel, sum(shape.ops[i].seconds for i in seq if i < shape.forward)
-        return cache[key]
+def _columns(ways: tuple[Way, ...], slot_bytes: int) -> _Ways:
+    def slots(values: list[int]) -> _Ints:
+        return -(-np.array(values, dtype=np.int64) // slot_bytes)
 
-    def order(self, m):
-        out = []
-        self._walk(0, self.count - 1, m, out)
-        return out
+    return _Ways(
+        ways=ways,
+        stop=np.array([w.stop for w in ways]),
+        kept=(np.array([w.kept_bytes for w in ways], dtype=np.int64) + slot_bytes // 2) // slot_bytes,
+        first_need=slots([w.first_need for w in ways]),
+        down_need=slots([w.down_need for w in ways]),
+        again_rise=np.array([w.again_rise for w in ways], dtype=np.int64),
+        only_rise=np.array([w.only_rise for w in ways], dtype=np.int64),
+        first_seconds=np.array([w.first_seconds for w in ways]),
+        again_seconds=np.array([w.again_seconds for w in ways]),
+        only_seconds=np.array([w.only_seconds for w in ways]),
+    )
 
-    def _walk(self, s, t, m, out):
-        rows, what = self._rows(self.cells, s, t)
-        j = int(rows[:, m].argmin())
-        assert np.isfinite(rows[j, m]), (s, t, m)
-        first = t == self.count - 1
-        w = what[j]
-        blocks = self.chain.blocks
-        from memfit.strategies.rotor.shape import cone
-        if isinstance(w, int):
-            for i in range(s, w):
-                shape = self.shapes[i, i + 1]
-                seq = range(shape.forward) if first else cone(shape, shape.out, shape.given)
-                out.extend(blocks[i].first + k for k in seq)
-            self._walk(w, t, m - int(round(self.checkpoint_bytes[s, w] / self.slot)), out)
-            self._walk(s, w - 1, m, out)
-            return
-        shape = self.shapes[s, w.stop]
-        fwd, back = blocks[s].first, blocks[w.stop - 1].backward_first
-        if not first and w.stop == t + 1:
-            out.extend(fwd + k if k < shape.forward else back + k - shape.forward for k in self._end(s, w)[0])
-            return
-        seq = range(shape.forward) if first else w.option.again
-        out.extend(fwd + k for k in seq)
-        if w.stop <= t:
-            self._walk(w.stop, t, m - int(round(w.kept / self.slot)), out)
-        out.extend(fwd + k if k < shape.forward else back + k - shape.forward for k in w.backward.sequence)
+
+def _undominated(columns: _Ways) -> _Ways:
+    """Without ways that another one of the same blocks beats in memory and time."""
+    arrays = [getattr(columns, f.name) for f in fields(columns) if f.name not in ("ways", "stop")]
+    table = np.stack(arrays, axis=1)
+    keep = np.ones(len(table), dtype=bool)
+    for i in range(len(table)):
+        beaten = keep & (columns.stop == columns.stop[i]) & (table >= table[i]).all(axis=1)
+        beaten[: i + 1] &= (table[: i + 1] > table[i]).any(axis=1)
+        keep &= ~beaten
+    return _Ways(
+        ways=tuple(way for way, kept in zip(columns.ways, keep, strict=True) if kept),
+        **{f.name: getattr(columns, f.name)[keep] for f in fields(columns) if f.name != "ways"},
+    )
+
+
+def _rows(table: Table, first: int, last: int, memory: _Ints) -> tuple[_Floats, list[Way | int]]:
+    """Time at each amount of memory for every choice at the head of a segment: a way, or a block to checkpoint before."""
+    here = table.columns[first]
+    running_first = last == len(table.columns) - 1
+    base = table.site.backward_base[last + 1]
+
+    through = np.flatnonzero(here.stop <= last)
+    ending = np.flatnonzero(here.stop == last + 1)
+    if running_first:
+        need, seconds = here.first_need[through], here.first_seconds[through]
+        end_need, end_seconds = here.first_need[ending], here.first_seconds[ending]
+    else:
+        rise = -(-(base + here.again_rise[through]) // table.slot_bytes)
+        need, seconds = np.maximum(here.down_need[through], rise), here.again_seconds[through]
+        end_need, end_seconds = -(-(base + here.only_rise[ending]) // table.slot_bytes), here.only_seconds[ending]
+
+    cuts = np.arange(first + 1, last + 1)
+    cut_kept, cut_need, cut_seconds = _checkpoints(table, first, last, cuts)
+
+    rows = np.full((len(through) + len(ending) + len(cuts), len(memory)), np.inf)
+    kept = np.concatenate([here.kept[through], cut_kept])
+    target = np.concatenate([here.stop[through], cuts])
+    left = memory - kept[:, None]
+    after = table.cells[target[:, None], last, np.maximum(left, 0)]
+    after[left < 0] = np.inf
+    rows[: len(through)] = after[: len(through)] + seconds[:, None]
+    rows[len(through) : len(through) + len(ending)] = end_seconds[:, None]
+    if len(cuts):
+        rows[len(through) + len(ending) :] = (
+            after[len(through) :] + table.cells[first, first:last][:, memory] + cut_seconds[:, None]
+        )
+    needs = np.concatenate([need, end_need, cut_need])
+    rows[memory < needs[:, None]] = np.inf
+    choices: list[Way | int] = [here.ways[i] for i in (*through, *ending)]
+    return rows, [*choices, *cuts.tolist()]
+
+
+def _checkpoints(table: Table, first: int, last: int, cuts: _Ints) -> tuple[_Ints, _Ints, _Floats]:
+    """For each place to checkpoint: slots of its boundary, slots and seconds to get there."""
+    site = table.site
+    passes = site.passes[first:last]
+    kept = (np.array(site.checkpoint_bytes[first], dtype=np.int64)[cuts] + table.slot_bytes // 2) // table.slot_bytes
+    if last == len(table.columns) - 1:
+        need = [base + p.first_rise[first] for base, p in zip(site.forward_base[first:last], passes, strict=True)]
+        seconds = [p.first_seconds for p in passes]
+    else:
+        need = [site.backward_base[last + 1] + p.again_rise[first] for p in passes]
+        seconds = [p.again_seconds for p in passes]
+    highest = np.maximum.accumulate(np.array(need, dtype=np.int64))
+    return kept, -(-highest // table.slot_bytes), np.cumsum(np.array(seconds))
+
+
+def _walk(table: Table, first: int, last: int, slots: int, order: list[int]) -> None:
+    rows, choices = _rows(table, first, last, np.array([slots]))
+    choice = choices[int(rows[:, 0].argmin())]
+    running_first = last == len(table.columns) - 1
+    site = table.site
+    if isinstance(choice, int):
+        for block, through in zip(site.chain.blocks[first:choice], site.passes[first:choice], strict=True):
+            order.extend(range(block.first, block.last + 1) if running_first else through.again)
+        kept = (site.checkpoint_bytes[first][choice] + table.slot_bytes // 2) // table.slot_bytes
+        _walk(table, choice, last, slots - kept, order)
+        _walk(table, first, choice - 1, slots, order)
+        return
+    if choice.stop == last + 1 and not running_first:
+        order.extend(choice.only)
+        return
+    blocks = site.chain.blocks
+    order.extend(range(blocks[first].first, blocks[choice.stop - 1].last + 1) if running_first else choice.forward)
+    if choice.stop <= last:
+        _walk(table, choice.stop, last, slots - (choice.kept_bytes + table.slot_bytes // 2) // table.slot_bytes, order)
+    order.extend(choice.backward)

@@ -1,0 +1,202 @@
+"""A model under test: captured, profiled, planned under budgets, and run plain or planned from one state."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from memfit.capture.cost_cache import CostCache, open_cache
+from memfit.capture.dynamo import preserved_state
+from memfit.capture.loss import backward_of
+from memfit.capture.trace import Capture, capture_step
+from memfit.capture.profile import profile_ops
+from memfit.plan import Plan
+from memfit.planning import Request, plan_captured, prove
+from memfit.runtime.apply import compile_planned, piece_programs
+from memfit.runtime.training import interleaved_seconds, resident_bytes, step_peak, training_step
+from memfit.step.graph import StepGraph
+from memfit.step.program import plain_program
+from memfit.step.simulate import Timeline, simulate
+from memfit.verification import same_bits
+from memfit.zoo import Example, build
+
+__all__ = ["Case", "Run", "Subject", "case_of", "differing", "measured_run"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What to measure.
+
+    Attributes:
+        spec: see `memfit.zoo.build`.
+        batch: samples in a batch.
+        shape: of one sample; None for the model's own.
+    """
+
+    spec: str
+    batch: int
+    shape: tuple[int, ...] | None = None
+
+    @property
+    def name(self) -> str:
+        """The model without where it comes from."""
+        return self.spec.partition(":")[2].partition("?")[0]
+
+    def __str__(self) -> str:
+        return self.spec.replace("|", "")
+
+
+def case_of(text: str) -> Case:
+    """Reads `SPEC@BATCH` or `SPEC@BATCH@3x64x64`."""
+    spec, batch, *shape = text.split("@")
+    sizes = tuple(int(size) for size in shape[0].split("x")) if shape else None
+    return Case(spec=spec, batch=int(batch), shape=sizes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One measured step.
+
+    Attributes:
+        peak_bytes: measured.
+        results: loss, outputs, gradients, buffers and random state it left behind.
+    """
+
+    peak_bytes: int
+    results: dict[str, torch.Tensor]
+
+
+@dataclass(slots=True, kw_only=True)
+class Subject:
+    """A captured and profiled step.
+
+    Attributes:
+        example: the model, its inputs and its loss.
+        device: where it is.
+        costs: measured op costs.
+        capture: the captured step.
+        graph: the same with times.
+        plain: what the simulator says of the plain step.
+        capture_seconds: how long capturing took.
+        profile_seconds: how long profiling took; next to nothing if the costs were known.
+    """
+
+    example: Example
+    device: torch.device
+    costs: CostCache
+    capture: Capture
+    graph: StepGraph
+    plain: Timeline
+    capture_seconds: float
+    profile_seconds: float
+    _calls: dict[int, Callable[..., Any]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, case: Case, device: torch.device, *, cached: bool = False) -> Subject:
+        """Builds, captures and profiles a model; the costs are measured anew unless those of this machine may serve."""
+        example = build(case.spec, batch=case.batch, shape=case.shape, device=device)
+        begin = time.perf_counter()
+        capture = capture_step(
+            example.model, example.args, example.kwargs, loss_fn=example.loss_fn, label=example.label
+        )
+        captured = time.perf_counter()
+        costs = open_cache(device) if cached else CostCache()
+        graph = profile_ops(capture, device, costs)
+        return cls(
+            example=example,
+            device=device,
+            costs=costs,
+            capture=capture,
+            graph=graph,
+            plain=simulate(graph, plain_program(graph)),
+            capture_seconds=captured - begin,
+            profile_seconds=time.perf_counter() - captured,
+        )
+
+    def plan(self, budget_bytes: int) -> Plan:
+        """A plan that nobody has run yet.
+
+        Raises:
+            BudgetError: if nothing fits.
+        """
+        example = self.example
+        request = Request(budget=budget_bytes, loss_fn=example.loss_fn, label=example.label)
+        return plan_captured(
+            example.model, example.args, example.kwargs, self.capture, self.graph, request, budget_bytes
+        )
+
+    def call(self, plan: Plan | None) -> Callable[..., Any]:
+        """The model's call under a plan, compiled once; the model itself without one."""
+        if plan is None:
+            return self.example.model
+        if id(plan.program) not in self._calls:
+            programs = piece_programs(self.capture, plan.program)
+            self._calls[id(plan.program)] = compile_planned(
+                self.example.model, programs, self.capture.gradient_outputs, describe=plan.__str__
+            )
+        return self._calls[id(plan.program)]
+
+    def step(self, plan: Plan | None = None) -> Callable[[], object]:
+        """One training step without an optimizer, to be timed."""
+        example = self.example
+        return training_step(self.call(plan), example.model, example.args, example.kwargs, loss_fn=example.loss_fn)
+
+    def run(self, plan: Plan | None = None) -> Run:
+        """Runs a step twice from the same state, the first time to warm up, and measures the second."""
+        return measured_run(self.example, self.call(plan), self.device)
+
+    def seconds(self, plans: Sequence[Plan | None], *, repeats: int = 1) -> list[float]:
+        """Median wall-clock seconds of each plan's step, run in turns; the model is left as it was."""
+        with preserved_state(self.example.model):
+            return interleaved_seconds([self.step(plan) for plan in plans], self.device, repeats=repeats)
+
+    def proven(self, plan: Plan) -> tuple[Plan, Run]:
+        """Runs a plan; if it takes more than its budget, has it corrected as `memfit.plan` would.
+
+        Raises:
+            BudgetError: if no correction fits.
+        """
+        run = self.run(plan)
+        if run.peak_bytes <= plan.budget_bytes:
+            return plan, run
+        plan = prove(self.example.model, self.example.args, self.example.kwargs, plan)
+        return plan, self.run(plan)
+
+
+def measured_run(example: Example, call: Callable[..., Any], device: torch.device) -> Run:
+    """Runs a step of `call` twice from the same state and measures the second."""
+    model = example.model
+    results: dict[str, torch.Tensor] = {}
+
+    def step() -> None:
+        output = call(*example.args, **example.kwargs)
+        torch.rand(3, device=device)  # whoever runs random ops again must not be led astray by others in between
+        loss = backward_of(output, example.loss_fn)
+        results.clear()
+        if loss is not None:
+            results["loss"] = loss
+
+    def resident() -> int:
+        return resident_bytes(model, example.args, example.kwargs, None, device)
+
+    for last in (False, True):
+        with preserved_state(model):
+            torch.manual_seed(0)
+            if not last:
+                step()
+                continue
+            peak = step_peak(step, device, resident, warmup=0)
+            results |= {f"gradient {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
+            results |= {f"buffer {n}": b.detach().clone() for n, b in model.named_buffers()}
+            results["random state"] = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    return Run(peak_bytes=peak, results=results)
+
+
+def differing(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> list[str]:
+    """Names of the results that do not have the same bits, or that only one of two runs has."""
+    names: Iterable[str] = dict.fromkeys((*expected, *found))
+    return [n for n in names if n not in expected or n not in found or not same_bits(expected[n], found[n])]

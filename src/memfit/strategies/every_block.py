@@ -1,0 +1,44 @@
+"""`every-block`: each repeated block of the model is a checkpointed segment.
+
+What `gradient_checkpointing_enable()` of transformers and `set_grad_checkpointing()` of timm do. The blocks
+are the modules that repeat under one container (`layer1.0`, `blocks.3`, `h.5`); a model without any falls
+back to the blocks of the chain.
+"""
+
+from __future__ import annotations
+
+import re
+
+from memfit.planner.chain import cut_chain
+from memfit.step.graph import Phase, StepGraph
+from memfit.strategies.segments import segment_order, starts_of
+
+__all__ = ["block_name", "order"]
+
+_NUMBERED = re.compile(r"^(.*?\.?\d+)(?:\.|$)")
+
+
+def block_name(module: str) -> str:
+    """The outermost numbered part of a module's name: `layer1.0.conv2` is in `layer1.0`."""
+    parts = module.split(".")
+    for count, part in enumerate(parts, start=1):
+        if part.isdecimal():
+            return ".".join(parts[:count])
+    return ""
+
+
+def order(graph: StepGraph, budget_bytes: int | None) -> list[int]:
+    """Every numbered module runs again, what is between them is kept; ignores the budget."""
+    forward = [i for i, op in enumerate(graph.ops) if op.phase is Phase.FORWARD]
+    names: list[str] = []
+    starts: list[int] = []
+    for index in forward:
+        module = graph.ops[index].module
+        name = block_name(module) if module or not names else names[-1]
+        if not names or name != names[-1]:
+            names.append(name)
+            starts.append(index)
+    if len({n for n in names if n}) < 2:
+        return segment_order(graph, starts_of(cut_chain(graph).blocks))
+    plain = {number for number, name in enumerate(names) if not name}
+    return segment_order(graph, starts[1:], kept_segments=plain)

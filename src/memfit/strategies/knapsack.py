@@ -1,0 +1,62 @@
+"""`knapsack`: torch's `activation_memory_budget` model, run on memfit's runtime.
+
+Torch chooses which results of compute-intensive ops to save by a 0/1 knapsack: most time saved under a limit on
+saved bytes; everything pointwise runs again for free in its model. It does not model when values live, so the
+limit is searched here until the simulated peak fits, which its users do by hand.
+
+Source: `torch._functorch.partitioners.choose_saved_values_set` and `torch._functorch._activation_checkpointing`.
+"""
+
+from __future__ import annotations
+
+from memfit.errors import BudgetError
+from memfit.planner.lazy import lazy_order
+from memfit.planner.solver import Milp, solve
+from memfit.step.graph import StepGraph
+from memfit.step.program import program_of
+from memfit.step.simulate import simulate
+from memfit.strategies.openai import heavy_storages
+from memfit.units import format_bytes
+
+__all__ = ["order"]
+
+_STEPS = 24
+
+
+def order(graph: StepGraph, budget_bytes: int | None) -> list[int]:
+    """The largest knapsack whose peak fits; everything heavy saved without a budget.
+
+    Raises:
+        BudgetError: if no size of the knapsack fits.
+    """
+    heavy = sorted(heavy_storages(graph))
+    if budget_bytes is None:
+        return lazy_order(graph, heavy)
+    whole = sum(graph.storages[s].nbytes for s in heavy)
+    least: int | None = None
+    for step in range(_STEPS, -1, -1):
+        found = lazy_order(graph, _chosen(graph, heavy, whole * step // _STEPS))
+        peak = simulate(graph, program_of(graph, found)).peak_bytes
+        if peak <= budget_bytes:
+            return found
+        least = peak if least is None else min(least, peak)
+    assert least is not None
+    raise BudgetError(
+        f"no knapsack of saved bytes has a peak of at most {format_bytes(budget_bytes)}; "
+        f"the least peak is {format_bytes(least)}",
+        budget_bytes=budget_bytes,
+        least_bytes=least,
+    )
+
+
+def _chosen(graph: StepGraph, heavy: list[int], limit: int) -> list[int]:
+    if not heavy or limit <= 0:
+        return []
+    producer = graph.producers()
+    problem = Milp()
+    for storage in heavy:
+        problem.variable(cost=-graph.ops[producer[storage]].seconds)
+    mib = float(1 << 20)
+    problem.row({i: graph.storages[s].nbytes / mib for i, s in enumerate(heavy)}, upper=limit / mib)
+    values = solve(problem, seconds=1.0).values
+    return [s for s, value in zip(heavy, values, strict=True) if value > 0.5] if len(values) else []

@@ -1,0 +1,13 @@
+"""No strategy: every op once, everything kept until its last use. The step as it is without memfit."""
+
+from __future__ import annotations
+
+from memfit.step.graph import StepGraph
+from memfit.step.program import plain_order
+
+__all__ = ["order"]
+
+
+def order(graph: StepGraph, budget_bytes: int | None) -> list[int]:
+    """The captured order; ignores the budget."""
+    return plain_order(graph)

@@ -1,0 +1,107 @@
+"""`rotor`: the optimal schedule of a chain of blocks, every block in the way that suits the memory left.
+
+The forward pass is cut into blocks (`memfit.planner.chain`). A dynamic program decides for every stretch of blocks and
+every amount of memory whether to keep something of it and which backward pass to run, or to keep only the boundary
+before it and come back later, any number of times. That reaches the lowest budgets, where what is made again must be
+dropped and made once more, and comes close to the relaxed bound elsewhere.
+
+The program works with memory rounded to slots. So the order behind each amount of memory is simulated, from the
+largest amount down, until one fits the budget: time only grows on the way, hence the first that fits is the fastest.
+
+Source: Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing for heterogeneous chains: how to train
+deep neural networks with limited memory" (2019); Rockmate (Zhao et al., ICML 2023) for options within blocks.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from memfit.errors import BudgetError
+from memfit.planner.bound import op_wall_bytes
+from memfit.planner.chain import cut_chain
+from memfit.step.graph import StepGraph
+from memfit.step.program import plain_order, program_of
+from memfit.step.simulate import simulate
+from memfit.strategies.rotor.table import Table, fill, order_at
+from memfit.strategies.rotor.ways import Site, site_of
+from memfit.units import format_bytes
+
+__all__ = ["least_bytes", "least_order", "order"]
+
+_BLOCKS = 48
+_SPAN = 40
+_SLOTS = 2000
+"""Slots of the plain step's peak."""
+
+_HOPE = 1.03
+"""How much more memory than the budget an order may claim and still turn out to fit."""
+
+
+def order(graph: StepGraph, budget_bytes: int | None) -> list[int]:
+    """The fastest order of the table that fits the budget; the captured one without a budget.
+
+    Raises:
+        BudgetError: if none fits.
+    """
+    if budget_bytes is None or _peak(graph, plain_order(graph)) <= budget_bytes:
+        return plain_order(graph)
+    table = _table(graph, int(budget_bytes * _HOPE))
+    seen = np.inf
+    for slots in np.flatnonzero(np.isfinite(table.whole))[::-1].tolist():
+        if table.whole[slots] == seen:
+            continue
+        seen = table.whole[slots]
+        found = order_at(table, slots)
+        if _peak(graph, found) <= budget_bytes:
+            return found
+    least = least_order(graph)
+    least_peak = _peak(graph, least)
+    if least_peak <= budget_bytes:
+        return least
+    raise BudgetError(
+        f"no order of strategy 'rotor' fits {format_bytes(budget_bytes)}; the least budget that works is "
+        f"{format_bytes(least_peak)} ({least_peak} bytes)",
+        budget_bytes=budget_bytes,
+        least_bytes=least_peak,
+    )
+
+
+def least_bytes(graph: StepGraph) -> int:
+    """The least budget for which `order` finds one."""
+    return _peak(graph, least_order(graph))
+
+
+@lru_cache(maxsize=8)
+def least_order(graph: StepGraph) -> list[int]:
+    """The order of the least peak, the fastest of those."""
+    limit = op_wall_bytes(graph)
+    while True:
+        table = _table(graph, limit)
+        finite = np.flatnonzero(np.isfinite(table.whole))
+        if len(finite):
+            break
+        limit += limit // 4 + 1
+    orders = [order_at(table, slots) for slots in finite[:8].tolist()]
+    return min([*orders, plain_order(graph)], key=lambda found: _peak(graph, found))
+
+
+def _peak(graph: StepGraph, found: list[int]) -> int:
+    return simulate(graph, program_of(graph, found)).peak_bytes
+
+
+def _table(graph: StepGraph, limit_bytes: int) -> Table:
+    """A table that goes at least to a limit; what it says of less memory does not depend on the limit."""
+    slot_bytes = max(1, _peak(graph, plain_order(graph)) // _SLOTS)
+    return _filled(graph, slot_bytes, (limit_bytes // slot_bytes // 128 + 1) * 128)
+
+
+@lru_cache(maxsize=8)
+def _filled(graph: StepGraph, slot_bytes: int, slots: int) -> Table:
+    return fill(_site(graph), slots=slots, slot_bytes=slot_bytes)
+
+
+@lru_cache(maxsize=8)
+def _site(graph: StepGraph) -> Site:
+    return site_of(graph, cut_chain(graph, most=_BLOCKS), span=_SPAN, narrow=int(0.6 * op_wall_bytes(graph)))

@@ -1,0 +1,22 @@
+"""`sequential:k`: k equal segments, all but the last run again.
+
+What `torch.utils.checkpoint.checkpoint_sequential(functions, k, x)` does with the blocks of the chain as
+functions: `len // k` blocks in each segment, the last segment takes the rest and is not checkpointed.
+"""
+
+from __future__ import annotations
+
+from memfit.planner.chain import cut_chain
+from memfit.step.graph import StepGraph
+from memfit.strategies.segments import segment_order
+
+__all__ = ["order"]
+
+
+def order(graph: StepGraph, budget_bytes: int | None, *, segments: int) -> list[int]:
+    """Segments of equal length; ignores the budget."""
+    blocks = cut_chain(graph).blocks
+    count = min(segments, len(blocks))
+    size = len(blocks) // count
+    cuts = [blocks[i * size].first for i in range(1, count)]
+    return segment_order(graph, cuts, kept_segments={count - 1})

@@ -1,0 +1,132 @@
+import csv
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from memfit.report.records import COMPARISON_COLUMNS
+
+MODEL = "zoo:mlp?width=64&layers=8"
+BATCH = ("--batch", 4096, "--shape", "16")
+
+
+def test_estimate_says_what_the_plain_step_takes(memfit: Callable) -> None:
+    found = memfit("estimate", MODEL, *BATCH, "--optimizer", "adam")
+    assert found.code == 0 and found.err == ""
+    assert "nothing was run" in found.out and "activations" in found.out
+    assert found.last.startswith("Takes ") and "predicted" in found.last
+
+
+def test_estimate_says_whether_the_plain_step_fits(memfit: Callable) -> None:
+    fits = memfit("estimate", MODEL, *BATCH, "--budget", "1GiB", "--json")
+    document = json.loads(fits.out)
+    assert fits.code == 0 and fits.err.startswith("Fits: ")
+    assert document["kind"] == "estimate"
+    assert sum(row["predicted_bytes"] for row in document["rows"]) == document["predicted_peak_bytes"]
+    too_small = memfit("estimate", MODEL, *BATCH, "--budget", document["predicted_peak_bytes"] - 1)
+    assert too_small.code == 1 and "a plan may" in too_small.last
+
+
+def test_estimate_needs_no_device(memfit: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    found = memfit("estimate", MODEL, *BATCH, "--device", "cuda")
+    assert found.code == 0 and "meta device" in found.err
+    assert memfit("plan", MODEL, "--budget", "1GiB", "--device", "cuda").code == 2
+
+
+def test_a_plan_is_printed_saved_and_verified(memfit: Callable, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    table = tmp_path / "plan.csv"
+    found = memfit("plan", MODEL, *BATCH, "--budget", "75%plain", "--save", path, "--csv", table)
+    assert found.code == 0
+    assert "block" in found.out and "later" in found.out
+    assert found.last.startswith("Fits: ")
+    assert all(word in found.last for word in ("predicted", "measured", "of ", "step time", "keep", "recompute"))
+    assert next(csv.reader(table.open()))[:3] == ["block", "module", "saves"]
+
+    verified = memfit("verify", MODEL, *BATCH, "--plan", path, "--json", tmp_path / "verify.json")
+    document = json.loads((tmp_path / "verify.json").read_text())
+    assert verified.code == 0 and verified.last.startswith("Exact: ")
+    assert document["passed"] and document["differing"] == 0
+    assert document["recomputes_executed"] == document["recomputes_planned"] > 0
+    assert document["peak_measured_bytes"] <= document["budget_bytes"]
+    assert {row["kind"] for row in document["rows"]} == {"loss", "gradient", "random state"}
+
+    other = memfit("verify", "zoo:mlp?width=65&layers=8", *BATCH, "--plan", path)
+    assert other.code == 2 and "PlanMismatchError" in other.err
+
+
+def test_verify_fails_where_bits_differ(memfit: Callable, tmp_path: Path) -> None:
+    (tmp_path / "fickle.py").write_text(
+        "import itertools, torch\n"
+        "from memfit.zoo import Example\n"
+        "calls = itertools.count(1)\n"
+        "def make(batch):\n"
+        "    return Example(model=torch.nn.Linear(4, 4), args=(torch.ones(batch, 4),),\n"
+        "                   loss_fn=lambda y: y.sum() * next(calls))\n"
+    )
+    found = memfit("verify", f"{tmp_path / 'fickle.py'}:make", "--budget", "50%")
+    assert found.code == 1 and found.last.startswith("Not exact: ") and "differ" in found.last
+
+
+def test_compare_prints_one_table_of_real_runs(memfit: Callable, tmp_path: Path) -> None:
+    found = memfit(
+        *("compare", MODEL, "--batch", "1024,4096", "--shape", "16", "--strategy", "none,auto"),
+        *("--budget", "75%,1%", "--csv", "--json", tmp_path / "table.json"),
+    )
+    assert found.code == 0 and found.err.startswith("Fits: 4 of 6")
+    rows = list(csv.DictReader(io.StringIO(found.out)))
+    assert tuple(rows[0]) == COMPARISON_COLUMNS
+    assert [(row["batch"], row["strategy"], row["fits"]) for row in rows] == [
+        (batch, *rest) for batch in ("1024", "4096") for rest in (("none", "True"), ("auto", "True"), ("auto", "False"))
+    ]
+    for row in rows:
+        if row["fits"] == "True":
+            assert int(row["peak_after_measured_bytes"]) <= int(row["budget_bytes"] or 1 << 60)
+            assert float(row["time_after_measured_seconds"]) > 0
+            assert float(row["retained_activations_percent"]) + float(
+                row["recomputed_activations_percent"]
+            ) == pytest.approx(100, abs=0.01)
+        else:
+            assert int(row["least_bytes"]) > int(row["budget_bytes"]) and row["error"]
+    document = json.loads((tmp_path / "table.json").read_text())
+    assert document["kind"] == "comparison" and [r["batch"] for r in document["rows"]] == [
+        int(r["batch"]) for r in rows
+    ]
+
+
+def test_the_table_of_a_comparison_shows_predicted_over_measured(memfit: Callable) -> None:
+    found = memfit("compare", MODEL, *BATCH, "--strategy", "auto", "--budget", "75%,1%", "--repeats", 1)
+    lines = [line for line in found.out.splitlines() if " predicted " in line or " measured " in line]
+    assert found.code == 0 and len(lines) == 3  # two for the row that fits, one for the other
+    assert "does not fit" in found.out and "least " in found.out
+
+
+def test_compare_does_not_fit_only_if_nothing_does(memfit: Callable) -> None:
+    found = memfit("compare", MODEL, *BATCH, "--strategy", "auto", "--budget", "1%", "--no-measure")
+    assert found.code == 1 and found.last.startswith("Does not fit: ") and "the least that works is" in found.last
+
+
+def test_max_batch_finds_more_than_plain(memfit: Callable) -> None:
+    found = memfit("max-batch", MODEL, "--shape", "16", "--budget", "2MiB", "--json")
+    document = json.loads(found.out)
+    assert found.code == 0 and found.err.splitlines()[-1].startswith(f"Fits: batch {document['planned']} (")
+    assert document["planned"] > document["plain"] > 0
+    assert document["measured_peak_bytes"] <= document["budget_bytes"] == 2 << 20
+    table = memfit("max-batch", MODEL, "--shape", "16", "--budget", "2MiB", "--limit", 8, "--no-prove")
+    assert table.code == 0 and "largest planned" in table.out
+
+
+def test_demo_trains_twice_and_compares(memfit: Callable) -> None:
+    pytest.importorskip("torchvision")
+    pytest.importorskip("sklearn")
+    found = memfit(
+        *("demo", "--model", "torchvision:resnet18?num_classes=2", "--batch", 64, "--size", 32, "--steps", 3),
+        *("--percent", 95),
+    )
+    assert found.code == 0, found.err
+    assert sum(line.rstrip().endswith(" equal") for line in found.out.splitlines()) == 3
+    assert found.last.startswith("Fits: ") and "losses bitwise equal" in found.last
+    assert memfit("demo", "--steps", 2).code == 2

@@ -1,0 +1,138 @@
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from memfit.errors import BudgetError
+from memfit.plan import Plan
+from memfit.planning import Request, make_plan
+from memfit.verification import same_bits, verify
+from memfit.zoo import Example, build
+
+
+@pytest.fixture(autouse=True)
+def small_machine(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Costs measured in this session only, on one thread: these models are tiny."""
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path_factory.getbasetemp() / "costs"))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def request_for(example: Example, share: float, *, optimizer: torch.optim.Optimizer | None = None) -> Request:
+    """A request for a share of the plain step's predicted peak."""
+    plain = Request(budget=1 << 40, loss_fn=example.loss_fn, optimizer=optimizer, strategy="none", prove=False)
+    peak = make_plan(example.model, example.args, example.kwargs, replace(plain, budget="100%")).predicted.peak_bytes
+    return replace(plain, budget=int(peak * share), strategy="auto", prove=True)
+
+
+MODELS = [
+    ("zoo:mlp?width=64&layers=8", 4096, (16,), 0.75),
+    ("zoo:gpt?layers=2&width=32&heads=2", 8, (64,), 0.75),  # dropout
+    ("torchvision:resnet18?num_classes=4", 64, (3, 32, 32), 0.95),  # batch normalisation
+    ("zoo:lstm-classifier?width=16&layers=1&unrolled=true&dropout=0.0", 64, (6,), 0.9),
+]
+
+
+@pytest.mark.parametrize(("spec", "batch", "shape", "share"), MODELS)
+def test_a_planned_step_is_the_plain_step(spec: str, batch: int, shape: tuple[int, ...], share: float) -> None:
+    pytest.importorskip("torchvision" if spec.startswith("torchvision") else "torch")
+    example = build(spec, batch=batch, shape=shape)
+    before = {name: tensor.clone() for name, tensor in example.model.state_dict().items()}
+    random_state = torch.get_rng_state()
+    request = request_for(example, share)
+    result = verify(example.model, example.args, example.kwargs, request)
+    assert result.passed, result.differing
+    assert result.steps == 2
+    assert result.peak_bytes <= result.plan.budget_bytes < result.plain_peak_bytes
+    assert result.recomputes_executed == result.recomputes_planned > 0
+    compared = {(check.kind, check.name) for check in result.checks}
+    assert {("gradient", name) for name, _ in example.model.named_parameters()} <= compared
+    assert {("buffer", name) for name, _ in example.model.named_buffers()} <= compared
+    assert ("loss", "loss") in compared and ("random state", "cpu") in compared
+    # Nothing of it happened to the caller.
+    assert all(same_bits(before[name], tensor) for name, tensor in example.model.state_dict().items())
+    assert all(p.grad is None for p in example.model.parameters())
+    assert torch.equal(random_state, torch.get_rng_state())
+
+
+def test_the_optimizer_steps_too_and_its_parameters_are_compared() -> None:
+    example = build("zoo:mlp?width=64&layers=8", batch=4096, shape=(16,))
+    optimizer = torch.optim.AdamW(example.model.parameters())
+    request = request_for(example, 0.75, optimizer=optimizer)
+    result = verify(example.model, example.args, example.kwargs, request, steps=2)
+    assert result.passed, result.differing
+    updated = [check for check in result.checks if check.kind == "parameter"]
+    assert len(updated) == 3 * len(list(example.model.parameters()))
+    assert not optimizer.state
+
+
+def test_gradients_that_exist_are_added_to() -> None:
+    example = build("zoo:mlp?width=64&layers=8", batch=4096, shape=(16,))
+    for parameter in example.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    result = verify(example.model, example.args, example.kwargs, request_for(example, 0.8))
+    assert result.passed, result.differing
+    assert all(p.grad is not None and bool((p.grad == 1).all()) for p in example.model.parameters())
+
+
+def test_a_plan_from_a_file_is_verified(tmp_path: Path) -> None:
+    example = build("zoo:mlp?width=64&layers=8", batch=4096, shape=(16,))
+    request = request_for(example, 0.75)
+    make_plan(example.model, example.args, {}, request).save(tmp_path / "plan.json")
+    plan = Plan.load(tmp_path / "plan.json")
+    result = verify(example.model, example.args, None, plan, loss_fn=example.loss_fn)
+    assert result.passed and result.recomputes_planned > 0
+
+
+def test_differences_are_found_and_measured() -> None:
+    example = build("zoo:mlp?width=64&layers=2", batch=64, shape=(16,))
+    calls = itertools.count(1)
+
+    def fickle(output: torch.Tensor) -> torch.Tensor:
+        return output.square().mean() * next(calls)
+
+    request = replace(request_for(example, 1.1), loss_fn=fickle)
+    result = verify(example.model, example.args, {}, request)
+    assert not result.passed and result.fits
+    different = {check.kind for check in result.differing}
+    assert different == {"loss", "gradient"}
+    assert all(check.max_difference > 0 for check in result.differing)
+
+
+def test_a_budget_that_is_exceeded_is_found() -> None:
+    example = build("zoo:mlp?width=64&layers=2", batch=64, shape=(16,))
+    plan = make_plan(example.model, example.args, {}, request_for(example, 1.1))
+    result = verify(example.model, example.args, {}, replace(plan, budget_bytes=plan.predicted.peak_bytes // 2))
+    assert not result.fits and not result.passed and not result.differing
+
+
+def test_what_cannot_be_planned_cannot_be_verified() -> None:
+    example = build("zoo:mlp?width=64&layers=2", batch=64, shape=(16,))
+    with pytest.raises(BudgetError):
+        verify(example.model, example.args, {}, replace(request_for(example, 1.1), budget=1000))
+
+
+def test_a_model_without_a_loss_is_compared_by_its_outputs() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    x = torch.randn(32, 8, requires_grad=True)
+    result = verify(model, (x,), {}, Request(budget="50%", prove=False))
+    assert result.passed, result.differing
+    compared = {(check.kind, check.name) for check in result.checks}
+    assert {("output", "0"), ("gradient", "input 0")} <= compared
+    assert x.grad is None
+
+
+def test_bits_are_compared_not_values() -> None:
+    nan, zero = torch.tensor([float("nan")]), torch.tensor(0.0)
+    assert same_bits(nan, nan.clone())
+    assert not same_bits(zero, -zero)
+    assert not same_bits(zero, zero.double())
+    assert not same_bits(torch.zeros(2), torch.zeros(3))
+    assert same_bits(torch.ones(2, 3).t(), torch.ones(3, 2))
+    assert same_bits(torch.zeros(0), torch.zeros(0))
