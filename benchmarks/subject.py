@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from memfit.planning import Request, plan_captured, prove
 from memfit.runtime.apply import compile_planned, piece_programs
 from memfit.runtime.training import interleaved_seconds, resident_bytes, step_peak, training_step
 from memfit.step.graph import StepGraph
-from memfit.step.program import plain_program
+from memfit.step.program import Program, plain_program
 from memfit.step.simulate import Timeline, simulate
 from memfit.verification import same_bits
 from memfit.zoo import Example, build
@@ -128,6 +128,19 @@ class Subject:
         return plan_captured(
             example.model, example.args, example.kwargs, self.capture, self.graph, request, budget_bytes
         )
+
+    def plan_of(self, program: Program) -> Plan:
+        """A plan that runs a program however much it takes."""
+        timeline = simulate(self.graph, program)
+        plan = self.plan(self.plain.peak_bytes)
+        predicted = replace(
+            plan.predicted,
+            peak_bytes=timeline.peak_bytes,
+            step_seconds=timeline.step_seconds,
+            overhead=timeline.overhead,
+            bound_overhead=None,
+        )
+        return replace(plan, budget_bytes=timeline.peak_bytes, strategy="given", program=program, predicted=predicted)
 
     def call(self, plan: Plan | None) -> Callable[..., Any]:
         """The model's call under a plan, compiled once; the model itself without one."""

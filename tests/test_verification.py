@@ -7,9 +7,12 @@ import pytest
 import torch
 from torch import nn
 
+from memfit.capture.trace import capture_step
 from memfit.errors import BudgetError
 from memfit.plan import Plan
 from memfit.planning import Request, make_plan
+from memfit.step.program import plain_program
+from memfit.step.simulate import simulate
 from memfit.verification import same_bits, verify
 from memfit.zoo import Example, build
 
@@ -24,18 +27,20 @@ def small_machine(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.Temp
     torch.set_num_threads(threads)
 
 
-def request_for(example: Example, share: float, *, optimizer: torch.optim.Optimizer | None = None) -> Request:
+def request_for(
+    example: Example, share: float, *, strategy: str = "auto", optimizer: torch.optim.Optimizer | None = None
+) -> Request:
     """A request for a share of the plain step's predicted peak."""
-    plain = Request(budget=1 << 40, loss_fn=example.loss_fn, optimizer=optimizer, strategy="none", prove=False)
-    peak = make_plan(example.model, example.args, example.kwargs, replace(plain, budget="100%")).predicted.peak_bytes
-    return replace(plain, budget=int(peak * share), strategy="auto", prove=True)
+    captured = capture_step(example.model, example.args, {}, loss_fn=example.loss_fn, optimizer=optimizer)
+    peak = simulate(captured.graph, plain_program(captured.graph)).peak_bytes
+    return Request(budget=int(peak * share), loss_fn=example.loss_fn, optimizer=optimizer, strategy=strategy)
 
 
 MODELS = [
     ("zoo:mlp?width=64&layers=8", 4096, (16,), 0.75),
     ("zoo:gpt?layers=2&width=32&heads=2", 8, (64,), 0.75),  # dropout
     ("torchvision:resnet18?num_classes=4", 64, (3, 32, 32), 0.95),  # batch normalisation
-    ("zoo:lstm-classifier?width=16&layers=1&unrolled=true&dropout=0.0", 64, (6,), 0.9),
+    ("zoo:lstm-classifier?width=16&layers=1&unrolled=true&dropout=0.0", 64, (4,), 0.9),
 ]
 
 
@@ -64,7 +69,7 @@ def test_a_planned_step_is_the_plain_step(spec: str, batch: int, shape: tuple[in
 def test_the_optimizer_steps_too_and_its_parameters_are_compared() -> None:
     example = build("zoo:mlp?width=64&layers=8", batch=4096, shape=(16,))
     optimizer = torch.optim.AdamW(example.model.parameters())
-    request = request_for(example, 0.75, optimizer=optimizer)
+    request = request_for(example, 1.1, strategy="sqrt", optimizer=optimizer)
     result = verify(example.model, example.args, example.kwargs, request, steps=2)
     assert result.passed, result.differing
     updated = [check for check in result.checks if check.kind == "parameter"]
@@ -76,14 +81,14 @@ def test_gradients_that_exist_are_added_to() -> None:
     example = build("zoo:mlp?width=64&layers=8", batch=4096, shape=(16,))
     for parameter in example.model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    result = verify(example.model, example.args, example.kwargs, request_for(example, 0.8))
+    result = verify(example.model, example.args, example.kwargs, request_for(example, 1.1, strategy="sqrt"))
     assert result.passed, result.differing
     assert all(p.grad is not None and bool((p.grad == 1).all()) for p in example.model.parameters())
 
 
 def test_a_plan_from_a_file_is_verified(tmp_path: Path) -> None:
     example = build("zoo:mlp?width=64&layers=8", batch=4096, shape=(16,))
-    request = request_for(example, 0.75)
+    request = request_for(example, 1.1, strategy="sqrt")
     make_plan(example.model, example.args, {}, request).save(tmp_path / "plan.json")
     plan = Plan.load(tmp_path / "plan.json")
     result = verify(example.model, example.args, None, plan, loss_fn=example.loss_fn)
@@ -97,7 +102,7 @@ def test_differences_are_found_and_measured() -> None:
     def fickle(output: torch.Tensor) -> torch.Tensor:
         return output.square().mean() * next(calls)
 
-    request = replace(request_for(example, 1.1), loss_fn=fickle)
+    request = replace(request_for(example, 1.1, strategy="none"), loss_fn=fickle)
     result = verify(example.model, example.args, {}, request)
     assert not result.passed and result.fits
     different = {check.kind for check in result.differing}
@@ -107,7 +112,7 @@ def test_differences_are_found_and_measured() -> None:
 
 def test_a_budget_that_is_exceeded_is_found() -> None:
     example = build("zoo:mlp?width=64&layers=2", batch=64, shape=(16,))
-    plan = make_plan(example.model, example.args, {}, request_for(example, 1.1))
+    plan = make_plan(example.model, example.args, {}, request_for(example, 1.1, strategy="none"))
     result = verify(example.model, example.args, {}, replace(plan, budget_bytes=plan.predicted.peak_bytes // 2))
     assert not result.fits and not result.passed and not result.differing
 
@@ -115,7 +120,7 @@ def test_a_budget_that_is_exceeded_is_found() -> None:
 def test_what_cannot_be_planned_cannot_be_verified() -> None:
     example = build("zoo:mlp?width=64&layers=2", batch=64, shape=(16,))
     with pytest.raises(BudgetError):
-        verify(example.model, example.args, {}, replace(request_for(example, 1.1), budget=1000))
+        verify(example.model, example.args, {}, replace(request_for(example, 1.1, strategy="none"), budget=1000))
 
 
 def test_a_model_without_a_loss_is_compared_by_its_outputs() -> None:

@@ -9,6 +9,8 @@
   hollow one, so that nothing is kept for it.
 - **No copies of what nobody overwrites.** An in-place activation whose backward needs its input makes autograd
   clone that input; in a functional graph the input itself is still there.
+- **Halves apart.** The gradient of a concatenation is one tensor of which two views go different ways; the one
+  read much later would hold both halves, so it is copied out. (The long skips of a U-Net.)
 - **Weight gradients first.** A gradient that nothing else reads runs as soon as its operands exist, so the
   saved input can go before the input's gradient is made.
 - **In place.** Capture functionalises `relu_`, `add_`, `dropout`; where an operand dies at an op, the op can
@@ -33,6 +35,7 @@ __all__ = [
     "HOLLOW_PREFIX",
     "IN_PLACE",
     "convolution_input_gradient",
+    "copy_out_late_slices",
     "drop_clones",
     "hoist_weight_gradients",
     "hollow_shape_operands",
@@ -58,6 +61,9 @@ _NORMS = {
     _aten.miopen_batch_norm.default: _aten.miopen_batch_norm.default,
 }
 """Batch normalisations and what runs them again; operands 3 and 4 are running statistics, 5 says training."""
+
+_MUCH_LATER = 12
+"""Ops between the last other use of a tensor and the first use of a slice of it for the slice to be copied."""
 
 HOLLOW_PREFIX = "_hollow_"
 """Names of the graph attributes that stand for an operand of which only the shape is used."""
@@ -152,6 +158,44 @@ def without_statistics(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
 def _storage_key(node: fx.Node) -> int | None:
     value = node.meta.get("val")
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
+def copy_out_late_slices(module: fx.GraphModule) -> None:
+    """Copies a slice of a backward result that is read long after everything else of it."""
+    graph = module.graph
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    first_tangent = min((position[n] for n in graph.nodes if n.op == "placeholder" and "tangents" in n.name), default=0)
+
+    def uses(node: fx.Node) -> list[int]:
+        """Positions at which ops read the node or views of it."""
+        found: list[int] = []
+        for user in node.users:
+            if user.op == "call_function" and _is_free(user):
+                found.extend(uses(user))
+            else:
+                found.append(position[user])
+        return found
+
+    for node in graph.find_nodes(op="call_function", target=_aten.slice.Tensor):
+        base, value = node.args[0], node.meta["val"]
+        whole = base.meta.get("val")
+        if not isinstance(whole, torch.Tensor) or base.op != "call_function" or position[base] < first_tangent:
+            continue
+        rest = [p for user in base.users if user is not node for p in (uses(user) if _is_free(user) else [position[user]])]
+        own = uses(node)
+        if not rest or not own or not value.numel() < whole.numel():
+            continue
+        if min(own) - max(rest) >= _MUCH_LATER and not _is_free(base):
+            with graph.inserting_after(base):
+                early = graph.node_copy(node)
+            early.meta = dict(node.meta)
+            with graph.inserting_after(early):
+                copied = graph.call_function(_aten.clone.default, (early,))
+            with detect_fake_mode(value) or nullcontext():
+                copied.meta = {**node.meta, "val": torch.empty_like(value)}
+            position[early] = position[copied] = position[base]
+            node.replace_all_uses_with(copied)
+            graph.erase_node(node)
 
 
 def hollow_shape_operands(module: fx.GraphModule) -> None:

@@ -2,7 +2,7 @@
 
 1. If the step fits with in-place ops and early frees alone, nothing is recomputed.
 2. Choose what to keep by a program over time (`memfit.planner.selection`), with more and more anchors.
-3. Start from tighter and tighter relaxations.
+3. Start from the rotor schedule of the chain of blocks, and from tighter and tighter relaxations.
 4. Choose over several epochs, which takes longer and goes lower.
 5. Polish each against the simulator (`memfit.planner.polish`), keep the fastest, and stop as soon as it is near
    the relaxed bound or time is up.
@@ -18,22 +18,24 @@ from dataclasses import dataclass
 
 from memfit.errors import BudgetError
 from memfit.planner.anchors import anchors
-from memfit.planner.bound import relaxed_bound, select_kept
+from memfit.planner.bound import op_wall_bytes, relaxed_bound, select_kept
 from memfit.planner.explain import binding_place
 from memfit.planner.lazy import lazy_order
-from memfit.planner.polish import fill, polish, spill
+from memfit.planner.least import least_order
+from memfit.planner.polish import fill, polish
 from memfit.planner.selection import select_over_time
 from memfit.step.graph import StepGraph
 from memfit.step.program import plain_order, program_of
 from memfit.step.simulate import Timeline, simulate
+from memfit.strategies import rotor
 from memfit.units import format_bytes
 
-__all__ = ["Found", "auto_order", "find_order", "least_order"]
+__all__ = ["Found", "auto_order", "find_order"]
 
 _CLOSE = 0.01
 """Stop searching when the extra time is within this share of the step of the bound."""
 
-_FAR = 0.04
+_FAR = 0.045
 """Keep searching longer while it is further than this."""
 
 Progress = Callable[[str], None]
@@ -78,7 +80,8 @@ def find_order(
         return Found(order=tuple(plain_order(graph)), timeline=plain, bound_seconds=0.0)
     bound = relaxed_bound(graph, budget_bytes, seconds=2.0)
     best: Found | None = None
-    for name, start in _starts(graph, budget_bytes):
+    hopeless = budget_bytes < op_wall_bytes(graph)
+    for name, start in () if hopeless else _starts(graph, budget_bytes):
         if progress is not None:
             progress(name)
         order = polish(graph, start, budget_bytes)
@@ -103,31 +106,8 @@ def _better(one: Found | None, other: Found) -> Found:
     return one
 
 
-def least_order(graph: StepGraph, *, tries: int = 12) -> list[int]:
-    """An order of about the least peak this planner can reach, found by halving the budget's interval."""
-    starts = _low_starts(graph)
-    best = starts[0]
-    high = _peak(graph, best)
-    low = graph.static_bytes
-    for _ in range(tries):
-        if high - low < 0.004 * high:
-            break
-        target = (high + low) // 2
-        spilled = (spill(graph, start, target) for start in [best, *starts[:6]])
-        reached = next((order for order in spilled if order is not None), None)
-        if reached is None:
-            low = target
-        else:
-            best, high = reached, _peak(graph, reached)
-    return best
-
-
 def _timeline(graph: StepGraph, order: Sequence[int]) -> Timeline:
     return simulate(graph, program_of(graph, order))
-
-
-def _peak(graph: StepGraph, order: Sequence[int]) -> int:
-    return _timeline(graph, order).peak_bytes
 
 
 def _starts(graph: StepGraph, budget_bytes: int) -> Iterator[tuple[str, list[int]]]:
@@ -136,6 +116,11 @@ def _starts(graph: StepGraph, budget_bytes: int) -> Iterator[tuple[str, list[int
         forced = anchors(graph, windows)
         for candidate in select_over_time(graph, budget_bytes, forced=forced, rounds=8, seconds=1.5, gap=5e-3):
             yield f"{windows} windows", list(candidate.order)
+        if windows == 6:
+            try:
+                yield "rotor", rotor.order(graph, budget_bytes)
+            except BudgetError:
+                pass
     room = budget_bytes - graph.static_bytes
     for share in (0.95, 0.8, 0.6, 0.4, 0.3, 0.2, 0.1):
         selection = select_kept(graph, int(room * share), seconds=0.5)
@@ -145,12 +130,6 @@ def _starts(graph: StepGraph, budget_bytes: int) -> Iterator[tuple[str, list[int
         forced = anchors(graph, windows)
         for candidate in select_over_time(graph, budget_bytes, epochs=epochs, forced=forced, seconds=4.0, gap=2e-2):
             yield f"{epochs} epochs, {windows} windows", list(candidate.order)
-
-
-def _low_starts(graph: StepGraph) -> list[list[int]]:
-    """Orders of low memory, whatever their time, the lowest first."""
-    orders = [lazy_order(graph, anchors(graph, windows)) for windows in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)]
-    return sorted(orders, key=lambda order: _peak(graph, order))
 
 
 def _no_plan(graph: StepGraph, budget_bytes: int, least: list[int]) -> BudgetError:

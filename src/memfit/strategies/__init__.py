@@ -26,7 +26,16 @@ def _auto(graph: StepGraph, budget_bytes: int | None) -> list[int]:
     return auto_order(graph, budget_bytes)
 
 
+
+
+def _auto(graph: StepGraph, budget_bytes: int | None) -> list[int]:
+    from memfit.planner.auto import auto_order  # the planner starts from strategies itself
+
+    return auto_order(graph, budget_bytes)
+
+
 _PLAIN: dict[str, Strategy] = {
+    "auto": _auto,
     "auto": _auto,
     "none": none.order,
     "sqrt": sqrt.order,

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memfit.errors import BudgetError, SpecError
-from memfit.planner.auto import least_order
+from memfit.planner.least import least_order
 from memfit.planner.solver import Milp, Status, solve
 from memfit.step.graph import Phase, StepGraph, StorageKind
 from memfit.step.program import plain_order, program_of

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 from memfit.planner.solver import Milp, Status, solve
 from memfit.strategies.rotor.shape import Shape, cone, profile
@@ -28,6 +29,12 @@ _PATIENCE = 4
 
 _SLACK = 1.02
 """How much higher a descent may leave the peak."""
+
+_HULL = 2e-3
+"""How far below the line between two points of the hull a third must be to count."""
+
+_BATCH = 32
+"""What a descent drops at once is about the peak over this."""
 
 _STEP = 0.98
 """A descent is worth an option of its own if it lowers the peak at least to this share."""
@@ -72,7 +79,11 @@ def options_of(shape: Shape, narrow: int) -> tuple[Option, ...]:
     Returns:
         Options from the one that keeps most to the one that keeps nothing.
     """
-    return tuple(Option(kept, tuple(_backwards(shape, kept, narrow))) for kept in _hull(shape))
+    options: list[Option] = []
+    for kept in reversed(_hull(shape)):
+        rivals = [backward for option in options for backward in option.backwards]
+        options.append(Option(kept, tuple(_backwards(shape, kept, narrow, rivals))))
+    return tuple(reversed(options))
 
 
 def _hull(shape: Shape) -> list[frozenset[int]]:
@@ -95,7 +106,7 @@ def _hull(shape: Shape) -> list[frozenset[int]]:
         price = (slow - fast) / (more - less)
         middle = _priced(shape, wanted, price)
         nbytes, seconds = cost(middle)
-        if middle in (left, right) or seconds + price * nbytes >= (fast + price * more) * (1 - 1e-6):
+        if middle in (left, right) or seconds + price * nbytes >= (fast + price * more) * (1 - _HULL):
             return []
         return [*between(left, middle), middle, *between(middle, right)]
 
@@ -139,8 +150,8 @@ _Drops = frozenset[tuple[int, int]]
 """Storages to forget after the stage of a backward op; -1 is before the first."""
 
 
-def _backwards(shape: Shape, kept: frozenset[int], narrow: int) -> list[Backward]:
-    """Backward passes, each slower and narrower than the one before."""
+def _backwards(shape: Shape, kept: frozenset[int], narrow: int, rivals: list[Backward]) -> list[Backward]:
+    """Backward passes, each slower and narrower than the one before; `rivals` need not be matched."""
     lasting = _lasting(shape)
     drops: _Drops = frozenset()
     run = _run(shape, kept, drops, lasting)
@@ -152,6 +163,8 @@ def _backwards(shape: Shape, kept: frozenset[int], narrow: int) -> list[Backward
             break
         drops, run = step
         patience -= 1
+        if any(r.peak <= run.backward.peak and r.seconds <= run.backward.seconds for r in rivals):
+            break
         if run.backward.peak <= _STEP * found[-1].peak:
             found.append(run.backward)
             patience = _PATIENCE
@@ -205,8 +218,11 @@ def _descend(
         if before < after and (s, before) not in drops:
             again = cone(shape, [s], run.alive[after] - {s})
             choices.append((sum(shape.ops[i].seconds for i in again) / shape.sizes[s], (s, before)))
-    for _, drop in sorted(choices):
-        other = _run(shape, kept, drops | {drop}, lasting)
+    choices.sort()
+    batch = 1 + sum(accumulated * _BATCH < peak for accumulated in accumulate(shape.sizes[s] for _, (s, _) in choices))
+    for some in (choices[:batch], *([choice] for choice in choices)):
+        changed = drops.union(drop for _, drop in some)
+        other = _run(shape, kept, changed, lasting)
         if other.backward.peak <= _SLACK * peak:
-            return drops | {drop}, other
+            return changed, other
     return None

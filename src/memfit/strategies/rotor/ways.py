@@ -18,6 +18,9 @@ from memfit.strategies.rotor.shape import Shape, cone, profile, shape_of
 
 __all__ = ["Pass", "Site", "Way", "site_of"]
 
+_WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""How many blocks a stretch may have."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
@@ -112,7 +115,7 @@ def site_of(graph: StepGraph, chain: Chain, *, span: int, narrow: int) -> Site:
     passes: list[Pass] = []
     for start in range(len(blocks)):
         here: list[Way] = []
-        for stop in range(start + 1, len(blocks) + 1):
+        for stop in (start + width for width in _WIDTHS if start + width <= len(blocks)):
             if stop > start + 1 and _weight(graph, chain, start, stop) > span:
                 break
             shape = shape_of(graph, chain, lasts, start, stop)
@@ -169,7 +172,8 @@ def _ways(
 ) -> list[Way]:
     arriving = sum(shape.sizes[s] for s in shape.arriving)
     found: list[Way] = []
-    for option in options_of(shape, max(0, narrow - backward_base + arriving)):
+    room = max(0, narrow - backward_base + arriving) // (narrow // 16 + 1) * (narrow // 16 + 1)
+    for option in options_of(shape, room):
         wanted = option.kept.union(shape.out)
         again = cone(shape, wanted, shape.given)
         first_rise = _peak(shape, range(shape.forward), wanted)

@@ -1,0 +1,59 @@
+"""The least memory: an order of about the lowest peak this planner can reach.
+
+From orders that keep anchors only, storages are spilled towards a target that halves the interval between the
+lowest peak reached and one that could not be. Bounded below by the widest op (`op_wall_bytes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from memfit.planner.anchors import anchors
+from memfit.planner.bound import op_wall_bytes
+from memfit.planner.lazy import lazy_order
+from memfit.planner.polish import spill
+from memfit.step.graph import StepGraph
+from memfit.step.program import program_of
+from memfit.step.simulate import simulate
+
+__all__ = ["least_order"]
+
+_WINDOWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
+_NEAR = 0.004
+
+
+def least_order(graph: StepGraph, *, tries: int = 12) -> list[int]:
+    """An order of about the least peak.
+
+    Args:
+        graph: the step.
+        tries: how often the interval is halved.
+
+    Returns:
+        A valid order; its simulated peak is the least budget.
+    """
+    starts = _low_starts(graph)
+    best = starts[0]
+    high = _peak(graph, best)
+    low = op_wall_bytes(graph)
+    for _ in range(tries):
+        if high - low < _NEAR * high:
+            break
+        target = (high + low) // 2
+        spilled = (spill(graph, start, target) for start in [best, *starts[:6]])
+        reached = next((order for order in spilled if order is not None), None)
+        if reached is None:
+            low = target
+        else:
+            best, high = reached, _peak(graph, reached)
+    return best
+
+
+def _low_starts(graph: StepGraph) -> list[list[int]]:
+    """Orders of low memory, whatever their time, the lowest first."""
+    orders = [lazy_order(graph, anchors(graph, windows)) for windows in _WINDOWS]
+    return sorted(orders, key=lambda order: _peak(graph, order))
+
+
+def _peak(graph: StepGraph, order: Sequence[int]) -> int:
+    return simulate(graph, program_of(graph, order)).peak_bytes
