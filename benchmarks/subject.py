@@ -12,8 +12,8 @@ import torch
 from memfit.capture.cost_cache import CostCache, open_cache
 from memfit.capture.dynamo import preserved_state
 from memfit.capture.loss import backward_of
-from memfit.capture.trace import Capture, capture_step
 from memfit.capture.profile import profile_ops
+from memfit.capture.trace import Capture, capture_step
 from memfit.plan import Plan
 from memfit.planning import Request, plan_captured, prove
 from memfit.runtime.apply import compile_planned, piece_programs
@@ -205,7 +205,9 @@ def measured_run(example: Example, call: Callable[..., Any], device: torch.devic
             peak = step_peak(step, device, resident, warmup=0)
             results |= {f"gradient {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
             results |= {f"buffer {n}": b.detach().clone() for n, b in model.named_buffers()}
-            results["random state"] = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+            results["random state"] = (
+                torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+            )
     return Run(peak_bytes=peak, results=results)
 
 

@@ -1,6 +1,6 @@
 """What a budget costs: overhead, bound, peaks and bits for each model at each budget.
 
-    python -m benchmarks.overhead.main --only resnet50 --budgets 50,33 --write
+python -m benchmarks.overhead.main --only resnet50 --budgets 50,33 --write
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead.main", description=__doc__)
-    parser.add_argument("--only", default=",".join(HEADLINE), help=f"names out of {', '.join(CASES)}, or SPEC@BATCH@SHAPE")
+    parser.add_argument(
+        "--only", default=",".join(HEADLINE), help=f"names out of {', '.join(CASES)}, or SPEC@BATCH@SHAPE"
+    )
     parser.add_argument("--budgets", default=BUDGETS, help="percent of the plain peak, or `least`")
     parser.add_argument("--no-measure", dest="measure", action="store_false", help="capture, profile and plan only")
     parser.add_argument("--wall", type=int, default=0, metavar="N", help="also time N interleaved steps of each")

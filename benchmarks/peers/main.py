@@ -1,6 +1,6 @@
 """memfit against what a user would pick instead: at each alternative's measured peak, who is faster, and who is right.
 
-    python -m benchmarks.peers.main --only gpt --wall 0
+python -m benchmarks.peers.main --only gpt --wall 0
 """
 
 from __future__ import annotations

@@ -95,8 +95,10 @@ def executed_seconds(
         output = call(*args, **kwargs)
     leaves = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
     loss = scalar_loss(output, loss_fn)
-    gradients = [torch.ones_like(t) for t in leaves] if loss is None else torch.autograd.grad(
-        loss, leaves, retain_graph=True, allow_unused=True
+    gradients = (
+        [torch.ones_like(t) for t in leaves]
+        if loss is None
+        else torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
     )
     pairs = [(t, g) for t, g in zip(leaves, gradients, strict=True) if g is not None]
     del output, loss
@@ -132,9 +134,7 @@ def _node(func: Any, args: Any, kwargs: Any, *, hollow: torch.Tensor | None = No
             return value
         if id(value) not in made:
             node = graph.placeholder(f"{HOLLOW_PREFIX if value is hollow else 't'}{len(made)}")
-            node.meta["val"] = torch.empty_strided(
-                tuple(value.shape), value.stride(), dtype=value.dtype, device="meta"
-            )
+            node.meta["val"] = torch.empty_strided(tuple(value.shape), value.stride(), dtype=value.dtype, device="meta")
             made[id(value)] = node
         return made[id(value)]
 

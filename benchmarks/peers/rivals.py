@@ -120,7 +120,10 @@ def _units(model: nn.Module) -> list[nn.Module]:
     if isinstance(model, GPT):
         return [_Embedding(model), *blocks, _Head(model)]
     if hasattr(model, "features"):
-        return [*blocks, nn.Sequential(getattr(model, "avgpool", nn.AdaptiveAvgPool2d(1)), nn.Flatten(), model.classifier)]
+        return [
+            *blocks,
+            nn.Sequential(getattr(model, "avgpool", nn.AdaptiveAvgPool2d(1)), nn.Flatten(), model.classifier),
+        ]
     stem = nn.Sequential(model.conv1, model.bn1, model.relu, model.maxpool)
     return [stem, *blocks, nn.Sequential(model.avgpool, nn.Flatten(), model.fc)]
 

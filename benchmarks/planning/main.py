@@ -1,6 +1,6 @@
 """What planning itself takes: capture, profiling, planning, compiling, and what a fitted step adds to a plain one.
 
-    python -m benchmarks.planning.main --only gpt2-48 --budgets 50
+python -m benchmarks.planning.main --only gpt2-48 --budgets 50
 """
 
 from __future__ import annotations

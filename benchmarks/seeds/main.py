@@ -1,6 +1,6 @@
 """The seeds' experiments, run by memfit.
 
-    python -m benchmarks.seeds.main --only 003 --batches 32,64 --run 64 --write
+python -m benchmarks.seeds.main --only 003 --batches 32,64 --run 64 --write
 """
 
 from __future__ import annotations

@@ -42,8 +42,36 @@ _SEED = {
     4: ("1.47", "1.47", "", "0.0", "1.32", "1.32", "0.0", "", "0", "620 (100.0 %)", "0 (0.0 %)", "0.67", "0"),
     8: ("2.13", "1.5", "", "29.6", "1.39", "2.07", "48.9", "", "0.68", "559 (90.2 %)", "61 (9.8 %)", "0.68", "0.65"),
     16: ("3.44", "1.5", "", "56.4", "1.63", "3.7", "127.0", "", "2.07", "501 (80.8 %)", "119 (19.2 %)", "0.67", "1.98"),
-    32: ("6.08", "1.49", "", "75.5", "1.04", "5.92", "469.2", "", "4.88", "420 (67.7 %)", "200 (32.3 %)", "0.62", "4.66"),
-    64: ("11.35", "1.49", "", "86.9", "1.43", "11.91", "732.9", "", "10.47", "363 (58.5 %)", "257 (41.5 %)", "0.56", "9.99"),
+    32: (
+        "6.08",
+        "1.49",
+        "",
+        "75.5",
+        "1.04",
+        "5.92",
+        "469.2",
+        "",
+        "4.88",
+        "420 (67.7 %)",
+        "200 (32.3 %)",
+        "0.62",
+        "4.66",
+    ),
+    64: (
+        "11.35",
+        "1.49",
+        "",
+        "86.9",
+        "1.43",
+        "11.91",
+        "732.9",
+        "",
+        "10.47",
+        "363 (58.5 %)",
+        "257 (41.5 %)",
+        "0.56",
+        "9.99",
+    ),
 }
 """The seed's record: its own GPU and its own profiled times."""
 
@@ -86,7 +114,9 @@ def run(
                 plain, planned = subject.seconds([None, plan])
                 wall = f"{100 * (planned / plain - 1):.1f}"
         except BudgetError as error:
-            report.add(table, batch, "memfit", _gb(subject.plain.peak_bytes), f"least {_gb(error.least_bytes)}", *[""] * 11)
+            report.add(
+                table, batch, "memfit", _gb(subject.plain.peak_bytes), f"least {_gb(error.least_bytes)}", *[""] * 11
+            )
             continue
         timeline, before = simulate(subject.graph, plan.program), subject.plain
         kept = count_activations(subject.graph, plan.program)

@@ -16,10 +16,10 @@ from benchmarks.subject import Case, Subject
 from memfit.capture.dynamo import preserved_state
 from memfit.capture.live_bytes import LiveBytes
 from memfit.errors import BudgetError
+from memfit.plan import Plan
 from memfit.planner.bound import select_kept
 from memfit.planner.lazy import lazy_order
 from memfit.planner.polish import spill
-from memfit.plan import Plan
 from memfit.step.graph import StepGraph
 from memfit.step.program import program_of
 from memfit.step.simulate import Timeline, simulate
@@ -78,18 +78,26 @@ SEEDS: dict[str, Seed] = {
 }
 
 
-def run(
-    report: Report, table: Table, device: torch.device, name: str, seed: Seed, *, real: bool, cached: bool
-) -> None:
+def run(report: Report, table: Table, device: torch.device, name: str, seed: Seed, *, real: bool, cached: bool) -> None:
     """Adds the seed's row, memfit's with the same bytes held, and memfit's at a share of the true peak."""
     peak = "not recorded"
     report.add(
-        table, name, "seed 004", f"{seed.plain_mib:.1f}", "", f"{seed.held_mib:.1f}", "", f"{seed.slowdown:.2f}", *[peak] * 3
+        table,
+        name,
+        "seed 004",
+        f"{seed.plain_mib:.1f}",
+        "",
+        f"{seed.held_mib:.1f}",
+        "",
+        f"{seed.slowdown:.2f}",
+        *[peak] * 3,
     )
     subject = Subject.of(seed.case, device, cached=cached)
     order = least_peak_order(subject.graph, int(seed.held_mib * 2**20))
     if order is None:
-        report.add(table, name, "memfit, held as the seed", _mib(_held(subject, subject.plain)), "none found", *[""] * 6)
+        report.add(
+            table, name, "memfit, held as the seed", _mib(_held(subject, subject.plain)), "none found", *[""] * 6
+        )
     else:
         _add(report, table, name, "memfit, held as the seed", subject, order, real)
     if seed.share:
@@ -138,9 +146,7 @@ def least_peak_order(graph: StepGraph, held_bytes: int, *, slowdown: float = 1.4
     return order
 
 
-def _add(
-    report: Report, table: Table, name: str, who: str, subject: Subject, order: list[int], real: bool
-) -> None:
+def _add(report: Report, table: Table, name: str, who: str, subject: Subject, order: list[int], real: bool) -> None:
     graph, plain = subject.graph, subject.plain
     timeline = _timeline(graph, order)
     held = wall = peak = ""

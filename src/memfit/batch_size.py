@@ -24,7 +24,8 @@ from memfit.capture.loss import LossFunction
 from memfit.capture.trace import Capture, device_of
 from memfit.errors import BudgetError, SpecError
 from memfit.plan import Plan
-from memfit.planner.auto import find_order, least_order
+from memfit.planner.auto import find_order
+from memfit.planner.least import least_order
 from memfit.planner.scale import difference, scaled
 from memfit.planning import Progress, Request, capture_and_profile, plan_captured, resolve_budget
 from memfit.step.graph import StepGraph

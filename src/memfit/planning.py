@@ -208,9 +208,7 @@ def plan_captured(
         decisions=decisions(graph, program, timeline),
         fingerprint=fingerprint(model, args, kwargs),
         graph_digest=graph_digest(graph),
-        planned=Planned(
-            capture=capture, graph=graph, request=request, signature=signature(model, args, kwargs)
-        ),
+        planned=Planned(capture=capture, graph=graph, request=request, signature=signature(model, args, kwargs)),
     )
 
 

@@ -240,7 +240,7 @@ class _Runner:
             if isinstance(o, torch.Tensor) and o.requires_grad
         ]
         if loss is not None:
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             pairs = [(o, d.grad) for o, d in pairs if d.grad is not None]
         with executed:
             torch.autograd.backward([o for o, _ in pairs], [gradient for _, gradient in pairs])

@@ -82,7 +82,7 @@ def open_cache(device: torch.device) -> CostCache:
         log.warning("ignoring damaged cost file %s: %s", cache.path, error)
         return cache
     costs = document.get("costs") if isinstance(document, dict) and document.get("version") == _VERSION else None
-    for key, value in (costs.items() if isinstance(costs, dict) else ()):
+    for key, value in costs.items() if isinstance(costs, dict) else ():
         if (
             isinstance(value, list)
             and len(value) == 2

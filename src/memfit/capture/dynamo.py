@@ -25,8 +25,8 @@ from torch._functorch.partitioners import default_partition
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from memfit.capture.live_bytes import LiveBytes
 from memfit.capture.joint import JointReading, read_joint
+from memfit.capture.live_bytes import LiveBytes
 from memfit.errors import CaptureError, MemfitError
 
 __all__ = ["Piece", "Pieces", "capture_pieces", "compile_call", "preserved_state"]
@@ -162,7 +162,7 @@ def _capture(
 
 def compile_call(model: nn.Module, backend: Callable[..., Any], *, fullgraph: bool = False) -> Callable[..., Any]:
     """`model`'s call, compiled with `backend` under Dynamo's guards, with a cache of its own."""
-    impl = model._call_impl
+    impl: Callable[..., Any] = model._call_impl
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return impl(*args, **kwargs)

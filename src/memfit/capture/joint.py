@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import fx
@@ -28,6 +29,7 @@ from memfit.errors import CaptureError
 from memfit.step.graph import Phase, StorageKind
 
 __all__ = ["JointOp", "JointReading", "JointStorage", "is_random", "read_joint"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JointStorage:
@@ -106,9 +108,7 @@ def read_joint(module: fx.GraphModule, num_forward_outputs: int) -> JointReading
             old = storages[storage]
             storages[storage] = JointStorage(base=old.base, nbytes=old.nbytes, kind=StorageKind.GRADIENT)
     overwritten = _overwritten_inputs(graph, storage_of)
-    ops = [
-        _joint_op(node, written, forward, storages, storage_of, overwritten) for node, written in ops_nodes.items()
-    ]
+    ops = [_joint_op(node, written, forward, storages, storage_of, overwritten) for node, written in ops_nodes.items()]
     ops.sort(key=lambda op: op.phase is Phase.BACKWARD)
     return JointReading(
         module=module,
@@ -256,7 +256,7 @@ def _joint_op(
         module=module_of(node),
         reads=reads,
         writes=written,
-        in_place_over=None if over is None else storage_of[node.args[over]],
+        in_place_over=None if over is None else storage_of[cast(fx.Node, node.args[over])],
         random=is_random(node),
         recomputable=recomputable,
     )

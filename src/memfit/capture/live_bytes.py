@@ -16,14 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = ["LiveBytes"]
 
 
-class LiveBytes(TorchDispatchMode):  # type: ignore[misc]
+class LiveBytes(TorchDispatchMode):
     """While active, `live` and `peak` count storages created since it was entered, on one device type."""
 
     # Without this Dynamo would refuse to trace under the mode; it only watches.
     is_infra_mode = classmethod(lambda cls: True)
 
     def __init__(self, device_type: str | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.device_type = device_type
         self.live = 0
         self.peak = 0

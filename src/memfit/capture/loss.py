@@ -57,7 +57,7 @@ def backward_of(output: Any, loss_fn: LossFunction | None) -> torch.Tensor | Non
     """Runs loss and backward as a training loop would; returns the loss, detached, if there is one."""
     loss = scalar_loss(output, loss_fn)
     if loss is not None:
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return loss.detach()
     tensors = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
     torch.autograd.backward(tensors, [torch.ones_like(t) for t in tensors])
@@ -86,9 +86,7 @@ def read_loss(output: Any, loss_fn: LossFunction | None, device_type: str) -> Lo
             return LossReading(receives_gradient=tuple(t.requires_grad for t in tensors), transient_bytes=0)
         gradients = torch.autograd.grad(loss, differentiable, allow_unused=True)
         reached = {id(t) for t, g in zip(differentiable, gradients, strict=True) if g is not None}
-        tangents = {
-            g.untyped_storage()._cdata: int(g.untyped_storage().nbytes()) for g in gradients if g is not None
-        }
+        tangents = {g.untyped_storage()._cdata: int(g.untyped_storage().nbytes()) for g in gradients if g is not None}
         peak = counter.peak
     return LossReading(
         receives_gradient=tuple(id(t) in reached for t in tensors),

@@ -164,7 +164,6 @@ def _workspace(run: Callable[[], object], device: torch.device) -> int:
     results: list[object] = []
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         results.append(run())
         torch.cuda.synchronize(device)
@@ -208,7 +207,7 @@ def _operands(node: fx.Node, device: torch.device) -> tuple[tuple[Any, ...], dic
 def _like(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A real tensor with the layout of a fake one, filled with ordinary numbers."""
     tensor = torch.empty_strided(tuple(value.shape), value.stride(), dtype=value.dtype, device=device)
-    flat = torch.empty(0, dtype=value.dtype, device=device).set_(tensor.untyped_storage())  # type: ignore[call-overload]
+    flat = torch.empty(0, dtype=value.dtype, device=device).set_(tensor.untyped_storage())
     if not value.dtype.is_floating_point and not value.dtype.is_complex:
         flat.fill_(value.dtype is torch.bool)
         return tensor
@@ -225,8 +224,11 @@ def _check_split(node: fx.Node, args: tuple[Any, ...], run: Callable[[], Any]) -
         return
     gradient, hollow, weight, *rest = args
     whole = _aten.convolution_backward.default(
-        gradient, torch.empty_strided(hollow.shape, hollow.stride(), dtype=hollow.dtype, device=gradient.device).zero_(),
-        weight, *rest, [True, True, False],
+        gradient,
+        torch.empty_strided(hollow.shape, hollow.stride(), dtype=hollow.dtype, device=gradient.device).zero_(),
+        weight,
+        *rest,
+        [True, True, False],
     )
     if not torch.equal(whole[0], run()):
         raise AssertionError(f"the split convolution backward differs from the whole one at {node.name}")

@@ -25,7 +25,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -73,7 +73,9 @@ def convolution_input_gradient(
     grad_output: torch.Tensor, hollow: torch.Tensor, weight: torch.Tensor, *rest: Any
 ) -> torch.Tensor:
     """The input half of `convolution_backward`; `hollow` gives shape and strides of the input, not values."""
-    result: torch.Tensor = _aten.convolution_backward.default(grad_output, hollow, weight, *rest, [True, False, False])[0]
+    result: torch.Tensor = _aten.convolution_backward.default(grad_output, hollow, weight, *rest, [True, False, False])[
+        0
+    ]
     return result
 
 
@@ -97,7 +99,9 @@ def split_convolution_backward(module: fx.GraphModule) -> None:
             continue
         values = node.meta["val"]
         with graph.inserting_before(node):
-            half = graph.call_function(_aten.convolution_backward.default, (*node.args[:-1], [False, True, bool(mask[2])]))
+            half = graph.call_function(
+                _aten.convolution_backward.default, (*node.args[:-1], [False, True, bool(mask[2])])
+            )
             half.meta = {**node.meta, "val": (None, values[1], values[2])}
             hollow = _hollow_attribute(module, data.meta["val"])
             gradient = graph.call_function(convolution_input_gradient, (grad_output, hollow, weight, *rest))
@@ -134,7 +138,11 @@ def drop_clones(module: fx.GraphModule) -> None:
             and value.untyped_storage().nbytes() == original.untyped_storage().nbytes()
             and _storage_key(node) not in returned
             and _storage_key(source) not in returned
-            and not any(a.op == "placeholder" for a in (source, *source.all_input_nodes) if _storage_key(a) == _storage_key(source))
+            and not any(
+                a.op == "placeholder"
+                for a in (source, *source.all_input_nodes)
+                if _storage_key(a) == _storage_key(source)
+            )
         ):
             node.replace_all_uses_with(source)
             graph.erase_node(node)
@@ -148,7 +156,7 @@ def without_statistics(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
     Returns:
         Target and arguments, or None if the node is no batch normalisation in training mode.
     """
-    rerun = _NORMS.get(node.target)
+    rerun = _NORMS.get(cast(Any, node.target))
     if rerun is None or node.args[5] is not True:
         return None
     data, weight, bias, _, _, *rest = node.args
@@ -181,7 +189,9 @@ def copy_out_late_slices(module: fx.GraphModule) -> None:
         whole = base.meta.get("val")
         if not isinstance(whole, torch.Tensor) or base.op != "call_function" or position[base] < first_tangent:
             continue
-        rest = [p for user in base.users if user is not node for p in (uses(user) if _is_free(user) else [position[user]])]
+        rest = [
+            p for user in base.users if user is not node for p in (uses(user) if _is_free(user) else [position[user]])
+        ]
         own = uses(node)
         if not rest or not own or not value.numel() < whole.numel():
             continue
@@ -215,7 +225,8 @@ def hoist_weight_gradients(module: fx.GraphModule) -> None:
 
     def only_returned(node: fx.Node) -> bool:
         return bool(node.users) and all(
-            user is output or (user.op == "call_function" and _is_free(user) and only_returned(user)) for user in node.users
+            user is output or (user.op == "call_function" and _is_free(user) and only_returned(user))
+            for user in node.users
         )
 
     for node in list(graph.nodes):

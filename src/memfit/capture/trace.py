@@ -126,9 +126,14 @@ def _between_bytes(model: nn.Module, pieces: Pieces, device_type: str) -> int:
 
 def _validate(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     if not model.training:
-        raise CaptureError(f"{type(model).__name__} is in eval mode; call model.train() first, memfit plans training steps")
+        raise CaptureError(
+            f"{type(model).__name__} is in eval mode; call model.train() first, memfit plans training steps"
+        )
     for name, module in model.named_modules():
-        if getattr(module, "gradient_checkpointing", False) is True or getattr(module, "grad_checkpointing", False) is True:
+        if (
+            getattr(module, "gradient_checkpointing", False) is True
+            or getattr(module, "grad_checkpointing", False) is True
+        ):
             raise CaptureError(
                 f"the model already checkpoints itself (at {name or type(module).__name__}); turn it off first, "
                 "e.g. model.gradient_checkpointing_disable() or model.set_grad_checkpointing(False)"
@@ -173,10 +178,7 @@ def _join(pieces: Pieces, loss_bytes: int, device_type: str) -> tuple[StepGraph,
     forward: list[tuple[Op, JointOp | None]] = []
     backward: list[tuple[Op, JointOp | None]] = []
     for index, piece in enumerate(pieces.pieces):
-        here = [
-            (_op(op, numbers[index], index, device_type), op)
-            for op in piece.reading.ops
-        ]
+        here = [(_op(op, numbers[index], index, device_type), op) for op in piece.reading.ops]
         forward += [pair for pair in here if pair[0].phase is Phase.FORWARD]
         backward = [pair for pair in here if pair[0].phase is Phase.BACKWARD] + backward
     outputs = tuple(dict.fromkeys(numbers[last][s] for s in pieces.pieces[last].reading.output_storages))

@@ -57,9 +57,7 @@ def auto_order(graph: StepGraph, budget_bytes: int | None) -> list[int]:
     return list(find_order(graph, budget_bytes).order)
 
 
-def find_order(
-    graph: StepGraph, budget_bytes: int, *, seconds: float = 8.0, progress: Progress | None = None
-) -> Found:
+def find_order(graph: StepGraph, budget_bytes: int, *, seconds: float = 8.0, progress: Progress | None = None) -> Found:
     """Finds a fast order within a budget.
 
     Args:

@@ -91,9 +91,7 @@ def select_kept(graph: StepGraph, room_bytes: int, *, seconds: float = 5.0, gap:
         if consumer is not None:
             terms[consumer] = terms.get(consumer, 0.0) - 1.0
         problem.row(terms, lower=0.0 if consumer is not None else 1.0)
-    problem.row(
-        {variable: graph.storages[s].nbytes / _MIB for s, variable in keep.items()}, upper=room_bytes / _MIB
-    )
+    problem.row({variable: graph.storages[s].nbytes / _MIB for s, variable in keep.items()}, upper=room_bytes / _MIB)
     # Rerun variables are implied integer: given what is kept, the least ones are 0 or 1.
     for variable in rerun.values():
         problem.integer[variable] = False

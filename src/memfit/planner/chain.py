@@ -193,5 +193,3 @@ def _counterparts(graph: StepGraph, pinned: frozenset[int], cuts: list[int]) -> 
 
 def _planned(graph: StepGraph, storage: int, pinned: frozenset[int]) -> bool:
     return graph.storages[storage].kind is StorageKind.FORWARD and storage not in pinned
-
-

@@ -55,7 +55,9 @@ def decisions(graph: StepGraph, program: Program, timeline: Timeline) -> tuple[D
             Decision(
                 block=str(number),
                 module=name or "model",
-                saves=_counted(_short(graph.ops[o].target) for o in ops if any(s in saved for s in graph.ops[o].writes)),
+                saves=_counted(
+                    _short(graph.ops[o].target) for o in ops if any(s in saved for s in graph.ops[o].writes)
+                ),
                 saved_bytes=saved_bytes,
                 later="recompute " + _counted(_short(graph.ops[o].target) for o, n in runs.items() for _ in range(n))
                 if runs
@@ -95,7 +97,9 @@ def _blocks(graph: StepGraph) -> list[tuple[str, list[int]]]:
 
 
 def _short(target: str) -> str:
-    return target.removeprefix("aten.").split(".")[0].strip("_").removeprefix("native_").removesuffix("_legit_functional")
+    return (
+        target.removeprefix("aten.").split(".")[0].strip("_").removeprefix("native_").removesuffix("_legit_functional")
+    )
 
 
 def _counted(names: Iterable[str]) -> str:

@@ -52,9 +52,7 @@ def lazy_order(
     return order
 
 
-def missing_cone(
-    graph: StepGraph, producer: list[int], storage: int, is_alive: Callable[[int], bool]
-) -> list[int]:
+def missing_cone(graph: StepGraph, producer: list[int], storage: int, is_alive: Callable[[int], bool]) -> list[int]:
     """The ops to run, in order, to have a storage again.
 
     Args:

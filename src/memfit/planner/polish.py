@@ -64,9 +64,7 @@ def spill(graph: StepGraph, order: Sequence[int], budget_bytes: int, *, rounds: 
     return None
 
 
-def _spill_at(
-    graph: StepGraph, spans: Spans, producer: list[int], worst: int, budget_bytes: int
-) -> list[int] | None:
+def _spill_at(graph: StepGraph, spans: Spans, producer: list[int], worst: int, budget_bytes: int) -> list[int] | None:
     overflow = np.maximum(spans.bytes_at - budget_bytes, 0)
     gaps = _idle_gaps(graph, spans, producer, worst)
     alive_until = _alive(spans.copies)
@@ -105,9 +103,7 @@ def _spill_at(
     return changed
 
 
-def _idle_gaps(
-    graph: StepGraph, spans: Spans, producer: list[int], worst: int
-) -> list[tuple[Copy, int, int]]:
+def _idle_gaps(graph: StepGraph, spans: Spans, producer: list[int], worst: int) -> list[tuple[Copy, int, int]]:
     """Copies alive and idle at a position, with the uses before and after it."""
     gaps: list[tuple[Copy, int, int]] = []
     for copy in spans.copies:

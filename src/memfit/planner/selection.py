@@ -91,9 +91,7 @@ def select_over_time(
         A candidate of every round; the later ones fit better.
     """
     starts = epoch_starts(graph, epochs)
-    needs = [
-        needs_of(graph, start, end) for start, end in zip(starts, [*starts[1:], len(graph.ops)], strict=True)
-    ]
+    needs = [needs_of(graph, start, end) for start, end in zip(starts, [*starts[1:], len(graph.ops)], strict=True)]
     base = _backward_base(graph)
     room: dict[int, float] = {graph.loss_index: float(budget_bytes)}
     for _ in range(rounds):
@@ -190,7 +188,7 @@ def _memory_row(
     graph: StepGraph, model: _Model, producer: list[int], epoch: int, need: Needs, instant: int, loss: int
 ) -> dict[int, float]:
     """The sum, in MiB, of what is alive at an instant; adds the variables and rows that say so."""
-    problem, keep, rerun = model.problem, model.keep, model.rerun
+    problem, keep = model.problem, model.keep
     ran: dict[int, int] = {}
     if instant != loss:
         ran = _ran_by(graph, model, producer, epoch, need, instant)

@@ -128,12 +128,15 @@ def _dive(problem: Milp, deadline: float) -> NDArray[np.float64] | None:
     engine = _engine(problem, integer=False)
     free = [i for i, flag in enumerate(problem.integer) if flag and problem.lower[i] < problem.upper[i]]
     values = _relaxed(engine)
-    while values is not None and time.monotonic() < deadline:
-        fractional = sorted((i for i in free if 1e-6 < values[i] < 1 - 1e-6), key=lambda i: -values[i])
+    while time.monotonic() < deadline:
+        if values is None:
+            return None
+        fractional = [i for i in free if 1e-6 < values[i] < 1 - 1e-6]
+        fractional = [fractional[i] for i in np.argsort(-values[fractional])]
         if not fractional:
             return values
         likely = [i for i in fractional[: max(1, len(fractional) // 4)] if values[i] >= 0.5] or fractional[:1]
-        batch = {i: 1.0 for i in likely} | {i: 0.0 for i in fractional if values[i] < 0.1}
+        batch = dict.fromkeys(likely, 1.0) | {i: 0.0 for i in fractional if values[i] < 0.1}
         values = _fixed(engine, problem, batch)
         if values is None:
             batch = {fractional[0]: 1.0}
@@ -174,4 +177,6 @@ def _solution(engine: highspy.Highs) -> Solution:
     if info.primal_solution_status != _FEASIBLE_POINT or not len(values):
         return Solution(status=Status.UNKNOWN, values=none, objective=np.inf, bound=bound)
     objective = float(info.objective_function_value)
-    return Solution(status=Status.OPTIMAL if optimal else Status.FEASIBLE, values=values, objective=objective, bound=bound)
+    return Solution(
+        status=Status.OPTIMAL if optimal else Status.FEASIBLE, values=values, objective=objective, bound=bound
+    )

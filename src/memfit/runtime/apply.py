@@ -50,7 +50,8 @@ class PieceProgram:
 def reading_digest(reading: JointReading) -> str:
     """Identifies a joint graph: ops, operands, sizes."""
     lines = [
-        f"{op.node.name} {op.node.target} {op.reads} {op.writes} {op.in_place_over} {op.recomputable}" for op in reading.ops
+        f"{op.node.name} {op.node.target} {op.reads} {op.writes} {op.in_place_over} {op.recomputable}"
+        for op in reading.ops
     ]
     lines += [f"{s.base.name} {s.nbytes} {s.kind}" for s in reading.storages]
     return hashlib.sha256("\\n".join(lines).encode()).hexdigest()

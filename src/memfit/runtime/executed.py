@@ -18,7 +18,7 @@ from memfit.step.program import Program
 __all__ = ["ExecutedOps", "executed_recomputations", "op_family"]
 
 
-class ExecutedOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class ExecutedOps(TorchDispatchMode):
     """While active, counts calls by `op_family`."""
 
     # Without these Dynamo would refuse to run compiled code under the mode, and random ops that are replayed

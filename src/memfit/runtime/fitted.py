@@ -117,7 +117,7 @@ def install(
         fitted.unsigned = plan
     else:
         fitted.adopt(model, plan.planned.signature, plan)
-    model._compiled_call_impl = fitted  # type: ignore[assignment]
+    model._compiled_call_impl = fitted
     return model
 
 
@@ -136,7 +136,9 @@ def verified(plan: Plan, model: nn.Module, args: Any, kwargs: Any, request: Requ
         what = "; ".join(line[:300] for line in difference) or "the captured graph differs"
         raise PlanMismatchError(f"the plan is for something else: {what}")
     check(graph, plan.program)
-    return replace(plan, planned=Planned(capture=capture, graph=graph, request=request, signature=signature(model, args, kwargs)))
+    return replace(
+        plan, planned=Planned(capture=capture, graph=graph, request=request, signature=signature(model, args, kwargs))
+    )
 
 
 def fitted_call(model: nn.Module) -> Fitted:

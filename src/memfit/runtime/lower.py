@@ -17,14 +17,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
 from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from memfit.capture.joint import JointReading, is_tangent
 from memfit.capture.rewrite import HOLLOW_PREFIX, IN_PLACE, in_place_argument, make_hollow, without_statistics
@@ -96,7 +96,7 @@ class _Emitter:
         if instruction.replay or instruction.save_state:
             made = self._random(instruction, node)
         else:
-            target, args = node.target, node.args
+            target, args = cast(Any, node.target), node.args
             if instruction.again and (rerun := without_statistics(node)) is not None:
                 target, args = rerun
             if instruction.in_place:
@@ -113,12 +113,12 @@ class _Emitter:
         kwargs = fx.map_arg(node.kwargs, self.value)
         if instruction.replay:
             state = self.states[instruction.index]
-            made = self.graph.call_function(run_with_rng_state, (state, node.target, *args), kwargs)
+            made = self.graph.call_function(run_with_rng_state, (state, cast(Any, node.target), *args), kwargs)
             made.meta = dict(node.meta)
             return made
-        both = self.graph.call_function(run_and_save_rng_state, (node.target, *args), kwargs)
+        both = self.graph.call_function(run_and_save_rng_state, (cast(Any, node.target), *args), kwargs)
         state = self.graph.call_function(operator.getitem, (both, 0))
-        mode = detect_fake_mode([t for t in _tensors(node.meta["val"])])
+        mode = detect_fake_mode(_tensors(node.meta["val"]))
         device_type = next(iter(_tensors(node.meta["val"]))).device.type
         real = torch.cuda.get_rng_state() if device_type == "cuda" else torch.get_rng_state()
         state.meta = {"val": mode.from_tensor(real) if mode is not None else real}

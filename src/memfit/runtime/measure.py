@@ -94,7 +94,7 @@ def allocation_peak(run: Callable[[], object]) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False) as recorded:
         run()
     live = peak = 0
-    results = recorded.profiler.kineto_results  # type: ignore[union-attr]
+    results = recorded.profiler.kineto_results
     events = [e for e in results.events() if e.name() == "[memory]"]
     for event in events:
         live += event.nbytes()

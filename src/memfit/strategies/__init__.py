@@ -12,20 +12,12 @@ from collections.abc import Callable
 from functools import partial
 
 from memfit.errors import SpecError
-
 from memfit.step.graph import StepGraph
 from memfit.strategies import every_block, knapsack, milp, mu_two, none, openai, rotor, sequential, sqrt
 
 __all__ = ["Strategy", "find", "names"]
 
 Strategy = Callable[[StepGraph, int | None], list[int]]
-
-def _auto(graph: StepGraph, budget_bytes: int | None) -> list[int]:
-    from memfit.planner.auto import auto_order  # it uses strategies itself
-
-    return auto_order(graph, budget_bytes)
-
-
 
 
 def _auto(graph: StepGraph, budget_bytes: int | None) -> list[int]:
@@ -35,7 +27,6 @@ def _auto(graph: StepGraph, budget_bytes: int | None) -> list[int]:
 
 
 _PLAIN: dict[str, Strategy] = {
-    "auto": _auto,
     "auto": _auto,
     "none": none.order,
     "sqrt": sqrt.order,

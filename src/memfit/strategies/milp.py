@@ -71,9 +71,7 @@ def _formulate(graph: StepGraph, budget_bytes: int) -> tuple[Milp, dict[tuple[in
     """Stages are the backward ops; the forward pass runs once, in order, before them."""
     loss, count = graph.loss_index, len(graph.ops)
     held, producer = graph.held_to_the_end(), graph.producers()
-    optional = [
-        s for s, info in enumerate(graph.storages) if info.kind is StorageKind.FORWARD and s not in held
-    ]
+    optional = [s for s, info in enumerate(graph.storages) if info.kind is StorageKind.FORWARD and s not in held]
     scale = max(1.0, budget_bytes / 1000.0)
     problem = Milp()
     run: dict[tuple[int, int], int] = {}
@@ -141,7 +139,7 @@ def _memory_rows(
                 for need in [*later, have[stage + 1, s]]:
                     problem.row({alive: 1.0, source: -1.0, need: -1.0}, lower=-1.0)
             terms[alive] = graph.storages[s].nbytes / scale
-        active = 0.0 if moment == stage else budget_bytes * 4.0
+        active = 0 if moment == stage else budget_bytes * 4
         upper = budget_bytes - base
         if moment != stage:
             # Only if the op runs at this moment.

@@ -74,7 +74,9 @@ def _needed_of_segment(
     alive: Collection[int],
 ) -> list[int]:
     """Ops of a segment, and of earlier ones where it reads what is gone, that make all backward reads of it."""
-    stack = [s for o, n in segment_of.items() if n == segment for s in graph.ops[o].writes if s in wanted and s not in alive]
+    stack = [
+        s for o, n in segment_of.items() if n == segment for s in graph.ops[o].writes if s in wanted and s not in alive
+    ]
     cone: set[int] = set()
     while stack:
         index = producer[stack.pop()]

@@ -14,7 +14,6 @@ Known limits: what is made for one backward op cannot be dropped and made again 
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate

@@ -241,6 +241,5 @@ def _pass(graph: StepGraph, chain: Chain, shape: Shape, index: int) -> Pass:
 def _checkpoint_bytes(graph: StepGraph, chain: Chain) -> tuple[tuple[int, ...], ...]:
     boundaries = [frozenset(block.boundary) for block in chain.blocks]
     return tuple(
-        tuple(sum(graph.storages[s].nbytes for s in boundary - held) for boundary in boundaries)
-        for held in boundaries
+        tuple(sum(graph.storages[s].nbytes for s in boundary - held) for boundary in boundaries) for held in boundaries
     )
