@@ -9,7 +9,7 @@ from torch import nn
 
 from memfit.capture.trace import capture_step
 from memfit.errors import BudgetError
-from memfit.plan import Plan
+from memfit.plans import Plan
 from memfit.planning import Request, make_plan
 from memfit.step.program import plain_program
 from memfit.step.simulate import simulate

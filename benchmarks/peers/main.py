@@ -18,7 +18,7 @@ from benchmarks.report import Report, Table
 from benchmarks.subject import Case, Run, Subject, case_of, differing, measured_run
 from memfit.capture.dynamo import preserved_state
 from memfit.errors import BudgetError
-from memfit.plan import Plan
+from memfit.plans import Plan
 from memfit.runtime.training import interleaved_seconds, training_step
 
 CASES: dict[str, Case] = {

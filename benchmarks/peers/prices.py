@@ -37,7 +37,7 @@ _SAME_COST: dict[Any, Any] = {
 """What eager mode runs and what memfit captures for it, beside the in-place ops."""
 
 
-class Executed(TorchDispatchMode):  # type: ignore[misc]
+class Executed(TorchDispatchMode):
     """While active, counts the ops that run by what decides their cost; views cost nothing."""
 
     # Without these Dynamo would refuse to run compiled code under the mode; it only watches.
@@ -45,7 +45,7 @@ class Executed(TorchDispatchMode):  # type: ignore[misc]
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counter[str] = Counter()
         self.nodes: dict[str, fx.Node] = {}
 
@@ -67,7 +67,7 @@ class Executed(TorchDispatchMode):  # type: ignore[misc]
             for key, node in self.nodes.items():
                 if key not in costs:
                     costs[key] = _cost_of(node, device)
-        return sum(count * costs[key].seconds for key, count in self.counts.items())
+        return float(sum(count * costs[key].seconds for key, count in self.counts.items()))
 
 
 def executed_seconds(
@@ -91,7 +91,8 @@ def executed_seconds(
     Returns:
         Seconds.
     """
-    with Executed() as executed:
+    executed = Executed()
+    with executed:
         output = call(*args, **kwargs)
     leaves = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
     loss = scalar_loss(output, loss_fn)

@@ -89,7 +89,7 @@ class _Partitioned:
 def _per_block(name: str, model: nn.Module, options: dict[str, Any]) -> Rival:
     twin = copy.deepcopy(model)
     for block in _blocks(twin):
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)  # type: ignore[method-assign]
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
     return Rival(name=name, model=twin, call=twin)
 
 
@@ -110,22 +110,20 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     trunk = getattr(model, "features", None)
     if isinstance(trunk, nn.Sequential):
         return list(trunk)
-    stages = [getattr(model, f"layer{n}") for n in range(1, 5)]
-    return [block for stage in stages for block in stage]
+    stages = [model.get_submodule(f"layer{n}") for n in range(1, 5)]
+    return [block for stage in stages for block in stage.children()]
 
 
 def _units(model: nn.Module) -> list[nn.Module]:
     """The whole model as a sequence whose parts can be cut apart anywhere."""
-    blocks = _blocks(model)
+    blocks, part = _blocks(model), model.get_submodule
     if isinstance(model, GPT):
         return [_Embedding(model), *blocks, _Head(model)]
     if hasattr(model, "features"):
-        return [
-            *blocks,
-            nn.Sequential(getattr(model, "avgpool", nn.AdaptiveAvgPool2d(1)), nn.Flatten(), model.classifier),
-        ]
-    stem = nn.Sequential(model.conv1, model.bn1, model.relu, model.maxpool)
-    return [stem, *blocks, nn.Sequential(model.avgpool, nn.Flatten(), model.fc)]
+        pool = part("avgpool") if hasattr(model, "avgpool") else nn.AdaptiveAvgPool2d(1)
+        return [*blocks, nn.Sequential(pool, nn.Flatten(), part("classifier"))]
+    stem = nn.Sequential(part("conv1"), part("bn1"), part("relu"), part("maxpool"))
+    return [stem, *blocks, nn.Sequential(part("avgpool"), nn.Flatten(), part("fc"))]
 
 
 class _Embedding(nn.Module):

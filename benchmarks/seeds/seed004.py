@@ -16,7 +16,7 @@ from benchmarks.subject import Case, Subject
 from memfit.capture.dynamo import preserved_state
 from memfit.capture.live_bytes import LiveBytes
 from memfit.errors import BudgetError
-from memfit.plan import Plan
+from memfit.plans import Plan
 from memfit.planner.bound import select_kept
 from memfit.planner.lazy import lazy_order
 from memfit.planner.polish import spill
@@ -177,7 +177,7 @@ def _held_bytes(subject: Subject, plan: Plan) -> int:
     call = subject.call(plan)
     with preserved_state(example.model), LiveBytes(subject.device.type) as counter:
         output = call(*example.args, **example.kwargs)
-        held = counter.live
+        held = int(counter.live)
         del output
     return held
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from memfit.capture.loss import LossFunction
 from memfit.comparison import BatchSize, Comparison, compare, max_batch
-from memfit.estimate import Estimate, estimate
-from memfit.plan import Plan
+from memfit.estimation import Estimate, estimate
+from memfit.plans import Plan
 from memfit.planning import Progress, Request, make_plan
 from memfit.runtime.fitted import fitted_call, release
 from memfit.runtime.measure import Measurement, measure
@@ -45,6 +45,7 @@ def plan(
     levers: str | tuple[str, ...] = "bitwise",
     tiers: str | None = None,
     prove: bool = True,
+    search_seconds: float = 8.0,
     progress: Progress | None = None,
 ) -> Plan:
     """Plans a training step of `model(*args, **kwargs)` within a budget; changes nothing.
@@ -60,6 +61,7 @@ def plan(
         strategy: `"auto"`, or a known strategy by name (`memfit.strategies.names()`).
         levers: `"bitwise"` or a tuple of lever names.
         tiers: where swapped bytes may go.
+        search_seconds: roughly how long `"auto"` searches; up to four times that while far from the bound.
         prove: run the plan once to compare the measured peak with the predicted one, and correct it.
         progress: told stage, done and total.
 
@@ -79,6 +81,7 @@ def plan(
         levers=levers,
         tiers=tiers,
         prove=prove,
+        search_seconds=search_seconds,
     )
     return make_plan(model, tuple(args), dict(kwargs or {}), request, progress=progress)
 
@@ -95,6 +98,7 @@ def fit(
     levers: str | tuple[str, ...] = "bitwise",
     tiers: str | None = None,
     prove: bool = True,
+    search_seconds: float = 8.0,
     progress: Progress | None = None,
 ) -> nn.Module:
     """Makes `model` train within a budget: `plan` and apply. Arguments and errors are those of `plan`.
@@ -113,6 +117,7 @@ def fit(
         levers=levers,
         tiers=tiers,
         prove=prove,
+        search_seconds=search_seconds,
         progress=progress,
     )
     return made.apply(model)

@@ -23,7 +23,7 @@ from memfit import planning, strategies
 from memfit.capture.loss import LossFunction
 from memfit.capture.trace import Capture, device_of
 from memfit.errors import BudgetError, SpecError
-from memfit.plan import Plan
+from memfit.plans import Plan
 from memfit.planner.auto import find_order
 from memfit.planner.least import least_order
 from memfit.planner.scale import difference, scaled

@@ -22,7 +22,7 @@ from memfit.batch_size import BatchSize, max_batch
 from memfit.capture.dynamo import preserved_state
 from memfit.capture.trace import Capture, device_of
 from memfit.errors import BudgetError, MemfitError, SpecError
-from memfit.plan import Plan
+from memfit.plans import Plan
 from memfit.planner.activations import Activations, count_activations
 from memfit.planning import Progress, Request, capture_and_profile, plan_captured, prove, resolve_budget
 from memfit.runtime.apply import compile_planned, piece_programs
@@ -160,6 +160,8 @@ def compare(
         capture, graph = capture_and_profile(model, args, kwargs, request, progress=progress)
         bench = _Bench(model=model, args=args, kwargs=kwargs, capture=capture, graph=graph, request=request)
         rows += _rows_of_batch(bench, batch, strategies, budgets, repeats if measure else 0, progress)
+    if len(batches) > 1:
+        label = label.partition(" · ")[0]
     return Comparison(label=label, device=device, rows=tuple(rows))
 
 

@@ -21,7 +21,7 @@ from memfit.capture.loss import LossFunction, backward_of
 from memfit.capture.profile import profile_ops
 from memfit.capture.trace import Capture, capture_step, device_of
 from memfit.errors import BudgetError, SpecError
-from memfit.plan import Plan
+from memfit.plans import Plan
 from memfit.planner.auto import find_order
 from memfit.planner.bound import op_wall_bytes, relaxed_bound
 from memfit.planner.explain import decisions
@@ -69,6 +69,7 @@ class Request:
         tiers: where swapped bytes may go; None for nowhere.
         prove: run the plan once and correct it.
         label: what is planned, for people.
+        search_seconds: roughly how long `"auto"` searches; up to four times that while far from the bound.
     """
 
     budget: int | str
@@ -79,6 +80,7 @@ class Request:
     tiers: str | None = None
     prove: bool = True
     label: str = ""
+    search_seconds: float = 8.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +188,7 @@ def plan_captured(
     """Plans a profiled step; nothing runs."""
     if progress is not None:
         progress("plan", 0, 1)
-    program, bound_seconds = _program(graph, request.strategy, budget_bytes)
+    program, bound_seconds = _program(graph, request, budget_bytes)
     check(graph, program)
     if progress is not None:
         progress("plan", 1, 1)
@@ -212,9 +214,10 @@ def plan_captured(
     )
 
 
-def _program(graph: StepGraph, strategy: str, budget_bytes: int) -> tuple[Program, float]:
+def _program(graph: StepGraph, request: Request, budget_bytes: int) -> tuple[Program, float]:
+    strategy = request.strategy
     if strategy == "auto":
-        found = find_order(graph, budget_bytes)
+        found = find_order(graph, budget_bytes, seconds=request.search_seconds)
         return program_of(graph, found.order), found.bound_seconds
     order = strategies.find(strategy)(graph, budget_bytes)
     program = plain_program(graph) if strategy == "none" else program_of(graph, order)

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from memfit.capture.loss import LossFunction, backward_of, scalar_loss
 from memfit.capture.trace import device_of
-from memfit.plan import Plan
+from memfit.plans import Plan
 from memfit.planning import Progress, Request, make_plan
 from memfit.runtime.executed import ExecutedOps, executed_recomputations
 from memfit.runtime.fitted import fitted_call, verified

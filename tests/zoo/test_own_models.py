@@ -36,7 +36,7 @@ def test_one_small_step(name, run_step):
     run_step(example)
 
 
-@pytest.mark.parametrize("name", SMALL.keys() - {"lstm-classifier"})
+@pytest.mark.parametrize("name", sorted(SMALL.keys() - {"lstm-classifier"}))
 def test_dynamo_takes_the_whole_step_in_one_graph(name):
     spec, shape = SMALL[name]
     example = build(spec, batch=2, shape=shape)

@@ -29,7 +29,15 @@ from memfit.capture.joint import JointReading, read_joint
 from memfit.capture.live_bytes import LiveBytes
 from memfit.errors import CaptureError, MemfitError
 
-__all__ = ["Piece", "Pieces", "capture_pieces", "compile_call", "preserved_state"]
+__all__ = [
+    "Piece",
+    "Pieces",
+    "capture_pieces",
+    "compile_call",
+    "detach_outputs",
+    "preserved_attributes",
+    "preserved_state",
+]
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +96,8 @@ def capture_pieces(
         CaptureError: if Dynamo cannot capture the model, naming the line.
     """
     try:
-        return _capture(model, args, kwargs, fake=True, gradient_outputs=gradient_outputs)
+        with preserved_attributes(model):
+            return _capture(model, args, kwargs, fake=True, gradient_outputs=gradient_outputs)
     except torch._dynamo.exc.Unsupported as error:
         log.info("the graph breaks, capturing piece by piece: %s", error)
         reason = _first_lines(str(error))
@@ -154,10 +163,12 @@ def _capture(
     try:
         output = call(*args, **kwargs)
     except torch._dynamo.exc.BackendCompilerFailed as error:
-        if isinstance(error.__cause__, MemfitError):
-            raise error.__cause__ from None
+        if isinstance(error.inner_exception, MemfitError):
+            raise error.inner_exception from None
         raise
-    return Pieces(pieces=tuple(pieces), output=output)
+    captured = tuple(pieces)
+    pieces.clear()  # Dynamo keeps the backend, and with it this list
+    return Pieces(pieces=captured, output=output)
 
 
 def compile_call(model: nn.Module, backend: Callable[..., Any], *, fullgraph: bool = False) -> Callable[..., Any]:
@@ -202,12 +213,26 @@ def detach_outputs(gm: fx.GraphModule, gradient_outputs: frozenset[int] | None) 
 
 
 @contextlib.contextmanager
+def preserved_attributes(model: nn.Module) -> Iterator[None]:
+    """Restores the attributes of all modules on exit: what `forward` assigns to `self`, buffers included."""
+    attributes = [vars(m) for m in model.modules()]
+    attributes += [vars(m)[name] for m in model.modules() for name in ("_parameters", "_buffers", "_modules")]
+    saved = [(here, dict(here)) for here in attributes]
+    try:
+        yield
+    finally:
+        for here, before in saved:
+            here.clear()
+            here.update(before)
+
+
+@contextlib.contextmanager
 def preserved_state(model: nn.Module) -> Iterator[None]:
     """Restores buffers, gradients and the random generators on exit."""
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     gradients = [(p, p.grad) for p in model.parameters()]
     devices = sorted({t.device.index or 0 for t in model.parameters() if t.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices):
+    with preserved_attributes(model), torch.random.fork_rng(devices=devices):
         try:
             yield
         finally:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from memfit.plan import Plan
+    from memfit.plans import Plan
 
 __all__ = ["prepare_parser", "run"]
 

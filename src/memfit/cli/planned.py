@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from memfit.cli.options import optimizer_factory
 
 if TYPE_CHECKING:
-    from memfit.plan import Plan
+    from memfit.plans import Plan
     from memfit.planning import Progress
     from memfit.zoo import Example
 

@@ -38,7 +38,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Verifies."""
-    from memfit.plan import Plan
+    from memfit.plans import Plan
     from memfit.report.progress import progress_bars
     from memfit.verification import verify
 

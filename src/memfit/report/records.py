@@ -15,8 +15,8 @@ from functools import singledispatch
 from typing import Any
 
 from memfit.comparison import BatchSize, Comparison, Row
-from memfit.estimate import Estimate
-from memfit.plan import Plan
+from memfit.estimation import Estimate
+from memfit.plans import Plan
 from memfit.verification import Verification
 
 __all__ = ["COMPARISON_COLUMNS", "csv_text", "document", "json_text", "records"]

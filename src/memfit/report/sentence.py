@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import singledispatch
 
 from memfit.comparison import BatchSize, Comparison, Row
-from memfit.estimate import Estimate
-from memfit.plan import Plan
+from memfit.estimation import Estimate
+from memfit.plans import Plan
 from memfit.units import format_bytes, format_percent
 from memfit.verification import Verification
 

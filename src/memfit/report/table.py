@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from memfit.comparison import BatchSize, Comparison, Row
-from memfit.estimate import Estimate
-from memfit.plan import Plan
+from memfit.estimation import Estimate
+from memfit.plans import Plan
 from memfit.report.records import csv_text, json_text
 from memfit.units import format_bytes, format_percent, format_seconds
 from memfit.verification import Verification

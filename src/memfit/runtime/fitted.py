@@ -24,7 +24,7 @@ from memfit.step.codec import fingerprint_difference, graph_digest
 
 if TYPE_CHECKING:
     from memfit.capture.loss import LossFunction
-    from memfit.plan import Plan
+    from memfit.plans import Plan
     from memfit.planning import Request
 
 __all__ = ["Fitted", "fitted_call", "install", "release"]
@@ -63,7 +63,7 @@ class Fitted:
         try:
             return call(*args, **kwargs)
         except torch._dynamo.exc.BackendCompilerFailed as error:
-            if not isinstance(error.__cause__, PlanMismatchError):
+            if not isinstance(error.inner_exception, PlanMismatchError):
                 raise
         # Nothing ran: the module's Python state asks for another graph than the planned one.
         log.info("the model changed since it was planned; planning again")
@@ -99,7 +99,7 @@ def install(
     loss_fn: LossFunction | None = None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> nn.Module:
-    """Puts a plan into a module; see `memfit.plan.Plan.apply`."""
+    """Puts a plan into a module; see `memfit.plans.Plan.apply`."""
     from memfit.planning import Request, fingerprint
 
     if plan.planned is not None:

@@ -121,11 +121,8 @@ def largest_tensors(count: int = 8) -> str:
 def _live(device_type: str | None) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     for thing in gc.get_objects():
-        if type(thing).__module__.startswith("torch") and isinstance(thing, torch.Tensor):
-            try:
-                thing.untyped_storage().data_ptr()
-            except (RuntimeError, NotImplementedError):
-                continue  # fake and functional tensors have no memory
+        # Subclasses other than parameters (fake, functional tensors) have no memory of their own.
+        if type(thing) in (torch.Tensor, torch.nn.Parameter) and not torch._is_functional_tensor(thing):
             if device_type is None or thing.device.type == device_type:
                 found.append(thing)
     return found

@@ -22,8 +22,10 @@ def signature(model: nn.Module, args: Any, kwargs: Any) -> Signature:
     )
     device = next((t.device.type for t in leaves if isinstance(t, torch.Tensor)), "cpu")
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    seen: dict[int, int] = {}
+    same = tuple(seen.setdefault(id(t), i) for i, t in enumerate(leaves) if isinstance(t, torch.Tensor))
     accumulating = any(p.grad is not None for p in model.parameters())
-    return (*inputs, autocast, accumulating)
+    return (*inputs, same, autocast, accumulating)
 
 
 def _plain(value: object) -> bool:

@@ -15,16 +15,16 @@ from memfit.strategies.segments import segment_order, starts_of
 
 __all__ = ["block_name", "order"]
 
-_NUMBERED = re.compile(r"^(.*?\.?\d+)(?:\.|$)")
+_NUMBERED = re.compile(r"(?:.*?\.)?\d+(?:\.(?:blocks?|layers?)\.\d+)*(?=\.|$)")
 
 
 def block_name(module: str) -> str:
-    """The outermost numbered part of a module's name: `layer1.0.conv2` is in `layer1.0`."""
-    parts = module.split(".")
-    for count, part in enumerate(parts, start=1):
-        if part.isdecimal():
-            return ".".join(parts[:count])
-    return ""
+    """The outermost numbered part of a module's name, or the block in it.
+
+    `layer1.0.conv2` is in `layer1.0`, `stages.2.blocks.4.norm` in `stages.2.blocks.4`, `head` in none.
+    """
+    found = _NUMBERED.match(module)
+    return found.group() if found else ""
 
 
 def order(graph: StepGraph, budget_bytes: int | None) -> list[int]:

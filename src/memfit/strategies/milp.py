@@ -1,27 +1,33 @@
-"""`milp`: the fastest program there is on a small graph, with the ops in their captured order.
+"""`milp`: the fastest program of a small step, proven.
 
-Time is cut at every op, so an op may run again before any backward op. For stage `t` (the `t`-th op of the
-step) `run[t, i]` says that op `i` runs in it and `have[t, s]` that storage `s` is there when it begins. Memory is
-constrained at every run of every stage by a chain of variables that say what has been freed by then.
+Time is cut into stages, one for each op of the step; stage `t` ends with the first run of op `t`, and before it any
+forward ops may run again, each once and in their order. `run[t, i]` says that op `i` runs again in stage `t`. A
+storage lives through a chain of events, the runs of the op that makes it and of those that read it, and a variable
+after each event says whether a copy is there:
 
-Source: Jain et al., "Checkmate" (MLSys 2020), with frees by last use. The tests hold every other strategy
-against it.
+    a read needs the copy before it, and only a read may be its last
+    a write brings a copy, and finds none
+    what is there before a run + what the run makes + its workspace - what it overwrites  <=  budget
 
-Known limits: the number of variables grows with the square of the ops, so large graphs are refused; in-place
-ops are taken where they follow from the order, but not planned for.
+That is exactly what `program_of` does with an order and `simulate` with a program, so the optimum is one of what
+runs. Given the runs all other variables are implied integers.
+
+Source: Jain et al., "Checkmate: Breaking the memory wall with optimal tensor rematerialization" (MLSys 2020), with
+copies by storage instead of by op, freed by last read, in-place ops and generator states.
+
+Known limits: the number of variables grows with the square of the ops, so large steps are refused. An op runs at
+most once in a stage; schedules that need one twice between two first runs are not considered.
 """
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
+from collections import defaultdict
 
 from memfit.errors import BudgetError, SpecError
-from memfit.planner.least import least_order
-from memfit.planner.solver import Milp, Status, solve
-from memfit.step.graph import Phase, StepGraph, StorageKind
+from memfit.planner.solver import Milp, Solution, Status, solve
+from memfit.step.graph import Op, Phase, StepGraph, StorageKind
 from memfit.step.program import plain_order, program_of
-from memfit.step.simulate import simulate
+from memfit.step.simulate import Timeline, simulate
 from memfit.units import format_bytes
 
 __all__ = ["order"]
@@ -29,167 +35,205 @@ __all__ = ["order"]
 _MOST_OPS = 60
 _SECONDS = 60.0
 
+_Moment = tuple[int, int]
+"""A stage and an op that runs in it."""
+
 
 def order(graph: StepGraph, budget_bytes: int | None) -> list[int]:
-    """The least time within the budget.
+    """The order of the least time within the budget; the captured one without a budget.
 
     Raises:
-        SpecError: if the graph is too large.
-        BudgetError: if nothing fits.
+        SpecError: if the step is too large.
+        BudgetError: if nothing fits, with the least budget that works.
     """
-    if budget_bytes is None:
-        return plain_order(graph)
+    plain = plain_order(graph)
+    if budget_bytes is None or _timeline(graph, plain).peak_bytes <= budget_bytes:
+        return plain
     if len(graph.ops) > _MOST_OPS:
-        raise SpecError(f"strategy 'milp' takes at most {_MOST_OPS} ops (ops: {len(graph.ops)}); use 'auto'")
-    problem, run = _formulate(graph, budget_bytes)
-    if not problem.cost:
-        found = plain_order(graph)
-    else:
-        solution = solve(problem, seconds=_SECONDS, gap=0.0)
-        solved = solution.status not in (Status.INFEASIBLE, Status.UNKNOWN)
-        found = _read(graph, run, solution.values) if solved else plain_order(graph)
-    if simulate(graph, program_of(graph, found)).peak_bytes > budget_bytes:
-        least = simulate(graph, program_of(graph, least_order(graph))).peak_bytes
-        raise BudgetError(
-            f"no program fits {format_bytes(budget_bytes)}; the least found needs {format_bytes(least)}",
-            budget_bytes=budget_bytes,
-            least_bytes=least,
+        raise SpecError(
+            f"strategy 'milp' takes steps of at most {_MOST_OPS} ops (ops: {len(graph.ops)}); use 'rotor' or 'auto'"
         )
-    return found
+    room = budget_bytes
+    while (found := _fastest(graph, room)) is not None:
+        excess = _timeline(graph, found).peak_bytes - budget_bytes
+        if excess <= 0:
+            return found
+        room -= excess  # a rounding error of the solver
+    least = _timeline(graph, _lowest(graph)).peak_bytes
+    raise BudgetError(
+        f"no program of the step fits {format_bytes(budget_bytes)}; the least budget that works is "
+        f"{format_bytes(least)} ({least} bytes)",
+        budget_bytes=budget_bytes,
+        least_bytes=least,
+    )
 
 
-def _read(graph: StepGraph, run: dict[tuple[int, int], int], values: NDArray[np.float64]) -> list[int]:
-    loss = graph.loss_index
-    found = list(range(loss + 1))
-    for stage in range(loss + 1, len(graph.ops)):
-        found.extend(i for i in range(loss) if (stage, i) in run and values[run[stage, i]] > 0.5)
+def _timeline(graph: StepGraph, found: list[int]) -> Timeline:
+    return simulate(graph, program_of(graph, found))
+
+
+def _fastest(graph: StepGraph, room_bytes: int) -> list[int] | None:
+    if graph.static_bytes + _after_step(graph) > room_bytes:
+        return None
+    scale = max(1.0, room_bytes / 1000)
+    problem = Milp()
+    run = _runs(graph, problem)
+    for variable, (_, op) in zip(run.values(), run, strict=True):
+        problem.cost[variable] = graph.ops[op].seconds
+    for terms in _memory(graph, problem, run):
+        row = {variable: nbytes / scale for variable, nbytes in terms.items() if variable >= 0}
+        upper = (room_bytes - graph.static_bytes - terms.get(_ONE, 0)) / scale
+        if row:
+            problem.row(row, upper=upper)
+        elif upper < 0:
+            return None
+    solution = solve(problem, seconds=_SECONDS, gap=0.0)
+    return None if solution.status in (Status.INFEASIBLE, Status.UNKNOWN) else _read(graph, run, solution)
+
+
+def _lowest(graph: StepGraph) -> list[int]:
+    """The order of the least peak, whatever its time."""
+    problem = Milp()
+    run = _runs(graph, problem)
+    plain = plain_order(graph)
+    scale = max(1.0, _timeline(graph, plain).peak_bytes / 1000)
+    peak = problem.variable(cost=1.0, lower=0.0, upper=1e4, integer=False)
+    for terms in _memory(graph, problem, run):
+        row = {variable: nbytes / scale for variable, nbytes in terms.items() if variable >= 0}
+        problem.row(row | {peak: -1.0}, upper=-(graph.static_bytes + terms.get(_ONE, 0)) / scale)
+    solution = solve(problem, seconds=_SECONDS, gap=0.0)
+    found = plain if solution.status in (Status.INFEASIBLE, Status.UNKNOWN) else _read(graph, run, solution)
+    return min(found, plain, key=lambda candidate: _timeline(graph, candidate).peak_bytes)
+
+
+def _after_step(graph: StepGraph) -> int:
+    held = graph.held_to_the_end()
+    return graph.after_step_bytes + sum(graph.storages[s].nbytes for s in held if not graph.is_free(s))
+
+
+def _read(graph: StepGraph, run: dict[_Moment, int], solution: Solution) -> list[int]:
+    found: list[int] = []
+    for stage in range(len(graph.ops)):
+        found.extend(op for op in range(stage) if (stage, op) in run and solution.values[run[stage, op]] > 0.5)
         found.append(stage)
     return found
 
 
-def _formulate(graph: StepGraph, budget_bytes: int) -> tuple[Milp, dict[tuple[int, int], int]]:
-    """Stages are the backward ops; the forward pass runs once, in order, before them."""
-    loss, count = graph.loss_index, len(graph.ops)
-    held, producer = graph.held_to_the_end(), graph.producers()
-    optional = [s for s, info in enumerate(graph.storages) if info.kind is StorageKind.FORWARD and s not in held]
-    scale = max(1.0, budget_bytes / 1000.0)
-    problem = Milp()
-    run: dict[tuple[int, int], int] = {}
-    have: dict[tuple[int, int], int] = {}
-    for stage in range(loss + 1, count):
-        for i in range(loss):
-            if graph.ops[i].recomputable:
-                run[stage, i] = problem.variable(cost=graph.ops[i].seconds + 1e-12)
-        for s in optional:
-            have[stage, s] = problem.variable()
-    have.update({(count, s): problem.variable(upper=0.0) for s in optional})
-    for stage in range(loss + 1, count):
-        reads = [(stage, s) for s in graph.ops[stage].reads]
-        for _, s in reads:
-            if (stage, s) in have:
-                problem.row(_made(run, producer, stage, s) | {have[stage, s]: 1.0}, lower=1.0)
-        for i in range(loss):
-            if (stage, i) in run:
-                for s in graph.ops[i].reads:
-                    if (stage, s) in have:
-                        terms = _made(run, producer, stage, s) | {have[stage, s]: 1.0}
-                        terms[run[stage, i]] = terms.get(run[stage, i], 0.0) - 1.0
-                        problem.row(terms, lower=0.0)
-        for s in optional:
-            terms = _made(run, producer, stage, s) | {have[stage, s]: 1.0, have[stage + 1, s]: -1.0}
-            problem.row(terms, lower=0.0)
-        _memory_rows(graph, problem, run, have, optional, producer, stage, budget_bytes, scale)
-    _forward_rows(graph, problem, have, optional, budget_bytes, scale)
-    return problem, run
+def _runs(graph: StepGraph, problem: Milp) -> dict[_Moment, int]:
+    """A variable for every op that may run again in a stage; see `memfit.step.check` for the pieces."""
+    run: dict[_Moment, int] = {}
+    for stage in range(1, len(graph.ops)):
+        before = graph.ops[stage - 1]
+        for index, op in enumerate(graph.ops[:stage]):
+            closed = before.phase is Phase.BACKWARD and op.piece > before.piece
+            if op.phase is Phase.FORWARD and op.recomputable and not closed:
+                run[stage, index] = problem.variable()
+    return run
 
 
-def _made(run: dict[tuple[int, int], int], producer: list[int], stage: int, storage: int) -> dict[int, float]:
-    variable = run.get((stage, producer[storage]))
-    return {} if variable is None else {variable: 1.0}
+_ONE = -1
+"""In a sum over variables: the constant."""
+
+_Terms = dict[int, int]
 
 
-def _memory_rows(
-    graph: StepGraph,
-    problem: Milp,
-    run: dict[tuple[int, int], int],
-    have: dict[tuple[int, int], int],
-    optional: list[int],
-    producer: list[int],
-    stage: int,
-    budget_bytes: int,
-    scale: float,
-) -> None:
-    """Memory at every possible run of a stage: what came in or was made and is still needed."""
-    loss = graph.loss_index
-    moments = [i for i in range(loss) if (stage, i) in run] + [stage]
-    for moment in moments:
-        base = _others(graph, stage, running=moment == stage) + graph.ops[moment].workspace_bytes
-        terms: dict[int, float] = {}
-        for s in optional:
-            alive = problem.variable(integer=False)
-            made = [] if producer[s] > moment or (stage, producer[s]) not in run else [run[stage, producer[s]]]
-            later = [run[stage, i] for i in moments if i >= moment and i != stage and s in graph.ops[i].reads]
-            sure = s in graph.ops[stage].reads
-            for source in [have[stage, s], *made]:
-                if producer[s] == moment and source in made:
-                    problem.row({alive: 1.0, source: -1.0}, lower=0.0)
-                    continue
-                if sure:
-                    problem.row({alive: 1.0, source: -1.0}, lower=0.0)
-                for need in [*later, have[stage + 1, s]]:
-                    problem.row({alive: 1.0, source: -1.0, need: -1.0}, lower=-1.0)
-            terms[alive] = graph.storages[s].nbytes / scale
-        active = 0 if moment == stage else budget_bytes * 4
-        upper = budget_bytes - base
-        if moment != stage:
-            # Only if the op runs at this moment.
-            terms[run[stage, moment]] = active / scale
-            upper += active
-        problem.row(terms, upper=upper / scale)
-
-
-def _others(graph: StepGraph, stage: int, *, running: bool) -> int:
-    """Bytes at a stage that no choice changes: static, held, what backward ops made and still need.
-
-    What the stage's own op makes counts only while it is `running`, not while ops run again for it.
-    """
+def _memory(graph: StepGraph, problem: Milp, run: dict[_Moment, int]) -> list[_Terms]:
+    """Adds the lives of all storages; returns the bytes in use at every moment, beside static ones."""
+    moments = sorted([*run, *((stage, stage) for stage in range(len(graph.ops)))])
+    bytes_at: dict[_Moment, _Terms] = {moment: defaultdict(int) for moment in moments}
+    after: dict[tuple[_Moment, int], int] = {}
     held = graph.held_to_the_end()
-    total = graph.static_bytes
-    for s, info in enumerate(graph.storages):
-        if info.kind is StorageKind.STATIC or (info.kind is StorageKind.FORWARD and s not in held):
-            continue
-        born = next((i for i, op in enumerate(graph.ops) if s in op.writes), None)
-        if born is None or born > stage or (born == stage and not running):
-            continue
-        last = max([i for i, op in enumerate(graph.ops) if s in op.reads], default=born)
-        if s in held or last >= stage:
-            total += info.nbytes
-    return total
+    for storage, facts in enumerate(graph.storages):
+        if facts.kind is not StorageKind.STATIC:
+            _live(graph, problem, run, moments, storage, storage in held, bytes_at, after)
+    for moment in moments:
+        op, terms = graph.ops[moment[1]], bytes_at[moment]
+        variable = run.get(moment, _ONE)
+        terms[variable] += op.workspace_bytes + sum(graph.storages[s].nbytes for s in op.writes)
+        over = op.in_place_over
+        if over is not None and over not in held and not graph.is_free(over):
+            overwritten = problem.variable(integer=False)
+            problem.row({overwritten: 1.0, after[moment, over]: 1.0}, upper=1.0)
+            _at_most(problem, overwritten, after.get((moment, op.writes[0]), _ONE))
+            _at_most(problem, overwritten, variable)
+            terms[overwritten] -= graph.storages[over].nbytes
+    for index, op in enumerate(graph.ops):
+        if op.random_state_bytes:
+            _remember(problem, run, moments, index, op, bytes_at)
+    return list(bytes_at.values())
 
 
-def _forward_rows(
+def _at_most(problem: Milp, variable: int, limit: int) -> None:
+    if limit != _ONE:
+        problem.row({variable: 1.0, limit: -1.0}, upper=0.0)
+
+
+def _live(
     graph: StepGraph,
     problem: Milp,
-    have: dict[tuple[int, int], int],
-    optional: list[int],
-    budget_bytes: int,
-    scale: float,
+    run: dict[_Moment, int],
+    moments: list[_Moment],
+    storage: int,
+    is_held: bool,
+    bytes_at: dict[_Moment, _Terms],
+    after: dict[tuple[_Moment, int], int],
 ) -> None:
-    """Memory of the forward pass and the loss: what is kept, and what later forward ops still read."""
-    first = graph.loss_index + 1
-    if first >= len(graph.ops):
-        return
-    for moment in range(first):
-        op = graph.ops[moment]
-        fixed = graph.static_bytes + op.workspace_bytes
-        terms: dict[int, float] = {}
-        for s, info in enumerate(graph.storages):
-            born = next((i for i, o in enumerate(graph.ops) if s in o.writes), None)
-            if born is None or born > moment:
-                continue
-            needed = born == moment or any(s in graph.ops[i].reads for i in range(moment, first))
-            if s not in optional or needed:
-                fixed += info.nbytes if s not in optional or needed else 0
-            elif graph.ops[born].phase is Phase.FORWARD:
-                terms[have[first, s]] = info.nbytes / scale
-        problem.row(terms, upper=(budget_bytes - fixed) / scale)
+    """The life of a storage: is a copy there before each moment, and after each event."""
+    nbytes = graph.storages[storage].nbytes
+    there: int | None = None  # no copy yet
+    for moment in moments:
+        op = graph.ops[moment[1]]
+        if there is not None:
+            bytes_at[moment][there] += nbytes
+        writes, reads = storage in op.writes, storage in op.reads
+        if not (writes or reads):
+            continue
+        if is_held:
+            there = _ONE if writes else there
+            continue
+        runs = run.get(moment, _ONE)
+        now = problem.variable(integer=False)
+        before = {} if there is None else {there: 1.0}
+        if writes:
+            _row(problem, before | {runs: before.get(runs, 0.0) + 1.0}, upper=1.0)
+            _row(problem, {now: 1.0, runs: -1.0} | {v: -c for v, c in before.items()}, upper=0.0)
+            _row(problem, {now: 1.0} | {v: -c for v, c in before.items()}, lower=0.0)
+        else:
+            _row(problem, {runs: 1.0} | {v: -c for v, c in before.items()}, upper=0.0)
+            _row(problem, {now: 1.0} | {v: -c for v, c in before.items()}, upper=0.0)
+            _row(problem, {now: 1.0, runs: 1.0} | {v: -c for v, c in before.items()}, lower=0.0)
+        after[moment, storage] = there = now
+    if there is not None and not is_held:
+        problem.upper[there] = 0.0
+
+
+def _row(problem: Milp, terms: dict[int, float], *, lower: float | None = None, upper: float | None = None) -> None:
+    """A row of which one term may be the constant 1."""
+    constant = terms.pop(_ONE, 0.0)
+    if upper is not None:
+        problem.row(terms, upper=upper - constant)
+    if lower is not None:
+        problem.row(terms, lower=lower - constant)
+
+
+def _remember(
+    problem: Milp,
+    run: dict[_Moment, int],
+    moments: list[_Moment],
+    index: int,
+    op: Op,
+    bytes_at: dict[_Moment, _Terms],
+) -> None:
+    """Generator state is held from the first run of an op to its last one."""
+    later: int | None = None  # whether it runs again after the moment looked at, from the end backwards
+    for moment in reversed(moments):
+        if moment < (index, index):
+            break
+        if moment[1] == index and moment in run:
+            again = problem.variable(integer=False)
+            _at_most(problem, run[moment], again)
+            if later is not None:
+                _at_most(problem, later, again)
+            later = again
+        if later is not None:
+            bytes_at[moment][later] += op.random_state_bytes

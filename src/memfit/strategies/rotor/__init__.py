@@ -30,8 +30,8 @@ from memfit.units import format_bytes
 
 __all__ = ["least_bytes", "least_order", "order"]
 
-_BLOCKS = 48
-_SPAN = 40
+_BLOCKS = 24
+_SPAN = 64
 _SLOTS = 2000
 """Slots of the plain step's peak."""
 

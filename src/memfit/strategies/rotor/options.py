@@ -23,10 +23,10 @@ from memfit.strategies.rotor.shape import Shape, cone, profile
 
 __all__ = ["Backward", "Option", "options_of"]
 
-_PATIENCE = 4
+_PATIENCE = 24
 """Descents in a row that may fail to lower the peak."""
 
-_SLACK = 1.02
+_SLACK = 1.5
 """How much higher a descent may leave the peak."""
 
 _HULL = 2e-3

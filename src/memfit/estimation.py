@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from memfit.capture.loss import LossFunction
 from memfit.capture.optimizer import optimizer_cost
@@ -32,7 +33,7 @@ class Estimate:
         buffers: buffers, inputs, and gradients that exist before the step.
         gradients: gradients of the parameters.
         optimizer: optimizer state from the second step on.
-        activations: forward results the backward pass reads.
+        activations: forward results the backward pass reads, what code between graph breaks holds included.
         temporaries: everything else.
         peak: highest memory of the step.
         least: no program that runs whole ops goes below.
@@ -94,10 +95,11 @@ def estimate(
     """
     capture = capture_step(model, tuple(args), dict(kwargs or {}), loss_fn=loss_fn, optimizer=optimizer, label=label)
     graph = with_rooflines(capture)
-    return _summary(graph, model, optimizer)
+    there = [*model.buffers(), *pytree.tree_leaves((tuple(args), kwargs or {})), *(p.grad for p in model.parameters())]
+    return _summary(graph, model, optimizer, storage_bytes(there, device_of(model).type))
 
 
-def _summary(graph: StepGraph, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Estimate:
+def _summary(graph: StepGraph, model: nn.Module, optimizer: torch.optim.Optimizer | None, buffers: int) -> Estimate:
     program = plain_program(graph)
     timeline = simulate(graph, program)
     device_type = device_of(model).type
@@ -116,6 +118,9 @@ def _summary(graph: StepGraph, model: nn.Module, optimizer: torch.optim.Optimize
         elif storage in read:
             module = graph.ops[producer[storage]].module or "(root)"
             saved[module] = saved.get(module, 0) + nbytes
+    between = graph.static_bytes - parameters - buffers - state
+    if between > 0:
+        saved["(between graph breaks)"] = between
     activations = sum(saved.values())
     where = "optimizer.step()"
     if position < len(program.instructions):
@@ -124,11 +129,11 @@ def _summary(graph: StepGraph, model: nn.Module, optimizer: torch.optim.Optimize
     return Estimate(
         label=graph.label,
         parameters=parameters,
-        buffers=graph.static_bytes - parameters - state,
+        buffers=buffers,
         gradients=gradients,
         optimizer=state,
         activations=activations,
-        temporaries=timeline.peak_bytes - graph.static_bytes - gradients - activations,
+        temporaries=timeline.peak_bytes - parameters - buffers - gradients - state - activations,
         peak=timeline.peak_bytes,
         least=op_wall_bytes(graph),
         step_seconds=timeline.step_seconds,

@@ -1,0 +1,82 @@
+"""Rewrites change no bit; in-place calls give what the functional ones give."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from memfit.capture.rewrite import IN_PLACE, convolution_input_gradient, make_hollow
+
+_aten = torch.ops.aten
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(
+    ("channels", "out", "size", "kernel", "stride", "padding", "groups"),
+    [
+        (8, 16, 14, 3, 1, 1, 1),
+        (8, 16, 14, 1, 1, 0, 1),
+        (3, 8, 31, 7, 2, 3, 1),
+        (16, 16, 15, 3, 2, 1, 16),
+        (8, 8, 9, 3, 1, 2, 2),
+    ],
+)
+def test_split_convolution_backward(
+    channels: int, out: int, size: int, kernel: int, stride: int, padding: int, groups: int, channels_last: bool
+) -> None:
+    x, weight = torch.randn(2, channels, size, size), torch.randn(out, channels // groups, kernel, kernel)
+    if channels_last:
+        x = x.to(memory_format=torch.channels_last)
+    y = torch.nn.functional.conv2d(x, weight, None, stride, padding, 1, groups)
+    rest = ([0], [stride] * 2, [padding] * 2, [1, 1], False, [0, 0], groups)
+    gradient = torch.randn_like(y)
+    whole = _aten.convolution_backward.default(gradient, x, weight, *rest, [True, True, False])
+    hollow = make_hollow(x)
+    assert hollow.untyped_storage().nbytes() == 0
+    half = convolution_input_gradient(gradient, hollow, weight, *rest)
+    assert torch.equal(half, whole[0]) and half.stride() == whole[0].stride()
+    assert torch.equal(
+        _aten.convolution_backward.default(gradient, x, weight, *rest, [False, True, False])[1], whole[1]
+    )
+
+
+ARGUMENTS = {
+    "masked_fill": (0.5,),
+    "hardtanh": (),
+    "threshold_backward": (0,),
+    "hardtanh_backward": (-1.0, 1.0),
+}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("target", [t for t in IN_PLACE if "norm" not in str(t)], ids=str)
+def test_in_place_calls(target: torch._ops.OpOverload) -> None:
+    names = [a.name for a in target._schema.arguments if not a.has_default_value() and not a.kwarg_only]
+    tensors = [a.name for a in target._schema.arguments if "Tensor" in str(a.type) and a.name in names]
+    values = [torch.randn(3, 5) for _ in tensors]
+    if "masked_fill" in str(target):
+        values[1] = values[1] > 0
+    scalars = ARGUMENTS.get(target._opname, (2.0,) if len(names) > len(tensors) else ())
+    expected = target(*values, *scalars)
+    for position, call in IN_PLACE[target].items():
+        operands = [v.clone() for v in values]
+        result = call(*operands, *scalars)
+        assert torch.equal(result, expected)
+        assert result.data_ptr() == operands[position].data_ptr()
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("shape", [(4, 8, 14, 14), (2, 7, 5, 3), (16, 33), (2, 4, 5, 5, 5)])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_batch_norm_over_its_input(shape: tuple[int, ...], channels_last: bool) -> None:
+    norm = _aten._native_batch_norm_legit_functional.default
+    x, channels = torch.randn(shape), shape[1]
+    if channels_last and len(shape) == 4:
+        x = x.to(memory_format=torch.channels_last)
+    rest = (torch.randn(channels), torch.randn(channels), torch.randn(channels), torch.rand(channels), True, 0.1, 1e-5)
+    expected = norm(x, *rest)
+    over = x.clone()
+    result = IN_PLACE[norm][0](over, *rest)
+    assert all(torch.equal(a, b) for a, b in zip(expected, result, strict=True))
+    assert result[0].data_ptr() == over.data_ptr()

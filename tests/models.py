@@ -1,0 +1,86 @@
+"""Small models that between them have everything a captured step can have."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class Residual(nn.Module):
+    """Convolutions, batch normalisation, in-place activations, a residual stream."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3, padding=1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Conv2d(width, width, 3, padding=1, bias=False),
+                nn.BatchNorm2d(width),
+                nn.ReLU(inplace=True),
+                nn.Conv2d(width, width, 1),
+                nn.BatchNorm2d(width),
+            )
+            for _ in range(4)
+        )
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.relu(self.stem(x))
+        for block in self.blocks:
+            x = functional.relu(x + block(x), inplace=True)
+        x = functional.max_pool2d(x, 2)
+        return self.head(x.mean((2, 3)))
+
+
+class Tied(nn.Module):
+    """Tied weights, dropout, layer normalisation, a nested output and a keyword input."""
+
+    def __init__(self, vocabulary: int = 50, width: int = 32) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            for _ in range(3)
+        )
+        self.drop = nn.Dropout(0.2)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor, *, labels: Tensor) -> dict[str, Tensor]:
+        x = self.tokens(tokens)
+        for layer in self.layers:
+            x = x + self.drop(layer(x))
+        logits = self.head(x)
+        return {"loss": functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+class Frozen(nn.Module):
+    """A frozen layer in the middle, a buffer that the step changes, and one that it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(16, 64), nn.Linear(64, 64), nn.Linear(64, 4)
+        self.second.requires_grad_(False)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("scale", torch.full((64,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.calls += 1
+        hidden = torch.tanh(self.second(torch.sigmoid(self.first(x)))) * self.scale
+        return self.third(hidden * self.calls)
+
+
+class Broken(nn.Module):
+    """A graph break between two pieces that both have something to recompute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Sequential(nn.Linear(16, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU())
+        self.after = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        torch._dynamo.graph_break()
+        return self.after(x)

@@ -1,0 +1,99 @@
+"""Bad input gets a clear error and leaves the model as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import memfit
+from tests.models import Residual
+
+X = torch.randn(2, 3, 16, 16)
+
+
+@pytest.mark.parametrize("budget", ["", "many", "8 XB", "-3GiB", 0, -1, "0%", "1000000TiB", True, 1.5])
+def test_impossible_budgets(budget: object) -> None:
+    model = Residual()
+    with pytest.raises(memfit.SpecError):
+        memfit.fit(model, (X,), budget=budget)  # type: ignore[arg-type]
+    assert model._compiled_call_impl is None
+
+
+@pytest.mark.parametrize(("name", "value"), [("strategy", "sqart"), ("levers", "all"), ("tiers", "host")])
+def test_unknown_words(name: str, value: str) -> None:
+    with pytest.raises(memfit.SpecError):
+        memfit.plan(Residual(), (X,), budget="1GiB", **{name: value})  # type: ignore[arg-type]
+
+
+def test_eval_mode() -> None:
+    with pytest.raises(memfit.CaptureError, match=r"model\.train\(\)"):
+        memfit.plan(Residual().eval(), (X,), budget="1GiB")
+
+
+def test_nothing_to_train() -> None:
+    with pytest.raises(memfit.CaptureError):
+        memfit.plan(Residual().requires_grad_(False), (X,), budget="1GiB")
+
+
+def test_input_on_another_device() -> None:
+    with pytest.raises(memfit.CaptureError, match="meta"):
+        memfit.plan(Residual(), (X.to("meta"),), budget="1GiB")
+
+
+def test_a_model_that_checkpoints_itself() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(lambda t: self.inner(t).relu(), x, use_reentrant=False)
+
+    model = Own()
+    with pytest.raises(memfit.CaptureError, match="checkpoint"):
+        memfit.fit(model, (torch.randn(4, 8),), budget="1GiB")
+    model(torch.randn(4, 8)).sum().backward()
+
+
+def test_hugging_face_gradient_checkpointing() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=50, use_cache=False)
+    model = transformers.GPT2LMHeadModel(config).train()
+    model.gradient_checkpointing_enable()
+    tokens = torch.randint(0, 50, (2, 8))
+    with pytest.raises(memfit.CaptureError, match="gradient_checkpointing_disable"):
+        memfit.plan(model, (tokens,), {"labels": tokens}, budget="1GiB")
+
+
+def test_loss_that_is_no_scalar() -> None:
+    with pytest.raises(memfit.CaptureError, match="scalar"):
+        memfit.plan(Residual(), (X,), budget="1GiB", loss_fn=lambda output: output)
+
+
+def test_interrupted_planning_leaves_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    model = Residual()
+    with pytest.raises(KeyboardInterrupt):
+        memfit.fit(model, (X,), budget="1GiB", progress=interrupt)
+    assert model._compiled_call_impl is None
+    model(X).sum().backward()
+
+
+def test_out_of_memory_names_shape_and_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = memfit.fit(Residual(), (X,), budget="1GiB", prove=False)
+    from memfit.runtime import apply
+
+    def failing(gm: torch.fx.GraphModule) -> None:
+        def forward(*_: object) -> None:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+
+        gm.forward = forward  # type: ignore[method-assign]
+
+    monkeypatch.setattr(apply, "attach_hollow", failing)
+    monkeypatch.setattr(torch.fx.GraphModule, "recompile", lambda self: None)
+    with pytest.raises(memfit.OutOfMemoryError, match=r"(?s)\(2, 3, 16, 16\).*plan .*largest live tensors"):
+        model(X)

@@ -1,0 +1,185 @@
+"""The fitted module behaves as the module it was."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import memfit
+from memfit.planning import Request, capture_and_profile
+from memfit.runtime.fitted import fitted_call
+from tests.models import Frozen, Residual, Tied
+
+X = torch.randn(8, 3, 24, 24, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(8) % 5
+
+
+def loss_fn(output: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output, Y[: len(output)])
+
+
+def fitted(share: float = 0.75) -> tuple[nn.Module, nn.Module]:
+    """A fitted model and its plain twin."""
+    torch.manual_seed(0)
+    model = Residual()
+    twin = copy.deepcopy(model)
+    plain = memfit.plan(model, (X,), budget="4GiB", loss_fn=loss_fn, prove=False).predicted.plain_peak_bytes
+    assert memfit.fit(model, (X,), budget=int(plain * share), loss_fn=loss_fn, search_seconds=0.5) is model
+    return model, twin
+
+
+def same_gradients(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(p.grad, q.grad) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def step(model: nn.Module, x: torch.Tensor = X) -> None:
+    loss_fn(model(x)).backward()
+
+
+@pytest.mark.smoke
+def test_training_loop_keeps_its_bits() -> None:
+    model, twin = fitted()
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, twin)]
+    for _ in range(3):
+        for m, optimizer in zip((model, twin), optimizers, strict=True):
+            step(m)
+            optimizer.step()
+            optimizer.zero_grad()
+    for a, b in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_identity_keys_and_names_stay() -> None:
+    model, twin = fitted()
+    assert list(model.state_dict()) == list(twin.state_dict())
+    assert [n for n, _ in model.named_modules()] == [n for n, _ in twin.named_modules()]
+    assert type(model) is type(twin)
+
+
+def test_eval_and_no_grad_run_the_plain_model() -> None:
+    model, twin = fitted()
+    with torch.no_grad():
+        assert torch.equal(model(X), twin(X))
+    model.eval(), twin.eval()
+    assert torch.equal(model(X), twin(X))
+    assert len(fitted_call(model).calls) == 1
+
+
+def test_a_new_shape_is_planned_anew_and_exact() -> None:
+    model, twin = fitted()
+    for x in (X[:4], X):
+        step(model, x), step(twin, x)
+        assert same_gradients(model, twin)
+        model.zero_grad(), twin.zero_grad()
+    assert len(fitted_call(model).plans) == 2
+
+
+def test_gradients_accumulate() -> None:
+    model, twin = fitted(0.95)
+    for _ in range(3):
+        step(model), step(twin)
+    assert same_gradients(model, twin)
+
+
+def test_a_changed_module_is_planned_anew() -> None:
+    model, twin = fitted(0.9)
+    for m in (model, twin):
+        m.blocks[0].eval()  # another graph: this block now uses its running statistics
+        step(m)
+    assert same_gradients(model, twin)
+
+
+def test_copies_and_pickles_are_plain_modules() -> None:
+    model, _ = fitted()
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert not isinstance(getattr(copied, "_compiled_call_impl", None), type(fitted_call(model)))
+        step(copied)
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+    buffer.seek(0)
+    Residual().load_state_dict(torch.load(buffer, weights_only=True))
+
+
+def test_release_undoes_fit() -> None:
+    model, _ = fitted()
+    assert memfit.release(model) is model
+    with pytest.raises(memfit.MemfitError, match="not fitted"):
+        memfit.plan_of(model)
+    memfit.release(model)
+
+
+def test_planning_changes_nothing() -> None:
+    torch.manual_seed(0)
+    model = Residual()
+    before = copy.deepcopy(model.state_dict())
+    state = torch.get_rng_state()
+    memfit.plan(model, (X,), budget="1GiB", loss_fn=loss_fn)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_plan_holds_no_inputs() -> None:
+    import gc
+    import weakref
+
+    model, x = Residual(), torch.randn(4, 3, 24, 24)
+    made = memfit.plan(model, (x,), budget="1GiB", loss_fn=loss_fn)
+    gone = weakref.ref(x)
+    del x
+    gc.collect()
+    assert gone() is None
+    assert made.planned is not None
+
+
+def test_least_bytes_works_as_a_budget() -> None:
+    model = Residual()
+    with pytest.raises(memfit.BudgetError) as caught:
+        memfit.fit(model, (X,), budget=4096, loss_fn=loss_fn)
+    assert "least budget" in str(caught.value) and caught.value.least_bytes > 4096
+    memfit.fit(model, (X,), budget=caught.value.least_bytes, loss_fn=loss_fn, search_seconds=0.5)
+    step(model)
+
+
+def test_an_output_the_loss_does_not_use_refuses_a_gradient() -> None:
+    torch.manual_seed(0)
+    model, tokens = Tied(), torch.randint(0, 50, (2, 16))
+    memfit.fit(model, (tokens,), {"labels": tokens}, budget="1GiB")
+    output = model(tokens, labels=tokens)
+    output["loss"].backward()
+    output = model(tokens, labels=tokens)
+    with pytest.raises(memfit.PlanMismatchError, match="does not use"):
+        output["logits"].sum().backward()
+
+
+def test_optimizer_state_counts() -> None:
+    model = Residual(32)
+    parameters = sum(p.nbytes for p in model.parameters())
+    bare = capture_and_profile(model, (X,), {}, Request(budget=1, loss_fn=loss_fn))[1].static_bytes
+    for optimizer, copies in (
+        (torch.optim.SGD(model.parameters(), 0.1), 0),
+        (torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), 1),
+        (torch.optim.Adam(model.parameters()), 2),
+        (torch.optim.AdamW(model.parameters(), amsgrad=True), 3),
+    ):
+        request = Request(budget=1, loss_fn=loss_fn, optimizer=optimizer)
+        static = capture_and_profile(model, (X,), {}, request)[1].static_bytes
+        assert static - bare == pytest.approx(copies * parameters, rel=0.01, abs=1)
+        assert not optimizer.state
+
+
+def test_buffers_that_the_step_changes_change_once() -> None:
+    torch.manual_seed(0)
+    model, x = Frozen(), torch.randn(64, 16)
+    twin = copy.deepcopy(model)
+    memfit.fit(model, (x,), budget="1GiB", loss_fn=lambda output: output.square().mean())
+    for m in (model, twin):
+        m(x).square().mean().backward()
+    assert model.calls.item() == twin.calls.item() == 1
+    assert torch.equal(model.first.weight.grad, twin.first.weight.grad)
+    assert model.second.weight.grad is None

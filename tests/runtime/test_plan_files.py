@@ -1,0 +1,71 @@
+"""A plan survives a file, and is refused where it does not belong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import memfit
+from tests.models import Residual
+
+X = torch.randn(4, 3, 24, 24, generator=torch.Generator().manual_seed(0))
+
+
+def loss_fn(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plans") / "plan.json"
+    model = Residual()
+    plain = memfit.plan(model, (X,), budget="1GiB", loss_fn=loss_fn, prove=False).predicted.plain_peak_bytes
+    memfit.plan(model, (X,), budget=int(0.75 * plain), loss_fn=loss_fn, search_seconds=0.5).save(path)
+    return path
+
+
+def test_round_trip_runs_the_same_program(saved: Path) -> None:
+    plan = memfit.Plan.load(saved)
+    model = Residual()
+    plan.apply(model, loss_fn=loss_fn)
+    loss_fn(model(X)).backward()
+    assert memfit.plan_of(model).program == plan.program
+    assert "recompute" in str(plan)
+
+
+def test_the_file_is_private(saved: Path) -> None:
+    assert saved.stat().st_mode & 0o077 == 0
+
+
+def test_another_model_is_refused(saved: Path) -> None:
+    model = Residual(16)
+    with pytest.raises(memfit.PlanMismatchError, match="parameters"):
+        memfit.Plan.load(saved).apply(model)
+    assert model._compiled_call_impl is None
+
+
+def test_another_shape_is_refused(saved: Path) -> None:
+    model = memfit.Plan.load(saved).apply(Residual(), loss_fn=loss_fn)
+    with pytest.raises(memfit.PlanMismatchError, match="inputs"):
+        model(torch.randn(2, 3, 24, 24))
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", '{"schema_version": 99}', "null", "\x00"])
+def test_a_damaged_file_is_refused(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(damage)
+    with pytest.raises(memfit.PlanFileError):
+        memfit.Plan.load(path)
+
+
+def test_a_foreign_program_is_never_run(saved: Path, tmp_path: Path) -> None:
+    document = json.loads(saved.read_text())
+    document["program"] = [step for step in document["program"] if step[0] != "f"]
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(document))
+    model = memfit.Plan.load(path).apply(Residual(), loss_fn=loss_fn)
+    with pytest.raises(memfit.MemfitError, match="never freed|still alive"):
+        model(X)
