@@ -9,8 +9,8 @@ from torch import nn
 
 from memfit.capture.trace import capture_step
 from memfit.errors import BudgetError
-from memfit.plans import Plan
 from memfit.planning import Request, make_plan
+from memfit.plans import Plan
 from memfit.step.program import plain_program
 from memfit.step.simulate import simulate
 from memfit.verification import same_bits, verify

@@ -16,10 +16,10 @@ from benchmarks.subject import Case, Subject
 from memfit.capture.dynamo import preserved_state
 from memfit.capture.live_bytes import LiveBytes
 from memfit.errors import BudgetError
-from memfit.plans import Plan
 from memfit.planner.bound import select_kept
 from memfit.planner.lazy import lazy_order
 from memfit.planner.polish import spill
+from memfit.plans import Plan
 from memfit.step.graph import StepGraph
 from memfit.step.program import program_of
 from memfit.step.simulate import Timeline, simulate

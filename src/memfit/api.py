@@ -11,8 +11,8 @@ from torch import nn
 from memfit.capture.loss import LossFunction
 from memfit.comparison import BatchSize, Comparison, compare, max_batch
 from memfit.estimation import Estimate, estimate
-from memfit.plans import Plan
 from memfit.planning import Progress, Request, make_plan
+from memfit.plans import Plan
 from memfit.runtime.fitted import fitted_call, release
 from memfit.runtime.measure import Measurement, measure
 

@@ -23,11 +23,11 @@ from memfit import planning, strategies
 from memfit.capture.loss import LossFunction
 from memfit.capture.trace import Capture, device_of
 from memfit.errors import BudgetError, SpecError
-from memfit.plans import Plan
 from memfit.planner.auto import find_order
 from memfit.planner.least import least_order
 from memfit.planner.scale import difference, scaled
 from memfit.planning import Progress, Request, capture_and_profile, plan_captured, resolve_budget
+from memfit.plans import Plan
 from memfit.step.graph import StepGraph
 from memfit.step.program import Program, plain_program, program_of
 from memfit.step.simulate import simulate

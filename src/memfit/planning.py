@@ -21,11 +21,11 @@ from memfit.capture.loss import LossFunction, backward_of
 from memfit.capture.profile import profile_ops
 from memfit.capture.trace import Capture, capture_step, device_of
 from memfit.errors import BudgetError, SpecError
-from memfit.plans import Plan
 from memfit.planner.auto import find_order
 from memfit.planner.bound import op_wall_bytes, relaxed_bound
 from memfit.planner.explain import decisions
 from memfit.planner.least import least_order
+from memfit.plans import Plan
 from memfit.runtime.apply import compile_planned, piece_programs
 from memfit.runtime.device_memory import free_bytes, total_bytes
 from memfit.runtime.measure import measure

@@ -22,8 +22,8 @@ from torch.utils import _pytree as pytree
 
 from memfit.capture.loss import LossFunction, backward_of, scalar_loss
 from memfit.capture.trace import device_of
-from memfit.plans import Plan
 from memfit.planning import Progress, Request, make_plan
+from memfit.plans import Plan
 from memfit.runtime.executed import ExecutedOps, executed_recomputations
 from memfit.runtime.fitted import fitted_call, verified
 from memfit.runtime.training import resident_bytes, step_peak

@@ -67,5 +67,5 @@ def test_a_foreign_program_is_never_run(saved: Path, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(document))
     model = memfit.Plan.load(path).apply(Residual(), loss_fn=loss_fn)
-    with pytest.raises(memfit.MemfitError, match="never freed|still alive"):
+    with pytest.raises(memfit.MemfitError, match=r"never freed|still alive"):
         model(X)

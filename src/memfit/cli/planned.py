@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from memfit.cli.options import optimizer_factory
 
 if TYPE_CHECKING:
-    from memfit.plans import Plan
     from memfit.planning import Progress
+    from memfit.plans import Plan
     from memfit.zoo import Example
 
 __all__ = ["plan_example"]

@@ -148,7 +148,7 @@ def _choose(graph: StepGraph, pinned: frozenset[int], boundaries: list[tuple[int
     while cuts:
         ends = [0, *cuts, len(boundaries)]
         use = [
-            2 * (made[place] - made[before]) * (made[after] - made[place]) - widths[place] ** 2
+            2 * (made[place] - made[before]) * (made[after] - made[place]) - 16 * widths[place] ** 2
             for before, place, after in zip(ends, cuts, ends[2:], strict=False)
         ]
         least = min(use)

@@ -24,8 +24,8 @@ from memfit.step.codec import fingerprint_difference, graph_digest
 
 if TYPE_CHECKING:
     from memfit.capture.loss import LossFunction
-    from memfit.plans import Plan
     from memfit.planning import Request
+    from memfit.plans import Plan
 
 __all__ = ["Fitted", "fitted_call", "install", "release"]
 

@@ -130,7 +130,7 @@ def _undominated(columns: _Ways) -> _Ways:
 
 
 def _rows(table: Table, first: int, last: int, memory: _Ints) -> tuple[_Floats, list[Way | int]]:
-    """Time at each amount of memory for every choice at the head of a segment: a way, or a block to checkpoint before."""
+    """Time at each amount of memory for every choice at the head of a segment: a way, or where to checkpoint."""
     here = table.columns[first]
     running_first = last == len(table.columns) - 1
     base = table.site.backward_base[last + 1]
