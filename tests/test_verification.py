@@ -68,23 +68,17 @@ def test_a_planned_step_is_the_plain_step(
     assert torch.equal(random_state, torch.get_rng_state())
 
 
-def test_the_optimizer_steps_too_and_its_parameters_are_compared() -> None:
-    example = build("zoo:mlp?width=64&layers=8", batch=4096, shape=(16,))
-    optimizer = torch.optim.AdamW(example.model.parameters())
-    request = request_for(example, 1.1, strategy="sqrt", optimizer=optimizer)
-    result = verify(example.model, example.args, example.kwargs, request, steps=2)
-    assert result.passed, result.differing
-    updated = [check for check in result.checks if check.kind == "parameter"]
-    assert len(updated) == 3 * len(list(example.model.parameters()))
-    assert not optimizer.state
-
-
-def test_gradients_that_exist_are_added_to() -> None:
-    example = build("zoo:mlp?width=64&layers=8", batch=4096, shape=(16,))
+def test_the_optimizer_steps_too_and_gradients_that_exist_are_added_to() -> None:
+    example = build("zoo:mlp?width=32&layers=4", batch=1024, shape=(16,))
     for parameter in example.model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    result = verify(example.model, example.args, example.kwargs, request_for(example, 1.1, strategy="sqrt"))
+    optimizer = torch.optim.AdamW(example.model.parameters())
+    request = request_for(example, 1.1, strategy="sqrt", optimizer=optimizer)
+    result = verify(example.model, example.args, example.kwargs, request)
     assert result.passed, result.differing
+    updated = [check for check in result.checks if check.kind == "parameter"]
+    assert len(updated) == result.steps * len(list(example.model.parameters()))
+    assert not optimizer.state
     assert all(p.grad is not None and bool((p.grad == 1).all()) for p in example.model.parameters())
 
 

@@ -5,7 +5,7 @@ possible; `python -m benchmarks.overhead.cases` finds the smallest ones from est
 narrow and have a small vocabulary, because the time of a step at a given share of activations grows with the cube
 of the width.
 
-Known limits: ResNet-18 and VGG-16 have an op that is wider than 22 % at any batch.
+Known limits: ResNet-18, VGG-16 and Inception v3 have an op that is wider than 22 % at any batch that runs in seconds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CASES: dict[str, Case] = {
     "resnet18": Case(spec="torchvision:resnet18", batch=24),
     "resnet101": Case(spec="torchvision:resnet101", batch=20),
     "resnet200": Case(spec="zoo:resnet-deep", batch=12),
-    "inception_v3": Case(spec="torchvision:inception_v3", batch=24),
+    "inception_v3": Case(spec="torchvision:inception_v3", batch=16),
     "swin_t": Case(spec="torchvision:swin_t", batch=16),
     "convnext_tiny": Case(spec="torchvision:convnext_tiny", batch=16),
     "gpt": Case(spec="zoo:gpt?layers=12", batch=8, shape=_TEXT),

@@ -20,7 +20,7 @@ from memfit.errors import BudgetError
 from memfit.runtime.training import interleaved_seconds, training_step
 
 CASES: dict[str, Case] = {
-    "resnet152": Case(spec="torchvision:resnet152", batch=8, shape=(3, 224, 224)),
+    "resnet152": Case(spec="torchvision:resnet152", batch=16, shape=(3, 224, 224)),
     "gpt2-48": Case(spec="hf:gpt2?n_layer=48&n_embd=256&n_head=4&vocab_size=1024", batch=4, shape=(256,)),
 }
 

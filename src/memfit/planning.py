@@ -279,22 +279,28 @@ def prove(
 
 
 def _measured_peak(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], plan: Plan) -> int:
+    """Peak of one planned forward and backward pass; gradients that exist stay and count, new ones go."""
     assert plan.planned is not None
     capture, request = plan.planned.capture, plan.planned.request
     call = compile_planned(model, piece_programs(capture, plan.program), capture.gradient_outputs)
-    device = device_of(model)
+    leaves = [t for t in pytree.tree_leaves((list(args), kwargs)) if isinstance(t, torch.Tensor) and t.is_leaf]
+    receiving = [(t, t.grad) for t in (*model.parameters(), *leaves) if t.requires_grad]
 
     def step() -> None:
-        for parameter, gradient in existing:
-            parameter.grad = None if gradient is None else gradient.clone()
+        for tensor, _ in receiving:
+            tensor.grad = None
         backward_of(call(*args, **kwargs), request.loss_fn)
-        for parameter, _ in existing:
-            parameter.grad = None
+        for tensor, _ in receiving:
+            tensor.grad = None
 
-    existing = [(p, None) for p in model.parameters()]
     with preserved_state(model):
-        result = measure(step, device=device, warmup=1, repeats=0, start_bytes=plan.planned.graph.static_bytes)
-    return max(result.peak_bytes, 0)
+        try:
+            # What code between pieces holds is measured here, so it must not be counted as there already.
+            start = plan.planned.graph.static_bytes - capture.between_bytes
+            return measure(step, device=device_of(model), warmup=1, repeats=0, start_bytes=start).peak_bytes
+        finally:
+            for tensor, gradient in receiving:
+                tensor.grad = gradient
 
 
 def fingerprint(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, str | int | list[Any]]:

@@ -11,7 +11,6 @@ made-up operands is priced by roofline.
 from __future__ import annotations
 
 import logging
-import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -34,6 +33,7 @@ log = logging.getLogger(__name__)
 
 _aten = torch.ops.aten
 _SHORT_SECONDS = 2e-3
+_LONG_SECONDS = 0.1
 _TILE = 1 << 16
 
 Progress = Callable[[int, int], None]
@@ -131,11 +131,10 @@ def _cost_of(node: fx.Node, device: torch.device) -> OpCost:
             return call(*args, **kwargs)
 
         workspace = _workspace(run, device)
-        begin = time.perf_counter()
-        _timed(run, device)
-        once = time.perf_counter() - begin
-        repeats = 9 if once < _SHORT_SECONDS else 3 if once < 0.1 else 1
-        seconds = statistics.median([_timed(run, device) for _ in range(repeats)])
+        once = _timed(run, device)
+        repeats = 8 if once < _SHORT_SECONDS else 3 if once < _LONG_SECONDS else 1
+        # The least of several: other work on the machine only ever adds time.
+        seconds = min(once, *(_timed(run, device) for _ in range(repeats)))
         _check_split(node, args, run)
         return OpCost(seconds=seconds, workspace_bytes=workspace)
     except (RuntimeError, TypeError, IndexError, ValueError, NotImplementedError) as error:

@@ -38,12 +38,14 @@ class Capture:
         pieces: where it came from.
         joint_ops: for each op of the graph its joint op; None for the loss.
         gradient_outputs: which outputs of the last piece receive gradients; None for all.
+        between_bytes: the part of the graph's static bytes that plain code between pieces holds.
     """
 
     graph: StepGraph
     pieces: Pieces
     joint_ops: tuple[JointOp | None, ...]
     gradient_outputs: frozenset[int] | None
+    between_bytes: int = 0
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -99,9 +101,10 @@ def capture_step(
     cost = optimizer_cost(optimizer, device_type)
     static = [*model.parameters(), *model.buffers(), *pytree.tree_leaves((args, kwargs))]
     static += [p.grad for p in model.parameters()]
+    between_bytes = _between_bytes(model, pieces, device_type)
     graph = replace(
         graph,
-        static_bytes=storage_bytes(static, device_type) + cost.state_bytes + _between_bytes(model, pieces, device_type),
+        static_bytes=storage_bytes(static, device_type) + cost.state_bytes + between_bytes,
         after_step_bytes=cost.step_bytes,
         label=label or type(model).__name__,
     )
@@ -112,6 +115,7 @@ def capture_step(
         pieces=replace(pieces, pieces=bare, output=None),
         joint_ops=joint_ops,
         gradient_outputs=gradient_outputs,
+        between_bytes=between_bytes,
     )
 
 

@@ -136,8 +136,8 @@ def _choose(graph: StepGraph, pinned: frozenset[int], boundaries: list[tuple[int
     """The places to cut.
 
     Leaving out a cut of width `w` between blocks that make `a` and `b` bytes raises the sum of squares of the bytes
-    made by blocks by `2ab` and lowers that of the widths by `w²`. As long as that pays, or there are too many, the
-    least useful cut goes.
+    made by blocks by `2ab` and lowers that of twice the widths by `4w²`. As long as that pays, or there are too many,
+    the least useful cut goes.
     """
     size = [s.nbytes for s in graph.storages]
     widths = [sum(size[s] for s in boundary) for boundary in boundaries]
@@ -148,7 +148,7 @@ def _choose(graph: StepGraph, pinned: frozenset[int], boundaries: list[tuple[int
     while cuts:
         ends = [0, *cuts, len(boundaries)]
         use = [
-            2 * (made[place] - made[before]) * (made[after] - made[place]) - 16 * widths[place] ** 2
+            2 * (made[place] - made[before]) * (made[after] - made[place]) - 4 * widths[place] ** 2
             for before, place, after in zip(ends, cuts, ends[2:], strict=False)
         ]
         least = min(use)

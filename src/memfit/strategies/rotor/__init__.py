@@ -3,7 +3,7 @@
 The forward pass is cut into blocks (`memfit.planner.chain`). A dynamic program decides for every stretch of blocks and
 every amount of memory whether to keep something of it and which backward pass to run, or to keep only the boundary
 before it and come back later, any number of times. That reaches the lowest budgets, where what is made again must be
-dropped and made once more, and comes close to the relaxed bound elsewhere.
+dropped and made once more, and stays close to the relaxed bound elsewhere.
 
 The program works with memory rounded to slots. So the order behind each amount of memory is simulated, from the
 largest amount down, until one fits the budget: time only grows on the way, hence the first that fits is the fastest.
@@ -21,7 +21,7 @@ import numpy as np
 from memfit.errors import BudgetError
 from memfit.planner.bound import op_wall_bytes
 from memfit.planner.chain import cut_chain
-from memfit.step.graph import StepGraph
+from memfit.step.graph import Phase, StepGraph
 from memfit.step.program import plain_order, program_of
 from memfit.step.simulate import simulate
 from memfit.strategies.rotor.table import Table, fill, order_at
@@ -32,30 +32,33 @@ __all__ = ["least_bytes", "least_order", "order"]
 
 _BLOCKS = 24
 _SPAN = 64
+"""Most forward ops of a stretch that is planned as a whole."""
+
 _SLOTS = 2000
-"""Slots of the plain step's peak."""
+"""Slots of the memory that the plain step takes beside static bytes."""
 
 _HOPE = 1.03
-"""How much more memory than the budget an order may claim and still turn out to fit."""
+"""How much more memory than there is an order may claim and still turn out to fit."""
+
+_NARROW = 0.5
+"""Backward passes that take less than this share of the widest op are narrow enough."""
 
 
 def order(graph: StepGraph, budget_bytes: int | None) -> list[int]:
     """The fastest order of the table that fits the budget; the captured one without a budget.
 
     Raises:
-        BudgetError: if none fits.
+        BudgetError: if none fits, with the least budget that works.
     """
     if budget_bytes is None or _peak(graph, plain_order(graph)) <= budget_bytes:
         return plain_order(graph)
-    table = _table(graph, int(budget_bytes * _HOPE))
-    seen = np.inf
-    for slots in np.flatnonzero(np.isfinite(table.whole))[::-1].tolist():
-        if table.whole[slots] == seen:
-            continue
-        seen = table.whole[slots]
-        found = order_at(table, slots)
-        if _peak(graph, found) <= budget_bytes:
-            return found
+    room = budget_bytes - graph.static_bytes
+    if room > 0:
+        table = _table(graph, int(room * _HOPE))
+        for slots in reversed(_amounts(table)):
+            found = order_at(table, slots)
+            if _is_legal(graph, found) and _peak(graph, found) <= budget_bytes:
+                return found
     least = least_order(graph)
     least_peak = _peak(graph, least)
     if least_peak <= budget_bytes:
@@ -73,27 +76,46 @@ def least_bytes(graph: StepGraph) -> int:
     return _peak(graph, least_order(graph))
 
 
-@lru_cache(maxsize=8)
 def least_order(graph: StepGraph) -> list[int]:
-    """The order of the least peak, the fastest of those."""
-    limit = op_wall_bytes(graph)
-    while True:
-        table = _table(graph, limit)
-        finite = np.flatnonzero(np.isfinite(table.whole))
-        if len(finite):
-            break
+    """The order of the least peak."""
+    return list(_least_order(graph))
+
+
+@lru_cache(maxsize=8)
+def _least_order(graph: StepGraph) -> tuple[int, ...]:
+    limit = op_wall_bytes(graph) - graph.static_bytes
+    while not (amounts := _amounts(table := _table(graph, limit))):
         limit += limit // 4 + 1
-    orders = [order_at(table, slots) for slots in finite[:8].tolist()]
-    return min([*orders, plain_order(graph)], key=lambda found: _peak(graph, found))
+    found = [one for slots in amounts[:8] if _is_legal(graph, one := order_at(table, slots))]
+    return tuple(min([plain_order(graph), *found], key=lambda one: _peak(graph, one)))
 
 
-def _peak(graph: StepGraph, found: list[int]) -> int:
+def _amounts(table: Table) -> list[int]:
+    """The least slots of memory for each time the whole chain can take, from the slowest to the fastest."""
+    times = table.whole
+    faster = times < np.concatenate([[np.inf], times[:-1]])
+    return np.flatnonzero(faster).tolist()
+
+
+def _is_legal(graph: StepGraph, found: list[int]) -> bool:
+    """Whether no op runs again after the backward pass has left its piece behind."""
+    running: int | None = None
+    for index in found:
+        op = graph.ops[index]
+        if op.phase is Phase.BACKWARD:
+            running = op.piece
+        elif op.phase is Phase.FORWARD and running is not None and op.piece > running:
+            return False
+    return True
+
+
+def _peak(graph: StepGraph, found: list[int] | tuple[int, ...]) -> int:
     return simulate(graph, program_of(graph, found)).peak_bytes
 
 
 def _table(graph: StepGraph, limit_bytes: int) -> Table:
     """A table that goes at least to a limit; what it says of less memory does not depend on the limit."""
-    slot_bytes = max(1, _peak(graph, plain_order(graph)) // _SLOTS)
+    slot_bytes = max(1, (_peak(graph, plain_order(graph)) - graph.static_bytes) // _SLOTS)
     return _filled(graph, slot_bytes, (limit_bytes // slot_bytes // 128 + 1) * 128)
 
 
@@ -104,4 +126,5 @@ def _filled(graph: StepGraph, slot_bytes: int, slots: int) -> Table:
 
 @lru_cache(maxsize=8)
 def _site(graph: StepGraph) -> Site:
-    return site_of(graph, cut_chain(graph, most=_BLOCKS), span=_SPAN, narrow=int(0.6 * op_wall_bytes(graph)))
+    narrow = int(_NARROW * (op_wall_bytes(graph) - graph.static_bytes))
+    return site_of(graph, cut_chain(graph, most=_BLOCKS), span=_SPAN, narrow=narrow)

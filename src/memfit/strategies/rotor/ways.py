@@ -1,7 +1,7 @@
 """What each way to run a stretch of the chain takes, in the bytes and seconds of the step it is part of.
 
 A `Shape` knows nothing of its place. Here its options meet the rest of the step: the memory that is in use at that
-place whatever the plan (static bytes, outputs, gradients), and whether the stretch runs for the first time or again,
+place whatever the plan (outputs, gradients, small results), and whether the stretch runs for the first time or again,
 when ops that nobody needs are left out.
 """
 
@@ -24,7 +24,7 @@ _WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """An option of blocks `start` to `stop` with one of its backward passes.
+    """An option of blocks `start` to `stop` with one of its backward passes. All bytes are beside static ones.
 
     Attributes:
         start: first block.
@@ -33,7 +33,7 @@ class Way:
         forward: ops of its forward pass when it runs again.
         backward: ops of its backward pass.
         only: ops of both when the stretch runs again and its backward pass comes at once.
-        first_need: peak of the first forward pass and the backward pass, from the first byte of the step.
+        first_need: peak of the first forward pass and the backward pass.
         down_need: peak of the backward pass.
         again_rise: peak of the forward pass when it runs again, on top of what is in use then.
         only_rise: peak of `only`, on top of what is in use then.
@@ -149,12 +149,12 @@ def _last_reads(graph: StepGraph) -> list[int]:
 
 
 def _in_use(graph: StepGraph, chain: Chain) -> list[int]:
-    """Before each op, the bytes that no plan changes."""
+    """Before each op, the bytes beside static ones that no plan changes."""
     counted = [
         s.nbytes if s.kind is not StorageKind.FORWARD or i in chain.pinned else 0 for i, s in enumerate(graph.storages)
     ]
     before: list[int] = []
-    live = graph.static_bytes
+    live = 0
     for instruction in program_of(graph, plain_order(graph)).instructions:
         if instruction.action is Action.FREE:
             live -= counted[instruction.index]
