@@ -14,6 +14,7 @@ deep neural networks with limited memory" (2019); Rockmate (Zhao et al., ICML 20
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -40,6 +41,9 @@ _SLOTS = 2000
 _HOPE = 1.03
 """How much more memory than there is an order may claim and still turn out to fit."""
 
+_LOWEST = 8
+"""How many of the lowest orders are simulated to find the least peak."""
+
 _NARROW = 0.5
 """Backward passes that take less than this share of the widest op are narrow enough."""
 
@@ -53,7 +57,7 @@ def order(graph: StepGraph, budget_bytes: int | None) -> list[int]:
     if budget_bytes is None or _peak(graph, plain_order(graph)) <= budget_bytes:
         return plain_order(graph)
     room = budget_bytes - graph.static_bytes
-    if room > 0:
+    if budget_bytes >= op_wall_bytes(graph):
         table = _table(graph, int(room * _HOPE))
         for slots in reversed(_amounts(table)):
             found = order_at(table, slots)
@@ -86,8 +90,9 @@ def _least_order(graph: StepGraph) -> tuple[int, ...]:
     limit = op_wall_bytes(graph) - graph.static_bytes
     while not (amounts := _amounts(table := _table(graph, limit))):
         limit += limit // 4 + 1
-    found = [one for slots in amounts[:8] if _is_legal(graph, one := order_at(table, slots))]
-    return tuple(min([plain_order(graph), *found], key=lambda one: _peak(graph, one)))
+    found = [plain_order(graph), *(order_at(table, slots) for slots in amounts[:_LOWEST])]
+    lowest = min((one for one in found if _is_legal(graph, one)), key=lambda one: _peak(graph, one))
+    return tuple(lowest)
 
 
 def _amounts(table: Table) -> list[int]:
@@ -109,7 +114,7 @@ def _is_legal(graph: StepGraph, found: list[int]) -> bool:
     return True
 
 
-def _peak(graph: StepGraph, found: list[int] | tuple[int, ...]) -> int:
+def _peak(graph: StepGraph, found: Sequence[int]) -> int:
     return simulate(graph, program_of(graph, found)).peak_bytes
 
 
