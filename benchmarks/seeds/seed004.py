@@ -120,7 +120,7 @@ def least_peak_order(graph: StepGraph, held_bytes: int, *, slowdown: float = 1.4
         slowdown: most the step may take, in plain steps.
 
     Returns:
-        Op indices, None if no order holds so little in that time.
+        Op indices, the fastest if all are slow; None if no order holds so little.
     """
     room = held_bytes - sum(graph.storages[s].nbytes for s in set(graph.outputs) if not graph.is_free(s))
     order: list[int] | None = None
@@ -133,7 +133,7 @@ def least_peak_order(graph: StepGraph, held_bytes: int, *, slowdown: float = 1.4
         if excess <= 0:
             break
         room -= excess  # the states of random generators are held too
-    if order is None or excess > 0 or _timeline(graph, order).step_seconds > slowdown * graph.seconds:
+    if order is None or excess > 0:
         return None
     low, high = graph.static_bytes, _timeline(graph, order).peak_bytes
     while high - low > 0.01 * high:

@@ -183,3 +183,36 @@ def test_buffers_that_the_step_changes_change_once() -> None:
     assert model.calls.item() == twin.calls.item() == 1
     assert torch.equal(model.first.weight.grad, twin.first.weight.grad)
     assert model.second.weight.grad is None
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.a, self.b = nn.Linear(8, 32), nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.body(x).relu()
+        return torch.relu(self.a(hidden)), torch.relu(self.b(hidden))
+
+
+def test_a_gradient_that_autograd_shares_is_not_overwritten() -> None:
+    """One tensor is the tangent of both outputs, and `retain_grad` keeps it: writing over it would be wrong."""
+    torch.manual_seed(0)
+    model, x = TwoHeads(), torch.randn(64, 8)
+    twin = copy.deepcopy(model)
+
+    def loss_of(outputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return ((outputs[0] + outputs[1]) ** 3).mean()
+
+    with pytest.raises(memfit.BudgetError) as caught:
+        memfit.fit(model, (x,), budget=1024, loss_fn=loss_of)
+    memfit.fit(model, (x,), budget=caught.value.least_bytes, loss_fn=loss_of)
+    kept = []
+    for m in (model, twin):
+        outputs = m(x)
+        for output in outputs:
+            output.retain_grad()
+        loss_of(outputs).backward()
+        kept.append([output.grad for output in outputs])
+    assert same_gradients(model, twin)
+    assert all(torch.equal(a, b) for a, b in zip(*kept, strict=True))

@@ -138,18 +138,20 @@ def residual(units: int, *, wide: int = 64, narrow: int = 16) -> StepGraph:
     return mirrored(layers)
 
 
-def unet(depth: int, *, wide: int = 64) -> StepGraph:
+def unet(depth: int, *, wide: int = 64, layers_each: int = 3) -> StepGraph:
     """Down, down, … up, up, with a skip across each level; every level is half as wide."""
     layers: list[Layer] = []
     below = ""
+
+    def level_of(name: str, level: int, *others: str) -> None:
+        nonlocal below
+        for number in range(layers_each):
+            reads = (below, *others) if not number else (below,)
+            below = f"{name}{level}_{number}"
+            layers.append(Layer(name=below, reads=tuple(r for r in reads if r), nbytes=wide >> level))
+
     for level in range(depth):
-        nbytes = wide >> level
-        layers.append(Layer(name=f"down{level}", reads=(below,) if below else (), nbytes=nbytes))
-        layers.append(Layer(name=f"act{level}", reads=(f"down{level}",), nbytes=nbytes))
-        below = f"act{level}"
+        level_of("down", level)
     for level in reversed(range(depth - 1)):
-        nbytes = wide >> level
-        layers.append(Layer(name=f"up{level}", reads=(below,), nbytes=nbytes))
-        layers.append(Layer(name=f"merge{level}", reads=(f"up{level}", f"act{level}"), nbytes=nbytes))
-        below = f"merge{level}"
+        level_of("up", level, f"down{level}_{layers_each - 1}")
     return mirrored(layers)

@@ -108,7 +108,11 @@ def read_joint(module: fx.GraphModule, num_forward_outputs: int) -> JointReading
             old = storages[storage]
             storages[storage] = JointStorage(base=old.base, nbytes=old.nbytes, kind=StorageKind.GRADIENT)
     overwritten = _overwritten_inputs(graph, storage_of)
-    ops = [_joint_op(node, written, forward, storages, storage_of, overwritten) for node, written in ops_nodes.items()]
+    returned = {storage_of[n] for n in outputs if n in storage_of}
+    ops = [
+        _joint_op(node, written, forward, storages, storage_of, overwritten, returned)
+        for node, written in ops_nodes.items()
+    ]
     ops.sort(key=lambda op: op.phase is Phase.BACKWARD)
     return JointReading(
         module=module,
@@ -237,6 +241,7 @@ def _joint_op(
     storages: list[JointStorage],
     storage_of: dict[fx.Node, int],
     overwritten: set[int],
+    returned: set[int],
 ) -> JointOp:
     reads = tuple(dict.fromkeys(storage_of[n] for n in node.all_input_nodes if n in storage_of))
     reads = reads + tuple(
@@ -249,14 +254,15 @@ def _joint_op(
     recomputable = not node.is_impure() or is_random(node)
     if any(s in overwritten for s in reads) and rewrite.without_statistics(node) is None:
         recomputable = False
-    over = rewrite.in_place_argument(node, storages, storage_of, written)
+    argument = rewrite.in_place_argument(node, storages, storage_of, written)
+    over = None if argument is None else storage_of[cast(fx.Node, node.args[argument])]
     return JointOp(
         node=node,
         phase=Phase.FORWARD if node in forward else Phase.BACKWARD,
         module=module_of(node),
         reads=reads,
         writes=written,
-        in_place_over=None if over is None else storage_of[cast(fx.Node, node.args[over])],
+        in_place_over=None if over in returned else over,  # what the caller holds is not ours to write
         random=is_random(node),
         recomputable=recomputable,
     )

@@ -348,7 +348,8 @@ def _may_overwrite(
     node: fx.Node, operand: fx.Node, result: torch.Tensor, storages: Any, storage_of: dict[fx.Node, int], written: int
 ) -> bool:
     value, storage = operand.meta.get("val"), storage_of[operand]
-    if not isinstance(value, torch.Tensor) or storages[storage].kind == "static":
+    # An input is the caller's; so is a tangent, which autograd may hand to several nodes and hooks at once.
+    if not isinstance(value, torch.Tensor) or storages[storage].kind in ("static", "tangent"):
         return False
     alone = sum(1 for a in node.args if isinstance(a, fx.Node) and storage_of.get(a) == storage) == 1
     return (

@@ -135,9 +135,8 @@ def _boundaries(graph: StepGraph, pinned: frozenset[int]) -> list[tuple[int, ...
 def _choose(graph: StepGraph, pinned: frozenset[int], boundaries: list[tuple[int, ...]], most: int) -> list[int]:
     """The places to cut.
 
-    Leaving out a cut of width `w` between blocks that make `a` and `b` bytes raises the sum of squares of the bytes
-    made by blocks by `2ab` and lowers that of twice the widths by `4w²`. As long as that pays, or there are too many,
-    the least useful cut goes.
+    A cut is worth the bytes made in the block before it, times those made in the block after it, over the square of
+    its width. The least worthy goes, until all are worth something and there are few enough.
     """
     size = [s.nbytes for s in graph.storages]
     widths = [sum(size[s] for s in boundary) for boundary in boundaries]
@@ -147,14 +146,14 @@ def _choose(graph: StepGraph, pinned: frozenset[int], boundaries: list[tuple[int
     cuts = _narrow_places(graph, boundaries, widths)
     while cuts:
         ends = [0, *cuts, len(boundaries)]
-        use = [
-            2 * (made[place] - made[before]) * (made[after] - made[place]) - 4 * widths[place] ** 2
+        worth = [
+            (made[place] - made[before]) * (made[after] - made[place]) / max(1, widths[place]) ** 2
             for before, place, after in zip(ends, cuts, ends[2:], strict=False)
         ]
-        least = min(use)
-        if least >= 0 and len(cuts) < most:
+        least = min(worth)
+        if least >= 1 and len(cuts) < most:
             break
-        cuts.pop(use.index(least))
+        cuts.pop(worth.index(least))
     return cuts
 
 

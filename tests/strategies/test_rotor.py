@@ -1,0 +1,141 @@
+"""Rotor: within the budget, above the bound, no slower with more memory, and low where memory is short."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memfit.errors import BudgetError
+from memfit.planner.bound import op_wall_bytes, relaxed_bound
+from memfit.planner.chain import cut_chain
+from memfit.step.check import check
+from memfit.step.graph import StepGraph
+from memfit.step.program import plain_order, program_of
+from memfit.step.simulate import Timeline, simulate
+from memfit.strategies import milp, rotor
+from memfit.strategies.rotor.options import options_of
+from memfit.strategies.rotor.shape import Shape, cone, profile, shape_of
+from memfit.strategies.rotor.table import fill
+from memfit.strategies.rotor.ways import site_of
+from tests.step.random_graphs import step_graphs
+from tests.strategies.builders import chain, residual, unet
+
+
+def timeline(graph: StepGraph, order: list[int]) -> Timeline:
+    program = program_of(graph, order)
+    check(graph, program)
+    return simulate(graph, program)
+
+
+def plain_peak(graph: StepGraph) -> int:
+    return timeline(graph, plain_order(graph)).peak_bytes
+
+
+HAND_BUILT = [chain([8] * 12), chain([64, 32, 32, 8, 8, 8, 16, 64]), residual(5), unet(4)]
+
+
+@given(step_graphs(max_forward=8), st.floats(0, 1))
+@settings(max_examples=60)
+def test_fits_or_says_from_where_on(graph: StepGraph, share: float) -> None:
+    least = rotor.least_bytes(graph)
+    budget = least + int(share * (plain_peak(graph) - least))
+    found = timeline(graph, rotor.order(graph, budget))
+    assert found.peak_bytes <= budget
+    assert found.recompute_seconds >= relaxed_bound(graph, budget) - 1e-6
+    with pytest.raises(BudgetError) as raised:
+        rotor.order(graph, least - 1)
+    assert raised.value.least_bytes == least
+
+
+@given(step_graphs(max_forward=8, exact=True))
+@settings(max_examples=30)
+def test_more_memory_is_never_slower(graph: StepGraph) -> None:
+    least, plain = rotor.least_bytes(graph), plain_peak(graph)
+    budgets = sorted({least + (plain - least) * i // 6 for i in range(7)})
+    seconds = [timeline(graph, rotor.order(graph, budget)).recompute_seconds for budget in budgets]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[-1] == 0
+
+
+@pytest.mark.parametrize("graph", HAND_BUILT, ids=["even", "uneven", "residual", "unet"])
+def test_by_hand_built_steps_over_all_budgets(graph: StepGraph) -> None:
+    least, plain = rotor.least_bytes(graph), plain_peak(graph)
+    assert op_wall_bytes(graph) <= least < 0.8 * plain
+    last = float("inf")
+    for budget in range(least, plain + 1, max(1, (plain - least) // 12)):
+        found = timeline(graph, rotor.order(graph, budget))
+        assert found.peak_bytes <= budget
+        assert relaxed_bound(graph, budget) - 1e-6 <= found.recompute_seconds <= last
+        last = found.recompute_seconds
+
+
+def test_a_chain_can_be_run_at_the_width_of_its_ops() -> None:
+    """Six layers and their gradients in no more than one op takes: everything runs again from the input each time."""
+    graph = chain([8] * 6)
+    assert rotor.least_bytes(graph) <= op_wall_bytes(graph) + 8
+    runs = timeline(graph, rotor.least_order(graph)).recompute_seconds
+    assert runs > 6, "some ops must have run more than twice"
+
+
+@pytest.mark.parametrize("length", [5, 7])
+def test_as_fast_as_the_proven_optimum_on_a_chain(length: int) -> None:
+    graph = chain([8] * length)
+    least, plain = rotor.least_bytes(graph), plain_peak(graph)
+    for budget in range(least, plain + 1, 8):
+        optimum = timeline(graph, milp.order(graph, budget)).recompute_seconds
+        assert timeline(graph, rotor.order(graph, budget)).recompute_seconds == pytest.approx(optimum)
+
+
+def test_without_a_budget_nothing_runs_again() -> None:
+    graph = residual(2)
+    assert rotor.order(graph, None) == plain_order(graph)
+
+
+def test_eighty_blocks_in_seconds() -> None:
+    graph = chain([8 + i % 3 for i in range(81)])
+    cut = cut_chain(graph, most=80)
+    assert len(cut.blocks) == 80
+    site = site_of(graph, cut, span=6, narrow=0)
+    begin = time.process_time()
+    fill(site, slots=500, slot_bytes=2)
+    assert time.process_time() - begin < 20  # one or two on an idle machine
+
+
+def shape(graph: StepGraph, start: int, stop: int, *, most: int = 6) -> Shape:
+    lasts = [max((i for i, op in enumerate(graph.ops) if s in op.reads), default=-1) for s in range(len(graph.storages))]
+    cut = cut_chain(graph, most=most)
+    return shape_of(graph, cut, lasts, start, min(stop, len(cut.blocks)))
+
+
+def test_equal_units_are_one_shape() -> None:
+    graph = residual(5)
+    assert shape(graph, 1, 2, most=5) != shape(graph, 0, 1, most=5)
+    assert shape(graph, 2, 3, most=5) == shape(graph, 3, 4, most=5)
+
+
+@pytest.mark.parametrize("graph", HAND_BUILT, ids=["even", "uneven", "residual", "unet"])
+def test_options_trade_bytes_and_peak_for_time(graph: StepGraph) -> None:
+    run = shape(graph, 1, 3)
+    options = options_of(run, 0)
+    kept = [sum(run.sizes[s] for s in option.kept) for option in options]
+    fastest = [option.backwards[0].seconds for option in options]
+    assert kept == sorted(kept, reverse=True) and kept[-1] == 0
+    assert fastest == sorted(fastest)
+    for option in options:
+        peaks = [backward.peak for backward in option.backwards]
+        assert peaks == sorted(peaks, reverse=True)
+        for backward in option.backwards:
+            bytes_at, needed = profile(run, backward.sequence, run.leaving)
+            assert max(bytes_at) == backward.peak
+            assert needed <= {*run.given, *run.out, *option.kept, *run.arriving}
+            assert sorted(i for i in backward.sequence if i >= run.forward) == list(range(run.forward, len(run.ops)))
+
+
+def test_a_cone_is_what_has_to_run_again() -> None:
+    run = shape(chain([8] * 12), 0, 6)
+    last = run.ops[run.forward - 1].writes[0]
+    assert cone(run, [last], run.given) == list(range(run.forward))
+    assert cone(run, [last], {last}) == []
