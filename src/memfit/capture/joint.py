@@ -92,6 +92,7 @@ def read_joint(module: fx.GraphModule, num_forward_outputs: int) -> JointReading
     """
     rewrite.drop_clones(module)
     rewrite.split_convolution_backward(module)
+    rewrite.slice_batch_norm_backward(module)
     rewrite.copy_out_late_slices(module)
     rewrite.hollow_shape_operands(module)
     rewrite.hoist_weight_gradients(module)

@@ -19,11 +19,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from memfit.capture.batch_norm import backward_by_channels
 from memfit.capture.cost_cache import CostCache, OpCost
 from memfit.capture.joint import JointOp, tensors_of
 from memfit.capture.rewrite import HOLLOW_PREFIX, convolution_input_gradient, make_hollow
 from memfit.capture.roofline import roofline_seconds
 from memfit.capture.trace import Capture
+from memfit.errors import CaptureError
 from memfit.runtime.measure import allocation_peak
 from memfit.step.graph import StepGraph
 
@@ -135,7 +137,7 @@ def _cost_of(node: fx.Node, device: torch.device) -> OpCost:
         repeats = 8 if once < _SHORT_SECONDS else 3 if once < _LONG_SECONDS else 1
         # The least of several: other work on the machine only ever adds time.
         seconds = min(once, *(_timed(run, device) for _ in range(repeats)))
-        _check_split(node, args, run)
+        _check_rewrite(node, args, run)
         return OpCost(seconds=seconds, workspace_bytes=workspace)
     except (RuntimeError, TypeError, IndexError, ValueError, NotImplementedError) as error:
         log.info("cannot time %s alone (%s); using its roofline", node.name, error)
@@ -217,17 +219,23 @@ def _like(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor
 
 
-def _check_split(node: fx.Node, args: tuple[Any, ...], run: Callable[[], Any]) -> None:
-    """The input half of a convolution's backward must be the same bits as the whole's."""
-    if node.target is not convolution_input_gradient:
+def _check_rewrite(node: fx.Node, args: tuple[Any, ...], run: Callable[[], Any]) -> None:
+    """A rewritten op must give the bits of the one it stands for, on this machine and shape.
+
+    Raises:
+        CaptureError: if it does not.
+    """
+    if node.target is convolution_input_gradient:
+        gradient, hollow, weight, *rest = args
+        data = torch.empty_strided(hollow.shape, hollow.stride(), dtype=hollow.dtype, device=gradient.device).zero_()
+        whole = _aten.convolution_backward.default(gradient, data, weight, *rest, [True, True, False])
+        equal = torch.equal(whole[0], run())
+    elif node.target is backward_by_channels:
+        whole = _aten.native_batch_norm_backward.default(*args)
+        equal = all(torch.equal(a, b) for a, b in zip(whole, run(), strict=True))
+    else:
         return
-    gradient, hollow, weight, *rest = args
-    whole = _aten.convolution_backward.default(
-        gradient,
-        torch.empty_strided(hollow.shape, hollow.stride(), dtype=hollow.dtype, device=gradient.device).zero_(),
-        weight,
-        *rest,
-        [True, True, False],
-    )
-    if not torch.equal(whole[0], run()):
-        raise AssertionError(f"the split convolution backward differs from the whole one at {node.name}")
+    if not equal:
+        raise CaptureError(
+            f"{node.name} runs in parts with other bits than as a whole on this machine; please report it"
+        )

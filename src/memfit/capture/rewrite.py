@@ -13,6 +13,7 @@
   read much later would hold both halves, so it is copied out. (The long skips of a U-Net.)
 - **Weight gradients first.** A gradient that nothing else reads runs as soon as its operands exist, so the
   saved input can go before the input's gradient is made.
+- **Batch normalisation by channels**, over the gradient it came from (`memfit.capture.batch_norm`).
 - **In place.** Capture functionalises `relu_`, `add_`, `dropout`; where an operand dies at an op, the op can
   write over it again. Only kernels are listed that read an element before they write it: pointwise ones, and
   batch normalisation on CPU, which takes its statistics first.
@@ -31,6 +32,8 @@ import torch
 from torch import fx
 from torch._guards import detect_fake_mode
 
+from memfit.capture import batch_norm
+
 __all__ = [
     "HOLLOW_PREFIX",
     "IN_PLACE",
@@ -41,6 +44,7 @@ __all__ = [
     "hollow_shape_operands",
     "in_place_argument",
     "make_hollow",
+    "slice_batch_norm_backward",
     "split_convolution_backward",
     "without_statistics",
 ]
@@ -168,6 +172,13 @@ def _storage_key(node: fx.Node) -> int | None:
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
 
 
+def slice_batch_norm_backward(module: fx.GraphModule) -> None:
+    """Runs batch normalisation's backward a few channels at a time; see `memfit.capture.batch_norm`."""
+    for node in module.graph.find_nodes(op="call_function", target=_aten.native_batch_norm_backward.default):
+        if batch_norm.takes_channels(node.args, node.args[0].meta.get("val"), node.args[1].meta.get("val")):
+            node.target = batch_norm.backward_by_channels
+
+
 def copy_out_late_slices(module: fx.GraphModule) -> None:
     """Copies a slice of a backward result that is read long after everything else of it."""
     graph = module.graph
@@ -273,26 +284,6 @@ def _gradient_into(target: Any) -> Callable[..., Any]:
     return run
 
 
-def _norm_over_input(
-    data: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    running_mean: torch.Tensor | None,
-    running_var: torch.Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> tuple[torch.Tensor | None, ...]:
-    """Batch normalisation into its input, as the functional op returns it: statistics first, then pointwise."""
-    mean, invstd = data.new_empty(data.shape[1]), data.new_empty(data.shape[1])
-    new_mean = None if running_mean is None else running_mean.clone()
-    new_var = None if running_var is None else running_var.clone()
-    _aten.native_batch_norm.out(
-        *(data, weight, bias, new_mean, new_var, training, momentum, eps), out=data, save_mean=mean, save_invstd=invstd
-    )
-    return data, mean, invstd, new_mean, new_var
-
-
 IN_PLACE: dict[Any, dict[int, Any]] = {
     _aten.relu.default: {0: _aten.relu_.default},
     _aten.silu.default: {0: _aten.silu_.default},
@@ -317,7 +308,8 @@ IN_PLACE: dict[Any, dict[int, Any]] = {
     _aten.sigmoid_backward.default: {0: _gradient_into(_aten.sigmoid_backward.grad_input)},
     _aten.hardtanh_backward.default: {0: _gradient_into(_aten.hardtanh_backward.grad_input)},
     _aten.hardsigmoid_backward.default: {0: _gradient_into(_aten.hardsigmoid_backward.grad_input)},
-    _aten._native_batch_norm_legit_functional.default: {0: _norm_over_input},
+    _aten._native_batch_norm_legit_functional.default: {0: batch_norm.forward_over_input},
+    batch_norm.backward_by_channels: {0: batch_norm.backward_over_gradient},
 }
 """Ops and, by operand, the call that does the same over that operand's memory."""
 
