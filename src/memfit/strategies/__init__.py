@@ -53,7 +53,9 @@ def find(name: str) -> Strategy:
         SpecError: if there is none, with the names that are close.
     """
     base, colon, parameter = name.partition(":")
-    if base in _PLAIN and not colon:
+    if base in _PLAIN:
+        if colon:
+            raise SpecError(f"strategy {base!r} takes no parameter (strategy: {name!r})")
         return _PLAIN[base]
     if base in _WITH_PARAMETER:
         if not parameter:

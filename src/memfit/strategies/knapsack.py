@@ -13,7 +13,7 @@ from memfit.errors import BudgetError
 from memfit.planner.lazy import lazy_order
 from memfit.planner.solver import Milp, solve
 from memfit.step.graph import StepGraph
-from memfit.step.program import program_of
+from memfit.step.program import plain_order, program_of
 from memfit.step.simulate import simulate
 from memfit.strategies.openai import heavy_storages
 from memfit.units import format_bytes
@@ -24,7 +24,7 @@ _STEPS = 24
 
 
 def order(graph: StepGraph, budget_bytes: int | None) -> list[int]:
-    """The largest knapsack whose peak fits; everything heavy saved without a budget.
+    """Nothing again if the step fits, else the largest knapsack whose peak fits; everything heavy without a budget.
 
     Raises:
         BudgetError: if no size of the knapsack fits.
@@ -32,6 +32,8 @@ def order(graph: StepGraph, budget_bytes: int | None) -> list[int]:
     heavy = sorted(heavy_storages(graph))
     if budget_bytes is None:
         return lazy_order(graph, heavy)
+    if simulate(graph, program_of(graph, plain_order(graph))).peak_bytes <= budget_bytes:
+        return plain_order(graph)
     whole = sum(graph.storages[s].nbytes for s in heavy)
     least: int | None = None
     for step in range(_STEPS, -1, -1):
@@ -56,7 +58,6 @@ def _chosen(graph: StepGraph, heavy: list[int], limit: int) -> list[int]:
     problem = Milp()
     for storage in heavy:
         problem.variable(cost=-graph.ops[producer[storage]].seconds)
-    mib = float(1 << 20)
-    problem.row({i: graph.storages[s].nbytes / mib for i, s in enumerate(heavy)}, upper=limit / mib)
+    problem.row({i: 1000 * graph.storages[s].nbytes / limit for i, s in enumerate(heavy)}, upper=1000.0)
     values = solve(problem, seconds=1.0).values
     return [s for s, value in zip(heavy, values, strict=True) if value > 0.5] if len(values) else []
