@@ -116,7 +116,7 @@ def _starts(graph: StepGraph, budget_bytes: int) -> Iterator[tuple[str, list[int
         forced = anchors(graph, windows)
         for candidate in select_over_time(graph, budget_bytes, forced=forced, rounds=8, seconds=1.5, gap=5e-3):
             yield f"{windows} windows", list(candidate.order)
-        if windows == 6:
+        if windows == 1:
             try:
                 yield "rotor", rotor.order(graph, budget_bytes)
             except BudgetError:

@@ -84,6 +84,8 @@ def select_kept(graph: StepGraph, room_bytes: int, *, seconds: float = 5.0, gap:
                 if _optional(graph, operand, held):
                     rows.append((operand, variable))
                     pending.append(operand)
+    if not keep:
+        return Selection(kept=frozenset(), recompute_seconds=0.0, bound_seconds=0.0)
     for storage, consumer in rows:
         terms = {keep[storage]: 1.0}
         if graph.ops[producer[storage]].recomputable:
