@@ -20,6 +20,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memfit.capture.batch_norm import backward_by_channels, takes_channels
 from memfit.capture.cost_cache import CostCache
 from memfit.capture.loss import LossFunction, scalar_loss
 from memfit.capture.profile import _cost_of, cost_key
@@ -113,6 +114,8 @@ def _nodes(func: Any, args: Any, kwargs: Any) -> list[fx.Node]:
     if func is _aten.convolution_backward.default and len(args) == 11 and args[-1][0] and args[-1][1]:
         weight = _node(func, (*args[:-1], [False, True, args[-1][2]]), kwargs)
         return [weight, _node(convolution_input_gradient, args[:-1], kwargs, hollow=args[1])]
+    if func is _aten.native_batch_norm_backward.default and takes_channels(args, args[0], args[1]):
+        return [_node(backward_by_channels, args, kwargs)]
     return [_node(_SAME_COST.get(func) or _functional(func), args, kwargs)]
 
 
