@@ -216,3 +216,8 @@ def test_a_gradient_that_autograd_shares_is_not_overwritten() -> None:
         kept.append([output.grad for output in outputs])
     assert same_gradients(model, twin)
     assert all(torch.equal(a, b) for a, b in zip(*kept, strict=True))
+
+
+def test_planning_inside_a_profiler() -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        memfit.plan(TwoHeads(), (torch.randn(4, 8),), budget="1GiB", loss_fn=lambda outputs: outputs[0].sum())

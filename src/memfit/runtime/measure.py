@@ -20,6 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from memfit.capture.live_bytes import LiveBytes
+
 __all__ = ["Measurement", "allocation_peak", "live_tensor_bytes", "measure", "quiet_profiler"]
 
 
@@ -90,6 +92,11 @@ def measure(
 
 def allocation_peak(run: Callable[[], object]) -> int:
     """Highest sum of CPU allocations less frees while `run` runs, in bytes."""
+    if torch._C._autograd._profiler_enabled():
+        # Somebody profiles the program, and profilers do not nest: count storages, without workspace.
+        with LiveBytes("cpu") as counter:
+            run()
+        return int(counter.peak)
     quiet_profiler()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False) as recorded:
         run()
