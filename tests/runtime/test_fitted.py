@@ -13,7 +13,7 @@ from torch import nn
 import memfit
 from memfit.planning import Request, capture_and_profile
 from memfit.runtime.fitted import fitted_call
-from tests.models import Frozen, Residual, Tied
+from tests.models import Broken, Frozen, Residual, Tied
 
 X = torch.randn(8, 3, 24, 24, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(8) % 5
@@ -221,3 +221,11 @@ def test_a_gradient_that_autograd_shares_is_not_overwritten() -> None:
 def test_planning_inside_a_profiler() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         memfit.plan(TwoHeads(), (torch.randn(4, 8),), budget="1GiB", loss_fn=lambda outputs: outputs[0].sum())
+
+
+def test_a_model_with_graph_breaks_can_be_planned_often() -> None:
+    """Dynamo gives up on code it compiled eight times and runs it plainly: the budget would not hold."""
+    model, x = Broken(), torch.randn(64, 16)
+    for _ in range(12):
+        made = memfit.plan(model, (x,), budget="1GiB", loss_fn=lambda output: output.square().mean(), prove=False)
+        assert made.planned is not None and len(made.planned.capture.pieces.pieces) == 2

@@ -41,6 +41,8 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
+_MOST_PLANS = 100_000
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
@@ -183,7 +185,14 @@ def compile_call(model: nn.Module, backend: Callable[..., Any], *, fullgraph: bo
         call.__code__.replace(co_name="fitted_call"), call.__globals__, "fitted_call", None, call.__closure__
     )
     compiled: Callable[..., Any] = torch.compile(own, backend=backend, fullgraph=fullgraph, dynamic=False)
-    return compiled
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # Where the graph breaks, pieces are cached with the model's own code, which every plan of it shares. At
+        # its limit Dynamo would run them plainly, without a plan and over the budget, and say nothing.
+        with torch._dynamo.config.patch(recompile_limit=_MOST_PLANS, accumulated_recompile_limit=_MOST_PLANS):
+            return compiled(*args, **kwargs)
+
+    return run
 
 
 def detach_outputs(gm: fx.GraphModule, gradient_outputs: frozenset[int] | None) -> list[int]:
