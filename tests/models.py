@@ -84,3 +84,20 @@ class Broken(nn.Module):
         x = self.before(x)
         torch._dynamo.graph_break()
         return self.after(x)
+
+
+class Layouts(nn.Module):
+    """Convolutions and pooling of slices, and weights in another memory format than the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, padding=1)
+        self.half = nn.Conv2d(8, 8, 3, padding=1)
+        self.last = nn.Conv2d(16, 8, 3, padding=1).to(memory_format=torch.channels_last)
+        self.head = nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = self.stem(x).chunk(2, dim=1)
+        pooled = functional.max_pool2d(right, 3, 1, 1) + functional.avg_pool2d(left, 3, 1, 1)
+        x = self.last(torch.cat((self.half(left).relu(), pooled), dim=1))
+        return self.head(functional.adaptive_avg_pool2d(x[:, :, 1:], 2).mean((2, 3)))

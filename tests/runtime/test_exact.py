@@ -45,6 +45,7 @@ CASES = {
     "tied": tied_case,
     "frozen": lambda: vector_case(models.Frozen()),
     "broken": lambda: vector_case(models.Broken()),
+    "layouts": lambda: image_case(models.Layouts(), 16),
     "resnet18": lambda: spec_case("torchvision:resnet18", 4, (3, 64, 64)),
     "mobilenet_v2": lambda: spec_case("torchvision:mobilenet_v2", 2, (3, 64, 64)),
     "unet": lambda: spec_case("zoo:unet?width=8", 2, (3, 32, 32)),
@@ -60,7 +61,7 @@ CASES = {
     "gpt2": lambda: spec_case("hf:gpt2?n_layer=1&n_embd=64&n_head=2&vocab_size=200", 2, (32,)),
     "t5": lambda: spec_case("hf:t5?num_layers=1&d_model=64&d_kv=32&d_ff=128&num_heads=2&vocab_size=200", 2, (16,)),
 }
-SMOKE = ("residual", "tied", "frozen", "broken")
+SMOKE = ("residual", "tied", "frozen", "broken", "layouts")
 
 
 @pytest.mark.parametrize("share", [0.7, 0.25])

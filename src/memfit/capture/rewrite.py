@@ -31,6 +31,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 from torch._guards import detect_fake_mode
+from torch._prims_common import suggest_memory_format
 
 from memfit.capture import batch_norm
 
@@ -98,6 +99,8 @@ def split_convolution_backward(module: fx.GraphModule) -> None:
         if len(node.args) != 11 or not (mask[0] and mask[1]):
             continue
         grad_output, data, weight, *rest = node.args[:-1]
+        if not _takes_hollow(data.meta["val"], weight.meta["val"]):
+            continue
         getitems = {user.args[1]: user for user in node.users if user.target is operator.getitem}
         if len(getitems) != len(node.users) or 0 not in getitems:
             continue
@@ -116,6 +119,12 @@ def split_convolution_backward(module: fx.GraphModule) -> None:
             if index in getitems:
                 getitems[index].update_arg(0, half)
         graph.erase_node(node)
+
+
+def _takes_hollow(data: torch.Tensor, *others: torch.Tensor) -> bool:
+    """Whether a kernel leaves the operand's memory alone: one in another layout than it wants would be copied."""
+    layout = suggest_memory_format(data)
+    return data.is_contiguous(memory_format=layout) and all(suggest_memory_format(t) == layout for t in others)
 
 
 def _hollow_attribute(module: fx.GraphModule, like: torch.Tensor) -> fx.Node:
@@ -224,6 +233,8 @@ def hollow_shape_operands(module: fx.GraphModule) -> None:
     for target, positions in _SHAPE_ONLY.items():
         for node in module.graph.find_nodes(op="call_function", target=target):
             for position in positions:
+                if not _takes_hollow(node.args[position].meta["val"]):
+                    continue
                 with module.graph.inserting_before(node):
                     node.update_arg(position, _hollow_attribute(module, node.args[position].meta["val"]))
 
