@@ -92,12 +92,12 @@ class Layouts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 16, 3, padding=1)
-        self.half = nn.Conv2d(8, 8, 3, padding=1)
+        self.left_conv = nn.Conv2d(8, 8, 3, padding=1)
         self.last = nn.Conv2d(16, 8, 3, padding=1).to(memory_format=torch.channels_last)
-        self.head = nn.Linear(7, 5)
+        self.head = nn.Linear(8, 5)
 
     def forward(self, x: Tensor) -> Tensor:
         left, right = self.stem(x).chunk(2, dim=1)
         pooled = functional.max_pool2d(right, 3, 1, 1) + functional.avg_pool2d(left, 3, 1, 1)
-        x = self.last(torch.cat((self.half(left).relu(), pooled), dim=1))
+        x = self.last(torch.cat((self.left_conv(left).relu(), pooled), dim=1))
         return self.head(functional.adaptive_avg_pool2d(x[:, :, 1:], 2).mean((2, 3)))
