@@ -86,6 +86,24 @@ class Broken(nn.Module):
         return self.after(x)
 
 
+class Kernels(nn.Module):
+    """Convolutions that different kernels run, some of which look at more than the shape of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dilated = nn.Conv2d(3, 8, 3, dilation=2)
+        self.volume = nn.Conv3d(1, 2, 3, padding=1)
+        self.up = nn.ConvTranspose2d(16, 8, 2, stride=2)
+        self.line = nn.Conv1d(8, 8, 3, stride=2)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.dilated(x).relu()
+        x = self.volume(x[:, None]).flatten(1, 2).relu()
+        x = self.up(x).relu()
+        return self.head(self.line(x.flatten(2)).relu().mean(2))
+
+
 class Layouts(nn.Module):
     """Convolutions and pooling of slices, and weights in another memory format than the data."""
 

@@ -20,11 +20,10 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memfit.capture.batch_norm import backward_by_channels, takes_channels
 from memfit.capture.cost_cache import CostCache
 from memfit.capture.loss import LossFunction, scalar_loss
-from memfit.capture.profile import _cost_of, cost_key
-from memfit.capture.rewrite import HOLLOW_PREFIX, convolution_input_gradient
+from memfit.capture.profile import cost_key, ways_of
+from memfit.capture.rewrite import HOLLOW_PREFIX, convolution_input_gradient, takes_input_shape_only
 
 __all__ = ["Executed", "executed_seconds"]
 
@@ -67,8 +66,8 @@ class Executed(TorchDispatchMode):
         with torch.random.fork_rng(devices=[device.index or 0] if device.type == "cuda" else []), torch.no_grad():
             for key, node in self.nodes.items():
                 if key not in costs:
-                    costs[key] = _cost_of(node, device)
-        return float(sum(count * costs[key].seconds for key, count in self.counts.items()))
+                    costs[key] = ways_of(node, device)
+        return float(sum(count * costs[key][0].seconds for key, count in self.counts.items()))
 
 
 def executed_seconds(
@@ -111,11 +110,13 @@ def executed_seconds(
 
 def _nodes(func: Any, args: Any, kwargs: Any) -> list[fx.Node]:
     """A call as nodes of a graph, under the names of memfit's capture."""
-    if func is _aten.convolution_backward.default and len(args) == 11 and args[-1][0] and args[-1][1]:
+    if (
+        func is _aten.convolution_backward.default
+        and (args[-1][0] and args[-1][1])
+        and takes_input_shape_only(args[1], args[2], *args[3:-1])
+    ):
         weight = _node(func, (*args[:-1], [False, True, args[-1][2]]), kwargs)
         return [weight, _node(convolution_input_gradient, args[:-1], kwargs, hollow=args[1])]
-    if func is _aten.native_batch_norm_backward.default and takes_channels(args, args[0], args[1]):
-        return [_node(backward_by_channels, args, kwargs)]
     return [_node(_SAME_COST.get(func) or _functional(func), args, kwargs)]
 
 

@@ -19,9 +19,9 @@ from memfit.errors import BudgetError
 from memfit.planner.bound import select_kept
 from memfit.planner.lazy import lazy_order
 from memfit.planner.polish import spill
+from memfit.planner.ways import leanest, program_within
 from memfit.plans import Plan
 from memfit.step.graph import StepGraph
-from memfit.step.program import program_of
 from memfit.step.simulate import Timeline, simulate
 
 __all__ = ["COLUMNS", "SEEDS", "Seed", "least_peak_order", "run"]
@@ -138,8 +138,8 @@ def least_peak_order(graph: StepGraph, held_bytes: int, *, slowdown: float = 1.4
     low, high = graph.static_bytes, _timeline(graph, order).peak_bytes
     while high - low > 0.01 * high:
         middle = (low + high) // 2
-        lower = spill(graph, order, middle)
-        if lower is None or _timeline(graph, lower).step_seconds > slowdown * graph.seconds:
+        lower = spill(leanest(graph), order, middle)
+        if lower is None or _timeline(graph, lower).step_seconds > slowdown * graph.plain_seconds:
             low = middle
         else:
             order, high = lower, _timeline(graph, lower).peak_bytes
@@ -151,7 +151,7 @@ def _add(report: Report, table: Table, name: str, who: str, subject: Subject, or
     timeline = _timeline(graph, order)
     held = wall = peak = ""
     if real:
-        plan = subject.plan_of(program_of(graph, order))
+        plan = subject.plan_of(program_within(graph, order))
         peak = _mib(subject.run(plan).peak_bytes)
         held = _mib(_held_bytes(subject, plan))
         before, after = subject.seconds([None, plan])
@@ -163,7 +163,7 @@ def _add(report: Report, table: Table, name: str, who: str, subject: Subject, or
         _mib(_held(subject, plain)),
         _mib(_held(subject, timeline)),
         held,
-        f"{timeline.step_seconds / graph.seconds:.2f}",
+        f"{timeline.step_seconds / graph.plain_seconds:.2f}",
         wall,
         _mib(plain.peak_bytes),
         _mib(timeline.peak_bytes),
@@ -183,7 +183,7 @@ def _held_bytes(subject: Subject, plan: Plan) -> int:
 
 
 def _timeline(graph: StepGraph, order: list[int]) -> Timeline:
-    return simulate(graph, program_of(graph, order))
+    return simulate(graph, program_within(graph, order))
 
 
 def _held(subject: Subject, timeline: Timeline) -> int:

@@ -26,10 +26,11 @@ from memfit.errors import BudgetError, SpecError
 from memfit.planner.auto import find_order
 from memfit.planner.least import least_order
 from memfit.planner.scale import difference, scaled
+from memfit.planner.ways import leanest
 from memfit.planning import Progress, Request, capture_and_profile, plan_captured, resolve_budget
 from memfit.plans import Plan
 from memfit.step.graph import StepGraph
-from memfit.step.program import Program, plain_program, program_of
+from memfit.step.program import plain_program, program_of
 from memfit.step.simulate import simulate
 from memfit.units import format_bytes
 
@@ -149,12 +150,12 @@ def max_batch(
     for number, batch in enumerate(points):
         _tell(progress, "curve", number, len(points))
         overhead = plan.predicted.overhead if batch == planned else _overhead(steps.at(batch), strategy, budget_bytes)
-        least = _least_program(steps, strategy, batch if steps.vary else planned, budget_bytes)
+        least = _least_order(steps, strategy, batch if steps.vary else planned, budget_bytes)
         curve.append(
             BatchPoint(
                 batch=batch,
                 plain_peak_bytes=_plain_peak(steps.at(batch)),
-                least_peak_bytes=simulate(steps.at(batch), least).peak_bytes,
+                least_peak_bytes=_peak(steps.at(batch), least),
                 overhead=overhead,
             )
         )
@@ -186,7 +187,7 @@ class _Steps:
         self.model, self.make_args, self.make_loss = model, make_args, make_loss
         self.request, self.progress = request, progress
         self.captured: dict[int, tuple[Capture, StepGraph]] = {}
-        self.least: dict[int, Program] = {}
+        self.least: dict[int, list[int]] = {}
         self.vary = False
 
     def asked(self, batch: int) -> tuple[tuple[Any, ...], dict[str, Any], Request]:
@@ -291,31 +292,38 @@ def _largest_planned(steps: _Steps, budget_bytes: int, known: int, start: int, l
 
     def fits(batch: int) -> bool:
         try:
-            program = _least_program(steps, strategy, batch, budget_bytes)
+            order = _least_order(steps, strategy, batch, budget_bytes)
         except BudgetError:
             return False
-        return simulate(steps.at(batch), program).peak_bytes <= budget_bytes
+        return _peak(steps.at(batch), order) <= budget_bytes
 
     if strategy != "auto" or steps.vary:
         return _largest(fits, start, limit)
     found, batch = 0, known
     for _ in range(_ROUNDS):
-        program = _least_program(steps, strategy, batch, budget_bytes)
-        larger = _largest(lambda b: simulate(steps.at(b), program).peak_bytes <= budget_bytes, start, limit)  # noqa: B023
+        order = _least_order(steps, strategy, batch, budget_bytes)
+        larger = _largest(lambda b: _peak(steps.at(b), order) <= budget_bytes, start, limit)  # noqa: B023
         if larger <= found:
             break
         found = batch = larger
     return found
 
 
-def _least_program(steps: _Steps, strategy: str, batch: int, budget_bytes: int) -> Program:
-    """About the lowest program a strategy has at a batch size."""
-    graph = steps.at(batch)
+def _least_order(steps: _Steps, strategy: str, batch: int, budget_bytes: int) -> list[int] | None:
+    """About the lowest order a strategy has at a batch size; None for the step without memfit."""
+    graph = leanest(steps.at(batch))
+    if strategy == "none":
+        return None
     if strategy != "auto":
-        return _program(graph, strategy, budget_bytes)
+        return strategies.find(strategy)(graph, budget_bytes)
     if batch not in steps.least:
-        steps.least[batch] = program_of(graph, least_order(graph))
+        steps.least[batch] = least_order(graph)
     return steps.least[batch]
+
+
+def _peak(graph: StepGraph, order: list[int] | None) -> int:
+    lean = leanest(graph)
+    return _plain_peak(graph) if order is None else simulate(lean, program_of(lean, order)).peak_bytes
 
 
 def _overhead(graph: StepGraph, strategy: str, budget_bytes: int) -> float | None:
@@ -323,16 +331,10 @@ def _overhead(graph: StepGraph, strategy: str, budget_bytes: int) -> float | Non
     try:
         if strategy == "auto":
             return find_order(graph, budget_bytes, seconds=_CURVE_SECONDS).timeline.overhead
-        timeline = simulate(graph, _program(graph, strategy, budget_bytes))
+        timeline = simulate(graph, strategies.program(strategy, graph, budget_bytes))
     except BudgetError:
         return None
     return timeline.overhead if timeline.peak_bytes <= budget_bytes else None
-
-
-def _program(graph: StepGraph, strategy: str, budget_bytes: int) -> Program:
-    if strategy == "none":
-        return plain_program(graph)
-    return program_of(graph, strategies.find(strategy)(graph, budget_bytes))
 
 
 def _plain_peak(graph: StepGraph) -> int:

@@ -236,7 +236,7 @@ def _rows_of_batch(
             strategy=strategy,
             budget_bytes=amount,
             plain_peak_bytes=plain_peak,
-            plain_seconds=graph.seconds,
+            plain_seconds=graph.plain_seconds,
         )
         planned.append(_planned(bench, row))
     if progress is not None:

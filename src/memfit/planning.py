@@ -25,6 +25,7 @@ from memfit.planner.auto import find_order
 from memfit.planner.bound import op_wall_bytes, relaxed_bound
 from memfit.planner.explain import decisions
 from memfit.planner.least import least_order
+from memfit.planner.ways import leanest, program_within
 from memfit.plans import Plan
 from memfit.runtime.apply import compile_planned, piece_programs
 from memfit.runtime.device_memory import free_bytes, total_bytes
@@ -203,7 +204,7 @@ def plan_captured(
             step_seconds=timeline.step_seconds,
             overhead=timeline.overhead,
             plain_peak_bytes=plain.peak_bytes,
-            bound_overhead=bound_seconds / graph.seconds if graph.seconds else None,
+            bound_overhead=(graph.seconds + bound_seconds) / graph.plain_seconds - 1 if graph.seconds else None,
             least_peak_bytes=op_wall_bytes(graph),
         ),
         program=program,
@@ -218,19 +219,20 @@ def _program(graph: StepGraph, request: Request, budget_bytes: int) -> tuple[Pro
     strategy = request.strategy
     if strategy == "auto":
         found = find_order(graph, budget_bytes, seconds=request.search_seconds)
-        return program_of(graph, found.order), found.bound_seconds
-    order = strategies.find(strategy)(graph, budget_bytes)
-    program = plain_program(graph) if strategy == "none" else program_of(graph, order)
+        return program_within(graph, found.order, budget_bytes), found.bound_seconds
+    program = strategies.program(strategy, graph, budget_bytes)
     timeline = simulate(graph, program)
     if timeline.peak_bytes > budget_bytes:
-        least = simulate(graph, program_of(graph, least_order(graph))).peak_bytes
+        lean = leanest(graph)
+        least = simulate(lean, program_of(lean, least_order(lean))).peak_bytes
         raise BudgetError(
             f"strategy {strategy!r} needs {format_bytes(timeline.peak_bytes)}, the budget is "
             f"{format_bytes(budget_bytes)}; strategy 'auto' fits from {format_bytes(least)} on",
             budget_bytes=budget_bytes,
             least_bytes=timeline.peak_bytes,
         )
-    return program, min(relaxed_bound(graph, timeline.peak_bytes, seconds=2.0), timeline.recompute_seconds)
+    extra_seconds = max(0.0, timeline.step_seconds - graph.seconds)
+    return program, min(relaxed_bound(graph, timeline.peak_bytes, seconds=2.0), extra_seconds)
 
 
 def prove(

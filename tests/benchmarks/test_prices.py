@@ -7,7 +7,7 @@ from benchmarks.peers.prices import Executed, executed_seconds
 from benchmarks.subject import Case, Subject
 
 CPU = torch.device("cpu")
-CNN = Case(spec="zoo:unet?width=4&depth=1", batch=1, shape=(3, 16, 16))
+CNN = Case(spec="zoo:unet?width=4&depth=1", batch=2, shape=(3, 16, 16))
 
 
 def test_the_plain_step_costs_what_the_plan_says_it_costs():
@@ -15,7 +15,7 @@ def test_the_plain_step_costs_what_the_plan_says_it_costs():
     example = subject.example
     seconds = executed_seconds(example.model, example.args, {}, example.loss_fn, subject.costs, CPU)
     # Beside the captured ops eager mode allocates the buffers of batch normalisation.
-    assert seconds == pytest.approx(subject.graph.seconds, rel=0.25)
+    assert seconds == pytest.approx(subject.graph.plain_seconds, rel=0.25)
 
 
 def test_views_are_free_and_in_place_calls_count_as_what_they_stand_for():
@@ -26,7 +26,7 @@ def test_views_are_free_and_in_place_calls_count_as_what_they_stand_for():
 
 
 def test_a_whole_convolution_backward_counts_as_its_two_halves():
-    x, w = torch.randn(1, 2, 8, 8, requires_grad=True), torch.randn(2, 2, 3, 3, requires_grad=True)
+    x, w = torch.randn(2, 2, 8, 8, requires_grad=True), torch.randn(2, 2, 3, 3, requires_grad=True)
     y = torch.conv2d(x, w)
     with Executed() as executed:
         y.backward(torch.ones_like(y))

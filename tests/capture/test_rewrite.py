@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memfit.capture.batch_norm import backward_by_channels, takes_channels
+from memfit.capture.batch_norm import parts_of, takes_channels
+from memfit.capture.parts import call_in_parts
 from memfit.capture.rewrite import IN_PLACE, convolution_input_gradient, make_hollow
 
 _aten = torch.ops.aten
@@ -98,9 +99,10 @@ def test_batch_norm_backward_by_channels(shape: tuple[int, ...], threads: int) -
     rest = (weight, None, None, mean, invstd, True, 1e-5, [True, True, True])
     assert takes_channels((gradient, x, *rest), gradient, x)
     expected = _aten.native_batch_norm_backward.default(gradient, x, *rest)
-    parts = backward_by_channels(gradient, x, *rest)
+    backward = _aten.native_batch_norm_backward.default
+    parts = call_in_parts(backward)(gradient, x, *rest, parts=parts_of(x))
     over = gradient.clone()
-    result = IN_PLACE[backward_by_channels][0](over, x, *rest)
+    result = IN_PLACE[backward][0](over, x, *rest, parts=parts_of(x))
     torch.set_num_threads(before)
     for found in (parts, result):
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))

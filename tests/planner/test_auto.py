@@ -83,14 +83,14 @@ def test_random_steps(graph: StepGraph) -> None:
 @given(step_graphs())
 def test_least_order_is_valid_and_above_the_wall(graph: StepGraph) -> None:
     assert judged(graph, least_order(graph)).peak_bytes >= op_wall_bytes(graph) or any(
-        op.in_place_over is not None for op in graph.ops
+        op.in_place_over for op in graph.ops
     )
 
 
 @settings(max_examples=25)
 @given(step_graphs())
 def test_milp_is_the_best_there_is(graph: StepGraph) -> None:
-    graph = replace(graph, ops=tuple(replace(op, in_place_over=None) for op in graph.ops))
+    graph = replace(graph, ops=tuple(replace(op, in_place_over=()) for op in graph.ops))
     budget = int(judged(graph, plain_order(graph)).peak_bytes * 0.8)
     if len(graph.ops) > 40 or budget <= 0:
         return

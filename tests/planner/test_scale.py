@@ -26,7 +26,7 @@ def at_batch(graph: StepGraph, batch: int) -> StepGraph:
                 op,
                 seconds=op.seconds * grows(i),
                 workspace_bytes=op.workspace_bytes * grows(i + 1),
-                in_place_over=None,
+                in_place_over=(),
             )
             for i, op in enumerate(graph.ops)
         ),

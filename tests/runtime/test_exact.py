@@ -18,9 +18,9 @@ from memfit.zoo import build
 from tests import models
 
 
-def image_case(model: nn.Module, size: int) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]:
+def image_case(model: nn.Module, size: int, batch: int = 4) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]:
     torch.manual_seed(0)
-    x, y = torch.randn(4, 3, size, size), torch.randint(0, 5, (4,))
+    x, y = torch.randn(batch, 3, size, size), torch.randint(0, 5, (batch,))
     return model, (x,), {}, lambda output: nn.functional.cross_entropy(output, y)
 
 
@@ -46,6 +46,8 @@ CASES = {
     "frozen": lambda: vector_case(models.Frozen()),
     "broken": lambda: vector_case(models.Broken()),
     "layouts": lambda: image_case(models.Layouts(), 16),
+    "kernels": lambda: image_case(models.Kernels(), 16),
+    "kernels of one sample": lambda: image_case(models.Kernels(), 16, batch=1),
     "resnet18": lambda: spec_case("torchvision:resnet18", 4, (3, 64, 64)),
     "mobilenet_v2": lambda: spec_case("torchvision:mobilenet_v2", 2, (3, 64, 64)),
     "unet": lambda: spec_case("zoo:unet?width=8", 2, (3, 32, 32)),
@@ -61,7 +63,7 @@ CASES = {
     "gpt2": lambda: spec_case("hf:gpt2?n_layer=1&n_embd=64&n_head=2&vocab_size=200", 2, (32,)),
     "t5": lambda: spec_case("hf:t5?num_layers=1&d_model=64&d_kv=32&d_ff=128&num_heads=2&vocab_size=200", 2, (16,)),
 }
-SMOKE = ("residual", "tied", "frozen", "broken", "layouts")
+SMOKE = ("residual", "tied", "frozen", "broken", "layouts", "kernels", "kernels of one sample")
 
 
 @pytest.mark.parametrize("share", [0.7, 0.25])

@@ -54,6 +54,16 @@ def test_training_loop_keeps_its_bits() -> None:
         assert torch.equal(a, b)
 
 
+def test_a_graph_kept_for_a_second_backward_pass_keeps_its_bits() -> None:
+    # A plan may write over saved tensors, which a second pass reads again.
+    model, twin = fitted(0.6)
+    for m in (model, twin):
+        output = m(X)
+        output.sum().backward(retain_graph=True)
+        loss_fn(output).backward()
+    assert same_gradients(model, twin)
+
+
 def test_identity_keys_and_names_stay() -> None:
     model, twin = fitted()
     assert list(model.state_dict()) == list(twin.state_dict())

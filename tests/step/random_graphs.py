@@ -41,7 +41,7 @@ def step_graphs(draw: st.DrawFn, *, max_forward: int = 6, max_pieces: int = 2, e
                 piece=piece,
                 reads=tuple(reads),
                 writes=tuple(writes),
-                in_place_over=draw(st.sampled_from([None, *places])),
+                in_place_over=tuple(some(places, 0, 2)),
                 seconds=draw(_SECONDS),
                 workspace_bytes=draw(st.sampled_from([0, 0, 5, 50])),
                 **facts,

@@ -49,7 +49,7 @@ PLAN = PlanFile(
     program=Program(
         instructions=(
             Instruction(Action.COMPUTE, 12),
-            Instruction(Action.COMPUTE, 13, in_place=True),
+            Instruction(Action.COMPUTE, 13, over=4, parts=2),
             Instruction(Action.FREE, 5),
         )
     ),
@@ -86,7 +86,7 @@ def test_plans_come_back(tmp_path: Path) -> None:
     save_plan(path, PLAN)
     assert load_plan(path) == PLAN
     assert decode_plan(through_text(encode_plan(PLAN))) == PLAN
-    assert read_json(path, schema=PLAN_SCHEMA)["program"] == [["c", 12], ["c!", 13], ["f", 5]]
+    assert read_json(path, schema=PLAN_SCHEMA)["program"] == [["c", 12], ["c!", 13, 2, 4], ["f", 5]]
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
@@ -119,7 +119,7 @@ def step_graph() -> StepGraph:
                 "phase": "backward",
                 "reads": [2, 3],
                 "writes": [4],
-                "in_place_over": 3,
+                "in_place_over": [3],
             },
         ],
         "storages": [
@@ -147,7 +147,7 @@ def step_graph() -> StepGraph:
         (("ops", 1, "writes"), [0], "static"),
         (("ops", 1, "writes"), [2, 2], "already written"),
         (("ops", 3, "writes"), [], "cannot run in place|never written"),
-        (("ops", 3, "in_place_over"), 0, "cannot run in place over storage 0"),
+        (("ops", 3, "in_place_over"), [0], "cannot run in place over storage 0"),
         (("storages", 3, "nbytes"), 9, "cannot run in place over storage 3"),
         (("storages", 0, "kind"), "forward", "before it is written"),
         (("outputs",), [5], "an output is not among"),
@@ -249,7 +249,7 @@ def test_the_validation_is_the_published_schema(schema: dict[str, Any], document
         ({"budget_bytes": True}, r"\$\.budget_bytes is true, not of type integer"),
         ({"budget_bytes": 1.5}, r"\$\.budget_bytes is 1.5, not of type integer"),
         ({"program": [["c", 1], ["x", 1]]}, r"\$\.program\[1\]\[0\] is \"x\", not one of c, c!, f"),
-        ({"program": [["c"]]}, r"\$\.program\[0\] has 1 items, not 2 to 2"),
+        ({"program": [["c"]]}, r"\$\.program\[0\] has 1 items, not 2 to 4"),
         ({"program": [["c", -1]]}, r"\$\.program\[0\]\[1\] is -1, not in 0 to"),
         ({"predicted": {}}, r"\$\.predicted has no 'peak_bytes'"),
         ({"strategy": "\x1b[2J"}, r"\$\.strategy is \"\\u001b\[2J\", which holds characters"),

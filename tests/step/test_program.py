@@ -48,13 +48,12 @@ def reference(graph: StepGraph, order: list[int], *, in_place: bool) -> tuple[li
         op = graph.ops[order[position]]
         total = graph.static_bytes + op.workspace_bytes
         total += sum(graph.storages[s].nbytes for s, birth, death in copies if birth <= position <= death)
-        over = op.in_place_over
-        if in_place and over is not None and over not in held:
-            dies = any(s == over and death == position for s, _, death in copies)
+        if in_place and not held.issuperset(op.in_place_over):
+            dies = any(s in op.in_place_over and s not in held and death == position for s, _, death in copies)
             result = op.writes[0]
             used = result in held or any(s == result and b == position < d for s, b, d in copies)
             if dies and used:
-                total -= graph.storages[over].nbytes
+                total -= graph.storages[result].nbytes
         for i in set(order):
             runs = [p for p, j in enumerate(order) if j == i]
             if len(runs) > 1 and runs[0] <= position <= runs[-1]:
@@ -103,8 +102,8 @@ def test_nothing_outlives_its_last_reader(case: tuple[StepGraph, list[int]], in_
         else:
             op = graph.ops[instruction.index]
             alive.update(op.writes)
-            if instruction.in_place:
-                alive.remove(op.in_place_over)
+            if instruction.over is not None:
+                alive.remove(instruction.over)
             done += 1
         if following is None or following.action is Action.COMPUTE:
             for s in alive - held:
@@ -161,7 +160,7 @@ def chain(*, recomputable: bool = True, random_state_bytes: int = 0) -> StepGrap
             op("first", Phase.FORWARD, [w], [a], **facts),
             op("second", Phase.FORWARD, [a], [y]),
             op("loss", Phase.LOSS, [y], [dy]),
-            op("second_back", Phase.BACKWARD, [dy, a], [da], in_place_over=a),
+            op("second_back", Phase.BACKWARD, [dy, a], [da], in_place_over=(a,)),
             op("first_back", Phase.BACKWARD, [da], [dw]),
         ),
         outputs=(y,),
@@ -214,7 +213,7 @@ def test_the_specification_refuses_a_dropped_op(case: tuple[StepGraph, list[int]
         p
         for p, i in enumerate(program.instructions)
         if i.action is Action.COMPUTE
-        and (order.count(i.index) == 1 or i.in_place or not held.issuperset(graph.ops[i.index].writes))
+        and (order.count(i.index) == 1 or i.over is not None or not held.issuperset(graph.ops[i.index].writes))
     ]
     with pytest.raises(ProgramError):
         check(graph, without(program, data.draw(st.sampled_from(needed))))
@@ -253,8 +252,12 @@ def test_the_specification_refuses_a_wrong_in_place_mark(
     program = program_of(graph, order)
     place = data.draw(st.sampled_from([p for p, i in enumerate(program.instructions) if i.action is Action.COMPUTE]))
     instruction = program.instructions[place]
+    reads = graph.ops[instruction.index].reads
+    wrong = data.draw(st.sampled_from([None, *reads])) if instruction.over is None else None
+    if wrong is instruction.over:
+        wrong = len(graph.storages)
     with pytest.raises(ProgramError):
-        check(graph, having(without(program, place), place, replace(instruction, in_place=not instruction.in_place)))
+        check(graph, having(without(program, place), place, replace(instruction, over=wrong)))
 
 
 def test_the_specification_says_what_is_wrong() -> None:
@@ -297,8 +300,11 @@ def test_the_specification_knows_phases_pieces_and_sizes() -> None:
         graph = altered(1, piece=1)
         check(graph, program_of(graph, [0, 1, 2, 3, 4, 1]))
     with pytest.raises(ProgramError, match=r"second overwrites a storage of another size"):
-        graph = altered(1, in_place_over=1)
-        check(graph, Program(instructions=tuple(Instruction(Action.COMPUTE, i, in_place=i == 1) for i in range(5))))
+        graph = altered(1, in_place_over=(1,))
+        check(
+            graph,
+            Program(instructions=tuple(Instruction(Action.COMPUTE, i, over=1 if i == 1 else None) for i in range(5))),
+        )
 
 
 def without(program: Program, place: int) -> Program:

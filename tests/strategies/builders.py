@@ -54,7 +54,7 @@ def mirrored(layers: Sequence[Layer], *, static_bytes: int = 0, gradient_bytes: 
                 phase=Phase.FORWARD,
                 reads=reads,
                 writes=(index[layer.name],),
-                in_place_over=reads[0] if layer.saves_out and storages[reads[0]].nbytes == layer.nbytes else None,
+                in_place_over=reads[:1] if layer.saves_out and storages[reads[0]].nbytes == layer.nbytes else (),
                 seconds=layer.seconds,
             )
         )
@@ -88,7 +88,7 @@ def mirrored(layers: Sequence[Layer], *, static_bytes: int = 0, gradient_bytes: 
                         phase=Phase.BACKWARD,
                         reads=(gradient[name], new),
                         writes=(total,),
-                        in_place_over=gradient[name],
+                        in_place_over=(gradient[name],),
                     )
                 )
                 new = total

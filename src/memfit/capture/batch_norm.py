@@ -5,7 +5,7 @@ Channels do not depend on each other, so the kernel can run on a few of them at 
 the gradient it came from: two tensors and a slice. The smaller slices also stay in the cache. The forward kernel
 takes its statistics before it writes, so it can write over its input.
 
-The profiler compares each shape with the whole kernel before a plan relies on it.
+The profiler compares each shape with the whole kernel before a plan relies on it (`memfit.capture.parts`).
 
 Known limits: contiguous float32 tensors on CPU, in training mode.
 """
@@ -16,10 +16,19 @@ from typing import Any
 
 import torch
 
-__all__ = ["backward_by_channels", "backward_over_gradient", "forward_over_input", "takes_channels"]
+__all__ = [
+    "backward_in_parts",
+    "backward_over_data",
+    "backward_over_gradient",
+    "forward_over_input",
+    "parts_of",
+    "takes_channels",
+]
 
 _aten = torch.ops.aten
-_SLICES = 8
+_LEAST_PARTS = 4
+_PART_BYTES = 2 << 20
+"""Of each of the four tensors of a part, so that they stay in the cache."""
 
 _Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -32,22 +41,35 @@ def takes_channels(args: tuple[Any, ...], gradient: object, data: object) -> boo
         args[7] is True
         and list(args[9]) == [True, True, True]
         and data.dim() >= 3
-        and data.shape[1] >= _SLICES
+        and data.shape[1] >= _LEAST_PARTS
         and all(t.device.type == "cpu" and t.dtype is torch.float32 and t.is_contiguous() for t in (gradient, data))
     )
 
 
-def backward_by_channels(gradient: torch.Tensor, data: torch.Tensor, *rest: Any) -> _Gradients:
+def parts_of(data: torch.Tensor) -> int:
+    """In how many parts the backward kernel should run."""
+    parts = max(_LEAST_PARTS, data.numel() * data.element_size() // _PART_BYTES)
+    size = -(-data.shape[1] // min(parts, data.shape[1]))
+    return -(-data.shape[1] // size)
+
+
+def backward_in_parts(gradient: torch.Tensor, data: torch.Tensor, *rest: Any, parts: int) -> _Gradients:
     """`native_batch_norm_backward`, a few channels at a time."""
-    return _backward(gradient, data, torch.empty_like(data), *rest)
+    return _backward(parts, gradient, data, torch.empty_like(data), *rest)
 
 
-def backward_over_gradient(gradient: torch.Tensor, data: torch.Tensor, *rest: Any) -> _Gradients:
+def backward_over_gradient(gradient: torch.Tensor, data: torch.Tensor, *rest: Any, parts: int) -> _Gradients:
     """The same, with the input's gradient written over the output's."""
-    return _backward(gradient, data, gradient, *rest)
+    return _backward(parts, gradient, data, gradient, *rest)
+
+
+def backward_over_data(gradient: torch.Tensor, data: torch.Tensor, *rest: Any, parts: int) -> _Gradients:
+    """The same, with the input's gradient written over the input."""
+    return _backward(parts, gradient, data, data, *rest)
 
 
 def _backward(
+    parts: int,
     gradient: torch.Tensor,
     data: torch.Tensor,
     result: torch.Tensor,
@@ -62,7 +84,7 @@ def _backward(
 ) -> _Gradients:
     channels = data.shape[1]
     of_weight, of_bias = torch.empty_like(mean), torch.empty_like(mean)
-    step = -(-channels // _SLICES)
+    step = -(-channels // parts)
     for start in range(0, channels, step):
         here = slice(start, start + step)
         part = _aten.native_batch_norm_backward.default(

@@ -12,28 +12,21 @@ import logging
 import os
 import platform
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-__all__ = ["CostCache", "OpCost", "cache_directory", "machine_name", "open_cache"]
+from memfit.step.graph import Way
+
+__all__ = ["CostCache", "cache_directory", "machine_name", "open_cache"]
 
 log = logging.getLogger(__name__)
 
-_VERSION = 1
+_VERSION = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpCost:
-    """Time of one run of an op and the memory it takes beyond operands and results."""
-
-    seconds: float
-    workspace_bytes: int
-
-
-class CostCache(dict[str, OpCost]):
-    """Costs by key, with the file they are saved to (None: kept in memory only)."""
+class CostCache(dict[str, tuple[Way, ...]]):
+    """What each way to run an op costs, whole first, by key; saved to a file (None: kept in memory only)."""
 
     def __init__(self, path: Path | None = None) -> None:
         super().__init__()
@@ -43,7 +36,8 @@ class CostCache(dict[str, OpCost]):
         """Writes the file, readable by its owner only; a file that cannot be written is not an error."""
         if self.path is None:
             return
-        document = {"version": _VERSION, "costs": {k: [c.seconds, c.workspace_bytes] for k, c in self.items()}}
+        costs = {key: [[w.parts, w.seconds, w.workspace_bytes] for w in ways] for key, ways in self.items()}
+        document = {"version": _VERSION, "costs": costs}
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             handle, name = tempfile.mkstemp(dir=self.path.parent)
@@ -83,16 +77,18 @@ def open_cache(device: torch.device) -> CostCache:
         return cache
     costs = document.get("costs") if isinstance(document, dict) and document.get("version") == _VERSION else None
     for key, value in costs.items() if isinstance(costs, dict) else ():
-        if (
-            isinstance(value, list)
-            and len(value) == 2
-            and isinstance(value[0], float)
-            and isinstance(value[1], int)
-            and 0 <= value[0] < 1e6
-            and 0 <= value[1] < 1 << 60
-        ):
-            cache[key] = OpCost(seconds=value[0], workspace_bytes=value[1])
+        ways = [_way(entry) for entry in value] if isinstance(value, list) else []
+        known = tuple(way for way in ways if way is not None)
+        if known and len(known) == len(ways) and known[0].parts == 1:
+            cache[key] = known
     return cache
+
+
+def _way(entry: object) -> Way | None:
+    match entry:
+        case [int(parts), float(seconds), int(nbytes)] if 1 <= parts < 1 << 31 and seconds < 1e6 and nbytes < 1 << 60:
+            return Way(parts=parts, seconds=seconds, workspace_bytes=nbytes) if seconds >= 0 <= nbytes else None
+    return None
 
 
 def _processor() -> str:

@@ -49,7 +49,7 @@ class JointOp:
     module: str
     reads: tuple[int, ...]
     writes: tuple[int, ...]
-    in_place_over: int | None
+    in_place_over: tuple[int, ...]
     random: bool
     recomputable: bool
 
@@ -92,7 +92,6 @@ def read_joint(module: fx.GraphModule, num_forward_outputs: int) -> JointReading
     """
     rewrite.drop_clones(module)
     rewrite.split_convolution_backward(module)
-    rewrite.slice_batch_norm_backward(module)
     rewrite.copy_out_late_slices(module)
     rewrite.hollow_shape_operands(module)
     rewrite.hoist_weight_gradients(module)
@@ -255,15 +254,15 @@ def _joint_op(
     recomputable = not node.is_impure() or is_random(node)
     if any(s in overwritten for s in reads) and rewrite.without_statistics(node) is None:
         recomputable = False
-    argument = rewrite.in_place_argument(node, storages, storage_of, written)
-    over = None if argument is None else storage_of[cast(fx.Node, node.args[argument])]
+    arguments = rewrite.in_place_arguments(node, storages, storage_of, written)
+    over = [storage_of[cast(fx.Node, node.args[argument])] for argument in arguments]
     return JointOp(
         node=node,
         phase=Phase.FORWARD if node in forward else Phase.BACKWARD,
         module=module_of(node),
         reads=reads,
         writes=written,
-        in_place_over=None if over in returned else over,  # what the caller holds is not ours to write
+        in_place_over=tuple(s for s in over if s not in returned),  # what the caller holds is not ours to write
         random=is_random(node),
         recomputable=recomputable,
     )

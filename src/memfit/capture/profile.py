@@ -10,6 +10,7 @@ made-up operands is priced by roofline.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -19,23 +20,25 @@ from typing import Any
 import torch
 from torch import fx
 
-from memfit.capture.batch_norm import backward_by_channels
-from memfit.capture.cost_cache import CostCache, OpCost
+from memfit.capture.cost_cache import CostCache
 from memfit.capture.joint import JointOp, tensors_of
-from memfit.capture.rewrite import HOLLOW_PREFIX, convolution_input_gradient, make_hollow
+from memfit.capture.parts import call_in_parts, candidate_parts
+from memfit.capture.rewrite import HOLLOW_PREFIX, IN_PLACE, convolution_input_gradient, make_hollow
 from memfit.capture.roofline import roofline_seconds
 from memfit.capture.trace import Capture
 from memfit.errors import CaptureError
 from memfit.runtime.measure import allocation_peak
-from memfit.step.graph import StepGraph
+from memfit.step.graph import Op, StepGraph, Way
 
-__all__ = ["cost_key", "profile_ops", "with_rooflines"]
+__all__ = ["cost_key", "profile_ops", "ways_of", "with_rooflines"]
 
 log = logging.getLogger(__name__)
 
 _aten = torch.ops.aten
 _SHORT_SECONDS = 2e-3
 _LONG_SECONDS = 0.1
+_WHOLE_HANDICAP = 1.05
+"""Running in parts takes less memory, so it is preferred at about equal time."""
 _TILE = 1 << 16
 
 Progress = Callable[[int, int], None]
@@ -82,13 +85,13 @@ def profile_ops(
         for done, key in enumerate(missing):
             if progress is not None:
                 progress(done, len(missing))
-            cache[key] = _cost_of(distinct[key].node, device)
+            cache[key] = ways_of(distinct[key].node, device)
     if progress is not None and missing:
         progress(len(missing), len(missing))
     cache.save()
     ops = tuple(
-        op if key is None else replace(op, seconds=cache[key].seconds, workspace_bytes=cache[key].workspace_bytes)
-        for op, key in zip(capture.graph.ops, keys, strict=True)
+        op if key is None or joint is None else _with_ways(op, cache[key], joint.node)
+        for op, joint, key in zip(capture.graph.ops, capture.joint_ops, keys, strict=True)
     )
     return replace(capture.graph, ops=ops)
 
@@ -96,10 +99,31 @@ def profile_ops(
 def with_rooflines(capture: Capture) -> StepGraph:
     """The step graph with times from rooflines only; nothing runs."""
     ops = tuple(
-        op if joint is None else replace(op, seconds=roofline_seconds(joint.node))
+        op if joint is None else _with_ways(op, _roofline_ways(joint.node), joint.node)
         for op, joint in zip(capture.graph.ops, capture.joint_ops, strict=True)
     )
     return replace(capture.graph, ops=ops)
+
+
+def _with_ways(op: Op, ways: tuple[Way, ...], node: fx.Node) -> Op:
+    """The op with its costs, to be run the quickest way."""
+    in_parts, in_place_over = ways[1:], op.in_place_over
+    best = min(ways, key=lambda way: way.seconds * (1.0 if way.parts > 1 else _WHOLE_HANDICAP))
+    if in_place_over and candidate_parts(node):  # only in parts does such a kernel write over its operand
+        best, in_place_over = (in_parts[0], in_place_over) if in_parts else (best, ())
+    return replace(
+        op,
+        in_place_over=in_place_over,
+        seconds=best.seconds,
+        workspace_bytes=best.workspace_bytes,
+        parts=best.parts,
+        ways=ways if in_parts else (),
+    )
+
+
+def _roofline_ways(node: fx.Node) -> tuple[Way, ...]:
+    seconds = roofline_seconds(node)
+    return tuple(Way(parts=parts, seconds=seconds, workspace_bytes=0) for parts in (1, *candidate_parts(node)))
 
 
 def cost_key(node: fx.Node) -> str:
@@ -123,25 +147,57 @@ def cost_key(node: fx.Node) -> str:
     return f"{target}({','.join([*(describe(a) for a in node.args), *named])})"
 
 
-def _cost_of(node: fx.Node, device: torch.device) -> OpCost:
+def ways_of(node: fx.Node, device: torch.device) -> tuple[Way, ...]:
+    """What the op costs whole, then in parts where that gives the same bits."""
     try:
         args, kwargs = _operands(node, device)
         call = node.target
         assert callable(call)
 
-        def run() -> object:
+        def whole() -> object:
             return call(*args, **kwargs)
 
-        workspace = _workspace(run, device)
-        once = _timed(run, device)
-        repeats = 8 if once < _SHORT_SECONDS else 3 if once < _LONG_SECONDS else 1
-        # The least of several: other work on the machine only ever adds time.
-        seconds = min(once, *(_timed(run, device) for _ in range(repeats)))
-        _check_rewrite(node, args, run)
-        return OpCost(seconds=seconds, workspace_bytes=workspace)
+        ways = [Way(parts=1, workspace_bytes=_workspace(whole, device), seconds=_seconds(whole, device))]
+        reference = whole()
+        _check_hollow(node, args, reference)
+        offered = candidate_parts(node) if ways[0].workspace_bytes else ()
+        for parts in [p for p in offered if _same_bits(reference, functools.partial(_in_parts, node, args, kwargs, p))]:
+            in_parts = functools.partial(_in_parts, node, args, kwargs, parts)
+            # Where it can write over an operand it mostly will, which saves touching fresh memory.
+            over = IN_PLACE.get(node.target, {}).get(0)
+            timed = in_parts if over is None else functools.partial(over, *args, parts=parts, **kwargs)
+            workspace = _workspace(in_parts, device)
+            ways.append(Way(parts=parts, seconds=_seconds(timed, device), workspace_bytes=workspace))
+        return tuple(ways)
     except (RuntimeError, TypeError, IndexError, ValueError, NotImplementedError) as error:
         log.info("cannot time %s alone (%s); using its roofline", node.name, error)
-        return OpCost(seconds=roofline_seconds(node), workspace_bytes=0)
+        return (Way(parts=1, seconds=roofline_seconds(node), workspace_bytes=0),)
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    """The least of several runs: other work on the machine only ever adds time."""
+    once = _timed(run, device)
+    repeats = 8 if once < _SHORT_SECONDS else 2 if once < _LONG_SECONDS else 1
+    return min(once, *(_timed(run, device) for _ in range(repeats)))
+
+
+def _in_parts(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], parts: int) -> object:
+    return call_in_parts(node.target)(*args, parts=parts, **kwargs)
+
+
+def _same_bits(whole: object, in_parts: Callable[[], object]) -> bool:
+    try:
+        return _equal(whole, in_parts())
+    except RuntimeError:  # a part is too small for the kernel of the whole
+        return False
+
+
+def _equal(one: object, other: object) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.stride() == other.stride() and torch.equal(one, other)
+    if isinstance(one, tuple | list) and isinstance(other, tuple | list):
+        return len(one) == len(other) and all(_equal(a, b) for a, b in zip(one, other, strict=True))
+    return one is None and other is None
 
 
 def _timed(run: Callable[[], object], device: torch.device) -> float:
@@ -219,23 +275,18 @@ def _like(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor
 
 
-def _check_rewrite(node: fx.Node, args: tuple[Any, ...], run: Callable[[], Any]) -> None:
-    """A rewritten op must give the bits of the one it stands for, on this machine and shape.
+def _check_hollow(node: fx.Node, args: tuple[Any, ...], found: object) -> None:
+    """The input's gradient alone must have the bits of `convolution_backward`, on this machine and shape.
 
     Raises:
         CaptureError: if it does not.
     """
-    if node.target is convolution_input_gradient:
-        gradient, hollow, weight, *rest = args
-        data = torch.empty_strided(hollow.shape, hollow.stride(), dtype=hollow.dtype, device=gradient.device).zero_()
-        whole = _aten.convolution_backward.default(gradient, data, weight, *rest, [True, True, False])
-        equal = torch.equal(whole[0], run())
-    elif node.target is backward_by_channels:
-        whole = _aten.native_batch_norm_backward.default(*args)
-        equal = all(torch.equal(a, b) for a, b in zip(whole, run(), strict=True))
-    else:
+    if node.target is not convolution_input_gradient:
         return
-    if not equal:
+    gradient, hollow, weight, *rest = args
+    data = torch.empty_strided(hollow.shape, hollow.stride(), dtype=hollow.dtype, device=gradient.device).zero_()
+    whole = _aten.convolution_backward.default(gradient, data, weight, *rest, [True, True, False])
+    if not _equal(whole[0], found):
         raise CaptureError(
             f"{node.name} runs in parts with other bits than as a whole on this machine; please report it"
         )

@@ -13,10 +13,9 @@
   read much later would hold both halves, so it is copied out. (The long skips of a U-Net.)
 - **Weight gradients first.** A gradient that nothing else reads runs as soon as its operands exist, so the
   saved input can go before the input's gradient is made.
-- **Batch normalisation by channels**, over the gradient it came from (`memfit.capture.batch_norm`).
 - **In place.** Capture functionalises `relu_`, `add_`, `dropout`; where an operand dies at an op, the op can
   write over it again. Only kernels are listed that read an element before they write it: pointwise ones, and
-  batch normalisation on CPU, which takes its statistics first.
+  batch normalisation on CPU, which takes its statistics first and whose backward goes by channels.
 
 Source of the first: the step's widest place in convolutional networks, measured in docs/design.md.
 """
@@ -43,10 +42,10 @@ __all__ = [
     "drop_clones",
     "hoist_weight_gradients",
     "hollow_shape_operands",
-    "in_place_argument",
+    "in_place_arguments",
     "make_hollow",
-    "slice_batch_norm_backward",
     "split_convolution_backward",
+    "takes_input_shape_only",
     "without_statistics",
 ]
 
@@ -66,6 +65,9 @@ _NORMS = {
     _aten.miopen_batch_norm.default: _aten.miopen_batch_norm.default,
 }
 """Batch normalisations and what runs them again; operands 3 and 4 are running statistics, 5 says training."""
+
+_WITHOUT_INPUT = ("Mkldnn", "Cudnn", "CudnnTranspose")
+"""Convolution backends that make the input's gradient without a look at the input; others unfold it."""
 
 _MUCH_LATER = 12
 """Ops between the last other use of a tensor and the first use of a slice of it for the slice to be copied."""
@@ -99,7 +101,7 @@ def split_convolution_backward(module: fx.GraphModule) -> None:
         if len(node.args) != 11 or not (mask[0] and mask[1]):
             continue
         grad_output, data, weight, *rest = node.args[:-1]
-        if not _takes_hollow(data.meta["val"], weight.meta["val"]):
+        if not takes_input_shape_only(data.meta["val"], weight.meta["val"], *rest):
             continue
         getitems = {user.args[1]: user for user in node.users if user.target is operator.getitem}
         if len(getitems) != len(node.users) or 0 not in getitems:
@@ -119,6 +121,16 @@ def split_convolution_backward(module: fx.GraphModule) -> None:
             if index in getitems:
                 getitems[index].update_arg(0, half)
         graph.erase_node(node)
+
+
+def takes_input_shape_only(data: torch.Tensor, weight: torch.Tensor, bias_sizes: Any, *rest: Any) -> bool:
+    """Whether the kernel that makes the input's gradient takes the input's shape only."""
+    # A one-dimensional convolution runs as a two-dimensional one of a view, and a view needs memory.
+    if data.dim() < 4 or not _takes_hollow(data, weight):
+        return False
+    backend = str(torch._C._select_conv_backend(data, weight, None, *rest, bias_sizes)).rpartition(".")[2]
+    # torch has no name in Python for the transposed kernel of oneDNN.
+    return backend in _WITHOUT_INPUT or (backend == "???" and rest[3] and data.device.type == "cpu")
 
 
 def _takes_hollow(data: torch.Tensor, *others: torch.Tensor) -> bool:
@@ -179,13 +191,6 @@ def without_statistics(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
 def _storage_key(node: fx.Node) -> int | None:
     value = node.meta.get("val")
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
-
-
-def slice_batch_norm_backward(module: fx.GraphModule) -> None:
-    """Runs batch normalisation's backward a few channels at a time; see `memfit.capture.batch_norm`."""
-    for node in module.graph.find_nodes(op="call_function", target=_aten.native_batch_norm_backward.default):
-        if batch_norm.takes_channels(node.args, node.args[0].meta.get("val"), node.args[1].meta.get("val")):
-            node.target = batch_norm.backward_by_channels
 
 
 def copy_out_late_slices(module: fx.GraphModule) -> None:
@@ -287,12 +292,18 @@ def _mul_over_second(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     return second.mul_(first)
 
 
-def _gradient_into(target: Any) -> Callable[..., Any]:
-    def run(gradient: torch.Tensor, *rest: Any, **kwargs: Any) -> Any:
-        return target(gradient, *rest, **kwargs, grad_input=gradient)
+def _gradient_into(target: Any) -> dict[int, Callable[..., Any]]:
+    """A pointwise backward op over the gradient it takes, or over the other operand."""
 
-    run.__name__ = run.__qualname__ = f"{target._opname}_over_gradient"
-    return run
+    def over_gradient(gradient: torch.Tensor, other: torch.Tensor, *rest: Any, **kwargs: Any) -> Any:
+        return target(gradient, other, *rest, **kwargs, grad_input=gradient)
+
+    def over_other(gradient: torch.Tensor, other: torch.Tensor, *rest: Any, **kwargs: Any) -> Any:
+        return target(gradient, other, *rest, **kwargs, grad_input=other)
+
+    for run in (over_gradient, over_other):
+        run.__name__ = run.__qualname__ = f"{target._opname}_{run.__name__}"
+    return {0: over_gradient, 1: over_other}
 
 
 IN_PLACE: dict[Any, dict[int, Any]] = {
@@ -312,39 +323,44 @@ IN_PLACE: dict[Any, dict[int, Any]] = {
     _aten.div.Scalar: {0: _aten.div_.Scalar},
     _aten.mul.Scalar: {0: _aten.mul_.Scalar},
     _aten.masked_fill.Scalar: {0: _aten.masked_fill_.Scalar},
-    _aten.threshold_backward.default: {0: _gradient_into(_aten.threshold_backward.grad_input)},
-    _aten.gelu_backward.default: {0: _gradient_into(_aten.gelu_backward.grad_input)},
-    _aten.silu_backward.default: {0: _gradient_into(_aten.silu_backward.grad_input)},
-    _aten.tanh_backward.default: {0: _gradient_into(_aten.tanh_backward.grad_input)},
-    _aten.sigmoid_backward.default: {0: _gradient_into(_aten.sigmoid_backward.grad_input)},
-    _aten.hardtanh_backward.default: {0: _gradient_into(_aten.hardtanh_backward.grad_input)},
-    _aten.hardsigmoid_backward.default: {0: _gradient_into(_aten.hardsigmoid_backward.grad_input)},
+    _aten.threshold_backward.default: _gradient_into(_aten.threshold_backward.grad_input),
+    _aten.gelu_backward.default: _gradient_into(_aten.gelu_backward.grad_input),
+    _aten.silu_backward.default: _gradient_into(_aten.silu_backward.grad_input),
+    _aten.tanh_backward.default: _gradient_into(_aten.tanh_backward.grad_input),
+    _aten.sigmoid_backward.default: _gradient_into(_aten.sigmoid_backward.grad_input),
+    _aten.hardtanh_backward.default: _gradient_into(_aten.hardtanh_backward.grad_input),
+    _aten.hardsigmoid_backward.default: _gradient_into(_aten.hardsigmoid_backward.grad_input),
     _aten._native_batch_norm_legit_functional.default: {0: batch_norm.forward_over_input},
-    batch_norm.backward_by_channels: {0: batch_norm.backward_over_gradient},
+    _aten.native_batch_norm_backward.default: {0: batch_norm.backward_over_gradient, 1: batch_norm.backward_over_data},
 }
 """Ops and, by operand, the call that does the same over that operand's memory."""
 
 
-def in_place_argument(
+def in_place_arguments(
     node: fx.Node, storages: Any, storage_of: dict[fx.Node, int], written: tuple[int, ...]
-) -> int | None:
-    """Index of the operand the node may overwrite: same shape, strides, dtype and the whole of its storage."""
+) -> list[int]:
+    """Indices of operands the node may overwrite: same shape, strides, dtype and the whole of their storage."""
     choices = IN_PLACE.get(node.target)
     value = node.meta.get("val")
     result = value[0] if isinstance(value, list | tuple) else value
     if choices is None or not written or not isinstance(result, torch.Tensor):
-        return None
+        return []
     if node.target in _NORMS and (result.device.type != "cpu" or result.dtype is not torch.float32):
-        return None  # only there is the kernel known to read its statistics before it writes
+        return []  # only there is the kernel known to read its statistics before it writes
+    if node.target is _aten.native_batch_norm_backward.default and not batch_norm.takes_channels(
+        node.args, *(cast(fx.Node, a).meta.get("val") for a in node.args[:2])
+    ):
+        return []  # the whole kernel writes elsewhere
+    found: list[int] = []
     for position in choices:
         operand = node.args[position] if position < len(node.args) else None
         if not isinstance(operand, fx.Node) or operand not in storage_of:
             continue
-        if position == 1 and (node.kwargs or len(node.args) > 2):
+        if choices[position] in (_add_over_second, _mul_over_second) and (node.kwargs or len(node.args) > 2):
             continue
         if _may_overwrite(node, operand, result, storages, storage_of, written[0]):
-            return position
-    return None
+            found.append(position)
+    return found
 
 
 def _may_overwrite(

@@ -239,7 +239,7 @@ def _op(op: JointOp, number: dict[int, int], piece: int, device_type: str) -> Op
         piece=piece,
         reads=tuple(dict.fromkeys(number[s] for s in op.reads)),
         writes=tuple(number[s] for s in op.writes),
-        in_place_over=None if op.in_place_over is None else number[op.in_place_over],
+        in_place_over=tuple(number[s] for s in op.in_place_over),
         random_state_bytes=_RANDOM_STATE_BYTES.get(device_type, 16) if op.random else 0,
         recomputable=op.recomputable,
     )

@@ -7,7 +7,8 @@
 5. Polish each against the simulator (`memfit.planner.polish`), keep the fastest, and stop as soon as it is near
    the relaxed bound or time is up.
 
-The result states the relaxed bound beside it, so a reader sees what better planning could still gain.
+Orders are searched for with every op in its leanest way (`memfit.planner.ways`). The result states the relaxed
+bound beside it, so a reader sees what better planning could still gain.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from memfit.planner.lazy import lazy_order
 from memfit.planner.least import least_order
 from memfit.planner.polish import fill, polish
 from memfit.planner.selection import select_over_time
+from memfit.planner.ways import leanest, program_within
 from memfit.step.graph import StepGraph
 from memfit.step.program import plain_order, program_of
 from memfit.step.simulate import Timeline, simulate
@@ -45,7 +47,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """An order that fits, what the simulator says of it, and the least extra seconds any plan can have."""
+    """An order that fits, what its program (`program_within`) costs, and the least extra seconds any plan can have."""
 
     order: tuple[int, ...]
     timeline: Timeline
@@ -75,39 +77,44 @@ def find_order(graph: StepGraph, budget_bytes: int, *, seconds: float = 8.0, pro
         BudgetError: if none fits, with the least budget that does.
     """
     begin = time.monotonic()
-    plain = simulate(graph, program_of(graph, plain_order(graph)))
-    if plain.peak_bytes <= budget_bytes:
-        return Found(order=tuple(plain_order(graph)), timeline=plain, bound_seconds=0.0)
+    lean = leanest(graph)
+
+    def found(order: Sequence[int]) -> Found:
+        timeline = simulate(graph, program_within(graph, order, budget_bytes))
+        return Found(order=tuple(order), timeline=timeline, bound_seconds=bound)
+
+    bound = 0.0
+    if _peak(lean, plain_order(graph)) <= budget_bytes:
+        return found(plain_order(graph))
     bound = relaxed_bound(graph, budget_bytes, seconds=2.0)
     best: Found | None = None
     hopeless = budget_bytes < op_wall_bytes(graph)
-    for name, start in () if hopeless else _starts(graph, budget_bytes):
+    for name, start in () if hopeless else _starts(lean, budget_bytes):
         if progress is not None:
             progress(name)
-        order = polish(graph, start, budget_bytes)
+        order = polish(lean, start, budget_bytes)
         if order is not None:
-            best = _better(best, Found(order=tuple(order), timeline=_timeline(graph, order), bound_seconds=bound))
-        gap = float("inf") if best is None else (best.timeline.recompute_seconds - bound) / graph.seconds
+            best = _better(best, found(order))
+        gap = float("inf") if best is None else (best.timeline.step_seconds - graph.seconds - bound) / graph.seconds
         patience = seconds if gap < _FAR else 4 * seconds
         if gap < _CLOSE or time.monotonic() - begin > patience:
             break
     if best is None:
-        least = least_order(graph)
-        if _timeline(graph, least).peak_bytes > budget_bytes:
-            raise _no_plan(graph, budget_bytes, least)
-        order = fill(graph, least, budget_bytes)
-        best = Found(order=tuple(order), timeline=_timeline(graph, order), bound_seconds=bound)
+        least = least_order(lean)
+        if _peak(lean, least) > budget_bytes:
+            raise _no_plan(lean, budget_bytes, least)
+        best = found(fill(lean, least, budget_bytes))
     return best
 
 
 def _better(one: Found | None, other: Found) -> Found:
-    if one is None or other.timeline.recompute_seconds < one.timeline.recompute_seconds:
+    if one is None or other.timeline.step_seconds < one.timeline.step_seconds:
         return other
     return one
 
 
-def _timeline(graph: StepGraph, order: Sequence[int]) -> Timeline:
-    return simulate(graph, program_of(graph, order))
+def _peak(graph: StepGraph, order: Sequence[int]) -> int:
+    return simulate(graph, program_of(graph, order)).peak_bytes
 
 
 def _starts(graph: StepGraph, budget_bytes: int) -> Iterator[tuple[str, list[int]]]:

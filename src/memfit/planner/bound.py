@@ -67,7 +67,7 @@ def select_kept(graph: StepGraph, room_bytes: int, *, seconds: float = 5.0, gap:
 
     def rerun_variable(op: int) -> int:
         if op not in rerun:
-            rerun[op] = problem.variable(cost=graph.ops[op].seconds)
+            rerun[op] = problem.variable(cost=graph.ops[op].least_seconds)
         return rerun[op]
 
     pending = [s for s in needed if _optional(graph, s, held)]
@@ -107,16 +107,17 @@ def select_kept(graph: StepGraph, room_bytes: int, *, seconds: float = 5.0, gap:
 
 
 def op_wall_bytes(graph: StepGraph) -> int:
-    """The widest op: operands, results and workspace beside static bytes and gradients already produced."""
+    """The widest op, run its leanest way: operands, results, workspace, static bytes, gradients already produced."""
     held = graph.held_to_the_end()
     produced: set[int] = set()
     wall = graph.static_bytes
     for op in graph.ops:
         touched = {s for s in (*op.reads, *op.writes) if not graph.is_free(s)} | produced
         nbytes = sum(graph.storages[s].nbytes for s in touched)
-        if op.in_place_over is not None and op.in_place_over not in held:
-            nbytes -= graph.storages[op.in_place_over].nbytes
-        wall = max(wall, graph.static_bytes + nbytes + op.workspace_bytes)
+        if not held.issuperset(op.in_place_over):
+            nbytes -= graph.storages[op.writes[0]].nbytes
+        workspace = min((way.workspace_bytes for way in op.ways), default=op.workspace_bytes)
+        wall = max(wall, graph.static_bytes + nbytes + workspace)
         produced.update(s for s in op.writes if s in held)
     if graph.after_step_bytes:
         wall = max(wall, graph.static_bytes + graph.gradient_bytes + graph.after_step_bytes)

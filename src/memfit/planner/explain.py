@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from memfit.step.codec import Decision
@@ -26,8 +26,8 @@ def kept_storages(graph: StepGraph, program: Program) -> frozenset[int]:
         if op.phase is Phase.LOSS:
             break
         alive.update(op.writes)
-        if instruction.in_place and op.in_place_over is not None:
-            alive.discard(op.in_place_over)
+        if instruction.over is not None:
+            alive.discard(instruction.over)
     return frozenset(s for s in alive if graph.storages[s].kind is StorageKind.FORWARD)
 
 
@@ -44,13 +44,14 @@ def decisions(graph: StepGraph, program: Program, timeline: Timeline) -> tuple[D
     """
     kept = kept_storages(graph, program)
     again = Counter(program.recomputed())
+    again_seconds = _seconds_again(graph, program)
     place = binding_place(graph, program, timeline)
     found: list[Decision] = []
     for number, (name, ops) in enumerate(_blocks(graph), start=1):
         saved = [s for o in ops for s in graph.ops[o].writes if s in kept and graph.storages[s].nbytes > 0]
         saved_bytes = sum(graph.storages[s].nbytes for s in saved)
         runs = {o: again[o] for o in ops if again[o]}
-        seconds = sum(graph.ops[o].seconds * n for o, n in runs.items())
+        seconds = sum(again_seconds[o] for o in runs)
         found.append(
             Decision(
                 block=str(number),
@@ -67,6 +68,18 @@ def decisions(graph: StepGraph, program: Program, timeline: Timeline) -> tuple[D
             )
         )
     return tuple(found)
+
+
+def _seconds_again(graph: StepGraph, program: Program) -> dict[int, float]:
+    """For each op the time of its runs after the first."""
+    ran: set[int] = set()
+    seconds: dict[int, float] = defaultdict(float)
+    for instruction in program.instructions:
+        if instruction.action is Action.COMPUTE:
+            if instruction.index in ran:
+                seconds[instruction.index] += graph.ops[instruction.index].way(instruction.parts).seconds
+            ran.add(instruction.index)
+    return seconds
 
 
 def binding_place(graph: StepGraph, program: Program, timeline: Timeline) -> str:

@@ -104,7 +104,11 @@ def _spill_at(graph: StepGraph, spans: Spans, producer: list[int], worst: int, b
 
 
 def _idle_gaps(graph: StepGraph, spans: Spans, producer: list[int], worst: int) -> list[tuple[Copy, int, int]]:
-    """Copies alive and idle at a position, with the uses before and after it."""
+    """Copies alive and idle at a position, with the uses before and after it.
+
+    One that is read there counts too if the op could write over it, were it not read again.
+    """
+    over = graph.ops[spans.order[worst]].in_place_over
     gaps: list[tuple[Copy, int, int]] = []
     for copy in spans.copies:
         if copy.born >= worst or copy.dies <= worst or graph.storages[copy.storage].kind is not StorageKind.FORWARD:
@@ -113,6 +117,8 @@ def _idle_gaps(graph: StepGraph, spans: Spans, producer: list[int], worst: int) 
             continue
         after = bisect_left(copy.reads, worst)
         if copy.reads[after] == worst:
+            if copy.storage in over:
+                gaps.append((copy, worst - 1, copy.reads[after + 1]))
             continue
         gaps.append((copy, copy.reads[after - 1] if after else copy.born, copy.reads[after]))
     return gaps

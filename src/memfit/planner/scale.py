@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from memfit.errors import SpecError
-from memfit.step.graph import Op, StepGraph
+from memfit.step.graph import Op, StepGraph, Way
 
 __all__ = ["difference", "scaled"]
 
@@ -68,14 +68,14 @@ def scaled(graph_a: StepGraph, batch_a: int, graph_b: StepGraph, batch_b: int, b
         at_zero = a - (b - a) / run * batch_a
         return b * batch / batch_b if at_zero < 0 else at_zero + (b - a) / run * batch
 
+    def between(a: Way, b: Way) -> Way:
+        nbytes = size(a.workspace_bytes, b.workspace_bytes)
+        return Way(parts=max(a.parts, b.parts), seconds=seconds(a.seconds, b.seconds), workspace_bytes=nbytes)
+
     return replace(
         graph_a,
         ops=tuple(
-            replace(
-                a,
-                seconds=seconds(a.seconds, b.seconds),
-                workspace_bytes=size(a.workspace_bytes, b.workspace_bytes),
-            )
+            _with_ways(a, max(a.parts, b.parts), between(a.way(1), b.way(1)), between(a.way(a.parts), b.way(b.parts)))
             for a, b in zip(graph_a.ops, graph_b.ops, strict=True)
         ),
         storages=tuple(
@@ -84,6 +84,16 @@ def scaled(graph_a: StepGraph, batch_a: int, graph_b: StepGraph, batch_b: int, b
         static_bytes=size(graph_a.static_bytes, graph_b.static_bytes),
         after_step_bytes=size(graph_a.after_step_bytes, graph_b.after_step_bytes),
         after_step_seconds=seconds(graph_a.after_step_seconds, graph_b.after_step_seconds),
+    )
+
+
+def _with_ways(op: Op, parts: int, whole: Way, chosen: Way) -> Op:
+    return replace(
+        op,
+        seconds=chosen.seconds,
+        workspace_bytes=chosen.workspace_bytes,
+        parts=parts,
+        ways=(whole, chosen) if parts > 1 else (),
     )
 
 

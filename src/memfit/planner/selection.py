@@ -268,8 +268,8 @@ def _backward_base(graph: StepGraph) -> NDArray[np.int64]:
             continue
         op = graph.ops[index]
         new = sum(sizes[s] for s in op.writes if s in counted)
-        if instruction.in_place and op.in_place_over in counted:
-            new -= sizes[op.in_place_over]
+        if instruction.over in counted:
+            new -= sizes[instruction.over]
         base[index] = live + new + op.workspace_bytes
         live += new
     return base

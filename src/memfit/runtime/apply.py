@@ -8,6 +8,7 @@ caller plan anew.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,16 +19,18 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx.graph import _BoxedCodeGen
 
 from memfit.capture.dynamo import compile_call, detach_outputs
-from memfit.capture.joint import JointReading, read_joint
+from memfit.capture.joint import JointOp, JointReading, read_joint
 from memfit.capture.trace import Capture
 from memfit.errors import OutOfMemoryError, PlanMismatchError
-from memfit.runtime.lower import LocalInstruction, attach_hollow, lower
+from memfit.runtime.lower import OVERWRITTEN, LocalInstruction, attach_hollow, lower
 from memfit.runtime.measure import largest_tensors
 from memfit.runtime.unused_output import refuse_gradient
-from memfit.step.graph import Phase, StorageKind
+from memfit.step.graph import Op, Phase, StorageKind
 from memfit.step.program import Action, Program
 
 __all__ = ["PieceProgram", "compile_planned", "piece_programs", "reading_digest"]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +81,7 @@ def piece_programs(capture: Capture, program: Program) -> tuple[PieceProgram, ..
     past_loss = False
     seen: set[int] = set()
     written_back: list[set[int]] = [set() for _ in range(count)]
-    in_place = [i.in_place for i in program.instructions if i.action is Action.COMPUTE]
+    computes = [i for i in program.instructions if i.action is Action.COMPUTE]
     for position, index in enumerate(order):
         op, joint = graph.ops[index], capture.joint_ops[index]
         if op.phase is Phase.LOSS or joint is None:
@@ -88,7 +91,8 @@ def piece_programs(capture: Capture, program: Program) -> tuple[PieceProgram, ..
         instruction = LocalInstruction(
             index=local_op[id(joint)],
             again=index in seen,
-            in_place=in_place[position],
+            over=_local_over(op, joint, computes[position].over),
+            parts=computes[position].parts,
             save_state=random and index not in seen,
             replay=random and index in seen,
         )
@@ -117,6 +121,11 @@ def piece_programs(capture: Capture, program: Program) -> tuple[PieceProgram, ..
         )
         for i, piece in enumerate(capture.pieces.pieces)
     )
+
+
+def _local_over(op: Op, joint: JointOp, over: int | None) -> int | None:
+    """The overwritten storage by the number it has in its piece."""
+    return None if over is None else joint.in_place_over[op.in_place_over.index(over)]
 
 
 def compile_planned(
@@ -164,12 +173,19 @@ def compile_planned(
 def _boxed(gm: fx.GraphModule, describe: Callable[[], str]) -> Callable[..., Any]:
     """The generated code itself, taking its arguments in a list that it empties as it goes."""
     attach_hollow(gm)
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    overwritten = [i for i, node in enumerate(placeholders) if node.meta.get(OVERWRITTEN)]
     gm.graph.set_codegen(_BoxedCodeGen())
     gm.recompile()
     forward = gm.forward
 
     def run(operands: list[Any]) -> Any:
         shapes = [tuple(t.shape) for t in operands if isinstance(t, torch.Tensor) and t.dim() > 0][:4]
+        if overwritten and torch._C._autograd._get_current_graph_task_keep_graph():
+            # backward(retain_graph=True): what was saved must outlive this pass, so copies are overwritten.
+            log.warning("retain_graph takes more memory than the plan, which writes over saved tensors")
+            for position in overwritten:
+                operands[position] = operands[position].clone()
         try:
             return forward(operands)
         except RuntimeError as error:

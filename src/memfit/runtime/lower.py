@@ -6,7 +6,8 @@ use, so what runs is what was simulated. Three rules make that true:
 - the base of a storage is saved and passed on, never a view; views are made again where they are read, since
   a view that outlives its base would keep the memory;
 - the elements of a tuple are taken out right after the op, so that the tuple does not keep them;
-- an op marked in place runs the in-place call of `memfit.capture.rewrite`.
+- an op marked in place runs the in-place call of `memfit.capture.rewrite`, one in parts that of
+  `memfit.capture.parts`.
 
 A random op that runs more than once saves its generator's state the first time and replays it later
 (`torch._prims.rng_prims`).
@@ -27,18 +28,26 @@ from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from memfit.capture.joint import JointReading, is_tangent
-from memfit.capture.rewrite import HOLLOW_PREFIX, IN_PLACE, in_place_argument, make_hollow, without_statistics
+from memfit.capture.parts import call_in_parts
+from memfit.capture.rewrite import HOLLOW_PREFIX, IN_PLACE, make_hollow, without_statistics
 
-__all__ = ["LocalInstruction", "attach_hollow", "lower"]
+__all__ = ["OVERWRITTEN", "LocalInstruction", "attach_hollow", "lower"]
+
+OVERWRITTEN = "memfit_overwritten"
+"""Mark in the `meta` of a node whose memory a later one takes over."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalInstruction:
-    """Run op `index` of the piece, perhaps `again`; `save_state` and `replay` serve random ops that run again."""
+    """Run op `index` of the piece, perhaps `again`, `over` the memory of a storage, or in `parts`.
+
+    `save_state` and `replay` serve random ops that run again.
+    """
 
     index: int
     again: bool = False
-    in_place: bool = False
+    over: int | None = None
+    parts: int = 1
     save_state: bool = False
     replay: bool = False
 
@@ -96,15 +105,16 @@ class _Emitter:
         if instruction.replay or instruction.save_state:
             made = self._random(instruction, node)
         else:
-            target, args = cast(Any, node.target), node.args
+            target, args, kwargs = cast(Any, node.target), node.args, dict(node.kwargs)
+            if instruction.parts > 1:
+                target, kwargs = call_in_parts(node.target), {**kwargs, "parts": instruction.parts}
             if instruction.again and (rerun := without_statistics(node)) is not None:
                 target, args = rerun
-            if instruction.in_place:
-                position = in_place_argument(node, self.reading.storages, self.reading.storage_of, op.writes)
-                assert position is not None
-                target = IN_PLACE[node.target][position]
-            kwargs = fx.map_arg(node.kwargs, self.value)
-            made = self.graph.create_node(node.op, target, fx.map_arg(args, self.value), kwargs)
+            if instruction.over is not None:
+                operands = [self.reading.storage_of.get(a) if isinstance(a, fx.Node) else None for a in node.args]
+                target = IN_PLACE[node.target][operands.index(instruction.over)]
+                self.bases[instruction.over].meta[OVERWRITTEN] = True
+            made = self.graph.create_node(node.op, target, fx.map_arg(args, self.value), fx.map_arg(kwargs, self.value))
             made.meta = dict(node.meta)
         self._take_results(node, made, op.writes)
 

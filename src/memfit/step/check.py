@@ -2,7 +2,8 @@
 
 A program is right when it computes what the step computes: each op at least once and in an order in which
 every operand is alive, only recomputable forward ops more than once, each gradient exactly once, nothing
-freed that is not alive, and nothing left over but what the caller holds.
+freed that is not alive, nothing left over but what the caller holds, and each op in a number of parts that is
+known to give its bits.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ def check(graph: StepGraph, program: Program) -> None:
         if not 0 <= index < len(graph.ops):
             raise ProgramError(f"{where} runs op {index}, but the step has {len(graph.ops)} ops")
         op = graph.ops[index]
+        if instruction.parts not in {op.parts, *(way.parts for way in op.ways)}:
+            raise ProgramError(f"{where}: {op.name} cannot run in {instruction.parts} parts with the same bits")
         for storage in op.reads:
             if storage not in static and storage not in alive:
                 raise ProgramError(f"{where}: {op.name} reads {storages[storage].name}, which is not alive")
@@ -66,9 +69,9 @@ def check(graph: StepGraph, program: Program) -> None:
                 f"{where}: {op.name} of piece {op.piece} runs again after the backward pass "
                 f"reached piece {piece_running}"
             )
-        if instruction.in_place:
-            over = op.in_place_over
-            if over is None or over in held or over in static or over not in alive:
+        over = instruction.over
+        if over is not None:
+            if over not in op.in_place_over or over in held or over in static or over not in alive:
                 raise ProgramError(f"{where}: {op.name} cannot run in place")
             if storages[over].nbytes != storages[op.writes[0]].nbytes:
                 raise ProgramError(f"{where}: {op.name} overwrites a storage of another size")

@@ -3,7 +3,8 @@
 A document is held against its published schema and then against the rules a schema cannot state, and only
 then turned into objects. How files are read and written is in `memfit.step.jsonfile`.
 
-A program is compact: `["c", 12]` computes op 12, `["c!", 13]` does so in place, `["f", 5]` frees storage 5.
+A program is compact: `["c", 12]` computes op 12, `["c", 12, 8]` in 8 parts, `["c!", 13, 1, 7]` in
+one part over the memory of storage 7, `["f", 5]` frees storage 5.
 Fields that have their default value are left out.
 
 Known limits: a decoded program is only known to be well formed; `memfit.step.check` says whether it is right
@@ -20,7 +21,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from memfit.errors import PlanFileError
-from memfit.step.graph import Op, Phase, StepGraph, Storage, StorageKind
+from memfit.step.graph import Op, Phase, StepGraph, Storage, StorageKind, Way
 from memfit.step.jsonfile import read_json, validate, write_json
 from memfit.step.program import Action, Instruction, Program
 
@@ -48,12 +49,12 @@ __all__ = [
 ]
 
 SCHEMA_VERSION = 1
-_CODES = {"c": (Action.COMPUTE, False), "c!": (Action.COMPUTE, True), "f": (Action.FREE, False)}
+_LENGTHS = {"c": (2, 3), "c!": (4,), "f": (2,)}
+"""Codes of instructions and how many entries they have."""
 _STRUCTURE = (
     *("name", "target", "phase", "piece", "reads", "writes"),
     *("in_place_over", "random_state_bytes", "recomputable"),
 )
-_CODE_OF = {meaning: code for code, meaning in _CODES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +148,7 @@ _SECONDS = {"type": "number", "minimum": 0, "maximum": 1e9}
 _FRACTION = {**_SECONDS, "minimum": -1}
 _INDEX = {"type": "integer", "minimum": 0, "maximum": 2**31}
 _INDICES = _array(_INDEX, 1_000_000)
+_PARTS = {"type": "integer", "minimum": 1, "maximum": 2**31}
 _FACT_BOUNDS = {**_WORDS, "minimum": -(2**63), "maximum": 2**63}
 _FACT = {**_FACT_BOUNDS, "type": ["string", "integer", "boolean"]}
 _FACTS = {**_FACT_BOUNDS, "type": ["string", "integer", "boolean", "array"], "items": _FACT, "maxItems": 100_000}
@@ -159,9 +161,17 @@ _FINGERPRINT = {
 
 PROGRAM_SCHEMA: dict[str, Any] = {
     "$schema": _DRAFT,
-    **_array({"type": "array", "prefixItems": [{"enum": [*_CODES]}, _INDEX], "minItems": 2, "maxItems": 2}, 10_000_000),
+    **_array(
+        {
+            "type": "array",
+            "prefixItems": [{"enum": [*_LENGTHS]}, _INDEX, _PARTS, _INDEX],
+            "minItems": 2,
+            "maxItems": 4,
+        },
+        10_000_000,
+    ),
 }
-"""A program: a list of `[code, index]`."""
+"""A program: a list of `[code, index]`, with `parts` and the storage that is overwritten where it matters."""
 
 GRAPH_SCHEMA: dict[str, Any] = {
     "$schema": _DRAFT,
@@ -179,9 +189,13 @@ GRAPH_SCHEMA: dict[str, Any] = {
                     {
                         "module": _NAME,
                         "piece": _INDEX,
-                        "in_place_over": _INDEX,
+                        "in_place_over": _INDICES,
                         "seconds": _SECONDS,
                         "workspace_bytes": _BYTES,
+                        "parts": _PARTS,
+                        "ways": _array(
+                            _object({"parts": _PARTS, "seconds": _SECONDS, "workspace_bytes": _BYTES}), 1_000
+                        ),
                         "random_state_bytes": _BYTES,
                         "recomputable": {"type": "boolean"},
                     },
@@ -253,9 +267,19 @@ def _arguments(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def encode_graph(graph: StepGraph) -> dict[str, Any]:
     """A step graph as JSON data, see `GRAPH_SCHEMA`."""
-    ops = [{**_record(op), "phase": str(op.phase)} for op in graph.ops]
+    ops = [_op_record(op) for op in graph.ops]
     storages = [{**_record(storage), "kind": str(storage.kind)} for storage in graph.storages]
     return {**_record(graph), "ops": ops, "storages": storages}
+
+
+def _op_record(op: Op) -> dict[str, Any]:
+    record = {**_record(op), "phase": str(op.phase)}
+    return {**record, "ways": [_record(way) for way in op.ways]} if op.ways else record
+
+
+def _op(record: Mapping[str, Any]) -> Op:
+    ways = tuple(Way(**way) for way in record.get("ways", ()))
+    return Op(**{**_arguments(record), "phase": Phase(record["phase"]), "ways": ways})
 
 
 def decode_graph(document: object) -> StepGraph:
@@ -272,7 +296,7 @@ def decode_graph(document: object) -> StepGraph:
     """
     validate(document, GRAPH_SCHEMA)
     assert isinstance(document, dict)
-    ops = tuple(Op(**{**_arguments(record), "phase": Phase(record["phase"])}) for record in document["ops"])
+    ops = tuple(_op(record) for record in document["ops"])
     storages = tuple(Storage(**{**record, "kind": StorageKind(record["kind"])}) for record in document["storages"])
     graph = StepGraph(**{**_arguments(document), "ops": ops, "storages": storages})
     for problem in _broken_promises(graph):
@@ -295,23 +319,35 @@ def _broken_promises(graph: StepGraph) -> Iterator[str]:
             return
         if len(set(op.reads)) != len(op.reads) or not written.issuperset(op.reads):
             yield f"op {op.name} reads a storage twice or before it is written"
+        if op.ways and op.way(op.parts) not in op.ways:
+            yield f"op {op.name} runs in {op.parts} parts, which is none of its ways"
         if len(set(op.writes)) != len(op.writes) or not written.isdisjoint(op.writes):
             yield f"op {op.name} writes a storage that is static or already written"
         written.update(op.writes)
-        over = op.in_place_over
-        if over is not None and (
-            over not in op.reads or not op.writes or graph.storages[over].nbytes != graph.storages[op.writes[0]].nbytes
-        ):
-            yield f"op {op.name} cannot run in place over storage {over}"
+        for over in op.in_place_over:
+            if over not in op.reads or not op.writes or _size(graph, over) != _size(graph, op.writes[0]):
+                yield f"op {op.name} cannot run in place over storage {over}"
     if len(written) != count:
         yield f"{count - len(written)} storages are never written"
     if any(index >= count for index in graph.outputs):
         yield f"an output is not among the {count} storages of the step"
 
 
+def _size(graph: StepGraph, storage: int) -> int:
+    return graph.storages[storage].nbytes
+
+
 def encode_program(program: Program) -> list[list[str | int]]:
     """A program as JSON data, see `PROGRAM_SCHEMA`."""
-    return [[_CODE_OF[i.action, i.in_place], i.index] for i in program.instructions]
+    return [_encoded(instruction) for instruction in program.instructions]
+
+
+def _encoded(instruction: Instruction) -> list[str | int]:
+    if instruction.action is Action.FREE:
+        return ["f", instruction.index]
+    if instruction.over is not None:
+        return ["c!", instruction.index, instruction.parts, instruction.over]
+    return ["c", instruction.index, *([instruction.parts] if instruction.parts > 1 else [])]
 
 
 def decode_program(document: object) -> Program:
@@ -331,9 +367,19 @@ def decode_program(document: object) -> Program:
     return _program(document)
 
 
-def _program(document: list[tuple[str, int]]) -> Program:
-    decoded = ((_CODES[code], index) for code, index in document)
-    return Program(instructions=tuple(Instruction(action, index, in_place) for (action, in_place), index in decoded))
+def _program(document: list[list[Any]]) -> Program:
+    return Program(instructions=tuple(_decoded(place, entry) for place, entry in enumerate(document)))
+
+
+def _decoded(place: int, entry: list[Any]) -> Instruction:
+    code, index, *rest = entry
+    if len(entry) not in _LENGTHS[code]:
+        raise PlanFileError(
+            f"instruction {place} of the program, {entry}, has {len(entry)} entries; the plan is damaged: make it anew"
+        )
+    if code == "f":
+        return Instruction(Action.FREE, index)
+    return Instruction(Action.COMPUTE, index, rest[1] if len(rest) > 1 else None, rest[0] if rest else 1)
 
 
 def encode_plan(plan: PlanFile) -> dict[str, Any]:

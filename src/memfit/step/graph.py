@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["Op", "Phase", "StepGraph", "Storage", "StorageKind"]
+__all__ = ["Op", "Phase", "StepGraph", "Storage", "StorageKind", "Way"]
 
 
 class Phase(StrEnum):
@@ -56,6 +56,21 @@ class Storage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """How an op can run, with the same bits: whole, or in so many parts one after the other.
+
+    Attributes:
+        parts: 1 for whole.
+        seconds: profiled time of one run.
+        workspace_bytes: memory taken beyond what is read and written.
+    """
+
+    parts: int
+    seconds: float
+    workspace_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
     """One call that computes something. Views are not ops.
 
@@ -67,10 +82,12 @@ class Op:
         piece: which captured graph it belongs to; graph breaks separate pieces.
         reads: storages read, without repetition.
         writes: storages created.
-        in_place_over: the read storage whose memory the first written one may take over, if that read is
-            its last; both have the same size.
-        seconds: profiled time of one run.
-        workspace_bytes: memory the kernel takes beyond what it reads and writes.
+        in_place_over: read storages whose memory the first written one may take over, where that read is
+            their last, the preferred one first; all have the same size.
+        seconds: profiled time of one run, the way it is meant to run.
+        workspace_bytes: memory the kernel takes beyond what it reads and writes, that way.
+        parts: that way; 1 for whole.
+        ways: every way it can run, that one included; empty if whole is the only one.
         random_state_bytes: bytes of generator state to keep for running it again; 0 if not random.
         recomputable: whether running it again gives the same bits and no side effect.
     """
@@ -82,11 +99,31 @@ class Op:
     piece: int = 0
     reads: tuple[int, ...]
     writes: tuple[int, ...]
-    in_place_over: int | None = None
+    in_place_over: tuple[int, ...] = ()
     seconds: float = 0.0
     workspace_bytes: int = 0
+    parts: int = 1
+    ways: tuple[Way, ...] = ()
     random_state_bytes: int = 0
     recomputable: bool = True
+
+    @property
+    def least_seconds(self) -> float:
+        """Time of one run, the quickest way."""
+        return min((way.seconds for way in self.ways), default=self.seconds)
+
+    def way(self, parts: int) -> Way:
+        """What it costs to run in so many parts.
+
+        Raises:
+            KeyError: if it cannot.
+        """
+        if parts == self.parts:
+            return Way(parts=parts, seconds=self.seconds, workspace_bytes=self.workspace_bytes)
+        for way in self.ways:
+            if way.parts == parts:
+                return way
+        raise KeyError(f"{self.name} does not run in {parts} parts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,8 +156,13 @@ class StepGraph:
 
     @property
     def seconds(self) -> float:
-        """Time of the unplanned step: each op once."""
-        return sum(op.seconds for op in self.ops) + self.after_step_seconds
+        """Least time with nothing run again: each op once, its quickest way."""
+        return sum(op.least_seconds for op in self.ops) + self.after_step_seconds
+
+    @property
+    def plain_seconds(self) -> float:
+        """Time of the step without memfit: each op once, whole."""
+        return sum(op.way(1).seconds if op.ways else op.seconds for op in self.ops) + self.after_step_seconds
 
     @property
     def gradient_bytes(self) -> int:

@@ -11,7 +11,7 @@ Known limits: of one storage at most one copy is alive, the one written last.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from memfit.step.graph import StepGraph
@@ -28,11 +28,15 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One step of a program: `index` is an op for `COMPUTE`, a storage for `FREE`."""
+    """One step of a program: `index` is an op for `COMPUTE`, or a storage for `FREE`.
+
+    An op runs in `parts`, and its first result takes the memory of storage `over` if there is one.
+    """
 
     action: Action
     index: int
-    in_place: bool = False
+    over: int | None = None
+    parts: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +69,11 @@ def plain_program(graph: StepGraph) -> Program:
     """The unplanned step, as eager autograd runs it.
 
     It differs from `program_of(plain_order)`: nothing is overwritten in place that the model did not
-    overwrite itself, because the plain step must predict what the user sees without memfit.
+    overwrite itself and every op runs whole, because the plain step must predict what the user sees without
+    memfit.
     """
-    return program_of(graph, plain_order(graph), in_place=False)
+    program = program_of(graph, plain_order(graph), in_place=False)
+    return Program(instructions=tuple(replace(i, parts=1) for i in program.instructions))
 
 
 def program_of(graph: StepGraph, order: Sequence[int], *, in_place: bool = True) -> Program:
@@ -77,7 +83,7 @@ def program_of(graph: StepGraph, order: Sequence[int], *, in_place: bool = True)
     reads it. What the caller holds (outputs, gradients) is never freed and never written twice.
 
     Args:
-        graph: the step.
+        graph: the step; each op runs in its `parts`.
         order: op indices; forward ops may repeat, before or after the loss op.
         in_place: overwrite operands that die where the op allows it.
 
@@ -104,8 +110,8 @@ def program_of(graph: StepGraph, order: Sequence[int], *, in_place: bool = True)
     instructions: list[Instruction] = []
     for position, index in enumerate(order):
         op, dead = graph.ops[index], dying[position]
-        over = op.in_place_over
-        overwrite = in_place and over is not None and over in dead and op.writes[0] not in dead
-        instructions.append(Instruction(Action.COMPUTE, index, overwrite))
-        instructions.extend(Instruction(Action.FREE, s) for s in dead if not (overwrite and s == over))
+        choices = op.in_place_over if in_place and op.in_place_over and op.writes[0] not in dead else ()
+        over = next((s for s in choices if s in dead), None)
+        instructions.append(Instruction(Action.COMPUTE, index, over, op.parts))
+        instructions.extend(Instruction(Action.FREE, s) for s in dead if s != over)
     return Program(instructions=tuple(instructions))

@@ -27,6 +27,7 @@ class Timeline:
         peak_position: instruction at which it is reached; the number of instructions if it is
             `optimizer.step()` that reaches it.
         step_seconds: time of the step.
+        plain_seconds: time of the step without memfit, for comparison.
         recompute_seconds: the part of it spent in ops that had run before.
         forward_end_bytes: memory held when the loss op starts, static bytes included.
         bytes_at: memory in use while each instruction runs, static bytes included.
@@ -35,15 +36,15 @@ class Timeline:
     peak_bytes: int
     peak_position: int
     step_seconds: float
+    plain_seconds: float
     recompute_seconds: float
     forward_end_bytes: int
     bytes_at: tuple[int, ...]
 
     @property
     def overhead(self) -> float:
-        """Extra time over a step that computes everything once, as a fraction."""
-        plain = self.step_seconds - self.recompute_seconds
-        return self.recompute_seconds / plain if plain else 0.0
+        """Extra time over the step without memfit, as a fraction; below 0 where running in parts is faster."""
+        return self.step_seconds / self.plain_seconds - 1 if self.plain_seconds else 0.0
 
 
 def simulate(graph: StepGraph, program: Program) -> Timeline:
@@ -80,17 +81,17 @@ def simulate(graph: StepGraph, program: Program) -> Timeline:
         thrown_away = sum(sizes[s] for s in op.writes if s in alive)
         if op.random_state_bytes and index not in ran and last_run[index] != runs:
             live += op.random_state_bytes
+        way = op.way(instruction.parts)
         created = sum(sizes[s] for s in new)
-        if instruction.in_place:
-            assert op.in_place_over is not None
-            created -= sizes[op.in_place_over]
-            alive.discard(op.in_place_over)
-        bytes_at.append(live + created + thrown_away + op.workspace_bytes)
+        if instruction.over is not None:
+            created -= sizes[instruction.over]
+            alive.discard(instruction.over)
+        bytes_at.append(live + created + thrown_away + way.workspace_bytes)
         live += created
         alive.update(new)
-        seconds += op.seconds
+        seconds += way.seconds
         if index in ran:
-            recompute_seconds += op.seconds
+            recompute_seconds += way.seconds
             if op.random_state_bytes and last_run[index] == runs:
                 live -= op.random_state_bytes
         ran.add(index)
@@ -104,6 +105,7 @@ def simulate(graph: StepGraph, program: Program) -> Timeline:
         peak_bytes=peak_bytes,
         peak_position=peak_position,
         step_seconds=seconds + graph.after_step_seconds,
+        plain_seconds=graph.plain_seconds,
         recompute_seconds=recompute_seconds,
         forward_end_bytes=forward_end_bytes,
         bytes_at=tuple(bytes_at),
@@ -120,6 +122,6 @@ def live_storages_at(graph: StepGraph, program: Program, position: int) -> list[
             continue
         op = graph.ops[instruction.index]
         alive.update(op.writes)
-        if instruction.in_place and op.in_place_over is not None:
-            alive.discard(op.in_place_over)
+        if instruction.over is not None:
+            alive.discard(instruction.over)
     return sorted(alive, key=lambda s: -graph.storages[s].nbytes)

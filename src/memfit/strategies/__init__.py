@@ -1,8 +1,9 @@
 """Known strategies by name, each in its own file, all with one signature.
 
-A strategy takes a step graph and a budget and returns an order of ops, which `program_of` turns into a
-program. So every strategy, however old, is judged by the same simulator and runs on the same runtime. A name
-may carry a parameter after a colon: `sequential:4`, `openai-collection:layer1.0,layer2.0`.
+A strategy takes a step graph and a budget and returns an order of ops, which `program` turns into a program,
+each op whole or in parts as there is room. So every strategy, however old, is judged by the same simulator and
+runs on the same runtime. A name may carry a parameter after a colon: `sequential:4`,
+`openai-collection:layer1.0,layer2.0`.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from collections.abc import Callable
 from functools import partial
 
 from memfit.errors import SpecError
+from memfit.planner.ways import leanest, program_within
 from memfit.step.graph import StepGraph
+from memfit.step.program import Program, plain_program
 from memfit.strategies import every_block, knapsack, milp, mu_two, none, openai, rotor, sequential, sqrt
 
-__all__ = ["Strategy", "find", "names"]
+__all__ = ["Strategy", "find", "names", "program"]
 
 Strategy = Callable[[StepGraph, int | None], list[int]]
 
@@ -44,6 +47,19 @@ _WITH_PARAMETER = {"sequential": "a number of segments", "openai-collection": "n
 def names() -> tuple[str, ...]:
     """All names; those that take a parameter end in a colon."""
     return (*_PLAIN, *(f"{name}:" for name in _WITH_PARAMETER))
+
+
+def program(name: str, graph: StepGraph, budget_bytes: int | None) -> Program:
+    """The program a strategy makes of a step; `none` gives the step as it is without memfit.
+
+    Raises:
+        SpecError: if there is no such strategy.
+        BudgetError: if the strategy minds budgets and nothing fits.
+    """
+    order = find(name)
+    if name == "none":
+        return plain_program(graph)
+    return program_within(graph, order(leanest(graph), budget_bytes), budget_bytes)
 
 
 def find(name: str) -> Strategy:

@@ -150,8 +150,8 @@ def _memory(graph: StepGraph, problem: Milp, run: dict[_Moment, int]) -> list[_T
         op, terms = graph.ops[moment[1]], bytes_at[moment]
         variable = run.get(moment, _ONE)
         terms[variable] += op.workspace_bytes + sum(graph.storages[s].nbytes for s in op.writes)
-        over = op.in_place_over
-        if over is not None and over not in held and not graph.is_free(over):
+        over = next((s for s in op.in_place_over if s not in held and not graph.is_free(s)), None)
+        if over is not None:
             overwritten = problem.variable(integer=False)
             problem.row({overwritten: 1.0, after[moment, over]: 1.0}, upper=1.0)
             _at_most(problem, overwritten, after.get((moment, op.writes[0]), _ONE))

@@ -78,7 +78,7 @@ def shape_of(graph: StepGraph, chain: Chain, lasts: Sequence[int], start: int, s
     for index in (*forward, *backward):
         op = graph.ops[index]
         reads, writes = local(op.reads), local(op.writes)
-        over = number.get(op.in_place_over, -1) if op.in_place_over is not None else -1
+        over = next((number[s] for s in op.in_place_over if s in number), -1)
         over = over if writes and op.writes[0] in number else -1
         ops.append(ShapeOp(reads, writes, over, op.workspace_bytes, op.seconds))
     names = list(number)

@@ -162,8 +162,8 @@ def _in_use(graph: StepGraph, chain: Chain) -> list[int]:
         before.append(live)
         op = graph.ops[instruction.index]
         live += sum(counted[s] for s in op.writes)
-        if instruction.in_place and op.in_place_over is not None:
-            live -= counted[op.in_place_over]
+        if instruction.over is not None:
+            live -= counted[instruction.over]
     return [*before, live]
 
 

@@ -1,0 +1,72 @@
+"""Ops run whole where there is room and in parts where there is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from memfit.errors import BudgetError
+from memfit.planner.auto import find_order
+from memfit.planner.bound import op_wall_bytes
+from memfit.planner.ways import leanest, program_within
+from memfit.step.check import check
+from memfit.step.codec import decode_graph, decode_program, encode_graph, encode_program
+from memfit.step.graph import Op, Phase, StepGraph, Storage, StorageKind, Way
+from memfit.step.program import plain_order, plain_program
+from memfit.step.simulate import simulate
+
+_WAYS = (
+    Way(parts=1, seconds=2.0, workspace_bytes=50),
+    Way(parts=4, seconds=1.0, workspace_bytes=30),
+    Way(parts=8, seconds=3.0, workspace_bytes=10),
+)
+
+
+def step() -> StepGraph:
+    """Two forward and two backward ops of 100 bytes each; the first can run in parts."""
+    kinds = ("static", "forward", "forward", "tangent", "backward", "gradient")
+    storages = tuple(Storage(name=f"s{i}", nbytes=100, kind=StorageKind(kind)) for i, kind in enumerate(kinds))
+    parted = {"seconds": 1.0, "workspace_bytes": 30, "parts": 4, "ways": _WAYS}
+    ops = (
+        Op(name="first", target="f", phase=Phase.FORWARD, reads=(0,), writes=(1,), **parted),
+        Op(name="second", target="g", phase=Phase.FORWARD, reads=(1,), writes=(2,), seconds=1.0),
+        Op(name="loss", target="loss", phase=Phase.LOSS, reads=(2,), writes=(3,)),
+        Op(name="second_back", target="h", phase=Phase.BACKWARD, reads=(1, 3), writes=(4,), **parted),
+        Op(name="first_back", target="k", phase=Phase.BACKWARD, reads=(0, 4), writes=(5,), seconds=1.0),
+    )
+    return StepGraph(ops=ops, storages=storages, static_bytes=100)
+
+
+@pytest.mark.parametrize(("budget", "parts"), [(1000, 4), (430, 4), (429, 8), (None, 8), (0, 8)])
+def test_each_run_gets_the_quickest_way_there_is_room_for(budget: int | None, parts: int) -> None:
+    graph = step()
+    program = program_within(graph, plain_order(graph), budget)
+    check(graph, program)
+    assert next(i.parts for i in program.instructions if i.index == 3 and i.parts > 1) == parts
+    # Elsewhere there is room: the first op is far from the peak.
+    assert program.instructions[0].parts == 4
+    assert simulate(graph, program).peak_bytes <= max(budget or 0, 410)
+
+
+def test_plain_steps_run_whole_and_are_what_time_is_compared_with() -> None:
+    graph = step()
+    plain = simulate(graph, plain_program(graph))
+    assert (plain.step_seconds, plain.overhead, plain.peak_bytes) == (6.0, 0.0, 450)
+    assert (graph.seconds, graph.plain_seconds) == (4.0, 6.0)
+    assert simulate(graph, program_within(graph, plain_order(graph), 1000)).overhead == pytest.approx(-1 / 3)
+    assert sum(op.seconds for op in leanest(graph).ops) == 8.0
+    assert op_wall_bytes(graph) == 410
+
+
+def test_the_least_budget_uses_the_leanest_ways() -> None:
+    graph = step()
+    with pytest.raises(BudgetError) as caught:
+        find_order(graph, 405, seconds=0.1)
+    assert 410 <= caught.value.least_bytes
+    assert find_order(graph, 410, seconds=0.1).timeline.peak_bytes == 410
+
+
+def test_ways_survive_being_written_down() -> None:
+    graph = step()
+    assert decode_graph(encode_graph(graph)) == graph
+    program = program_within(graph, plain_order(graph), 410)
+    assert decode_program(encode_program(program)) == program
