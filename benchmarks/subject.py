@@ -19,8 +19,8 @@ from memfit.plans import Plan
 from memfit.runtime.apply import compile_planned, piece_programs
 from memfit.runtime.training import interleaved_seconds, resident_bytes, step_peak, training_step
 from memfit.step.graph import StepGraph
-from memfit.step.program import Program, plain_program
-from memfit.step.simulate import Timeline, simulate
+from memfit.step.program import Program
+from memfit.step.simulate import Timeline, simulate, simulate_plain
 from memfit.verification import same_bits
 from memfit.zoo import Example, build
 
@@ -112,7 +112,7 @@ class Subject:
             costs=costs,
             capture=capture,
             graph=graph,
-            plain=simulate(graph, plain_program(graph)),
+            plain=simulate_plain(graph),
             capture_seconds=captured - begin,
             profile_seconds=time.perf_counter() - captured,
         )

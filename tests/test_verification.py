@@ -11,8 +11,7 @@ from memfit.capture.trace import capture_step
 from memfit.errors import BudgetError
 from memfit.planning import Request, make_plan
 from memfit.plans import Plan
-from memfit.step.program import plain_program
-from memfit.step.simulate import simulate
+from memfit.step.simulate import simulate_plain
 from memfit.verification import same_bits, verify
 from memfit.zoo import Example, build
 
@@ -32,7 +31,7 @@ def request_for(
 ) -> Request:
     """A request for a share of the plain step's predicted peak."""
     captured = capture_step(example.model, example.args, {}, loss_fn=example.loss_fn, optimizer=optimizer)
-    peak = simulate(captured.graph, plain_program(captured.graph)).peak_bytes
+    peak = simulate_plain(captured.graph).peak_bytes
     return Request(budget=int(peak * share), loss_fn=example.loss_fn, optimizer=optimizer, strategy=strategy)
 
 

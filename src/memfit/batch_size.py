@@ -30,8 +30,8 @@ from memfit.planner.ways import leanest
 from memfit.planning import Progress, Request, capture_and_profile, plan_captured, resolve_budget
 from memfit.plans import Plan
 from memfit.step.graph import StepGraph
-from memfit.step.program import plain_program, program_of
-from memfit.step.simulate import simulate
+from memfit.step.program import program_of
+from memfit.step.simulate import simulate, simulate_plain
 from memfit.units import format_bytes
 
 __all__ = ["BatchPoint", "BatchSize", "max_batch"]
@@ -338,7 +338,7 @@ def _overhead(graph: StepGraph, strategy: str, budget_bytes: int) -> float | Non
 
 
 def _plain_peak(graph: StepGraph) -> int:
-    return simulate(graph, plain_program(graph)).peak_bytes
+    return simulate_plain(graph).peak_bytes
 
 
 def _powers(start: int, limit: int) -> list[int]:

@@ -29,8 +29,7 @@ from memfit.runtime.apply import compile_planned, piece_programs
 from memfit.runtime.device_memory import free_bytes
 from memfit.runtime.training import interleaved_seconds, resident_bytes, step_peak, training_step
 from memfit.step.graph import StepGraph
-from memfit.step.program import plain_program
-from memfit.step.simulate import simulate
+from memfit.step.simulate import simulate, simulate_plain
 from memfit.units import parse_bytes
 
 __all__ = ["BatchSize", "Comparison", "Row", "budget_bytes", "compare", "max_batch"]
@@ -224,7 +223,7 @@ def _rows_of_batch(
     progress: Progress | None,
 ) -> list[Row]:
     graph, device = bench.graph, device_of(bench.model)
-    plain_peak = simulate(graph, plain_program(graph)).peak_bytes
+    plain_peak = simulate_plain(graph).peak_bytes
     amounts = [budget_bytes(b, plain_peak, device, graph.static_bytes) for b in budgets]
     pairs = list(_pairs(strategies, amounts))
     planned: list[tuple[Row, Plan | None]] = []

@@ -17,7 +17,7 @@ from memfit.capture.trace import capture_step, device_of, storage_bytes
 from memfit.planner.bound import op_wall_bytes
 from memfit.step.graph import Phase, StepGraph, StorageKind
 from memfit.step.program import plain_program
-from memfit.step.simulate import live_storages_at, simulate
+from memfit.step.simulate import live_storages_at, simulate_plain
 from memfit.units import format_bytes
 
 __all__ = ["Estimate", "estimate"]
@@ -101,7 +101,7 @@ def estimate(
 
 def _summary(graph: StepGraph, model: nn.Module, optimizer: torch.optim.Optimizer | None, buffers: int) -> Estimate:
     program = plain_program(graph)
-    timeline = simulate(graph, program)
+    timeline = simulate_plain(graph)
     device_type = device_of(model).type
     parameters = storage_bytes(list(model.parameters()), device_type)
     state = optimizer_cost(optimizer, device_type).state_bytes

@@ -34,8 +34,8 @@ from memfit.runtime.signature import Signature, signature
 from memfit.step.check import check
 from memfit.step.codec import Prediction, graph_digest
 from memfit.step.graph import StepGraph
-from memfit.step.program import Program, plain_program, program_of
-from memfit.step.simulate import simulate
+from memfit.step.program import Program, program_of
+from memfit.step.simulate import simulate, simulate_plain
 from memfit.units import format_bytes, parse_bytes
 
 __all__ = [
@@ -194,7 +194,7 @@ def plan_captured(
     if progress is not None:
         progress("plan", 1, 1)
     timeline = simulate(graph, program)
-    plain = simulate(graph, plain_program(graph))
+    plain = simulate_plain(graph)
     return Plan(
         label=request.label or type(model).__name__,
         budget_bytes=budget_bytes,

@@ -11,8 +11,8 @@ from memfit.planner.ways import leanest, program_within
 from memfit.step.check import check
 from memfit.step.codec import decode_graph, decode_program, encode_graph, encode_program
 from memfit.step.graph import Op, Phase, StepGraph, Storage, StorageKind, Way
-from memfit.step.program import plain_order, plain_program
-from memfit.step.simulate import simulate
+from memfit.step.program import plain_order
+from memfit.step.simulate import simulate, simulate_plain
 
 _WAYS = (
     Way(parts=1, seconds=2.0, workspace_bytes=50),
@@ -49,7 +49,7 @@ def test_each_run_gets_the_quickest_way_there_is_room_for(budget: int | None, pa
 
 def test_plain_steps_run_whole_and_are_what_time_is_compared_with() -> None:
     graph = step()
-    plain = simulate(graph, plain_program(graph))
+    plain = simulate_plain(graph)
     assert (plain.step_seconds, plain.overhead, plain.peak_bytes) == (6.0, 0.0, 450)
     assert (graph.seconds, graph.plain_seconds) == (4.0, 6.0)
     assert simulate(graph, program_within(graph, plain_order(graph), 1000)).overhead == pytest.approx(-1 / 3)

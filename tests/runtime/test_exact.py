@@ -11,8 +11,7 @@ from torch import nn
 import memfit
 from memfit.planner.bound import op_wall_bytes
 from memfit.planning import Request, capture_and_profile
-from memfit.step.program import plain_program
-from memfit.step.simulate import simulate
+from memfit.step.simulate import simulate_plain
 from memfit.verification import verify
 from memfit.zoo import build
 from tests import models
@@ -72,7 +71,7 @@ def test_bits_and_budget(name: str, share: float) -> None:
     model, args, kwargs, loss_fn = CASES[name]()
     request = Request(budget=1, loss_fn=loss_fn)
     _, graph = capture_and_profile(model, args, kwargs, request)
-    plain, wall = simulate(graph, plain_program(graph)).peak_bytes, op_wall_bytes(graph)
+    plain, wall = simulate_plain(graph).peak_bytes, op_wall_bytes(graph)
     budget = int(wall + share * (plain - wall))
     try:
         result = verify(

@@ -39,6 +39,17 @@ class JointStorage:
     nbytes: int
     kind: StorageKind
 
+    @property
+    def plain_nbytes(self) -> int:
+        """Its size without memfit where that differs: eager dropout on CPU keeps a mask of the data's dtype."""
+        call, value = self.base.args[:1], self.base.meta["val"]
+        if self.base.target is not operator.getitem or value.dtype is not torch.bool or value.device.type != "cpu":
+            return 0
+        dropout = cast(fx.Node, call[0])
+        if dropout.target is not torch.ops.aten.native_dropout.default:
+            return 0
+        return int(value.numel() * cast(fx.Node, dropout.args[0]).meta["val"].element_size())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JointOp:
@@ -49,6 +60,7 @@ class JointOp:
     module: str
     reads: tuple[int, ...]
     writes: tuple[int, ...]
+    plain_reads: tuple[int, ...]
     in_place_over: tuple[int, ...]
     random: bool
     recomputable: bool
@@ -262,6 +274,11 @@ def _joint_op(
         module=module_of(node),
         reads=reads,
         writes=written,
+        plain_reads=tuple(
+            storage_of[original]
+            for argument in node.all_input_nodes
+            if (original := argument.meta.get(rewrite.STANDS_FOR)) in storage_of
+        ),
         in_place_over=tuple(s for s in over if s not in returned),  # what the caller holds is not ours to write
         random=is_random(node),
         recomputable=recomputable,

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 _aten = torch.ops.aten
 _SHORT_SECONDS = 2e-3
-_LONG_SECONDS = 0.1
+_LONG_SECONDS = 0.02
 _WHOLE_HANDICAP = 1.05
 """Running in parts takes less memory, so it is preferred at about equal time."""
 _TILE = 1 << 16
@@ -177,7 +177,7 @@ def ways_of(node: fx.Node, device: torch.device) -> tuple[Way, ...]:
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
     """The least of several runs: other work on the machine only ever adds time."""
     once = _timed(run, device)
-    repeats = 8 if once < _SHORT_SECONDS else 2 if once < _LONG_SECONDS else 1
+    repeats = 4 if once < _SHORT_SECONDS else 2 if once < _LONG_SECONDS else 1
     return min(once, *(_timed(run, device) for _ in range(repeats)))
 
 

@@ -37,6 +37,7 @@ from memfit.capture import batch_norm
 __all__ = [
     "HOLLOW_PREFIX",
     "IN_PLACE",
+    "STANDS_FOR",
     "convolution_input_gradient",
     "copy_out_late_slices",
     "drop_clones",
@@ -76,6 +77,10 @@ HOLLOW_PREFIX = "_hollow_"
 """Names of the graph attributes that stand for an operand of which only the shape is used."""
 
 
+STANDS_FOR = "memfit_stands_for"
+"""Mark in the `meta` of such an attribute: the node in whose place it is."""
+
+
 def convolution_input_gradient(
     grad_output: torch.Tensor, hollow: torch.Tensor, weight: torch.Tensor, *rest: Any
 ) -> torch.Tensor:
@@ -112,7 +117,7 @@ def split_convolution_backward(module: fx.GraphModule) -> None:
                 _aten.convolution_backward.default, (*node.args[:-1], [False, True, bool(mask[2])])
             )
             half.meta = {**node.meta, "val": (None, values[1], values[2])}
-            hollow = _hollow_attribute(module, data.meta["val"])
+            hollow = _hollow_attribute(module, data)
             gradient = graph.call_function(convolution_input_gradient, (grad_output, hollow, weight, *rest))
             gradient.meta = {**node.meta, "val": values[0]}
         getitems[0].replace_all_uses_with(gradient)
@@ -139,14 +144,15 @@ def _takes_hollow(data: torch.Tensor, *others: torch.Tensor) -> bool:
     return data.is_contiguous(memory_format=layout) and all(suggest_memory_format(t) == layout for t in others)
 
 
-def _hollow_attribute(module: fx.GraphModule, like: torch.Tensor) -> fx.Node:
-    """A `get_attr` node for a stand-in of `like`; the lowering puts a real hollow tensor there."""
+def _hollow_attribute(module: fx.GraphModule, original: fx.Node) -> fx.Node:
+    """A `get_attr` node for a stand-in of a node; the lowering puts a real hollow tensor there."""
+    like = original.meta["val"]
     name = f"{HOLLOW_PREFIX}{len([n for n in module.graph.nodes if str(n.target).startswith(HOLLOW_PREFIX)])}"
     with detect_fake_mode(like) or nullcontext():
         stand_in = torch.empty_strided(tuple(like.shape), like.stride(), dtype=like.dtype, device=like.device)
     module.register_buffer(name, stand_in, persistent=False)
     node = module.graph.get_attr(name)
-    node.meta = {"val": stand_in}
+    node.meta = {"val": stand_in, STANDS_FOR: original}
     return node
 
 
@@ -241,7 +247,7 @@ def hollow_shape_operands(module: fx.GraphModule) -> None:
                 if not _takes_hollow(node.args[position].meta["val"]):
                     continue
                 with module.graph.inserting_before(node):
-                    node.update_arg(position, _hollow_attribute(module, node.args[position].meta["val"]))
+                    node.update_arg(position, _hollow_attribute(module, node.args[position]))
 
 
 def hoist_weight_gradients(module: fx.GraphModule) -> None:

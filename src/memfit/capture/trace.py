@@ -175,7 +175,9 @@ def _join(pieces: Pieces, loss_bytes: int, device_type: str) -> tuple[StepGraph,
             if local not in number:
                 number[local] = len(storages)
                 name = storage.base.name if index == 0 else f"{storage.base.name}@{index}"
-                storages.append(Storage(name=name, nbytes=storage.nbytes, kind=storage.kind))
+                storages.append(
+                    Storage(name=name, nbytes=storage.nbytes, kind=storage.kind, plain_nbytes=storage.plain_nbytes)
+                )
         numbers.append(number)
         returned.update(_outgoing(reading, piece.outputs, number))
     last = len(pieces.pieces) - 1
@@ -239,6 +241,7 @@ def _op(op: JointOp, number: dict[int, int], piece: int, device_type: str) -> Op
         piece=piece,
         reads=tuple(dict.fromkeys(number[s] for s in op.reads)),
         writes=tuple(number[s] for s in op.writes),
+        plain_reads=tuple(dict.fromkeys(number[s] for s in op.plain_reads if s not in op.reads)),
         in_place_over=tuple(number[s] for s in op.in_place_over),
         random_state_bytes=_RANDOM_STATE_BYTES.get(device_type, 16) if op.random else 0,
         recomputable=op.recomputable,

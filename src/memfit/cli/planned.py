@@ -35,8 +35,7 @@ def plan_example(
     """
     from memfit import comparison, planning
     from memfit.capture.trace import device_of
-    from memfit.step.program import plain_program
-    from memfit.step.simulate import simulate
+    from memfit.step.simulate import simulate_plain
 
     model, inputs, kwargs = example.model, tuple(example.args), dict(example.kwargs)
     factory = optimizer_factory(args.optimizer)
@@ -53,7 +52,7 @@ def plan_example(
     device = device_of(model)
     comparison.budget_bytes(args.budget, 1 << 40, device, 0)  # a mistake is told before the work
     capture, graph = planning.capture_and_profile(model, inputs, kwargs, request, progress=progress)
-    plain_peak = simulate(graph, plain_program(graph)).peak_bytes
+    plain_peak = simulate_plain(graph).peak_bytes
     nbytes = comparison.budget_bytes(args.budget, plain_peak, device, graph.static_bytes)
     assert nbytes is not None
     plan = planning.plan_captured(model, inputs, kwargs, capture, graph, request, nbytes, progress=progress)

@@ -79,7 +79,8 @@ def scaled(graph_a: StepGraph, batch_a: int, graph_b: StepGraph, batch_b: int, b
             for a, b in zip(graph_a.ops, graph_b.ops, strict=True)
         ),
         storages=tuple(
-            replace(s, nbytes=size(s.nbytes, t.nbytes)) for s, t in zip(graph_a.storages, graph_b.storages, strict=True)
+            replace(s, nbytes=size(s.nbytes, t.nbytes), plain_nbytes=size(s.plain_nbytes, t.plain_nbytes))
+            for s, t in zip(graph_a.storages, graph_b.storages, strict=True)
         ),
         static_bytes=size(graph_a.static_bytes, graph_b.static_bytes),
         after_step_bytes=size(graph_a.after_step_bytes, graph_b.after_step_bytes),

@@ -38,18 +38,22 @@ def program_within(graph: StepGraph, order: Sequence[int], budget_bytes: int | N
     timeline = simulate(lean, program)
     limit = max(budget_bytes or 0, timeline.peak_bytes)
 
-    def quickest(instruction: Instruction, bytes_there: int) -> Instruction:
+    instructions: list[Instruction] = []
+    for instruction, bytes_there in zip(program.instructions, timeline.bytes_at, strict=True):
         if instruction.action is Action.FREE:
-            return instruction
-        op = lean.ops[instruction.index]
+            instructions.append(instruction)
+            continue
+        op, over = lean.ops[instruction.index], instruction.over
         room = limit - bytes_there + op.workspace_bytes
-        ways = [w for w in op.ways if w.workspace_bytes <= room and (instruction.over is None or w.parts > 1)]
+        # Whole, an op that has parts cannot write over its operand, which then stays until it is done.
+        beside = 0 if over is None else graph.storages[over].nbytes
+        ways = [w for w in op.ways if w.workspace_bytes + (beside if w.parts == 1 else 0) <= room]
         best = min(ways, key=lambda way: way.seconds, default=None)
-        return instruction if best is None else replace(instruction, parts=best.parts)
-
-    return Program(
-        instructions=tuple(map(quickest, program.instructions, timeline.bytes_at)),
-    )
+        if best is not None and best.parts == 1 and over is not None:
+            instructions += [replace(instruction, parts=1, over=None), Instruction(Action.FREE, over)]
+        else:
+            instructions.append(instruction if best is None else replace(instruction, parts=best.parts))
+    return Program(instructions=tuple(instructions))
 
 
 def _lean(op: Op) -> Op:

@@ -198,12 +198,16 @@ GRAPH_SCHEMA: dict[str, Any] = {
                         ),
                         "random_state_bytes": _BYTES,
                         "recomputable": {"type": "boolean"},
+                        "plain_reads": _INDICES,
                     },
                 ),
                 1_000_000,
             ),
             "storages": _array(
-                _object({"name": _NAME, "nbytes": _BYTES, "kind": {"enum": [str(kind) for kind in StorageKind]}}),
+                _object(
+                    {"name": _NAME, "nbytes": _BYTES, "kind": {"enum": [str(kind) for kind in StorageKind]}},
+                    {"plain_nbytes": _BYTES},
+                ),
                 1_000_000,
             ),
         },
@@ -314,10 +318,10 @@ def _broken_promises(graph: StepGraph) -> Iterator[str]:
     if len({op.name for op in graph.ops}) != len(graph.ops):
         yield "two of its ops have one name"
     for op in graph.ops:
-        if any(index >= count for index in (*op.reads, *op.writes)):
+        if any(index >= count for index in (*op.reads, *op.writes, *op.plain_reads)):
             yield f"op {op.name} uses a storage that is not among the {count} of the step"
             return
-        if len(set(op.reads)) != len(op.reads) or not written.issuperset(op.reads):
+        if len(set(op.reads)) != len(op.reads) or not written.issuperset((*op.reads, *op.plain_reads)):
             yield f"op {op.name} reads a storage twice or before it is written"
         if op.ways and op.way(op.parts) not in op.ways:
             yield f"op {op.name} runs in {op.parts} parts, which is none of its ways"

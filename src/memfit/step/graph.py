@@ -12,7 +12,7 @@ else is reordered), and a storage has one size from birth to death.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 __all__ = ["Op", "Phase", "StepGraph", "Storage", "StorageKind", "Way"]
@@ -48,11 +48,19 @@ class StorageKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:
-    """One block of memory."""
+    """One block of memory.
+
+    Attributes:
+        name: unique within the graph.
+        nbytes: its size.
+        kind: who owns it.
+        plain_nbytes: its size in the step without memfit where that differs, else 0.
+    """
 
     name: str
     nbytes: int
     kind: StorageKind
+    plain_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +98,8 @@ class Op:
         ways: every way it can run, that one included; empty if whole is the only one.
         random_state_bytes: bytes of generator state to keep for running it again; 0 if not random.
         recomputable: whether running it again gives the same bits and no side effect.
+        plain_reads: what it reads beside `reads` in the step without memfit, such as a tensor whose shape alone
+            it needs.
     """
 
     name: str
@@ -106,6 +116,7 @@ class Op:
     ways: tuple[Way, ...] = ()
     random_state_bytes: int = 0
     recomputable: bool = True
+    plain_reads: tuple[int, ...] = ()
 
     @property
     def least_seconds(self) -> float:
@@ -169,6 +180,10 @@ class StepGraph:
         """Bytes of gradients the step leaves behind."""
         return sum(s.nbytes for s in self.storages if s.kind is StorageKind.GRADIENT)
 
+    def without_memfit(self) -> StepGraph:
+        """The step as eager autograd runs it: ops whole, not in place, with all they read and its sizes there."""
+        return replace(self, ops=tuple(map(_plain_op, self.ops)), storages=tuple(map(_plain_storage, self.storages)))
+
     def producers(self) -> list[int]:
         """For each storage the op that writes it, -1 for static ones."""
         producer = [-1] * len(self.storages)
@@ -185,6 +200,24 @@ class StepGraph:
         """Storages the caller owns once they exist: outputs and gradients."""
         gradients = (i for i, s in enumerate(self.storages) if s.kind is StorageKind.GRADIENT)
         return frozenset((*self.outputs, *gradients))
+
+
+def _plain_op(op: Op) -> Op:
+    whole = op.way(1) if op.ways else op.way(op.parts)
+    return replace(
+        op,
+        reads=tuple(dict.fromkeys((*op.reads, *op.plain_reads))),
+        plain_reads=(),
+        in_place_over=(),
+        seconds=whole.seconds,
+        workspace_bytes=whole.workspace_bytes,
+        parts=whole.parts,
+        ways=(),
+    )
+
+
+def _plain_storage(storage: Storage) -> Storage:
+    return replace(storage, nbytes=storage.plain_nbytes or storage.nbytes, plain_nbytes=0)
 
 
 def total_bytes(graph: StepGraph, storages: Sequence[int]) -> int:

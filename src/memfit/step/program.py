@@ -11,7 +11,7 @@ Known limits: of one storage at most one copy is alive, the one written last.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 from memfit.step.graph import StepGraph
@@ -69,11 +69,9 @@ def plain_program(graph: StepGraph) -> Program:
     """The unplanned step, as eager autograd runs it.
 
     It differs from `program_of(plain_order)`: nothing is overwritten in place that the model did not
-    overwrite itself and every op runs whole, because the plain step must predict what the user sees without
-    memfit.
+    overwrite itself, every op runs whole, and nothing is freed before the last op that reads it without memfit.
     """
-    program = program_of(graph, plain_order(graph), in_place=False)
-    return Program(instructions=tuple(replace(i, parts=1) for i in program.instructions))
+    return program_of(graph.without_memfit(), plain_order(graph))
 
 
 def program_of(graph: StepGraph, order: Sequence[int], *, in_place: bool = True) -> Program:

@@ -13,9 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memfit.step.graph import Phase, StepGraph
-from memfit.step.program import Action, Program
+from memfit.step.program import Action, Program, plain_program
 
-__all__ = ["Timeline", "live_storages_at", "simulate"]
+__all__ = ["Timeline", "live_storages_at", "simulate", "simulate_plain"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +110,11 @@ def simulate(graph: StepGraph, program: Program) -> Timeline:
         forward_end_bytes=forward_end_bytes,
         bytes_at=tuple(bytes_at),
     )
+
+
+def simulate_plain(graph: StepGraph) -> Timeline:
+    """What the step costs without memfit."""
+    return simulate(graph.without_memfit(), plain_program(graph))
 
 
 def live_storages_at(graph: StepGraph, program: Program, position: int) -> list[int]:
