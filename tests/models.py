@@ -86,6 +86,24 @@ class Broken(nn.Module):
         return self.after(x)
 
 
+class Masked(nn.Module):
+    """Attention whose every layer builds the causal mask anew and looks at it through another view."""
+
+    def __init__(self, width: int = 32, layers: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(layers))
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            query, key, value = layer(x).chunk(3, dim=-1)
+            mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+            mask = mask[None] if number else mask.t().t().unsqueeze(0).expand(len(x), -1, -1)
+            scores = (query @ key.transpose(1, 2)).masked_fill(~mask, -1e4)
+            x = x + self.drop(scores.softmax(-1)) @ value
+        return x
+
+
 class Kernels(nn.Module):
     """Convolutions that different kernels run, some of which look at more than the shape of the input."""
 

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memfit
+from memfit.zoo import build
 from tests.models import Residual
 
 X = torch.randn(2, 3, 16, 16)
@@ -35,6 +36,14 @@ def test_eval_mode() -> None:
 def test_nothing_to_train() -> None:
     with pytest.raises(memfit.CaptureError):
         memfit.plan(Residual().requires_grad_(False), (X,), budget="1GiB")
+
+
+def test_a_capture_without_a_backward_pass() -> None:
+    # This one looks at values, which the meta device does not have, and then loses its gradients.
+    spec = "hf:llama?num_hidden_layers=1&hidden_size=64&num_attention_heads=2&vocab_size=200&intermediate_size=128"
+    example = build(spec, batch=2, shape=(32,), device=torch.device("meta"))
+    with pytest.raises(memfit.CaptureError, match="no backward pass"):
+        memfit.estimate(example.model, example.args, example.kwargs, loss_fn=example.loss_fn)
 
 
 def test_input_on_another_device() -> None:

@@ -45,6 +45,7 @@ CASES = {
     "frozen": lambda: vector_case(models.Frozen()),
     "broken": lambda: vector_case(models.Broken()),
     "layouts": lambda: image_case(models.Layouts(), 16),
+    "masked": lambda: (models.Masked(), (torch.randn(4, 24, 32),), {}, lambda output: (output**2).mean()),
     "kernels": lambda: image_case(models.Kernels(), 16),
     "kernels of one sample": lambda: image_case(models.Kernels(), 16, batch=1),
     "resnet18": lambda: spec_case("torchvision:resnet18", 4, (3, 64, 64)),

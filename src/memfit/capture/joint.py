@@ -25,6 +25,7 @@ from torch import fx
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 
 from memfit.capture import rewrite
+from memfit.capture.repeated import merge_repeated
 from memfit.errors import CaptureError
 from memfit.step.graph import Phase, StorageKind
 
@@ -102,6 +103,7 @@ def read_joint(module: fx.GraphModule, num_forward_outputs: int) -> JointReading
     Raises:
         CaptureError: if sizes depend on data, or the model checkpoints itself.
     """
+    merge_repeated(module)
     rewrite.drop_clones(module)
     rewrite.split_convolution_backward(module)
     rewrite.copy_out_late_slices(module)

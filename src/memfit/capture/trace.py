@@ -98,6 +98,12 @@ def capture_step(
     if gradient_outputs is not None:
         pieces = capture_pieces(model, args, kwargs, gradient_outputs=gradient_outputs)
     graph, joint_ops = _join(pieces, loss.transient_bytes, device_type)
+    if not any(op.phase is Phase.BACKWARD for op in graph.ops):
+        raise CaptureError(
+            f"no gradient of the loss reaches a parameter or an input of {type(model).__name__}, so there is no "
+            f"backward pass to plan (device: {device_type}); is everything frozen or detached, or, on the meta "
+            "device, does the model look at values? Then build it on a real device"
+        )
     cost = optimizer_cost(optimizer, device_type)
     static = [*model.parameters(), *model.buffers(), *pytree.tree_leaves((args, kwargs))]
     static += [p.grad for p in model.parameters()]

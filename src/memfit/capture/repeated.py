@@ -1,0 +1,68 @@
+"""Merges what a model computes twice from the same operands.
+
+Attention layers often rebuild the same mask or rotary table. Autograd keeps each copy; torch's own partitioner
+merges them, so a plan that did not would be slower. Only what does not depend on gradients is merged: a copy
+of the backward pass cannot be made again, and would be held from its first reader to its last.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+
+__all__ = ["merge_repeated"]
+
+
+def merge_repeated(module: fx.GraphModule) -> None:
+    """Replaces a pure call by an earlier one with the same target and operands."""
+    graph = module.graph
+    (output,) = graph.find_nodes(op="output")
+    first: dict[tuple[Any, ...], fx.Node] = {}
+    after_gradients: set[fx.Node] = set()
+    for node in list(graph.nodes):
+        is_tangent = node.op == "placeholder" and "tangents" in str(node.target)
+        if is_tangent or any(operand in after_gradients for operand in node.all_input_nodes):
+            after_gradients.add(node)
+        elif node.op == "call_function" and output not in node.users and _is_pure(node):
+            earlier = first.setdefault((node.target, _hashable(node.args), _hashable(node.kwargs)), node)
+            if earlier is not node:
+                memory = _memory(node)
+                node.replace_all_uses_with(earlier)
+                graph.erase_node(node)
+                _rebase_views(earlier, memory)
+
+
+def _rebase_views(node: fx.Node, memory: int | None) -> None:
+    """Lets views that lived in `memory` live in that of the node they now read."""
+    for user in node.users:
+        if _memory(user) == memory:
+            operands, named = fx.map_arg((user.args, dict(user.kwargs)), lambda operand: operand.meta["val"])
+            target: Any = user.target
+            with torch.no_grad(), detect_fake_mode(user.meta["val"]) or nullcontext():
+                user.meta["val"] = target(*operands, **named)
+            _rebase_views(user, memory)
+
+
+def _memory(node: fx.Node) -> int | None:
+    value = node.meta.get("val")
+    return int(value.untyped_storage()._cdata) if isinstance(value, torch.Tensor) else None
+
+
+def _is_pure(node: fx.Node) -> bool:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or _memory(node) is None:
+        return False
+    return not (node.is_impure() or target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags)
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return (type(value), *map(_hashable, value))
+    if isinstance(value, dict):
+        return tuple((name, _hashable(item)) for name, item in sorted(value.items()))
+    # 1, 1.0 and True are equal and not the same argument.
+    return (type(value), value)
