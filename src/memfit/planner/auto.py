@@ -40,6 +40,9 @@ _CLOSE = 0.01
 _FAR = 0.045
 """Keep searching longer while it is further than this."""
 
+_LARGE = 1000
+"""Ops beyond which searching longer has not paid."""
+
 _LEAST_MARGIN = 0.003
 
 Progress = Callable[[str], None]
@@ -67,7 +70,8 @@ def find_order(graph: StepGraph, budget_bytes: int, *, seconds: float = 8.0, pro
     Args:
         graph: the step, with times.
         budget_bytes: peak of the step.
-        seconds: roughly how long to search; up to four times that while the result is far from the bound.
+        seconds: roughly how long to search; up to four times that while the result is far from the bound and the
+            step is not large.
         progress: told what is being tried.
 
     Returns:
@@ -96,7 +100,7 @@ def find_order(graph: StepGraph, budget_bytes: int, *, seconds: float = 8.0, pro
         if order is not None:
             best = _better(best, found(order))
         gap = float("inf") if best is None else (best.timeline.step_seconds - graph.seconds - bound) / graph.seconds
-        patience = seconds if gap < _FAR else 4 * seconds
+        patience = seconds if gap < _FAR or len(graph.ops) > _LARGE else 4 * seconds
         if gap < _CLOSE or time.monotonic() - begin > patience:
             break
     if best is None:
@@ -121,13 +125,15 @@ def _starts(graph: StepGraph, budget_bytes: int) -> Iterator[tuple[str, list[int
     """Orders to polish, the likeliest and quickest first."""
     for windows in (1, 6, 3, 12, 20):
         forced = anchors(graph, windows)
-        for candidate in select_over_time(graph, budget_bytes, forced=forced, rounds=8, seconds=1.5, gap=5e-3):
+        selections = select_over_time(graph, budget_bytes, forced=forced, rounds=8, seconds=1.5, gap=5e-3)
+        for number, candidate in enumerate(selections):
             yield f"{windows} windows", list(candidate.order)
-        if windows == 1:
-            try:
-                yield "rotor", rotor.order(graph, budget_bytes)
-            except BudgetError:
-                pass
+            if windows == 1 and number == 0:
+                # The first selection ignores working sets; where that is too far off, this one is near at once.
+                try:
+                    yield "rotor", rotor.order(graph, budget_bytes)
+                except BudgetError:
+                    pass
     room = budget_bytes - graph.static_bytes
     for share in (0.95, 0.8, 0.6, 0.4, 0.3, 0.2, 0.1):
         selection = select_kept(graph, int(room * share), seconds=0.5)
