@@ -64,6 +64,16 @@ def test_a_graph_kept_for_a_second_backward_pass_keeps_its_bits() -> None:
     assert same_gradients(model, twin)
 
 
+def test_another_number_of_threads_is_planned_anew() -> None:
+    # That an op has the same bits in parts is known for the threads it was tried with.
+    model, _ = fitted()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    step(model)
+    torch.set_num_threads(threads)
+    assert len(fitted_call(model).plans) == 2
+
+
 def test_identity_keys_and_names_stay() -> None:
     model, twin = fitted()
     assert list(model.state_dict()) == list(twin.state_dict())

@@ -60,7 +60,8 @@ def machine_name(device: torch.device) -> str:
     """What a measured cost depends on."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)} torch {torch.__version__} {torch.backends.cuda.matmul.allow_tf32}"
-    return f"{platform.machine()} {_processor()} {torch.get_num_threads()} threads torch {torch.__version__}"
+    kernels = f"{torch.get_num_threads()} threads {torch.get_float32_matmul_precision()} precision"
+    return f"{platform.machine()} {_processor()} {kernels} torch {torch.__version__}"
 
 
 def open_cache(device: torch.device) -> CostCache:

@@ -14,7 +14,11 @@ Signature = tuple[Any, ...]
 
 
 def signature(model: nn.Module, args: Any, kwargs: Any) -> Signature:
-    """What a plan depends on and a caller may change: shapes, dtypes, autocast, gradients that exist."""
+    """What a plan depends on and a caller may change.
+
+    Shapes, dtypes, autocast, gradients that exist; on CPU also what chooses kernels, since that an op gives the
+    same bits in parts was found with these.
+    """
     leaves = pytree.tree_leaves((args, kwargs))
     inputs = tuple(
         (t.shape, t.dtype, t.device, t.requires_grad) if isinstance(t, torch.Tensor) else (t if _plain(t) else type(t))
@@ -25,7 +29,8 @@ def signature(model: nn.Module, args: Any, kwargs: Any) -> Signature:
     seen: dict[int, int] = {}
     same = tuple(seen.setdefault(id(t), i) for i, t in enumerate(leaves) if isinstance(t, torch.Tensor))
     accumulating = any(p.grad is not None for p in model.parameters())
-    return (*inputs, same, autocast, accumulating)
+    kernels = (torch.get_num_threads(), torch.get_float32_matmul_precision()) if device == "cpu" else None
+    return (*inputs, same, autocast, accumulating, kernels)
 
 
 def _plain(value: object) -> bool:
