@@ -129,8 +129,7 @@ class _Bench:
         for budget in budgets:
             amount = least if budget == "least" else int(whole * float(budget) / 100)
             if amount is not None:
-                label = f"{100 * amount / whole:.1f} (least)" if budget == "least" else budget
-                self._budget(label, amount)
+                self._budget(budget, amount)
         if self.options.wall and measure:
             self._wall_clock()
 
