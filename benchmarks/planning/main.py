@@ -26,7 +26,7 @@ CASES: dict[str, Case] = {
 
 FITTED: dict[str, Case] = {
     "resnet50": Case(spec="torchvision:resnet50", batch=8, shape=(3, 224, 224)),
-    "resnet50, tiny": Case(spec="torchvision:resnet50", batch=2, shape=(3, 32, 32)),
+    "resnet50-tiny": Case(spec="torchvision:resnet50", batch=2, shape=(3, 32, 32)),
 }
 
 PLANNING = (
