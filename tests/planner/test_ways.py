@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from memfit.errors import BudgetError
+from memfit.errors import BudgetError, ProgramError
 from memfit.planner.auto import find_order
 from memfit.planner.bound import op_wall_bytes
 from memfit.planner.ways import leanest, program_within
 from memfit.step.check import check
 from memfit.step.codec import decode_graph, decode_program, encode_graph, encode_program
 from memfit.step.graph import Op, Phase, StepGraph, Storage, StorageKind, Way
-from memfit.step.program import plain_order
+from memfit.step.program import Program, plain_order
 from memfit.step.simulate import simulate, simulate_plain
 
 _WAYS = (
@@ -70,3 +72,20 @@ def test_ways_survive_being_written_down() -> None:
     assert decode_graph(encode_graph(graph)) == graph
     program = program_within(graph, plain_order(graph), 410)
     assert decode_program(encode_program(program)) == program
+
+
+def test_only_in_parts_does_an_op_that_has_parts_write_over_its_operand() -> None:
+    graph = step()
+    graph = replace(graph, ops=(*graph.ops[:3], replace(graph.ops[3], in_place_over=(1,)), *graph.ops[4:]))
+    program = program_within(graph, plain_order(graph), 310)
+    check(graph, program)
+    place = next(p for p, i in enumerate(program.instructions) if i.over is not None)
+    whole = (*program.instructions[:place], replace(program.instructions[place], parts=1))
+    with pytest.raises(ProgramError, match="as a whole"):
+        check(graph, Program(instructions=(*whole, *program.instructions[place + 1 :])))
+    # Where there is room the quickest way runs, and what it cannot write over is freed after it.
+    quick = tuple(w for w in _WAYS if w.parts != 4)
+    roomy = replace(graph, ops=(*graph.ops[:3], replace(graph.ops[3], parts=8, ways=quick), *graph.ops[4:]))
+    program = program_within(roomy, plain_order(roomy), 1000)
+    check(roomy, program)
+    assert all(i.over is None for i in program.instructions)

@@ -21,13 +21,14 @@ def merge_repeated(module: fx.GraphModule) -> None:
     """Replaces a pure call by an earlier one with the same target and operands."""
     graph = module.graph
     (output,) = graph.find_nodes(op="output")
+    returned = {_memory(node) for node in output.all_input_nodes}  # what the caller holds must stay apart
     first: dict[tuple[Any, ...], fx.Node] = {}
     after_gradients: set[fx.Node] = set()
     for node in list(graph.nodes):
         is_tangent = node.op == "placeholder" and "tangents" in str(node.target)
         if is_tangent or any(operand in after_gradients for operand in node.all_input_nodes):
             after_gradients.add(node)
-        elif node.op == "call_function" and output not in node.users and _is_pure(node):
+        elif node.op == "call_function" and _memory(node) not in returned and _is_pure(node):
             earlier = first.setdefault((node.target, _hashable(node.args), _hashable(node.kwargs)), node)
             if earlier is not node:
                 memory = _memory(node)
@@ -54,7 +55,8 @@ def _memory(node: fx.Node) -> int | None:
 
 def _is_pure(node: fx.Node) -> bool:
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or _memory(node) is None:
+    # Only torch's own ops say whether they are random.
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or _memory(node) is None:
         return False
     return not (node.is_impure() or target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags)
 

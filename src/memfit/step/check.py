@@ -71,6 +71,8 @@ def check(graph: StepGraph, program: Program) -> None:
             )
         over = instruction.over
         if over is not None:
+            if op.ways and instruction.parts == 1:
+                raise ProgramError(f"{where}: {op.name} cannot run in place as a whole")
             if over not in op.in_place_over or over in held or over in static or over not in alive:
                 raise ProgramError(f"{where}: {op.name} cannot run in place")
             if storages[over].nbytes != storages[op.writes[0]].nbytes:
