@@ -8,6 +8,7 @@ import torch
 from memfit.capture.batch_norm import parts_of, takes_channels
 from memfit.capture.parts import call_in_parts
 from memfit.capture.rewrite import IN_PLACE, convolution_input_gradient, make_hollow
+from memfit.capture.slices import convolution_input_slices
 
 _aten = torch.ops.aten
 
@@ -108,3 +109,16 @@ def test_batch_norm_backward_by_channels(shape: tuple[int, ...], threads: int) -
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     assert result[0].data_ptr() == over.data_ptr()
     assert not takes_channels((gradient, x, *rest), gradient, x.to(torch.bfloat16))
+
+
+def test_slices_of_an_input_gradient_have_the_bits_of_the_whole() -> None:
+    data, weight = torch.randn(4, 24, 9, 9), torch.randn(16, 24, 3, 3)
+    rest = ([0], [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    gradient, cuts = torch.randn(4, 16, 9, 9), ((0, 8), (8, 24))
+    whole = convolution_input_gradient(gradient, data, weight, *rest)
+    hollow = make_hollow(data)
+    apart = convolution_input_slices(gradient, hollow, weight, *rest, cuts)
+    in_parts = call_in_parts(convolution_input_slices)(gradient, hollow, weight, *rest, cuts, parts=3)
+    for (start, stop), one, other in zip(cuts, apart, in_parts, strict=True):
+        assert torch.equal(one, whole[:, start:stop]) and torch.equal(other, one)
+        assert one.is_contiguous() and other.is_contiguous()

@@ -24,7 +24,7 @@ import torch
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 
-from memfit.capture import rewrite
+from memfit.capture import rewrite, slices
 from memfit.capture.repeated import merge_repeated
 from memfit.errors import CaptureError
 from memfit.step.graph import Phase, StorageKind
@@ -43,6 +43,8 @@ class JointStorage:
     @property
     def plain_nbytes(self) -> int:
         """Its size without memfit where that differs: eager dropout on CPU keeps a mask of the data's dtype."""
+        if rewrite.PLAIN_NBYTES in self.base.meta:
+            return int(self.base.meta[rewrite.PLAIN_NBYTES])
         call, value = self.base.args[:1], self.base.meta["val"]
         if self.base.target is not operator.getitem or value.dtype is not torch.bool or value.device.type != "cpu":
             return 0
@@ -106,7 +108,8 @@ def read_joint(module: fx.GraphModule, num_forward_outputs: int) -> JointReading
     merge_repeated(module)
     rewrite.drop_clones(module)
     rewrite.split_convolution_backward(module)
-    rewrite.copy_out_late_slices(module)
+    slices.separate_input_slices(module)
+    slices.copy_out_late_slices(module)
     rewrite.hollow_shape_operands(module)
     rewrite.hoist_weight_gradients(module)
     graph = module.graph

@@ -9,7 +9,7 @@ allocator, which often makes it faster as well. The same holds for batch normali
 The profiler measures each way on each shape and offers only those whose bits are those of the whole
 (`memfit.capture.profile`); the planner chooses among them (`memfit.planner.ways`).
 
-Known limits: CPU, contiguous tensors. What sums over the batch (a weight's gradient) is cut along channels
+Known limits: CPU, samples outside, then channels. What sums over the batch (a weight's gradient) is cut along channels
 instead, since another order of the sum has other bits.
 """
 
@@ -25,6 +25,7 @@ from torch import fx
 
 from memfit.capture import batch_norm
 from memfit.capture.rewrite import convolution_input_gradient, make_hollow
+from memfit.capture.slices import convolution_input_slices
 
 __all__ = ["call_in_parts", "candidate_parts"]
 
@@ -32,14 +33,17 @@ _aten = torch.ops.aten
 _PART_BYTES = 8 << 20
 """About the largest operand of a part: it fits a cache, and malloc reuses it rather than mapping it anew."""
 
-_LARGE_BYTES = 20 << 20
-"""What is read once for every part of another operand is cut as well if it is larger than this."""
+_FINE_BYTES = 2 << 20
+"""About the largest operand of a part where memory is scarcest; only weights' gradients are worth it."""
 
 _COARSE_PARTS = 4
 """Few parts, for weights' gradients: every part reads the smaller operand again."""
 
-_BLOCK = 16
-"""Channels are cut at multiples of what kernels block by."""
+_LARGE_IN_PARTS = 2.5
+"""The smaller operand, read once for every part of the larger one, is cut as well if it is so many parts large."""
+
+_BLOCKS = (16, 8)
+"""Channels are cut at multiples of what kernels block by, of the first where it gives enough parts."""
 
 
 def candidate_parts(node: fx.Node) -> tuple[int, ...]:
@@ -69,13 +73,28 @@ def _convolution(data: torch.Tensor, weight: torch.Tensor, *rest: Any, parts: in
 
 
 def _input_gradient(gradient: torch.Tensor, hollow: torch.Tensor, *rest: Any, parts: int) -> torch.Tensor:
-    def run(here: slice) -> torch.Tensor:
-        part = gradient[here]
-        shape = (part.shape[0], *hollow.shape[1:])
-        part_hollow = make_hollow(torch.empty(shape, dtype=hollow.dtype, device="meta"), part.device)
-        return convolution_input_gradient(part, part_hollow, *rest)
+    return _by_samples(lambda here: _input_gradient_of(gradient[here], hollow, *rest), gradient.shape[0], parts)
 
-    return _by_samples(run, gradient.shape[0], parts)
+
+def _input_slices(
+    gradient: torch.Tensor, hollow: torch.Tensor, weight: torch.Tensor, *rest: Any, parts: int
+) -> tuple[torch.Tensor, ...]:
+    *settings, cuts = rest
+    slices = tuple(hollow.new_empty((hollow.shape[0], stop - start, *hollow.shape[2:])) for start, stop in cuts)
+    size = -(-gradient.shape[0] // parts)
+    for start in range(0, gradient.shape[0], size):
+        here = slice(start, start + size)
+        part = _input_gradient_of(gradient[here], hollow, weight, *settings)
+        for result, (first, stop) in zip(slices, cuts, strict=True):
+            result[here] = part[:, first:stop]
+        del part
+    return slices
+
+
+def _input_gradient_of(samples: torch.Tensor, hollow: torch.Tensor, *rest: Any) -> torch.Tensor:
+    shape = (samples.shape[0], *hollow.shape[1:])
+    part_of_hollow = make_hollow(torch.empty(shape, dtype=hollow.dtype, device="meta"), samples.device)
+    return convolution_input_gradient(samples, part_of_hollow, *rest)
 
 
 def _by_samples(run: Callable[[slice], torch.Tensor], samples: int, parts: int) -> torch.Tensor:
@@ -136,7 +155,7 @@ def _cuts(data: torch.Tensor, gradient: torch.Tensor, groups: int, parts: int) -
     The larger operand is cut in `parts`, the smaller one in parts of about the same size if it is large too.
     """
     if groups > 1:
-        for here in _slices(groups, parts, 1):
+        for here in _slices(groups, parts, (1,)):
             of_data, of_gradient = (
                 slice(here.start * t.shape[1] // groups, here.stop * t.shape[1] // groups) for t in (data, gradient)
             )
@@ -147,16 +166,17 @@ def _cuts(data: torch.Tensor, gradient: torch.Tensor, groups: int, parts: int) -
         parts
         if t is _larger(data, gradient)
         else math.ceil(_nbytes(t) / part_bytes)
-        if _nbytes(t) > _LARGE_BYTES
+        if _nbytes(t) > _LARGE_IN_PARTS * part_bytes
         else 1
         for t in (data, gradient)
     ]
-    for of_data in _slices(data.shape[1], counts[0], _BLOCK):
-        for of_gradient in _slices(gradient.shape[1], counts[1], _BLOCK):
+    for of_data in _slices(data.shape[1], counts[0]):
+        for of_gradient in _slices(gradient.shape[1], counts[1]):
             yield of_data, of_gradient, 1
 
 
-def _slices(channels: int, parts: int, block: int) -> list[slice]:
+def _slices(channels: int, parts: int, blocks: tuple[int, ...] = _BLOCKS) -> list[slice]:
+    block = next((b for b in blocks if parts * b <= channels), blocks[-1])
     size = -(-channels // (parts * block)) * block
     return [slice(start, min(start + size, channels)) for start in range(0, channels, size)]
 
@@ -167,7 +187,7 @@ def _larger(data: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
 def _sample_candidates(node: fx.Node) -> tuple[int, ...]:
     operand, weight = _values(node)[0], _values(node)[1 if node.target is _aten.convolution.default else 2]
-    other: torch.Tensor = node.meta["val"]
+    other: torch.Tensor = _values(node)[1] if node.target is convolution_input_slices else node.meta["val"]
     if not _takes_parts(operand, other, weight) or operand.dim() != weight.dim():
         return ()
     samples, nbytes = operand.shape[0], max(_nbytes(operand), _nbytes(other))
@@ -184,9 +204,12 @@ def _weight_candidates(node: fx.Node) -> tuple[int, ...]:
     if mask[0] or not mask[1] or not _takes_parts(gradient, data, weight) or data.dim() != weight.dim():
         return ()
     larger = _larger(data, gradient)
-    channels, block = (groups, 1) if groups > 1 else (larger.shape[1], _BLOCK)
-    wanted = {_COARSE_PARTS, math.ceil(_nbytes(larger) / _PART_BYTES)} if _nbytes(larger) > _PART_BYTES else set()
-    return tuple(sorted({len(_slices(channels, parts, block)) for parts in wanted} - {1}))
+    nbytes = _nbytes(larger)
+    channels, blocks = (groups, (1,)) if groups > 1 else (larger.shape[1], _BLOCKS)
+    wanted = {_COARSE_PARTS, math.ceil(nbytes / _PART_BYTES)} if nbytes > _PART_BYTES else set()
+    if nbytes > 2 * _PART_BYTES and groups == 1:
+        wanted.add(math.ceil(nbytes / _FINE_BYTES))
+    return tuple(sorted({len(_slices(channels, parts, blocks)) for parts in wanted} - {1}))
 
 
 def _norm_candidates(node: fx.Node) -> tuple[int, ...]:
@@ -200,7 +223,15 @@ def _values(node: fx.Node) -> list[Any]:
 
 
 def _takes_parts(*tensors: torch.Tensor) -> bool:
-    return all(t.device.type == "cpu" and t.is_contiguous() for t in tensors)
+    # A slice of channels, such as half the gradient of a concatenation, is laid out well enough.
+    return all(t.device.type == "cpu" and _channels_outside(t) for t in tensors)
+
+
+def _channels_outside(tensor: torch.Tensor) -> bool:
+    """Whether samples are outside, then channels, then contiguous space."""
+    return (
+        tensor.dim() > 1 and tensor[:1, :1].is_contiguous() and tensor.stride(0) >= tensor.stride(1) * tensor.shape[1]
+    )
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
@@ -216,6 +247,7 @@ class _Parted:
 _PARTED: dict[Any, _Parted] = {
     _aten.convolution.default: _Parted(_convolution, _sample_candidates),
     convolution_input_gradient: _Parted(_input_gradient, _sample_candidates),
+    convolution_input_slices: _Parted(_input_slices, _sample_candidates),
     _aten.convolution_backward.default: _Parted(_weight_gradient, _weight_candidates),
     _aten.native_batch_norm_backward.default: _Parted(batch_norm.backward_in_parts, _norm_candidates),
 }

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from memfit.capture.joint import JointOp, tensors_of
 from memfit.capture.parts import call_in_parts, candidate_parts
 from memfit.capture.rewrite import HOLLOW_PREFIX, IN_PLACE, convolution_input_gradient, make_hollow
 from memfit.capture.roofline import roofline_seconds
+from memfit.capture.slices import Cuts, convolution_input_slices
 from memfit.capture.trace import Capture
 from memfit.errors import CaptureError
 from memfit.runtime.measure import allocation_peak
@@ -275,18 +276,22 @@ def _like(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor
 
 
-def _check_hollow(node: fx.Node, args: tuple[Any, ...], found: object) -> None:
+def _check_hollow(node: fx.Node, args: Sequence[Any], found: object) -> None:
     """The input's gradient alone must have the bits of `convolution_backward`, on this machine and shape.
 
     Raises:
         CaptureError: if it does not.
     """
-    if node.target is not convolution_input_gradient:
+    cuts: Cuts | None = None
+    if node.target is convolution_input_slices:
+        *args, cuts = args
+    elif node.target is not convolution_input_gradient:
         return
     gradient, hollow, weight, *rest = args
     data = torch.empty_strided(hollow.shape, hollow.stride(), dtype=hollow.dtype, device=gradient.device).zero_()
-    whole = _aten.convolution_backward.default(gradient, data, weight, *rest, [True, True, False])
-    if not _equal(whole[0], found):
+    whole = _aten.convolution_backward.default(gradient, data, weight, *rest, [True, True, False])[0]
+    expected = whole if cuts is None else tuple(whole[:, start:stop].contiguous() for start, stop in cuts)
+    if not _equal(expected, found):
         raise CaptureError(
             f"{node.name} runs in parts with other bits than as a whole on this machine; please report it"
         )

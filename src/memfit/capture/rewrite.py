@@ -9,8 +9,6 @@
   hollow one, so that nothing is kept for it.
 - **No copies of what nobody overwrites.** An in-place activation whose backward needs its input makes autograd
   clone that input; in a functional graph the input itself is still there.
-- **Halves apart.** The gradient of a concatenation is one tensor of which two views go different ways; the one
-  read much later would hold both halves, so it is copied out. (The long skips of a U-Net.)
 - **Weight gradients first.** A gradient that nothing else reads runs as soon as its operands exist, so the
   saved input can go before the input's gradient is made.
 - **In place.** Capture functionalises `relu_`, `add_`, `dropout`; where an operand dies at an op, the op can
@@ -37,13 +35,14 @@ from memfit.capture import batch_norm
 __all__ = [
     "HOLLOW_PREFIX",
     "IN_PLACE",
+    "PLAIN_NBYTES",
     "STANDS_FOR",
     "convolution_input_gradient",
-    "copy_out_late_slices",
     "drop_clones",
     "hoist_weight_gradients",
     "hollow_shape_operands",
     "in_place_arguments",
+    "is_view",
     "make_hollow",
     "split_convolution_backward",
     "takes_input_shape_only",
@@ -70,15 +69,15 @@ _NORMS = {
 _WITHOUT_INPUT = ("Mkldnn", "Cudnn", "CudnnTranspose")
 """Convolution backends that make the input's gradient without a look at the input; others unfold it."""
 
-_MUCH_LATER = 12
-"""Ops between the last other use of a tensor and the first use of a slice of it for the slice to be copied."""
-
 HOLLOW_PREFIX = "_hollow_"
 """Names of the graph attributes that stand for an operand of which only the shape is used."""
 
 
 STANDS_FOR = "memfit_stands_for"
 """Mark in the `meta` of such an attribute: the node in whose place it is."""
+
+PLAIN_NBYTES = "memfit_plain_nbytes"
+"""Mark in the `meta` of a node: what its memory takes in the step without memfit, where that differs."""
 
 
 def convolution_input_gradient(
@@ -199,46 +198,6 @@ def _storage_key(node: fx.Node) -> int | None:
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
 
 
-def copy_out_late_slices(module: fx.GraphModule) -> None:
-    """Copies a slice of a backward result that is read long after everything else of it."""
-    graph = module.graph
-    position = {node: i for i, node in enumerate(graph.nodes)}
-    first_tangent = min((position[n] for n in graph.nodes if n.op == "placeholder" and "tangents" in n.name), default=0)
-
-    def uses(node: fx.Node) -> list[int]:
-        """Positions at which ops read the node or views of it."""
-        found: list[int] = []
-        for user in node.users:
-            if user.op == "call_function" and _is_free(user):
-                found.extend(uses(user))
-            else:
-                found.append(position[user])
-        return found
-
-    for node in graph.find_nodes(op="call_function", target=_aten.slice.Tensor):
-        base, value = node.args[0], node.meta["val"]
-        whole = base.meta.get("val")
-        if not isinstance(whole, torch.Tensor) or base.op != "call_function" or position[base] < first_tangent:
-            continue
-        rest = [
-            p for user in base.users if user is not node for p in (uses(user) if _is_free(user) else [position[user]])
-        ]
-        own = uses(node)
-        if not rest or not own or not value.numel() < whole.numel():
-            continue
-        if min(own) - max(rest) >= _MUCH_LATER and not _is_free(base):
-            with graph.inserting_after(base):
-                early = graph.node_copy(node)
-            early.meta = dict(node.meta)
-            with graph.inserting_after(early):
-                copied = graph.call_function(_aten.clone.default, (early,))
-            with detect_fake_mode(value) or nullcontext():
-                copied.meta = {**node.meta, "val": torch.empty_like(value)}
-            position[early] = position[copied] = position[base]
-            node.replace_all_uses_with(copied)
-            graph.erase_node(node)
-
-
 def hollow_shape_operands(module: fx.GraphModule) -> None:
     """Gives ops that look only at an operand's shape a hollow one."""
     for target, positions in _SHAPE_ONLY.items():
@@ -258,7 +217,7 @@ def hoist_weight_gradients(module: fx.GraphModule) -> None:
 
     def only_returned(node: fx.Node) -> bool:
         return bool(node.users) and all(
-            user is output or (user.op == "call_function" and _is_free(user) and only_returned(user))
+            user is output or (user.op == "call_function" and is_view(user) and only_returned(user))
             for user in node.users
         )
 
@@ -274,7 +233,8 @@ def hoist_weight_gradients(module: fx.GraphModule) -> None:
             position[node] = position[last]
 
 
-def _is_free(node: fx.Node) -> bool:
+def is_view(node: fx.Node) -> bool:
+    """Whether a node takes no time and no memory: a view, or an element of a tuple."""
     if node.target is operator.getitem:
         return True
     value, operands = node.meta.get("val"), [a.meta.get("val") for a in node.all_input_nodes]

@@ -1,0 +1,120 @@
+"""The gradient of a concatenation, each slice in memory of its own.
+
+It is one tensor of which slices go different ways: through a long skip of a U-Net, one of them is read much
+later than the others and would hold all of them. Two remedies, neither changes a bit:
+
+- where the gradient comes from a convolution, its input half puts each slice where it belongs, a few samples at
+  a time if it runs in parts (`memfit.capture.parts`), so that the whole never exists;
+- any other slice that is read long after the rest is copied out.
+"""
+
+from __future__ import annotations
+
+import operator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+
+from memfit.capture.rewrite import PLAIN_NBYTES, convolution_input_gradient, is_view
+
+__all__ = ["Cuts", "convolution_input_slices", "copy_out_late_slices", "separate_input_slices"]
+
+_aten = torch.ops.aten
+
+_MUCH_LATER = 12
+"""Ops between the last other use of a tensor and the first use of a slice of it for the slice to be copied."""
+
+Cuts = tuple[tuple[int, int], ...]
+"""Channels of each slice: the first, and the one after the last."""
+
+
+def convolution_input_slices(
+    gradient: torch.Tensor, hollow: torch.Tensor, weight: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor, ...]:
+    """`convolution_input_gradient`, cut into slices of its channels; the last argument says which."""
+    *settings, cuts = rest
+    whole = convolution_input_gradient(gradient, hollow, weight, *settings)
+    return tuple(whole[:, start:stop].contiguous() for start, stop in cuts)
+
+
+def separate_input_slices(module: fx.GraphModule) -> None:
+    """Has convolutions' input gradients that are read in slices of channels made in slices."""
+    graph = module.graph
+    for node in graph.find_nodes(op="call_function", target=convolution_input_gradient):
+        readers = list(node.users)
+        if len(readers) < 2 or not all(_is_channel_slice(user) for user in readers):
+            continue
+        value: torch.Tensor = node.meta["val"]
+        if not value.is_contiguous():
+            continue
+        cuts: Cuts = tuple(slice(*user.args[2:4]).indices(value.shape[1])[:2] for user in readers)
+        with graph.inserting_before(node):
+            made = graph.call_function(convolution_input_slices, (*node.args, cuts))
+        slices = [_contiguous(user.meta["val"]) for user in readers]
+        made.meta = {**node.meta, "val": tuple(slices)}
+        position = {n: i for i, n in enumerate(graph.nodes)}
+        last = max(readers, key=lambda user: max(position[reader] for reader in user.users))
+        for number, user in enumerate(readers):
+            with graph.inserting_before(node):
+                item = graph.call_function(operator.getitem, (made, number))
+            # Without memfit the slice read last keeps the memory of all of them.
+            nbytes = value.numel() * value.element_size() if user is last else 1
+            item.meta = {**user.meta, "val": slices[number], PLAIN_NBYTES: nbytes}
+            user.replace_all_uses_with(item)
+            graph.erase_node(user)
+        graph.erase_node(node)
+
+
+def _is_channel_slice(node: fx.Node) -> bool:
+    if node.target is not _aten.slice.Tensor or len(node.args) != 4 or not node.users:
+        return False
+    _, dimension, *ends = node.args
+    return bool(dimension == 1) and all(isinstance(end, int) for end in ends)
+
+
+def _contiguous(like: torch.Tensor) -> torch.Tensor:
+    with detect_fake_mode(like) or nullcontext():
+        return torch.empty(tuple(like.shape), dtype=like.dtype, device=like.device)
+
+
+def copy_out_late_slices(module: fx.GraphModule) -> None:
+    """Copies a slice of a backward result that is read long after everything else of it."""
+    graph = module.graph
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    first_tangent = min((position[n] for n in graph.nodes if n.op == "placeholder" and "tangents" in n.name), default=0)
+
+    def uses(node: fx.Node) -> list[int]:
+        """Positions at which ops read the node or views of it."""
+        found: list[int] = []
+        for user in node.users:
+            if user.op == "call_function" and is_view(user):
+                found.extend(uses(user))
+            else:
+                found.append(position[user])
+        return found
+
+    for node in graph.find_nodes(op="call_function", target=_aten.slice.Tensor):
+        base, value = node.args[0], node.meta["val"]
+        whole = base.meta.get("val")
+        if not isinstance(whole, torch.Tensor) or base.op != "call_function" or position[base] < first_tangent:
+            continue
+        rest = [
+            p for user in base.users if user is not node for p in (uses(user) if is_view(user) else [position[user]])
+        ]
+        own = uses(node)
+        if not rest or not own or not value.numel() < whole.numel():
+            continue
+        if min(own) - max(rest) >= _MUCH_LATER and not is_view(base):
+            with graph.inserting_after(base):
+                early = graph.node_copy(node)
+            early.meta = dict(node.meta)
+            with graph.inserting_after(early):
+                copied = graph.call_function(_aten.clone.default, (early,))
+            with detect_fake_mode(value) or nullcontext():
+                copied.meta = {**node.meta, "val": torch.empty_like(value)}
+            position[early] = position[copied] = position[base]
+            node.replace_all_uses_with(copied)
+            graph.erase_node(node)
