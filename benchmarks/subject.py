@@ -110,7 +110,7 @@ class Subject:
             example=example,
             device=device,
             costs=costs,
-            capture=capture,
+            capture=replace(capture, graph=graph),
             graph=graph,
             plain=simulate_plain(graph),
             capture_seconds=captured - begin,

@@ -172,7 +172,7 @@ def capture_and_profile(
             progress("profile", done, total)
 
     graph = profile_ops(capture, device, open_cache(device) if cache is None else cache, progress=profiling)
-    return capture, graph
+    return replace(capture, graph=graph), graph
 
 
 def plan_captured(

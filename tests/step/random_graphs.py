@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from memfit.step.graph import Op, Phase, StepGraph, Storage, StorageKind
@@ -32,20 +34,33 @@ def step_graphs(draw: st.DrawFn, *, max_forward: int = 6, max_pieces: int = 2, e
     def op(phase: Phase, piece: int, reads: list[int], writes: list[int], **facts: object) -> None:
         sizes = [storages[s].nbytes for s in writes[:1]]
         places = [s for s in reads if [storages[s].nbytes] == sizes and storages[s].kind is not StorageKind.STATIC]
-        ops.append(
-            Op(
-                name=f"{phase}{len(ops)}",
-                target=draw(st.sampled_from(["aten.mm.default", "aten.relu.default"])),
-                module=draw(st.sampled_from(["", "layer1.0", "layer1.1"])),
-                phase=phase,
-                piece=piece,
-                reads=tuple(reads),
-                writes=tuple(writes),
-                in_place_over=tuple(some(places, 0, 2)),
-                seconds=draw(_SECONDS),
-                workspace_bytes=draw(st.sampled_from([0, 0, 5, 50])),
-                **facts,
-            )
+        made = Op(
+            name=f"{phase}{len(ops)}",
+            target=draw(st.sampled_from(["aten.mm.default", "aten.relu.default"])),
+            module=draw(st.sampled_from(["", "layer1.0", "layer1.1"])),
+            phase=phase,
+            piece=piece,
+            reads=tuple(reads),
+            writes=tuple(writes),
+            in_place_over=tuple(some(places, 0, 2)),
+            seconds=draw(_SECONDS),
+            workspace_bytes=draw(st.sampled_from([0, 0, 5, 50])),
+            **facts,
+        )
+        ops.append(replace(made, again=later(made)) if facts.get("recomputable") else made)
+
+    def later(made: Op) -> Op | None:
+        """Another call for all but the first time, from results that last, as batch normalisation has."""
+        if len(made.writes) < 2 or made.random_state_bytes or not draw(st.booleans()):
+            return None
+        return replace(
+            made,
+            target="normalise",
+            reads=(*made.reads[:1], *made.writes[1:]),
+            writes=made.writes[:1],
+            in_place_over=tuple(s for s in made.in_place_over if s in made.reads[:1]),
+            seconds=made.seconds / 2,
+            workspace_bytes=0,
         )
 
     def some(of: list[int], least: int, most: int) -> list[int]:

@@ -16,9 +16,6 @@ from hypothesis import strategies as st
 
 from memfit.errors import PlanFileError
 from memfit.step.codec import (
-    GRAPH_SCHEMA,
-    PLAN_SCHEMA,
-    PROGRAM_SCHEMA,
     Decision,
     PlanFile,
     Prediction,
@@ -38,6 +35,7 @@ from memfit.step.codec import (
 )
 from memfit.step.graph import StepGraph
 from memfit.step.program import Action, Instruction, Program, program_of
+from memfit.step.schema import GRAPH_SCHEMA, PLAN_SCHEMA, PROGRAM_SCHEMA
 from tests.step.random_graphs import orders, step_graphs
 
 PLAN = PlanFile(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from memfit.errors import ProgramError
 from memfit.step.check import check
 from memfit.step.graph import Op, Phase, StepGraph, Storage, StorageKind
-from memfit.step.program import Action, Instruction, Program, plain_order, plain_program, program_of
+from memfit.step.program import Action, Instruction, Program, as_they_run, plain_order, plain_program, program_of
 from memfit.step.simulate import live_storages_at, simulate
 from tests.step.random_graphs import orders, step_graphs
 
@@ -29,8 +29,9 @@ def reference(graph: StepGraph, order: list[int], *, in_place: bool) -> tuple[li
     """
     held = graph.held_to_the_end()
     end = len(order)
+    ops = [graph.ops[i].later if i in order[:p] else graph.ops[i] for p, i in enumerate(order)]
     births = {
-        s: [p for p, i in enumerate(order) if s in graph.ops[i].writes]
+        s: [p for p, op in enumerate(ops) if s in op.writes]
         for s, storage in enumerate(graph.storages)
         if storage.kind is not StorageKind.STATIC
     }
@@ -41,11 +42,11 @@ def reference(graph: StepGraph, order: list[int], *, in_place: bool) -> tuple[li
             copies += [(s, p, p) for p in positions[1:]]
             continue
         for birth, next_birth in zip(positions, [*positions[1:], end], strict=True):
-            reads = [p for p in range(birth, next_birth) if s in graph.ops[order[p]].reads]
+            reads = [p for p in range(birth, next_birth) if s in ops[p].reads]
             copies.append((s, birth, max(reads, default=birth)))
 
     def bytes_at(position: int) -> int:
-        op = graph.ops[order[position]]
+        op = ops[position]
         total = graph.static_bytes + op.workspace_bytes
         total += sum(graph.storages[s].nbytes for s, birth, death in copies if birth <= position <= death)
         if in_place and not held.issuperset(op.in_place_over):
@@ -84,7 +85,7 @@ def test_the_simulator_agrees_with_the_reference(case: tuple[StepGraph, list[int
     assert timeline.peak_bytes == max(*in_use, at_the_end + graph.after_step_bytes)
     if timeline.peak_position < len(program.instructions):
         assert timeline.bytes_at[timeline.peak_position] == timeline.peak_bytes
-    extra = sum(graph.ops[i].seconds for i in program.recomputed())
+    extra = sum(graph.ops[i].later.seconds for i in program.recomputed())
     assert timeline.recompute_seconds == extra
     assert timeline.step_seconds == graph.seconds + extra
 
@@ -94,21 +95,20 @@ def test_nothing_outlives_its_last_reader(case: tuple[StepGraph, list[int]], in_
     graph, order = case
     program = program_of(graph, order, in_place=in_place)
     held = graph.held_to_the_end()
+    ops = as_they_run(graph, order)
     alive: set[int] = set()
     done = 0
     for instruction, following in zip(program.instructions, [*program.instructions[1:], None], strict=True):
         if instruction.action is Action.FREE:
             alive.remove(instruction.index)
         else:
-            op = graph.ops[instruction.index]
-            alive.update(op.writes)
+            alive.update(ops[done].writes)
             if instruction.over is not None:
                 alive.remove(instruction.over)
             done += 1
         if following is None or following.action is Action.COMPUTE:
             for s in alive - held:
-                rest = [graph.ops[i] for i in order[done:]]
-                touching = next(op for op in rest if s in op.reads or s in op.writes)
+                touching = next(op for op in ops[done:] if s in op.reads or s in op.writes)
                 assert s in touching.reads
 
 
@@ -133,7 +133,7 @@ def test_live_storages_explain_the_bytes(case: tuple[StepGraph, list[int]]) -> N
     for position, instruction in enumerate(program.instructions):
         if instruction.action is not Action.COMPUTE:
             continue
-        op = plain.ops[instruction.index]
+        op = plain.ops[instruction.index].later if instruction.index in ran else plain.ops[instruction.index]
         live = live_storages_at(plain, program, position)
         again = sum(plain.storages[s].nbytes for s in op.writes if s in held and instruction.index in ran)
         listed = sum(plain.storages[s].nbytes for s in live) + again
@@ -209,11 +209,13 @@ def test_the_specification_refuses_a_dropped_op(case: tuple[StepGraph, list[int]
     graph, order = case
     program = program_of(graph, order)
     held = graph.held_to_the_end()
+    computes = [p for p, i in enumerate(program.instructions) if i.action is Action.COMPUTE]
     needed = [
         p
-        for p, i in enumerate(program.instructions)
-        if i.action is Action.COMPUTE
-        and (order.count(i.index) == 1 or i.over is not None or not held.issuperset(graph.ops[i.index].writes))
+        for p, op in zip(computes, as_they_run(graph, order), strict=True)
+        if order.count(program.instructions[p].index) == 1
+        or program.instructions[p].over is not None
+        or not held.issuperset(op.writes)
     ]
     with pytest.raises(ProgramError):
         check(graph, without(program, data.draw(st.sampled_from(needed))))

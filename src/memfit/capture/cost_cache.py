@@ -22,11 +22,14 @@ __all__ = ["CostCache", "cache_directory", "machine_name", "open_cache"]
 
 log = logging.getLogger(__name__)
 
-_VERSION = 2
+_VERSION = 3
 
 
 class CostCache(dict[str, tuple[Way, ...]]):
-    """What each way to run an op costs, whole first, by key; saved to a file (None: kept in memory only)."""
+    """What each way to run an op costs, whole first, by key; saved to a file (None: kept in memory only).
+
+    No way at all means that the call has other bits than what it would stand for.
+    """
 
     def __init__(self, path: Path | None = None) -> None:
         super().__init__()
@@ -80,7 +83,7 @@ def open_cache(device: torch.device) -> CostCache:
     for key, value in costs.items() if isinstance(costs, dict) else ():
         ways = [_way(entry) for entry in value] if isinstance(value, list) else []
         known = tuple(way for way in ways if way is not None)
-        if known and len(known) == len(ways) and known[0].parts == 1:
+        if isinstance(value, list) and len(known) == len(value) and all(way.parts == 1 for way in known[:1]):
             cache[key] = known
     return cache
 

@@ -25,6 +25,7 @@ from torch import fx
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 
 from memfit.capture import rewrite, slices
+from memfit.capture.again import Call, from_statistics, without_statistics
 from memfit.capture.repeated import merge_repeated
 from memfit.errors import CaptureError
 from memfit.step.graph import Phase, StorageKind
@@ -56,7 +57,7 @@ class JointStorage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JointOp:
-    """A node that computes."""
+    """A node that computes, and what runs in its place later where that is another call (`memfit.capture.again`)."""
 
     node: fx.Node
     phase: Phase
@@ -67,6 +68,8 @@ class JointOp:
     in_place_over: tuple[int, ...]
     random: bool
     recomputable: bool
+    again: Call | None = None
+    again_reads: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +190,7 @@ def is_tangent(node: fx.Node) -> bool:
     return node.op == "placeholder" and "tangents" in str(node.target)
 
 
-def tensors_of(node: fx.Node) -> list[torch.Tensor]:
+def tensors_of(node: fx.Node | Call) -> list[torch.Tensor]:
     """The fake tensors a node yields, nested results flattened."""
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
@@ -269,8 +272,9 @@ def _joint_op(
         if storage not in reads
     )
     recomputable = not node.is_impure() or is_random(node)
-    if any(s in overwritten for s in reads) and rewrite.without_statistics(node) is None:
+    if any(s in overwritten for s in reads) and without_statistics(node) is None:
         recomputable = False
+    again = from_statistics(node) if recomputable else None
     arguments = rewrite.in_place_arguments(node, storages, storage_of, written)
     over = [storage_of[cast(fx.Node, node.args[argument])] for argument in arguments]
     return JointOp(
@@ -287,6 +291,8 @@ def _joint_op(
         in_place_over=tuple(s for s in over if s not in returned),  # what the caller holds is not ours to write
         random=is_random(node),
         recomputable=recomputable,
+        again=again,
+        again_reads=() if again is None else tuple(dict.fromkeys(storage_of[n] for n in again.all_input_nodes)),
     )
 
 

@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from memfit.capture import batch_norm
+from memfit.capture.again import Call
 from memfit.capture.rewrite import convolution_input_gradient, make_hollow
 from memfit.capture.slices import convolution_input_slices
 
@@ -46,7 +47,7 @@ _BLOCKS = (16, 8)
 """Channels are cut at multiples of what kernels block by, of the first where it gives enough parts."""
 
 
-def candidate_parts(node: fx.Node) -> tuple[int, ...]:
+def candidate_parts(node: fx.Node | Call) -> tuple[int, ...]:
     """In how many parts a node could run, beside whole; empty if it cannot.
 
     Args:

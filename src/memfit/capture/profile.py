@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from memfit.capture.again import Call
 from memfit.capture.cost_cache import CostCache
-from memfit.capture.joint import JointOp, tensors_of
+from memfit.capture.joint import tensors_of
 from memfit.capture.parts import call_in_parts, candidate_parts
 from memfit.capture.rewrite import HOLLOW_PREFIX, IN_PLACE, convolution_input_gradient, make_hollow
 from memfit.capture.roofline import roofline_seconds
@@ -73,40 +74,43 @@ def profile_ops(
     Returns:
         The step graph of the capture with `seconds` and `workspace_bytes` set.
     """
-    distinct: dict[str, JointOp] = {}
-    keys: list[str | None] = []
+    distinct: dict[str, Callable[[], tuple[Way, ...]]] = {}
     for joint in capture.joint_ops:
-        key = None if joint is None else cost_key(joint.node)
-        keys.append(key)
-        if joint is not None and key is not None:
-            distinct.setdefault(key, joint)
+        if joint is not None:
+            distinct.setdefault(cost_key(joint.node), functools.partial(ways_of, joint.node, device))
+        if joint is not None and joint.again is not None:
+            distinct.setdefault(cost_key(joint.again), functools.partial(ways_again, joint.node, joint.again, device))
     missing = [key for key in distinct if key not in cache]
     devices = [device.index or 0] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.no_grad():
         for done, key in enumerate(missing):
             if progress is not None:
                 progress(done, len(missing))
-            cache[key] = ways_of(distinct[key].node, device)
+            cache[key] = distinct[key]()
     if progress is not None and missing:
         progress(len(missing), len(missing))
     cache.save()
-    ops = tuple(
-        op if key is None or joint is None else _with_ways(op, cache[key], joint.node)
-        for op, joint, key in zip(capture.graph.ops, capture.joint_ops, keys, strict=True)
-    )
-    return replace(capture.graph, ops=ops)
+    return _with_costs(capture, lambda call: cache[cost_key(call)])
 
 
 def with_rooflines(capture: Capture) -> StepGraph:
     """The step graph with times from rooflines only; nothing runs."""
-    ops = tuple(
-        op if joint is None else _with_ways(op, _roofline_ways(joint.node), joint.node)
-        for op, joint in zip(capture.graph.ops, capture.joint_ops, strict=True)
-    )
-    return replace(capture.graph, ops=ops)
+    return _with_costs(capture, _roofline_ways)
 
 
-def _with_ways(op: Op, ways: tuple[Way, ...], node: fx.Node) -> Op:
+def _with_costs(capture: Capture, ways_of_call: Callable[[fx.Node | Call], tuple[Way, ...]]) -> StepGraph:
+    ops: list[Op] = []
+    for op, joint in zip(capture.graph.ops, capture.joint_ops, strict=True):
+        if joint is not None:
+            op = _with_ways(op, ways_of_call(joint.node), joint.node)
+        if joint is not None and joint.again is not None and op.again is not None:
+            ways = ways_of_call(joint.again)
+            op = replace(op, again=_with_ways(op.again, ways, joint.again) if ways else None)
+        ops.append(op)
+    return replace(capture.graph, ops=tuple(ops))
+
+
+def _with_ways(op: Op, ways: tuple[Way, ...], node: fx.Node | Call) -> Op:
     """The op with its costs, to be run the quickest way."""
     in_parts, in_place_over = ways[1:], op.in_place_over
     best = min(ways, key=lambda way: way.seconds * (1.0 if way.parts > 1 else _WHOLE_HANDICAP))
@@ -122,12 +126,12 @@ def _with_ways(op: Op, ways: tuple[Way, ...], node: fx.Node) -> Op:
     )
 
 
-def _roofline_ways(node: fx.Node) -> tuple[Way, ...]:
+def _roofline_ways(node: fx.Node | Call) -> tuple[Way, ...]:
     seconds = roofline_seconds(node)
     return tuple(Way(parts=parts, seconds=seconds, workspace_bytes=0) for parts in (1, *candidate_parts(node)))
 
 
-def cost_key(node: fx.Node) -> str:
+def cost_key(node: fx.Node | Call) -> str:
     """What distinguishes the cost of one call from another's: op, shapes, strides, dtypes, constants."""
 
     def describe(value: Any) -> str:
@@ -148,7 +152,17 @@ def cost_key(node: fx.Node) -> str:
     return f"{target}({','.join([*(describe(a) for a in node.args), *named])})"
 
 
-def ways_of(node: fx.Node, device: torch.device) -> tuple[Way, ...]:
+def ways_again(node: fx.Node, again: Call, device: torch.device) -> tuple[Way, ...]:
+    """What the call costs that runs in place of a batch normalisation later; nothing if it has other bits."""
+    args, kwargs = _operands(node, device)
+    whole = node.target
+    assert callable(whole)
+    result, mean, invstd = whole(*args, **kwargs)[:3]
+    same = _equal(result, again.target(args[0], mean, invstd, *args[1:3]))
+    return ways_of(again, device) if same else ()
+
+
+def ways_of(node: fx.Node | Call, device: torch.device) -> tuple[Way, ...]:
     """What the op costs whole, then in parts where that gives the same bits."""
     try:
         args, kwargs = _operands(node, device)
@@ -182,7 +196,7 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
     return min(once, *(_timed(run, device) for _ in range(repeats)))
 
 
-def _in_parts(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], parts: int) -> object:
+def _in_parts(node: fx.Node | Call, args: tuple[Any, ...], kwargs: dict[str, Any], parts: int) -> object:
     return call_in_parts(node.target)(*args, parts=parts, **kwargs)
 
 
@@ -239,7 +253,7 @@ def _result_bytes(results: Iterable[object]) -> int:
     return sum(storages.values())
 
 
-def _operands(node: fx.Node, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _operands(node: fx.Node | Call, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
     made: dict[fx.Node, Any] = {}
     indexing = _INDEXING.get(node.target)
     index_node = node.args[indexing.operand] if indexing is not None else None
@@ -276,7 +290,7 @@ def _like(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor
 
 
-def _check_hollow(node: fx.Node, args: Sequence[Any], found: object) -> None:
+def _check_hollow(node: fx.Node | Call, args: Sequence[Any], found: object) -> None:
     """The input's gradient alone must have the bits of `convolution_backward`, on this machine and shape.
 
     Raises:

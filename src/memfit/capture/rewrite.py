@@ -31,6 +31,7 @@ from torch._guards import detect_fake_mode
 from torch._prims_common import suggest_memory_format
 
 from memfit.capture import batch_norm
+from memfit.capture.again import NORMS, normalise, normalise_over_data
 
 __all__ = [
     "HOLLOW_PREFIX",
@@ -46,7 +47,6 @@ __all__ = [
     "make_hollow",
     "split_convolution_backward",
     "takes_input_shape_only",
-    "without_statistics",
 ]
 
 _aten = torch.ops.aten
@@ -57,14 +57,6 @@ _SHAPE_ONLY = {
     _aten._adaptive_avg_pool2d_backward.default: (1,),
 }
 """Ops and the operands of which they use the shape alone."""
-
-_NORMS = {
-    _aten._native_batch_norm_legit_functional.default: _aten.native_batch_norm.default,
-    _aten.native_batch_norm.default: _aten.native_batch_norm.default,
-    _aten.cudnn_batch_norm.default: _aten.cudnn_batch_norm.default,
-    _aten.miopen_batch_norm.default: _aten.miopen_batch_norm.default,
-}
-"""Batch normalisations and what runs them again; operands 3 and 4 are running statistics, 5 says training."""
 
 _WITHOUT_INPUT = ("Mkldnn", "Cudnn", "CudnnTranspose")
 """Convolution backends that make the input's gradient without a look at the input; others unfold it."""
@@ -178,21 +170,6 @@ def drop_clones(module: fx.GraphModule) -> None:
             graph.erase_node(node)
 
 
-def without_statistics(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
-    """The call that runs a batch normalisation again: same results, no running statistics.
-
-    In training mode the result does not depend on the running statistics, and a second update would be wrong.
-
-    Returns:
-        Target and arguments, or None if the node is no batch normalisation in training mode.
-    """
-    rerun = _NORMS.get(cast(Any, node.target))
-    if rerun is None or node.args[5] is not True:
-        return None
-    data, weight, bias, _, _, *rest = node.args
-    return rerun, (data, weight, bias, None, None, *rest)
-
-
 def _storage_key(node: fx.Node) -> int | None:
     value = node.meta.get("val")
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
@@ -297,6 +274,7 @@ IN_PLACE: dict[Any, dict[int, Any]] = {
     _aten.hardtanh_backward.default: _gradient_into(_aten.hardtanh_backward.grad_input),
     _aten.hardsigmoid_backward.default: _gradient_into(_aten.hardsigmoid_backward.grad_input),
     _aten._native_batch_norm_legit_functional.default: {0: batch_norm.forward_over_input},
+    normalise: {0: normalise_over_data},
     _aten.native_batch_norm_backward.default: {0: batch_norm.backward_over_gradient, 1: batch_norm.backward_over_data},
 }
 """Ops and, by operand, the call that does the same over that operand's memory."""
@@ -311,7 +289,7 @@ def in_place_arguments(
     result = value[0] if isinstance(value, list | tuple) else value
     if choices is None or not written or not isinstance(result, torch.Tensor):
         return []
-    if node.target in _NORMS and (result.device.type != "cpu" or result.dtype is not torch.float32):
+    if node.target in NORMS and (result.device.type != "cpu" or result.dtype is not torch.float32):
         return []  # only there is the kernel known to read its statistics before it writes
     if node.target is _aten.native_batch_norm_backward.default and not batch_norm.takes_channels(
         node.args, *(cast(fx.Node, a).meta.get("val") for a in node.args[:2])

@@ -12,8 +12,10 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from memfit.capture.again import Call
 from memfit.capture.joint import tensors_of
 from memfit.capture.rewrite import convolution_input_gradient
+from memfit.capture.slices import convolution_input_slices
 
 __all__ = ["roofline_seconds"]
 
@@ -23,7 +25,7 @@ _RATES = {"cpu": (2e11, 2e10), "cuda": (2e13, 1.5e12)}
 _LAUNCH_SECONDS = 2e-6
 
 
-def roofline_seconds(node: fx.Node) -> float:
+def roofline_seconds(node: fx.Node | Call) -> float:
     """The larger of FLOPs over rate and bytes over bandwidth; views cost nothing."""
     results = tensors_of(node)
     operands = [t for a in node.all_input_nodes for t in tensors_of(a)]
@@ -33,10 +35,12 @@ def roofline_seconds(node: fx.Node) -> float:
     return max(_flops(node) / flop_rate, nbytes / byte_rate) + _LAUNCH_SECONDS
 
 
-def _flops(node: fx.Node) -> float:
+def _flops(node: fx.Node | Call) -> float:
     args: tuple[Any, ...] = fx.map_arg(node.args, lambda n: n.meta.get("val"))
     kwargs = fx.map_arg(node.kwargs, lambda n: n.meta.get("val"))
     target = node.target
+    if target is convolution_input_slices:
+        target, args = convolution_input_gradient, args[:-1]
     if target is convolution_input_gradient:
         target, args = torch.ops.aten.convolution_backward.default, (*args, [True, False, False])
     if not isinstance(target, torch._ops.OpOverload):

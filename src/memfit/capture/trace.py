@@ -239,7 +239,7 @@ def _join(pieces: Pieces, loss_bytes: int, device_type: str) -> tuple[StepGraph,
 
 def _op(op: JointOp, number: dict[int, int], piece: int, device_type: str) -> Op:
     target = op.node.target
-    return Op(
+    made = Op(
         name=op.node.name if piece == 0 else f"{op.node.name}@{piece}",
         target=str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target)),
         module=op.module,
@@ -252,6 +252,16 @@ def _op(op: JointOp, number: dict[int, int], piece: int, device_type: str) -> Op
         random_state_bytes=_RANDOM_STATE_BYTES.get(device_type, 16) if op.random else 0,
         recomputable=op.recomputable,
     )
+    if op.again is None:
+        return made
+    again = replace(
+        made,
+        target=op.again.target.__name__,
+        reads=tuple(dict.fromkeys(number[s] for s in op.again_reads)),
+        writes=made.writes[:1],
+        plain_reads=(),
+    )
+    return replace(made, again=again)
 
 
 def _incoming(reading: JointReading, inputs: Sequence[Any], returned: dict[int, int]) -> dict[int, int]:

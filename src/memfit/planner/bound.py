@@ -60,6 +60,7 @@ def select_kept(graph: StepGraph, room_bytes: int, *, seconds: float = 5.0, gap:
         return None
     producer = graph.producers()
     held = graph.held_to_the_end()
+    lasting = graph.lasting()
     needed = backward_reads(graph)
     problem = Milp()
     keep: dict[int, int] = {}
@@ -67,7 +68,7 @@ def select_kept(graph: StepGraph, room_bytes: int, *, seconds: float = 5.0, gap:
 
     def rerun_variable(op: int) -> int:
         if op not in rerun:
-            rerun[op] = problem.variable(cost=graph.ops[op].least_seconds)
+            rerun[op] = problem.variable(cost=graph.ops[op].later.least_seconds)
         return rerun[op]
 
     pending = [s for s in needed if _optional(graph, s, held)]
@@ -77,7 +78,7 @@ def select_kept(graph: StepGraph, room_bytes: int, *, seconds: float = 5.0, gap:
         if storage in keep:
             continue
         op = graph.ops[producer[storage]]
-        keep[storage] = problem.variable(lower=0.0 if op.recomputable else 1.0)
+        keep[storage] = problem.variable(lower=0.0 if op.recomputable and storage not in lasting else 1.0)
         if op.recomputable and producer[storage] not in rerun:
             variable = rerun_variable(producer[storage])
             for operand in op.reads:

@@ -105,7 +105,7 @@ def pinned_storages(graph: StepGraph) -> frozenset[int]:
     """
     held = graph.held_to_the_end()
     forward = {i: s.nbytes for i, s in enumerate(graph.storages) if s.kind is StorageKind.FORWARD}
-    pinned = {s for s in forward if s in held}
+    pinned = {s for s in forward if s in held} | graph.lasting()
     pinned.update(s for op in graph.ops if op.phase is Phase.FORWARD and not op.recomputable for s in op.writes)
     room = sum(forward.values()) * _TINY
     for storage in sorted(forward.keys() - pinned, key=lambda s: forward[s]):

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from memfit.step.codec import Decision
 from memfit.step.graph import Phase, StepGraph, StorageKind
-from memfit.step.program import Action, Program
+from memfit.step.program import Action, Program, as_they_run
 from memfit.step.simulate import Timeline, live_storages_at
 
 __all__ = ["binding_place", "decisions", "kept_storages"]
@@ -17,12 +17,13 @@ _MOST_BLOCKS = 40
 
 def kept_storages(graph: StepGraph, program: Program) -> frozenset[int]:
     """Forward storages alive when the loss starts."""
+    ops = iter(as_they_run(graph, program.order()))
     alive: set[int] = set()
     for instruction in program.instructions:
         if instruction.action is Action.FREE:
             alive.discard(instruction.index)
             continue
-        op = graph.ops[instruction.index]
+        op = next(ops)
         if op.phase is Phase.LOSS:
             break
         alive.update(op.writes)
@@ -77,7 +78,7 @@ def _seconds_again(graph: StepGraph, program: Program) -> dict[int, float]:
     for instruction in program.instructions:
         if instruction.action is Action.COMPUTE:
             if instruction.index in ran:
-                seconds[instruction.index] += graph.ops[instruction.index].way(instruction.parts).seconds
+                seconds[instruction.index] += graph.ops[instruction.index].later.way(instruction.parts).seconds
             ran.add(instruction.index)
     return seconds
 

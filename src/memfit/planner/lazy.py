@@ -31,7 +31,7 @@ def lazy_order(
     loss = graph.loss_index
     producer = graph.producers()
     held = graph.held_to_the_end()
-    pinned = set(held) | {s for s, op in enumerate(producer) if op == -1}
+    pinned = set(held) | graph.lasting() | {s for s, op in enumerate(producer) if op == -1}
     for op in graph.ops[: loss + 1]:
         if not op.recomputable:
             pinned.update(op.writes)
@@ -46,7 +46,7 @@ def lazy_order(
             if storage not in alive:
                 cone = missing_cone(graph, producer, storage, alive.__contains__)
                 order.extend(cone)
-                alive.update(s for again in cone for s in graph.ops[again].writes)
+                alive.update(s for again in cone for s in graph.ops[again].later.writes)
         order.append(index)
         alive.update(op.writes)
     return order
@@ -72,5 +72,7 @@ def missing_cone(graph: StepGraph, producer: list[int], storage: int, is_alive: 
             continue
         assert graph.ops[index].phase is Phase.FORWARD and graph.ops[index].recomputable
         cone.add(index)
-        stack.extend(s for s in graph.ops[index].reads if producer[s] >= 0 and not is_alive(s))
+        op = graph.ops[index]
+        # What lasts from the first run on is there.
+        stack.extend(s for s in op.later.reads if s not in op.writes and producer[s] >= 0 and not is_alive(s))
     return sorted(cone)

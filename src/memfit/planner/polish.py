@@ -77,8 +77,8 @@ def _spill_at(graph: StepGraph, spans: Spans, producer: list[int], worst: int, b
         cone = _cone(graph, producer, copy.storage, right, alive_until)
         if cone is None:
             continue
-        seconds = sum(graph.ops[o].seconds for o in cone)
-        transient = sum(graph.storages[s].nbytes for o in cone for s in graph.ops[o].writes)
+        seconds = sum(graph.ops[o].later.seconds for o in cone)
+        transient = sum(graph.storages[s].nbytes for o in cone for s in graph.ops[o].later.writes)
         # Making it again must not overflow where it was fine.
         risk = max(0.0, float(spans.bytes_at[right - 1] + transient - budget_bytes)) / max(1, size)
         scored.append(((seconds + 1e-7) * (1 + risk) / relief, copy, right, cone))
@@ -89,8 +89,8 @@ def _spill_at(graph: StepGraph, spans: Spans, producer: list[int], worst: int, b
     gone: set[int] = set()
     need = int(overflow[worst])
     for _, copy, right, cone in scored:
-        reads = {s for o in cone for s in graph.ops[o].reads}
-        writes = {s for o in cone for s in graph.ops[o].writes}
+        reads = {s for o in cone for s in graph.ops[o].later.reads}
+        writes = {s for o in cone for s in graph.ops[o].later.writes}
         if need <= 0 or copy.storage in gone or reads & gone or writes & gone:
             continue
         insertions.setdefault(right, []).extend(o for o in cone if o not in insertions.get(right, ()))
@@ -109,11 +109,14 @@ def _idle_gaps(graph: StepGraph, spans: Spans, producer: list[int], worst: int) 
     One that is read there counts too if the op could write over it, were it not read again.
     """
     over = graph.ops[spans.order[worst]].in_place_over
+    lasting = graph.lasting()
     gaps: list[tuple[Copy, int, int]] = []
     for copy in spans.copies:
         if copy.born >= worst or copy.dies <= worst or graph.storages[copy.storage].kind is not StorageKind.FORWARD:
             continue
         if not graph.ops[producer[copy.storage]].recomputable or graph.storages[copy.storage].nbytes == 0:
+            continue
+        if copy.storage in lasting:
             continue
         after = bisect_left(copy.reads, worst)
         if copy.reads[after] == worst:
@@ -151,7 +154,7 @@ def _cone(
         if not op.recomputable or op.phase is not Phase.FORWARD or len(cone) > 400:
             return None
         cone.add(index)
-        stack.extend(s for s in op.reads if not alive(s))
+        stack.extend(s for s in op.later.reads if not alive(s) and s not in op.writes)
     return sorted(cone)
 
 
@@ -168,6 +171,7 @@ def without_unread(graph: StepGraph, order: Sequence[int]) -> list[int]:
     kept: list[int] = []
     for position in reversed(range(len(order))):
         op = graph.ops[order[position]]
+        op = op if position in first else op.later
         if position not in first and not any(s in wanted for s in op.writes if s not in held):
             continue
         wanted.difference_update(op.writes)
@@ -216,7 +220,7 @@ def _fill_once(graph: StepGraph, spans: Spans, budget_bytes: int) -> list[int] |
             if c.reads and (position, c.storage) in before
         ]
         area = sum(nbytes * (right - left) for left, right, nbytes in stretches)
-        options.append((graph.ops[index].seconds / max(1, area), position, stretches))
+        options.append((graph.ops[index].later.seconds / max(1, area), position, stretches))
     options.sort(key=lambda option: -option[0])
     room = budget_bytes - spans.bytes_at
     removed: set[int] = set()

@@ -72,10 +72,14 @@ def scaled(graph_a: StepGraph, batch_a: int, graph_b: StepGraph, batch_b: int, b
         nbytes = size(a.workspace_bytes, b.workspace_bytes)
         return Way(parts=max(a.parts, b.parts), seconds=seconds(a.seconds, b.seconds), workspace_bytes=nbytes)
 
+    def op(a: Op, b: Op) -> Op:
+        parts = max(a.parts, b.parts)
+        return _with_ways(a, parts, between(a.way(1), b.way(1)), between(a.way(a.parts), b.way(b.parts)))
+
     return replace(
         graph_a,
         ops=tuple(
-            _with_ways(a, max(a.parts, b.parts), between(a.way(1), b.way(1)), between(a.way(a.parts), b.way(b.parts)))
+            replace(op(a, b), again=op(a.again, b.again) if a.again and b.again else None)
             for a, b in zip(graph_a.ops, graph_b.ops, strict=True)
         ),
         storages=tuple(
@@ -103,4 +107,5 @@ def _structure(op: Op) -> tuple[object, ...]:
     return (
         *(op.target, op.module, op.phase, op.piece, op.reads, op.writes),
         *(op.in_place_over, op.random_state_bytes, op.recomputable),
+        op.again and _structure(op.again),
     )

@@ -125,6 +125,7 @@ def _solve(
     held = graph.held_to_the_end()
     always: set[int] = set()
     dominated = _dominated(graph)
+    lasting = graph.lasting()
     for epoch, need in enumerate(needs):
         later = needs[epoch:]
         for storage, info in enumerate(graph.storages):
@@ -132,7 +133,8 @@ def _solve(
                 continue
             if max(int(n.until[storage]) for n in later) < 0:
                 continue
-            if info.nbytes < _TINY * budget_bytes or not graph.ops[producer[storage]].recomputable:
+            recomputable = graph.ops[producer[storage]].recomputable and storage not in lasting
+            if info.nbytes < _TINY * budget_bytes or not recomputable:
                 always.add(storage)
                 continue
             model.keep[storage, epoch] = model.problem.variable(
@@ -143,7 +145,7 @@ def _solve(
         for index, op in enumerate(graph.ops):
             if op.phase is Phase.FORWARD and op.recomputable and need.latest[index] >= 0:
                 if any((s, epoch) in model.keep for s in op.writes):
-                    model.rerun[index, epoch] = model.problem.variable(cost=op.seconds, integer=False)
+                    model.rerun[index, epoch] = model.problem.variable(cost=op.later.seconds, integer=False)
     for epoch, need in enumerate(needs):
         _add_epoch(graph, model, producer, epoch, need)
     fixed = sum(graph.storages[s].nbytes for s in always)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memfit.step.graph import StepGraph
-from memfit.step.program import Action, program_of
+from memfit.step.program import Action, as_they_run, program_of
 from memfit.step.simulate import Timeline, simulate
 
 __all__ = ["Copy", "Spans", "spans_of"]
@@ -55,8 +55,7 @@ def spans_of(graph: StepGraph, order: Sequence[int]) -> Spans:
     held = graph.held_to_the_end()
     current: dict[int, tuple[int, list[int]]] = {}
     copies: list[Copy] = []
-    for position, index in enumerate(order):
-        op = graph.ops[index]
+    for position, op in enumerate(as_they_run(graph, order)):
         for storage in op.reads:
             if storage in current:
                 current[storage][1].append(position)

@@ -88,11 +88,13 @@ def piece_programs(capture: Capture, program: Program) -> tuple[PieceProgram, ..
             past_loss = True
             continue
         random = op.random_state_bytes > 0 and index in runs_again
+        from_statistics = index in seen and op.again is not None
         instruction = LocalInstruction(
             index=local_op[id(joint)],
             again=index in seen,
             over=_local_over(op, joint, computes[position].over),
             parts=computes[position].parts,
+            from_statistics=from_statistics,
             save_state=random and index not in seen,
             replay=random and index in seen,
         )
@@ -102,7 +104,7 @@ def piece_programs(capture: Capture, program: Program) -> tuple[PieceProgram, ..
             continue
         storages = capture.pieces.pieces[op.piece].reading.storages
         returned = set(capture.pieces.pieces[op.piece].reading.output_storages)
-        for storage in joint.reads:
+        for storage in joint.again_reads if from_statistics else joint.reads:
             if storages[storage].kind is StorageKind.FORWARD and storage not in written_back[op.piece]:
                 kept[op.piece][storage] = None
         written_back[op.piece].update(s for s in joint.writes if s not in returned)

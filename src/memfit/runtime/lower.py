@@ -27,9 +27,10 @@ from torch._guards import detect_fake_mode
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from memfit.capture.joint import JointReading, is_tangent
+from memfit.capture.again import without_statistics
+from memfit.capture.joint import JointOp, JointReading, is_tangent
 from memfit.capture.parts import call_in_parts
-from memfit.capture.rewrite import HOLLOW_PREFIX, IN_PLACE, make_hollow, without_statistics
+from memfit.capture.rewrite import HOLLOW_PREFIX, IN_PLACE, make_hollow
 
 __all__ = ["OVERWRITTEN", "LocalInstruction", "attach_hollow", "lower"]
 
@@ -41,13 +42,14 @@ OVERWRITTEN = "memfit_overwritten"
 class LocalInstruction:
     """Run op `index` of the piece, perhaps `again`, `over` the memory of a storage, or in `parts`.
 
-    `save_state` and `replay` serve random ops that run again.
+    `save_state` and `replay` serve random ops that run again, `from_statistics` batch normalisations that do.
     """
 
     index: int
     again: bool = False
     over: int | None = None
     parts: int = 1
+    from_statistics: bool = False
     save_state: bool = False
     replay: bool = False
 
@@ -102,6 +104,9 @@ class _Emitter:
         """Emits one op, then takes its results out."""
         op = self.reading.ops[instruction.index]
         node = op.node
+        if instruction.from_statistics:
+            self._normalise(instruction, op)
+            return
         if instruction.replay or instruction.save_state:
             made = self._random(instruction, node)
         else:
@@ -117,6 +122,17 @@ class _Emitter:
             made = self.graph.create_node(node.op, target, fx.map_arg(args, self.value), fx.map_arg(kwargs, self.value))
             made.meta = dict(node.meta)
         self._take_results(node, made, op.writes)
+
+    def _normalise(self, instruction: LocalInstruction, op: JointOp) -> None:
+        """Emits what runs in place of a batch normalisation, which has one result only."""
+        assert op.again is not None
+        target = op.again.target
+        if instruction.over is not None:
+            target = IN_PLACE[target][0]
+            self.bases[instruction.over].meta[OVERWRITTEN] = True
+        made = self.graph.call_function(target, fx.map_arg(op.again.args, self.value))
+        made.meta = dict(self.reading.storages[op.writes[0]].base.meta)
+        self.set_base(op.writes[0], made)
 
     def _random(self, instruction: LocalInstruction, node: fx.Node) -> fx.Node:
         args = fx.map_arg(node.args, self.value)

@@ -47,7 +47,7 @@ def check(graph: StepGraph, program: Program) -> None:
             continue
         if not 0 <= index < len(graph.ops):
             raise ProgramError(f"{where} runs op {index}, but the step has {len(graph.ops)} ops")
-        op = graph.ops[index]
+        op = graph.ops[index].later if index in ran else graph.ops[index]
         if instruction.parts not in {op.parts, *(way.parts for way in op.ways)}:
             raise ProgramError(f"{where}: {op.name} cannot run in {instruction.parts} parts with the same bits")
         for storage in op.reads:

@@ -1,11 +1,7 @@
 """Steps, programs and plans as JSON: what is written to disk or handed to a planner in another process.
 
-A document is held against its published schema and then against the rules a schema cannot state, and only
-then turned into objects. How files are read and written is in `memfit.step.jsonfile`.
-
-A program is compact: `["c", 12]` computes op 12, `["c", 12, 8]` in 8 parts, `["c!", 13, 1, 7]` in
-one part over the memory of storage 7, `["f", 5]` frees storage 5.
-Fields that have their default value are left out.
+A document is held against its published schema (`memfit.step.schema`) and then against the rules a schema cannot
+state, and only then turned into objects. How files are read and written is in `memfit.step.jsonfile`.
 
 Known limits: a decoded program is only known to be well formed; `memfit.step.check` says whether it is right
 for its step.
@@ -24,12 +20,9 @@ from memfit.errors import PlanFileError
 from memfit.step.graph import Op, Phase, StepGraph, Storage, StorageKind, Way
 from memfit.step.jsonfile import read_json, validate, write_json
 from memfit.step.program import Action, Instruction, Program
+from memfit.step.schema import GRAPH_SCHEMA, INSTRUCTION_LENGTHS, PLAN_SCHEMA, PROGRAM_SCHEMA, SCHEMA_VERSION
 
 __all__ = [
-    "GRAPH_SCHEMA",
-    "PLAN_SCHEMA",
-    "PROGRAM_SCHEMA",
-    "SCHEMA_VERSION",
     "Decision",
     "PlanFile",
     "Prediction",
@@ -48,9 +41,6 @@ __all__ = [
     "write_json",
 ]
 
-SCHEMA_VERSION = 1
-_LENGTHS = {"c": (2, 3), "c!": (4,), "f": (2,)}
-"""Codes of instructions and how many entries they have."""
 _STRUCTURE = (
     *("name", "target", "phase", "piece", "reads", "writes"),
     *("in_place_over", "random_state_bytes", "recomputable"),
@@ -126,138 +116,6 @@ class PlanFile:
     decisions: tuple[Decision, ...] = ()
 
 
-def _object(required: Mapping[str, Any], optional: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": {**required, **(optional or {})},
-        "required": list(required),
-        "additionalProperties": False,
-    }
-
-
-def _array(items: Mapping[str, Any], most: int) -> dict[str, Any]:
-    return {"type": "array", "items": items, "maxItems": most}
-
-
-_DRAFT = "https://json-schema.org/draft/2020-12/schema"
-_NO_CONTROL_CHARACTERS = r"^(?![\s\S]*[\x00-\x08\x0b-\x1f\x7f-\x9f])"
-_NAME = {"type": "string", "maxLength": 1000, "pattern": _NO_CONTROL_CHARACTERS}
-_WORDS = {**_NAME, "maxLength": 100_000}
-_BYTES = {"type": "integer", "minimum": 0, "maximum": 2**60}
-_SECONDS = {"type": "number", "minimum": 0, "maximum": 1e9}
-_FRACTION = {**_SECONDS, "minimum": -1}
-_INDEX = {"type": "integer", "minimum": 0, "maximum": 2**31}
-_INDICES = _array(_INDEX, 1_000_000)
-_PARTS = {"type": "integer", "minimum": 1, "maximum": 2**31}
-_FACT_BOUNDS = {**_WORDS, "minimum": -(2**63), "maximum": 2**63}
-_FACT = {**_FACT_BOUNDS, "type": ["string", "integer", "boolean"]}
-_FACTS = {**_FACT_BOUNDS, "type": ["string", "integer", "boolean", "array"], "items": _FACT, "maxItems": 100_000}
-_FINGERPRINT = {
-    "type": "object",
-    "additionalProperties": {**_FACTS, "items": _FACTS},
-    "propertyNames": _NAME,
-    "maxProperties": 1000,
-}
-
-PROGRAM_SCHEMA: dict[str, Any] = {
-    "$schema": _DRAFT,
-    **_array(
-        {
-            "type": "array",
-            "prefixItems": [{"enum": [*_LENGTHS]}, _INDEX, _PARTS, _INDEX],
-            "minItems": 2,
-            "maxItems": 4,
-        },
-        10_000_000,
-    ),
-}
-"""A program: a list of `[code, index]`, with `parts` and the storage that is overwritten where it matters."""
-
-GRAPH_SCHEMA: dict[str, Any] = {
-    "$schema": _DRAFT,
-    **_object(
-        {
-            "ops": _array(
-                _object(
-                    {
-                        "name": _NAME,
-                        "target": _NAME,
-                        "phase": {"enum": [str(phase) for phase in Phase]},
-                        "reads": _INDICES,
-                        "writes": _INDICES,
-                    },
-                    {
-                        "module": _NAME,
-                        "piece": _INDEX,
-                        "in_place_over": _INDICES,
-                        "seconds": _SECONDS,
-                        "workspace_bytes": _BYTES,
-                        "parts": _PARTS,
-                        "ways": _array(
-                            _object({"parts": _PARTS, "seconds": _SECONDS, "workspace_bytes": _BYTES}), 1_000
-                        ),
-                        "random_state_bytes": _BYTES,
-                        "recomputable": {"type": "boolean"},
-                        "plain_reads": _INDICES,
-                    },
-                ),
-                1_000_000,
-            ),
-            "storages": _array(
-                _object(
-                    {"name": _NAME, "nbytes": _BYTES, "kind": {"enum": [str(kind) for kind in StorageKind]}},
-                    {"plain_nbytes": _BYTES},
-                ),
-                1_000_000,
-            ),
-        },
-        {
-            "outputs": _INDICES,
-            "static_bytes": _BYTES,
-            "after_step_bytes": _BYTES,
-            "after_step_seconds": _SECONDS,
-            "label": _WORDS,
-        },
-    ),
-}
-"""A step graph."""
-
-PLAN_SCHEMA: dict[str, Any] = {
-    "$schema": _DRAFT,
-    **_object(
-        {
-            "schema_version": {"type": "integer", "minimum": SCHEMA_VERSION, "maximum": SCHEMA_VERSION},
-            "fingerprint": _FINGERPRINT,
-            "strategy": _NAME,
-            "budget_bytes": {**_BYTES, "minimum": 1},
-            "predicted": _object(
-                {"peak_bytes": _BYTES, "step_seconds": _SECONDS, "overhead": _FRACTION},
-                {"plain_peak_bytes": _BYTES, "bound_overhead": _FRACTION, "least_peak_bytes": _BYTES},
-            ),
-            "graph_digest": _NAME,
-            "program": {key: rule for key, rule in PROGRAM_SCHEMA.items() if key != "$schema"},
-        },
-        {
-            "decisions": _array(
-                _object(
-                    {
-                        "block": _NAME,
-                        "module": _WORDS,
-                        "saves": _WORDS,
-                        "saved_bytes": _BYTES,
-                        "later": _WORDS,
-                        "extra_seconds": _SECONDS,
-                    },
-                    {"reason": _WORDS},
-                ),
-                1_000_000,
-            ),
-        },
-    ),
-}
-"""A plan file."""
-
-
 def _record(value: Any) -> dict[str, Any]:
     """The fields of a dataclass that differ from their default, tuples as lists."""
     present = ((f.name, getattr(value, f.name)) for f in fields(value) if getattr(value, f.name) != f.default)
@@ -278,12 +136,17 @@ def encode_graph(graph: StepGraph) -> dict[str, Any]:
 
 def _op_record(op: Op) -> dict[str, Any]:
     record = {**_record(op), "phase": str(op.phase)}
-    return {**record, "ways": [_record(way) for way in op.ways]} if op.ways else record
+    if op.ways:
+        record["ways"] = [_record(way) for way in op.ways]
+    if op.again is not None:
+        record["again"] = _op_record(op.again)
+    return record
 
 
 def _op(record: Mapping[str, Any]) -> Op:
     ways = tuple(Way(**way) for way in record.get("ways", ()))
-    return Op(**{**_arguments(record), "phase": Phase(record["phase"]), "ways": ways})
+    again = _op(record["again"]) if "again" in record else None
+    return Op(**{**_arguments(record), "phase": Phase(record["phase"]), "ways": ways, "again": again})
 
 
 def decode_graph(document: object) -> StepGraph:
@@ -318,7 +181,7 @@ def _broken_promises(graph: StepGraph) -> Iterator[str]:
     if len({op.name for op in graph.ops}) != len(graph.ops):
         yield "two of its ops have one name"
     for op in graph.ops:
-        if any(index >= count for index in (*op.reads, *op.writes, *op.plain_reads)):
+        if any(index >= count for index in (*op.reads, *op.writes, *op.plain_reads, *op.later.reads)):
             yield f"op {op.name} uses a storage that is not among the {count} of the step"
             return
         if len(set(op.reads)) != len(op.reads) or not written.issuperset((*op.reads, *op.plain_reads)):
@@ -328,6 +191,8 @@ def _broken_promises(graph: StepGraph) -> Iterator[str]:
         if len(set(op.writes)) != len(op.writes) or not written.isdisjoint(op.writes):
             yield f"op {op.name} writes a storage that is static or already written"
         written.update(op.writes)
+        if not {*op.writes}.issuperset(op.later.writes) or not written.issuperset(op.later.reads):
+            yield f"op {op.name} runs again with other results or from what is not there"
         for over in op.in_place_over:
             if over not in op.reads or not op.writes or _size(graph, over) != _size(graph, op.writes[0]):
                 yield f"op {op.name} cannot run in place over storage {over}"
@@ -377,7 +242,7 @@ def _program(document: list[list[Any]]) -> Program:
 
 def _decoded(place: int, entry: list[Any]) -> Instruction:
     code, index, *rest = entry
-    if len(entry) not in _LENGTHS[code]:
+    if len(entry) not in INSTRUCTION_LENGTHS[code]:
         raise PlanFileError(
             f"instruction {place} of the program, {entry}, has {len(entry)} entries; the plan is damaged: make it anew"
         )
@@ -442,7 +307,7 @@ def graph_digest(graph: StepGraph) -> str:
     Names, targets, edges, sizes and exactness count; measurements (seconds, workspaces, the optimizer's
     transient), what is there before the step, and labels do not.
     """
-    ops = [[getattr(op, name) for name in _STRUCTURE] for op in graph.ops]
+    ops = [[getattr(run, name) for run in (op, op.later) for name in _STRUCTURE] for op in graph.ops]
     storages = [[storage.nbytes, storage.kind] for storage in graph.storages]
     structure = json.dumps([ops, storages, graph.outputs])
     return hashlib.sha256(structure.encode()).hexdigest()

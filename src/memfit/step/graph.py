@@ -100,6 +100,8 @@ class Op:
         recomputable: whether running it again gives the same bits and no side effect.
         plain_reads: what it reads beside `reads` in the step without memfit, such as a tensor whose shape alone
             it needs.
+        again: what runs in its place after the first time, if that is another call: it writes some of `writes`
+            and may read others of them, which then last from the first run on.
     """
 
     name: str
@@ -117,6 +119,12 @@ class Op:
     random_state_bytes: int = 0
     recomputable: bool = True
     plain_reads: tuple[int, ...] = ()
+    again: Op | None = None
+
+    @property
+    def later(self) -> Op:
+        """The op as it runs after the first time."""
+        return self.again or self
 
     @property
     def least_seconds(self) -> float:
@@ -196,6 +204,10 @@ class StepGraph:
         """Whether the storage is none of the step's memory (static storages are counted once, up front)."""
         return self.storages[storage].kind is StorageKind.STATIC
 
+    def lasting(self) -> frozenset[int]:
+        """Storages that only the first run of their op makes."""
+        return frozenset(s for op in self.ops if op.again for s in op.writes if s not in op.again.writes)
+
     def held_to_the_end(self) -> frozenset[int]:
         """Storages the caller owns once they exist: outputs and gradients."""
         gradients = (i for i, s in enumerate(self.storages) if s.kind is StorageKind.GRADIENT)
@@ -208,6 +220,7 @@ def _plain_op(op: Op) -> Op:
         op,
         reads=tuple(dict.fromkeys((*op.reads, *op.plain_reads))),
         plain_reads=(),
+        again=None,
         in_place_over=(),
         seconds=whole.seconds,
         workspace_bytes=whole.workspace_bytes,

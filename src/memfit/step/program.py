@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from memfit.step.graph import StepGraph
+from memfit.step.graph import Op, StepGraph
 
-__all__ = ["Action", "Instruction", "Program", "plain_order", "plain_program", "program_of"]
+__all__ = ["Action", "Instruction", "Program", "as_they_run", "plain_order", "plain_program", "program_of"]
 
 
 class Action(StrEnum):
@@ -74,6 +74,16 @@ def plain_program(graph: StepGraph) -> Program:
     return program_of(graph.without_memfit(), plain_order(graph))
 
 
+def as_they_run(graph: StepGraph, order: Sequence[int]) -> list[Op]:
+    """The ops of an order, those that run again as they do then (`Op.later`)."""
+    ran: set[int] = set()
+    ops: list[Op] = []
+    for index in order:
+        ops.append(graph.ops[index].later if index in ran else graph.ops[index])
+        ran.add(index)
+    return ops
+
+
 def program_of(graph: StepGraph, order: Sequence[int], *, in_place: bool = True) -> Program:
     """Adds frees and in-place marks to an order of ops.
 
@@ -91,8 +101,8 @@ def program_of(graph: StepGraph, order: Sequence[int], *, in_place: bool = True)
     held = graph.held_to_the_end()
     written_at: dict[int, int] = {}
     last_read: dict[tuple[int, int], int] = {}
-    for position, index in enumerate(order):
-        op = graph.ops[index]
+    ops = as_they_run(graph, order)
+    for position, op in enumerate(ops):
         for storage in op.reads:
             if storage in written_at:
                 last_read[storage, written_at[storage]] = position
@@ -107,7 +117,7 @@ def program_of(graph: StepGraph, order: Sequence[int], *, in_place: bool = True)
 
     instructions: list[Instruction] = []
     for position, index in enumerate(order):
-        op, dead = graph.ops[index], dying[position]
+        op, dead = ops[position], dying[position]
         choices = op.in_place_over if in_place and op.in_place_over and op.writes[0] not in dead else ()
         over = next((s for s in choices if s in dead), None)
         instructions.append(Instruction(Action.COMPUTE, index, over, op.parts))

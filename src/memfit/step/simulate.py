@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memfit.step.graph import Phase, StepGraph
-from memfit.step.program import Action, Program, plain_program
+from memfit.step.program import Action, Program, as_they_run, plain_program
 
 __all__ = ["Timeline", "live_storages_at", "simulate", "simulate_plain"]
 
@@ -74,7 +74,7 @@ def simulate(graph: StepGraph, program: Program) -> Timeline:
             bytes_at.append(live)
             continue
         index = instruction.index
-        op = ops[index]
+        op = ops[index].later if index in ran else ops[index]
         if op.phase is Phase.LOSS:
             forward_end_bytes = live
         new = [s for s in op.writes if s not in alive]
@@ -119,14 +119,14 @@ def simulate_plain(graph: StepGraph) -> Timeline:
 
 def live_storages_at(graph: StepGraph, program: Program, position: int) -> list[int]:
     """Storages alive while instruction `position` runs, its results included, largest first."""
+    ops = iter(as_they_run(graph, program.order()))
     alive: set[int] = set()
     for here, instruction in enumerate(program.instructions[: position + 1]):
         if instruction.action is Action.FREE:
             if here < position:
                 alive.discard(instruction.index)
             continue
-        op = graph.ops[instruction.index]
-        alive.update(op.writes)
+        alive.update(next(ops).writes)
         if instruction.over is not None:
             alive.discard(instruction.over)
     return sorted(alive, key=lambda s: -graph.storages[s].nbytes)

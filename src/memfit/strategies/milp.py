@@ -79,7 +79,7 @@ def _fastest(graph: StepGraph, room_bytes: int) -> list[int] | None:
     problem = Milp()
     run = _runs(graph, problem)
     for variable, (_, op) in zip(run.values(), run, strict=True):
-        problem.cost[variable] = graph.ops[op].seconds
+        problem.cost[variable] = graph.ops[op].later.seconds
     for terms in _memory(graph, problem, run):
         row = {variable: nbytes / scale for variable, nbytes in terms.items() if variable >= 0}
         upper = (room_bytes - graph.static_bytes - terms.get(_ONE, 0)) / scale
@@ -147,7 +147,7 @@ def _memory(graph: StepGraph, problem: Milp, run: dict[_Moment, int]) -> list[_T
         if facts.kind is not StorageKind.STATIC:
             _live(graph, problem, run, moments, storage, storage in held, bytes_at, after)
     for moment in moments:
-        op, terms = graph.ops[moment[1]], bytes_at[moment]
+        op, terms = _op_at(graph, moment), bytes_at[moment]
         variable = run.get(moment, _ONE)
         terms[variable] += op.workspace_bytes + sum(graph.storages[s].nbytes for s in op.writes)
         over = next((s for s in op.in_place_over if s not in held and not graph.is_free(s)), None)
@@ -161,6 +161,11 @@ def _memory(graph: StepGraph, problem: Milp, run: dict[_Moment, int]) -> list[_T
         if op.random_state_bytes:
             _remember(problem, run, moments, index, op, bytes_at)
     return list(bytes_at.values())
+
+
+def _op_at(graph: StepGraph, moment: _Moment) -> Op:
+    stage, index = moment
+    return graph.ops[index] if index == stage else graph.ops[index].later
 
 
 def _at_most(problem: Milp, variable: int, limit: int) -> None:
@@ -182,7 +187,7 @@ def _live(
     nbytes = graph.storages[storage].nbytes
     there: int | None = None  # no copy yet
     for moment in moments:
-        op = graph.ops[moment[1]]
+        op = _op_at(graph, moment)
         if there is not None:
             bytes_at[moment][there] += nbytes
         writes, reads = storage in op.writes, storage in op.reads

@@ -62,7 +62,7 @@ def order(graph: StepGraph, budget_bytes: int | None) -> list[int]:
 
 def _never_gone(graph: StepGraph, producer: list[int]) -> set[int]:
     """What cannot be evicted: not made by the forward pass, held by the caller, or not to be made twice."""
-    held = graph.held_to_the_end()
+    held = graph.held_to_the_end() | graph.lasting()
     return {
         s
         for s, facts in enumerate(graph.storages)
@@ -84,4 +84,4 @@ def _pop_best(graph: StepGraph, producer: list[int], alive: set[int], ratios: li
 def _ratio(graph: StepGraph, producer: list[int], alive: set[int], storage: int) -> float:
     """Bytes over seconds; larger is better to evict."""
     cone = missing_cone(graph, producer, storage, lambda other: other != storage and other in alive)
-    return graph.storages[storage].nbytes / (1e-9 + sum(graph.ops[o].seconds for o in cone))
+    return graph.storages[storage].nbytes / (1e-9 + sum(graph.ops[o].later.seconds for o in cone))

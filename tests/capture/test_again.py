@@ -1,0 +1,58 @@
+"""Batch normalisation runs again from the statistics of its first run, with the same bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from memfit.capture.again import normalise, normalise_over_data
+from memfit.planning import Request, capture_and_profile
+from memfit.verification import verify
+
+_aten = torch.ops.aten
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("shape", [(6, 24, 13, 11), (2, 3, 5, 5), (8, 40, 33), (3, 16, 4, 5, 6), (64, 10)])
+def test_same_bits(shape: tuple[int, ...], affine: bool) -> None:
+    torch.manual_seed(0)
+    data, channels = 3 * torch.randn(shape) + 1, shape[1]
+    weight, bias = (torch.rand(channels), torch.randn(channels)) if affine else (None, None)
+    whole, mean, invstd = _aten.native_batch_norm(data, weight, bias, None, None, True, 0.1, 1e-5)
+    again = normalise(data, mean, invstd, weight, bias)
+    assert torch.equal(again, whole) and again.stride() == whole.stride()
+    assert torch.equal(normalise_over_data(data, mean, invstd, weight, bias), whole)
+    assert torch.equal(data, whole)
+
+
+def convolutions() -> nn.Sequential:
+    layers = [(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(4)]
+    return nn.Sequential(*(layer for block in layers for layer in block))
+
+
+def loss_fn(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+def test_a_plan_normalises_again_without_new_statistics() -> None:
+    torch.manual_seed(0)
+    model, x = convolutions(), torch.randn(4, 8, 16, 16)
+    result = verify(model, (x,), {}, Request(budget="4MiB", loss_fn=loss_fn, strategy="sequential:2"), loss_fn=loss_fn)
+    graph = capture_and_profile(model, (x,), {}, Request(budget=1, loss_fn=loss_fn))[1]
+    again = [graph.ops[i].later.target for i in result.plan.program.recomputed()]
+    assert "normalise" in again
+    assert result.recomputes_executed == result.recomputes_planned
+    assert not result.differing
+
+
+def test_where_the_bits_differ_the_whole_kernel_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memfit.capture.profile.ways_again", lambda *_: ())
+    torch.manual_seed(0)
+    model, x = convolutions(), torch.randn(4, 8, 16, 15)
+    graph = capture_and_profile(model, (x,), {}, Request(budget=1, loss_fn=loss_fn))[1]
+    assert all(op.again is None for op in graph.ops)
+    result = verify(model, (x,), {}, Request(budget="4MiB", loss_fn=loss_fn, strategy="sequential:2"), loss_fn=loss_fn)
+    assert result.recomputes_executed == result.recomputes_planned > 0
+    assert not result.differing
