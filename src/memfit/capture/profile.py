@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 _aten = torch.ops.aten
 _SHORT_SECONDS = 2e-3
-_LONG_SECONDS = 0.02
+_REPEATS = 4
 _WHOLE_HANDICAP = 1.05
 """Running in parts takes less memory, so it is preferred at about equal time."""
 _TILE = 1 << 16
@@ -172,39 +172,33 @@ def ways_of(node: fx.Node | Call, device: torch.device) -> tuple[Way, ...]:
         def whole() -> object:
             return call(*args, **kwargs)
 
-        ways = [Way(parts=1, workspace_bytes=_workspace(whole, device), seconds=_seconds(whole, device))]
-        reference = whole()
-        _check_hollow(node, args, reference)
-        offered = candidate_parts(node) if ways[0].workspace_bytes else ()
-        for parts in [p for p in offered if _same_bits(reference, functools.partial(_in_parts, node, args, kwargs, p))]:
+        result, first = _measured(whole, device)
+        _check_hollow(node, args, result)
+        found = [(first, whole)]
+        for parts in candidate_parts(node) if first.workspace_bytes else ():
             in_parts = functools.partial(_in_parts, node, args, kwargs, parts)
-            # Where it can write over an operand it mostly will, which saves touching fresh memory.
-            over = IN_PLACE.get(node.target, {}).get(0)
-            timed = in_parts if over is None else functools.partial(over, *args, parts=parts, **kwargs)
-            workspace = _workspace(in_parts, device)
-            ways.append(Way(parts=parts, seconds=_seconds(timed, device), workspace_bytes=workspace))
+            way = _measured_alike(in_parts, result, device)
+            if way is not None:
+                # Where it can write over an operand it mostly will, which saves touching fresh memory.
+                over = IN_PLACE.get(node.target, {}).get(0)
+                timed = in_parts if over is None else functools.partial(over, *args, parts=parts, **kwargs)
+                found.append((replace(way, parts=parts), timed))
+        del result  # timed runs take the memory of those before them, as those of a step do
+        ways = (replace(way, seconds=_seconds(run, way.seconds, device)) for way, run in found)
         return tuple(ways)
     except (RuntimeError, TypeError, IndexError, ValueError, NotImplementedError) as error:
         log.info("cannot time %s alone (%s); using its roofline", node.name, error)
         return (Way(parts=1, seconds=roofline_seconds(node), workspace_bytes=0),)
 
 
-def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """The least of several runs: other work on the machine only ever adds time."""
-    once = _timed(run, device)
-    repeats = 4 if once < _SHORT_SECONDS else 2 if once < _LONG_SECONDS else 1
+def _seconds(run: Callable[[], object], once: float, device: torch.device) -> float:
+    """The least of several runs, one of them known: other work on the machine only ever adds time."""
+    repeats = _REPEATS if once < _SHORT_SECONDS or device.type == "cuda" else 1
     return min(once, *(_timed(run, device) for _ in range(repeats)))
 
 
 def _in_parts(node: fx.Node | Call, args: tuple[Any, ...], kwargs: dict[str, Any], parts: int) -> object:
     return call_in_parts(node.target)(*args, parts=parts, **kwargs)
-
-
-def _same_bits(whole: object, in_parts: Callable[[], object]) -> bool:
-    try:
-        return _equal(whole, in_parts())
-    except RuntimeError:  # a part is too small for the kernel of the whole
-        return False
 
 
 def _equal(one: object, other: object) -> bool:
@@ -231,17 +225,28 @@ def _timed(run: Callable[[], object], device: torch.device) -> float:
     return seconds
 
 
-def _workspace(run: Callable[[], object], device: torch.device) -> int:
-    """Peak of one run beyond its results."""
+def _measured(run: Callable[[], object], device: torch.device) -> tuple[object, Way]:
+    """The result of one run and what it took: its time, and the peak beyond its result."""
     results: list[object] = []
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
-        results.append(run())
-        torch.cuda.synchronize(device)
-        return max(0, torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device))
-    peak = allocation_peak(lambda: results.append(run()))
-    return max(0, peak - _result_bytes(results))
+        seconds = _timed(lambda: results.append(run()), device)
+        beyond = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+    else:
+        times: list[float] = []
+        peak = allocation_peak(lambda: times.append(_timed(lambda: results.append(run()), device)))
+        (seconds,), beyond = times, peak - _result_bytes(results)
+    return results[0], Way(parts=1, seconds=seconds, workspace_bytes=max(0, beyond))
+
+
+def _measured_alike(run: Callable[[], object], expected: object, device: torch.device) -> Way | None:
+    """What one run took, None if its bits are not those expected."""
+    try:
+        result, way = _measured(run, device)
+    except RuntimeError:  # a part is too small for the kernel of the whole
+        return None
+    return way if _equal(expected, result) else None
 
 
 def _result_bytes(results: Iterable[object]) -> int:
