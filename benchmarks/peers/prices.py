@@ -144,7 +144,10 @@ def _node(func: Any, args: Any, kwargs: Any, *, hollow: torch.Tensor | None = No
         return made[id(value)]
 
     named_args, named_kwargs = pytree.tree_map(placeholder, (args, kwargs))
-    return graph.call_function(func, tuple(named_args), dict(named_kwargs))
+    call = graph.call_function(func, tuple(named_args), dict(named_kwargs))
+    if hollow is not None:
+        call.meta["val"] = made[id(hollow)].meta["val"]  # a gradient has the shape of what it is for
+    return call
 
 
 def _is_view(result: Any, operands: Any) -> bool:
