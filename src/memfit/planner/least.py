@@ -20,6 +20,14 @@ __all__ = ["least_order"]
 
 _WINDOWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 _NEAR = 0.004
+"""How close to a limit that was not reached is close enough; less close for a large step."""
+
+_NEAR_IF_LARGE = 0.01
+_LARGE = 1000
+"""Ops of a large step."""
+
+_ROUNDS = 400_000
+"""Drops that are tried for one target, times the ops of the step: work that takes some seconds."""
 
 
 def least_order(graph: StepGraph, *, tries: int = 12) -> list[int]:
@@ -36,11 +44,13 @@ def least_order(graph: StepGraph, *, tries: int = 12) -> list[int]:
     best = starts[0]
     high = _peak(graph, best)
     low = op_wall_bytes(graph)
+    near = _NEAR if len(graph.ops) <= _LARGE else _NEAR_IF_LARGE
+    rounds = min(400, _ROUNDS // len(graph.ops))
     for _ in range(tries):
-        if high - low < _NEAR * high:
+        if high - low < near * high:
             break
         target = (high + low) // 2
-        spilled = (spill(graph, start, target) for start in [best, *starts[:6]])
+        spilled = (spill(graph, start, target, rounds=rounds) for start in [best, *starts[:6]])
         reached = next((order for order in spilled if order is not None), None)
         if reached is None:
             low = target
