@@ -11,6 +11,7 @@ from memfit.capture.trace import capture_step
 from memfit.errors import BudgetError
 from memfit.planning import Request, make_plan
 from memfit.plans import Plan
+from memfit.step.program import Action, Program
 from memfit.step.simulate import simulate_plain
 from memfit.verification import same_bits, verify
 from memfit.zoo import Example, build
@@ -65,6 +66,26 @@ def test_a_planned_step_is_the_plain_step(
     assert all(same_bits(before[name], tensor) for name, tensor in example.model.state_dict().items())
     assert all(p.grad is None for p in example.model.parameters())
     assert torch.equal(random_state, torch.get_rng_state())
+
+
+def test_convolutions_that_run_again_in_parts_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memfit.capture.parts._PART_BYTES", 1 << 19)
+    model = nn.Sequential(*(nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.ReLU()) for _ in range(4)))
+    x = torch.randn(6, 32, 48, 48)
+    request = Request(budget="64MiB", loss_fn=loss_of, strategy="sequential:2")
+    plan = make_plan(model, (x,), {}, request)
+    assert plan.planned is not None
+    ways = [max((way.parts for way in op.ways), default=1) for op in plan.planned.graph.ops]
+    in_parts = tuple(
+        replace(i, parts=ways[i.index]) if i.action is Action.COMPUTE else i for i in plan.program.instructions
+    )
+    assert any(ways[i] > 1 for i in plan.program.recomputed())
+    result = verify(model, (x,), {}, replace(plan, program=Program(instructions=in_parts)))
+    assert result.recomputes_executed == result.recomputes_planned > 0
+
+
+def loss_of(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
 
 
 def test_the_optimizer_steps_too_and_gradients_that_exist_are_added_to() -> None:

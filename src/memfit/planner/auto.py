@@ -41,7 +41,7 @@ _FAR = 0.045
 """Keep searching longer while it is further than this."""
 
 _LARGE = 1000
-"""Ops beyond which searching longer has not paid."""
+"""Ops of a large step."""
 
 _LEAST_MARGIN = 0.003
 
@@ -70,8 +70,8 @@ def find_order(graph: StepGraph, budget_bytes: int, *, seconds: float = 8.0, pro
     Args:
         graph: the step, with times.
         budget_bytes: peak of the step.
-        seconds: roughly how long to search; up to four times that while the result is far from the bound and the
-            step is not large.
+        seconds: roughly how long to search; three quarters of that for a large step, up to four times that while
+            the result of another is far from the bound.
         progress: told what is being tried.
 
     Returns:
@@ -100,7 +100,9 @@ def find_order(graph: StepGraph, budget_bytes: int, *, seconds: float = 8.0, pro
         if order is not None:
             best = _better(best, found(order))
         gap = float("inf") if best is None else (best.timeline.step_seconds - graph.seconds - bound) / graph.seconds
-        patience = seconds if gap < _FAR or len(graph.ops) > _LARGE else 4 * seconds
+        # A start of a large step takes seconds itself, and searching longer has not paid there.
+        large = len(graph.ops) > _LARGE
+        patience = 0.75 * seconds if large else seconds if gap < _FAR else 4 * seconds
         if gap < _CLOSE or time.monotonic() - begin > patience:
             break
     if best is None:

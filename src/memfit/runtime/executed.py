@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.step.graph import StepGraph
-from memfit.step.program import Program, as_they_run
+from memfit.step.program import Action, Program, as_they_run
 
 __all__ = ["ExecutedOps", "executed_recomputations", "op_family"]
 
@@ -60,7 +60,11 @@ def executed_recomputations(counts: Counter[str], graph: StepGraph, program: Pro
     """
     again = program.recomputed()
     families = {family for i in again for family in _calls(graph.ops[i].later.target)}
-    expected = Counter(family for op in as_they_run(graph, program.order()) for family in _calls(op.target))
+    computes = [i for i in program.instructions if i.action is Action.COMPUTE]
+    expected: Counter[str] = Counter()
+    for instruction, op in zip(computes, as_they_run(graph, program.order()), strict=True):
+        for family in _calls(op.target):
+            expected[family] += instruction.parts
     return len(again) + sum(counts[f] - expected[f] for f in families)
 
 
