@@ -2,7 +2,8 @@
 
 1. If the step fits with in-place ops and early frees alone, nothing is recomputed.
 2. Choose what to keep by a program over time (`memfit.planner.selection`), with more and more anchors.
-3. Start from the rotor schedule of the chain of blocks, and from tighter and tighter relaxations.
+3. Start from rotor schedules of the chain of blocks, for the budget and for more, and from tighter and tighter
+   relaxations.
 4. Choose over several epochs, which takes longer and goes lower.
 5. Polish each against the simulator (`memfit.planner.polish`), keep the fastest, and stop as soon as it is near
    the relaxed bound or time is up.
@@ -37,13 +38,16 @@ __all__ = ["Found", "auto_order", "find_order"]
 _CLOSE = 0.01
 """Stop searching when the extra time is within this share of the step of the bound."""
 
-_FAR = 0.045
+_FAR = 0.025
 """Keep searching longer while it is further than this."""
 
 _LARGE = 1000
 """Ops of a large step."""
 
 _LEAST_MARGIN = 0.003
+
+_MORE_MEMORY = (1.02, 1.04, 1.07, 1.1, 1.15, 1.3)
+"""Shares of the budget that a start may take: near the wall, dropping what is too much often beats a tight order."""
 
 Progress = Callable[[str], None]
 
@@ -132,10 +136,9 @@ def _starts(graph: StepGraph, budget_bytes: int) -> Iterator[tuple[str, list[int
             yield f"{windows} windows", list(candidate.order)
             if windows == 1 and number == 0:
                 # The first selection ignores working sets; where that is too far off, this one is near at once.
-                try:
-                    yield "rotor", rotor.order(graph, budget_bytes)
-                except BudgetError:
-                    pass
+                yield from _rotors(graph, budget_bytes, (1.0,))
+        if windows == 1:
+            yield from _rotors(graph, budget_bytes, _MORE_MEMORY)
     room = budget_bytes - graph.static_bytes
     for share in (0.95, 0.8, 0.6, 0.4, 0.3, 0.2, 0.1):
         selection = select_kept(graph, int(room * share), seconds=0.5)
@@ -145,6 +148,15 @@ def _starts(graph: StepGraph, budget_bytes: int) -> Iterator[tuple[str, list[int
         forced = anchors(graph, windows)
         for candidate in select_over_time(graph, budget_bytes, epochs=epochs, forced=forced, seconds=4.0, gap=2e-2):
             yield f"{epochs} epochs, {windows} windows", list(candidate.order)
+
+
+def _rotors(graph: StepGraph, budget_bytes: int, shares: Sequence[float]) -> Iterator[tuple[str, list[int]]]:
+    """Rotor's orders for shares of the budget; once its table is made, each takes no time."""
+    for more in shares:
+        try:
+            yield f"rotor with {more:.0%} of the budget", rotor.order(graph, int(budget_bytes * more))
+        except BudgetError:
+            pass
 
 
 def _no_plan(graph: StepGraph, budget_bytes: int, least: list[int]) -> BudgetError:
