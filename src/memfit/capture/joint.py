@@ -113,6 +113,7 @@ def read_joint(module: fx.GraphModule, num_forward_outputs: int) -> JointReading
     rewrite.split_convolution_backward(module)
     slices.separate_input_slices(module)
     slices.copy_out_late_slices(module)
+    rewrite.mask_before_unpooling(module)
     rewrite.hollow_shape_operands(module)
     rewrite.hoist_weight_gradients(module)
     graph = module.graph

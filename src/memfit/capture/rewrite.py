@@ -9,6 +9,8 @@
   hollow one, so that nothing is kept for it.
 - **No copies of what nobody overwrites.** An in-place activation whose backward needs its input makes autograd
   clone that input; in a functional graph the input itself is still there.
+- **Masked before unpooling.** The gradient of `max_pool(relu(x))` lands where the maxima were, and there the mask of
+  the ReLU is that of the pooled tensor. So the mask is applied to the small gradient, and backward needs no ReLU.
 - **Weight gradients first.** A gradient that nothing else reads runs as soon as its operands exist, so the
   saved input can go before the input's gradient is made.
 - **In place.** Capture functionalises `relu_`, `add_`, `dropout`; where an operand dies at an op, the op can
@@ -45,6 +47,7 @@ __all__ = [
     "in_place_arguments",
     "is_view",
     "make_hollow",
+    "mask_before_unpooling",
     "split_convolution_backward",
     "takes_input_shape_only",
 ]
@@ -173,6 +176,49 @@ def drop_clones(module: fx.GraphModule) -> None:
 def _storage_key(node: fx.Node) -> int | None:
     value = node.meta.get("val")
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
+def mask_before_unpooling(module: fx.GraphModule) -> None:
+    """Applies the mask of a ReLU before a max-pooling to the pooled gradient; zeros stay zeros either way."""
+    graph = module.graph
+    unpoolings: list[Any] = graph.find_nodes(op="call_function", target=_aten.max_pool2d_with_indices_backward.default)
+    for unpooled in unpoolings:
+        masked: Any = next(iter(unpooled.users), None)
+        if len(unpooled.users) != 1 or masked.target is not _aten.threshold_backward.default:
+            continue
+        active, pooling = _original(masked.args[1]), _original(unpooled.args[-1]).args[0]
+        results = {user.args[1]: user for user in pooling.users if user.target is operator.getitem}
+        if (
+            masked.args[0] is not unpooled
+            or masked.args[2] != 0
+            or active.target is not _aten.relu.default
+            or _original(pooling.args[0]) is not active
+            or not {0, 1} <= results.keys()
+            or masked.meta["val"].stride() != unpooled.meta["val"].stride()
+        ):
+            continue
+        gradient, pooled = unpooled.args[0], results[0]
+        with graph.inserting_before(unpooled):
+            early = graph.call_function(masked.target, (gradient, pooled, 0))
+        values = [gradient.meta["val"], pooled.meta["val"]]
+        with detect_fake_mode(values) or nullcontext():
+            early.meta = {**masked.meta, "val": masked.target(*values, 0)}
+        # Without memfit the mask is applied to the large gradient: its result lies beside that, the indices are gone.
+        early.meta[PLAIN_NBYTES] = _nbytes(masked) - _nbytes(results[1])
+        unpooled.update_arg(0, early)
+        masked.replace_all_uses_with(unpooled)
+        graph.erase_node(masked)
+
+
+def _nbytes(node: fx.Node) -> int:
+    return int(node.meta["val"].untyped_storage().nbytes())
+
+
+def _original(node: Any) -> Any:
+    """What a node is another name of."""
+    while node.target in (_aten.detach.default, _aten.alias.default):
+        node = node.args[0]
+    return node
 
 
 def hollow_shape_operands(module: fx.GraphModule) -> None:
