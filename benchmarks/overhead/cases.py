@@ -38,6 +38,9 @@ CASES: dict[str, Case] = {
     "convnext_tiny": Case(spec="torchvision:convnext_tiny", batch=16),
     "gpt": Case(spec="zoo:gpt?layers=12", batch=8, shape=_TEXT),
     "llama": Case(spec="zoo:llama?layers=12", batch=8, shape=_TEXT),
+    "llama_32": Case(
+        spec="zoo:llama?layers=32&width=256&heads=8&kv_heads=8&hidden=688&positions=1024", batch=2, shape=(1024,)
+    ),
     "bert": Case(
         spec=f"hf:bert?hidden_size=384&num_attention_heads=6&intermediate_size=1536&{_NARROW}", batch=8, shape=_TEXT
     ),
