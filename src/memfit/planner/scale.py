@@ -107,5 +107,4 @@ def _structure(op: Op) -> tuple[object, ...]:
     return (
         *(op.target, op.module, op.phase, op.piece, op.reads, op.writes),
         *(op.in_place_over, op.random_state_bytes, op.recomputable),
-        op.again and _structure(op.again),
     )

@@ -104,10 +104,11 @@ def piece_programs(capture: Capture, program: Program) -> tuple[PieceProgram, ..
             continue
         storages = capture.pieces.pieces[op.piece].reading.storages
         returned = set(capture.pieces.pieces[op.piece].reading.output_storages)
-        for storage in joint.again_reads if from_statistics else joint.reads:
+        reads, writes = (joint.again_reads, joint.writes[:1]) if from_statistics else (joint.reads, joint.writes)
+        for storage in reads:
             if storages[storage].kind is StorageKind.FORWARD and storage not in written_back[op.piece]:
                 kept[op.piece][storage] = None
-        written_back[op.piece].update(s for s in joint.writes if s not in returned)
+        written_back[op.piece].update(s for s in writes if s not in returned)
         backward[op.piece].append(instruction)
     # Gradients may be forward results as they are.
     for index, piece in enumerate(capture.pieces.pieces):
