@@ -6,19 +6,25 @@ later than the others and would hold all of them. Two remedies, neither changes 
 - where the gradient comes from a convolution, its input half puts each slice where it belongs, a few samples at
   a time if it runs in parts (`memfit.capture.parts`), so that the whole never exists;
 - any other slice that is read long after the rest is copied out.
+
+A slice of its own is laid out otherwise than a slice of the whole, and kernels that sum add up in another order
+then (the backward pass of batch normalisation on CPU does). So both are done only where all readers have the same
+bits for any layout: those that add, multiply or mask element by element, and convolutions, which copy an operand
+that is not contiguous.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
 from torch._guards import detect_fake_mode
 
-from memfit.capture.rewrite import PLAIN_NBYTES, convolution_input_gradient, is_view
+from memfit.capture.rewrite import PLAIN_NBYTES, convolution_input_gradient, is_view, takes_input_shape_only
 
 __all__ = ["Cuts", "convolution_input_slices", "copy_out_late_slices", "separate_input_slices"]
 
@@ -26,6 +32,20 @@ _aten = torch.ops.aten
 
 _MUCH_LATER = 12
 """Ops between the last other use of a tensor and the first use of a slice of it for the slice to be copied."""
+
+_ROUNDED_ONCE = {
+    _aten.add.Tensor,
+    _aten.sub.Tensor,
+    _aten.mul.Tensor,
+    _aten.div.Tensor,
+    _aten.neg.default,
+    _aten.where.self,
+    _aten.clone.default,
+    _aten.threshold_backward.default,
+    _aten.hardtanh_backward.default,
+    _aten.leaky_relu_backward.default,
+}
+"""Ops of which each element is one exactly rounded result; others, `exp` say, differ between vectors and the rest."""
 
 Cuts = tuple[tuple[int, int], ...]
 """Channels of each slice: the first, and the one after the last."""
@@ -45,7 +65,7 @@ def separate_input_slices(module: fx.GraphModule) -> None:
     graph = module.graph
     for node in graph.find_nodes(op="call_function", target=convolution_input_gradient):
         readers = list(node.users)
-        if len(readers) < 2 or not all(_is_channel_slice(user) for user in readers):
+        if len(readers) < 2 or not all(_is_channel_slice(user) and _for_any_layout(user) for user in readers):
             continue
         value: torch.Tensor = node.meta["val"]
         if not value.is_contiguous():
@@ -87,14 +107,7 @@ def copy_out_late_slices(module: fx.GraphModule) -> None:
     first_tangent = min((position[n] for n in graph.nodes if n.op == "placeholder" and "tangents" in n.name), default=0)
 
     def uses(node: fx.Node) -> list[int]:
-        """Positions at which ops read the node or views of it."""
-        found: list[int] = []
-        for user in node.users:
-            if user.op == "call_function" and is_view(user):
-                found.extend(uses(user))
-            else:
-                found.append(position[user])
-        return found
+        return [position[reader] for reader in _readers(node)]
 
     for node in graph.find_nodes(op="call_function", target=_aten.slice.Tensor):
         base, value = node.args[0], node.meta["val"]
@@ -107,7 +120,7 @@ def copy_out_late_slices(module: fx.GraphModule) -> None:
         own = uses(node)
         if not rest or not own or not value.numel() < whole.numel():
             continue
-        if min(own) - max(rest) >= _MUCH_LATER and not is_view(base):
+        if min(own) - max(rest) >= _MUCH_LATER and not is_view(base) and _for_any_layout(node):
             with graph.inserting_after(base):
                 early = graph.node_copy(node)
             early.meta = dict(node.meta)
@@ -118,3 +131,31 @@ def copy_out_late_slices(module: fx.GraphModule) -> None:
             position[early] = position[copied] = position[base]
             node.replace_all_uses_with(copied)
             graph.erase_node(node)
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """What reads the node or views of it."""
+    for user in node.users:
+        if user.op == "call_function" and is_view(user):
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _for_any_layout(node: fx.Node) -> bool:
+    """Whether all that reads the node has the same bits however it is laid out."""
+    return all(_same_in_any_layout(reader) for reader in _readers(node))
+
+
+def _same_in_any_layout(reader: fx.Node) -> bool:
+    if reader.target in (convolution_input_gradient, convolution_input_slices):
+        return True
+    if reader.target is _aten.convolution_backward.default:
+        _, data, weight, *rest, (_, _, bias) = cast(tuple[Any, ...], reader.args)
+        if not bias:
+            return True
+        # oneDNN sums the bias from its own layout, other kernels from that of the operand.
+        value = data.meta["val"]
+        return value.device.type == "cpu" and takes_input_shape_only(value, weight.meta["val"], *rest)
+    # With `alpha`, adding is a multiplication as well, rounded once or twice.
+    return reader.target in _ROUNDED_ONCE and not reader.kwargs
