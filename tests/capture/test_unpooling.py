@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import memfit
 from memfit.capture.trace import Capture, capture_step
 from memfit.planning import Request
 from memfit.step.graph import Phase
@@ -59,6 +60,31 @@ def test_a_relu_that_is_read_elsewhere_keeps_its_mask() -> None:
     model, x = Skip(), torch.randn(2, 3, 8, 8)
     assert reads_relu_in_backward(capture_step(model, (x,), {}, loss_fn=torch.sum))
     assert not verify(model, (x,), {}, Request(budget="16MiB", loss_fn=torch.sum), loss_fn=torch.sum).differing
+
+
+class Returned(nn.Module):
+    """The caller gets the pooled tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.max_pool2d(self.first(x).relu(), 2)
+
+
+def test_a_pooled_tensor_that_is_returned_may_be_overwritten() -> None:
+    torch.manual_seed(0)
+    model, x = Returned(), torch.randn(2, 3, 8, 8)
+    gradients: list[torch.Tensor] = []
+    for fitted in (False, True):
+        if fitted:
+            memfit.fit(model, (x,), budget="1GiB", loss_fn=loss_fn, prove=False)
+        model.zero_grad()
+        model(x).mul_(2).square().mean().backward()
+        assert model.first.weight.grad is not None
+        gradients.append(model.first.weight.grad.clone())
+    assert torch.equal(*gradients)
 
 
 def test_the_rule_for_values_that_are_no_numbers() -> None:

@@ -153,8 +153,7 @@ def _hollow_attribute(module: fx.GraphModule, original: fx.Node) -> fx.Node:
 def drop_clones(module: fx.GraphModule) -> None:
     """Replaces clones by their source where neither is returned and source and clone are laid out alike."""
     graph = module.graph
-    (output,) = graph.find_nodes(op="output")
-    returned = {_storage_key(n) for n in output.args[0] if isinstance(n, fx.Node)}
+    returned = _returned_storages(graph)
     for node in graph.find_nodes(op="call_function", target=_aten.clone.default):
         source = node.args[0]
         value, original = node.meta["val"], source.meta["val"]
@@ -173,6 +172,11 @@ def drop_clones(module: fx.GraphModule) -> None:
             graph.erase_node(node)
 
 
+def _returned_storages(graph: fx.Graph) -> set[int | None]:
+    (output,) = graph.find_nodes(op="output")
+    return {_storage_key(n) for n in output.args[0] if isinstance(n, fx.Node)}
+
+
 def _storage_key(node: fx.Node) -> int | None:
     value = node.meta.get("val")
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
@@ -181,6 +185,7 @@ def _storage_key(node: fx.Node) -> int | None:
 def mask_before_unpooling(module: fx.GraphModule) -> None:
     """Applies the mask of a ReLU before a max-pooling to the pooled gradient; zeros stay zeros either way."""
     graph = module.graph
+    returned = _returned_storages(graph)
     unpoolings: list[Any] = graph.find_nodes(op="call_function", target=_aten.max_pool2d_with_indices_backward.default)
     for unpooled in unpoolings:
         masked: Any = next(iter(unpooled.users), None)
@@ -194,6 +199,7 @@ def mask_before_unpooling(module: fx.GraphModule) -> None:
             or active.target is not _aten.relu.default
             or _original(pooling.args[0]) is not active
             or not {0, 1} <= results.keys()
+            or _storage_key(results[0]) in returned  # the caller may overwrite it before the backward pass
             or masked.meta["val"].stride() != unpooled.meta["val"].stride()
         ):
             continue
