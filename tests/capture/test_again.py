@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from memfit.capture.again import normalise, normalise_over_data
+from memfit.capture.profile import ways_again
+from memfit.capture.trace import capture_step
 from memfit.planning import Request, capture_and_profile
 from memfit.verification import verify
 
@@ -55,4 +59,41 @@ def test_where_the_bits_differ_the_whole_kernel_runs_again(monkeypatch: pytest.M
     assert all(op.again is None for op in graph.ops)
     result = verify(model, (x,), {}, Request(budget="4MiB", loss_fn=loss_fn, strategy="sequential:2"), loss_fn=loss_fn)
     assert result.recomputes_executed == result.recomputes_planned > 0
+    assert not result.differing
+
+
+def test_a_kernel_that_cannot_run_here_is_not_used() -> None:
+    model, x = convolutions(), torch.randn(2, 8, 6, 6)
+    capture = capture_step(model, (x,), {}, loss_fn=loss_fn)
+    joint = next(op for op in capture.joint_ops if op is not None and op.again is not None)
+    assert joint.again is not None
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("no such kernel here")
+
+    assert ways_again(joint.node, joint.again, torch.device("cpu"))
+    assert ways_again(joint.node, replace(joint.again, target=fails), torch.device("cpu")) == ()
+
+
+class Returned(nn.Module):
+    """Both what is normalised and the result are the caller's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.last = convolutions(), nn.Conv2d(8, 8, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.layers(x)
+        normed = self.layers[1](x)
+        return normed, self.last(normed.sigmoid().sin())
+
+
+def test_a_returned_result_stays_the_callers() -> None:
+    torch.manual_seed(0)
+    model, x = Returned(), torch.randn(4, 8, 16, 16)
+
+    def both(outputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return outputs[0].square().mean() + outputs[1].square().mean()
+
+    result = verify(model, (x,), {}, Request(budget="4MiB", loss_fn=both, strategy="every-block"), loss_fn=both)
     assert not result.differing

@@ -96,15 +96,9 @@ def from_statistics(node: fx.Node) -> Call | None:
     )
 
 
-def normalise(
-    data: torch.Tensor,
-    mean: torch.Tensor,
-    invstd: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-) -> torch.Tensor:
-    """Batch normalisation with the statistics it took before."""
-    shift, scale = _shift_and_scale(data, mean, invstd, weight, bias)
+def normalise(data: torch.Tensor, *statistics: Any) -> torch.Tensor:
+    """Batch normalisation with the statistics it took before: mean and inverse deviation, then weight and bias."""
+    shift, scale = _shift_and_scale(data, *statistics)
     return torch.addcmul(shift, data, scale)
 
 

@@ -154,11 +154,15 @@ def cost_key(node: fx.Node | Call) -> str:
 
 def ways_again(node: fx.Node, again: Call, device: torch.device) -> tuple[Way, ...]:
     """What the call costs that runs in place of a batch normalisation later; nothing if it has other bits."""
-    args, kwargs = _operands(node, device)
-    whole = node.target
-    assert callable(whole)
-    result, mean, invstd = whole(*args, **kwargs)[:3]
-    same = _equal(result, again.target(args[0], mean, invstd, *args[1:3]))
+    try:
+        args, kwargs = _operands(node, device)
+        whole = node.target
+        assert callable(whole)
+        result, mean, invstd = whole(*args, **kwargs)[:3]
+        same = _equal(result, again.target(args[0], mean, invstd, *args[1:3]))
+    except (RuntimeError, TypeError) as error:
+        log.info("cannot run %s again from its statistics (%s)", node.name, error)
+        return ()
     return ways_of(again, device) if same else ()
 
 

@@ -27,8 +27,8 @@ from torch._guards import detect_fake_mode
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from memfit.capture.again import without_statistics
-from memfit.capture.joint import JointOp, JointReading, is_tangent
+from memfit.capture.again import Call, without_statistics
+from memfit.capture.joint import JointReading, is_tangent
 from memfit.capture.parts import call_in_parts
 from memfit.capture.rewrite import HOLLOW_PREFIX, IN_PLACE, make_hollow
 
@@ -103,36 +103,26 @@ class _Emitter:
     def run(self, instruction: LocalInstruction) -> None:
         """Emits one op, then takes its results out."""
         op = self.reading.ops[instruction.index]
-        node = op.node
+        call: fx.Node | Call = op.node
+        writes = op.writes
         if instruction.from_statistics:
-            self._normalise(instruction, op)
-            return
+            assert op.again is not None
+            call, writes = op.again, op.writes[:1]
         if instruction.replay or instruction.save_state:
-            made = self._random(instruction, node)
+            made = self._random(instruction, op.node)
         else:
-            target, args, kwargs = cast(Any, node.target), node.args, dict(node.kwargs)
+            target, args, kwargs = cast(Any, call.target), call.args, dict(call.kwargs)
             if instruction.parts > 1:
-                target, kwargs = call_in_parts(node.target), {**kwargs, "parts": instruction.parts}
-            if instruction.again and (rerun := without_statistics(node)) is not None:
+                target, kwargs = call_in_parts(target), {**kwargs, "parts": instruction.parts}
+            if instruction.again and not instruction.from_statistics and (rerun := without_statistics(op.node)):
                 target, args = rerun
             if instruction.over is not None:
-                operands = [self.reading.storage_of.get(a) if isinstance(a, fx.Node) else None for a in node.args]
-                target = IN_PLACE[node.target][operands.index(instruction.over)]
+                operands = [self.reading.storage_of.get(a) if isinstance(a, fx.Node) else None for a in call.args]
+                target = IN_PLACE[call.target][operands.index(instruction.over)]
                 self.bases[instruction.over].meta[OVERWRITTEN] = True
-            made = self.graph.create_node(node.op, target, fx.map_arg(args, self.value), fx.map_arg(kwargs, self.value))
-            made.meta = dict(node.meta)
-        self._take_results(node, made, op.writes)
-
-    def _normalise(self, instruction: LocalInstruction, op: JointOp) -> None:
-        """Emits what runs in place of a batch normalisation, which has one result only."""
-        assert op.again is not None
-        target = op.again.target
-        if instruction.over is not None:
-            target = IN_PLACE[target][0]
-            self.bases[instruction.over].meta[OVERWRITTEN] = True
-        made = self.graph.call_function(target, fx.map_arg(op.again.args, self.value))
-        made.meta = dict(self.reading.storages[op.writes[0]].base.meta)
-        self.set_base(op.writes[0], made)
+            made = self.graph.call_function(target, fx.map_arg(args, self.value), fx.map_arg(kwargs, self.value))
+            made.meta = dict(call.meta)
+        self._take_results(made, writes)
 
     def _random(self, instruction: LocalInstruction, node: fx.Node) -> fx.Node:
         args = fx.map_arg(node.args, self.value)
@@ -153,15 +143,15 @@ class _Emitter:
         made.meta = dict(node.meta)
         return made
 
-    def _take_results(self, node: fx.Node, made: fx.Node, writes: Sequence[int]) -> None:
-        storages = self.reading.storages
+    def _take_results(self, made: fx.Node, writes: Sequence[int]) -> None:
+        alone = isinstance(made.meta["val"], torch.Tensor)
         for storage in writes:
             if storage in self.returned and storage in self.bases:
                 continue  # the caller holds the first copy; a second one is thrown away
-            base = storages[storage].base
-            if base is node:
+            if alone:
                 self.set_base(storage, made)
             else:
+                base = self.reading.storages[storage].base
                 taken = self.graph.call_function(operator.getitem, (made, base.args[1]))
                 taken.meta = dict(base.meta)
                 self.set_base(storage, taken)
