@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,38 +65,50 @@ def spill(graph: StepGraph, order: Sequence[int], budget_bytes: int, *, rounds: 
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class _Drop:
+    """A copy that could be gone from after position `left` to before `right`, if made again at `places`."""
+
+    copy: Copy
+    left: int
+    right: int
+    places: tuple[int, ...]
+
+
 def _spill_at(graph: StepGraph, spans: Spans, producer: list[int], worst: int, budget_bytes: int) -> list[int] | None:
     overflow = np.maximum(spans.bytes_at - budget_bytes, 0)
-    gaps = _idle_gaps(graph, spans, producer, worst)
     alive_until = _alive(spans.copies)
-    scored: list[tuple[float, Copy, int, list[int]]] = []
-    for copy, left, right in gaps:
-        size = graph.storages[copy.storage].nbytes
-        relief = float(np.minimum(overflow[left + 1 : right], size).sum())
+    scored: list[tuple[float, _Drop, list[list[int]]]] = []
+    for drop in _drops(graph, spans, producer, worst):
+        size = graph.storages[drop.copy.storage].nbytes
+        relief = float(np.minimum(overflow[drop.left + 1 : drop.right], size).sum())
         if relief <= 0:
             continue
-        cone = _cone(graph, producer, copy.storage, right, alive_until)
-        if cone is None:
+        cones = [_cone(graph, producer, drop.copy.storage, place, alive_until) for place in drop.places]
+        made = [cone for cone in cones if cone is not None]
+        if len(made) < len(cones):
             continue
-        seconds = sum(graph.ops[o].later.seconds for o in cone)
-        transient = sum(graph.storages[s].nbytes for o in cone for s in graph.ops[o].later.writes)
+        seconds = sum(graph.ops[o].later.seconds for cone in made for o in cone)
         # Making it again must not overflow where it was fine.
-        risk = max(0.0, float(spans.bytes_at[right - 1] + transient - budget_bytes)) / max(1, size)
-        scored.append(((seconds + 1e-7) * (1 + risk) / relief, copy, right, cone))
+        place, transient = drop.places[-1], _transient_bytes(graph, drop.copy.storage, made[-1])
+        risk = max(0.0, float(spans.bytes_at[place - 1] + transient - budget_bytes)) / max(1, size)
+        scored.append(((seconds + 1e-7) * (1 + risk) / relief, drop, made))
     if not scored:
         return None
     scored.sort(key=lambda item: item[0])
     insertions: dict[int, list[int]] = {}
     gone: set[int] = set()
     need = int(overflow[worst])
-    for _, copy, right, cone in scored:
-        reads = {s for o in cone for s in graph.ops[o].later.reads}
-        writes = {s for o in cone for s in graph.ops[o].later.writes}
-        if need <= 0 or copy.storage in gone or reads & gone or writes & gone:
+    for _, drop, cones in scored:
+        storage = drop.copy.storage
+        reads = {s for cone in cones for o in cone for s in graph.ops[o].later.reads}
+        writes = {s for cone in cones for o in cone for s in graph.ops[o].later.writes}
+        if need <= 0 or storage in gone or reads & gone or writes & gone:
             continue
-        insertions.setdefault(right, []).extend(o for o in cone if o not in insertions.get(right, ()))
-        gone.add(copy.storage)
-        need -= graph.storages[copy.storage].nbytes
+        for place, cone in zip(drop.places, cones, strict=True):
+            insertions.setdefault(place, []).extend(o for o in cone if o not in insertions.get(place, ()))
+        gone.add(storage)
+        need -= graph.storages[storage].nbytes
     changed: list[int] = []
     for position, index in enumerate(spans.order):
         changed.extend(sorted(insertions.get(position, ())))
@@ -103,28 +116,41 @@ def _spill_at(graph: StepGraph, spans: Spans, producer: list[int], worst: int, b
     return changed
 
 
-def _idle_gaps(graph: StepGraph, spans: Spans, producer: list[int], worst: int) -> list[tuple[Copy, int, int]]:
-    """Copies alive and idle at a position, with the uses before and after it.
+def _transient_bytes(graph: StepGraph, storage: int, cone: list[int]) -> int:
+    """What making a storage again takes."""
+    ops = [graph.ops[o].later for o in cone]
+    if all(op.by_samples is not None for op in ops):
+        return graph.storages[storage].nbytes
+    return sum(graph.storages[s].nbytes for op in ops for s in op.writes)
 
-    One that is read there counts too if the op could write over it, were it not read again.
+
+def _drops(graph: StepGraph, spans: Spans, producer: list[int], worst: int) -> list[_Drop]:
+    """Copies alive at a position that could be gone from there.
+
+    These are the idle ones, one that is read there if the op could write over it were it not read again, and one
+    read there by an op that could take it slice by slice from the op that makes it again.
     """
-    over = graph.ops[spans.order[worst]].in_place_over
+    op = graph.ops[spans.order[worst]]
     lasting = graph.lasting()
-    gaps: list[tuple[Copy, int, int]] = []
+    slices = op.later.by_samples if worst in spans.again else None
+    found: list[_Drop] = []
     for copy in spans.copies:
-        if copy.born >= worst or copy.dies <= worst or graph.storages[copy.storage].kind is not StorageKind.FORWARD:
+        if copy.born >= worst or copy.dies < worst or graph.storages[copy.storage].kind is not StorageKind.FORWARD:
             continue
-        if not graph.ops[producer[copy.storage]].recomputable or graph.storages[copy.storage].nbytes == 0:
-            continue
-        if copy.storage in lasting:
+        maker = graph.ops[producer[copy.storage]]
+        if not maker.recomputable or graph.storages[copy.storage].nbytes == 0 or copy.storage in lasting:
             continue
         after = bisect_left(copy.reads, worst)
-        if copy.reads[after] == worst:
-            if copy.storage in over:
-                gaps.append((copy, worst - 1, copy.reads[after + 1]))
+        before = copy.reads[after - 1] if after else copy.born
+        if copy.reads[after] > worst:
+            found.append(_Drop(copy, before, copy.reads[after], (copy.reads[after],)))
             continue
-        gaps.append((copy, copy.reads[after - 1] if after else copy.born, copy.reads[after]))
-    return gaps
+        following = copy.reads[after + 1 : after + 2]
+        if following and copy.storage in op.in_place_over:
+            found.append(_Drop(copy, worst - 1, following[0], following))
+        elif slices is not None and copy.storage in slices.reads and maker.later.by_samples and before < worst - 1:
+            found.append(_Drop(copy, before, following[0] if following else worst + 1, (worst, *following)))
+    return found
 
 
 def _alive(copies: Sequence[Copy]) -> dict[int, list[tuple[int, int]]]:

@@ -40,12 +40,14 @@ class Spans:
     Attributes:
         order: op indices.
         copies: every copy of every storage that is not static and not held by the caller.
+        again: positions of ops that ran before.
         bytes_at: memory while each position runs, the frees after it not yet done.
         timeline: from the simulator.
     """
 
     order: tuple[int, ...]
     copies: tuple[Copy, ...]
+    again: frozenset[int]
     bytes_at: NDArray[np.int64]
     timeline: Timeline
 
@@ -71,4 +73,6 @@ def spans_of(graph: StepGraph, order: Sequence[int]) -> Spans:
     timeline = simulate(graph, program)
     computing = np.array([i.action is Action.COMPUTE for i in program.instructions])
     bytes_at = np.array(timeline.bytes_at, dtype=np.int64)[computing]
-    return Spans(order=tuple(order), copies=tuple(copies), bytes_at=bytes_at, timeline=timeline)
+    first = dict(zip(reversed(order), reversed(range(len(order))), strict=True))
+    again = frozenset(position for position, index in enumerate(order) if first[index] < position)
+    return Spans(order=tuple(order), copies=tuple(copies), again=again, bytes_at=bytes_at, timeline=timeline)

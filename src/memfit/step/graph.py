@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-__all__ = ["Op", "Phase", "StepGraph", "Storage", "StorageKind", "Way"]
+__all__ = ["BySamples", "Op", "Phase", "StepGraph", "Storage", "StorageKind", "Way"]
 
 
 class Phase(StrEnum):
@@ -79,6 +79,34 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BySamples:
+    """How an op runs a few samples of the batch at a time, with the same bits (`memfit.step.fusion`).
+
+    Attributes:
+        batch: samples in all.
+        samples: in one slice; the last slice may have fewer.
+        seconds: profiled time of all slices.
+        workspace_bytes: memory one slice takes beyond what it reads and writes.
+        reads: storages of which it reads the same samples as it writes; of others it reads everything.
+    """
+
+    batch: int
+    samples: int
+    seconds: float
+    workspace_bytes: int
+    reads: tuple[int, ...]
+
+    @property
+    def slices(self) -> int:
+        """How many there are."""
+        return -(-self.batch // self.samples)
+
+    def slice_bytes(self, nbytes: int) -> int:
+        """What a slice takes of so many bytes."""
+        return -(-nbytes * self.samples // self.batch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
     """One call that computes something. Views are not ops.
 
@@ -102,6 +130,7 @@ class Op:
             it needs.
         again: what runs in its place after the first time, if that is another call: it writes some of `writes`
             and may read others of them, which then last from the first run on.
+        by_samples: how it runs a few samples at a time, if it can.
     """
 
     name: str
@@ -120,6 +149,7 @@ class Op:
     recomputable: bool = True
     plain_reads: tuple[int, ...] = ()
     again: Op | None = None
+    by_samples: BySamples | None = None
 
     @property
     def later(self) -> Op:
@@ -130,6 +160,12 @@ class Op:
     def least_seconds(self) -> float:
         """Time of one run, the quickest way."""
         return min((way.seconds for way in self.ways), default=self.seconds)
+
+    @property
+    def least_seconds_again(self) -> float:
+        """Time of one run after the first, the quickest way."""
+        later = self.later
+        return later.least_seconds if later.by_samples is None else min(later.least_seconds, later.by_samples.seconds)
 
     def way(self, parts: int) -> Way:
         """What it costs to run in so many parts.
@@ -226,6 +262,7 @@ def _plain_op(op: Op) -> Op:
         workspace_bytes=whole.workspace_bytes,
         parts=whole.parts,
         ways=(),
+        by_samples=None,
     )
 
 

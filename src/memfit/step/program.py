@@ -10,10 +10,11 @@ Known limits: of one storage at most one copy is alive, the one written last.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from memfit.step.fusion import Fusion, fusions, overwritten
 from memfit.step.graph import Op, StepGraph
 
 __all__ = ["Action", "Instruction", "Program", "as_they_run", "plain_order", "plain_program", "program_of"]
@@ -30,13 +31,15 @@ class Action(StrEnum):
 class Instruction:
     """One step of a program: `index` is an op for `COMPUTE`, or a storage for `FREE`.
 
-    An op runs in `parts`, and its first result takes the memory of storage `over` if there is one.
+    An op runs in `parts`, and its first result takes the memory of storage `over` if there is one. What is `fused`
+    runs as one with the next instruction, part by part (`memfit.step.fusion`).
     """
 
     action: Action
     index: int
     over: int | None = None
     parts: int = 1
+    fused: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +51,14 @@ class Program:
     def order(self) -> list[int]:
         """The ops in the order they run, recomputed ones repeated."""
         return [i.index for i in self.instructions if i.action is Action.COMPUTE]
+
+    def runs(self) -> Iterator[tuple[Instruction, ...]]:
+        """The instructions that run as one together, most of them alone."""
+        start = 0
+        for position, instruction in enumerate(self.instructions):
+            if not instruction.fused:
+                yield self.instructions[start : position + 1]
+                start = position + 1
 
     def recomputed(self) -> list[int]:
         """Ops that run again, one entry for every extra run, in order."""
@@ -84,7 +95,9 @@ def as_they_run(graph: StepGraph, order: Sequence[int]) -> list[Op]:
     return ops
 
 
-def program_of(graph: StepGraph, order: Sequence[int], *, in_place: bool = True) -> Program:
+def program_of(
+    graph: StepGraph, order: Sequence[int], *, in_place: bool = True, fuse: bool = True
+) -> Program:
     """Adds frees and in-place marks to an order of ops.
 
     Every read uses the copy written last; a copy is freed right after its last read, or at once if nothing
@@ -94,14 +107,37 @@ def program_of(graph: StepGraph, order: Sequence[int], *, in_place: bool = True)
         graph: the step; each op runs in its `parts`.
         order: op indices; forward ops may repeat, before or after the loss op.
         in_place: overwrite operands that die where the op allows it.
+        fuse: run ops as one where that takes less memory.
 
     Returns:
         The program.
     """
+    ops = as_they_run(graph, order)
+    dying = _dying(graph, ops)
+    first = dict(zip(reversed(order), reversed(range(len(order))), strict=True))
+    again = [first[index] < position for position, index in enumerate(order)]
+    runs = fusions(graph, ops, again, dying) if fuse else []
+    fused_at = {run.start: run for run in runs}
+    instructions: list[Instruction] = []
+    position = 0
+    while position < len(order):
+        if position in fused_at:
+            instructions += _as_one(fused_at[position], order, ops, dying)
+            position = fused_at[position].stop
+            continue
+        op, dead = ops[position], dying[position]
+        over = overwritten(op, dead) if in_place else None
+        instructions.append(Instruction(Action.COMPUTE, order[position], over, op.parts))
+        instructions.extend(Instruction(Action.FREE, s) for s in dead if s != over)
+        position += 1
+    return Program(instructions=tuple(instructions))
+
+
+def _dying(graph: StepGraph, ops: Sequence[Op]) -> list[list[int]]:
+    """By position, the storages of which a copy is last needed there."""
     held = graph.held_to_the_end()
     written_at: dict[int, int] = {}
     last_read: dict[tuple[int, int], int] = {}
-    ops = as_they_run(graph, order)
     for position, op in enumerate(ops):
         for storage in op.reads:
             if storage in written_at:
@@ -110,16 +146,30 @@ def program_of(graph: StepGraph, order: Sequence[int], *, in_place: bool = True)
             if storage not in held:
                 written_at[storage] = position
                 last_read[storage, position] = position
-    dying: list[list[int]] = [[] for _ in order]
+    dying: list[list[int]] = [[] for _ in ops]
     for (storage, _), position in last_read.items():
         if storage not in held:
             dying[position].append(storage)
+    return dying
 
-    instructions: list[Instruction] = []
-    for position, index in enumerate(order):
-        op, dead = ops[position], dying[position]
-        choices = op.in_place_over if in_place and op.in_place_over and op.writes[0] not in dead else ()
-        over = next((s for s in choices if s in dead), None)
-        instructions.append(Instruction(Action.COMPUTE, index, over, op.parts))
-        instructions.extend(Instruction(Action.FREE, s) for s in dead if s != over)
-    return Program(instructions=tuple(instructions))
+
+def _as_one(
+    run: Fusion, order: Sequence[int], ops: Sequence[Op], dying: Sequence[Sequence[int]]
+) -> list[Instruction]:
+    """Fused ops with frees of what exists as slices; what came in whole is freed after them."""
+    written: set[int] = set()
+    fused: list[Instruction] = []
+    after: list[Instruction] = []
+    taken = set(run.over.values())
+    for position in range(run.start, run.stop):
+        op = ops[position]
+        assert op.by_samples is not None
+        written.update(op.writes)
+        fused.append(Instruction(Action.COMPUTE, order[position], run.over.get(position), op.by_samples.slices, True))
+        for storage in dying[position]:
+            if storage in written:
+                fused.append(Instruction(Action.FREE, storage, fused=True))
+            elif storage not in taken:
+                after.append(Instruction(Action.FREE, storage))
+    fused[-1] = replace(fused[-1], fused=False)
+    return fused + after

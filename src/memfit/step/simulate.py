@@ -2,7 +2,8 @@
 
 It walks a program in integer bytes and returns the peak, the time and what is alive at each instant. The
 memory model is that of a reference-counting allocator: a result exists from the moment its op starts, an
-operand until the instruction after its last reader, a kernel's workspace only while it runs.
+operand until the instruction after its last reader, a kernel's workspace only while it runs. Of ops that run as
+one (`memfit.step.fusion`), what comes in and goes out is there from the first to the last, the rest as slices.
 
 Known limits: one lane (compute); allocator fragmentation is not modelled here but corrected by the proving
 run (`memfit.runtime.measure`).
@@ -10,10 +11,11 @@ run (`memfit.runtime.measure`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memfit.step.graph import Phase, StepGraph
-from memfit.step.program import Action, Program, as_they_run, plain_program
+from memfit.step.program import Action, Instruction, Program, as_they_run, plain_program
 
 __all__ = ["Timeline", "live_storages_at", "simulate", "simulate_plain"]
 
@@ -67,7 +69,21 @@ def simulate(graph: StepGraph, program: Program) -> Timeline:
     recompute_seconds = seconds = 0.0
     forward_end_bytes = live
     bytes_at: list[int] = []
-    for instruction in program.instructions:
+    for run in program.runs():
+        if len(run) > 1:
+            whole, beside = _slices(graph, run)
+            live += whole
+            bytes_at += [live + nbytes for nbytes in beside]
+            again = [ops[i.index].later for i in run if i.action is Action.COMPUTE]
+            runs += len(again)
+            took = sum(op.by_samples.seconds for op in again if op.by_samples is not None)
+            seconds += took
+            recompute_seconds += took
+            freed = {i.index for i in run if i.action is Action.FREE} | {i.over for i in run}
+            alive.update(s for op in again for s in op.writes)
+            alive.difference_update(s for s in freed if s is not None)
+            continue
+        (instruction,) = run
         if instruction.action is Action.FREE:
             live -= sizes[instruction.index]
             alive.discard(instruction.index)
@@ -110,6 +126,28 @@ def simulate(graph: StepGraph, program: Program) -> Timeline:
         forward_end_bytes=forward_end_bytes,
         bytes_at=tuple(bytes_at),
     )
+
+
+def _slices(graph: StepGraph, run: Sequence[Instruction]) -> tuple[int, list[int]]:
+    """Of ops that run as one: what their results that stay take, and the slices beside these at each instruction."""
+    sizes = [s.nbytes for s in graph.storages]
+    inner = {i.index for i in run if i.action is Action.FREE}
+    whole = live = 0
+    slice_of: dict[int, int] = {}
+    beside: list[int] = []
+    for instruction in run:
+        if instruction.action is Action.FREE:
+            live -= slice_of[instruction.index]
+            beside.append(live)
+            continue
+        op = graph.ops[instruction.index].later
+        assert op.by_samples is not None
+        slice_of.update((s, op.by_samples.slice_bytes(sizes[s])) for s in op.writes)
+        live += sum(slice_of[s] for s in op.writes)
+        beside.append(live + op.by_samples.workspace_bytes)
+        whole += sum(sizes[s] for s in op.writes if s not in inner)
+        whole -= 0 if instruction.over is None else sizes[instruction.over]
+    return whole, beside
 
 
 def simulate_plain(graph: StepGraph) -> Timeline:
