@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from memfit.step.graph import Op, Phase, StepGraph, Storage, StorageKind
+from memfit.step.graph import BySamples, Op, Phase, StepGraph, Storage, StorageKind
 
-__all__ = ["orders", "step_graphs"]
+__all__ = ["orders", "sliced_step_graphs", "step_graphs"]
 
 _SIZES = st.sampled_from([0, 1, 2, 3, 4, 4, 4, 8, 8, 100])
 _SECONDS = st.integers(0, 16).map(lambda eighths: eighths / 8)  # sums of eighths are exact
@@ -112,6 +112,34 @@ def step_graphs(draw: st.DrawFn, *, max_forward: int = 6, max_pieces: int = 2, e
         after_step_seconds=draw(_SECONDS),
         label=draw(st.sampled_from(["", "toy · 16×3"])),
     )
+
+
+@st.composite
+def sliced_step_graphs(draw: st.DrawFn, *, exact: bool = False) -> StepGraph:
+    """A step of which some forward ops can run again a few samples at a time."""
+    graph = draw(step_graphs(exact=exact))
+    batch = draw(st.integers(2, 5))
+    samples = draw(st.integers(1, batch - 1))
+
+    def subset(of: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(s for s in of if draw(st.sampled_from([True, True, True, False])))
+
+    def sliced(op: Op) -> Op:
+        if op.phase is not Phase.FORWARD or op.random_state_bytes or not draw(st.sampled_from([True, True, False])):
+            return op
+        reads = subset(op.later.reads)
+        slices = BySamples(
+            batch=batch,
+            samples=samples,
+            seconds=draw(_SECONDS),
+            workspace_bytes=draw(st.sampled_from([0, 0, 2])),
+            reads=reads,
+            may_overwrite=subset(tuple(s for s in reads if graph.storages[s].kind is StorageKind.FORWARD)),
+        )
+        later = replace(op.later, by_samples=slices)
+        return replace(op, again=later) if op.again is not None else later
+
+    return replace(graph, ops=tuple(map(sliced, graph.ops)))
 
 
 @st.composite

@@ -36,7 +36,7 @@ from memfit.step.codec import (
 from memfit.step.graph import StepGraph
 from memfit.step.program import Action, Instruction, Program, program_of
 from memfit.step.schema import GRAPH_SCHEMA, PLAN_SCHEMA, PROGRAM_SCHEMA
-from tests.step.random_graphs import orders, step_graphs
+from tests.step.random_graphs import orders, sliced_step_graphs, step_graphs
 
 PLAN = PlanFile(
     fingerprint={"torch": "2.15.0", "batch": 64, "shapes": [[64, 3, 224, 224], "float32"], "deterministic": True},
@@ -69,7 +69,7 @@ def through_text(document: object) -> Any:
     return json.loads(json.dumps(document, allow_nan=False))
 
 
-@given(step_graphs(), st.data())
+@given(step_graphs() | sliced_step_graphs(), st.data())
 def test_steps_and_programs_come_back(graph: StepGraph, data: st.DataObject) -> None:
     back = decode_graph(through_text(encode_graph(graph)))
     assert back == graph

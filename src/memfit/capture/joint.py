@@ -17,7 +17,7 @@ Known limits: static shapes only.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -26,9 +26,10 @@ from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 
 from memfit.capture import rewrite, slices
 from memfit.capture.again import Call, from_statistics, without_statistics
+from memfit.capture.by_samples import batch_of, samples_per_slice, sliced_operands
 from memfit.capture.repeated import merge_repeated
 from memfit.errors import CaptureError
-from memfit.step.graph import Phase, StorageKind
+from memfit.step.graph import BySamples, Phase, StorageKind
 
 __all__ = ["JointOp", "JointReading", "JointStorage", "is_random", "read_joint"]
 
@@ -70,6 +71,7 @@ class JointOp:
     recomputable: bool
     again: Call | None = None
     again_reads: tuple[int, ...] = ()
+    by_samples: BySamples | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +136,7 @@ def read_joint(module: fx.GraphModule, num_forward_outputs: int) -> JointReading
         _joint_op(node, written, forward, storages, storage_of, overwritten, returned)
         for node, written in ops_nodes.items()
     ]
+    ops = _with_slices(ops, storages, storage_of, returned)
     ops.sort(key=lambda op: op.phase is Phase.BACKWARD)
     return JointReading(
         module=module,
@@ -295,6 +298,36 @@ def _joint_op(
         again=again,
         again_reads=() if again is None else tuple(dict.fromkeys(storage_of[n] for n in again.all_input_nodes)),
     )
+
+
+def _with_slices(
+    ops: list[JointOp], storages: list[JointStorage], storage_of: dict[fx.Node, int], returned: set[int]
+) -> list[JointOp]:
+    """Says how ops can run a few samples at a time (`memfit.capture.by_samples`); times come from the profiler."""
+    able = [op for op in ops if op.phase is Phase.FORWARD and op.recomputable and not op.random]
+    samples = samples_per_slice(op.again or op.node for op in able)
+
+    def slices(op: JointOp) -> BySamples | None:
+        call = op.again or op.node
+        nodes = sliced_operands(call)
+        reads = tuple(storage_of[n] for n in call.all_input_nodes if n in nodes)
+        whole = {storage_of.get(n) for n in call.all_input_nodes if n not in nodes}
+        batch = batch_of(call)
+        # Slices are handed on as they are, not as views of another shape.
+        alike = all(rewrite.original(n) is storages[storage_of[n]].base for n in nodes)
+        if batch not in samples or not alike or not whole.isdisjoint(reads):
+            return None
+        return BySamples(
+            batch=batch,
+            samples=samples[batch],
+            seconds=0.0,
+            workspace_bytes=0,
+            reads=tuple(dict.fromkeys(reads)),
+            may_overwrite=tuple(s for s in reads if storages[s].kind is StorageKind.FORWARD and s not in returned),
+        )
+
+    of = {op.node: slices(op) for op in able}
+    return [replace(op, by_samples=of.get(op.node)) for op in ops]
 
 
 def _tuple_reads(argument: fx.Node, storage_of: dict[fx.Node, int]) -> list[int]:

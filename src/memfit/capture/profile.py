@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ import torch
 from torch import fx
 
 from memfit.capture.again import Call
+from memfit.capture.by_samples import batch_of, sliced_operands
 from memfit.capture.cost_cache import CostCache
 from memfit.capture.joint import tensors_of
 from memfit.capture.parts import call_in_parts, candidate_parts
@@ -80,6 +82,11 @@ def profile_ops(
             distinct.setdefault(cost_key(joint.node), functools.partial(ways_of, joint.node, device))
         if joint is not None and joint.again is not None:
             distinct.setdefault(cost_key(joint.again), functools.partial(ways_again, joint.node, joint.again, device))
+        if joint is not None and joint.by_samples is not None:
+            later, samples = joint.again or joint.node, joint.by_samples.samples
+            distinct.setdefault(
+                _key_by_samples(later, samples), functools.partial(way_by_samples, later, samples, device)
+            )
     missing = [key for key in distinct if key not in cache]
     devices = [device.index or 0] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.no_grad():
@@ -90,15 +97,23 @@ def profile_ops(
     if progress is not None and missing:
         progress(len(missing), len(missing))
     cache.save()
-    return _with_costs(capture, lambda call: cache[cost_key(call)])
+    return _with_costs(
+        capture,
+        lambda call: cache[cost_key(call)],
+        lambda call, samples: cache[_key_by_samples(call, samples)],
+    )
 
 
 def with_rooflines(capture: Capture) -> StepGraph:
     """The step graph with times from rooflines only; nothing runs."""
-    return _with_costs(capture, _roofline_ways)
+    return _with_costs(capture, _roofline_ways, lambda call, _: _roofline_ways(call)[:1])
 
 
-def _with_costs(capture: Capture, ways_of_call: Callable[[fx.Node | Call], tuple[Way, ...]]) -> StepGraph:
+def _with_costs(
+    capture: Capture,
+    ways_of_call: Callable[[fx.Node | Call], tuple[Way, ...]],
+    way_of_slices: Callable[[fx.Node | Call, int], tuple[Way, ...]],
+) -> StepGraph:
     ops: list[Op] = []
     for op, joint in zip(capture.graph.ops, capture.joint_ops, strict=True):
         if joint is not None:
@@ -106,6 +121,12 @@ def _with_costs(capture: Capture, ways_of_call: Callable[[fx.Node | Call], tuple
         if joint is not None and joint.again is not None and op.again is not None:
             ways = ways_of_call(joint.again)
             op = replace(op, again=_with_ways(op.again, ways, joint.again) if ways else None)
+        if joint is not None and joint.by_samples is not None:
+            ways = way_of_slices(joint.again or joint.node, joint.by_samples.samples)
+            if op.again is not None:
+                op = replace(op, again=_with_slices(op.again, ways))
+            elif joint.again is None:
+                op = _with_slices(op, ways)
         ops.append(op)
     return replace(capture.graph, ops=tuple(ops))
 
@@ -124,6 +145,19 @@ def _with_ways(op: Op, ways: tuple[Way, ...], node: fx.Node | Call) -> Op:
         parts=best.parts,
         ways=ways if in_parts else (),
     )
+
+
+def _with_slices(op: Op, ways: tuple[Way, ...]) -> Op:
+    """The op with the cost of its slices, which it has none of if their bits are others."""
+    if op.by_samples is None or not ways:
+        return replace(op, by_samples=None)
+    (way,) = ways
+    slices = replace(op.by_samples, seconds=way.seconds, workspace_bytes=way.workspace_bytes)
+    return replace(op, by_samples=slices)
+
+
+def _key_by_samples(call: fx.Node | Call, samples: int) -> str:
+    return f"{cost_key(call)} by {samples} samples"
 
 
 def _roofline_ways(node: fx.Node | Call) -> tuple[Way, ...]:
@@ -195,6 +229,41 @@ def ways_of(node: fx.Node | Call, device: torch.device) -> tuple[Way, ...]:
         return (Way(parts=1, seconds=roofline_seconds(node), workspace_bytes=0),)
 
 
+def way_by_samples(call: fx.Node | Call, samples: int, device: torch.device) -> tuple[Way, ...]:
+    """What the op costs slice after slice, with the workspace of one slice; nothing if it has other bits so."""
+    try:
+        values, sliced = _operand_values(call, device), sliced_operands(call)
+        target = call.target
+        assert callable(target)
+
+        def run(here: slice) -> object:
+            args = fx.map_arg(call.args, lambda n: values[n][here] if n in sliced else values[n])
+            return target(*args, **fx.map_arg(call.kwargs, values.__getitem__))
+
+        whole = run(slice(None))
+        _, first = _measured(lambda: run(slice(samples)), device)
+        times: list[float] = []
+        for start in range(0, batch_of(call), samples):
+            here, results = slice(start, start + samples), list[object]()
+            times.append(_timed(functools.partial(_run_into, results, run, here), device))
+            if not _equal(_samples(whole, here), results[0]):
+                return ()
+    except (RuntimeError, TypeError, IndexError, ValueError, NotImplementedError) as error:
+        log.info("cannot run %s by samples (%s)", call.name, error)
+        return ()
+    return (replace(first, seconds=statistics.median(times) * len(times)),)
+
+
+def _run_into(results: list[object], run: Callable[[slice], object], here: slice) -> None:
+    results.append(run(here))
+
+
+def _samples(result: object, here: slice) -> object:
+    if isinstance(result, tuple | list):
+        return tuple(_samples(r, here) for r in result)
+    return result[here] if isinstance(result, torch.Tensor) else result
+
+
 def _seconds(run: Callable[[], object], once: float, device: torch.device) -> float:
     """The least of several runs, one of them known: other work on the machine only ever adds time."""
     repeats = _REPEATS if once < _SHORT_SECONDS or device.type == "cuda" else 1
@@ -263,26 +332,29 @@ def _result_bytes(results: Iterable[object]) -> int:
 
 
 def _operands(node: fx.Node | Call, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    made: dict[fx.Node, Any] = {}
+    values = _operand_values(node, device)
+    return fx.map_arg(node.args, values.__getitem__), fx.map_arg(node.kwargs, values.__getitem__)
+
+
+def _operand_values(node: fx.Node | Call, device: torch.device) -> dict[fx.Node, torch.Tensor]:
+    """Made-up tensors for the operands."""
+    made: dict[fx.Node, torch.Tensor] = {}
     indexing = _INDEXING.get(node.target)
     index_node = node.args[indexing.operand] if indexing is not None else None
 
-    def real(argument: fx.Node) -> Any:
+    def make(argument: fx.Node) -> None:
+        value = argument.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"operand {argument.name} is not a tensor")
+        hollow = str(argument.target).startswith(HOLLOW_PREFIX)
         if argument not in made:
-            value = argument.meta.get("val")
-            if not isinstance(value, torch.Tensor):
-                raise TypeError(f"operand {argument.name} is not a tensor")
-            if str(argument.target).startswith(HOLLOW_PREFIX):
-                made[argument] = make_hollow(value, device)
-            else:
-                made[argument] = _like(value, device)
-        return made[argument]
+            made[argument] = make_hollow(value, device) if hollow else _like(value, device)
 
-    args = fx.map_arg(node.args, real)
-    kwargs = fx.map_arg(node.kwargs, real)
+    fx.map_arg((node.args, node.kwargs), make)
     if indexing is not None and isinstance(index_node, fx.Node):
+        args = fx.map_arg(node.args, made.__getitem__)
         made[index_node].random_(0, max(1, indexing.limit(args)))
-    return args, kwargs
+    return made
 
 
 def _like(value: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -48,6 +48,7 @@ __all__ = [
     "is_view",
     "make_hollow",
     "mask_before_unpooling",
+    "original",
     "split_convolution_backward",
     "takes_input_shape_only",
 ]
@@ -191,13 +192,13 @@ def mask_before_unpooling(module: fx.GraphModule) -> None:
         masked: Any = next(iter(unpooled.users), None)
         if len(unpooled.users) != 1 or masked.target is not _aten.threshold_backward.default:
             continue
-        active, pooling = _original(masked.args[1]), _original(unpooled.args[-1]).args[0]
+        active, pooling = original(masked.args[1]), original(unpooled.args[-1]).args[0]
         results = {user.args[1]: user for user in pooling.users if user.target is operator.getitem}
         if (
             masked.args[0] is not unpooled
             or masked.args[2] != 0
             or active.target is not _aten.relu.default
-            or _original(pooling.args[0]) is not active
+            or original(pooling.args[0]) is not active
             or not {0, 1} <= results.keys()
             or _storage_key(results[0]) in returned  # the caller may overwrite it before the backward pass
             or masked.meta["val"].stride() != unpooled.meta["val"].stride()
@@ -220,7 +221,7 @@ def _nbytes(node: fx.Node) -> int:
     return int(node.meta["val"].untyped_storage().nbytes())
 
 
-def _original(node: Any) -> Any:
+def original(node: Any) -> Any:
     """What a node is another name of."""
     while node.target in (_aten.detach.default, _aten.alias.default):
         node = node.args[0]

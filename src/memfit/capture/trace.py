@@ -252,10 +252,16 @@ def _op(op: JointOp, number: dict[int, int], piece: int, device_type: str) -> Op
         random_state_bytes=_RANDOM_STATE_BYTES.get(device_type, 16) if op.random else 0,
         recomputable=op.recomputable,
     )
+    slices = op.by_samples and replace(
+        op.by_samples,
+        reads=tuple(dict.fromkeys(number[s] for s in op.by_samples.reads)),
+        may_overwrite=tuple(dict.fromkeys(number[s] for s in op.by_samples.may_overwrite)),
+    )
     if op.again is None:
-        return made
+        return replace(made, by_samples=slices)
     again = replace(
         made,
+        by_samples=slices,
         target=op.again.target.__name__,
         reads=tuple(dict.fromkeys(number[s] for s in op.again_reads)),
         writes=made.writes[:1],

@@ -68,7 +68,7 @@ def select_kept(graph: StepGraph, room_bytes: int, *, seconds: float = 5.0, gap:
 
     def rerun_variable(op: int) -> int:
         if op not in rerun:
-            rerun[op] = problem.variable(cost=graph.ops[op].later.least_seconds)
+            rerun[op] = problem.variable(cost=graph.ops[op].least_seconds_again)
         return rerun[op]
 
     pending = [s for s in needed if _optional(graph, s, held)]

@@ -75,10 +75,15 @@ def _seconds_again(graph: StepGraph, program: Program) -> dict[int, float]:
     """For each op the time of its runs after the first."""
     ran: set[int] = set()
     seconds: dict[int, float] = defaultdict(float)
-    for instruction in program.instructions:
-        if instruction.action is Action.COMPUTE:
-            if instruction.index in ran:
-                seconds[instruction.index] += graph.ops[instruction.index].later.way(instruction.parts).seconds
+    for run in program.runs():
+        for instruction in run:
+            if instruction.action is not Action.COMPUTE:
+                continue
+            op = graph.ops[instruction.index].later
+            if len(run) > 1 and op.by_samples is not None:
+                seconds[instruction.index] += op.by_samples.seconds
+            elif instruction.index in ran:
+                seconds[instruction.index] += op.way(instruction.parts).seconds
             ran.add(instruction.index)
     return seconds
 

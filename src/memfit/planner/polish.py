@@ -99,13 +99,13 @@ def _spill_at(graph: StepGraph, spans: Spans, producer: list[int], worst: int, b
     insertions: dict[int, list[int]] = {}
     gone: set[int] = set()
     need = int(overflow[worst])
-    for _, drop, cones in scored:
+    for _, drop, made in scored:
         storage = drop.copy.storage
-        reads = {s for cone in cones for o in cone for s in graph.ops[o].later.reads}
-        writes = {s for cone in cones for o in cone for s in graph.ops[o].later.writes}
+        reads = {s for cone in made for o in cone for s in graph.ops[o].later.reads}
+        writes = {s for cone in made for o in cone for s in graph.ops[o].later.writes}
         if need <= 0 or storage in gone or reads & gone or writes & gone:
             continue
-        for place, cone in zip(drop.places, cones, strict=True):
+        for place, cone in zip(drop.places, made, strict=True):
             insertions.setdefault(place, []).extend(o for o in cone if o not in insertions.get(place, ()))
         gone.add(storage)
         need -= graph.storages[storage].nbytes

@@ -5,8 +5,9 @@ different batch sizes give the step at any other one, as long as both are the sa
 never below zero; times follow the same line where it makes sense, else they are proportional or constant, so
 that the noise of two small measurements is not extrapolated into nonsense.
 
-Known limits: kernels may take another path at another size (other workspace, other speed), and a model may run
-other ops; a size found this way is confirmed by a real capture (`memfit.batch_size`).
+Known limits: ops do not run as one at such a size (`memfit.step.fusion`); kernels may take another path at another
+size (other workspace, other speed), and a model may run other ops; a size found this way is confirmed by a real
+capture (`memfit.batch_size`).
 """
 
 from __future__ import annotations
@@ -99,6 +100,7 @@ def _with_ways(op: Op, parts: int, whole: Way, chosen: Way) -> Op:
         workspace_bytes=chosen.workspace_bytes,
         parts=parts,
         ways=(whole, chosen) if parts > 1 else (),
+        by_samples=None,
     )
 
 

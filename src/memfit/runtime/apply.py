@@ -19,13 +19,13 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx.graph import _BoxedCodeGen
 
 from memfit.capture.dynamo import compile_call, detach_outputs
-from memfit.capture.joint import JointOp, JointReading, read_joint
+from memfit.capture.joint import JointReading, read_joint
 from memfit.capture.trace import Capture
 from memfit.errors import OutOfMemoryError, PlanMismatchError
 from memfit.runtime.lower import OVERWRITTEN, LocalInstruction, attach_hollow, lower
 from memfit.runtime.measure import largest_tensors
 from memfit.runtime.unused_output import refuse_gradient
-from memfit.step.graph import Op, Phase, StorageKind
+from memfit.step.graph import Phase, StorageKind
 from memfit.step.program import Action, Program
 
 __all__ = ["PieceProgram", "compile_planned", "piece_programs", "reading_digest"]
@@ -82,6 +82,8 @@ def piece_programs(capture: Capture, program: Program) -> tuple[PieceProgram, ..
     seen: set[int] = set()
     written_back: list[set[int]] = [set() for _ in range(count)]
     computes = [i for i in program.instructions if i.action is Action.COMPUTE]
+    fused, handed_on = _fused(program)
+    local = _local_storages(capture)
     for position, index in enumerate(order):
         op, joint = graph.ops[index], capture.joint_ops[index]
         if op.phase is Phase.LOSS or joint is None:
@@ -92,11 +94,13 @@ def piece_programs(capture: Capture, program: Program) -> tuple[PieceProgram, ..
         instruction = LocalInstruction(
             index=local_op[id(joint)],
             again=index in seen,
-            over=_local_over(op, joint, computes[position].over),
+            over=local[op.piece].get(computes[position].over),
             parts=computes[position].parts,
             from_statistics=from_statistics,
             save_state=random and index not in seen,
             replay=random and index in seen,
+            fused=fused[position],
+            handed_on=tuple(local[op.piece][s] for s in handed_on[position]),
         )
         seen.add(index)
         if not past_loss:
@@ -126,9 +130,26 @@ def piece_programs(capture: Capture, program: Program) -> tuple[PieceProgram, ..
     )
 
 
-def _local_over(op: Op, joint: JointOp, over: int | None) -> int | None:
-    """The overwritten storage by the number it has in its piece."""
-    return None if over is None else joint.in_place_over[op.in_place_over.index(over)]
+def _fused(program: Program) -> tuple[list[bool], list[list[int]]]:
+    """For each op in order, whether the next one runs as one with it, and which storages end in between."""
+    fused: list[bool] = []
+    handed_on: list[list[int]] = []
+    for run in program.runs():
+        computes = sum(i.action is Action.COMPUTE for i in run)
+        fused += [place < computes - 1 for place in range(computes)]
+        handed_on += [[] for _ in range(computes)]
+        if computes and len(run) > 1:
+            handed_on[-1] = [i.index for i in run if i.action is Action.FREE]
+    return fused, handed_on
+
+
+def _local_storages(capture: Capture) -> list[dict[int | None, int]]:
+    """For each piece the storages of the step by the numbers they have there."""
+    local: list[dict[int | None, int]] = [{} for _ in capture.pieces.pieces]
+    for op, joint in zip(capture.graph.ops, capture.joint_ops, strict=True):
+        if joint is not None:
+            local[op.piece].update(zip(op.writes, joint.writes, strict=True))
+    return local
 
 
 def compile_planned(

@@ -31,6 +31,7 @@ from memfit.capture.again import Call, without_statistics
 from memfit.capture.joint import JointReading, is_tangent
 from memfit.capture.parts import call_in_parts
 from memfit.capture.rewrite import HOLLOW_PREFIX, IN_PLACE, make_hollow
+from memfit.runtime.fused import FusedOp, fused_call
 
 __all__ = ["OVERWRITTEN", "LocalInstruction", "attach_hollow", "lower"]
 
@@ -42,7 +43,8 @@ OVERWRITTEN = "memfit_overwritten"
 class LocalInstruction:
     """Run op `index` of the piece, perhaps `again`, `over` the memory of a storage, or in `parts`.
 
-    `save_state` and `replay` serve random ops that run again, `from_statistics` batch normalisations that do.
+    `save_state` and `replay` serve random ops that run again, `from_statistics` batch normalisations that do. What
+    is `fused` runs as one with the next instruction; of its results, those `handed_on` exist as slices only.
     """
 
     index: int
@@ -52,6 +54,8 @@ class LocalInstruction:
     from_statistics: bool = False
     save_state: bool = False
     replay: bool = False
+    fused: bool = False
+    handed_on: tuple[int, ...] = ()
 
 
 class _Emitter:
@@ -99,6 +103,38 @@ class _Emitter:
             known = self.graph.node_copy(node, self.value)
             self.views[node] = known
         return known
+
+    def run_all(self, instructions: Sequence[LocalInstruction]) -> None:
+        """Emits ops in their order, fused ones as one."""
+        start = 0
+        for stop, instruction in enumerate(instructions, start=1):
+            if not instruction.fused:
+                run = instructions[start:stop]
+                self.run_fused(run) if len(run) > 1 else self.run(instruction)
+                start = stop
+
+    def run_fused(self, instructions: Sequence[LocalInstruction]) -> None:
+        """Emits ops that run as one, then takes their results out."""
+        ops = [
+            FusedOp(
+                op=self.reading.ops[instruction.index],
+                from_statistics=instruction.from_statistics,
+                handed_on=instruction.handed_on,
+                over=instruction.over,
+            )
+            for instruction in instructions
+        ]
+        call = fused_call(self.reading, ops)
+        for instruction in instructions:
+            if instruction.over is not None:
+                self.bases[instruction.over].meta[OVERWRITTEN] = True
+        made = self.graph.call_function(call.target, tuple(map(self.value, call.operands)))
+        bases = [self.reading.storages[s].base for s in call.results]
+        made.meta = {"val": tuple(base.meta["val"] for base in bases)}
+        for place, (storage, base) in enumerate(zip(call.results, bases, strict=True)):
+            taken = self.graph.call_function(operator.getitem, (made, place))
+            taken.meta = dict(base.meta)
+            self.set_base(storage, taken)
 
     def run(self, instruction: LocalInstruction) -> None:
         """Emits one op, then takes its results out."""
@@ -184,8 +220,7 @@ def lower(
     in_forward = _Emitter(reading, fx.Graph())
     in_forward.place(primals)
     in_forward.place(joint.graph.find_nodes(op="get_attr"))
-    for instruction in forward:
-        in_forward.run(instruction)
+    in_forward.run_all(forward)
 
     in_backward = _Emitter(reading, fx.Graph())
     in_backward.place(primals)
@@ -196,8 +231,7 @@ def lower(
         in_backward.states[index].meta = dict(state.meta)
     in_backward.place([n for n in placeholders if is_tangent(n)])
     in_backward.place(joint.graph.find_nodes(op="get_attr"))
-    for instruction in backward:
-        in_backward.run(instruction)
+    in_backward.run_all(backward)
     gradients = tuple(in_backward.value(n) if isinstance(n, fx.Node) else n for n in outputs[count:])
     in_backward.graph.output(gradients).meta["desc"] = descriptions[count:]
     unread = [n for n in primals if not in_backward.placed[n].users]

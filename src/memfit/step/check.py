@@ -3,14 +3,16 @@
 A program is right when it computes what the step computes: each op at least once and in an order in which
 every operand is alive, only recomputable forward ops more than once, each gradient exactly once, nothing
 freed that is not alive, nothing left over but what the caller holds, and each op in a number of parts that is
-known to give its bits.
+known to give its bits. Ops that run as one hand on slices of the same samples only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from memfit.errors import ProgramError
-from memfit.step.graph import Phase, StepGraph, StorageKind
-from memfit.step.program import Action, Program
+from memfit.step.graph import Op, Phase, StepGraph, StorageKind
+from memfit.step.program import Action, Instruction, Program
 
 __all__ = ["check"]
 
@@ -32,6 +34,7 @@ def check(graph: StepGraph, program: Program) -> None:
     ran: set[int] = set()
     past_loss = False
     piece_running = -1
+    as_one = _check_fused(graph, program)
     for position, instruction in enumerate(program.instructions):
         index = instruction.index
         where = f"instruction {position}"
@@ -48,7 +51,7 @@ def check(graph: StepGraph, program: Program) -> None:
         if not 0 <= index < len(graph.ops):
             raise ProgramError(f"{where} runs op {index}, but the step has {len(graph.ops)} ops")
         op = graph.ops[index].later if index in ran else graph.ops[index]
-        if instruction.parts not in {op.parts, *(way.parts for way in op.ways)}:
+        if position not in as_one and instruction.parts not in {op.parts, *(way.parts for way in op.ways)}:
             raise ProgramError(f"{where}: {op.name} cannot run in {instruction.parts} parts with the same bits")
         for storage in op.reads:
             if storage not in static and storage not in alive:
@@ -70,7 +73,9 @@ def check(graph: StepGraph, program: Program) -> None:
                 f"reached piece {piece_running}"
             )
         over = instruction.over
-        if over is not None:
+        if over is not None and position in as_one:
+            alive.discard(over)
+        elif over is not None:
             if op.ways and instruction.parts == 1:
                 raise ProgramError(f"{where}: {op.name} cannot run in place as a whole")
             if over not in op.in_place_over or over in held or over in static or over not in alive:
@@ -89,3 +94,65 @@ def check(graph: StepGraph, program: Program) -> None:
     left = alive - held
     if left:
         raise ProgramError(f"{len(left)} storages are never freed, the first is {storages[min(left)].name}")
+
+
+def _check_fused(graph: StepGraph, program: Program) -> set[int]:
+    """Checks what is only asked of ops that run as one.
+
+    Returns:
+        Their positions.
+    """
+    as_one: set[int] = set()
+    ran: set[int] = set()
+    start = 0
+    for run in program.runs():
+        where = f"instruction {start}"
+        computes = [i.index for i in run if i.action is Action.COMPUTE]
+        if len(run) > 1:
+            if any(not 0 <= i < len(graph.ops) for i in computes):
+                raise ProgramError(f"{where} runs ops as one, but the step has {len(graph.ops)} ops")
+            if not ran.issuperset(computes) or len(set(computes)) < len(computes):
+                raise ProgramError(f"{where}: only ops that ran before can run as one, each once")
+            _check_slices(graph, run, where)
+            as_one.update(range(start, start + len(run)))
+        ran.update(computes)
+        start += len(run)
+    if start < len(program.instructions):
+        raise ProgramError("the last instruction runs as one with the next, but there is none")
+    return as_one
+
+
+def _check_slices(graph: StepGraph, run: Sequence[Instruction], where: str) -> None:
+    held = graph.held_to_the_end()
+    ops = [graph.ops[i.index].later for i in run if i.action is Action.COMPUTE]
+    if len({(op.by_samples and (op.by_samples.batch, op.by_samples.samples), op.piece) for op in ops}) > 1:
+        raise ProgramError(f"{where}: ops run as one, but not the same samples of the same piece")
+    by_samples, whole = {s for op in ops for s in _overwritable(op)}, {s for op in ops for s in _read_whole(op)}
+    written: set[int] = set()
+    freed = {i.index for i in run if i.action is Action.FREE}
+    for instruction in run:
+        if instruction.action is Action.FREE:
+            if instruction.index not in written:
+                raise ProgramError(f"{where}: what comes in is freed before the last samples are done")
+            continue
+        op = graph.ops[instruction.index].later
+        if op.by_samples is None or instruction.parts != op.by_samples.slices:
+            raise ProgramError(f"{where}: {op.name} cannot run in {instruction.parts} slices with the same bits")
+        if not written.isdisjoint(_read_whole(op)) or not held.isdisjoint(op.writes):
+            raise ProgramError(f"{where}: {op.name} cannot run slice by slice here")
+        written.update(op.writes)
+        over = instruction.over
+        if over is None:
+            continue
+        if over not in by_samples or over in whole or over in written or over in held or op.writes[0] in freed:
+            raise ProgramError(f"{where}: {op.name} cannot run in place slice by slice")
+        if graph.storages[over].nbytes != graph.storages[op.writes[0]].nbytes:
+            raise ProgramError(f"{where}: {op.name} overwrites a storage of another size")
+
+
+def _overwritable(op: Op) -> tuple[int, ...]:
+    return () if op.by_samples is None else op.by_samples.may_overwrite
+
+
+def _read_whole(op: Op) -> list[int]:
+    return [s for s in op.reads if op.by_samples is None or s not in op.by_samples.reads]

@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from memfit.errors import PlanFileError
-from memfit.step.graph import Op, Phase, StepGraph, Storage, StorageKind, Way
+from memfit.step.graph import BySamples, Op, Phase, StepGraph, Storage, StorageKind, Way
 from memfit.step.jsonfile import read_json, validate, write_json
 from memfit.step.program import Action, Instruction, Program
 from memfit.step.schema import GRAPH_SCHEMA, INSTRUCTION_LENGTHS, PLAN_SCHEMA, PROGRAM_SCHEMA, SCHEMA_VERSION
@@ -140,13 +140,19 @@ def _op_record(op: Op) -> dict[str, Any]:
         record["ways"] = [_record(way) for way in op.ways]
     if op.again is not None:
         record["again"] = _op_record(op.again)
+    if op.by_samples is not None:
+        record["by_samples"] = _record(op.by_samples)
     return record
 
 
 def _op(record: Mapping[str, Any]) -> Op:
     ways = tuple(Way(**way) for way in record.get("ways", ()))
-    again = _op(record["again"]) if "again" in record else None
-    return Op(**{**_arguments(record), "phase": Phase(record["phase"]), "ways": ways, "again": again})
+    parts: dict[str, Any] = {"phase": Phase(record["phase"]), "ways": ways}
+    if "again" in record:
+        parts["again"] = _op(record["again"])
+    if "by_samples" in record:
+        parts["by_samples"] = BySamples(**_arguments(record["by_samples"]))
+    return Op(**{**_arguments(record), **parts})
 
 
 def decode_graph(document: object) -> StepGraph:
@@ -191,6 +197,11 @@ def _broken_promises(graph: StepGraph) -> Iterator[str]:
         if len(set(op.writes)) != len(op.writes) or not written.isdisjoint(op.writes):
             yield f"op {op.name} writes a storage that is static or already written"
         written.update(op.writes)
+        slices = op.later.by_samples
+        if slices is not None and not (
+            {*op.later.reads}.issuperset(slices.reads) and {*slices.reads}.issuperset(slices.may_overwrite)
+        ):
+            yield f"op {op.name} reads samples of what it does not read"
         if not {*op.writes}.issuperset(op.later.writes) or not written.issuperset(op.later.reads):
             yield f"op {op.name} runs again with other results or from what is not there"
         for over in op.in_place_over:
@@ -212,11 +223,12 @@ def encode_program(program: Program) -> list[list[str | int]]:
 
 
 def _encoded(instruction: Instruction) -> list[str | int]:
+    with_next = "+" if instruction.fused else ""
     if instruction.action is Action.FREE:
-        return ["f", instruction.index]
+        return [f"f{with_next}", instruction.index]
     if instruction.over is not None:
-        return ["c!", instruction.index, instruction.parts, instruction.over]
-    return ["c", instruction.index, *([instruction.parts] if instruction.parts > 1 else [])]
+        return [f"c!{with_next}", instruction.index, instruction.parts, instruction.over]
+    return [f"c{with_next}", instruction.index, *([instruction.parts] if instruction.parts > 1 else [])]
 
 
 def decode_program(document: object) -> Program:
@@ -246,9 +258,10 @@ def _decoded(place: int, entry: list[Any]) -> Instruction:
         raise PlanFileError(
             f"instruction {place} of the program, {entry}, has {len(entry)} entries; the plan is damaged: make it anew"
         )
-    if code == "f":
-        return Instruction(Action.FREE, index)
-    return Instruction(Action.COMPUTE, index, rest[1] if len(rest) > 1 else None, rest[0] if rest else 1)
+    fused = code.endswith("+")
+    if code.startswith("f"):
+        return Instruction(Action.FREE, index, fused=fused)
+    return Instruction(Action.COMPUTE, index, rest[1] if len(rest) > 1 else None, rest[0] if rest else 1, fused)
 
 
 def encode_plan(plan: PlanFile) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from memfit.step.graph import Op, StepGraph, StorageKind
+from memfit.step.graph import Op, StepGraph
 
 __all__ = ["Fusion", "fusions", "overwritten"]
 
@@ -103,9 +103,7 @@ def _within(graph: StepGraph, run: _Run) -> list[Fusion]:
         if linked[place]:
             continue
         if place > first:
-            part = _Run(
-                start=run.start + first, ops=run.ops[first : place + 1], dying=run.dying[first : place + 1]
-            )
+            part = _Run(start=run.start + first, ops=run.ops[first : place + 1], dying=run.dying[first : place + 1])
             over = _taken_over(graph, part)
             if _fused_bytes(graph, part, over) < _whole_bytes(graph, part):
                 found.append(Fusion(start=part.start, stop=run.start + place + 1, over=over))
@@ -116,22 +114,23 @@ def _within(graph: StepGraph, run: _Run) -> list[Fusion]:
 def _taken_over(graph: StepGraph, run: _Run) -> dict[int, int]:
     """For results that stay, an operand of the run that dies in it, of the same size and read by samples only."""
     inner = {s for dead in run.dying for s in dead}
-    written = {s for op in run.ops for s in op.writes}
-    whole = {s for op in run.ops if op.by_samples is not None for s in op.reads if s not in op.by_samples.reads}
+    written: set[int] = set()
+    may: set[int] = set()
+    must_not: set[int] = set()
+    for op in run.ops:
+        assert op.by_samples is not None
+        written.update(op.writes)
+        may.update(op.by_samples.may_overwrite)
+        must_not.update(s for s in op.reads if s not in op.by_samples.reads)
     free: list[int] = []
     over: dict[int, int] = {}
     for place, (op, dead) in enumerate(zip(run.ops, run.dying, strict=True)):
-        free += [
-            s
-            for s in dead
-            if s not in written and s not in whole and graph.storages[s].kind is StorageKind.FORWARD
-        ]
-        if op.writes[0] not in inner:
-            size = graph.storages[op.writes[0]].nbytes
-            taken = next((s for s in free if graph.storages[s].nbytes == size), None)
-            if taken is not None:
-                over[run.start + place] = taken
-                free.remove(taken)
+        free += [s for s in dead if s in may and s not in written and s not in must_not]
+        size = graph.storages[op.writes[0]].nbytes
+        taken = next((s for s in free if graph.storages[s].nbytes == size), None)
+        if op.writes[0] not in inner and taken is not None:
+            over[run.start + place] = taken
+            free.remove(taken)
     return over
 
 

@@ -88,6 +88,7 @@ class BySamples:
         seconds: profiled time of all slices.
         workspace_bytes: memory one slice takes beyond what it reads and writes.
         reads: storages of which it reads the same samples as it writes; of others it reads everything.
+        may_overwrite: those of them whose memory results of fused ops may take over.
     """
 
     batch: int
@@ -95,6 +96,7 @@ class BySamples:
     seconds: float
     workspace_bytes: int
     reads: tuple[int, ...]
+    may_overwrite: tuple[int, ...] = ()
 
     @property
     def slices(self) -> int:

@@ -95,9 +95,7 @@ def as_they_run(graph: StepGraph, order: Sequence[int]) -> list[Op]:
     return ops
 
 
-def program_of(
-    graph: StepGraph, order: Sequence[int], *, in_place: bool = True, fuse: bool = True
-) -> Program:
+def program_of(graph: StepGraph, order: Sequence[int], *, in_place: bool = True, fuse: bool = True) -> Program:
     """Adds frees and in-place marks to an order of ops.
 
     Every read uses the copy written last; a copy is freed right after its last read, or at once if nothing
@@ -153,9 +151,7 @@ def _dying(graph: StepGraph, ops: Sequence[Op]) -> list[list[int]]:
     return dying
 
 
-def _as_one(
-    run: Fusion, order: Sequence[int], ops: Sequence[Op], dying: Sequence[Sequence[int]]
-) -> list[Instruction]:
+def _as_one(run: Fusion, order: Sequence[int], ops: Sequence[Op], dying: Sequence[Sequence[int]]) -> list[Instruction]:
     """Fused ops with frees of what exists as slices; what came in whole is freed after them."""
     written: set[int] = set()
     fused: list[Instruction] = []

@@ -1,7 +1,8 @@
 """The published form of steps, programs and plans at rest: JSON schemas.
 
 A program is compact: `["c", 12]` computes op 12, `["c", 12, 8]` in 8 parts, `["c!", 13, 1, 7]` in
-one part over the memory of storage 7, `["f", 5]` frees storage 5.
+one part over the memory of storage 7, `["f", 5]` frees storage 5. With a `+` the code says that the instruction
+runs as one with the next.
 Fields that have their default value are left out.
 
 Known limits: what a schema cannot say, such as that indices exist, `memfit.step.codec` checks.
@@ -17,7 +18,7 @@ from memfit.step.graph import Phase, StorageKind
 __all__ = ["GRAPH_SCHEMA", "INSTRUCTION_LENGTHS", "PLAN_SCHEMA", "PROGRAM_SCHEMA", "SCHEMA_VERSION"]
 
 SCHEMA_VERSION = 1
-INSTRUCTION_LENGTHS = {"c": (2, 3), "c!": (4,), "f": (2,)}
+INSTRUCTION_LENGTHS = {"c": (2, 3), "c!": (4,), "f": (2,), "c+": (2, 3), "c!+": (4,), "f+": (2,)}
 """Codes of instructions and how many entries they have."""
 
 
@@ -68,6 +69,10 @@ PROGRAM_SCHEMA: dict[str, Any] = {
 }
 """A program: a list of `[code, index]`, with `parts` and the storage that is overwritten where it matters."""
 
+_BY_SAMPLES = _object(
+    {"batch": _PARTS, "samples": _PARTS, "seconds": _SECONDS, "workspace_bytes": _BYTES, "reads": _INDICES},
+    {"may_overwrite": _INDICES},
+)
 _OP = {
     "name": _NAME,
     "target": _NAME,
@@ -86,6 +91,7 @@ _OP_DETAILS = {
     "random_state_bytes": _BYTES,
     "recomputable": {"type": "boolean"},
     "plain_reads": _INDICES,
+    "by_samples": _BY_SAMPLES,
 }
 
 GRAPH_SCHEMA: dict[str, Any] = {

@@ -1,0 +1,205 @@
+"""Ops that run as one: executed sample by sample on a model of memory, they make what each of them makes alone."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memfit.errors import ProgramError
+from memfit.step.check import check
+from memfit.step.graph import BySamples, Op, Phase, StepGraph, Storage, StorageKind
+from memfit.step.program import Action, Instruction, Program, program_of
+from memfit.step.simulate import simulate
+from tests.step.random_graphs import orders, sliced_step_graphs
+
+Block = list[int]
+"""Memory: for each sample the storage of which it holds the right value, -1 for a wrong one."""
+
+
+@st.composite
+def steps_and_orders(draw: st.DrawFn) -> tuple[StepGraph, list[int]]:
+    graph = draw(sliced_step_graphs(exact=True))
+    order = draw(orders(graph, max_again=3))
+    # Ops that run again one after the other, as planners have them do.
+    forward = [i for i, op in enumerate(graph.ops) if op.phase is Phase.FORWARD and op.recomputable]
+    piece = max(op.piece for op in graph.ops)
+    loss = order.index(graph.loss_index)
+    again = [i for i in forward if graph.ops[i].piece <= piece]
+    order[loss + 1 : loss + 1] = again[draw(st.integers(0, len(again))) :]
+    return graph, order
+
+
+class Machine:
+    """Runs a program on memory that knows which storage's value each sample of a block is."""
+
+    def __init__(self, graph: StepGraph) -> None:
+        self.graph = graph
+        self.batch = max((op.later.by_samples.batch for op in graph.ops if op.later.by_samples), default=2)
+        self.blocks: dict[int, Block] = {
+            s: [s] * self.batch for s, storage in enumerate(graph.storages) if storage.kind is StorageKind.STATIC
+        }
+        self.static = set(self.blocks)
+        self.ran: set[int] = set()
+
+    def live_bytes(self) -> int:
+        storages = self.graph.storages
+        return self.graph.static_bytes + sum(storages[s].nbytes for s in self.blocks if s not in self.static)
+
+    def run_alone(self, instruction: Instruction) -> None:
+        if instruction.action is Action.FREE:
+            del self.blocks[instruction.index]
+            return
+        op = self.graph.ops[instruction.index]
+        op = op.later if instruction.index in self.ran else op
+        self.ran.add(instruction.index)
+        right = all(value == s for s in op.reads for value in self.blocks[s])
+        if instruction.over is not None:
+            del self.blocks[instruction.over]
+        for s in op.writes:
+            self.blocks[s] = [s if right else -1] * self.batch
+
+    def run_fused(self, run: tuple[Instruction, ...]) -> list[int]:
+        """Runs instructions slice by slice; returns the bytes in use at each, the most over all slices."""
+        storages = self.graph.storages
+        ops = {i.index: self.graph.ops[i.index].later for i in run if i.action is Action.COMPUTE}
+        ends = {i.index for i in run if i.action is Action.FREE}
+        results = {s: [-1] * self.batch for op in ops.values() for s in op.writes if s not in ends}
+        for instruction in run:
+            if instruction.over is not None:
+                results[ops[instruction.index].writes[0]] = self.blocks[instruction.over]
+        taken = [i.over for i in run if i.over is not None]
+        whole = self.live_bytes() + sum(storages[s].nbytes for s in results) - sum(storages[s].nbytes for s in taken)
+        slices = next(op.by_samples for op in ops.values())
+        assert slices is not None
+        in_use: dict[int, int] = defaultdict(int)
+        for start in range(0, slices.batch, slices.samples):
+            here = range(start, min(start + slices.samples, slices.batch))
+            made: dict[int, Block] = {}
+
+            def used() -> int:
+                parts = {s: -(-storages[s].nbytes * len(here) // slices.batch) for s in made}  # noqa: B023
+                return whole + sum(parts.values())
+
+            for place, instruction in enumerate(run):
+                if instruction.action is Action.FREE:
+                    del made[instruction.index]
+                    in_use[place] = max(in_use[place], used())
+                    continue
+                op = ops[instruction.index]
+                assert op.by_samples is not None
+                right = True
+                for s in op.reads:
+                    if s in made:
+                        assert s in op.by_samples.reads
+                        right &= made[s] == [s] * len(here)
+                    elif s in op.by_samples.reads:
+                        right &= [self.blocks[s][k] for k in here] == [s] * len(here)
+                    else:
+                        right &= self.blocks[s] == [s] * self.batch
+                made.update((s, [s if right else -1] * len(here)) for s in op.writes)
+                in_use[place] = max(in_use[place], used() + op.by_samples.workspace_bytes)
+            for s, part in made.items():
+                for k, value in zip(here, part, strict=True):
+                    results[s][k] = value
+        for s in taken:
+            del self.blocks[s]
+        self.blocks.update(results)
+        return [in_use[place] for place in range(len(run))]
+
+
+@given(steps_and_orders())
+@settings(max_examples=300)
+def test_ops_that_run_as_one_make_what_they_make_alone(case: tuple[StepGraph, list[int]]) -> None:
+    graph, order = case
+    program = program_of(graph, order)
+    check(graph, program)
+    assert program.order() == order
+    bytes_at = simulate(graph, program).bytes_at
+    machine, position = Machine(graph), 0
+    for run in program.runs():
+        if len(run) > 1:
+            assert list(bytes_at[position : position + len(run)]) == machine.run_fused(run)
+        else:
+            machine.run_alone(run[0])
+        position += len(run)
+    left = {s: block for s, block in machine.blocks.items() if s not in machine.static}
+    assert set(left) == graph.held_to_the_end()
+    assert all(value == s for s, block in left.items() for value in block)
+
+
+@given(steps_and_orders())
+@settings(max_examples=300)
+def test_running_as_one_never_costs_memory(case: tuple[StepGraph, list[int]]) -> None:
+    graph, order = case
+    fused, alone = (simulate(graph, program_of(graph, order, fuse=f)) for f in (True, False))
+    assert fused.peak_bytes <= alone.peak_bytes
+
+
+def chain(**slices: object) -> tuple[StepGraph, list[int]]:
+    """Three ops make four numbers of four; the last is what backward reads, so that all three run again."""
+    kinds = [StorageKind.STATIC, *[StorageKind.FORWARD] * 4, StorageKind.TANGENT, StorageKind.GRADIENT]
+    storages = tuple(Storage(name=f"s{i}", nbytes=400, kind=kind) for i, kind in enumerate(kinds))
+    facts = {"batch": 4, "samples": 1, "seconds": 1.0, "workspace_bytes": 10} | slices
+
+    def op(name: str, phase: Phase, reads: tuple[int, ...], writes: tuple[int, ...], sliced: bool = True) -> Op:
+        how = BySamples(**{"reads": reads, **facts}) if sliced else None
+        return Op(name=name, target="t", phase=phase, reads=reads, writes=writes, seconds=1.0, by_samples=how)
+
+    ops = (
+        op("one", Phase.FORWARD, (0,), (1,)),
+        op("two", Phase.FORWARD, (1,), (2,)),
+        op("three", Phase.FORWARD, (1, 2), (3,)),
+        op("last", Phase.FORWARD, (3,), (4,), sliced=False),
+        op("loss", Phase.LOSS, (4,), (5,), sliced=False),
+        op("back", Phase.BACKWARD, (3, 5), (6,), sliced=False),
+    )
+    return StepGraph(ops=ops, storages=storages, outputs=(4,)), [0, 1, 2, 3, 4, 0, 1, 2, 5]
+
+
+@pytest.mark.smoke
+def test_a_chain_by_hand() -> None:
+    graph, order = chain()
+    program = program_of(graph, order)
+    (run,) = (run for run in program.runs() if len(run) > 1)
+    assert [str(i.action) for i in run] == ["compute", "compute", "compute", "free", "free"]
+    position = program.instructions.index(run[0])
+    # The output and its gradient, the result whole, and up to three slices of a quarter each.
+    assert simulate(graph, program).bytes_at[position : position + 3] == tuple(1200 + 100 * n + 10 for n in (1, 2, 3))
+    alone = simulate(graph, program_of(graph, order, fuse=False))
+    assert alone.peak_bytes == 2000
+
+
+def changed(program: Program, place: int, *facts: Instruction) -> Program:
+    return Program(instructions=(*program.instructions[:place], *facts, *program.instructions[place + 1 :]))
+
+
+def test_the_specification_says_what_is_wrong() -> None:
+    graph, order = chain()
+    program = program_of(graph, order)
+    first = next(p for p, i in enumerate(program.instructions) if i.fused)
+    last = len(program.instructions) - 1
+    start, end = program.instructions[first], program.instructions[first + 4]
+    cases = [
+        (changed(program, first, replace(start, parts=2)), "cannot run in 2 slices"),
+        (changed(program, first, start, Instruction(Action.FREE, 5, fused=True)), "what comes in is freed before"),
+        (changed(program, first + 4, replace(end, fused=True)), "not the same samples|only ops that ran before"),
+        (changed(program, first + 2, replace(program.instructions[first + 2], over=5)), "cannot run in place slice"),
+        (changed(program, last, replace(program.instructions[last], fused=True)), "there is none"),
+        (changed(program, 0, replace(program.instructions[0], fused=True)), "only ops that ran before"),
+        (changed(program, first, Instruction(Action.COMPUTE, 99, fused=True)), "the step has 6 ops"),
+    ]
+    for wrong, message in cases:
+        with pytest.raises(ProgramError, match=message):
+            check(graph, wrong)
+
+
+def test_what_is_read_whole_is_not_handed_on_in_slices() -> None:
+    graph, order = chain(reads=())
+    assert not any(i.fused for i in program_of(graph, order).instructions)
+    sliced, _ = chain()
+    with pytest.raises(ProgramError, match="slice by slice"):
+        check(graph, program_of(sliced, order))
