@@ -15,11 +15,14 @@ _SECONDS = st.integers(0, 16).map(lambda eighths: eighths / 8)  # sums of eighth
 
 
 @st.composite
-def step_graphs(draw: st.DrawFn, *, max_forward: int = 6, max_pieces: int = 2, exact: bool = False) -> StepGraph:
+def step_graphs(
+    draw: st.DrawFn, *, min_forward: int = 1, max_forward: int = 6, max_pieces: int = 2, exact: bool = False
+) -> StepGraph:
     """A step as a capture would give it: a forward pass, the loss, and the mirrored backward pass.
 
     Args:
         draw: given by hypothesis.
+        min_forward: fewest forward ops.
         max_forward: most forward ops.
         max_pieces: most pieces between graph breaks.
         exact: whether every forward op may be recomputed.
@@ -69,7 +72,7 @@ def step_graphs(draw: st.DrawFn, *, max_forward: int = 6, max_pieces: int = 2, e
     static = [storage(StorageKind.STATIC, draw(_SIZES)) for _ in range(draw(st.integers(1, 3)))]
     trained = {s for s in static if draw(st.booleans())}
     values: list[int] = []
-    pieces = sorted(draw(st.lists(st.integers(0, max_pieces - 1), min_size=1, max_size=max_forward)))
+    pieces = sorted(draw(st.lists(st.integers(0, max_pieces - 1), min_size=min_forward, max_size=max_forward)))
     for piece in pieces:
         reads = some(values[-3:], 0, 2) + some(static, 0 if values else 1, 1)
         sizes = draw(st.lists(_SIZES, min_size=1, max_size=3))
@@ -115,31 +118,36 @@ def step_graphs(draw: st.DrawFn, *, max_forward: int = 6, max_pieces: int = 2, e
 
 
 @st.composite
-def sliced_step_graphs(draw: st.DrawFn, *, exact: bool = False) -> StepGraph:
-    """A step of which some forward ops can run again a few samples at a time."""
-    graph = draw(step_graphs(exact=exact))
+def sliced_step_graphs(draw: st.DrawFn) -> StepGraph:
+    """A step of which most forward ops can run again a few samples at a time, with results of few sizes."""
+    graph = draw(step_graphs(min_forward=4, max_forward=8, exact=True))
     batch = draw(st.integers(2, 5))
     samples = draw(st.integers(1, batch - 1))
+    most = st.sampled_from([True, True, True, True, False])
 
-    def subset(of: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(s for s in of if draw(st.sampled_from([True, True, True, False])))
-
-    def sliced(op: Op) -> Op:
-        if op.phase is not Phase.FORWARD or op.random_state_bytes or not draw(st.sampled_from([True, True, False])):
+    def sliced(op: Op, before: Op | None) -> Op:
+        op = replace(op, in_place_over=(), workspace_bytes=0, random_state_bytes=0, again=None)
+        if op.phase is not Phase.FORWARD:
             return op
-        reads = subset(op.later.reads)
+        if before is not None and draw(most):
+            op = replace(op, reads=tuple(dict.fromkeys((*op.reads, before.writes[0]))))
+        reads = tuple(s for s in op.reads if draw(most))
         slices = BySamples(
             batch=batch,
             samples=samples,
             seconds=draw(_SECONDS),
             workspace_bytes=draw(st.sampled_from([0, 0, 2])),
             reads=reads,
-            may_overwrite=subset(tuple(s for s in reads if graph.storages[s].kind is StorageKind.FORWARD)),
+            may_overwrite=tuple(s for s in reads if graph.storages[s].kind is StorageKind.FORWARD and draw(most)),
         )
-        later = replace(op.later, by_samples=slices)
-        return replace(op, again=later) if op.again is not None else later
+        return replace(op, by_samples=slices) if draw(most) else op
 
-    return replace(graph, ops=tuple(map(sliced, graph.ops)))
+    storages = tuple(
+        replace(s, nbytes=draw(st.sampled_from([100, 100, 100, 40]))) if s.kind is StorageKind.FORWARD else s
+        for s in graph.storages
+    )
+    ops = tuple(sliced(op, before) for op, before in zip(graph.ops, [None, *graph.ops], strict=False))
+    return replace(graph, ops=ops, storages=storages)
 
 
 @st.composite

@@ -79,6 +79,8 @@ def sliced_operands(call: fx.Node | Call) -> frozenset[fx.Node]:
         sliced, whole = nodes, []
     elif call.target in _ELEMENT_BY_ELEMENT:
         shape = call.meta["val"].shape
+        if len(shape) < 2:
+            return frozenset()
         sliced = [n for n in nodes if _has_batch(n, shape)]
         whole = [n for n in nodes if not _has_batch(n, shape)]
         if any(n.meta["val"].dim() == len(shape) and n.meta["val"].shape[0] != 1 for n in whole):
