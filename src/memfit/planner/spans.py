@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memfit.step.graph import StepGraph
-from memfit.step.program import Action, as_they_run, program_of
+from memfit.step.program import Action, as_they_run, program_of, run_again
 from memfit.step.simulate import Timeline, simulate
 
 __all__ = ["Copy", "Spans", "spans_of"]
@@ -40,14 +40,14 @@ class Spans:
     Attributes:
         order: op indices.
         copies: every copy of every storage that is not static and not held by the caller.
-        again: positions of ops that ran before.
+        again: for each position whether its op ran before.
         bytes_at: memory while each position runs, the frees after it not yet done.
         timeline: from the simulator.
     """
 
     order: tuple[int, ...]
     copies: tuple[Copy, ...]
-    again: frozenset[int]
+    again: tuple[bool, ...]
     bytes_at: NDArray[np.int64]
     timeline: Timeline
 
@@ -73,6 +73,5 @@ def spans_of(graph: StepGraph, order: Sequence[int]) -> Spans:
     timeline = simulate(graph, program)
     computing = np.array([i.action is Action.COMPUTE for i in program.instructions])
     bytes_at = np.array(timeline.bytes_at, dtype=np.int64)[computing]
-    first = dict(zip(reversed(order), reversed(range(len(order))), strict=True))
-    again = frozenset(position for position, index in enumerate(order) if first[index] < position)
+    again = tuple(run_again(order))
     return Spans(order=tuple(order), copies=tuple(copies), again=again, bytes_at=bytes_at, timeline=timeline)

@@ -2,8 +2,9 @@
 
 An op that runs in parts takes less memory and sometimes more time (`memfit.capture.parts`). Workspace is only
 there while its op runs, so the choice is free at every instant: orders are planned with every op in its
-leanest way, then each run gets the quickest way for which there is room where it stands. Ops that run as one
-(`memfit.step.fusion`) run one by one where that is quicker and there is room.
+leanest way, then each run gets the quickest way for which there is room where it stands. So it is with ops that can
+run as one (`memfit.step.fusion`): orders are planned with them as one where that takes less memory, then they run
+as one where that is quicker.
 """
 
 from __future__ import annotations
@@ -11,11 +12,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from memfit.step.fusion import Fusion, Run, fuse, linked, runs_by_samples
 from memfit.step.graph import Op, StepGraph, Way
-from memfit.step.program import Action, Instruction, Program, as_they_run, program_of
+from memfit.step.program import (
+    Action,
+    Instruction,
+    Program,
+    as_one,
+    as_they_run,
+    dying_after,
+    program_of,
+    run_again,
+)
 from memfit.step.simulate import simulate
 
 __all__ = ["leanest", "program_within"]
+
+_MOST_TOGETHER = 6
+"""So many ops are tried as one wherever they are; more only where each hands on to the next."""
 
 
 def leanest(graph: StepGraph) -> StepGraph:
@@ -35,70 +49,113 @@ def program_within(graph: StepGraph, order: Sequence[int], budget_bytes: int | N
         The program.
     """
     lean = leanest(graph)
-    program, apart = program_of(lean, order), program_of(lean, order, fuse=False)
-    limit = max(budget_bytes or 0, simulate(lean, program).peak_bytes)
-    alone = _one_by_one(graph, lean, apart, limit)
+    limit = max(budget_bytes or 0, simulate(lean, program_of(lean, order)).peak_bytes)
+    alone = _one_by_one(graph, lean, order, limit)
+    ops = as_they_run(lean, order)
+    dying = dying_after(lean, ops)
+    runs = runs_by_samples(lean, ops, run_again(order), dying)
+    fused = {f.start: f for run in runs for f in _quickest(lean, run, alone, limit)}
 
     instructions: list[Instruction] = []
-    position, freed = 0, False
-    for run in program.runs():
-        computes = [i for i in run if i.action is Action.COMPUTE]
-        if not computes:
-            instructions.extend(() if freed else run)
-            continue
-        there = alone[position : position + len(computes)]
-        position += len(computes)
-        freed = len(run) == 1 or (
-            all(op.peak_bytes <= limit for op in there)
-            and sum(op.seconds for op in there) <= sum(_seconds_fused(graph, i) for i in computes)
-        )
-        instructions.extend(i for op in there for i in op.instructions) if freed else instructions.extend(run)
+    position = 0
+    while position < len(order):
+        if position in fused:
+            instructions += as_one(fused[position], order, ops, dying)
+            position = fused[position].stop
+        else:
+            instructions += alone[position].instructions
+            position += 1
     return Program(instructions=tuple(instructions))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Alone:
-    """An op that runs by itself, the quickest way for which there is room, and the frees after it."""
+    """An op that runs by itself, the quickest way for which there is room, and the frees after it.
+
+    Attributes:
+        instructions: to run and free.
+        base_bytes: what is there before.
+        peak_bytes: what there is while it runs, its leanest way.
+        seconds: what it takes.
+    """
 
     instructions: tuple[Instruction, ...]
+    base_bytes: int
     peak_bytes: int
     seconds: float
 
 
-def _one_by_one(graph: StepGraph, lean: StepGraph, program: Program, limit: int) -> list[_Alone]:
-    """The ops of a program without fused ones."""
+def _one_by_one(graph: StepGraph, lean: StepGraph, order: Sequence[int], limit: int) -> list[_Alone]:
+    """The ops of an order without fused ones."""
+    program = program_of(lean, order, fuse=False)
     instructions = program.instructions
     bytes_at = simulate(lean, program).bytes_at
     starts = [n for n, i in enumerate(instructions) if i.action is Action.COMPUTE]
-    ops = as_they_run(lean, program.order())
     found: list[_Alone] = []
-    for op, start, stop in zip(ops, starts, [*starts[1:], len(instructions)], strict=True):
+    stops = [*starts[1:], len(instructions)]
+    both = zip(as_they_run(graph, order), as_they_run(lean, order), strict=True)
+    for (given, op), start, stop in zip(both, starts, stops, strict=True):
         instruction = instructions[start]
         over = instruction.over
-        room = limit - bytes_at[start] + op.workspace_bytes
         # Whole, an op that has parts cannot write over its operand, which then stays until it is done.
         beside = 0 if over is None else graph.storages[over].nbytes
+        room = limit - bytes_at[start] + op.workspace_bytes
         ways = [w for w in op.ways if w.workspace_bytes + (beside if w.parts == 1 else 0) <= room]
-        best = min(ways, key=lambda way: way.seconds, default=op.way(op.parts))
+        best = min(ways, key=lambda way: way.seconds, default=given.way(given.parts))
         made = replace(instruction, parts=best.parts)
         frees = instructions[start + 1 : stop]
         if op.ways and best.parts == 1 and over is not None:
             made, frees = replace(made, over=None), (Instruction(Action.FREE, over), *frees)
-        found.append(_Alone(instructions=(made, *frees), peak_bytes=bytes_at[start], seconds=best.seconds))
+        created = sum(graph.storages[s].nbytes for s in op.writes) - beside
+        found.append(
+            _Alone(
+                instructions=(made, *frees),
+                base_bytes=bytes_at[start] - op.workspace_bytes - created,
+                peak_bytes=bytes_at[start],
+                seconds=best.seconds,
+            )
+        )
     return found
 
 
-def _seconds_fused(graph: StepGraph, instruction: Instruction) -> float:
-    slices = graph.ops[instruction.index].later.by_samples
-    assert slices is not None
-    return slices.seconds
+def _quickest(graph: StepGraph, run: Run, alone: Sequence[_Alone], limit: int) -> list[Fusion]:
+    """Which ops of a run run as one, in the least time within a limit."""
+    count = len(run.ops)
+    sliced = [op.by_samples.seconds for op in run.ops if op.by_samples is not None]
+    whole = [op.seconds for op in alone[run.start : run.start + count]]
+    groups = {(first, stop) for first, stop in linked(run)}
+    groups |= {(i, j) for i in range(count) for j in range(i + 2, min(i + _MOST_TOGETHER, count) + 1)}
+    by_stop: dict[int, list[int]] = {}
+    for first, stop in groups:
+        by_stop.setdefault(stop, []).append(first)
+    # The least time until each place, and how the last ops before it run.
+    best: list[tuple[float, Fusion | None]] = [(0.0, None)]
+    for stop in range(1, count + 1):
+        here = alone[run.start + stop - 1]
+        time = best[stop - 1][0] + (whole[stop - 1] if here.peak_bytes <= limit else float("inf"))
+        choice: tuple[float, Fusion | None] = (time, None)
+        for first in by_stop.get(stop, ()):
+            time = best[first][0] + sum(sliced[first:stop])
+            if time < choice[0]:
+                fusion, nbytes = fuse(graph, run.part(first, stop))
+                if alone[run.start + first].base_bytes + nbytes <= limit:
+                    choice = (time, fusion)
+        best.append(choice)
+    found: list[Fusion] = []
+    stop = count
+    while stop > 0:
+        _, last = best[stop]
+        if last is not None:
+            found.append(last)
+        stop = stop - 1 if last is None else last.start - run.start
+    return found
 
 
 def _lean(op: Op) -> Op:
-    best = min(op.ways, key=_memory_then_time, default=None)
-    if best is None:
-        return op
-    return replace(op, parts=best.parts, seconds=best.seconds, workspace_bytes=best.workspace_bytes)
+    best = min(op.ways, key=_memory_then_time, default=op.way(op.parts))
+    seconds = best.seconds if op.by_samples is None else min(best.seconds, op.by_samples.seconds)
+    again = None if op.again is None else _lean(op.again)
+    return replace(op, parts=best.parts, seconds=seconds, workspace_bytes=best.workspace_bytes, again=again)
 
 
 def _memory_then_time(way: Way) -> tuple[int, float]:

@@ -5,8 +5,9 @@ only the last is wanted. Run together, slice of the batch by slice (`Op.by_sampl
 only. What comes in whole stays until the last slice is done; what goes out is there, whole, from the first on, and
 may take the memory of what came in, sample for sample.
 
-`fusions` finds runs of an order that may run so and do it where that lowers the memory of the run. Idea: operator
-fusion and depth-first tiling of compilers, along the batch, where no bit changes.
+`runs_by_samples` finds what may run so, `fusions` where that lowers the memory; where it is only quicker is the
+planner's choice (`memfit.planner.ways`). Idea: operator fusion and depth-first tiling of compilers, along the batch,
+where no bit changes.
 
 Known limits: only ops that run again, since the first run of a batch normalisation takes statistics of all samples.
 """
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 
 from memfit.step.graph import Op, StepGraph
 
-__all__ = ["Fusion", "fusions", "overwritten"]
+__all__ = ["Fusion", "Run", "fuse", "fusions", "linked", "overwritten", "runs_by_samples"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,12 +38,22 @@ class Fusion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
-    """Consecutive ops that could run slice by slice, with what dies after each."""
+class Run:
+    """Consecutive ops that could run slice by slice, with what dies after each.
+
+    Attributes:
+        start: position of the first in an order.
+        ops: as they run.
+        dying: storages whose copy is last read by each.
+    """
 
     start: int
     ops: Sequence[Op]
     dying: Sequence[Sequence[int]]
+
+    def part(self, first: int, stop: int) -> Run:
+        """The ops from place `first` to before place `stop`."""
+        return Run(start=self.start + first, ops=self.ops[first:stop], dying=self.dying[first:stop])
 
 
 def overwritten(op: Op, dead: Sequence[int]) -> int | None:
@@ -51,8 +62,10 @@ def overwritten(op: Op, dead: Sequence[int]) -> int | None:
     return next((s for s in choices if s in dead), None)
 
 
-def fusions(graph: StepGraph, ops: Sequence[Op], again: Sequence[bool], dying: Sequence[Sequence[int]]) -> list[Fusion]:
-    """The runs of an order that take less memory as one.
+def runs_by_samples(
+    graph: StepGraph, ops: Sequence[Op], again: Sequence[bool], dying: Sequence[Sequence[int]]
+) -> list[Run]:
+    """The longest runs of an order of which every part could run as one.
 
     Args:
         graph: the step.
@@ -61,10 +74,10 @@ def fusions(graph: StepGraph, ops: Sequence[Op], again: Sequence[bool], dying: S
         dying: storages whose copy is last read at a position.
 
     Returns:
-        Runs that do not overlap, ascending.
+        Runs of two and more ops that do not overlap, ascending.
     """
     held = graph.held_to_the_end()
-    found: list[Fusion] = []
+    found: list[Run] = []
     start = 0
     while start < len(ops):
         stop = start
@@ -73,9 +86,38 @@ def fusions(graph: StepGraph, ops: Sequence[Op], again: Sequence[bool], dying: S
             written.update(ops[stop].writes)
             stop += 1
         if stop - start > 1:
-            found.extend(_within(graph, _Run(start=start, ops=ops[start:stop], dying=dying[start:stop])))
+            found.append(Run(start=start, ops=ops[start:stop], dying=dying[start:stop]))
         start = max(stop, start + 1)
     return found
+
+
+def fusions(graph: StepGraph, runs: Sequence[Run]) -> list[Fusion]:
+    """The parts of runs that take less memory as one."""
+    found: list[Fusion] = []
+    for run in runs:
+        for first, stop in linked(run):
+            part = run.part(first, stop)
+            fusion, nbytes = fuse(graph, part)
+            if nbytes < _whole_bytes(graph, part):
+                found.append(fusion)
+    return found
+
+
+def fuse(graph: StepGraph, run: Run) -> tuple[Fusion, int]:
+    """A run as one, and the most memory it takes beside what was there."""
+    over = _taken_over(graph, run)
+    return Fusion(start=run.start, stop=run.start + len(run.ops), over=over), _fused_bytes(graph, run, over)
+
+
+def linked(run: Run) -> list[tuple[int, int]]:
+    """Places of a run, cut where nothing is handed on but what is needed later anyway; of two ops and more."""
+    born = {s: place for place, op in enumerate(run.ops) for s in op.writes}
+    handed_on = [False] * len(run.ops)
+    for place, dead in enumerate(run.dying):
+        for storage in dead:
+            handed_on[born.get(storage, place) : place] = [True] * (place - born.get(storage, place))
+    stops = [place + 1 for place, on in enumerate(handed_on) if not on]
+    return [(first, stop) for first, stop in zip([0, *stops], stops, strict=False) if stop - first > 1]
 
 
 def _follows(ops: Sequence[Op], start: int, position: int, written: set[int], held: frozenset[int]) -> bool:
@@ -90,28 +132,7 @@ def _follows(ops: Sequence[Op], start: int, position: int, written: set[int], he
     ) and all(s in slices.reads for s in op.reads if s in written)
 
 
-def _within(graph: StepGraph, run: _Run) -> list[Fusion]:
-    """Cuts a run where nothing is handed on but what is needed later anyway, and keeps what is worth it."""
-    born = {s: place for place, op in enumerate(run.ops) for s in op.writes}
-    linked = [False] * len(run.ops)
-    for place, dead in enumerate(run.dying):
-        for storage in dead:
-            linked[born.get(storage, place) : place] = [True] * (place - born.get(storage, place))
-    found: list[Fusion] = []
-    first = 0
-    for place in range(len(run.ops)):
-        if linked[place]:
-            continue
-        if place > first:
-            part = _Run(start=run.start + first, ops=run.ops[first : place + 1], dying=run.dying[first : place + 1])
-            over = _taken_over(graph, part)
-            if _fused_bytes(graph, part, over) < _whole_bytes(graph, part):
-                found.append(Fusion(start=part.start, stop=run.start + place + 1, over=over))
-        first = place + 1
-    return found
-
-
-def _taken_over(graph: StepGraph, run: _Run) -> dict[int, int]:
+def _taken_over(graph: StepGraph, run: Run) -> dict[int, int]:
     """For results that stay, an operand of the run that dies in it, of the same size and read by samples only."""
     inner = {s for dead in run.dying for s in dead}
     written: set[int] = set()
@@ -134,7 +155,7 @@ def _taken_over(graph: StepGraph, run: _Run) -> dict[int, int]:
     return over
 
 
-def _fused_bytes(graph: StepGraph, run: _Run, over: Mapping[int, int]) -> int:
+def _fused_bytes(graph: StepGraph, run: Run, over: Mapping[int, int]) -> int:
     """The most memory of a run as one, beside what was there."""
     storages = graph.storages
     inner = {s for dead in run.dying for s in dead}
@@ -151,7 +172,7 @@ def _fused_bytes(graph: StepGraph, run: _Run, over: Mapping[int, int]) -> int:
     return whole + most
 
 
-def _whole_bytes(graph: StepGraph, run: _Run) -> int:
+def _whole_bytes(graph: StepGraph, run: Run) -> int:
     """The most memory of a run op by op, beside what was there."""
     storages = graph.storages
     live, most = 0, 0

@@ -14,10 +14,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from memfit.step.fusion import Fusion, fusions, overwritten
+from memfit.step.fusion import Fusion, fusions, overwritten, runs_by_samples
 from memfit.step.graph import Op, StepGraph
 
-__all__ = ["Action", "Instruction", "Program", "as_they_run", "plain_order", "plain_program", "program_of"]
+__all__ = [
+    "Action",
+    "Instruction",
+    "Program",
+    "as_one",
+    "as_they_run",
+    "dying_after",
+    "plain_order",
+    "plain_program",
+    "program_of",
+    "run_again",
+]
 
 
 class Action(StrEnum):
@@ -95,6 +106,12 @@ def as_they_run(graph: StepGraph, order: Sequence[int]) -> list[Op]:
     return ops
 
 
+def run_again(order: Sequence[int]) -> list[bool]:
+    """For each position whether its op ran before."""
+    first = dict(zip(reversed(order), reversed(range(len(order))), strict=True))
+    return [first[index] < position for position, index in enumerate(order)]
+
+
 def program_of(graph: StepGraph, order: Sequence[int], *, in_place: bool = True, fuse: bool = True) -> Program:
     """Adds frees and in-place marks to an order of ops.
 
@@ -111,16 +128,14 @@ def program_of(graph: StepGraph, order: Sequence[int], *, in_place: bool = True,
         The program.
     """
     ops = as_they_run(graph, order)
-    dying = _dying(graph, ops)
-    first = dict(zip(reversed(order), reversed(range(len(order))), strict=True))
-    again = [first[index] < position for position, index in enumerate(order)]
-    runs = fusions(graph, ops, again, dying) if fuse else []
+    dying = dying_after(graph, ops)
+    runs = fusions(graph, runs_by_samples(graph, ops, run_again(order), dying)) if fuse else []
     fused_at = {run.start: run for run in runs}
     instructions: list[Instruction] = []
     position = 0
     while position < len(order):
         if position in fused_at:
-            instructions += _as_one(fused_at[position], order, ops, dying)
+            instructions += as_one(fused_at[position], order, ops, dying)
             position = fused_at[position].stop
             continue
         op, dead = ops[position], dying[position]
@@ -131,7 +146,7 @@ def program_of(graph: StepGraph, order: Sequence[int], *, in_place: bool = True,
     return Program(instructions=tuple(instructions))
 
 
-def _dying(graph: StepGraph, ops: Sequence[Op]) -> list[list[int]]:
+def dying_after(graph: StepGraph, ops: Sequence[Op]) -> list[list[int]]:
     """By position, the storages of which a copy is last needed there."""
     held = graph.held_to_the_end()
     written_at: dict[int, int] = {}
@@ -151,7 +166,7 @@ def _dying(graph: StepGraph, ops: Sequence[Op]) -> list[list[int]]:
     return dying
 
 
-def _as_one(run: Fusion, order: Sequence[int], ops: Sequence[Op], dying: Sequence[Sequence[int]]) -> list[Instruction]:
+def as_one(run: Fusion, order: Sequence[int], ops: Sequence[Op], dying: Sequence[Sequence[int]]) -> list[Instruction]:
     """Fused ops with frees of what exists as slices; what came in whole is freed after them."""
     written: set[int] = set()
     fused: list[Instruction] = []
