@@ -5,16 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from memfit.errors import BudgetError, ProgramError
 from memfit.planner.auto import find_order
 from memfit.planner.bound import op_wall_bytes
-from memfit.planner.ways import leanest, program_within
+from memfit.planner.ways import leanest, program_within, quicker
 from memfit.step.check import check
 from memfit.step.codec import decode_graph, decode_program, encode_graph, encode_program
 from memfit.step.graph import Op, Phase, StepGraph, Storage, StorageKind, Way
-from memfit.step.program import Program, plain_order
+from memfit.step.program import Program, plain_order, program_of
 from memfit.step.simulate import simulate, simulate_plain
+from tests.step.random_graphs import sliced_steps_and_orders
 
 _WAYS = (
     Way(parts=1, seconds=2.0, workspace_bytes=50),
@@ -89,3 +92,26 @@ def test_only_in_parts_does_an_op_that_has_parts_write_over_its_operand() -> Non
     program = program_within(roomy, plain_order(roomy), 1000)
     check(roomy, program)
     assert all(i.over is None for i in program.instructions)
+
+
+@given(sliced_steps_and_orders(), st.sampled_from([0, 100, 300, 10_000]))
+def test_ops_run_as_one_where_that_is_quicker(case: tuple[StepGraph, list[int]], more: int) -> None:
+    graph, order = case
+    lean = leanest(graph)
+    least = simulate(lean, program_of(lean, order)).peak_bytes
+    program = program_within(graph, order, least + more)
+    check(graph, program)
+    assert program.order() == order
+    timeline = simulate(graph, program)
+    assert timeline.peak_bytes <= least + more
+    for fuse in (True, False):
+        other = simulate(graph, program_of(graph, order, fuse=fuse))
+        assert other.peak_bytes > least + more or timeline.step_seconds <= other.step_seconds + 1e-9
+
+
+@pytest.mark.parametrize(("budget", "parts"), [(1000, 4), (430, 4), (429, 8)])
+def test_the_quicker_ways_there_is_room_for_come_before_copies(budget: int, parts: int) -> None:
+    graph = step()
+    quick = quicker(graph, plain_order(graph), budget)
+    assert [op.parts for op in quick.ops] == [4, 1, 1, parts, 1]
+    assert simulate(quick, program_of(quick, plain_order(graph))).peak_bytes <= budget

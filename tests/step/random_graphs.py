@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from memfit.step.graph import BySamples, Op, Phase, StepGraph, Storage, StorageKind
 
-__all__ = ["orders", "sliced_step_graphs", "step_graphs"]
+__all__ = ["orders", "sliced_step_graphs", "sliced_steps_and_orders", "step_graphs"]
 
 _SIZES = st.sampled_from([0, 1, 2, 3, 4, 4, 4, 8, 8, 100])
 _SECONDS = st.integers(0, 16).map(lambda eighths: eighths / 8)  # sums of eighths are exact
@@ -171,3 +171,16 @@ def orders(draw: st.DrawFn, graph: StepGraph, *, max_again: int = 8) -> list[int
         if candidates:
             order.insert(place, draw(st.sampled_from(candidates)))
     return order
+
+
+@st.composite
+def sliced_steps_and_orders(draw: st.DrawFn) -> tuple[StepGraph, list[int]]:
+    """Such a step and an order in which forward ops run again one after the other, as planners have them do."""
+    graph = draw(sliced_step_graphs())
+    order = draw(orders(graph, max_again=2))
+    forward = [i for i, op in enumerate(graph.ops) if op.phase is Phase.FORWARD]
+    first = draw(st.integers(0, len(forward) // 2))
+    last = draw(st.integers(len(forward) // 2, len(forward)))
+    place = order.index(graph.loss_index) + 1
+    order[place:place] = [i for i in forward[first:last] if graph.ops[i].recomputable]
+    return graph, order

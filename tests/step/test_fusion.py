@@ -7,30 +7,16 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from memfit.errors import ProgramError
 from memfit.step.check import check
 from memfit.step.graph import BySamples, Op, Phase, StepGraph, Storage, StorageKind
 from memfit.step.program import Action, Instruction, Program, program_of
 from memfit.step.simulate import simulate
-from tests.step.random_graphs import orders, sliced_step_graphs
+from tests.step.random_graphs import sliced_steps_and_orders
 
 Block = list[int]
 """Memory: for each sample the storage of which it holds the right value, -1 for a wrong one."""
-
-
-@st.composite
-def steps_and_orders(draw: st.DrawFn) -> tuple[StepGraph, list[int]]:
-    graph = draw(sliced_step_graphs())
-    order = draw(orders(graph, max_again=2))
-    # Ops that run again one after the other, as planners have them do.
-    forward = [i for i, op in enumerate(graph.ops) if op.phase is Phase.FORWARD]
-    first = draw(st.integers(0, len(forward) // 2))
-    last = draw(st.integers(len(forward) // 2, len(forward)))
-    place = order.index(graph.loss_index) + 1
-    order[place:place] = [i for i in forward[first:last] if graph.ops[i].recomputable]
-    return graph, order
 
 
 class Machine:
@@ -111,7 +97,7 @@ class Machine:
         return [in_use[place] for place in range(len(run))]
 
 
-@given(steps_and_orders())
+@given(sliced_steps_and_orders())
 @settings(max_examples=300)
 def test_ops_that_run_as_one_make_what_they_make_alone(case: tuple[StepGraph, list[int]]) -> None:
     graph, order = case
@@ -131,7 +117,7 @@ def test_ops_that_run_as_one_make_what_they_make_alone(case: tuple[StepGraph, li
     assert all(value == s for s, block in left.items() for value in block)
 
 
-@given(steps_and_orders())
+@given(sliced_steps_and_orders())
 @settings(max_examples=300)
 def test_running_as_one_never_costs_memory(case: tuple[StepGraph, list[int]]) -> None:
     graph, order = case

@@ -5,8 +5,8 @@
 3. Start from rotor schedules of the chain of blocks, for the budget and for more, and from tighter and tighter
    relaxations.
 4. Choose over several epochs, which takes longer and goes lower.
-5. Polish each against the simulator (`memfit.planner.polish`), keep the fastest, and stop as soon as it is near
-   the relaxed bound or time is up.
+5. Polish each against the simulator (`memfit.planner.polish`).
+6. Vary the fastest ones (`memfit.planner.improve`), and stop as soon as one is near the relaxed bound or time is up.
 
 Orders are searched for with every op in its leanest way (`memfit.planner.ways`). The result states the relaxed
 bound beside it, so a reader sees what better planning could still gain.
@@ -22,11 +22,12 @@ from memfit.errors import BudgetError
 from memfit.planner.anchors import anchors
 from memfit.planner.bound import op_wall_bytes, relaxed_bound, select_kept
 from memfit.planner.explain import binding_place
+from memfit.planner.improve import Pool, varied
 from memfit.planner.lazy import lazy_order
 from memfit.planner.least import least_order
-from memfit.planner.polish import fill, polish
+from memfit.planner.polish import fill, spill
 from memfit.planner.selection import select_over_time
-from memfit.planner.ways import leanest, program_within
+from memfit.planner.ways import leanest, program_within, quicker
 from memfit.step.graph import StepGraph
 from memfit.step.program import plain_order, program_of
 from memfit.step.simulate import Timeline, simulate
@@ -43,6 +44,9 @@ _FAR = 0.025
 
 _LARGE = 1000
 """Ops of a large step."""
+
+_ON_STARTS = 0.6
+"""Share of the time that is spent on starts, the rest on varying the best."""
 
 _LEAST_MARGIN = 0.003
 
@@ -96,19 +100,35 @@ def find_order(graph: StepGraph, budget_bytes: int, *, seconds: float = 8.0, pro
         return found(plain_order(graph))
     bound = relaxed_bound(graph, budget_bytes, seconds=2.0)
     best: Found | None = None
-    hopeless = budget_bytes < op_wall_bytes(graph)
-    for name, start in () if hopeless else _starts(lean, budget_bytes):
-        if progress is not None:
-            progress(name)
-        order = polish(lean, start, budget_bytes)
-        if order is not None:
-            best = _better(best, found(order))
+    pool = Pool()
+
+    def try_filled(fitting: Sequence[int]) -> None:
+        nonlocal best
+        for ways in (lean, quicker(graph, fitting, budget_bytes)):
+            other = found(fill(ways, fitting, budget_bytes))
+            pool.add(other.timeline.step_seconds, other.order)
+            best = _better(best, other)
+
+    def time_is_up(share: float) -> bool:
         gap = float("inf") if best is None else (best.timeline.step_seconds - graph.seconds - bound) / graph.seconds
         # A start of a large step takes seconds itself, and searching longer has not paid there.
         large = len(graph.ops) > _LARGE
         patience = 0.75 * seconds if large else seconds if gap < _FAR else 4 * seconds
-        if gap < _CLOSE or time.monotonic() - begin > patience:
+        return gap < _CLOSE or time.monotonic() - begin > share * patience
+
+    hopeless = budget_bytes < op_wall_bytes(graph)
+    for name, start in () if hopeless else _starts(lean, budget_bytes):
+        if progress is not None:
+            progress(name)
+        fitting = spill(lean, start, budget_bytes)
+        if fitting is not None:
+            try_filled(fitting)
+        if time_is_up(_ON_STARTS if pool.orders else 1.0):
             break
+    for fitting in varied(lean, pool, budget_bytes) if pool.orders else ():
+        if time_is_up(1.0):
+            break
+        try_filled(fitting)
     if best is None:
         least = least_order(lean)
         if _peak(lean, least) > budget_bytes:

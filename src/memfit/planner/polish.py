@@ -23,26 +23,29 @@ from numpy.typing import NDArray
 from memfit.planner.spans import Copy, Spans, spans_of
 from memfit.step.graph import Phase, StepGraph, StorageKind
 
-__all__ = ["fill", "polish", "spill"]
+__all__ = ["fill", "spill"]
 
 
-def polish(graph: StepGraph, order: Sequence[int], budget_bytes: int) -> list[int] | None:
-    """Makes an order fit, then makes it faster within the budget.
+def spill(
+    graph: StepGraph,
+    order: Sequence[int],
+    budget_bytes: int,
+    *,
+    rounds: int = 400,
+    whims: Sequence[float] | None = None,
+) -> list[int] | None:
+    """Drops idle storages until the simulated peak is within the budget.
 
     Args:
         graph: the step.
         order: any valid order.
         budget_bytes: peak of the step.
+        rounds: how often storages are dropped.
+        whims: by storage, what its cost is multiplied with; 1 if not given.
 
     Returns:
         A valid order within the budget, or None if spilling cannot reach it.
     """
-    fitting = spill(graph, order, budget_bytes)
-    return None if fitting is None else fill(graph, fitting, budget_bytes)
-
-
-def spill(graph: StepGraph, order: Sequence[int], budget_bytes: int, *, rounds: int = 400) -> list[int] | None:
-    """Drops idle storages until the simulated peak is within the budget; None if it cannot."""
     spans = spans_of(graph, order)
     producer = graph.producers()
     stuck = 0
@@ -53,7 +56,7 @@ def spill(graph: StepGraph, order: Sequence[int], budget_bytes: int, *, rounds: 
         worst = int(np.argmax(spans.bytes_at))
         if spans.bytes_at[worst] <= budget_bytes:
             return None  # optimizer.step() is what does not fit
-        changed = _spill_at(graph, spans, producer, worst, budget_bytes)
+        changed = _spill_at(graph, spans, producer, worst, budget_bytes, whims)
         if changed is None:
             return None
         spans = spans_of(graph, without_unread(graph, changed))
@@ -75,7 +78,14 @@ class _Drop:
     places: tuple[int, ...]
 
 
-def _spill_at(graph: StepGraph, spans: Spans, producer: list[int], worst: int, budget_bytes: int) -> list[int] | None:
+def _spill_at(
+    graph: StepGraph,
+    spans: Spans,
+    producer: list[int],
+    worst: int,
+    budget_bytes: int,
+    whims: Sequence[float] | None,
+) -> list[int] | None:
     overflow = np.maximum(spans.bytes_at - budget_bytes, 0)
     alive_until = _alive(spans.copies)
     scored: list[tuple[float, _Drop, list[list[int]]]] = []
@@ -92,7 +102,8 @@ def _spill_at(graph: StepGraph, spans: Spans, producer: list[int], worst: int, b
         # Making it again must not overflow where it was fine.
         place, transient = drop.places[-1], _transient_bytes(graph, drop.copy.storage, made[-1])
         risk = max(0.0, float(spans.bytes_at[place - 1] + transient - budget_bytes)) / max(1, size)
-        scored.append(((seconds + 1e-7) * (1 + risk) / relief, drop, made))
+        whim = 1.0 if whims is None else whims[drop.copy.storage]
+        scored.append(((seconds + 1e-7) * (1 + risk) / relief * whim, drop, made))
     if not scored:
         return None
     scored.sort(key=lambda item: item[0])

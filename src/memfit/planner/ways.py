@@ -26,7 +26,7 @@ from memfit.step.program import (
 )
 from memfit.step.simulate import simulate
 
-__all__ = ["leanest", "program_within"]
+__all__ = ["leanest", "program_within", "quicker"]
 
 _MOST_TOGETHER = 6
 """So many ops are tried as one wherever they are; more only where each hands on to the next."""
@@ -35,6 +35,26 @@ _MOST_TOGETHER = 6
 def leanest(graph: StepGraph) -> StepGraph:
     """The step with every op in the way that takes the least memory."""
     return replace(graph, ops=tuple(_lean(op) for op in graph.ops))
+
+
+def quicker(graph: StepGraph, order: Sequence[int], budget_bytes: int) -> StepGraph:
+    """The step with every op in the quickest way for which there is room at all its places in an order.
+
+    An order is then filled with copies to keep beside these ways, and not before them: the same bytes save more time
+    at the one instant at which an op runs.
+    """
+    lean = leanest(graph)
+    room: dict[int, int] = {}
+    for op, there in zip(order, _one_by_one(lean, lean, order, budget_bytes), strict=True):
+        room[op] = min(room.get(op, budget_bytes), budget_bytes - there.peak_bytes)
+
+    def chosen(index: int, op: Op) -> Op:
+        more = room[index] + op.workspace_bytes
+        ways = [w for w in op.ways if w.workspace_bytes <= more and (w.parts > 1 or not op.in_place_over)]
+        best = min(ways, key=lambda way: way.seconds, default=op.way(op.parts))
+        return replace(op, parts=best.parts, seconds=best.seconds, workspace_bytes=best.workspace_bytes)
+
+    return replace(lean, ops=tuple(chosen(index, op) for index, op in enumerate(lean.ops)))
 
 
 def program_within(graph: StepGraph, order: Sequence[int], budget_bytes: int | None = None) -> Program:
