@@ -205,3 +205,14 @@ def test_what_is_read_whole_is_not_overwritten(by_samples: bool) -> None:
     program = program_of(graph, [0, 1, 2, 3, 4, 1, 2, 5])
     check(graph, program)
     assert [i.over for i in program.instructions if i.over is not None] == ([1] if by_samples else [])
+
+
+def test_what_comes_in_is_not_made_again_within() -> None:
+    """The first copy of a storage is read by one op that runs again, the second one made right after."""
+    graph, _ = chain()
+    one, two, three, *rest = graph.ops
+    graph = replace(graph, ops=(one, two, three, *rest))
+    # Op two reads the copy of storage 1 that the loss left, op one makes it anew, and op three reads that.
+    program = program_of(graph, [0, 1, 2, 3, 4, 1, 0, 2, 5])
+    check(graph, program)
+    assert [len(run) for run in program.runs() if len(run) > 1]

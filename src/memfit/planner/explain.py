@@ -46,6 +46,7 @@ def decisions(graph: StepGraph, program: Program, timeline: Timeline) -> tuple[D
     kept = kept_storages(graph, program)
     again = Counter(program.recomputed())
     again_seconds = _seconds_again(graph, program)
+    as_one = Counter(i.index for run in program.runs() if len(run) > 1 for i in run if i.action is Action.COMPUTE)
     place = binding_place(graph, program, timeline)
     found: list[Decision] = []
     for number, (name, ops) in enumerate(_blocks(graph), start=1):
@@ -53,6 +54,7 @@ def decisions(graph: StepGraph, program: Program, timeline: Timeline) -> tuple[D
         saved_bytes = sum(graph.storages[s].nbytes for s in saved)
         runs = {o: again[o] for o in ops if again[o]}
         seconds = sum(again_seconds[o] for o in runs)
+        fused = sum(as_one[o] for o in runs)
         found.append(
             Decision(
                 block=str(number),
@@ -61,7 +63,9 @@ def decisions(graph: StepGraph, program: Program, timeline: Timeline) -> tuple[D
                     _short(graph.ops[o].target) for o in ops if any(s in saved for s in graph.ops[o].writes)
                 ),
                 saved_bytes=saved_bytes,
-                later="recompute " + _counted(_short(graph.ops[o].target) for o, n in runs.items() for _ in range(n))
+                later="recompute "
+                + _counted(_short(graph.ops[o].target) for o, n in runs.items() for _ in range(n))
+                + (f" ({fused} fused)" if fused else "")
                 if runs
                 else "",
                 extra_seconds=seconds,

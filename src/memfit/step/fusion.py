@@ -82,8 +82,10 @@ def runs_by_samples(
     while start < len(ops):
         stop = start
         written: set[int] = set()
-        while stop < len(ops) and again[stop] and _follows(ops, start, stop, written, held):
+        read: set[int] = set()
+        while stop < len(ops) and again[stop] and _follows(ops, start, stop, written, read | held):
             written.update(ops[stop].writes)
+            read.update(ops[stop].reads)
             stop += 1
         if stop - start > 1:
             found.append(Run(start=start, ops=ops[start:stop], dying=dying[start:stop]))
@@ -120,16 +122,21 @@ def linked(run: Run) -> list[tuple[int, int]]:
     return [(first, stop) for first, stop in zip([0, *stops], stops, strict=False) if stop - first > 1]
 
 
-def _follows(ops: Sequence[Op], start: int, position: int, written: set[int], held: frozenset[int]) -> bool:
-    """Whether the op at a position may run slice by slice with those from `start` on, which wrote `written`."""
+def _follows(ops: Sequence[Op], start: int, position: int, written: set[int], taken: set[int]) -> bool:
+    """Whether the op at a position may run slice by slice with those from `start` on, which wrote `written`.
+
+    It must not write what they wrote, nor what is `taken`: what they read was there before and stays until they are
+    done, and what the caller holds is not written again.
+    """
     op, slices = ops[position], ops[position].by_samples
-    if slices is None or not held.isdisjoint(op.writes) or not written.isdisjoint(op.writes):
+    if slices is None or not taken.isdisjoint(op.writes) or not written.isdisjoint(op.writes):
         return False
     first = ops[start]
     assert first.by_samples is not None
-    return (
-        (slices.batch, slices.samples, op.piece) == (first.by_samples.batch, first.by_samples.samples, first.piece)
-    ) and all(s in slices.reads for s in op.reads if s in written)
+    together = (first.by_samples.batch, first.by_samples.samples, first.piece)
+    return (slices.batch, slices.samples, op.piece) == together and all(
+        s in slices.reads for s in op.reads if s in written
+    )
 
 
 def _taken_over(graph: StepGraph, run: Run) -> dict[int, int]:
