@@ -35,7 +35,10 @@ _PART_BYTES = 8 << 20
 """About the largest operand of a part: it fits a cache, and malloc reuses it rather than mapping it anew."""
 
 _FINE_BYTES = 2 << 20
-"""About the largest operand of a part where memory is scarcest; only weights' gradients are worth it."""
+"""About the largest operand of a part where memory is scarcest."""
+
+_LARGE_IN_FINE = 4
+"""Samples are cut as finely only if an operand is so many ordinary parts large."""
 
 _COARSE_PARTS = 4
 """Few parts, for weights' gradients: every part reads the smaller operand again."""
@@ -194,8 +197,9 @@ def _sample_candidates(node: fx.Node) -> tuple[int, ...]:
     samples, nbytes = operand.shape[0], max(_nbytes(operand), _nbytes(other))
     if samples < 2 or nbytes < 2 * _PART_BYTES:
         return ()
-    size = -(-samples // min(samples, -(-nbytes // _PART_BYTES)))
-    return (-(-samples // size),)
+    part_bytes = (_PART_BYTES, _FINE_BYTES) if nbytes > _LARGE_IN_FINE * _PART_BYTES else (_PART_BYTES,)
+    sizes = {-(-samples // min(samples, -(-nbytes // wanted))) for wanted in part_bytes}
+    return tuple(sorted(-(-samples // size) for size in sizes))
 
 
 def _weight_candidates(node: fx.Node) -> tuple[int, ...]:
