@@ -18,8 +18,8 @@ from memfit.step.program import (
     Action,
     Instruction,
     Program,
-    as_one,
     as_they_run,
+    assembled,
     dying_after,
     program_of,
     run_again,
@@ -74,18 +74,8 @@ def program_within(graph: StepGraph, order: Sequence[int], budget_bytes: int | N
     ops = as_they_run(lean, order)
     dying = dying_after(lean, ops)
     runs = runs_by_samples(lean, ops, run_again(order), dying)
-    fused = {f.start: f for run in runs for f in _quickest(lean, run, alone, limit)}
-
-    instructions: list[Instruction] = []
-    position = 0
-    while position < len(order):
-        if position in fused:
-            instructions += as_one(fused[position], order, ops, dying)
-            position = fused[position].stop
-        else:
-            instructions += alone[position].instructions
-            position += 1
-    return Program(instructions=tuple(instructions))
+    fused = [fusion for run in runs for fusion in _quickest(lean, run, alone, limit)]
+    return assembled(order, ops, dying, fused, lambda position: alone[position].instructions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

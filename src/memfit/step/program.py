@@ -10,7 +10,7 @@ Known limits: of one storage at most one copy is alive, the one written last.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -21,8 +21,8 @@ __all__ = [
     "Action",
     "Instruction",
     "Program",
-    "as_one",
     "as_they_run",
+    "assembled",
     "dying_after",
     "plain_order",
     "plain_program",
@@ -130,19 +130,42 @@ def program_of(graph: StepGraph, order: Sequence[int], *, in_place: bool = True,
     ops = as_they_run(graph, order)
     dying = dying_after(graph, ops)
     runs = fusions(graph, runs_by_samples(graph, ops, run_again(order), dying)) if fuse else []
+
+    def alone(position: int) -> list[Instruction]:
+        dead = dying[position]
+        over = overwritten(ops[position], dead) if in_place else None
+        frees = [Instruction(Action.FREE, s) for s in dead if s != over]
+        return [Instruction(Action.COMPUTE, order[position], over, ops[position].parts), *frees]
+
+    return assembled(order, ops, dying, runs, alone)
+
+
+def assembled(
+    order: Sequence[int],
+    ops: Sequence[Op],
+    dying: Sequence[Sequence[int]],
+    runs: Sequence[Fusion],
+    alone: Callable[[int], Iterable[Instruction]],
+) -> Program:
+    """A program of ops that run as one and of others.
+
+    Args:
+        order: op indices.
+        ops: as they run.
+        dying: storages that die after each (`dying_after`).
+        runs: what runs as one.
+        alone: the instructions of the op at a position that runs by itself.
+
+    Returns:
+        The program.
+    """
     fused_at = {run.start: run for run in runs}
     instructions: list[Instruction] = []
     position = 0
     while position < len(order):
-        if position in fused_at:
-            instructions += as_one(fused_at[position], order, ops, dying)
-            position = fused_at[position].stop
-            continue
-        op, dead = ops[position], dying[position]
-        over = overwritten(op, dead) if in_place else None
-        instructions.append(Instruction(Action.COMPUTE, order[position], over, op.parts))
-        instructions.extend(Instruction(Action.FREE, s) for s in dead if s != over)
-        position += 1
+        run = fused_at.get(position)
+        instructions += alone(position) if run is None else _as_one(run, order, ops, dying)
+        position = position + 1 if run is None else run.stop
     return Program(instructions=tuple(instructions))
 
 
@@ -166,7 +189,7 @@ def dying_after(graph: StepGraph, ops: Sequence[Op]) -> list[list[int]]:
     return dying
 
 
-def as_one(run: Fusion, order: Sequence[int], ops: Sequence[Op], dying: Sequence[Sequence[int]]) -> list[Instruction]:
+def _as_one(run: Fusion, order: Sequence[int], ops: Sequence[Op], dying: Sequence[Sequence[int]]) -> list[Instruction]:
     """Fused ops with frees of what exists as slices; what came in whole is freed after them."""
     written: set[int] = set()
     fused: list[Instruction] = []
