@@ -223,20 +223,24 @@ def fill(graph: StepGraph, order: Sequence[int], budget_bytes: int, *, rounds: i
     spans = spans_of(graph, without_unread(graph, order))
     if spans.timeline.peak_bytes > budget_bytes:
         return list(order)
+    most = len(order)
     for _ in range(rounds):
-        changed = _fill_once(graph, spans, budget_bytes)
-        if changed is None:
+        changed, removed = _fill_once(graph, spans, budget_bytes, most)
+        if removed == 0:
             break
         following = spans_of(graph, changed)
         if following.timeline.peak_bytes > budget_bytes:
+            # Ops that ran as one may take more memory apart: keep less at a time.
+            most = removed // 2
+        elif following.timeline.recompute_seconds >= spans.timeline.recompute_seconds:
             break
-        if following.timeline.recompute_seconds >= spans.timeline.recompute_seconds:
-            break
-        spans = following
+        else:
+            spans = following
     return list(spans.order)
 
 
-def _fill_once(graph: StepGraph, spans: Spans, budget_bytes: int) -> list[int] | None:
+def _fill_once(graph: StepGraph, spans: Spans, budget_bytes: int, most: int) -> tuple[list[int], int]:
+    """An order with at most so many runs less, and how many those are."""
     previous: dict[int, Copy] = {}
     before: dict[tuple[int, int], Copy] = {}
     at: dict[int, list[Copy]] = {}
@@ -262,13 +266,13 @@ def _fill_once(graph: StepGraph, spans: Spans, budget_bytes: int) -> list[int] |
     room = budget_bytes - spans.bytes_at
     removed: set[int] = set()
     for _, position, stretches in options:
+        if len(removed) == most:
+            break
         if all(_fits(room, left, right, nbytes) for left, right, nbytes in stretches):
             for left, right, nbytes in stretches:
                 room[left + 1 : right + 1] -= nbytes
             removed.add(position)
-    if not removed:
-        return None
-    return without_unread(graph, [o for p, o in enumerate(spans.order) if p not in removed])
+    return without_unread(graph, [o for p, o in enumerate(spans.order) if p not in removed]), len(removed)
 
 
 def _fits(room: NDArray[np.int64], left: int, right: int, nbytes: int) -> bool:
