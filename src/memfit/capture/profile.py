@@ -4,8 +4,7 @@ FLOP counts rank ops wrongly (a pointwise op has few and takes long), so every d
 shapes, dtypes and strides is timed with operands made for it. Only one op's operands exist at a time, hence a
 model that does not fit can be profiled. Results are cached per machine.
 
-Known limits: integer operands are zeros unless the op is known to index with them; an op that cannot run on
-made-up operands is priced by roofline.
+Known limits: an op that cannot run on made-up operands (`memfit.capture.operands`) is priced by roofline.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,8 +24,9 @@ from memfit.capture.again import Call
 from memfit.capture.by_samples import batch_of, sliced_operands
 from memfit.capture.cost_cache import CostCache
 from memfit.capture.joint import tensors_of
+from memfit.capture.operands import operand_values, operands_of
 from memfit.capture.parts import call_in_parts, candidate_parts
-from memfit.capture.rewrite import HOLLOW_PREFIX, IN_PLACE, convolution_input_gradient, make_hollow
+from memfit.capture.rewrite import IN_PLACE, convolution_input_gradient
 from memfit.capture.roofline import roofline_seconds
 from memfit.capture.slices import Cuts, convolution_input_slices
 from memfit.capture.trace import Capture
@@ -43,23 +43,8 @@ _SHORT_SECONDS = 2e-3
 _REPEATS = 4
 _WHOLE_HANDICAP = 1.05
 """Running in parts takes less memory, so it is preferred at about equal time."""
-_TILE = 1 << 16
 
 Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Indexing:
-    """Which operand holds indices and how many values they may take."""
-
-    operand: int
-    limit: Callable[[tuple[Any, ...]], int]
-
-
-_INDEXING: dict[Any, _Indexing] = {
-    _aten.embedding.default: _Indexing(operand=1, limit=lambda args: int(args[0].shape[0])),
-    _aten.embedding_dense_backward.default: _Indexing(operand=1, limit=lambda args: int(args[2])),
-}
 
 
 def profile_ops(
@@ -189,7 +174,7 @@ def cost_key(node: fx.Node | Call) -> str:
 def ways_again(node: fx.Node, again: Call, device: torch.device) -> tuple[Way, ...]:
     """What the call costs that runs in place of a batch normalisation later; nothing if it has other bits."""
     try:
-        args, kwargs = _operands(node, device)
+        args, kwargs = operands_of(node, device)
         whole = node.target
         assert callable(whole)
         result, mean, invstd = whole(*args, **kwargs)[:3]
@@ -203,7 +188,7 @@ def ways_again(node: fx.Node, again: Call, device: torch.device) -> tuple[Way, .
 def ways_of(node: fx.Node | Call, device: torch.device) -> tuple[Way, ...]:
     """What the op costs whole, then in parts where that gives the same bits."""
     try:
-        args, kwargs = _operands(node, device)
+        args, kwargs = operands_of(node, device)
         call = node.target
         assert callable(call)
 
@@ -235,7 +220,7 @@ def way_by_samples(call: fx.Node | Call, samples: int, device: torch.device) -> 
     The first slice, one in the middle and the last are compared with the whole; kernels go by shape alone.
     """
     try:
-        values, sliced = _operand_values(call, device), sliced_operands(call)
+        values, sliced = operand_values(call, device), sliced_operands(call)
         target = call.target
         assert callable(target)
 
@@ -333,46 +318,6 @@ def _result_bytes(results: Iterable[object]) -> int:
             if isinstance(tensor, torch.Tensor):
                 storages[tensor.untyped_storage().data_ptr()] = int(tensor.untyped_storage().nbytes())
     return sum(storages.values())
-
-
-def _operands(node: fx.Node | Call, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    values = _operand_values(node, device)
-    return fx.map_arg(node.args, values.__getitem__), fx.map_arg(node.kwargs, values.__getitem__)
-
-
-def _operand_values(node: fx.Node | Call, device: torch.device) -> dict[fx.Node, torch.Tensor]:
-    """Made-up tensors for the operands."""
-    made: dict[fx.Node, torch.Tensor] = {}
-    indexing = _INDEXING.get(node.target)
-    index_node = node.args[indexing.operand] if indexing is not None else None
-
-    def make(argument: fx.Node) -> None:
-        value = argument.meta.get("val")
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(f"operand {argument.name} is not a tensor")
-        hollow = str(argument.target).startswith(HOLLOW_PREFIX)
-        if argument not in made:
-            made[argument] = make_hollow(value, device) if hollow else _like(value, device)
-
-    fx.map_arg((node.args, node.kwargs), make)
-    if indexing is not None and isinstance(index_node, fx.Node):
-        args = fx.map_arg(node.args, made.__getitem__)
-        made[index_node].random_(0, max(1, indexing.limit(args)))
-    return made
-
-
-def _like(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A real tensor with the layout of a fake one, filled with ordinary numbers."""
-    tensor = torch.empty_strided(tuple(value.shape), value.stride(), dtype=value.dtype, device=device)
-    flat = torch.empty(0, dtype=value.dtype, device=device).set_(tensor.untyped_storage())
-    if not value.dtype.is_floating_point and not value.dtype.is_complex:
-        flat.fill_(value.dtype is torch.bool)
-        return tensor
-    tile = torch.randn(_TILE, device=device).to(value.dtype)
-    whole = flat.numel() // _TILE
-    flat[: whole * _TILE].view(whole, _TILE).copy_(tile)
-    flat[whole * _TILE :].copy_(tile[: flat.numel() - whole * _TILE])
-    return tensor
 
 
 def _check_hollow(node: fx.Node | Call, args: Sequence[Any], found: object) -> None:

@@ -1,0 +1,76 @@
+"""Made-up operands, to run one op of a graph by itself: the layout of the real ones, ordinary numbers in them.
+
+Known limits: integer operands are zeros unless the op is known to index with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from memfit.capture.again import Call
+from memfit.capture.rewrite import HOLLOW_PREFIX, make_hollow
+
+__all__ = ["operand_values", "operands_of"]
+
+_aten = torch.ops.aten
+_TILE = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Indexing:
+    """Which operand holds indices and how many values they may take."""
+
+    operand: int
+    limit: Callable[[tuple[Any, ...]], int]
+
+
+_INDEXING: dict[Any, _Indexing] = {
+    _aten.embedding.default: _Indexing(operand=1, limit=lambda args: int(args[0].shape[0])),
+    _aten.embedding_dense_backward.default: _Indexing(operand=1, limit=lambda args: int(args[2])),
+}
+
+
+def operands_of(node: fx.Node | Call, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments by position and by name, with made-up tensors for the operands."""
+    values = operand_values(node, device)
+    return fx.map_arg(node.args, values.__getitem__), fx.map_arg(node.kwargs, values.__getitem__)
+
+
+def operand_values(node: fx.Node | Call, device: torch.device) -> dict[fx.Node, torch.Tensor]:
+    """Made-up tensors for the operands."""
+    made: dict[fx.Node, torch.Tensor] = {}
+    indexing = _INDEXING.get(node.target)
+    index_node = node.args[indexing.operand] if indexing is not None else None
+
+    def make(argument: fx.Node) -> None:
+        value = argument.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"operand {argument.name} is not a tensor")
+        hollow = str(argument.target).startswith(HOLLOW_PREFIX)
+        if argument not in made:
+            made[argument] = make_hollow(value, device) if hollow else _like(value, device)
+
+    fx.map_arg((node.args, node.kwargs), make)
+    if indexing is not None and isinstance(index_node, fx.Node):
+        args = fx.map_arg(node.args, made.__getitem__)
+        made[index_node].random_(0, max(1, indexing.limit(args)))
+    return made
+
+
+def _like(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A real tensor with the layout of a fake one, filled with ordinary numbers."""
+    tensor = torch.empty_strided(tuple(value.shape), value.stride(), dtype=value.dtype, device=device)
+    flat = torch.empty(0, dtype=value.dtype, device=device).set_(tensor.untyped_storage())
+    if not value.dtype.is_floating_point and not value.dtype.is_complex:
+        flat.fill_(value.dtype is torch.bool)
+        return tensor
+    tile = torch.randn(_TILE, device=device).to(value.dtype)
+    whole = flat.numel() // _TILE
+    flat[: whole * _TILE].view(whole, _TILE).copy_(tile)
+    flat[whole * _TILE :].copy_(tile[: flat.numel() - whole * _TILE])
+    return tensor
