@@ -13,8 +13,8 @@ import functools
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,6 +45,17 @@ _WHOLE_HANDICAP = 1.05
 """Running in parts takes less memory, so it is preferred at about equal time."""
 
 Progress = Callable[[int, int], None]
+Costs = tuple[tuple[Way, ...], tuple[Way, ...]]
+"""What an op costs whole and in parts, and slice of the batch by slice if it can run so with the same bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Measurement:
+    """A call, the samples of its slices (0 if it does not run in slices), and what measures both."""
+
+    call: fx.Node | Call
+    samples: int
+    run: Callable[[], Costs]
 
 
 def profile_ops(
@@ -61,24 +72,29 @@ def profile_ops(
     Returns:
         The step graph of the capture with `seconds` and `workspace_bytes` set.
     """
-    distinct: dict[str, Callable[[], tuple[Way, ...]]] = {}
+    distinct: dict[str, _Measurement] = {}
     for joint in capture.joint_ops:
-        if joint is not None:
-            distinct.setdefault(cost_key(joint.node), functools.partial(ways_of, joint.node, device))
-        if joint is not None and joint.again is not None:
-            distinct.setdefault(cost_key(joint.again), functools.partial(ways_again, joint.node, joint.again, device))
-        if joint is not None and joint.by_samples is not None:
-            later, samples = joint.again or joint.node, joint.by_samples.samples
-            distinct.setdefault(
-                _key_by_samples(later, samples), functools.partial(way_by_samples, later, samples, device)
-            )
-    missing = [key for key in distinct if key not in cache]
+        if joint is None:
+            continue
+        samples = 0 if joint.by_samples is None else joint.by_samples.samples
+        if joint.again is None:
+            costs = functools.partial(costs_of, joint.node, samples, device)
+            distinct.setdefault(_key_by_samples(joint.node, samples), _Measurement(joint.node, samples, costs))
+        else:
+            costs = functools.partial(costs_of, joint.node, 0, device)
+            distinct.setdefault(cost_key(joint.node), _Measurement(joint.node, 0, costs))
+            costs = functools.partial(costs_again, joint.node, joint.again, samples, device)
+            distinct.setdefault(_key_by_samples(joint.again, samples), _Measurement(joint.again, samples, costs))
+    missing = [m for key, m in distinct.items() if key not in cache or cost_key(m.call) not in cache]
     devices = [device.index or 0] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.no_grad():
-        for done, key in enumerate(missing):
+        for done, measurement in enumerate(missing):
             if progress is not None:
                 progress(done, len(missing))
-            cache[key] = distinct[key]()
+            ways, in_slices = measurement.run()
+            cache[cost_key(measurement.call)] = ways
+            if measurement.samples:
+                cache[_key_by_samples(measurement.call, measurement.samples)] = in_slices
     if progress is not None and missing:
         progress(len(missing), len(missing))
     cache.save()
@@ -142,7 +158,7 @@ def _with_slices(op: Op, ways: tuple[Way, ...]) -> Op:
 
 
 def _key_by_samples(call: fx.Node | Call, samples: int) -> str:
-    return f"{cost_key(call)} by {samples} samples"
+    return f"{cost_key(call)} by {samples} samples" if samples else cost_key(call)
 
 
 def _roofline_ways(node: fx.Node | Call) -> tuple[Way, ...]:
@@ -171,7 +187,7 @@ def cost_key(node: fx.Node | Call) -> str:
     return f"{target}({','.join([*(describe(a) for a in node.args), *named])})"
 
 
-def ways_again(node: fx.Node, again: Call, device: torch.device) -> tuple[Way, ...]:
+def costs_again(node: fx.Node, again: Call, samples: int, device: torch.device) -> Costs:
     """What the call costs that runs in place of a batch normalisation later; nothing if it has other bits."""
     try:
         args, kwargs = operands_of(node, device)
@@ -179,16 +195,23 @@ def ways_again(node: fx.Node, again: Call, device: torch.device) -> tuple[Way, .
         assert callable(whole)
         result, mean, invstd = whole(*args, **kwargs)[:3]
         same = _equal(result, again.target(args[0], mean, invstd, *args[1:3]))
+        del args, result
     except (RuntimeError, TypeError) as error:
         log.info("cannot run %s again from its statistics (%s)", node.name, error)
-        return ()
-    return ways_of(again, device) if same else ()
+        return (), ()
+    return costs_of(again, samples, device) if same else ((), ())
 
 
 def ways_of(node: fx.Node | Call, device: torch.device) -> tuple[Way, ...]:
     """What the op costs whole, then in parts where that gives the same bits."""
+    return costs_of(node, 0, device)[0]
+
+
+def costs_of(node: fx.Node | Call, samples: int, device: torch.device) -> Costs:
+    """What the op costs whole, then in parts where that gives the same bits; and in slices of so many samples."""
     try:
-        args, kwargs = operands_of(node, device)
+        values = operand_values(node, device)
+        args, kwargs = fx.map_arg(node.args, values.__getitem__), fx.map_arg(node.kwargs, values.__getitem__)
         call = node.target
         assert callable(call)
 
@@ -206,29 +229,30 @@ def ways_of(node: fx.Node | Call, device: torch.device) -> tuple[Way, ...]:
                 over = IN_PLACE.get(node.target, {}).get(0)
                 timed = in_parts if over is None else functools.partial(over, *args, parts=parts, **kwargs)
                 found.append((replace(way, parts=parts), timed))
+        in_slices = way_by_samples(node, samples, values, result, device) if samples else ()
         del result  # timed runs take the memory of those before them, as those of a step do
-        ways = (replace(way, seconds=_seconds(run, way.seconds, device)) for way, run in found)
-        return tuple(ways)
+        ways = tuple(replace(way, seconds=_seconds(run, way.seconds, device)) for way, run in found)
     except (RuntimeError, TypeError, IndexError, ValueError, NotImplementedError) as error:
         log.info("cannot time %s alone (%s); using its roofline", node.name, error)
-        return (Way(parts=1, seconds=roofline_seconds(node), workspace_bytes=0),)
+        return (Way(parts=1, seconds=roofline_seconds(node), workspace_bytes=0),), ()
+    return ways, in_slices
 
 
-def way_by_samples(call: fx.Node | Call, samples: int, device: torch.device) -> tuple[Way, ...]:
+def way_by_samples(
+    call: fx.Node | Call, samples: int, values: Mapping[fx.Node, torch.Tensor], whole: object, device: torch.device
+) -> tuple[Way, ...]:
     """What the op costs slice after slice, with the workspace of one slice; nothing if it has other bits so.
 
     The first slice, one in the middle and the last are compared with the whole; kernels go by shape alone.
     """
+    target, sliced = call.target, sliced_operands(call)
+    assert callable(target)
+
+    def run(here: slice) -> object:
+        args = fx.map_arg(call.args, lambda n: values[n][here] if n in sliced else values[n])
+        return target(*args, **fx.map_arg(call.kwargs, values.__getitem__))
+
     try:
-        values, sliced = operand_values(call, device), sliced_operands(call)
-        target = call.target
-        assert callable(target)
-
-        def run(here: slice) -> object:
-            args = fx.map_arg(call.args, lambda n: values[n][here] if n in sliced else values[n])
-            return target(*args, **fx.map_arg(call.kwargs, values.__getitem__))
-
-        whole = run(slice(None))
         _, first = _measured(lambda: run(slice(samples)), device)
         times: list[float] = []
         starts = range(0, batch_of(call), samples)
