@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import memfit
+from memfit.capture.again import Call
 from memfit.capture.by_samples import Slice, in_slices
+from memfit.capture.profile import way_by_samples
 from memfit.planner.least import least_order
 from memfit.planner.ways import leanest
 from memfit.planning import Request, capture_and_profile
@@ -133,12 +135,31 @@ def test_a_result_takes_the_memory_of_an_operand_of_another_shape() -> None:
     assert seen == [2, 2, 1]
 
 
+def test_ops_of_which_nothing_is_wanted_run_all_the_same() -> None:
+    how = Slice(run=lambda part: (), sliced={0}, batch=4, samples=2, results=[], over=[])
+    assert in_slices(how)(torch.randn(4, 3)) == ()
+
+
+def test_slices_of_every_alignment_are_compared() -> None:
+    """The second of five slices, which is neither the first, the middle nor the last, has other bits."""
+    node = fx.Graph().placeholder("x")
+    node.meta["val"] = torch.empty(5, 3)
+    call = Call(name="c", target=torch.ops.aten.neg.default, args=(node,), meta={"val": torch.empty(5, 3)})
+    values = {node: torch.randn(5, 3)}
+    whole = -values[node]
+    assert way_by_samples(call, 1, values, whole, torch.device("cpu"))
+    whole[1] += 1
+    assert way_by_samples(call, 1, values, whole, torch.device("cpu")) == ()
+
+
 def test_retaining_the_graph_keeps_what_would_be_overwritten() -> None:
     torch.manual_seed(0)
     model, x = residual(), torch.randn(6, 3, 24, 24)
     with pytest.raises(memfit.BudgetError) as refused:
         memfit.plan(model, (x,), budget=1000, loss_fn=loss_fn)
     memfit.fit(model, (x,), budget=refused.value.least_bytes, loss_fn=loss_fn)
+    program = memfit.plan_of(model).program
+    assert any(i.over is not None for run in program.runs() if len(run) > 1 for i in run)
     loss = loss_fn(model(x))
     loss.backward(retain_graph=True)
     once = [p.grad.clone() for p in model.parameters() if p.grad is not None]

@@ -4,7 +4,8 @@ Most ops of a network treat each sample of the batch by itself: convolutions, ac
 normalisation once its statistics are known (`memfit.capture.again`). Ops that run again may therefore run as one,
 slice of the batch by slice (`memfit.step.fusion`): `in_slices` is what the runtime calls for them.
 
-The profiler compares each op's slices with the whole, for each shape and size of slice, before a plan relies on it.
+The profiler compares slices of each op with the whole, for each shape, size of slice and alignment in memory, before a
+plan relies on it.
 
 Known limits: CPU; operands and results that have samples outside and own their memory, so no views between ops.
 """
@@ -25,7 +26,7 @@ __all__ = ["Slice", "batch_of", "in_slices", "samples_per_slice", "sliced_operan
 _aten = torch.ops.aten
 
 _SLICE_BYTES = 4 << 20
-"""About the largest result of a slice: it fits a cache, and calls still take longer than calling them."""
+"""About the largest result of a slice: it fits a cache, and its work outweighs the call."""
 
 _OF_FIRST = {
     _aten.convolution.default,
@@ -144,9 +145,9 @@ def in_slices(how: Slice) -> Callable[..., tuple[torch.Tensor, ...]]:
         for start in range(0, how.batch, how.samples):
             here = slice(start, start + how.samples)
             parts = how.run(*(t[here] if i in how.sliced else t for i, t in enumerate(operands)))
-            for result, part in zip(results, parts, strict=True):
-                result[here] = part
-            del parts, part  # else the next slice is made beside them
+            for place, result in enumerate(results):
+                result[here] = parts[place]
+            del parts  # else the next slice is made beside them
         return tuple(results)
 
     return fused

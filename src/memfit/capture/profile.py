@@ -40,6 +40,9 @@ log = logging.getLogger(__name__)
 
 _aten = torch.ops.aten
 _SHORT_SECONDS = 2e-3
+_ALIGNMENT = 64
+"""Bytes of the widest vectors; allocations start at multiples of it."""
+
 _REPEATS = 4
 _WHOLE_HANDICAP = 1.05
 """Running in parts takes less memory, so it is preferred at about equal time."""
@@ -243,7 +246,8 @@ def way_by_samples(
 ) -> tuple[Way, ...]:
     """What the op costs slice after slice, with the workspace of one slice; nothing if it has other bits so.
 
-    The first slice, one in the middle and the last are compared with the whole; kernels go by shape alone.
+    Kernels go by shape and by where operands lie in memory, so the first slice, one in the middle, the last and one
+    of each alignment are compared with the whole.
     """
     target, sliced = call.target, sliced_operands(call)
     assert callable(target)
@@ -256,12 +260,14 @@ def way_by_samples(
         _, first = _measured(lambda: run(slice(samples)), device)
         times: list[float] = []
         starts = range(0, batch_of(call), samples)
-        for start in sorted({starts[0], starts[len(starts) // 2], starts[-1]}):
+        operands = [values[node] for node in call.all_input_nodes if node in sliced]
+        aligned = {tuple(t[s:].data_ptr() % _ALIGNMENT for t in operands): s for s in reversed(starts)}
+        for start in sorted({*aligned.values(), starts[0], starts[len(starts) // 2], starts[-1]}):
             here, results = slice(start, start + samples), list[object]()
             times.append(_timed(functools.partial(_run_into, results, run, here), device))
             if not _equal(_samples(whole, here), results[0]):
                 return ()
-    except (RuntimeError, TypeError, IndexError, ValueError, NotImplementedError) as error:
+    except RuntimeError as error:  # a slice is too small for the kernel of the whole
         log.info("cannot run %s by samples (%s)", call.name, error)
         return ()
     return (replace(first, seconds=statistics.median(times) * len(starts)),)
