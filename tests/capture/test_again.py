@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from memfit.capture.again import normalise, normalise_over_data
-from memfit.capture.profile import costs_again
+from memfit.capture.costs import Costs, costs_again
 from memfit.capture.trace import capture_step
 from memfit.planning import Request, capture_and_profile
 from memfit.verification import verify
@@ -52,7 +52,7 @@ def test_a_plan_normalises_again_without_new_statistics() -> None:
 
 
 def test_where_the_bits_differ_the_whole_kernel_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memfit.capture.profile.costs_again", lambda *_: ((), ()))
+    monkeypatch.setattr("memfit.capture.profile.costs_again", lambda *_: Costs(ways=()))
     torch.manual_seed(0)
     model, x = convolutions(), torch.randn(4, 8, 16, 15)
     graph = capture_and_profile(model, (x,), {}, Request(budget=1, loss_fn=loss_fn))[1]
@@ -71,8 +71,8 @@ def test_a_kernel_that_cannot_run_here_is_not_used() -> None:
     def fails(*_: object) -> None:
         raise RuntimeError("no such kernel here")
 
-    assert costs_again(joint.node, joint.again, 1, torch.device("cpu"))[0]
-    assert costs_again(joint.node, replace(joint.again, target=fails), 1, torch.device("cpu")) == ((), ())
+    assert costs_again(joint.node, joint.again, 1, 0, torch.device("cpu")).ways
+    assert costs_again(joint.node, replace(joint.again, target=fails), 1, 0, torch.device("cpu")) == Costs(ways=())
 
 
 class Returned(nn.Module):

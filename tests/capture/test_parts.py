@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import fx, nn
 
+from memfit.capture.costs import ways_of
 from memfit.capture.parts import call_in_parts, candidate_parts
-from memfit.capture.profile import ways_of
 from memfit.capture.rewrite import convolution_input_gradient, make_hollow
 
 _aten = torch.ops.aten

@@ -12,7 +12,7 @@ from torch import fx, nn
 import memfit
 from memfit.capture.again import Call
 from memfit.capture.by_samples import Slice, in_slices
-from memfit.capture.profile import way_by_samples
+from memfit.capture.costs import costs_in_slices
 from memfit.planner.least import least_order
 from memfit.planner.ways import leanest
 from memfit.planning import Request, capture_and_profile
@@ -147,9 +147,9 @@ def test_slices_of_every_alignment_are_compared() -> None:
     call = Call(name="c", target=torch.ops.aten.neg.default, args=(node,), meta={"val": torch.empty(5, 3)})
     values = {node: torch.randn(5, 3)}
     whole = -values[node]
-    assert way_by_samples(call, 1, values, whole, torch.device("cpu"))
+    assert costs_in_slices(call, 1, values, whole, torch.device("cpu"))
     whole[1] += 1
-    assert way_by_samples(call, 1, values, whole, torch.device("cpu")) == ()
+    assert costs_in_slices(call, 1, values, whole, torch.device("cpu")) == ()
 
 
 def test_retaining_the_graph_keeps_what_would_be_overwritten() -> None:
@@ -169,7 +169,7 @@ def test_retaining_the_graph_keeps_what_would_be_overwritten() -> None:
 
 
 def test_where_the_bits_differ_ops_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memfit.capture.profile.way_by_samples", lambda *_: ())
+    monkeypatch.setattr("memfit.capture.costs.costs_in_slices", lambda *_: ())
     torch.manual_seed(0)
     _, graph = capture_and_profile(residual(), (torch.randn(4, 3, 22, 22),), {}, Request(budget=1, loss_fn=loss_fn))
     assert all(op.later.by_samples is None for op in graph.ops)

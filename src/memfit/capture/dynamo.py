@@ -12,11 +12,13 @@ its kin are such code: Dynamo could unroll them, but into other kernels than eag
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
+import operator
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -135,7 +137,7 @@ def _capture(
 
         def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **rest: Any) -> Any:
             halves = default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **rest)
-            readings.append(read_joint(joint, num_fwd_outputs))
+            readings.append(read_joint(joint, num_fwd_outputs, in_place_nodes(gm)))
             return halves
 
         detach_outputs(gm, gradient_outputs)
@@ -193,6 +195,26 @@ def compile_call(model: nn.Module, backend: Callable[..., Any], *, fullgraph: bo
             return compiled(*args, **kwargs)
 
     return run
+
+
+def in_place_nodes(gm: fx.GraphModule) -> frozenset[str]:
+    """Names of the nodes of Dynamo's graph that write over their operand."""
+    return frozenset(node.name for node in gm.graph.nodes if _is_in_place(node))
+
+
+def _is_in_place(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        return str(node.target).endswith("_") and not str(node.target).endswith("__")
+    if node.op != "call_function":
+        return False
+    name = getattr(node.target, "__name__", "")
+    if getattr(operator, name, None) is node.target:
+        return name in ("iadd", "isub", "imul", "itruediv")
+    try:
+        arguments = inspect.signature(cast(Callable[..., Any], node.target)).bind(*node.args, **node.kwargs).arguments
+    except (TypeError, ValueError):  # a builtin
+        return bool(node.kwargs.get("inplace")) or (name.endswith("_") and not name.endswith("__"))
+    return bool(arguments.get("inplace")) or (name.endswith("_") and not name.endswith("__"))
 
 
 def detach_outputs(gm: fx.GraphModule, gradient_outputs: frozenset[int] | None) -> list[int]:

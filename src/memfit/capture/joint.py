@@ -67,6 +67,8 @@ class JointOp:
     writes: tuple[int, ...]
     plain_reads: tuple[int, ...]
     in_place_over: tuple[int, ...]
+    in_place_argument: int | None
+    plain_in_place: bool
     random: bool
     recomputable: bool
     again: Call | None = None
@@ -97,12 +99,15 @@ class JointReading:
     gradient_storages: tuple[int, ...]
 
 
-def read_joint(module: fx.GraphModule, num_forward_outputs: int) -> JointReading:
+def read_joint(
+    module: fx.GraphModule, num_forward_outputs: int, in_place: frozenset[str] = frozenset()
+) -> JointReading:
     """Reads a joint graph; the same graph always gives the same reading.
 
     Args:
         module: the joint graph; rewritten in place.
         num_forward_outputs: how many outputs belong to the forward pass.
+        in_place: nodes of Dynamo's graph that write over their operand.
 
     Returns:
         Ops, storages and who shares what.
@@ -133,7 +138,7 @@ def read_joint(module: fx.GraphModule, num_forward_outputs: int) -> JointReading
     overwritten = _overwritten_inputs(graph, storage_of)
     returned = {storage_of[n] for n in outputs if n in storage_of}
     ops = [
-        _joint_op(node, written, forward, storages, storage_of, overwritten, returned)
+        _joint_op(node, written, forward, storages, storage_of, overwritten, returned, in_place)
         for node, written in ops_nodes.items()
     ]
     ops = _with_slices(ops, storages, storage_of, returned)
@@ -266,6 +271,7 @@ def _joint_op(
     storage_of: dict[fx.Node, int],
     overwritten: set[int],
     returned: set[int],
+    in_place: frozenset[str],
 ) -> JointOp:
     reads = tuple(dict.fromkeys(storage_of[n] for n in node.all_input_nodes if n in storage_of))
     reads = reads + tuple(
@@ -280,7 +286,8 @@ def _joint_op(
         recomputable = False
     again = from_statistics(node) if recomputable else None
     arguments = rewrite.in_place_arguments(node, storages, storage_of, written)
-    over = [storage_of[cast(fx.Node, node.args[argument])] for argument in arguments]
+    over = {argument: storage_of[cast(fx.Node, node.args[argument])] for argument in arguments}
+    ours = {argument: s for argument, s in over.items() if s not in returned}  # not what the caller holds
     return JointOp(
         node=node,
         phase=Phase.FORWARD if node in forward else Phase.BACKWARD,
@@ -292,7 +299,9 @@ def _joint_op(
             for argument in node.all_input_nodes
             if (original := argument.meta.get(rewrite.STANDS_FOR)) in storage_of
         ),
-        in_place_over=tuple(s for s in over if s not in returned),  # what the caller holds is not ours to write
+        in_place_over=tuple(ours.values()),
+        in_place_argument=next(iter(ours), None),
+        plain_in_place=node in forward and any(n.name in in_place for n in node.meta.get("from_node", ())[-1:]),
         random=is_random(node),
         recomputable=recomputable,
         again=again,

@@ -249,6 +249,7 @@ def _op(op: JointOp, number: dict[int, int], piece: int, device_type: str) -> Op
         writes=tuple(number[s] for s in op.writes),
         plain_reads=tuple(dict.fromkeys(number[s] for s in op.plain_reads if s not in op.reads)),
         in_place_over=tuple(number[s] for s in op.in_place_over),
+        plain_in_place=op.plain_in_place,
         random_state_bytes=_RANDOM_STATE_BYTES.get(device_type, 16) if op.random else 0,
         recomputable=op.recomputable,
     )

@@ -65,10 +65,11 @@ def select_kept(graph: StepGraph, room_bytes: int, *, seconds: float = 5.0, gap:
     problem = Milp()
     keep: dict[int, int] = {}
     rerun: dict[int, int] = {}
+    saved = _saved_in_place(graph)
 
     def rerun_variable(op: int) -> int:
         if op not in rerun:
-            rerun[op] = problem.variable(cost=graph.ops[op].least_seconds_again)
+            rerun[op] = problem.variable(cost=max(0.0, graph.ops[op].least_seconds_again - saved.get(op, 0.0)))
         return rerun[op]
 
     pending = [s for s in needed if _optional(graph, s, held)]
@@ -105,6 +106,22 @@ def select_kept(graph: StepGraph, room_bytes: int, *, seconds: float = 5.0, gap:
     return Selection(
         kept=kept, recompute_seconds=solution.objective, bound_seconds=max(0.0, min(solution.bound, solution.objective))
     )
+
+
+def _saved_in_place(graph: StepGraph) -> dict[int, float]:
+    """What a rerun of an op may save: a result of it can be written over the first time although it is read later."""
+    last_reader = graph.last_readers()
+    producer = graph.producers()
+    most: dict[int, float] = {}
+    for index, op in enumerate(graph.ops):
+        for storage in op.in_place_over:
+            if last_reader[storage] != index:
+                saved = op.least_seconds - op.least_seconds_in_place
+                most[storage] = max(most.get(storage, 0.0), saved)
+    found: dict[int, float] = {}
+    for storage, saved in most.items():
+        found[producer[storage]] = found.get(producer[storage], 0.0) + saved
+    return found
 
 
 def op_wall_bytes(graph: StepGraph) -> int:

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from memfit.step.codec import Decision
+from memfit.step.fusion import fused_seconds
 from memfit.step.graph import Phase, StepGraph, StorageKind
 from memfit.step.program import Action, Program, as_they_run
 from memfit.step.simulate import Timeline, live_storages_at
@@ -80,14 +81,15 @@ def _seconds_again(graph: StepGraph, program: Program) -> dict[int, float]:
     ran: set[int] = set()
     seconds: dict[int, float] = defaultdict(float)
     for run in program.runs():
+        freed = {i.index for i in run if i.action is Action.FREE}
         for instruction in run:
             if instruction.action is not Action.COMPUTE:
                 continue
-            op = graph.ops[instruction.index].later
-            if len(run) > 1 and op.by_samples is not None:
-                seconds[instruction.index] += op.by_samples.seconds
+            op, over = graph.ops[instruction.index].later, instruction.over
+            if len(run) > 1:
+                seconds[instruction.index] += fused_seconds([op], freed, [over])
             elif instruction.index in ran:
-                seconds[instruction.index] += op.way(instruction.parts).seconds
+                seconds[instruction.index] += op.run_seconds(instruction.parts, in_place=over is not None)
             ran.add(instruction.index)
     return seconds
 

@@ -122,7 +122,7 @@ def _one_by_one(graph: StepGraph, lean: StepGraph, order: Sequence[int], limit: 
                 instructions=(made, *frees),
                 base_bytes=bytes_at[start] - op.workspace_bytes - created,
                 peak_bytes=bytes_at[start],
-                seconds=best.seconds,
+                seconds=given.run_seconds(best.parts, in_place=made.over is not None),
             )
         )
     return found
@@ -145,11 +145,12 @@ def _quickest(graph: StepGraph, run: Run, alone: Sequence[_Alone], limit: int) -
         time = best[stop - 1][0] + (whole[stop - 1] if here.peak_bytes <= limit else float("inf"))
         choice: tuple[float, Fusion | None] = (time, None)
         for first in by_stop.get(stop, ()):
-            time = best[first][0] + sum(sliced[first:stop])
-            if time < choice[0]:
-                fusion, nbytes = fuse(graph, run.part(first, stop))
-                if alone[run.start + first].base_bytes + nbytes <= limit:
-                    choice = (time, fusion)
+            if best[first][0] + sum(sliced[first:stop]) >= choice[0]:
+                continue
+            fusion, nbytes, seconds = fuse(graph, run.part(first, stop))
+            time = best[first][0] + seconds
+            if time < choice[0] and alone[run.start + first].base_bytes + nbytes <= limit:
+                choice = (time, fusion)
         best.append(choice)
     found: list[Fusion] = []
     stop = count
@@ -163,7 +164,8 @@ def _quickest(graph: StepGraph, run: Run, alone: Sequence[_Alone], limit: int) -
 
 def _lean(op: Op) -> Op:
     best = min(op.ways, key=_memory_then_time, default=op.way(op.parts))
-    seconds = best.seconds if op.by_samples is None else min(best.seconds, op.by_samples.seconds)
+    seconds = min(best.seconds, best.seconds if op.in_place_seconds is None else op.in_place_seconds)
+    seconds = seconds if op.by_samples is None else min(seconds, op.by_samples.seconds)
     again = None if op.again is None else _lean(op.again)
     return replace(op, parts=best.parts, seconds=seconds, workspace_bytes=best.workspace_bytes, again=again)
 

@@ -14,12 +14,12 @@ Known limits: only ops that run again, since the first run of a batch normalisat
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from memfit.step.graph import Op, StepGraph
 
-__all__ = ["Fusion", "Run", "fuse", "fusions", "linked", "overwritten", "runs_by_samples"]
+__all__ = ["Fusion", "Run", "fuse", "fused_seconds", "fusions", "linked", "overwritten", "runs_by_samples"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,16 +99,37 @@ def fusions(graph: StepGraph, runs: Sequence[Run]) -> list[Fusion]:
     for run in runs:
         for first, stop in linked(run):
             part = run.part(first, stop)
-            fusion, nbytes = fuse(graph, part)
+            fusion, nbytes, _ = fuse(graph, part)
             if nbytes < _whole_bytes(graph, part):
                 found.append(fusion)
     return found
 
 
-def fuse(graph: StepGraph, run: Run) -> tuple[Fusion, int]:
-    """A run as one, and the most memory it takes beside what was there."""
+def fuse(graph: StepGraph, run: Run) -> tuple[Fusion, int, float]:
+    """A run as one, the most memory it takes beside what was there, and its time."""
     over = _taken_over(graph, run)
-    return Fusion(start=run.start, stop=run.start + len(run.ops), over=over), _fused_bytes(graph, run, over)
+    positions = range(run.start, run.start + len(run.ops))
+    dying = {s for dead in run.dying for s in dead}
+    seconds = fused_seconds(run.ops, dying, [over.get(position) for position in positions])
+    fusion = Fusion(start=positions.start, stop=positions.stop, over=over)
+    return fusion, _fused_bytes(graph, run, over), seconds
+
+
+def fused_seconds(ops: Sequence[Op], handed_on: Collection[int], over: Sequence[int | None]) -> float:
+    """What a run takes as one.
+
+    Args:
+        ops: as they run.
+        handed_on: storages that exist as slices only.
+        over: for each op the storage whose memory its first result takes over, if any.
+    """
+    seconds = 0.0
+    for op, taken in zip(ops, over, strict=True):
+        assert op.by_samples is not None
+        seconds += op.by_samples.seconds
+        if op.writes[0] not in handed_on:
+            seconds += op.by_samples.copy_seconds if taken is None else op.by_samples.copy_over_seconds
+    return seconds
 
 
 def linked(run: Run) -> list[tuple[int, int]]:

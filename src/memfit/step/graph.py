@@ -86,6 +86,8 @@ class BySamples:
         batch: samples in all.
         samples: in one slice; the last slice may have fewer.
         seconds: profiled time of all slices.
+        copy_seconds: time to put the slices of its first result together in memory of their own.
+        copy_over_seconds: the same in memory that another storage leaves.
         workspace_bytes: memory one slice takes beyond what it reads and writes.
         reads: storages of which it reads the same samples as it writes; of others it reads everything.
         may_overwrite: those of them whose memory results of fused ops may take over.
@@ -97,6 +99,8 @@ class BySamples:
     workspace_bytes: int
     reads: tuple[int, ...]
     may_overwrite: tuple[int, ...] = ()
+    copy_seconds: float = 0.0
+    copy_over_seconds: float = 0.0
 
     @property
     def slices(self) -> int:
@@ -122,12 +126,14 @@ class Op:
         writes: storages created.
         in_place_over: read storages whose memory the first written one may take over, where that read is
             their last, the preferred one first; all have the same size.
-        seconds: profiled time of one run, the way it is meant to run.
+        seconds: profiled time of one run, the way it is meant to run, its results in memory of their own.
+        in_place_seconds: profiled time of a run over one of those storages, if that differs.
         workspace_bytes: memory the kernel takes beyond what it reads and writes, that way.
         parts: that way; 1 for whole.
         ways: every way it can run, that one included; empty if whole is the only one.
         random_state_bytes: bytes of generator state to keep for running it again; 0 if not random.
         recomputable: whether running it again gives the same bits and no side effect.
+        plain_in_place: whether it writes over an operand in the step without memfit.
         plain_reads: what it reads beside `reads` in the step without memfit, such as a tensor whose shape alone
             it needs.
         again: what runs in its place after the first time, if that is another call: it writes some of `writes`
@@ -144,11 +150,13 @@ class Op:
     writes: tuple[int, ...]
     in_place_over: tuple[int, ...] = ()
     seconds: float = 0.0
+    in_place_seconds: float | None = None
     workspace_bytes: int = 0
     parts: int = 1
     ways: tuple[Way, ...] = ()
     random_state_bytes: int = 0
     recomputable: bool = True
+    plain_in_place: bool = False
     plain_reads: tuple[int, ...] = ()
     again: Op | None = None
     by_samples: BySamples | None = None
@@ -160,14 +168,30 @@ class Op:
 
     @property
     def least_seconds(self) -> float:
-        """Time of one run, the quickest way."""
+        """Time of one run, the quickest way, its results in memory of their own."""
         return min((way.seconds for way in self.ways), default=self.seconds)
 
     @property
+    def least_seconds_in_place(self) -> float:
+        """Time of one run, the quickest way of all."""
+        return self.least_seconds if self.in_place_seconds is None else min(self.least_seconds, self.in_place_seconds)
+
+    @property
     def least_seconds_again(self) -> float:
-        """Time of one run after the first, the quickest way."""
+        """Time of one run after the first, the quickest way of all."""
         later = self.later
-        return later.least_seconds if later.by_samples is None else min(later.least_seconds, later.by_samples.seconds)
+        seconds = later.least_seconds_in_place
+        return seconds if later.by_samples is None else min(seconds, later.by_samples.seconds)
+
+    def run_seconds(self, parts: int, *, in_place: bool) -> float:
+        """Time of one run in so many parts, over an operand or not.
+
+        Raises:
+            KeyError: if it does not run in so many parts.
+        """
+        if in_place and self.in_place_seconds is not None:
+            return self.in_place_seconds
+        return self.way(parts).seconds
 
     def way(self, parts: int) -> Way:
         """What it costs to run in so many parts.
@@ -213,13 +237,20 @@ class StepGraph:
 
     @property
     def seconds(self) -> float:
-        """Least time with nothing run again: each op once, its quickest way."""
-        return sum(op.least_seconds for op in self.ops) + self.after_step_seconds
+        """Least time with nothing run again: each op once, its quickest way, over what nothing else reads later."""
+        last_reader = self.last_readers()
+        held = self.held_to_the_end()
+
+        def least(index: int, op: Op) -> float:
+            over = any(last_reader[s] == index and s not in held for s in op.in_place_over)
+            return op.least_seconds_in_place if over else op.least_seconds
+
+        return sum(least(index, op) for index, op in enumerate(self.ops)) + self.after_step_seconds
 
     @property
     def plain_seconds(self) -> float:
         """Time of the step without memfit: each op once, whole."""
-        return sum(op.way(1).seconds if op.ways else op.seconds for op in self.ops) + self.after_step_seconds
+        return sum(map(_plain_seconds, self.ops)) + self.after_step_seconds
 
     @property
     def gradient_bytes(self) -> int:
@@ -238,6 +269,14 @@ class StepGraph:
                 producer[storage] = index
         return producer
 
+    def last_readers(self) -> list[int]:
+        """For each storage the last op that reads it, -1 if none does."""
+        last = [-1] * len(self.storages)
+        for index, op in enumerate(self.ops):
+            for storage in op.reads:
+                last[storage] = index
+        return last
+
     def is_free(self, storage: int) -> bool:
         """Whether the storage is none of the step's memory (static storages are counted once, up front)."""
         return self.storages[storage].kind is StorageKind.STATIC
@@ -252,6 +291,12 @@ class StepGraph:
         return frozenset((*self.outputs, *gradients))
 
 
+def _plain_seconds(op: Op) -> float:
+    if op.plain_in_place and op.in_place_seconds is not None:
+        return op.in_place_seconds
+    return op.way(1).seconds if op.ways else op.seconds
+
+
 def _plain_op(op: Op) -> Op:
     whole = op.way(1) if op.ways else op.way(op.parts)
     return replace(
@@ -260,7 +305,9 @@ def _plain_op(op: Op) -> Op:
         plain_reads=(),
         again=None,
         in_place_over=(),
-        seconds=whole.seconds,
+        seconds=_plain_seconds(op),
+        in_place_seconds=None,
+        plain_in_place=False,
         workspace_bytes=whole.workspace_bytes,
         parts=whole.parts,
         ways=(),

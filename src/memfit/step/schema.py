@@ -71,7 +71,7 @@ PROGRAM_SCHEMA: dict[str, Any] = {
 
 _BY_SAMPLES = _object(
     {"batch": _PARTS, "samples": _PARTS, "seconds": _SECONDS, "workspace_bytes": _BYTES, "reads": _INDICES},
-    {"may_overwrite": _INDICES},
+    {"may_overwrite": _INDICES, "copy_seconds": _SECONDS, "copy_over_seconds": _SECONDS},
 )
 _OP = {
     "name": _NAME,
@@ -90,6 +90,8 @@ _OP_DETAILS = {
     "ways": _array(_object({"parts": _PARTS, "seconds": _SECONDS, "workspace_bytes": _BYTES}), 1_000),
     "random_state_bytes": _BYTES,
     "recomputable": {"type": "boolean"},
+    "in_place_seconds": _SECONDS,
+    "plain_in_place": {"type": "boolean"},
     "plain_reads": _INDICES,
     "by_samples": _BY_SAMPLES,
 }

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from memfit.step.fusion import fused_seconds
 from memfit.step.graph import Phase, StepGraph
 from memfit.step.program import Action, Instruction, Program, as_they_run, plain_program
 
@@ -74,9 +75,10 @@ def simulate(graph: StepGraph, program: Program) -> Timeline:
             whole, beside = _slices(graph, run)
             live += whole
             bytes_at += [live + nbytes for nbytes in beside]
-            again = [ops[i.index].later for i in run if i.action is Action.COMPUTE]
+            computes = [i for i in run if i.action is Action.COMPUTE]
+            again = [ops[i.index].later for i in computes]
             runs += len(again)
-            took = sum(op.by_samples.seconds for op in again if op.by_samples is not None)
+            took = fused_seconds(again, {i.index for i in run if i.action is Action.FREE}, [i.over for i in computes])
             seconds += took
             recompute_seconds += took
             freed = {i.index for i in run if i.action is Action.FREE} | {i.over for i in run}
@@ -105,9 +107,10 @@ def simulate(graph: StepGraph, program: Program) -> Timeline:
         bytes_at.append(live + created + thrown_away + way.workspace_bytes)
         live += created
         alive.update(new)
-        seconds += way.seconds
+        took = op.run_seconds(instruction.parts, in_place=instruction.over is not None)
+        seconds += took
         if index in ran:
-            recompute_seconds += way.seconds
+            recompute_seconds += took
             if op.random_state_bytes and last_run[index] == runs:
                 live -= op.random_state_bytes
         ran.add(index)

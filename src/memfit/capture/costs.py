@@ -1,0 +1,294 @@
+"""What one call costs on the device, measured alone on made-up operands.
+
+Beside whole, a call is measured in parts (`memfit.capture.parts`), slice of the batch by slice
+(`memfit.capture.by_samples`) and over an operand (`memfit.capture.rewrite`), which saves touching fresh memory.
+Parts and slices count only if their bits are those of the whole.
+
+Known limits: an op that cannot run on made-up operands (`memfit.capture.operands`) is priced by roofline.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from memfit.capture.again import Call
+from memfit.capture.by_samples import batch_of, sliced_operands
+from memfit.capture.joint import tensors_of
+from memfit.capture.operands import operand_values, operands_of
+from memfit.capture.parts import call_in_parts, candidate_parts
+from memfit.capture.rewrite import IN_PLACE, convolution_input_gradient
+from memfit.capture.roofline import roofline_seconds
+from memfit.capture.slices import Cuts, convolution_input_slices
+from memfit.errors import CaptureError
+from memfit.runtime.measure import allocation_peak
+from memfit.step.graph import Way
+
+__all__ = ["Costs", "cost_key", "costs_again", "costs_in_slices", "costs_of", "ways_of"]
+
+log = logging.getLogger(__name__)
+
+_aten = torch.ops.aten
+_SHORT_SECONDS = 2e-3
+_ALIGNMENT = 64
+"""Bytes of the widest vectors; allocations start at multiples of it."""
+
+_REPEATS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What a call costs.
+
+    Attributes:
+        ways: whole, then in parts; none if the call has other bits than what it would stand for.
+        in_slices: slice of the batch by slice, then what putting the slices of the first result together takes, in
+            fresh memory and in memory that was used before; none if it does not run so with the same bits.
+        in_place: over an operand; none if it does not run so.
+    """
+
+    ways: tuple[Way, ...]
+    in_slices: tuple[Way, ...] = ()
+    in_place: tuple[Way, ...] = ()
+
+
+def cost_key(node: fx.Node | Call) -> str:
+    """What distinguishes the cost of one call from another's: op, shapes, strides, dtypes, constants."""
+
+    def describe(value: Any) -> str:
+        if isinstance(value, fx.Node):
+            tensors = tensors_of(value)
+            if tensors and not isinstance(value.meta.get("val"), list | tuple):
+                t = tensors[0]
+                return f"{str(t.dtype)[6:]}{list(t.shape)}{list(t.stride())}"
+            return f"<{value.meta.get('val')!r}>"
+        if isinstance(value, list | tuple):
+            return "(" + ",".join(describe(v) for v in value) + ")"
+        return repr(value)
+
+    target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    if isinstance(node.target, torch._ops.OpOverload):
+        target = str(node.target)
+    named = [f"{k}={describe(v)}" for k, v in sorted(node.kwargs.items())]
+    return f"{target}({','.join([*(describe(a) for a in node.args), *named])})"
+
+
+def costs_again(node: fx.Node, again: Call, samples: int, over: int | None, device: torch.device) -> Costs:
+    """What the call costs that runs in place of a batch normalisation later; no way if it has other bits."""
+    try:
+        args, kwargs = operands_of(node, device)
+        whole = node.target
+        assert callable(whole)
+        result, mean, invstd = whole(*args, **kwargs)[:3]
+        same = _equal(result, again.target(args[0], mean, invstd, *args[1:3]))
+        del args, result
+    except (RuntimeError, TypeError) as error:
+        log.info("cannot run %s again from its statistics (%s)", node.name, error)
+        return Costs(ways=())
+    return costs_of(again, samples, over, device) if same else Costs(ways=())
+
+
+def ways_of(node: fx.Node | Call, device: torch.device) -> tuple[Way, ...]:
+    """What the op costs whole, then in parts where that gives the same bits."""
+    return costs_of(node, 0, None, device).ways
+
+
+def costs_of(node: fx.Node | Call, samples: int, over: int | None, device: torch.device) -> Costs:
+    """What a call costs.
+
+    Args:
+        node: the call.
+        samples: in a slice of the batch; 0 if it does not run in slices.
+        over: the operand over which it can run; None if it cannot.
+        device: where.
+    """
+    try:
+        values = operand_values(node, device)
+        args, kwargs = fx.map_arg(node.args, values.__getitem__), fx.map_arg(node.kwargs, values.__getitem__)
+        call = node.target
+        assert callable(call)
+
+        def whole() -> object:
+            return call(*args, **kwargs)
+
+        result, first = _measured(whole, device)
+        _check_hollow(node, args, result)
+        found = [(first, whole)]
+        for parts in candidate_parts(node) if first.workspace_bytes else ():
+            in_parts = functools.partial(_in_parts, node, args, kwargs, parts)
+            way = _measured_alike(in_parts, result, device)
+            if way is not None:
+                # Where it can write over an operand it mostly will, which saves touching fresh memory.
+                over_first = IN_PLACE.get(node.target, {}).get(0)
+                timed = in_parts if over_first is None else functools.partial(over_first, *args, parts=parts, **kwargs)
+                found.append((replace(way, parts=parts), timed))
+        in_slices = costs_in_slices(node, samples, values, result, device) if samples else ()
+        del result  # timed runs take the memory of those before them, as those of a step do
+        ways = tuple(replace(way, seconds=_seconds(run, way.seconds, device)) for way, run in found)
+        in_place: tuple[Way, ...] = ()
+        if over is not None:
+            overwriting = functools.partial(IN_PLACE[node.target][over], *args, **kwargs)
+            seconds = _seconds(overwriting, _timed(overwriting, device), device)
+            in_place = (Way(parts=1, seconds=seconds, workspace_bytes=ways[0].workspace_bytes),)
+    except (RuntimeError, TypeError, IndexError, ValueError, NotImplementedError) as error:
+        log.info("cannot time %s alone (%s); using its roofline", node.name, error)
+        return Costs(ways=(Way(parts=1, seconds=roofline_seconds(node), workspace_bytes=0),))
+    return Costs(ways=ways, in_slices=in_slices, in_place=in_place)
+
+
+def costs_in_slices(
+    call: fx.Node | Call, samples: int, values: Mapping[fx.Node, torch.Tensor], whole: object, device: torch.device
+) -> tuple[Way, ...]:
+    """`Costs.in_slices`, with the workspace of one slice.
+
+    Kernels go by shape and by where operands lie in memory, so the first slice, one in the middle, the last and one
+    of each alignment are compared with the whole.
+    """
+    target, sliced = call.target, sliced_operands(call)
+    assert callable(target)
+
+    def run(here: slice) -> object:
+        args = fx.map_arg(call.args, lambda n: values[n][here] if n in sliced else values[n])
+        return target(*args, **fx.map_arg(call.kwargs, values.__getitem__))
+
+    try:
+        _, first = _measured(lambda: run(slice(samples)), device)
+        times: list[float] = []
+        starts = range(0, batch_of(call), samples)
+        operands = [values[node] for node in call.all_input_nodes if node in sliced]
+        aligned = {tuple(t[s:].data_ptr() % _ALIGNMENT for t in operands): s for s in reversed(starts)}
+        for start in sorted({*aligned.values(), starts[0], starts[len(starts) // 2], starts[-1]}):
+            here, results = slice(start, start + samples), list[object]()
+            times.append(_timed(functools.partial(_run_into, results, run, here), device))
+            if not _equal(_samples(whole, here), results[0]):
+                return ()
+        slices = replace(first, seconds=statistics.median(times) * len(starts))
+        return (slices, *_together(_first(whole), _first(results[0]), device))
+    except RuntimeError as error:  # a slice is too small for the kernel of the whole
+        log.info("cannot run %s by samples (%s)", call.name, error)
+        return ()
+
+
+def _together(whole: torch.Tensor, part: torch.Tensor, device: torch.device) -> tuple[Way, Way]:
+    """What it takes to put slices like one together, in fresh memory and in memory that was used before."""
+    results: list[torch.Tensor] = []
+
+    def copy() -> None:
+        result = results[0] if results else torch.empty_like(whole)
+        for start in range(0, whole.shape[0], part.shape[0]):
+            here = result[start : start + part.shape[0]]
+            here.copy_(part[: here.shape[0]])
+        results[:] = [result]
+
+    fresh = _timed(copy, device)
+    return Way(parts=1, seconds=fresh, workspace_bytes=0), Way(parts=1, seconds=_timed(copy, device), workspace_bytes=0)
+
+
+def _first(result: object) -> torch.Tensor:
+    return cast(torch.Tensor, result[0] if isinstance(result, tuple | list) else result)
+
+
+def _run_into(results: list[object], run: Callable[[slice], object], here: slice) -> None:
+    results.append(run(here))
+
+
+def _samples(result: object, here: slice) -> object:
+    if isinstance(result, tuple | list):
+        return tuple(_samples(r, here) for r in result)
+    return result[here] if isinstance(result, torch.Tensor) else result
+
+
+def _seconds(run: Callable[[], object], once: float, device: torch.device) -> float:
+    """The least of several runs, one of them known: other work on the machine only ever adds time."""
+    repeats = _REPEATS if once < _SHORT_SECONDS or device.type == "cuda" else 1
+    return min(once, *(_timed(run, device) for _ in range(repeats)))
+
+
+def _in_parts(node: fx.Node | Call, args: tuple[Any, ...], kwargs: dict[str, Any], parts: int) -> object:
+    return call_in_parts(node.target)(*args, parts=parts, **kwargs)
+
+
+def _equal(one: object, other: object) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.stride() == other.stride() and torch.equal(one, other)
+    if isinstance(one, tuple | list) and isinstance(other, tuple | list):
+        return len(one) == len(other) and all(_equal(a, b) for a, b in zip(one, other, strict=True))
+    return one is None and other is None
+
+
+def _timed(run: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        result = run()
+        end.record()
+        end.synchronize()
+        del result
+        return float(begin.elapsed_time(end)) / 1e3
+    start = time.perf_counter()
+    result = run()
+    seconds = time.perf_counter() - start
+    del result
+    return seconds
+
+
+def _measured(run: Callable[[], object], device: torch.device) -> tuple[object, Way]:
+    """The result of one run and what it took: its time, and the peak beyond its result."""
+    results: list[object] = []
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        seconds = _timed(lambda: results.append(run()), device)
+        beyond = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+    else:
+        times: list[float] = []
+        peak = allocation_peak(lambda: times.append(_timed(lambda: results.append(run()), device)))
+        (seconds,), beyond = times, peak - _result_bytes(results)
+    return results[0], Way(parts=1, seconds=seconds, workspace_bytes=max(0, beyond))
+
+
+def _measured_alike(run: Callable[[], object], expected: object, device: torch.device) -> Way | None:
+    """What one run took, None if its bits are not those expected."""
+    try:
+        result, way = _measured(run, device)
+    except RuntimeError:  # a part is too small for the kernel of the whole
+        return None
+    return way if _equal(expected, result) else None
+
+
+def _result_bytes(results: Iterable[object]) -> int:
+    storages: dict[int, int] = {}
+    for result in results:
+        for tensor in result if isinstance(result, list | tuple) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                storages[tensor.untyped_storage().data_ptr()] = int(tensor.untyped_storage().nbytes())
+    return sum(storages.values())
+
+
+def _check_hollow(node: fx.Node | Call, args: Sequence[Any], found: object) -> None:
+    """The input's gradient alone must have the bits of `convolution_backward`, on this machine and shape.
+
+    Raises:
+        CaptureError: if it does not.
+    """
+    cuts: Cuts | None = None
+    if node.target is convolution_input_slices:
+        *args, cuts = args
+    elif node.target is not convolution_input_gradient:
+        return
+    gradient, hollow, weight, *rest = args
+    data = torch.empty_strided(hollow.shape, hollow.stride(), dtype=hollow.dtype, device=gradient.device).zero_()
+    whole = _aten.convolution_backward.default(gradient, data, weight, *rest, [True, True, False])[0]
+    expected = whole if cuts is None else tuple(whole[:, start:stop].contiguous() for start, stop in cuts)
+    if not _equal(expected, found):
+        raise CaptureError(
+            f"{node.name} runs in parts with other bits than as a whole on this machine; please report it"
+        )
