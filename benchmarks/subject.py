@@ -12,7 +12,7 @@ import torch
 from memfit.capture.cost_cache import CostCache, open_cache
 from memfit.capture.dynamo import preserved_state
 from memfit.capture.loss import backward_of
-from memfit.capture.profile import profile_ops
+from memfit.capture.profile import profile_ops, separable_keys
 from memfit.capture.trace import Capture, capture_step
 from memfit.planning import Request, plan_captured, prove
 from memfit.plans import Plan
@@ -99,13 +99,22 @@ class Subject:
     def of(cls, case: Case, device: torch.device, *, cached: bool = False) -> Subject:
         """Builds, captures and profiles a model; the costs are measured anew unless those of this machine may serve."""
         example = build(case.spec, batch=case.batch, shape=case.shape, device=device)
-        begin = time.perf_counter()
-        capture = capture_step(
-            example.model, example.args, example.kwargs, loss_fn=example.loss_fn, label=example.label
-        )
-        captured = time.perf_counter()
         costs = open_cache(device) if cached else CostCache()
+        clock = [time.perf_counter()]
+
+        def captured(separate: Callable[[str], bool]) -> Capture:
+            model, args, kwargs = example.model, example.args, example.kwargs
+            return capture_step(model, args, kwargs, loss_fn=example.loss_fn, label=example.label, separate=separate)
+
+        capture = captured(lambda key: bool(costs.get(key)))
+        clock.append(time.perf_counter())
+        separable = separable_keys(capture, device, costs)
+        clock.append(time.perf_counter())
+        if separable != capture.separated:
+            capture = captured(separable.__contains__)
+        clock.append(time.perf_counter())
         graph = profile_ops(capture, device, costs)
+        clock.append(time.perf_counter())
         return cls(
             example=example,
             device=device,
@@ -113,8 +122,8 @@ class Subject:
             capture=replace(capture, graph=graph),
             graph=graph,
             plain=simulate_plain(graph),
-            capture_seconds=captured - begin,
-            profile_seconds=time.perf_counter() - captured,
+            capture_seconds=clock[1] - clock[0] + clock[3] - clock[2],
+            profile_seconds=clock[2] - clock[1] + clock[4] - clock[3],
         )
 
     def plan(self, budget_bytes: int) -> Plan:

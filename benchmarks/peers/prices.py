@@ -21,7 +21,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.capture.cost_cache import CostCache
-from memfit.capture.costs import cost_key, ways_of
+from memfit.capture.cost_key import cost_key
+from memfit.capture.costs import ways_of
 from memfit.capture.loss import LossFunction, scalar_loss
 from memfit.capture.rewrite import HOLLOW_PREFIX, convolution_input_gradient, takes_input_shape_only
 

@@ -93,7 +93,15 @@ def estimate(
     Raises:
         CaptureError: if the model cannot be captured.
     """
-    capture = capture_step(model, tuple(args), dict(kwargs or {}), loss_fn=loss_fn, optimizer=optimizer, label=label)
+    capture = capture_step(
+        model,
+        tuple(args),
+        dict(kwargs or {}),
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        label=label,
+        separate=lambda _: True,
+    )
     graph = with_rooflines(capture)
     there = [*model.buffers(), *pytree.tree_leaves((tuple(args), kwargs or {})), *(p.grad for p in model.parameters())]
     return _summary(graph, model, optimizer, storage_bytes(there, device_of(model).type))

@@ -18,7 +18,7 @@ from memfit import strategies
 from memfit.capture.cost_cache import CostCache, machine_name, open_cache
 from memfit.capture.dynamo import preserved_state
 from memfit.capture.loss import LossFunction, backward_of
-from memfit.capture.profile import profile_ops
+from memfit.capture.profile import profile_ops, separable_keys
 from memfit.capture.trace import Capture, capture_step, device_of
 from memfit.errors import BudgetError, SpecError
 from memfit.planner.auto import find_order
@@ -161,9 +161,21 @@ def capture_and_profile(
     device = device_of(model)
     if progress is not None:
         progress("capture", 0, 1)
-    capture = capture_step(
-        model, args, kwargs, loss_fn=request.loss_fn, optimizer=request.optimizer, label=request.label
-    )
+    cache = open_cache(device) if cache is None else cache
+
+    def captured(separate: Callable[[str], bool]) -> Capture:
+        return capture_step(
+            *(model, args, kwargs),
+            loss_fn=request.loss_fn,
+            optimizer=request.optimizer,
+            label=request.label,
+            separate=separate,
+        )
+
+    capture = captured(lambda key: bool(cache.get(key)))
+    separable = separable_keys(capture, device, cache)
+    if separable != capture.separated:
+        capture = captured(separable.__contains__)
     if progress is not None:
         progress("capture", 1, 1)
 
@@ -171,7 +183,7 @@ def capture_and_profile(
         if progress is not None:
             progress("profile", done, total)
 
-    graph = profile_ops(capture, device, open_cache(device) if cache is None else cache, progress=profiling)
+    graph = profile_ops(capture, device, cache, progress=profiling)
     return replace(capture, graph=graph), graph
 
 

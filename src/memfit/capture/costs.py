@@ -22,7 +22,7 @@ from torch import fx
 
 from memfit.capture.again import Call
 from memfit.capture.by_samples import batch_of, sliced_operands
-from memfit.capture.joint import tensors_of
+from memfit.capture.concatenations import operands_of_data
 from memfit.capture.operands import operand_values, operands_of
 from memfit.capture.parts import call_in_parts, candidate_parts
 from memfit.capture.rewrite import IN_PLACE, convolution_input_gradient
@@ -32,7 +32,7 @@ from memfit.errors import CaptureError
 from memfit.runtime.measure import allocation_peak
 from memfit.step.graph import Way
 
-__all__ = ["Costs", "cost_key", "costs_again", "costs_in_slices", "costs_of", "ways_of"]
+__all__ = ["Costs", "costs_again", "costs_in_slices", "costs_of", "ways_of", "whole_if_separable"]
 
 log = logging.getLogger(__name__)
 
@@ -60,27 +60,6 @@ class Costs:
     in_place: tuple[Way, ...] = ()
 
 
-def cost_key(node: fx.Node | Call) -> str:
-    """What distinguishes the cost of one call from another's: op, shapes, strides, dtypes, constants."""
-
-    def describe(value: Any) -> str:
-        if isinstance(value, fx.Node):
-            tensors = tensors_of(value)
-            if tensors and not isinstance(value.meta.get("val"), list | tuple):
-                t = tensors[0]
-                return f"{str(t.dtype)[6:]}{list(t.shape)}{list(t.stride())}"
-            return f"<{value.meta.get('val')!r}>"
-        if isinstance(value, list | tuple):
-            return "(" + ",".join(describe(v) for v in value) + ")"
-        return repr(value)
-
-    target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-    if isinstance(node.target, torch._ops.OpOverload):
-        target = str(node.target)
-    named = [f"{k}={describe(v)}" for k, v in sorted(node.kwargs.items())]
-    return f"{target}({','.join([*(describe(a) for a in node.args), *named])})"
-
-
 def costs_again(node: fx.Node, again: Call, samples: int, over: int | None, device: torch.device) -> Costs:
     """What the call costs that runs in place of a batch normalisation later; no way if it has other bits."""
     try:
@@ -94,6 +73,49 @@ def costs_again(node: fx.Node, again: Call, samples: int, over: int | None, devi
         log.info("cannot run %s again from its statistics (%s)", node.name, error)
         return Costs(ways=())
     return costs_of(again, samples, over, device) if same else Costs(ways=())
+
+
+def whole_if_separable(node: fx.Node, device: torch.device) -> tuple[Way, ...]:
+    """What a weight's gradient of a concatenation costs whole; nothing if its parts have other bits.
+
+    Args:
+        node: see `memfit.capture.concatenations.separable_weight_gradients`.
+        device: where.
+    """
+    operands = operands_of_data(node)
+    gradient, _, weight, *rest = cast(tuple[Any, ...], node.args)
+    apart = Call(name=node.name, target=node.target, args=(gradient, operands, weight), meta=node.meta)
+    *settings, mask = rest
+    try:
+        values = operand_values(apart, device)
+        data = torch.cat([values[operand] for operand in operands], 1)
+
+        def whole() -> tuple[torch.Tensor, ...]:
+            made: tuple[torch.Tensor, ...] = _aten.convolution_backward.default(
+                values[gradient], data, values[weight], *settings, mask
+            )
+            return made
+
+        result, way = _measured(whole, device)
+        start = 0
+        parts: list[torch.Tensor] = []
+        of_bias: torch.Tensor | None = None
+        for number, operand in enumerate(operands):
+            channels = values[weight][:, start : start + values[operand].shape[1]]
+            start += channels.shape[1]
+            bias = bool(mask[2]) and number == 0
+            made = _aten.convolution_backward.default(
+                values[gradient], values[operand], channels, *settings, [False, True, bias]
+            )
+            parts.append(made[1])
+            of_bias = made[2] if bias else of_bias
+        if not _equal(result, (None, torch.cat(parts, 1), of_bias)):
+            return ()
+        del result
+        return (replace(way, seconds=_seconds(whole, way.seconds, device)),)
+    except (RuntimeError, TypeError) as error:
+        log.info("cannot make %s from its operands (%s)", node.name, error)
+        return ()
 
 
 def ways_of(node: fx.Node | Call, device: torch.device) -> tuple[Way, ...]:

@@ -83,6 +83,7 @@ def capture_pieces(
     args: Sequence[Any],
     kwargs: dict[str, Any],
     *,
+    separate: Callable[[str], bool],
     gradient_outputs: frozenset[int] | None = None,
 ) -> Pieces:
     """Captures the training step of `model(*args, **kwargs)`. Changes nothing.
@@ -91,6 +92,7 @@ def capture_pieces(
         model: in training mode.
         args: positional inputs.
         kwargs: keyword inputs.
+        separate: see `memfit.capture.joint.read_joint`.
         gradient_outputs: which outputs of the last graph receive a gradient; None for all of them.
 
     Returns:
@@ -101,13 +103,13 @@ def capture_pieces(
     """
     try:
         with preserved_attributes(model):
-            return _capture(model, args, kwargs, fake=True, gradient_outputs=gradient_outputs)
+            return _capture(model, args, kwargs, fake=True, separate=separate, gradient_outputs=gradient_outputs)
     except torch._dynamo.exc.Unsupported as error:
         log.info("the graph breaks, capturing piece by piece: %s", error)
         reason = _first_lines(str(error))
     try:
         with preserved_state(model), LiveBytes() as counter:
-            pieces = _capture(model, args, kwargs, fake=False, gradient_outputs=gradient_outputs)
+            pieces = _capture(model, args, kwargs, fake=False, separate=separate, gradient_outputs=gradient_outputs)
             returned = {
                 t.untyped_storage()._cdata: int(t.untyped_storage().nbytes())
                 for piece in pieces.pieces
@@ -127,6 +129,7 @@ def _capture(
     kwargs: dict[str, Any],
     *,
     fake: bool,
+    separate: Callable[[str], bool],
     gradient_outputs: frozenset[int] | None,
 ) -> Pieces:
     pieces: list[Piece] = []
@@ -137,7 +140,7 @@ def _capture(
 
         def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **rest: Any) -> Any:
             halves = default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **rest)
-            readings.append(read_joint(joint, num_fwd_outputs, in_place_nodes(gm)))
+            readings.append(read_joint(joint, num_fwd_outputs, separate=separate, in_place=in_place_nodes(gm)))
             return halves
 
         detach_outputs(gm, gradient_outputs)

@@ -17,6 +17,7 @@ Known limits: static shapes only.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -24,9 +25,10 @@ import torch
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 
-from memfit.capture import rewrite, slices
+from memfit.capture import concatenations, rewrite, slices
 from memfit.capture.again import Call, from_statistics, without_statistics
 from memfit.capture.by_samples import batch_of, samples_per_slice, sliced_operands
+from memfit.capture.cost_key import tensors_of
 from memfit.capture.repeated import merge_repeated
 from memfit.errors import CaptureError
 from memfit.step.graph import BySamples, Phase, StorageKind
@@ -58,14 +60,19 @@ class JointStorage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JointOp:
-    """A node that computes, and what runs in its place later where that is another call (`memfit.capture.again`)."""
+    """A node that computes, and what runs in its place later where that is another call (`memfit.capture.again`).
+
+    In the step without memfit it may read other storages, `plain_call` may run in its place, or nothing (`plain_free`).
+    """
 
     node: fx.Node
     phase: Phase
     module: str
     reads: tuple[int, ...]
     writes: tuple[int, ...]
-    plain_reads: tuple[int, ...]
+    plain_reads: tuple[int, ...] | None
+    plain_call: Call | None
+    plain_free: bool
     in_place_over: tuple[int, ...]
     in_place_argument: int | None
     plain_in_place: bool
@@ -88,6 +95,8 @@ class JointReading:
         storage_of: the storage of each node that yields a tensor.
         output_storages: storages of the forward outputs, one entry per tensor output.
         gradient_storages: storages of the gradients, one entry per gradient.
+        separated: keys of weights' gradients that are made part by part (`memfit.capture.concatenations`).
+        separable: those that might be.
     """
 
     module: fx.GraphModule
@@ -97,16 +106,24 @@ class JointReading:
     storage_of: dict[fx.Node, int]
     output_storages: tuple[int, ...]
     gradient_storages: tuple[int, ...]
+    separated: frozenset[str] = frozenset()
+    separable: tuple[fx.Node, ...] = ()
 
 
 def read_joint(
-    module: fx.GraphModule, num_forward_outputs: int, in_place: frozenset[str] = frozenset()
+    module: fx.GraphModule,
+    num_forward_outputs: int,
+    *,
+    separate: Callable[[str], bool],
+    in_place: frozenset[str] = frozenset(),
 ) -> JointReading:
     """Reads a joint graph; the same graph always gives the same reading.
 
     Args:
         module: the joint graph; rewritten in place.
         num_forward_outputs: how many outputs belong to the forward pass.
+        separate: which weights' gradients are made part by part, given the `separable_key`
+            (`memfit.capture.concatenations`).
         in_place: nodes of Dynamo's graph that write over their operand.
 
     Returns:
@@ -124,6 +141,7 @@ def read_joint(
     rewrite.hollow_shape_operands(module)
     rewrite.hoist_weight_gradients(module)
     graph = module.graph
+    separated = concatenations.separate_weight_gradients(graph, separate)
     graph.eliminate_dead_code()
     _refuse_unplannable(graph)
     outputs = _output_nodes(graph)
@@ -151,6 +169,8 @@ def read_joint(
         storage_of=storage_of,
         output_storages=tuple(storage_of[n] for n in outputs[:num_forward_outputs] if n in storage_of),
         gradient_storages=gradients,
+        separated=separated,
+        separable=tuple(concatenations.separable_weight_gradients(graph)),
     )
 
 
@@ -197,16 +217,6 @@ def _forward_nodes(graph: fx.Graph, outputs: list[fx.Node | None]) -> set[fx.Nod
 def is_tangent(node: fx.Node) -> bool:
     """Whether a placeholder is the gradient of an output."""
     return node.op == "placeholder" and "tangents" in str(node.target)
-
-
-def tensors_of(node: fx.Node | Call) -> list[torch.Tensor]:
-    """The fake tensors a node yields, nested results flattened."""
-    value = node.meta.get("val")
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, list | tuple):
-        return [t for t in value if isinstance(t, torch.Tensor)]
-    return []
 
 
 def _find_storages(
@@ -294,11 +304,9 @@ def _joint_op(
         module=module_of(node),
         reads=reads,
         writes=written,
-        plain_reads=tuple(
-            storage_of[original]
-            for argument in node.all_input_nodes
-            if (original := argument.meta.get(rewrite.STANDS_FOR)) in storage_of
-        ),
+        plain_reads=_plain_reads(node, reads, storage_of),
+        plain_call=node.meta.get(concatenations.PLAIN_CALL),
+        plain_free=concatenations.PLAIN_CALL in node.meta and node.meta[concatenations.PLAIN_CALL] is None,
         in_place_over=tuple(ours.values()),
         in_place_argument=next(iter(ours), None),
         plain_in_place=node in forward and any(n.name in in_place for n in node.meta.get("from_node", ())[-1:]),
@@ -307,6 +315,20 @@ def _joint_op(
         again=again,
         again_reads=() if again is None else tuple(dict.fromkeys(storage_of[n] for n in again.all_input_nodes)),
     )
+
+
+def _plain_reads(node: fx.Node, reads: tuple[int, ...], storage_of: dict[fx.Node, int]) -> tuple[int, ...] | None:
+    """What the node reads in the step without memfit where that differs."""
+    if concatenations.PLAIN_CALL in node.meta:
+        plain = node.meta[concatenations.PLAIN_CALL]
+        return (
+            ()
+            if plain is None
+            else tuple(dict.fromkeys(storage_of[n] for n in plain.all_input_nodes if n in storage_of))
+        )
+    originals = [argument.meta.get(rewrite.STANDS_FOR) for argument in node.all_input_nodes]
+    more = [storage_of[original] for original in originals if original in storage_of]
+    return tuple(dict.fromkeys((*reads, *more))) if more else None
 
 
 def _with_slices(

@@ -16,15 +16,17 @@ import torch
 from torch import fx
 
 from memfit.capture.again import Call
+from memfit.capture.concatenations import separable_key
 from memfit.capture.cost_cache import CostCache
-from memfit.capture.costs import Costs, cost_key, costs_again, costs_of
+from memfit.capture.cost_key import cost_key
+from memfit.capture.costs import Costs, costs_again, costs_of, whole_if_separable
 from memfit.capture.joint import JointOp
 from memfit.capture.parts import candidate_parts
 from memfit.capture.roofline import roofline_seconds
 from memfit.capture.trace import Capture
 from memfit.step.graph import BySamples, Op, StepGraph, Way
 
-__all__ = ["profile_ops", "with_rooflines"]
+__all__ = ["profile_ops", "separable_keys", "with_rooflines"]
 
 _WHOLE_HANDICAP = 1.05
 """Running in parts takes less memory, so it is preferred at about equal time."""
@@ -93,7 +95,38 @@ def profile_ops(
     if progress is not None and missing:
         progress(len(missing), len(missing))
     cache.save()
-    return _with_costs(capture, lambda joint: [m.known(cache) or Costs(ways=()) for m in _measurements(joint, device)])
+
+    def plain(call: Call) -> Way:
+        return cache[separable_key(call)][0]
+
+    def costs(joint: JointOp) -> list[Costs]:
+        return [m.known(cache) or Costs(ways=()) for m in _measurements(joint, device)]
+
+    return _with_costs(capture, costs, plain)
+
+
+def separable_keys(capture: Capture, device: torch.device, cache: CostCache) -> frozenset[str]:
+    """Which weights' gradients of concatenations have the same bits part by part; measures those not in the cache.
+
+    Args:
+        capture: the captured step.
+        device: where to run them.
+        cache: known costs, extended by the new ones.
+
+    Returns:
+        Keys for `capture_step`, those that are separate in the capture included.
+    """
+    found: set[str] = set()
+    for piece in capture.pieces.pieces:
+        found |= piece.reading.separated
+        for node in piece.reading.separable:
+            key = separable_key(node)
+            if key not in cache:
+                with torch.random.fork_rng(devices=[]), torch.no_grad():
+                    cache[key] = whole_if_separable(node, device)
+            if cache[key]:
+                found.add(key)
+    return frozenset(found)
 
 
 def with_rooflines(capture: Capture) -> StepGraph:
@@ -103,7 +136,7 @@ def with_rooflines(capture: Capture) -> StepGraph:
         calls: list[fx.Node | Call] = [joint.node] if joint.again is None else [joint.node, joint.again]
         return [Costs(ways=_roofline_ways(call), in_slices=_roofline_ways(call)[:1]) for call in calls]
 
-    return _with_costs(capture, costs)
+    return _with_costs(capture, costs, lambda call: _roofline_ways(call)[0])
 
 
 def _measurements(joint: JointOp, device: torch.device) -> list[_Measurement]:
@@ -122,7 +155,9 @@ def _measurements(joint: JointOp, device: torch.device) -> list[_Measurement]:
     return [first, measurement(joint.again, samples, costs_again, joint.node, joint.again)]
 
 
-def _with_costs(capture: Capture, costs_of_op: Callable[[JointOp], list[Costs]]) -> StepGraph:
+def _with_costs(
+    capture: Capture, costs_of_op: Callable[[JointOp], list[Costs]], plain_way: Callable[[Call], Way]
+) -> StepGraph:
     ops: list[Op] = []
     for op, joint in zip(capture.graph.ops, capture.joint_ops, strict=True):
         if joint is None:
@@ -133,6 +168,10 @@ def _with_costs(capture: Capture, costs_of_op: Callable[[JointOp], list[Costs]])
         made = _with_ways(op if not again else replace(op, by_samples=None), costs, joint.node)
         if joint.again is not None and op.again is not None:
             made = replace(made, again=_with_ways(op.again, again[0], joint.again) if again[0].ways else None)
+        if joint.plain_free:
+            made = replace(made, plain_way=Way(parts=1, seconds=0.0, workspace_bytes=0))
+        elif joint.plain_call is not None:
+            made = replace(made, plain_way=plain_way(joint.plain_call))
         ops.append(made)
     return replace(capture.graph, ops=tuple(ops))
 

@@ -49,7 +49,9 @@ __all__ = [
     "make_hollow",
     "mask_before_unpooling",
     "original",
+    "returned_storages",
     "split_convolution_backward",
+    "storage_key",
     "takes_input_shape_only",
 ]
 
@@ -154,31 +156,33 @@ def _hollow_attribute(module: fx.GraphModule, original: fx.Node) -> fx.Node:
 def drop_clones(module: fx.GraphModule) -> None:
     """Replaces clones by their source where neither is returned and source and clone are laid out alike."""
     graph = module.graph
-    returned = _returned_storages(graph)
+    returned = returned_storages(graph)
     for node in graph.find_nodes(op="call_function", target=_aten.clone.default):
         source = node.args[0]
         value, original = node.meta["val"], source.meta["val"]
         if (
             value.stride() == original.stride()
             and value.untyped_storage().nbytes() == original.untyped_storage().nbytes()
-            and _storage_key(node) not in returned
-            and _storage_key(source) not in returned
+            and storage_key(node) not in returned
+            and storage_key(source) not in returned
             and not any(
                 a.op == "placeholder"
                 for a in (source, *source.all_input_nodes)
-                if _storage_key(a) == _storage_key(source)
+                if storage_key(a) == storage_key(source)
             )
         ):
             node.replace_all_uses_with(source)
             graph.erase_node(node)
 
 
-def _returned_storages(graph: fx.Graph) -> set[int | None]:
+def returned_storages(graph: fx.Graph) -> set[int | None]:
+    """What the caller holds, by `storage_key`."""
     (output,) = graph.find_nodes(op="output")
-    return {_storage_key(n) for n in output.args[0] if isinstance(n, fx.Node)}
+    return {storage_key(n) for n in output.args[0] if isinstance(n, fx.Node)}
 
 
-def _storage_key(node: fx.Node) -> int | None:
+def storage_key(node: fx.Node) -> int | None:
+    """What is equal for nodes whose tensors share memory; None if the node yields no tensor."""
     value = node.meta.get("val")
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
 
@@ -186,7 +190,7 @@ def _storage_key(node: fx.Node) -> int | None:
 def mask_before_unpooling(module: fx.GraphModule) -> None:
     """Applies the mask of a ReLU before a max-pooling to the pooled gradient; zeros stay zeros either way."""
     graph = module.graph
-    returned = _returned_storages(graph)
+    returned = returned_storages(graph)
     unpoolings: list[Any] = graph.find_nodes(op="call_function", target=_aten.max_pool2d_with_indices_backward.default)
     for unpooled in unpoolings:
         masked: Any = next(iter(unpooled.users), None)
@@ -200,7 +204,7 @@ def mask_before_unpooling(module: fx.GraphModule) -> None:
             or active.target is not _aten.relu.default
             or original(pooling.args[0]) is not active
             or not {0, 1} <= results.keys()
-            or _storage_key(results[0]) in returned  # the caller may overwrite it before the backward pass
+            or storage_key(results[0]) in returned  # the caller may overwrite it before the backward pass
             or masked.meta["val"].stride() != unpooled.meta["val"].stride()
         ):
             continue

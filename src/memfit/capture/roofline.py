@@ -13,7 +13,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from memfit.capture.again import Call
-from memfit.capture.joint import tensors_of
+from memfit.capture.cost_key import tensors_of
 from memfit.capture.rewrite import convolution_input_gradient
 from memfit.capture.slices import convolution_input_slices
 

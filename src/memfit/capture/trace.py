@@ -6,7 +6,7 @@ storage. The loss op stands between the last forward and the first backward op.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,6 +47,15 @@ class Capture:
     gradient_outputs: frozenset[int] | None
     between_bytes: int = 0
 
+    @property
+    def separated(self) -> frozenset[str]:
+        """Keys of weights' gradients that are made part by part (`memfit.capture.concatenations`)."""
+        return frozenset[str]().union(*(piece.reading.separated for piece in self.pieces.pieces))
+
+
+def _never(_: str) -> bool:
+    return False
+
 
 def device_of(model: nn.Module) -> torch.device:
     """The device of the first parameter or buffer, CPU if there is none."""
@@ -73,6 +82,7 @@ def capture_step(
     loss_fn: LossFunction | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     label: str = "",
+    separate: Callable[[str], bool] = _never,
 ) -> Capture:
     """Captures one training step without running it (with graph breaks: without saving anything).
 
@@ -83,6 +93,7 @@ def capture_step(
         loss_fn: takes the output, returns a scalar; without it `output.loss` is used where it exists.
         optimizer: its state counts.
         label: what this is, for people.
+        separate: which weights' gradients of concatenations are made part by part (`memfit.capture.concatenations`).
 
     Returns:
         The step graph and how to get back from its ops to the captured ones.
@@ -92,11 +103,11 @@ def capture_step(
     """
     _validate(model, args, kwargs)
     device_type = device_of(model).type
-    pieces = capture_pieces(model, args, kwargs)
+    pieces = capture_pieces(model, args, kwargs, separate=separate)
     loss = read_loss(pieces.output, loss_fn, device_type)
     gradient_outputs = _gradient_outputs(pieces, loss.receives_gradient)
     if gradient_outputs is not None:
-        pieces = capture_pieces(model, args, kwargs, gradient_outputs=gradient_outputs)
+        pieces = capture_pieces(model, args, kwargs, separate=separate, gradient_outputs=gradient_outputs)
     graph, joint_ops = _join(pieces, loss.transient_bytes, device_type)
     if not any(op.phase is Phase.BACKWARD for op in graph.ops):
         raise CaptureError(
@@ -247,7 +258,7 @@ def _op(op: JointOp, number: dict[int, int], piece: int, device_type: str) -> Op
         piece=piece,
         reads=tuple(dict.fromkeys(number[s] for s in op.reads)),
         writes=tuple(number[s] for s in op.writes),
-        plain_reads=tuple(dict.fromkeys(number[s] for s in op.plain_reads if s not in op.reads)),
+        plain_reads=None if op.plain_reads is None else tuple(dict.fromkeys(number[s] for s in op.plain_reads)),
         in_place_over=tuple(number[s] for s in op.in_place_over),
         plain_in_place=op.plain_in_place,
         random_state_bytes=_RANDOM_STATE_BYTES.get(device_type, 16) if op.random else 0,
@@ -266,7 +277,7 @@ def _op(op: JointOp, number: dict[int, int], piece: int, device_type: str) -> Op
         target=op.again.target.__name__,
         reads=tuple(dict.fromkeys(number[s] for s in op.again_reads)),
         writes=made.writes[:1],
-        plain_reads=(),
+        plain_reads=None,
     )
     return replace(made, again=again)
 

@@ -39,12 +39,14 @@ class PieceProgram:
 
     Attributes:
         digest: of the joint graph it was made for.
+        separated: see `memfit.capture.joint.JointReading`.
         forward: instructions of its forward pass.
         backward: instructions of its backward pass.
         kept: local storages handed from one to the other.
     """
 
     digest: str
+    separated: frozenset[str]
     forward: tuple[LocalInstruction, ...]
     backward: tuple[LocalInstruction, ...]
     kept: tuple[int, ...]
@@ -122,6 +124,7 @@ def piece_programs(capture: Capture, program: Program) -> tuple[PieceProgram, ..
     return tuple(
         PieceProgram(
             digest=reading_digest(piece.reading),
+            separated=piece.reading.separated,
             forward=tuple(forward[i]),
             backward=tuple(backward[i]),
             kept=tuple(kept[i]),
@@ -174,12 +177,13 @@ def compile_planned(
         PlanMismatchError: from the call, before anything ran, if the model is not the planned one.
     """
     by_digest = {p.digest: p for p in programs}
+    separated = frozenset[str]().union(*(p.separated for p in programs))
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         cut = detach_outputs(gm, gradient_outputs)
 
         def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **rest: Any) -> Any:
-            reading = read_joint(joint, num_fwd_outputs)
+            reading = read_joint(joint, num_fwd_outputs, separate=separated.__contains__)
             program = by_digest.get(reading_digest(reading))
             if program is None:
                 raise PlanMismatchError("the model now runs a graph that was not planned")

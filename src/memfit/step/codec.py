@@ -138,6 +138,8 @@ def _op_record(op: Op) -> dict[str, Any]:
     record = {**_record(op), "phase": str(op.phase)}
     if op.ways:
         record["ways"] = [_record(way) for way in op.ways]
+    if op.plain_way is not None:
+        record["plain_way"] = _record(op.plain_way)
     if op.again is not None:
         record["again"] = _op_record(op.again)
     if op.by_samples is not None:
@@ -148,6 +150,8 @@ def _op_record(op: Op) -> dict[str, Any]:
 def _op(record: Mapping[str, Any]) -> Op:
     ways = tuple(Way(**way) for way in record.get("ways", ()))
     parts: dict[str, Any] = {"phase": Phase(record["phase"]), "ways": ways}
+    if "plain_way" in record:
+        parts["plain_way"] = Way(**record["plain_way"])
     if "again" in record:
         parts["again"] = _op(record["again"])
     if "by_samples" in record:
@@ -187,10 +191,10 @@ def _broken_promises(graph: StepGraph) -> Iterator[str]:
     if len({op.name for op in graph.ops}) != len(graph.ops):
         yield "two of its ops have one name"
     for op in graph.ops:
-        if any(index >= count for index in (*op.reads, *op.writes, *op.plain_reads, *op.later.reads)):
+        if any(index >= count for index in (*op.reads, *op.writes, *(op.plain_reads or ()), *op.later.reads)):
             yield f"op {op.name} uses a storage that is not among the {count} of the step"
             return
-        if len(set(op.reads)) != len(op.reads) or not written.issuperset((*op.reads, *op.plain_reads)):
+        if len(set(op.reads)) != len(op.reads) or not written.issuperset((*op.reads, *(op.plain_reads or ()))):
             yield f"op {op.name} reads a storage twice or before it is written"
         if op.ways and op.way(op.parts) not in op.ways:
             yield f"op {op.name} runs in {op.parts} parts, which is none of its ways"

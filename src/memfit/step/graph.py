@@ -134,8 +134,9 @@ class Op:
         random_state_bytes: bytes of generator state to keep for running it again; 0 if not random.
         recomputable: whether running it again gives the same bits and no side effect.
         plain_in_place: whether it writes over an operand in the step without memfit.
-        plain_reads: what it reads beside `reads` in the step without memfit, such as a tensor whose shape alone
-            it needs.
+        plain_reads: what it reads in the step without memfit, if that differs: a tensor whose shape alone it needs,
+            say.
+        plain_way: what it costs there, if that differs otherwise than by running whole.
         again: what runs in its place after the first time, if that is another call: it writes some of `writes`
             and may read others of them, which then last from the first run on.
         by_samples: how it runs a few samples at a time, if it can.
@@ -157,7 +158,8 @@ class Op:
     random_state_bytes: int = 0
     recomputable: bool = True
     plain_in_place: bool = False
-    plain_reads: tuple[int, ...] = ()
+    plain_reads: tuple[int, ...] | None = None
+    plain_way: Way | None = None
     again: Op | None = None
     by_samples: BySamples | None = None
 
@@ -292,17 +294,20 @@ class StepGraph:
 
 
 def _plain_seconds(op: Op) -> float:
+    if op.plain_way is not None:
+        return op.plain_way.seconds
     if op.plain_in_place and op.in_place_seconds is not None:
         return op.in_place_seconds
     return op.way(1).seconds if op.ways else op.seconds
 
 
 def _plain_op(op: Op) -> Op:
-    whole = op.way(1) if op.ways else op.way(op.parts)
+    whole = op.plain_way or (op.way(1) if op.ways else op.way(op.parts))
     return replace(
         op,
-        reads=tuple(dict.fromkeys((*op.reads, *op.plain_reads))),
-        plain_reads=(),
+        reads=op.reads if op.plain_reads is None else op.plain_reads,
+        plain_reads=None,
+        plain_way=None,
         again=None,
         in_place_over=(),
         seconds=_plain_seconds(op),

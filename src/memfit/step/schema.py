@@ -69,6 +69,7 @@ PROGRAM_SCHEMA: dict[str, Any] = {
 }
 """A program: a list of `[code, index]`, with `parts` and the storage that is overwritten where it matters."""
 
+_WAY = _object({"parts": _PARTS, "seconds": _SECONDS, "workspace_bytes": _BYTES})
 _BY_SAMPLES = _object(
     {"batch": _PARTS, "samples": _PARTS, "seconds": _SECONDS, "workspace_bytes": _BYTES, "reads": _INDICES},
     {"may_overwrite": _INDICES, "copy_seconds": _SECONDS, "copy_over_seconds": _SECONDS},
@@ -87,7 +88,8 @@ _OP_DETAILS = {
     "seconds": _SECONDS,
     "workspace_bytes": _BYTES,
     "parts": _PARTS,
-    "ways": _array(_object({"parts": _PARTS, "seconds": _SECONDS, "workspace_bytes": _BYTES}), 1_000),
+    "ways": _array(_WAY, 1_000),
+    "plain_way": _WAY,
     "random_state_bytes": _BYTES,
     "recomputable": {"type": "boolean"},
     "in_place_seconds": _SECONDS,

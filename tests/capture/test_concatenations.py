@@ -1,0 +1,142 @@
+"""Weights' gradients of concatenations are made operand by operand where that changes no bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import memfit
+from memfit.capture.trace import Capture
+from memfit.planning import Request, capture_and_profile
+from memfit.step.graph import Phase, StepGraph
+from memfit.step.simulate import simulate_plain
+from memfit.verification import verify
+
+CHANNELS = 16
+
+
+class Joined(nn.Module):
+    """A convolution of a concatenation, as after the long skip of a U-Net or the branches of an Inception block."""
+
+    def __init__(self, *, branches: int = 2, bias: bool = True, groups: int = 1, kernel: int = 3) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(3, CHANNELS, 3, padding=1), nn.BatchNorm2d(CHANNELS), nn.ReLU())
+            for _ in range(branches)
+        )
+        joined = branches * CHANNELS
+        self.join = nn.Conv2d(joined, 8, kernel, padding=kernel // 2, bias=bias, groups=groups)
+        self.last = nn.Sequential(nn.ReLU(), nn.Conv2d(8, 4, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.join(torch.cat([branch(x) for branch in self.branches], dim=1)))
+
+
+class Returned(Joined):
+    """The caller gets an operand, and may overwrite it before the backward pass."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        parts = [branch(x).clone() for branch in self.branches]
+        return self.last(self.join(torch.cat(parts, dim=1))), parts[0].detach()
+
+
+class OfInput(Joined):
+    """An operand is the caller's input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.join(torch.cat([self.branches[0](x[:, :3]), x], dim=1)))
+
+
+def loss_fn(output: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return (output if isinstance(output, torch.Tensor) else output[0]).square().mean()
+
+
+def captured(model: nn.Module, x: torch.Tensor) -> tuple[Capture, StepGraph]:
+    return capture_and_profile(model, (x,), {}, Request(budget=1, loss_fn=loss_fn))
+
+
+def reads_concatenation(graph: StepGraph) -> bool:
+    made = {s for op in graph.ops if op.target == "aten.cat.default" and op.phase is Phase.FORWARD for s in op.writes}
+    return any(made.intersection(op.reads) for op in graph.ops if op.phase is Phase.BACKWARD)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("share", [0.95, 0.5])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("branches", "kernel"), [(2, 3), (3, 3)])
+def test_same_bits_and_budget(branches: int, kernel: int, bias: bool, share: float) -> None:
+    torch.manual_seed(0)
+    model, x = Joined(branches=branches, bias=bias, kernel=kernel), torch.randn(4, 3, 48, 48)
+    capture, graph = captured(model, x)
+    assert capture.separated
+    assert not reads_concatenation(graph)
+    request = Request(budget=int(share * simulate_plain(graph).peak_bytes), loss_fn=loss_fn)
+    try:
+        result = verify(model, (x,), {}, request, loss_fn=loss_fn)
+    except memfit.BudgetError as error:
+        result = verify(model, (x,), {}, Request(budget=error.least_bytes, loss_fn=loss_fn), loss_fn=loss_fn)
+    assert not result.differing
+    assert result.peak_bytes <= result.plan.budget_bytes
+
+
+def test_the_plain_step_takes_as_much_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Joined(), torch.randn(4, 3, 64, 64)
+    _, graph = captured(model, x)
+    monkeypatch.setattr("memfit.planning.separable_keys", lambda *_: frozenset())
+    capture, whole = captured(model, x)
+    assert not capture.separated
+    assert simulate_plain(graph).peak_bytes == pytest.approx(simulate_plain(whole).peak_bytes, rel=1e-3)
+
+
+def test_the_plain_step_makes_it_whole() -> None:
+    _, graph = captured(Joined(), torch.randn(4, 3, 64, 64))
+    parts = [op for op in graph.ops if op.plain_way is not None and op.target == "aten.convolution_backward.default"]
+    assert len(parts) == 2
+    assert parts[0].plain_way is not None and parts[0].plain_way.seconds > 0.0
+    assert parts[1].plain_way is not None and parts[1].plain_way.seconds == 0.0
+
+
+@pytest.mark.parametrize(
+    ("model", "channels"), [(Returned(), 3), (OfInput(), CHANNELS), (Joined(groups=2), 3)], ids=["out", "in", "groups"]
+)
+def test_what_is_left_whole(model: nn.Module, channels: int) -> None:
+    capture, graph = captured(model, torch.randn(4, channels, 32, 32))
+    assert not capture.separated
+    assert reads_concatenation(graph)
+
+
+def test_the_caller_may_overwrite_what_he_got() -> None:
+    torch.manual_seed(0)
+    model, x = Returned(), torch.randn(4, 3, 32, 32)
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        output, part = model(x)
+        part.zero_()
+        loss_fn(output).backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    expected = gradients()
+    memfit.fit(model, (x,), budget="1GiB", loss_fn=loss_fn)
+    assert all(map(torch.equal, expected, gradients()))
+
+
+def test_parts_with_other_bits_are_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("memfit.capture.profile.whole_if_separable", lambda *_: ())
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path))
+    model, x = Joined(), torch.randn(4, 3, 40, 40)
+    capture, graph = captured(model, x)
+    assert not capture.separated
+    assert reads_concatenation(graph)
+    assert not verify(model, (x,), {}, Request(budget="1GiB", loss_fn=loss_fn), loss_fn=loss_fn).differing
+
+
+def test_a_plan_from_a_file_runs(tmp_path: Path) -> None:
+    model, x = Joined(), torch.randn(4, 3, 32, 32)
+    memfit.plan(model, (x,), budget="1GiB", loss_fn=loss_fn).save(tmp_path / "plan.json")
+    memfit.Plan.load(tmp_path / "plan.json").apply(model, loss_fn=loss_fn)
+    loss_fn(model(x)).backward()
+    assert model.join.weight.grad is not None
