@@ -107,8 +107,10 @@ def find_order(graph: StepGraph, budget_bytes: int, *, seconds: float = 8.0, pro
 
     def try_filled(fitting: Sequence[int]) -> None:
         nonlocal best
-        for ways in (lean, quicker(graph, fitting, budget_bytes)):
-            other = found(fill(ways, fitting, budget_bytes))
+        filled = (fill(ways, fitting, budget_bytes) for ways in (lean, quicker(graph, fitting, budget_bytes)))
+        # What is kept may take apart ops that ran as one, and then cost more than it saves.
+        for order in (fitting, *filled):
+            other = found(order)
             pool.add(other.timeline.step_seconds, other.order)
             best = _better(best, other)
 

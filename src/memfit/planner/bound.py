@@ -62,6 +62,7 @@ def select_kept(graph: StepGraph, room_bytes: int, *, seconds: float = 5.0, gap:
     held = graph.held_to_the_end()
     lasting = graph.lasting()
     needed = backward_reads(graph)
+    read_backward = set(needed)
     problem = Milp()
     keep: dict[int, int] = {}
     rerun: dict[int, int] = {}
@@ -69,7 +70,10 @@ def select_kept(graph: StepGraph, room_bytes: int, *, seconds: float = 5.0, gap:
 
     def rerun_variable(op: int) -> int:
         if op not in rerun:
-            rerun[op] = problem.variable(cost=max(0.0, graph.ops[op].least_seconds_again - saved.get(op, 0.0)))
+            # What backward reads is read whole; kept, it is not made again.
+            whole = all(s in read_backward for s in graph.ops[op].later.writes)
+            seconds = graph.ops[op].least_seconds_again(whole=whole)
+            rerun[op] = problem.variable(cost=max(0.0, seconds - saved.get(op, 0.0)))
         return rerun[op]
 
     pending = [s for s in needed if _optional(graph, s, held)]
