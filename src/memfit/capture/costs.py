@@ -41,7 +41,7 @@ _SHORT_SECONDS = 2e-3
 _ALIGNMENT = 64
 """Bytes of the widest vectors; allocations start at multiples of it."""
 
-_REPEATS = 4
+_REPEATS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -234,9 +234,12 @@ def _takes_parts(*tensors: torch.Tensor) -> bool:
 
 def _channels_outside(tensor: torch.Tensor) -> bool:
     """Whether samples are outside, then channels, then contiguous space."""
-    return (
-        tensor.dim() > 1 and tensor[:1, :1].is_contiguous() and tensor.stride(0) >= tensor.stride(1) * tensor.shape[1]
-    )
+    expected = 1
+    for size, stride in zip(reversed(tensor.shape[2:]), reversed(tensor.stride()[2:]), strict=True):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return tensor.dim() > 1 and tensor.stride(0) >= tensor.stride(1) * tensor.shape[1]
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -39,25 +39,20 @@ class _Measurement:
     """A call with what is measured of it.
 
     Attributes:
-        call: the call.
+        keys: names in the cache of the fields of `Costs`.
         samples: in a slice of the batch; 0 if it does not run in slices.
         over: the operand over which it can run; None if it cannot.
         run: measures.
     """
 
-    call: fx.Node | Call
+    keys: tuple[str, str, str]
     samples: int
     over: int | None
     run: Callable[[], Costs]
 
-    def keys(self) -> tuple[str, str, str]:
-        """Names in the cache of the fields of `Costs`."""
-        key = cost_key(self.call)
-        return key, f"{key} by {self.samples} samples", f"{key} over operand {self.over}"
-
     def known(self, cache: CostCache) -> Costs | None:
         """What the cache has, None if something is missing."""
-        key, in_slices, in_place = self.keys()
+        key, in_slices, in_place = self.keys
         wanted = (key, *([in_slices] if self.samples else []), *([in_place] if self.over is not None else []))
         if not all(name in cache for name in wanted):
             return None
@@ -67,7 +62,7 @@ class _Measurement:
         """Runs the call and puts into the cache what it costs."""
         costs = self.run()
         fields = (costs.ways, costs.in_slices if self.samples else None, costs.in_place)
-        cache.update((key, ways) for key, ways in zip(self.keys(), fields, strict=True) if ways is not None)
+        cache.update((key, ways) for key, ways in zip(self.keys, fields, strict=True) if ways is not None)
 
 
 def profile_ops(
@@ -84,11 +79,14 @@ def profile_ops(
     Returns:
         The step graph of the capture with its costs set.
     """
-    measurements = [m for joint in capture.joint_ops if joint is not None for m in _measurements(joint, device)]
-    missing = {m.keys(): m for m in reversed(measurements) if m.known(cache) is None}
+    measurements = {joint.node: _measurements(joint, device) for joint in capture.joint_ops if joint is not None}
+    missing: dict[tuple[str, ...], _Measurement] = {}
+    for measurement in (m for of_op in measurements.values() for m in of_op):
+        if measurement.known(cache) is None:
+            missing.setdefault(measurement.keys, measurement)
     devices = [device.index or 0] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.no_grad():
-        for done, measurement in enumerate(reversed(missing.values())):
+        for done, measurement in enumerate(missing.values()):
             if progress is not None:
                 progress(done, len(missing))
             measurement.measure(cache)
@@ -100,7 +98,7 @@ def profile_ops(
         return cache[separable_key(call)][0]
 
     def costs(joint: JointOp) -> list[Costs]:
-        return [m.known(cache) or Costs(ways=()) for m in _measurements(joint, device)]
+        return [m.known(cache) or Costs(ways=()) for m in measurements[joint.node]]
 
     return _with_costs(capture, costs, plain)
 
@@ -147,7 +145,9 @@ def _measurements(joint: JointOp, device: torch.device) -> list[_Measurement]:
 
     def measurement(call: fx.Node | Call, samples: int, run: Callable[..., Costs], *calls: Any) -> _Measurement:
         run = functools.partial(run, *calls, samples, over, device)
-        return _Measurement(call=call, samples=samples, over=over, run=run)
+        key = cost_key(call)
+        keys = (key, f"{key} by {samples} samples", f"{key} over operand {over}")
+        return _Measurement(keys=keys, samples=samples, over=over, run=run)
 
     if joint.again is None:
         return [measurement(joint.node, samples, costs_of, joint.node)]
