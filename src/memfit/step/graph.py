@@ -194,7 +194,15 @@ class Op:
         """
         if in_place and self.in_place_seconds is not None:
             return self.in_place_seconds
-        return self.way(parts).seconds
+        return self.seconds if parts == self.parts else self.way(parts).seconds
+
+    def run_workspace_bytes(self, parts: int) -> int:
+        """Workspace of one run in so many parts.
+
+        Raises:
+            KeyError: if it does not run in so many parts.
+        """
+        return self.workspace_bytes if parts == self.parts else self.way(parts).workspace_bytes
 
     def way(self, parts: int) -> Way:
         """What it costs to run in so many parts.

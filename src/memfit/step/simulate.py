@@ -95,18 +95,20 @@ def simulate(graph: StepGraph, program: Program) -> Timeline:
         op = ops[index].later if index in ran else ops[index]
         if op.phase is Phase.LOSS:
             forward_end_bytes = live
-        new = [s for s in op.writes if s not in alive]
-        thrown_away = sum(sizes[s] for s in op.writes if s in alive)
+        created = thrown_away = 0
+        for storage in op.writes:
+            if storage in alive:
+                thrown_away += sizes[storage]
+            else:
+                created += sizes[storage]
+                alive.add(storage)
         if op.random_state_bytes and index not in ran and last_run[index] != runs:
             live += op.random_state_bytes
-        way = op.way(instruction.parts)
-        created = sum(sizes[s] for s in new)
         if instruction.over is not None:
             created -= sizes[instruction.over]
             alive.discard(instruction.over)
-        bytes_at.append(live + created + thrown_away + way.workspace_bytes)
+        bytes_at.append(live + created + thrown_away + op.run_workspace_bytes(instruction.parts))
         live += created
-        alive.update(new)
         took = op.run_seconds(instruction.parts, in_place=instruction.over is not None)
         seconds += took
         if index in ran:

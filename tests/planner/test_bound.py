@@ -1,0 +1,62 @@
+"""No program takes less time than the relaxed bound says, whatever it writes over and runs in slices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memfit.planner.bound import relaxed_bound
+from memfit.planner.ways import program_within
+from memfit.step.check import check
+from memfit.step.graph import Op, StepGraph
+from memfit.step.simulate import simulate
+from tests.step.random_graphs import orders, sliced_steps_and_orders, step_graphs
+
+_SHARES = st.integers(0, 8).map(lambda eighths: eighths / 8)
+
+
+@st.composite
+def priced(draw: st.DrawFn, graph: StepGraph) -> StepGraph:
+    """The step with prices of runs over an operand and of putting slices together."""
+
+    def price(op: Op | None) -> Op | None:
+        if op is None:
+            return None
+        in_place = op.seconds * draw(_SHARES) if op.in_place_over else None
+        slices = op.by_samples and replace(
+            op.by_samples, copy_seconds=draw(_SHARES), copy_over_seconds=draw(_SHARES) / 4
+        )
+        return replace(op, in_place_seconds=in_place, by_samples=slices, again=price(op.again))
+
+    return replace(graph, ops=tuple(made for op in graph.ops if (made := price(op)) is not None))
+
+
+@st.composite
+def in_place(draw: st.DrawFn) -> tuple[StepGraph, list[int]]:
+    graph = draw(priced(draw(step_graphs(exact=True))))
+    return graph, draw(orders(graph))
+
+
+@st.composite
+def in_slices(draw: st.DrawFn) -> tuple[StepGraph, list[int]]:
+    graph, order = draw(sliced_steps_and_orders())
+    return draw(priced(graph)), order
+
+
+@given(st.one_of(in_place(), in_slices()))
+def test_no_program_is_quicker(case: tuple[StepGraph, list[int]]) -> None:
+    graph, order = case
+    program = program_within(graph, order)
+    check(graph, program)
+    timeline = simulate(graph, program)
+    assert timeline.step_seconds >= graph.seconds + relaxed_bound(graph, timeline.peak_bytes) - 1e-9
+
+
+@given(in_place())
+def test_what_nothing_reads_later_is_written_over_at_its_price(case: tuple[StepGraph, list[int]]) -> None:
+    graph, _ = case
+    timeline = simulate(graph, program_within(graph, range(len(graph.ops))))
+    assert timeline.step_seconds <= sum(op.seconds for op in graph.ops) + graph.after_step_seconds + 1e-9
+    assert timeline.step_seconds >= graph.seconds - 1e-9
