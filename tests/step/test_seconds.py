@@ -78,10 +78,3 @@ def test_slices_are_put_together_at_a_price(handed_on: set[int], over: int | Non
     op = replace(ACTIVATION, by_samples=SLICES)
     assert fused_seconds([op], handed_on, [over]) == seconds
     assert decode_graph(encode_graph(step(op))) == step(op)
-
-
-def test_the_least_time_of_a_run_again() -> None:
-    op = replace(ACTIVATION, by_samples=SLICES, in_place_seconds=None)
-    assert op.least_seconds_again(whole=False) == 1.0
-    assert op.least_seconds_again(whole=True) == 1.125
-    assert replace(op, in_place_seconds=0.5).least_seconds_again(whole=True) == 0.5

@@ -178,14 +178,6 @@ class Op:
         """Time of one run, the quickest way of all."""
         return self.least_seconds if self.in_place_seconds is None else min(self.least_seconds, self.in_place_seconds)
 
-    def least_seconds_again(self, *, whole: bool) -> float:
-        """Time of one run after the first, the quickest way of all; its first result whole, or handed on in slices."""
-        later, slices = self.later, self.later.by_samples
-        if slices is None:
-            return later.least_seconds_in_place
-        copy = min(slices.copy_seconds, slices.copy_over_seconds) if whole else 0.0
-        return min(later.least_seconds_in_place, slices.seconds + copy)
-
     def run_seconds(self, parts: int, *, in_place: bool) -> float:
         """Time of one run in so many parts, over an operand or not.
 
