@@ -48,7 +48,8 @@ def test_what_fits_is_predicted_and_measured(comparison: Comparison) -> None:
         assert row.measured_peak_bytes == pytest.approx(row.peak_bytes, rel=0.02)
         assert row.measured_plain_peak_bytes == pytest.approx(row.plain_peak_bytes, rel=0.02)
         assert row.seconds is not None and row.recompute_seconds is not None and row.activations is not None
-        assert row.seconds == pytest.approx(row.plain_seconds + row.recompute_seconds)
+        # Less, where an op writes over an operand that the plain step leaves alone.
+        assert row.recompute_seconds < row.seconds <= row.plain_seconds + row.recompute_seconds + 1e-9
         assert row.measured_seconds is not None and row.measured_seconds > 0
         assert row.measured_plain_seconds is not None and row.measured_plain_seconds > 0
         assert row.overhead is not None and row.bound_overhead is not None
@@ -184,14 +185,14 @@ def test_the_largest_batch_fits_and_the_plain_one_is_exact() -> None:
     assert result.measured_peak_bytes is not None
     assert max(result.measured_peak_bytes, result.predicted_peak_bytes) <= budget
     assert result.measured_peak_bytes >= 0.97 * budget
-    assert result.overhead > 0
+    assert result.overhead > min(point.overhead for point in result.curve if point.overhead is not None)
     batches = [point.batch for point in result.curve]
     assert batches == sorted(set(batches)) and {1, result.plain, result.planned} <= set(batches)
     for point in result.curve:
         assert point.least_peak_bytes <= point.plain_peak_bytes
         assert (point.plain_peak_bytes <= budget) == (point.batch <= result.plain)
         if point.batch <= result.plain:
-            assert point.overhead == 0.0
+            assert point.overhead is not None and point.overhead <= 0.0
 
 
 def test_the_search_stays_within_its_limits() -> None:
