@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from memfit.planner.bound import relaxed_bound
 from memfit.planner.ways import program_within
 from memfit.step.check import check
-from memfit.step.graph import Op, StepGraph
+from memfit.step.graph import Op, Phase, StepGraph, Storage, StorageKind
 from memfit.step.simulate import simulate
 from tests.step.random_graphs import orders, sliced_steps_and_orders, step_graphs
 
@@ -60,3 +60,23 @@ def test_what_nothing_reads_later_is_written_over_at_its_price(case: tuple[StepG
     timeline = simulate(graph, program_within(graph, range(len(graph.ops))))
     assert timeline.step_seconds <= sum(op.seconds for op in graph.ops) + graph.after_step_seconds + 1e-9
     assert timeline.step_seconds >= graph.seconds - 1e-9
+
+
+def test_running_again_can_save_time() -> None:
+    """An op that writes over its operand saves more than making that again takes."""
+    kinds = [StorageKind.STATIC, StorageKind.FORWARD, StorageKind.FORWARD, StorageKind.TANGENT, StorageKind.GRADIENT]
+    norm = Op(name="norm", target="f", phase=Phase.FORWARD, reads=(1,), writes=(2,), seconds=20.0)
+    graph = StepGraph(
+        storages=tuple(Storage(name=f"s{i}", nbytes=8, kind=kind) for i, kind in enumerate(kinds)),
+        ops=(
+            Op(name="convolution", target="f", phase=Phase.FORWARD, reads=(0,), writes=(1,), seconds=2.0),
+            replace(norm, in_place_over=(1,), in_place_seconds=1.0),
+            Op(name="loss", target="loss", phase=Phase.LOSS, reads=(2,), writes=(3,), recomputable=False),
+            Op(name="back", target="b", phase=Phase.BACKWARD, reads=(1, 3), writes=(4,), seconds=4.0),
+        ),
+        outputs=(2,),
+    )
+    timeline = simulate(graph, program_within(graph, [0, 1, 2, 0, 3]))
+    assert timeline.step_seconds == 2.0 + 1.0 + 2.0 + 4.0
+    assert graph.seconds == 2.0 + 20.0 + 4.0
+    assert graph.seconds + relaxed_bound(graph, timeline.peak_bytes) == timeline.step_seconds

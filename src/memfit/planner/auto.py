@@ -98,10 +98,9 @@ def find_order(graph: StepGraph, budget_bytes: int, *, seconds: float = 8.0, pro
         timeline = simulate(graph, program_within(graph, order, budget_bytes))
         return Found(order=tuple(order), timeline=timeline, bound_seconds=bound)
 
-    bound = 0.0
+    bound = relaxed_bound(graph, budget_bytes, seconds=2.0)
     if _peak(lean, plain_order(graph)) <= budget_bytes:
         return found(plain_order(graph))
-    bound = relaxed_bound(graph, budget_bytes, seconds=2.0)
     best: Found | None = None
     pool = Pool()
 

@@ -29,7 +29,7 @@ class Selection:
     Attributes:
         kept: forward storages alive at the loss, beside what the caller holds.
         recompute_seconds: time of the ops run again for the others.
-        bound_seconds: no selection within the budget takes less.
+        bound_seconds: no selection within the budget takes less; below zero where running again saves time.
     """
 
     kept: frozenset[int]
@@ -123,7 +123,7 @@ def select_kept(graph: StepGraph, room_bytes: int, *, seconds: float = 5.0, gap:
         return None
     kept = frozenset(s for s, variable in keep.items() if solution.values[variable] > 0.5)
     return Selection(
-        kept=kept, recompute_seconds=solution.objective, bound_seconds=max(0.0, min(solution.bound, solution.objective))
+        kept=kept, recompute_seconds=solution.objective, bound_seconds=min(solution.bound, solution.objective)
     )
 
 
@@ -151,7 +151,10 @@ def _add_slices(graph: StepGraph, problem: Milp, rerun: Mapping[int, int], price
 
 
 def rerun_prices(graph: StepGraph) -> list[RerunPrice]:
-    """What it takes at least to run each op again, less what the first run of a reader saves over the result."""
+    """What it takes at least to run each op again, less what the first run of a reader saves over the result.
+
+    Below zero where fresh memory costs more than making the result again.
+    """
     saved = _saved_in_place(graph)
     read_backward = set(backward_reads(graph))
     last_reader, producer, latest = graph.last_readers(), graph.producers(), _latest_use(graph)
@@ -173,9 +176,9 @@ def rerun_prices(graph: StepGraph) -> list[RerunPrice]:
         copy = 0.0 if slices is None else min(slices.copy_seconds, slices.copy_over_seconds, alone)
         prices.append(
             RerunPrice(
-                alone=max(0.0, alone - less),
-                slices=max(0.0, in_slices - less),
-                whole_slices=max(0.0, in_slices + copy - less),
+                alone=alone - less,
+                slices=in_slices - less,
+                whole_slices=in_slices + copy - less,
                 is_read_whole=all(s in read_backward for s in later.writes),
             )
         )

@@ -98,7 +98,8 @@ def _spill_at(
         made = [cone for cone in cones if cone is not None]
         if len(made) < len(cones):
             continue
-        seconds = sum(graph.ops[o].later.seconds for cone in made for o in cone)
+        seconds = sum(graph.ops[o].seconds_again for cone in made for o in cone)
+        seconds = max(0.0, seconds - _saved_over(graph, spans, drop))
         # Making it again must not overflow where it was fine.
         place, transient = drop.places[-1], _transient_bytes(graph, drop.copy.storage, made[-1])
         risk = max(0.0, float(spans.bytes_at[place - 1] + transient - budget_bytes)) / max(1, size)
@@ -125,6 +126,16 @@ def _spill_at(
         changed.extend(sorted(insertions.get(position, ())))
         changed.append(index)
     return changed
+
+
+def _saved_over(graph: StepGraph, spans: Spans, drop: _Drop) -> float:
+    """What the last op that reads a copy before it is dropped saves by writing over it."""
+    op = graph.ops[spans.order[drop.left]]
+    op = op.later if spans.again[drop.left] else op
+    if drop.copy.storage not in op.in_place_over or op.in_place_seconds is None:
+        return 0.0
+    dies = any(copy.dies == drop.left and copy.storage in op.in_place_over for copy in spans.copies)
+    return 0.0 if dies else op.seconds - op.in_place_seconds
 
 
 def _transient_bytes(graph: StepGraph, storage: int, cone: list[int]) -> int:
@@ -261,7 +272,7 @@ def _fill_once(graph: StepGraph, spans: Spans, budget_bytes: int, most: int) -> 
             if c.reads and (position, c.storage) in before
         ]
         area = sum(nbytes * (right - left) for left, right, nbytes in stretches)
-        options.append((graph.ops[index].later.seconds / max(1, area), position, stretches))
+        options.append((graph.ops[index].seconds_again / max(1, area), position, stretches))
     options.sort(key=lambda option: -option[0])
     room = budget_bytes - spans.bytes_at
     removed: set[int] = set()

@@ -145,7 +145,7 @@ def _solve(
         for index, op in enumerate(graph.ops):
             if op.phase is Phase.FORWARD and op.recomputable and need.latest[index] >= 0:
                 if any((s, epoch) in model.keep for s in op.writes):
-                    model.rerun[index, epoch] = model.problem.variable(cost=op.later.seconds, integer=False)
+                    model.rerun[index, epoch] = model.problem.variable(cost=op.seconds_again, integer=False)
     for epoch, need in enumerate(needs):
         _add_epoch(graph, model, producer, epoch, need)
     fixed = sum(graph.storages[s].nbytes for s in always)

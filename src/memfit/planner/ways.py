@@ -164,10 +164,8 @@ def _quickest(graph: StepGraph, run: Run, alone: Sequence[_Alone], limit: int) -
 
 def _lean(op: Op) -> Op:
     best = min(op.ways, key=_memory_then_time, default=op.way(op.parts))
-    seconds = min(best.seconds, best.seconds if op.in_place_seconds is None else op.in_place_seconds)
-    seconds = seconds if op.by_samples is None else min(seconds, op.by_samples.seconds)
     again = None if op.again is None else _lean(op.again)
-    return replace(op, parts=best.parts, seconds=seconds, workspace_bytes=best.workspace_bytes, again=again)
+    return replace(op, parts=best.parts, seconds=best.seconds, workspace_bytes=best.workspace_bytes, again=again)
 
 
 def _memory_then_time(way: Way) -> tuple[int, float]:

@@ -178,6 +178,15 @@ class Op:
         """Time of one run, the quickest way of all."""
         return self.least_seconds if self.in_place_seconds is None else min(self.least_seconds, self.in_place_seconds)
 
+    @property
+    def seconds_again(self) -> float:
+        """Time of one run after the first, the way it is meant to run, over an operand or in slices where it can."""
+        later, slices = self.later, self.later.by_samples
+        found = [later.seconds]
+        found += [] if later.in_place_seconds is None else [later.in_place_seconds]
+        found += [] if slices is None else [slices.seconds]
+        return min(found)
+
     def run_seconds(self, parts: int, *, in_place: bool) -> float:
         """Time of one run in so many parts, over an operand or not.
 

@@ -84,4 +84,4 @@ def _pop_best(graph: StepGraph, producer: list[int], alive: set[int], ratios: li
 def _ratio(graph: StepGraph, producer: list[int], alive: set[int], storage: int) -> float:
     """Bytes over seconds; larger is better to evict."""
     cone = missing_cone(graph, producer, storage, lambda other: other != storage and other in alive)
-    return graph.storages[storage].nbytes / (1e-9 + sum(graph.ops[o].later.seconds for o in cone))
+    return graph.storages[storage].nbytes / (1e-9 + sum(graph.ops[o].seconds_again for o in cone))
