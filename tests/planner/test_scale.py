@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from memfit.errors import SpecError
 from memfit.planner.scale import difference, scaled
 from memfit.step.check import check
-from memfit.step.graph import StepGraph
+from memfit.step.graph import StepGraph, Way
 from memfit.step.program import plain_program
 from tests.step.random_graphs import step_graphs
 
@@ -25,6 +25,8 @@ def at_batch(graph: StepGraph, batch: int) -> StepGraph:
             replace(
                 op,
                 seconds=op.seconds * grows(i),
+                in_place_seconds=op.seconds * grows(i) / 2,
+                plain_way=Way(parts=1, seconds=op.seconds * grows(i) * 2, workspace_bytes=8 * grows(i)),
                 workspace_bytes=op.workspace_bytes * grows(i + 1),
                 in_place_over=(),
             )
@@ -44,6 +46,8 @@ def test_a_step_that_is_affine_in_the_batch_is_scaled_exactly(graph: StepGraph, 
     assert (found.static_bytes, found.after_step_bytes) == (expected.static_bytes, expected.after_step_bytes)
     assert [op.workspace_bytes for op in found.ops] == [op.workspace_bytes for op in expected.ops]
     assert [op.seconds for op in found.ops] == pytest.approx([op.seconds for op in expected.ops])
+    assert [op.in_place_seconds for op in found.ops] == pytest.approx([op.in_place_seconds for op in expected.ops])
+    assert found.plain_seconds == pytest.approx(expected.plain_seconds)
 
 
 @given(step_graphs(), st.integers(1, 50))

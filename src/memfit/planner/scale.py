@@ -76,9 +76,11 @@ def scaled(graph_a: StepGraph, batch_a: int, graph_b: StepGraph, batch_b: int, b
     def op(a: Op, b: Op) -> Op:
         parts = max(a.parts, b.parts)
         made = _with_ways(a, parts, between(a.way(1), b.way(1)), between(a.way(a.parts), b.way(b.parts)))
-        if a.in_place_seconds is None or b.in_place_seconds is None:
-            return replace(made, in_place_seconds=None)
-        return replace(made, in_place_seconds=seconds(a.in_place_seconds, b.in_place_seconds))
+        in_place = None
+        if a.in_place_seconds is not None and b.in_place_seconds is not None:
+            in_place = seconds(a.in_place_seconds, b.in_place_seconds)
+        plain_way = between(a.plain_way, b.plain_way) if a.plain_way and b.plain_way else None
+        return replace(made, in_place_seconds=in_place, plain_way=plain_way)
 
     return replace(
         graph_a,
