@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from memfit.step.fusion import Fusion, Run, fuse, linked, runs_by_samples
-from memfit.step.graph import Op, StepGraph, Way
+from memfit.step.graph import Op, Phase, StepGraph, Way
 from memfit.step.program import (
     Action,
     Instruction,
@@ -33,8 +33,15 @@ _MOST_TOGETHER = 6
 
 
 def leanest(graph: StepGraph) -> StepGraph:
-    """The step with every op in the way that takes the least memory."""
-    return replace(graph, ops=tuple(_lean(op) for op in graph.ops))
+    """The step with every op in the way that takes the least memory, and a guess of what running it again takes."""
+    read_backward = {s for op in graph.ops if op.phase is Phase.BACKWARD for s in op.reads}
+
+    def lean(op: Op) -> Op:
+        made = _lean(op)
+        whole = not read_backward.isdisjoint(op.later.writes)
+        return replace(made, reckoned_seconds=_seconds_again(made.later, whole=whole))
+
+    return replace(graph, ops=tuple(map(lean, graph.ops)))
 
 
 def quicker(graph: StepGraph, order: Sequence[int], budget_bytes: int) -> StepGraph:
@@ -166,6 +173,17 @@ def _lean(op: Op) -> Op:
     best = min(op.ways, key=_memory_then_time, default=op.way(op.parts))
     again = None if op.again is None else _lean(op.again)
     return replace(op, parts=best.parts, seconds=best.seconds, workspace_bytes=best.workspace_bytes, again=again)
+
+
+def _seconds_again(op: Op, *, whole: bool) -> float:
+    """Time of a run again: what is read whole later takes fresh memory, what is handed on mostly none."""
+    slices = op.by_samples
+    found = [op.seconds]
+    if not whole and op.in_place_seconds is not None:
+        found.append(op.in_place_seconds)
+    if slices is not None:
+        found.append(slices.seconds + (slices.copy_seconds if whole else 0.0))
+    return min(found)
 
 
 def _memory_then_time(way: Way) -> tuple[int, float]:

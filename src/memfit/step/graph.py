@@ -140,6 +140,7 @@ class Op:
         again: what runs in its place after the first time, if that is another call: it writes some of `writes`
             and may read others of them, which then last from the first run on.
         by_samples: how it runs a few samples at a time, if it can.
+        reckoned_seconds: what planners reckon with for running it again, where a planner has set it.
     """
 
     name: str
@@ -162,6 +163,7 @@ class Op:
     plain_way: Way | None = None
     again: Op | None = None
     by_samples: BySamples | None = None
+    reckoned_seconds: float | None = None
 
     @property
     def later(self) -> Op:
@@ -180,12 +182,8 @@ class Op:
 
     @property
     def seconds_again(self) -> float:
-        """Time of one run after the first, the way it is meant to run, over an operand or in slices where it can."""
-        later, slices = self.later, self.later.by_samples
-        found = [later.seconds]
-        found += [] if later.in_place_seconds is None else [later.in_place_seconds]
-        found += [] if slices is None else [slices.seconds]
-        return min(found)
+        """What a planner reckons with for one run after the first."""
+        return self.later.seconds if self.reckoned_seconds is None else self.reckoned_seconds
 
     def run_seconds(self, parts: int, *, in_place: bool) -> float:
         """Time of one run in so many parts, over an operand or not.
