@@ -12,7 +12,7 @@ import torch
 from memfit.capture.cost_cache import CostCache, open_cache
 from memfit.capture.dynamo import preserved_state
 from memfit.capture.loss import backward_of
-from memfit.capture.profile import profile_ops, separable_keys
+from memfit.capture.profile import profile_ops, separated
 from memfit.capture.trace import Capture, capture_step
 from memfit.planning import Request, plan_captured, prove
 from memfit.plans import Plan
@@ -100,21 +100,18 @@ class Subject:
         """Builds, captures and profiles a model; the costs are measured anew unless those of this machine may serve."""
         example = build(case.spec, batch=case.batch, shape=case.shape, device=device)
         costs = open_cache(device) if cached else CostCache()
-        clock = [time.perf_counter()]
+        capturing: list[float] = []
 
         def captured(separate: Callable[[str], bool]) -> Capture:
-            model, args, kwargs = example.model, example.args, example.kwargs
-            return capture_step(model, args, kwargs, loss_fn=example.loss_fn, label=example.label, separate=separate)
+            begin, model, args, kwargs = time.perf_counter(), example.model, example.args, example.kwargs
+            made = capture_step(model, args, kwargs, loss_fn=example.loss_fn, label=example.label, separate=separate)
+            capturing.append(time.perf_counter() - begin)
+            return made
 
-        capture = captured(lambda key: bool(costs.get(key)))
-        clock.append(time.perf_counter())
-        separable = separable_keys(capture, device, costs)
-        clock.append(time.perf_counter())
-        if separable != capture.separated:
-            capture = captured(separable.__contains__)
-        clock.append(time.perf_counter())
+        begin = time.perf_counter()
+        capture = separated(captured, device, costs)
         graph = profile_ops(capture, device, costs)
-        clock.append(time.perf_counter())
+        profiled = time.perf_counter() - begin - sum(capturing)
         return cls(
             example=example,
             device=device,
@@ -122,8 +119,8 @@ class Subject:
             capture=replace(capture, graph=graph),
             graph=graph,
             plain=simulate_plain(graph),
-            capture_seconds=clock[1] - clock[0] + clock[3] - clock[2],
-            profile_seconds=clock[2] - clock[1] + clock[4] - clock[3],
+            capture_seconds=sum(capturing),
+            profile_seconds=profiled,
         )
 
     def plan(self, budget_bytes: int) -> Plan:

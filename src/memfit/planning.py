@@ -18,7 +18,7 @@ from memfit import strategies
 from memfit.capture.cost_cache import CostCache, machine_name, open_cache
 from memfit.capture.dynamo import preserved_state
 from memfit.capture.loss import LossFunction, backward_of
-from memfit.capture.profile import profile_ops, separable_keys
+from memfit.capture.profile import profile_ops, separated
 from memfit.capture.trace import Capture, capture_step, device_of
 from memfit.errors import BudgetError, SpecError
 from memfit.planner.auto import find_order
@@ -172,10 +172,7 @@ def capture_and_profile(
             separate=separate,
         )
 
-    capture = captured(lambda key: bool(cache.get(key)))
-    separable = separable_keys(capture, device, cache)
-    if separable != capture.separated:
-        capture = captured(separable.__contains__)
+    capture = separated(captured, device, cache)
     if progress is not None:
         progress("capture", 1, 1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 import memfit
+from memfit.capture.concatenations import separable_key
 from memfit.capture.trace import Capture
 from memfit.planning import Request, capture_and_profile
 from memfit.step.graph import Phase, StepGraph
@@ -85,7 +87,7 @@ def test_same_bits_and_budget(branches: int, kernel: int, bias: bool, share: flo
 def test_the_plain_step_takes_as_much_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = Joined(), torch.randn(4, 3, 64, 64)
     _, graph = captured(model, x)
-    monkeypatch.setattr("memfit.planning.separable_keys", lambda *_: frozenset())
+    monkeypatch.setattr("memfit.capture.profile._separable_keys", lambda *_: frozenset())
     capture, whole = captured(model, x)
     assert not capture.separated
     assert simulate_plain(graph).peak_bytes == pytest.approx(simulate_plain(whole).peak_bytes, rel=1e-3)
@@ -106,6 +108,46 @@ def test_what_is_left_whole(model: nn.Module, channels: int) -> None:
     capture, graph = captured(model, torch.randn(4, channels, 32, 32))
     assert not capture.separated
     assert reads_concatenation(graph)
+
+
+class Mixed(Joined):
+    """One operand is laid out otherwise than the other, or begins inside the memory of another tensor."""
+
+    def __init__(self, other: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.other = other
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.join(torch.cat([self.branches[0](x), self.other(self.branches[1](x))], dim=1)))
+
+
+def channels_last(x: torch.Tensor) -> torch.Tensor:
+    return (x + 1).contiguous(memory_format=torch.channels_last)
+
+
+def test_the_verdict_belongs_to_the_layout_of_the_operands() -> None:
+    x = torch.randn(4, 3, 48, 48)
+    graphs = [captured(Mixed(other), x)[0].pieces.pieces[0].reading for other in (lambda t: t + 1, channels_last)]
+    keys = [{*reading.separated, *map(separable_key, reading.separable)} for reading in graphs]
+    assert len(keys[0]) == len(keys[1]) == 1
+    assert keys[0] != keys[1]
+
+
+def inside(x: torch.Tensor) -> torch.Tensor:
+    return x.repeat(1, 2, 1, 1).split(CHANNELS, 1)[1]
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("other", [channels_last, inside])
+def test_same_bits_however_operands_lie(other: Callable[[torch.Tensor], torch.Tensor], batch: int) -> None:
+    torch.manual_seed(0)
+    model, x = Mixed(other), torch.randn(batch, 3, 33, 31)
+    assert not verify(model, (x,), {}, Request(budget="1GiB", loss_fn=loss_fn), loss_fn=loss_fn).differing
+
+
+def test_what_begins_inside_other_memory_is_left_whole() -> None:
+    capture, _ = captured(Mixed(inside), torch.randn(4, 3, 48, 48))
+    assert not capture.separated and not capture.pieces.pieces[0].reading.separable
 
 
 def test_the_caller_may_overwrite_what_he_got() -> None:

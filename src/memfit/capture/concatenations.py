@@ -24,7 +24,7 @@ from torch import fx
 from torch._guards import detect_fake_mode
 
 from memfit.capture.again import Call
-from memfit.capture.cost_key import cost_key
+from memfit.capture.cost_key import cost_key, describe
 from memfit.capture.rewrite import PLAIN_NBYTES, returned_storages, storage_key
 
 __all__ = ["PLAIN_CALL", "operands_of_data", "separable_key", "separable_weight_gradients", "separate_weight_gradients"]
@@ -60,21 +60,22 @@ def separable_weight_gradients(graph: fx.Graph) -> list[fx.Node]:
             and result.is_contiguous()
             and len(operands) > 1
             and all(is_ours(n) and n.meta["val"].dtype == value.dtype for n in operands)
+            # Kernels also go by where operands lie, and the profiler's begin where their memory does.
+            and all(n.meta["val"].storage_offset() == 0 for n in operands)
             and all(user.target is operator.getitem for user in node.users)
         ):
             found.append(node)
     return found
 
 
-def operands_of_data(node: fx.Node) -> list[fx.Node]:
+def operands_of_data(node: fx.Node | Call) -> list[fx.Node]:
     """What is concatenated to the data of a convolution's backward."""
     return list(cast(Any, node.args[1]).args[0])
 
 
 def separable_key(call: fx.Node | Call) -> str:
     """What decides whether the parts have the bits of the whole."""
-    channels = [operand.meta["val"].shape[1] for operand in cast(Any, call.args[1]).args[0]]
-    return f"{cost_key(call)} from {channels} channels"
+    return f"{cost_key(call)} from {describe(operands_of_data(call))}"
 
 
 def separate_weight_gradients(graph: fx.Graph, separate: Callable[[str], bool]) -> frozenset[str]:

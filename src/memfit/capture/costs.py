@@ -142,27 +142,27 @@ def costs_of(node: fx.Node | Call, samples: int, over: int | None, device: torch
             return call(*args, **kwargs)
 
         result, first = _measured(whole, device)
-        _check_hollow(node, args, result)
-        found = [(first, whole)]
-        for parts in candidate_parts(node) if first.workspace_bytes else ():
-            in_parts = functools.partial(_in_parts, node, args, kwargs, parts)
-            way = _measured_alike(in_parts, result, device)
-            if way is not None:
-                # Where it can write over an operand it mostly will, which saves touching fresh memory.
-                over_first = IN_PLACE.get(node.target, {}).get(0)
-                timed = in_parts if over_first is None else functools.partial(over_first, *args, parts=parts, **kwargs)
-                found.append((replace(way, parts=parts), timed))
-        in_slices = costs_in_slices(node, samples, values, result, device) if samples else ()
-        del result  # timed runs take the memory of those before them, as those of a step do
-        ways = tuple(replace(way, seconds=_seconds(run, way.seconds, device)) for way, run in found)
-        in_place: tuple[Way, ...] = ()
-        if over is not None:
-            overwriting = functools.partial(IN_PLACE[node.target][over], *args, **kwargs)
-            seconds = _seconds(overwriting, _timed(overwriting, device), device)
-            in_place = (Way(parts=1, seconds=seconds, workspace_bytes=ways[0].workspace_bytes),)
-    except (RuntimeError, TypeError, IndexError, ValueError, NotImplementedError) as error:
+    except (RuntimeError, TypeError, IndexError, ValueError) as error:
         log.info("cannot time %s alone (%s); using its roofline", node.name, error)
         return Costs(ways=(Way(parts=1, seconds=roofline_seconds(node), workspace_bytes=0),))
+    _check_hollow(node, args, result)
+    found = [(first, whole)]
+    for parts in candidate_parts(node) if first.workspace_bytes else ():
+        in_parts = functools.partial(_in_parts, node, args, kwargs, parts)
+        way = _measured_alike(in_parts, result, device)
+        if way is not None:
+            # Where it can write over an operand it mostly will, which saves touching fresh memory.
+            over_first = IN_PLACE.get(node.target, {}).get(0)
+            timed = in_parts if over_first is None else functools.partial(over_first, *args, parts=parts, **kwargs)
+            found.append((replace(way, parts=parts), timed))
+    in_slices = costs_in_slices(node, samples, values, result, device) if samples else ()
+    del result  # timed runs take the memory of those before them, as those of a step do
+    ways = tuple(replace(way, seconds=_seconds(run, way.seconds, device)) for way, run in found)
+    in_place: tuple[Way, ...] = ()
+    if over is not None:
+        overwriting = functools.partial(IN_PLACE[node.target][over], *args, **kwargs)
+        seconds = _seconds(overwriting, _timed(overwriting, device), device)
+        in_place = (Way(parts=1, seconds=seconds, workspace_bytes=ways[0].workspace_bytes),)
     return Costs(ways=ways, in_slices=in_slices, in_place=in_place)
 
 

@@ -26,7 +26,7 @@ from memfit.capture.roofline import roofline_seconds
 from memfit.capture.trace import Capture
 from memfit.step.graph import BySamples, Op, StepGraph, Way
 
-__all__ = ["profile_ops", "separable_keys", "with_rooflines"]
+__all__ = ["profile_ops", "separated", "with_rooflines"]
 
 _WHOLE_HANDICAP = 1.05
 """Running in parts takes less memory, so it is preferred at about equal time."""
@@ -103,17 +103,23 @@ def profile_ops(
     return _with_costs(capture, costs, plain)
 
 
-def separable_keys(capture: Capture, device: torch.device, cache: CostCache) -> frozenset[str]:
-    """Which weights' gradients of concatenations have the same bits part by part; measures those not in the cache.
+def separated(
+    capture_with: Callable[[Callable[[str], bool]], Capture], device: torch.device, cache: CostCache
+) -> Capture:
+    """The step with weights' gradients of concatenations made part by part where that gives the same bits.
 
     Args:
-        capture: the captured step.
-        device: where to run them.
+        capture_with: captures the step, see `separate` of `memfit.capture.trace.capture_step`; called again if the
+            cache did not know all.
+        device: where to run what the cache does not know.
         cache: known costs, extended by the new ones.
-
-    Returns:
-        Keys for `capture_step`, those that are separate in the capture included.
     """
+    capture = capture_with(lambda key: bool(cache.get(key)))
+    keys = _separable_keys(capture, device, cache)
+    return capture if keys == capture.separated else capture_with(keys.__contains__)
+
+
+def _separable_keys(capture: Capture, device: torch.device, cache: CostCache) -> frozenset[str]:
     found: set[str] = set()
     for piece in capture.pieces.pieces:
         found |= piece.reading.separated

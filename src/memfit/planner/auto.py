@@ -100,6 +100,7 @@ def find_order(graph: StepGraph, budget_bytes: int, *, seconds: float = 8.0, pro
 
     bound = relaxed_bound(graph, budget_bytes, seconds=2.0)
     if _peak(lean, plain_order(graph)) <= budget_bytes:
+        bound = min(bound, 0.0)  # running nothing again is possible, whatever the solver had time to see
         return found(plain_order(graph))
     best: Found | None = None
     pool = Pool()

@@ -14,7 +14,7 @@ Idea: spilling and rematerialisation of register allocators; XLA's HloRematerial
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -88,6 +88,9 @@ def _spill_at(
 ) -> list[int] | None:
     overflow = np.maximum(spans.bytes_at - budget_bytes, 0)
     alive_until = _alive(spans.copies)
+    dying: dict[int, set[int]] = {}
+    for copy in spans.copies:
+        dying.setdefault(copy.dies, set()).add(copy.storage)
     scored: list[tuple[float, _Drop, list[list[int]]]] = []
     for drop in _drops(graph, spans, producer, worst):
         size = graph.storages[drop.copy.storage].nbytes
@@ -99,7 +102,7 @@ def _spill_at(
         if len(made) < len(cones):
             continue
         seconds = sum(graph.ops[o].seconds_again for cone in made for o in cone)
-        seconds = max(0.0, seconds - _saved_over(graph, spans, drop))
+        seconds = max(0.0, seconds - _saved_over(graph, spans, drop, dying))
         # Making it again must not overflow where it was fine.
         place, transient = drop.places[-1], _transient_bytes(graph, drop.copy.storage, made[-1])
         risk = max(0.0, float(spans.bytes_at[place - 1] + transient - budget_bytes)) / max(1, size)
@@ -128,14 +131,15 @@ def _spill_at(
     return changed
 
 
-def _saved_over(graph: StepGraph, spans: Spans, drop: _Drop) -> float:
+def _saved_over(graph: StepGraph, spans: Spans, drop: _Drop, dying: Mapping[int, set[int]]) -> float:
     """What the last op that reads a copy before it is dropped saves by writing over it."""
     op = graph.ops[spans.order[drop.left]]
     op = op.later if spans.again[drop.left] else op
     if drop.copy.storage not in op.in_place_over or op.in_place_seconds is None:
         return 0.0
-    dies = any(copy.dies == drop.left and copy.storage in op.in_place_over for copy in spans.copies)
-    return 0.0 if dies else op.seconds - op.in_place_seconds
+    if not dying.get(drop.left, set()).isdisjoint(op.in_place_over):
+        return 0.0  # it writes over another one as it is
+    return op.seconds - op.in_place_seconds
 
 
 def _transient_bytes(graph: StepGraph, storage: int, cone: list[int]) -> int:
