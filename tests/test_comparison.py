@@ -48,8 +48,10 @@ def test_what_fits_is_predicted_and_measured(comparison: Comparison) -> None:
         assert row.measured_peak_bytes == pytest.approx(row.peak_bytes, rel=0.02)
         assert row.measured_plain_peak_bytes == pytest.approx(row.plain_peak_bytes, rel=0.02)
         assert row.seconds is not None and row.recompute_seconds is not None and row.activations is not None
-        # Less, where an op writes over an operand that the plain step leaves alone.
-        assert row.recompute_seconds < row.seconds <= row.plain_seconds + row.recompute_seconds + 1e-9
+        # A planned step writes over operands that the plain one leaves alone; the bound below limits what that saves.
+        first_runs = row.seconds - row.recompute_seconds
+        assert first_runs <= row.plain_seconds + 1e-9
+        assert row.strategy != "none" or first_runs == pytest.approx(row.plain_seconds)
         assert row.measured_seconds is not None and row.measured_seconds > 0
         assert row.measured_plain_seconds is not None and row.measured_plain_seconds > 0
         assert row.overhead is not None and row.bound_overhead is not None
@@ -185,13 +187,14 @@ def test_the_largest_batch_fits_and_the_plain_one_is_exact() -> None:
     assert result.measured_peak_bytes is not None
     assert max(result.measured_peak_bytes, result.predicted_peak_bytes) <= budget
     assert result.measured_peak_bytes >= 0.97 * budget
-    assert result.overhead > min(point.overhead for point in result.curve if point.overhead is not None)
+    assert result.overhead > max(p.overhead for p in result.curve if p.batch <= result.plain and p.overhead is not None)
     batches = [point.batch for point in result.curve]
     assert batches == sorted(set(batches)) and {1, result.plain, result.planned} <= set(batches)
     for point in result.curve:
         assert point.least_peak_bytes <= point.plain_peak_bytes
         assert (point.plain_peak_bytes <= budget) == (point.batch <= result.plain)
         if point.batch <= result.plain:
+            # Nothing runs again; writing over operands saves time.
             assert point.overhead is not None and point.overhead <= 0.0
 
 
