@@ -138,15 +138,20 @@ def sliced_step_graphs(draw: st.DrawFn) -> StepGraph:
             seconds=draw(_SECONDS),
             workspace_bytes=draw(st.sampled_from([0, 0, 2])),
             reads=reads,
-            may_overwrite=tuple(s for s in reads if graph.storages[s].kind is StorageKind.FORWARD and draw(most)),
+            copy_seconds=draw(_SECONDS),
+            copy_over_seconds=draw(_SECONDS),
         )
         return replace(op, by_samples=slices) if draw(most) else op
 
-    storages = tuple(
-        replace(s, nbytes=draw(st.sampled_from([100, 100, 100, 40]))) if s.kind is StorageKind.FORWARD else s
-        for s in graph.storages
-    )
     ops = tuple(sliced(op, before) for op, before in zip(graph.ops, [None, *graph.ops], strict=False))
+    piece = {s: op.piece for op in ops for s in op.writes}
+    crossing = {s for op in ops for s in op.reads if piece.get(s) != op.piece}
+    storages = tuple(
+        replace(s, nbytes=draw(st.sampled_from([100, 100, 100, 40])), reusable=number not in crossing and draw(most))
+        if s.kind in (StorageKind.FORWARD, StorageKind.BACKWARD)
+        else s
+        for number, s in enumerate(graph.storages)
+    )
     return replace(graph, ops=ops, storages=storages)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import replace
 
 import pytest
@@ -13,88 +12,8 @@ from memfit.step.check import check
 from memfit.step.graph import BySamples, Op, Phase, StepGraph, Storage, StorageKind
 from memfit.step.program import Action, Instruction, Program, program_of
 from memfit.step.simulate import simulate
+from tests.step.machine import run_on_machine
 from tests.step.random_graphs import sliced_steps_and_orders
-
-Block = list[int]
-"""Memory: for each sample the storage of which it holds the right value, -1 for a wrong one."""
-
-
-class Machine:
-    """Runs a program on memory that knows which storage's value each sample of a block is."""
-
-    def __init__(self, graph: StepGraph) -> None:
-        self.graph = graph
-        self.batch = max((op.later.by_samples.batch for op in graph.ops if op.later.by_samples), default=2)
-        self.blocks: dict[int, Block] = {
-            s: [s] * self.batch for s, storage in enumerate(graph.storages) if storage.kind is StorageKind.STATIC
-        }
-        self.static = set(self.blocks)
-        self.ran: set[int] = set()
-
-    def live_bytes(self) -> int:
-        storages = self.graph.storages
-        return self.graph.static_bytes + sum(storages[s].nbytes for s in self.blocks if s not in self.static)
-
-    def run_alone(self, instruction: Instruction) -> None:
-        if instruction.action is Action.FREE:
-            del self.blocks[instruction.index]
-            return
-        op = self.graph.ops[instruction.index]
-        op = op.later if instruction.index in self.ran else op
-        self.ran.add(instruction.index)
-        right = all(value == s for s in op.reads for value in self.blocks[s])
-        if instruction.over is not None:
-            del self.blocks[instruction.over]
-        for s in op.writes:
-            self.blocks[s] = [s if right else -1] * self.batch
-
-    def run_fused(self, run: tuple[Instruction, ...]) -> list[int]:
-        """Runs instructions slice by slice; returns the bytes in use at each, the most over all slices."""
-        storages = self.graph.storages
-        ops = {i.index: self.graph.ops[i.index].later for i in run if i.action is Action.COMPUTE}
-        ends = {i.index for i in run if i.action is Action.FREE}
-        results = {s: [-1] * self.batch for op in ops.values() for s in op.writes if s not in ends}
-        for instruction in run:
-            if instruction.over is not None:
-                results[ops[instruction.index].writes[0]] = self.blocks[instruction.over]
-        taken = [i.over for i in run if i.over is not None]
-        whole = self.live_bytes() + sum(storages[s].nbytes for s in results) - sum(storages[s].nbytes for s in taken)
-        slices = next(op.by_samples for op in ops.values())
-        assert slices is not None
-        in_use: dict[int, int] = defaultdict(int)
-        for start in range(0, slices.batch, slices.samples):
-            here = range(start, min(start + slices.samples, slices.batch))
-            made: dict[int, Block] = {}
-
-            def used() -> int:
-                parts = {s: -(-storages[s].nbytes * len(here) // slices.batch) for s in made}  # noqa: B023
-                return whole + sum(parts.values())
-
-            for place, instruction in enumerate(run):
-                if instruction.action is Action.FREE:
-                    del made[instruction.index]
-                    in_use[place] = max(in_use[place], used())
-                    continue
-                op = ops[instruction.index]
-                assert op.by_samples is not None
-                right = True
-                for s in op.reads:
-                    if s in made:
-                        assert s in op.by_samples.reads
-                        right &= made[s] == [s] * len(here)
-                    elif s in op.by_samples.reads:
-                        right &= [self.blocks[s][k] for k in here] == [s] * len(here)
-                    else:
-                        right &= self.blocks[s] == [s] * self.batch
-                made.update((s, [s if right else -1] * len(here)) for s in op.writes)
-                in_use[place] = max(in_use[place], used() + op.by_samples.workspace_bytes)
-            for s, part in made.items():
-                for k, value in zip(here, part, strict=True):
-                    results[s][k] = value
-        for s in taken:
-            del self.blocks[s]
-        self.blocks.update(results)
-        return [in_use[place] for place in range(len(run))]
 
 
 @given(sliced_steps_and_orders())
@@ -104,17 +23,7 @@ def test_ops_that_run_as_one_make_what_they_make_alone(case: tuple[StepGraph, li
     program = program_of(graph, order)
     check(graph, program)
     assert program.order() == order
-    bytes_at = simulate(graph, program).bytes_at
-    machine, position = Machine(graph), 0
-    for run in program.runs():
-        if len(run) > 1:
-            assert list(bytes_at[position : position + len(run)]) == machine.run_fused(run)
-        else:
-            machine.run_alone(run[0])
-        position += len(run)
-    left = {s: block for s, block in machine.blocks.items() if s not in machine.static}
-    assert set(left) == graph.held_to_the_end()
-    assert all(value == s for s, block in left.items() for value in block)
+    run_on_machine(graph, program)
 
 
 @given(sliced_steps_and_orders())
@@ -150,7 +59,7 @@ def chain(**slices: object) -> tuple[StepGraph, list[int]]:
 def test_a_chain_by_hand() -> None:
     graph, order = chain()
     program = program_of(graph, order)
-    (run,) = (run for run in program.runs() if len(run) > 1)
+    (run,) = (run for run in program.runs() if run[0].sliced)
     assert [str(i.action) for i in run] == ["compute", "compute", "compute", "free", "free"]
     position = program.instructions.index(run[0])
     # The output and its gradient, the result whole, and up to three slices of a quarter each.
@@ -173,10 +82,12 @@ def test_the_specification_says_what_is_wrong() -> None:
         (changed(program, first, replace(start, parts=2)), "cannot run in 2 slices"),
         (changed(program, first, start, Instruction(Action.FREE, 5, fused=True)), "what comes in is freed before"),
         (changed(program, first + 4, replace(end, fused=True)), "not the same samples|only ops that ran before"),
-        (changed(program, first + 2, replace(program.instructions[first + 2], over=5)), "cannot run in place slice"),
+        (changed(program, first + 2, replace(program.instructions[first + 2], over=5)), "cannot run over s5"),
         (changed(program, last, replace(program.instructions[last], fused=True)), "there is none"),
         (changed(program, 0, replace(program.instructions[0], fused=True)), "only ops that ran before"),
         (changed(program, first, Instruction(Action.COMPUTE, 99, fused=True)), "the step has 6 ops"),
+        (changed(program, first, replace(start, sliced=False)), "cannot run in 4 slices"),
+        (changed(program, first + 2, replace(program.instructions[first + 2], over=2)), "cannot run in place slice"),
     ]
     for wrong, message in cases:
         with pytest.raises(ProgramError, match=message):
@@ -193,14 +104,12 @@ def test_what_is_read_whole_is_not_handed_on_in_slices() -> None:
 
 @pytest.mark.parametrize("by_samples", [True, False])
 def test_what_is_read_whole_is_not_overwritten(by_samples: bool) -> None:
-    graph, _ = chain(may_overwrite=(1,))
+    graph, _ = chain()
     one, two, three, *rest = graph.ops
     assert three.by_samples is not None
-    facts = (
-        {"reads": (1, 2), "may_overwrite": (1,)} if by_samples else {"reads": (2,), "may_overwrite": tuple[int, ...]()}
-    )
-    ops = (one, two, replace(three, by_samples=replace(three.by_samples, **facts)), *rest)
-    graph = replace(graph, ops=ops)
+    slices = replace(three.by_samples, reads=(1, 2) if by_samples else (2,))
+    storages = (graph.storages[0], replace(graph.storages[1], reusable=True), *graph.storages[2:])
+    graph = replace(graph, ops=(one, two, replace(three, by_samples=slices), *rest), storages=storages)
     # The first result stays until it is read for the last time by the ops that run again.
     program = program_of(graph, [0, 1, 2, 3, 4, 1, 2, 5])
     check(graph, program)
@@ -215,4 +124,4 @@ def test_what_comes_in_is_not_made_again_within() -> None:
     # Op two reads the copy of storage 1 that the loss left, op one makes it anew, and op three reads that.
     program = program_of(graph, [0, 1, 2, 3, 4, 1, 0, 2, 5])
     check(graph, program)
-    assert [len(run) for run in program.runs() if len(run) > 1]
+    assert [len(run) for run in program.runs() if run[0].sliced]

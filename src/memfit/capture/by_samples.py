@@ -21,7 +21,7 @@ from torch import fx
 
 from memfit.capture.again import Call, normalise
 
-__all__ = ["Slice", "batch_of", "in_slices", "samples_per_slice", "sliced_operands"]
+__all__ = ["Slice", "batch_of", "in_slices", "owns_memory", "samples_per_slice", "sliced_operands"]
 
 _aten = torch.ops.aten
 
@@ -93,6 +93,12 @@ def sliced_operands(call: fx.Node | Call) -> frozenset[fx.Node]:
     return frozenset(sliced)
 
 
+def owns_memory(node: fx.Node) -> bool:
+    """Whether a result lies in memory that holds nothing else, so that another one fits there when it is gone."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.device.type == "cpu" and _is_alone(value)
+
+
 def samples_per_slice(calls: Iterable[fx.Node | Call]) -> dict[int, int]:
     """For each size of batch how many samples a slice has, the same for all ops so that they can run together."""
     largest: dict[int, int] = {}
@@ -119,7 +125,8 @@ class Slice:
         batch: samples in all.
         samples: in one slice.
         results: a tensor like each result.
-        over: for each result the position of the operand whose memory it takes over, if any.
+        over: for each result the position of the operand whose memory it takes over, if any; one that is not sliced
+            serves for nothing else.
     """
 
     run: Callable[..., Sequence[torch.Tensor]]
@@ -165,10 +172,14 @@ def _samples_outside(value: object) -> bool:
         and value.device.type == "cpu"
         and value.dim() > 1
         and value.shape[0] > 1
-        and value.storage_offset() == 0
-        and value.untyped_storage().nbytes() == value.numel() * value.element_size()
+        and _is_alone(value)
         and value.stride(0) * value.shape[0] == value.numel()
     )
+
+
+def _is_alone(tensor: torch.Tensor) -> bool:
+    nbytes = tensor.numel() * tensor.element_size()
+    return bool(tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == nbytes)
 
 
 def _nodes(arguments: Any) -> list[fx.Node]:

@@ -27,7 +27,7 @@ from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 
 from memfit.capture import concatenations, rewrite, slices
 from memfit.capture.again import Call, from_statistics, without_statistics
-from memfit.capture.by_samples import batch_of, samples_per_slice, sliced_operands
+from memfit.capture.by_samples import batch_of, owns_memory, samples_per_slice, sliced_operands
 from memfit.capture.cost_key import tensors_of
 from memfit.capture.repeated import merge_repeated
 from memfit.errors import CaptureError
@@ -109,6 +109,12 @@ class JointReading:
     separated: frozenset[str] = frozenset()
     separable: tuple[fx.Node, ...] = ()
 
+    def is_reusable(self, storage: int) -> bool:
+        """Whether something else may be put in its memory once nothing reads it."""
+        found = self.storages[storage]
+        ours = storage not in self.output_storages and storage not in self.gradient_storages
+        return ours and found.kind in (StorageKind.FORWARD, StorageKind.BACKWARD) and owns_memory(found.base)
+
 
 def read_joint(
     module: fx.GraphModule,
@@ -159,7 +165,7 @@ def read_joint(
         _joint_op(node, written, forward, storages, storage_of, overwritten, returned, in_place)
         for node, written in ops_nodes.items()
     ]
-    ops = _with_slices(ops, storages, storage_of, returned)
+    ops = _with_slices(ops, storages, storage_of)
     ops.sort(key=lambda op: op.phase is Phase.BACKWARD)
     return JointReading(
         module=module,
@@ -331,9 +337,7 @@ def _plain_reads(node: fx.Node, reads: tuple[int, ...], storage_of: dict[fx.Node
     return tuple(dict.fromkeys((*reads, *more))) if more else None
 
 
-def _with_slices(
-    ops: list[JointOp], storages: list[JointStorage], storage_of: dict[fx.Node, int], returned: set[int]
-) -> list[JointOp]:
+def _with_slices(ops: list[JointOp], storages: list[JointStorage], storage_of: dict[fx.Node, int]) -> list[JointOp]:
     """Says how ops can run a few samples at a time (`memfit.capture.by_samples`); times come from the profiler."""
     able = [op for op in ops if op.phase is Phase.FORWARD and op.recomputable and not op.random]
     samples = samples_per_slice(op.again or op.node for op in able)
@@ -354,7 +358,6 @@ def _with_slices(
             seconds=0.0,
             workspace_bytes=0,
             reads=tuple(dict.fromkeys(reads)),
-            may_overwrite=tuple(s for s in reads if storages[s].kind is StorageKind.FORWARD and s not in returned),
         )
 
     of = {op.node: slices(op) for op in able}

@@ -191,9 +191,14 @@ def _join(pieces: Pieces, loss_bytes: int, device_type: str) -> tuple[StepGraph,
         for local, storage in enumerate(reading.storages):
             if local not in number:
                 number[local] = len(storages)
-                name = storage.base.name if index == 0 else f"{storage.base.name}@{index}"
                 storages.append(
-                    Storage(name=name, nbytes=storage.nbytes, kind=storage.kind, plain_nbytes=storage.plain_nbytes)
+                    Storage(
+                        name=storage.base.name if index == 0 else f"{storage.base.name}@{index}",
+                        nbytes=storage.nbytes,
+                        kind=storage.kind,
+                        plain_nbytes=storage.plain_nbytes,
+                        reusable=reading.is_reusable(local),
+                    )
                 )
         numbers.append(number)
         returned.update(_outgoing(reading, piece.outputs, number))
@@ -267,7 +272,6 @@ def _op(op: JointOp, number: dict[int, int], piece: int, device_type: str) -> Op
     slices = op.by_samples and replace(
         op.by_samples,
         reads=tuple(dict.fromkeys(number[s] for s in op.by_samples.reads)),
-        may_overwrite=tuple(dict.fromkeys(number[s] for s in op.by_samples.may_overwrite)),
     )
     if op.again is None:
         return replace(made, by_samples=slices)

@@ -47,7 +47,7 @@ def decisions(graph: StepGraph, program: Program, timeline: Timeline) -> tuple[D
     kept = kept_storages(graph, program)
     again = Counter(program.recomputed())
     again_seconds = _seconds_again(graph, program)
-    as_one = Counter(i.index for run in program.runs() if len(run) > 1 for i in run if i.action is Action.COMPUTE)
+    in_slices = Counter(i.index for i in program.instructions if i.sliced)
     place = binding_place(graph, program, timeline)
     found: list[Decision] = []
     for number, (name, ops) in enumerate(_blocks(graph), start=1):
@@ -55,7 +55,7 @@ def decisions(graph: StepGraph, program: Program, timeline: Timeline) -> tuple[D
         saved_bytes = sum(graph.storages[s].nbytes for s in saved)
         runs = {o: again[o] for o in ops if again[o]}
         seconds = sum(again_seconds[o] for o in runs)
-        fused = sum(as_one[o] for o in runs)
+        sliced = sum(in_slices[o] for o in runs)
         found.append(
             Decision(
                 block=str(number),
@@ -66,7 +66,7 @@ def decisions(graph: StepGraph, program: Program, timeline: Timeline) -> tuple[D
                 saved_bytes=saved_bytes,
                 later="recompute "
                 + _counted(_short(graph.ops[o].target) for o, n in runs.items() for _ in range(n))
-                + (f" ({fused} fused)" if fused else "")
+                + (f" ({sliced} in slices)" if sliced else "")
                 if runs
                 else "",
                 extra_seconds=seconds,
@@ -86,7 +86,7 @@ def _seconds_again(graph: StepGraph, program: Program) -> dict[int, float]:
             if instruction.action is not Action.COMPUTE:
                 continue
             op, over = graph.ops[instruction.index].later, instruction.over
-            if len(run) > 1:
+            if instruction.sliced:
                 seconds[instruction.index] += fused_seconds([op], freed, [over])
             elif instruction.index in ran:
                 seconds[instruction.index] += op.run_seconds(instruction.parts, in_place=over is not None)

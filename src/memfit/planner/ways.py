@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from memfit.planner.spares import with_spares
 from memfit.step.fusion import Fusion, Run, fuse, linked, runs_by_samples
 from memfit.step.graph import Op, Phase, StepGraph, Way
 from memfit.step.program import (
@@ -82,7 +83,8 @@ def program_within(graph: StepGraph, order: Sequence[int], budget_bytes: int | N
     dying = dying_after(lean, ops)
     runs = runs_by_samples(lean, ops, run_again(order), dying)
     fused = [fusion for run in runs for fusion in _quickest(lean, run, alone, limit)]
-    return assembled(order, ops, dying, fused, lambda position: alone[position].instructions)
+    program = assembled(order, ops, dying, fused, lambda position: alone[position].instructions)
+    return with_spares(lean, program, limit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -102,6 +102,7 @@ def piece_programs(capture: Capture, program: Program) -> tuple[PieceProgram, ..
             save_state=random and index not in seen,
             replay=random and index in seen,
             fused=fused[position],
+            sliced=computes[position].sliced,
             handed_on=tuple(local[op.piece][s] for s in handed_on[position]),
         )
         seen.add(index)
@@ -111,7 +112,7 @@ def piece_programs(capture: Capture, program: Program) -> tuple[PieceProgram, ..
         storages = capture.pieces.pieces[op.piece].reading.storages
         returned = set(capture.pieces.pieces[op.piece].reading.output_storages)
         reads, writes = (joint.again_reads, joint.writes[:1]) if from_statistics else (joint.reads, joint.writes)
-        for storage in reads:
+        for storage in reads if instruction.over is None else (*reads, instruction.over):
             if storages[storage].kind is StorageKind.FORWARD and storage not in written_back[op.piece]:
                 kept[op.piece][storage] = None
         written_back[op.piece].update(s for s in writes if s not in returned)

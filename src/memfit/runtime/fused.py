@@ -84,14 +84,21 @@ def fused_call(reading: JointReading, ops: Sequence[FusedOp]) -> FusedCall:
         for storage in fused.writes:
             index = None if alone else reading.storages[storage].base.args[1]
             made[storage] = result if alone else graph.call_function(operator.getitem, (result, index))
+    position = {reading.storage_of.get(node): i for i, (node, by_samples) in enumerate(operands) if by_samples}
+    over: dict[int, int] = {}
+    for fused in ops:
+        if fused.over is not None and fused.over not in position:  # what nothing reads only leaves its memory
+            position[fused.over] = len(operands)
+            base = reading.storages[fused.over].base
+            operands[base, False] = graph.placeholder(f"{base.name}_{len(operands)}")
+        if fused.over is not None:
+            over[fused.writes[0]] = position[fused.over]
     handed_on = {s for fused in ops for s in fused.handed_on}
     results = tuple(s for s in made if s not in handed_on)
     graph.output(tuple(made[s] for s in results))
 
     slices = ops[0].op.by_samples
     assert slices is not None
-    position = {reading.storage_of.get(node): i for i, (node, by_samples) in enumerate(operands) if by_samples}
-    over = {fused.writes[0]: position[fused.over] for fused in ops if fused.over is not None}
     target = in_slices(
         Slice(
             run=fx.GraphModule(torch.nn.Module(), graph).forward,

@@ -44,7 +44,8 @@ class LocalInstruction:
     """Run op `index` of the piece, perhaps `again`, `over` the memory of a storage, or in `parts`.
 
     `save_state` and `replay` serve random ops that run again, `from_statistics` batch normalisations that do. What
-    is `fused` runs as one with the next instruction; of its results, those `handed_on` exist as slices only.
+    is `sliced` runs slice by slice, and if `fused` as one with the next instruction; of its results, those `handed_on`
+    exist as slices only.
     """
 
     index: int
@@ -55,6 +56,7 @@ class LocalInstruction:
     save_state: bool = False
     replay: bool = False
     fused: bool = False
+    sliced: bool = False
     handed_on: tuple[int, ...] = ()
 
 
@@ -110,11 +112,11 @@ class _Emitter:
         for stop, instruction in enumerate(instructions, start=1):
             if not instruction.fused:
                 run = instructions[start:stop]
-                self.run_fused(run) if len(run) > 1 else self.run(instruction)
+                self.run_sliced(run) if instruction.sliced else self.run(instruction)
                 start = stop
 
-    def run_fused(self, instructions: Sequence[LocalInstruction]) -> None:
-        """Emits ops that run as one, then takes their results out."""
+    def run_sliced(self, instructions: Sequence[LocalInstruction]) -> None:
+        """Emits ops that run slice by slice, then takes their results out."""
         ops = [
             FusedOp(
                 op=self.reading.ops[instruction.index],

@@ -74,6 +74,8 @@ def check(graph: StepGraph, program: Program) -> None:
             )
         over = instruction.over
         if over is not None and position in as_one:
+            if over not in alive:
+                raise ProgramError(f"{where}: {op.name} runs over {storages[over].name}, which is not alive")
             alive.discard(over)
         elif over is not None:
             if op.ways and instruction.parts == 1:
@@ -108,7 +110,7 @@ def _check_fused(graph: StepGraph, program: Program) -> set[int]:
     for run in program.runs():
         where = f"instruction {start}"
         computes = [i.index for i in run if i.action is Action.COMPUTE]
-        if len(run) > 1:
+        if len(run) > 1 or run[0].sliced:
             if any(not 0 <= i < len(graph.ops) for i in computes):
                 raise ProgramError(f"{where} runs ops as one, but the step has {len(graph.ops)} ops")
             if not ran.issuperset(computes) or len(set(computes)) < len(computes):
@@ -127,7 +129,8 @@ def _check_slices(graph: StepGraph, run: Sequence[Instruction], where: str) -> N
     ops = [graph.ops[i.index].later for i in run if i.action is Action.COMPUTE]
     if len({(op.by_samples and (op.by_samples.batch, op.by_samples.samples), op.piece) for op in ops}) > 1:
         raise ProgramError(f"{where}: ops run as one, but not the same samples of the same piece")
-    by_samples, whole = {s for op in ops for s in _overwritable(op)}, {s for op in ops for s in _read_whole(op)}
+    whole = {s for op in ops for s in _read_whole(op)}
+    piece_of = {s: op.piece for op in graph.ops for s in op.writes}
     written: set[int] = set()
     freed = {i.index for i in run if i.action is Action.FREE}
     for instruction in run:
@@ -136,7 +139,7 @@ def _check_slices(graph: StepGraph, run: Sequence[Instruction], where: str) -> N
                 raise ProgramError(f"{where}: what comes in is freed before the last samples are done")
             continue
         op = graph.ops[instruction.index].later
-        if op.by_samples is None or instruction.parts != op.by_samples.slices:
+        if op.by_samples is None or instruction.parts != op.by_samples.slices or not instruction.sliced:
             raise ProgramError(f"{where}: {op.name} cannot run in {instruction.parts} slices with the same bits")
         if not written.isdisjoint(_read_whole(op)) or not held.isdisjoint(op.writes):
             raise ProgramError(f"{where}: {op.name} cannot run slice by slice here")
@@ -144,14 +147,12 @@ def _check_slices(graph: StepGraph, run: Sequence[Instruction], where: str) -> N
         over = instruction.over
         if over is None:
             continue
-        if over not in by_samples or over in whole or over in written or over in held or op.writes[0] in freed:
+        if over in whole or over in written or over in held or op.writes[0] in freed or piece_of.get(over) != op.piece:
             raise ProgramError(f"{where}: {op.name} cannot run in place slice by slice")
+        if not graph.storages[over].reusable:
+            raise ProgramError(f"{where}: {op.name} cannot run over {graph.storages[over].name}")
         if graph.storages[over].nbytes != graph.storages[op.writes[0]].nbytes:
             raise ProgramError(f"{where}: {op.name} overwrites a storage of another size")
-
-
-def _overwritable(op: Op) -> tuple[int, ...]:
-    return () if op.by_samples is None else op.by_samples.may_overwrite
 
 
 def _read_whole(op: Op) -> list[int]:

@@ -202,9 +202,7 @@ def _broken_promises(graph: StepGraph) -> Iterator[str]:
             yield f"op {op.name} writes a storage that is static or already written"
         written.update(op.writes)
         slices = op.later.by_samples
-        if slices is not None and not (
-            {*op.later.reads}.issuperset(slices.reads) and {*slices.reads}.issuperset(slices.may_overwrite)
-        ):
+        if slices is not None and not {*op.later.reads}.issuperset(slices.reads):
             yield f"op {op.name} reads samples of what it does not read"
         if not {*op.writes}.issuperset(op.later.writes) or not written.issuperset(op.later.reads):
             yield f"op {op.name} runs again with other results or from what is not there"
@@ -230,9 +228,10 @@ def _encoded(instruction: Instruction) -> list[str | int]:
     with_next = "+" if instruction.fused else ""
     if instruction.action is Action.FREE:
         return [f"f{with_next}", instruction.index]
+    code = "s" if instruction.sliced else "c"
     if instruction.over is not None:
-        return [f"c!{with_next}", instruction.index, instruction.parts, instruction.over]
-    return [f"c{with_next}", instruction.index, *([instruction.parts] if instruction.parts > 1 else [])]
+        return [f"{code}!{with_next}", instruction.index, instruction.parts, instruction.over]
+    return [f"{code}{with_next}", instruction.index, *([instruction.parts] if instruction.parts > 1 else [])]
 
 
 def decode_program(document: object) -> Program:
@@ -265,7 +264,8 @@ def _decoded(place: int, entry: list[Any]) -> Instruction:
     fused = code.endswith("+")
     if code.startswith("f"):
         return Instruction(Action.FREE, index, fused=fused)
-    return Instruction(Action.COMPUTE, index, rest[1] if len(rest) > 1 else None, rest[0] if rest else 1, fused)
+    over, parts = rest[1] if len(rest) > 1 else None, rest[0] if rest else 1
+    return Instruction(Action.COMPUTE, index, over, parts, fused=fused, sliced=code.startswith("s"))
 
 
 def encode_plan(plan: PlanFile) -> dict[str, Any]:

@@ -164,17 +164,15 @@ def _taken_over(graph: StepGraph, run: Run) -> dict[int, int]:
     """For results that stay, an operand of the run that dies in it, of the same size and read by samples only."""
     inner = {s for dead in run.dying for s in dead}
     written: set[int] = set()
-    may: set[int] = set()
     must_not: set[int] = set()
     for op in run.ops:
         assert op.by_samples is not None
         written.update(op.writes)
-        may.update(op.by_samples.may_overwrite)
         must_not.update(s for s in op.reads if s not in op.by_samples.reads)
     free: list[int] = []
     over: dict[int, int] = {}
     for place, (op, dead) in enumerate(zip(run.ops, run.dying, strict=True)):
-        free += [s for s in dead if s in may and s not in written and s not in must_not]
+        free += [s for s in dead if graph.storages[s].reusable and s not in written and s not in must_not]
         size = graph.storages[op.writes[0]].nbytes
         taken = next((s for s in free if graph.storages[s].nbytes == size), None)
         if op.writes[0] not in inner and taken is not None:

@@ -55,12 +55,14 @@ class Storage:
         nbytes: its size.
         kind: who owns it.
         plain_nbytes: its size in the step without memfit where that differs, else 0.
+        reusable: whether slices may be put together in its memory once nothing reads it any more.
     """
 
     name: str
     nbytes: int
     kind: StorageKind
     plain_nbytes: int = 0
+    reusable: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,10 +89,9 @@ class BySamples:
         samples: in one slice; the last slice may have fewer.
         seconds: profiled time of all slices.
         copy_seconds: time to put the slices of its first result together in memory of their own.
-        copy_over_seconds: the same in memory that another storage leaves.
+        copy_over_seconds: the same in memory that another storage leaves (`Storage.reusable`).
         workspace_bytes: memory one slice takes beyond what it reads and writes.
         reads: storages of which it reads the same samples as it writes; of others it reads everything.
-        may_overwrite: those of them whose memory results of fused ops may take over.
     """
 
     batch: int
@@ -98,7 +99,6 @@ class BySamples:
     seconds: float
     workspace_bytes: int
     reads: tuple[int, ...]
-    may_overwrite: tuple[int, ...] = ()
     copy_seconds: float = 0.0
     copy_over_seconds: float = 0.0
 

@@ -42,8 +42,8 @@ class Action(StrEnum):
 class Instruction:
     """One step of a program: `index` is an op for `COMPUTE`, or a storage for `FREE`.
 
-    An op runs in `parts`, and its first result takes the memory of storage `over` if there is one. What is `fused`
-    runs as one with the next instruction, part by part (`memfit.step.fusion`).
+    An op runs in `parts`, and its first result takes the memory of storage `over` if there is one. What is `sliced`
+    runs slice by slice, and what is `fused` does so as one with the next instruction (`memfit.step.fusion`).
     """
 
     action: Action
@@ -51,6 +51,7 @@ class Instruction:
     over: int | None = None
     parts: int = 1
     fused: bool = False
+    sliced: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +200,16 @@ def _as_one(run: Fusion, order: Sequence[int], ops: Sequence[Op], dying: Sequenc
         op = ops[position]
         assert op.by_samples is not None
         written.update(op.writes)
-        fused.append(Instruction(Action.COMPUTE, order[position], run.over.get(position), op.by_samples.slices, True))
+        fused.append(
+            Instruction(
+                Action.COMPUTE,
+                order[position],
+                run.over.get(position),
+                op.by_samples.slices,
+                fused=True,
+                sliced=True,
+            )
+        )
         for storage in dying[position]:
             if storage in written:
                 fused.append(Instruction(Action.FREE, storage, fused=True))

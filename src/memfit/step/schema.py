@@ -1,8 +1,8 @@
 """The published form of steps, programs and plans at rest: JSON schemas.
 
 A program is compact: `["c", 12]` computes op 12, `["c", 12, 8]` in 8 parts, `["c!", 13, 1, 7]` in
-one part over the memory of storage 7, `["f", 5]` frees storage 5. With a `+` the code says that the instruction
-runs as one with the next.
+one part over the memory of storage 7, `["f", 5]` frees storage 5. `["s", 12, 8]` runs op 12 in 8 slices of the batch;
+with a `+` the code says that the instruction does so as one with the next.
 Fields that have their default value are left out.
 
 Known limits: what a schema cannot say, such as that indices exist, `memfit.step.codec` checks.
@@ -17,8 +17,17 @@ from memfit.step.graph import Phase, StorageKind
 
 __all__ = ["GRAPH_SCHEMA", "INSTRUCTION_LENGTHS", "PLAN_SCHEMA", "PROGRAM_SCHEMA", "SCHEMA_VERSION"]
 
-SCHEMA_VERSION = 1
-INSTRUCTION_LENGTHS = {"c": (2, 3), "c!": (4,), "f": (2,), "c+": (2, 3), "c!+": (4,), "f+": (2,)}
+SCHEMA_VERSION = 2
+INSTRUCTION_LENGTHS = {
+    "c": (2, 3),
+    "c!": (4,),
+    "f": (2,),
+    "s": (2, 3),
+    "s!": (4,),
+    "s+": (2, 3),
+    "s!+": (4,),
+    "f+": (2,),
+}
 """Codes of instructions and how many entries they have."""
 
 
@@ -72,7 +81,7 @@ PROGRAM_SCHEMA: dict[str, Any] = {
 _WAY = _object({"parts": _PARTS, "seconds": _SECONDS, "workspace_bytes": _BYTES})
 _BY_SAMPLES = _object(
     {"batch": _PARTS, "samples": _PARTS, "seconds": _SECONDS, "workspace_bytes": _BYTES, "reads": _INDICES},
-    {"may_overwrite": _INDICES, "copy_seconds": _SECONDS, "copy_over_seconds": _SECONDS},
+    {"copy_seconds": _SECONDS, "copy_over_seconds": _SECONDS},
 )
 _OP = {
     "name": _NAME,
@@ -106,7 +115,7 @@ GRAPH_SCHEMA: dict[str, Any] = {
             "storages": _array(
                 _object(
                     {"name": _NAME, "nbytes": _BYTES, "kind": {"enum": [str(kind) for kind in StorageKind]}},
-                    {"plain_nbytes": _BYTES},
+                    {"plain_nbytes": _BYTES, "reusable": {"type": "boolean"}},
                 ),
                 1_000_000,
             ),

@@ -71,7 +71,7 @@ def simulate(graph: StepGraph, program: Program) -> Timeline:
     forward_end_bytes = live
     bytes_at: list[int] = []
     for run in program.runs():
-        if len(run) > 1:
+        if run[0].sliced:
             whole, beside = _slices(graph, run)
             live += whole
             bytes_at += [live + nbytes for nbytes in beside]

@@ -1,0 +1,88 @@
+"""Memory that nothing reads any more, kept for a result that is put together from slices.
+
+Memory that the system hands out anew has to be mapped page by page, which can take longer than the op that fills it.
+What runs slice by slice (`memfit.step.fusion`) puts its result together where it is told to, so a storage of the same
+size is not freed after its last read but taken over, if there is room for it until then.
+
+Idea: buffer assignment of compilers, for speed only; it is done where the budget leaves room.
+
+Known limits: only results of ops that run again, over storages of the same piece and pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from memfit.step.graph import Op, Phase, StepGraph
+from memfit.step.program import Action, Instruction, Program
+from memfit.step.simulate import simulate
+
+__all__ = ["with_spares"]
+
+
+def with_spares(graph: StepGraph, program: Program, limit_bytes: int) -> Program:
+    """The program with results of slices in memory that others leave.
+
+    Args:
+        graph: the step.
+        program: what runs; its order stays.
+        limit_bytes: for the peak.
+
+    Returns:
+        A program that is no slower, and within the limit if the given one is.
+    """
+    room = limit_bytes - np.array(simulate(graph, program).bytes_at, dtype=np.int64)
+    piece = {s: op.piece for op in graph.ops for s in op.writes}
+    instructions: list[Instruction | None] = list(program.instructions)
+    freed: list[tuple[int, int]] = []  # where, and which storage: in this pass and not written again since
+    ran: set[int] = set()
+    start = 0
+    for run in program.runs():
+        computes = [i.index for i in run if i.action is Action.COMPUTE]
+        if any(graph.ops[index].phase is Phase.LOSS for index in computes):
+            freed.clear()
+        written = {s for index in computes for s in graph.ops[index].writes}
+        freed = [(place, s) for place, s in freed if s not in written]
+        for offset, op in _put_together(graph, run, ran):
+            position, size = start + offset, graph.storages[op.writes[0]].nbytes
+            instruction = run[offset]
+            if not instruction.sliced and not _pays(graph, op, instruction, int(room[position])):
+                continue
+            fitting = ((p, s) for p, s in reversed(freed) if graph.storages[s].nbytes == size and piece[s] == op.piece)
+            place, spare = next(fitting, (start, -1))
+            if spare < 0 or (room[place + 1 : start] < size).any():
+                continue
+            assert op.by_samples is not None
+            instructions[position] = replace(instruction, over=spare, parts=op.by_samples.slices, sliced=True)
+            instructions[place] = None
+            room[place:start] -= size
+            freed.remove((place, spare))
+        if run[0].action is Action.FREE and graph.storages[run[0].index].reusable:
+            freed.append((start, run[0].index))
+        ran.update(computes)
+        start += len(run)
+    return Program(instructions=tuple(i for i in instructions if i is not None))
+
+
+def _put_together(graph: StepGraph, run: Sequence[Instruction], ran: set[int]) -> Iterator[tuple[int, Op]]:
+    """Places in a run, and the ops there, that may put their first result together in memory they are given."""
+    held = graph.held_to_the_end()
+    handed_on = {i.index for i in run if i.action is Action.FREE}
+    for place, instruction in enumerate(run):
+        if instruction.action is Action.COMPUTE and instruction.index in ran and instruction.over is None:
+            op = graph.ops[instruction.index].later
+            if op.by_samples and op.writes[0] not in handed_on and held.isdisjoint(op.writes):
+                yield place, op
+
+
+def _pays(graph: StepGraph, op: Op, instruction: Instruction, room_bytes: int) -> bool:
+    """Whether an op that runs whole would be quicker in slices over a spare, and fits."""
+    slices = op.by_samples
+    assert slices is not None
+    more = slices.workspace_bytes - op.run_workspace_bytes(instruction.parts)
+    more += sum(slices.slice_bytes(graph.storages[s].nbytes) for s in op.writes)
+    seconds = slices.seconds + slices.copy_over_seconds
+    return more <= max(0, room_bytes) and seconds < op.run_seconds(instruction.parts, in_place=False)

@@ -1,0 +1,76 @@
+"""Results put together in memory that others leave: the same values, no more memory, no more time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given, settings
+
+from memfit.planner.spares import with_spares
+from memfit.step.check import check
+from memfit.step.graph import BySamples, Op, Phase, StepGraph, Storage, StorageKind
+from memfit.step.program import program_of
+from memfit.step.simulate import simulate
+from tests.step.machine import run_on_machine
+from tests.step.random_graphs import sliced_steps_and_orders
+
+
+def sooner(graph: StepGraph) -> StepGraph:
+    """The step with memory that was used before quicker to fill than new memory, as it is."""
+
+    def op(given: Op) -> Op:
+        slices = given.by_samples
+        if slices is None:
+            return given
+        least = min(slices.copy_seconds, slices.copy_over_seconds)
+        return replace(given, by_samples=replace(slices, copy_over_seconds=least))
+
+    return replace(graph, ops=tuple(map(op, graph.ops)))
+
+
+@given(sliced_steps_and_orders())
+@settings(max_examples=300)
+def test_the_values_stay_and_the_peak_and_the_time_do_not_rise(case: tuple[StepGraph, list[int]]) -> None:
+    graph, order = sooner(case[0]), case[1]
+    program = program_of(graph, order)
+    before = simulate(graph, program)
+    for more in (0, 100):
+        changed = with_spares(graph, program, before.peak_bytes + more)
+        check(graph, changed)
+        assert changed.order() == order
+        after = simulate(graph, changed)
+        assert after.peak_bytes <= before.peak_bytes + more
+        assert after.step_seconds <= before.step_seconds + 1e-9
+        run_on_machine(graph, changed)
+
+
+def test_a_gradient_that_nobody_reads_leaves_its_memory() -> None:
+    """An op runs again after a gradient of the same size has died; over that it takes a third of the time."""
+    forward, backward = StorageKind.FORWARD, StorageKind.BACKWARD
+    kinds = [StorageKind.STATIC, forward, forward, StorageKind.TANGENT, backward, backward, StorageKind.GRADIENT]
+    slices = BySamples(
+        batch=4, samples=1, seconds=1.0, workspace_bytes=0, reads=(0,), copy_seconds=5.0, copy_over_seconds=1.0
+    )
+    b = Phase.BACKWARD
+    graph = StepGraph(
+        storages=tuple(
+            Storage(name=f"s{i}", nbytes=100, kind=kind, reusable=kind is backward) for i, kind in enumerate(kinds)
+        ),
+        ops=(
+            Op(name="one", target="f", phase=Phase.FORWARD, reads=(0,), writes=(1,), seconds=6.0, by_samples=slices),
+            Op(name="two", target="f", phase=Phase.FORWARD, reads=(1,), writes=(2,)),
+            Op(name="loss", target="loss", phase=Phase.LOSS, reads=(2,), writes=(3,), recomputable=False),
+            Op(name="first", target="b", phase=b, reads=(3,), writes=(4,)),
+            Op(name="second", target="b", phase=b, reads=(4,), writes=(5,)),
+            Op(name="third", target="b", phase=b, reads=(1, 5), writes=(6,)),
+        ),
+    )
+    program = program_of(graph, [0, 1, 2, 3, 4, 0, 5])
+    changed = with_spares(graph, program, simulate(graph, program).peak_bytes)
+    (again,) = (i for i in changed.instructions if i.sliced)
+    assert (again.over, again.parts) == (4, 4)
+    assert simulate(graph, changed).step_seconds == simulate(graph, program).step_seconds - 6.0 + 2.0
+    assert simulate(graph, changed).peak_bytes == simulate(graph, program).peak_bytes
+    check(graph, changed)
+    theirs = replace(graph, storages=tuple(replace(s, reusable=False) for s in graph.storages))
+    assert not any(i.sliced for i in with_spares(theirs, program, 1 << 20).instructions)

@@ -1,0 +1,105 @@
+"""Executes a program sample by sample on a model of memory, to see that it makes what each op makes alone."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from memfit.step.graph import StepGraph, StorageKind
+from memfit.step.program import Action, Instruction, Program
+from memfit.step.simulate import simulate
+
+Block = list[int]
+"""Memory: for each sample the storage of which it holds the right value, -1 for a wrong one."""
+
+
+class Machine:
+    """Runs a program on memory that knows which storage's value each sample of a block is."""
+
+    def __init__(self, graph: StepGraph) -> None:
+        self.graph = graph
+        self.batch = max((op.later.by_samples.batch for op in graph.ops if op.later.by_samples), default=2)
+        self.blocks: dict[int, Block] = {
+            s: [s] * self.batch for s, storage in enumerate(graph.storages) if storage.kind is StorageKind.STATIC
+        }
+        self.static = set(self.blocks)
+        self.ran: set[int] = set()
+
+    def live_bytes(self) -> int:
+        storages = self.graph.storages
+        return self.graph.static_bytes + sum(storages[s].nbytes for s in self.blocks if s not in self.static)
+
+    def run_alone(self, instruction: Instruction) -> None:
+        if instruction.action is Action.FREE:
+            del self.blocks[instruction.index]
+            return
+        op = self.graph.ops[instruction.index]
+        op = op.later if instruction.index in self.ran else op
+        self.ran.add(instruction.index)
+        right = all(value == s for s in op.reads for value in self.blocks[s])
+        if instruction.over is not None:
+            del self.blocks[instruction.over]
+        for s in op.writes:
+            self.blocks[s] = [s if right else -1] * self.batch
+
+    def run_fused(self, run: tuple[Instruction, ...]) -> list[int]:
+        """Runs instructions slice by slice; returns the bytes in use at each, the most over all slices."""
+        storages = self.graph.storages
+        ops = {i.index: self.graph.ops[i.index].later for i in run if i.action is Action.COMPUTE}
+        ends = {i.index for i in run if i.action is Action.FREE}
+        results = {s: [-1] * self.batch for op in ops.values() for s in op.writes if s not in ends}
+        for instruction in run:
+            if instruction.over is not None:
+                results[ops[instruction.index].writes[0]] = self.blocks[instruction.over]
+        taken = [i.over for i in run if i.over is not None]
+        whole = self.live_bytes() + sum(storages[s].nbytes for s in results) - sum(storages[s].nbytes for s in taken)
+        slices = next(op.by_samples for op in ops.values())
+        assert slices is not None
+        in_use: dict[int, int] = defaultdict(int)
+        for start in range(0, slices.batch, slices.samples):
+            here = range(start, min(start + slices.samples, slices.batch))
+            made: dict[int, Block] = {}
+
+            def used() -> int:
+                parts = {s: -(-storages[s].nbytes * len(here) // slices.batch) for s in made}  # noqa: B023
+                return whole + sum(parts.values())
+
+            for place, instruction in enumerate(run):
+                if instruction.action is Action.FREE:
+                    del made[instruction.index]
+                    in_use[place] = max(in_use[place], used())
+                    continue
+                op = ops[instruction.index]
+                assert op.by_samples is not None
+                right = True
+                for s in op.reads:
+                    if s in made:
+                        assert s in op.by_samples.reads
+                        right &= made[s] == [s] * len(here)
+                    elif s in op.by_samples.reads:
+                        right &= [self.blocks[s][k] for k in here] == [s] * len(here)
+                    else:
+                        right &= self.blocks[s] == [s] * self.batch
+                made.update((s, [s if right else -1] * len(here)) for s in op.writes)
+                in_use[place] = max(in_use[place], used() + op.by_samples.workspace_bytes)
+            for s, part in made.items():
+                for k, value in zip(here, part, strict=True):
+                    results[s][k] = value
+        for s in taken:
+            del self.blocks[s]
+        self.blocks.update(results)
+        return [in_use[place] for place in range(len(run))]
+
+
+def run_on_machine(graph: StepGraph, program: Program) -> None:
+    """Asserts that a program makes what the caller gets, and that what runs in slices takes the predicted bytes."""
+    bytes_at = simulate(graph, program).bytes_at
+    machine, position = Machine(graph), 0
+    for run in program.runs():
+        if run[0].sliced:
+            assert list(bytes_at[position : position + len(run)]) == machine.run_fused(run)
+        else:
+            machine.run_alone(run[0])
+        position += len(run)
+    left = {s: block for s, block in machine.blocks.items() if s not in machine.static}
+    assert set(left) == graph.held_to_the_end()
+    assert all(value == s for s, block in left.items() for value in block)
