@@ -16,7 +16,7 @@ from benchmarks.subject import Case, Subject
 from memfit.capture.dynamo import preserved_state
 from memfit.capture.live_bytes import LiveBytes
 from memfit.errors import BudgetError
-from memfit.planner.bound import select_kept
+from memfit.planner.kept import select_kept
 from memfit.planner.lazy import lazy_order
 from memfit.planner.polish import spill
 from memfit.planner.ways import leanest, program_within

@@ -20,9 +20,10 @@ from dataclasses import dataclass
 
 from memfit.errors import BudgetError
 from memfit.planner.anchors import anchors
-from memfit.planner.bound import op_wall_bytes, relaxed_bound, select_kept
+from memfit.planner.bound import op_wall_bytes, relaxed_bound
 from memfit.planner.explain import binding_place
 from memfit.planner.improve import Pool, varied
+from memfit.planner.kept import select_kept
 from memfit.planner.lazy import lazy_order
 from memfit.planner.least import least_order
 from memfit.planner.polish import fill, spill

@@ -9,11 +9,12 @@ Known limits: what slices are put together in is taken to be memory that was use
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from memfit.step.graph import Phase, StepGraph
 
-__all__ = ["RerunPrice", "rerun_prices"]
+__all__ = ["RerunPrice", "rerun_prices", "run_prices", "saved_by_first_runs"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +37,18 @@ class RerunPrice:
 def rerun_prices(graph: StepGraph) -> list[RerunPrice]:
     """What it takes at least to run each op again, less what the first run of a reader saves over the result.
 
+    That is if no op is counted twice, so that making an operand once more belongs to the op that wrote over it.
     Below zero where fresh memory costs more than making the result again.
     """
-    saved = _saved_in_place(graph)
+    return _prices(graph, saved_by_first_runs(graph), once=True)
+
+
+def run_prices(graph: StepGraph) -> list[RerunPrice]:
+    """What each run of an op after the first takes at least, if every run is counted."""
+    return _prices(graph, {}, once=False)
+
+
+def _prices(graph: StepGraph, saved: Mapping[int, float], *, once: bool) -> list[RerunPrice]:
     read_backward = {s for op in graph.ops if op.phase is Phase.BACKWARD for s in op.reads}
     last_reader, producer, latest = graph.last_readers(), graph.producers(), _latest_use(graph)
     prices: list[RerunPrice] = []
@@ -49,7 +59,7 @@ def rerun_prices(graph: StepGraph) -> list[RerunPrice]:
         if later.in_place_seconds is not None:
             # What is read after any use of the result must then be made once more.
             again = (
-                least[producer[s]] if last_reader[s] >= latest[index] and 0 <= producer[s] < index else 0.0
+                least[producer[s]] if once and last_reader[s] >= latest[index] and 0 <= producer[s] < index else 0.0
                 for s in later.in_place_over
             )
             alone = min(alone, later.in_place_seconds + min(again, default=0.0))
@@ -82,7 +92,7 @@ def _latest_use(graph: StepGraph) -> list[int]:
     return latest
 
 
-def _saved_in_place(graph: StepGraph) -> dict[int, float]:
+def saved_by_first_runs(graph: StepGraph) -> dict[int, float]:
     """What a rerun of an op may save: a result of it can be written over the first time although it is read later."""
     last_reader, held = graph.last_readers(), graph.held_to_the_end()
     producer = graph.producers()

@@ -11,7 +11,7 @@ Known limits: only results of ops that run again, over storages of the same piec
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -37,45 +37,46 @@ def with_spares(graph: StepGraph, program: Program, limit_bytes: int) -> Program
     room = limit_bytes - np.array(simulate(graph, program).bytes_at, dtype=np.int64)
     piece = {s: op.piece for op in graph.ops for s in op.writes}
     instructions: list[Instruction | None] = list(program.instructions)
-    freed: list[tuple[int, int]] = []  # where, and which storage: in this pass and not written again since
+    held = graph.held_to_the_end()
+    freed: dict[int, int] = {}  # which storage, and where: in this pass and not written again since, the last one last
     ran: set[int] = set()
     start = 0
     for run in program.runs():
         computes = [i.index for i in run if i.action is Action.COMPUTE]
         if any(graph.ops[index].phase is Phase.LOSS for index in computes):
             freed.clear()
-        written = {s for index in computes for s in graph.ops[index].writes}
-        freed = [(place, s) for place, s in freed if s not in written]
-        for offset, op in _put_together(graph, run, ran):
-            position, size = start + offset, graph.storages[op.writes[0]].nbytes
-            instruction = run[offset]
+        for storage in (s for index in computes for s in graph.ops[index].writes):
+            freed.pop(storage, None)
+        for position, instruction, op in _put_together(graph, run, start, ran, held):
+            size = graph.storages[op.writes[0]].nbytes
             if not instruction.sliced and not _pays(graph, op, instruction, int(room[position])):
                 continue
-            fitting = ((p, s) for p, s in reversed(freed) if graph.storages[s].nbytes == size and piece[s] == op.piece)
-            place, spare = next(fitting, (start, -1))
-            if spare < 0 or (room[place + 1 : start] < size).any():
+            fitting = (s for s in reversed(freed) if graph.storages[s].nbytes == size and piece[s] == op.piece)
+            spare = next(fitting, None)
+            if spare is None or (room[freed[spare] + 1 : start] < size).any():
                 continue
+            place = freed.pop(spare)
             assert op.by_samples is not None
             instructions[position] = replace(instruction, over=spare, parts=op.by_samples.slices, sliced=True)
             instructions[place] = None
             room[place:start] -= size
-            freed.remove((place, spare))
         if run[0].action is Action.FREE and graph.storages[run[0].index].reusable:
-            freed.append((start, run[0].index))
+            freed[run[0].index] = start
         ran.update(computes)
         start += len(run)
     return Program(instructions=tuple(i for i in instructions if i is not None))
 
 
-def _put_together(graph: StepGraph, run: Sequence[Instruction], ran: set[int]) -> Iterator[tuple[int, Op]]:
-    """Places in a run, and the ops there, that may put their first result together in memory they are given."""
-    held = graph.held_to_the_end()
+def _put_together(
+    graph: StepGraph, run: Sequence[Instruction], start: int, ran: Collection[int], held: Collection[int]
+) -> Iterator[tuple[int, Instruction, Op]]:
+    """What of a run may put its first result together in memory it is given: where, the instruction, the op."""
     handed_on = {i.index for i in run if i.action is Action.FREE}
-    for place, instruction in enumerate(run):
+    for position, instruction in enumerate(run, start):
         if instruction.action is Action.COMPUTE and instruction.index in ran and instruction.over is None:
             op = graph.ops[instruction.index].later
-            if op.by_samples and op.writes[0] not in handed_on and held.isdisjoint(op.writes):
-                yield place, op
+            if op.by_samples and op.writes[0] not in handed_on and not any(s in held for s in op.writes):
+                yield position, instruction, op
 
 
 def _pays(graph: StepGraph, op: Op, instruction: Instruction, room_bytes: int) -> bool:

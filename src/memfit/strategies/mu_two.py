@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 
 from memfit.errors import BudgetError
-from memfit.planner.bound import backward_reads
+from memfit.planner.kept import backward_reads
 from memfit.planner.lazy import lazy_order, missing_cone
 from memfit.step.graph import StepGraph, StorageKind
 from memfit.step.program import plain_order, program_of

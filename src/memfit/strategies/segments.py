@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from memfit.planner.bound import backward_reads
 from memfit.planner.chain import Block, pinned_storages
+from memfit.planner.kept import backward_reads
 from memfit.step.graph import Phase, StepGraph
 
 __all__ = ["segment_order", "storages_across"]
