@@ -99,7 +99,8 @@ def find_order(graph: StepGraph, budget_bytes: int, *, seconds: float = 8.0, pro
         timeline = simulate(graph, program_within(graph, order, budget_bytes))
         return Found(order=tuple(order), timeline=timeline, bound_seconds=bound)
 
-    bound = relaxed_bound(graph, budget_bytes, seconds=2.0)
+    large = len(graph.ops) > _LARGE
+    bound = relaxed_bound(graph, budget_bytes, seconds=2.0, quick=large)
     if _peak(lean, plain_order(graph)) <= budget_bytes:
         bound = min(bound, 0.0)  # running nothing again is possible, whatever the solver had time to see
         return found(plain_order(graph))
@@ -118,7 +119,6 @@ def find_order(graph: StepGraph, budget_bytes: int, *, seconds: float = 8.0, pro
     def time_is_up(share: float) -> bool:
         gap = float("inf") if best is None else (best.timeline.step_seconds - graph.seconds - bound) / graph.seconds
         # A start of a large step takes seconds itself, and searching longer has not paid there.
-        large = len(graph.ops) > _LARGE
         patience = 0.75 * seconds if large else seconds if gap < _FAR else 4 * seconds
         return gap < _CLOSE or time.monotonic() - begin > share * patience
 

@@ -80,6 +80,9 @@ def runs_by_samples(
     found: list[Run] = []
     start = 0
     while start < len(ops):
+        if not again[start]:
+            start += 1
+            continue
         stop = start
         written: set[int] = set()
         read: set[int] = set()

@@ -72,7 +72,7 @@ def simulate(graph: StepGraph, program: Program) -> Timeline:
     bytes_at: list[int] = []
     for run in program.runs():
         if run[0].sliced:
-            whole, beside = _slices(graph, run)
+            whole, beside = _slices(graph, sizes, run)
             live += whole
             bytes_at += [live + nbytes for nbytes in beside]
             computes = [i for i in run if i.action is Action.COMPUTE]
@@ -133,9 +133,8 @@ def simulate(graph: StepGraph, program: Program) -> Timeline:
     )
 
 
-def _slices(graph: StepGraph, run: Sequence[Instruction]) -> tuple[int, list[int]]:
+def _slices(graph: StepGraph, sizes: Sequence[int], run: Sequence[Instruction]) -> tuple[int, list[int]]:
     """Of ops that run as one: what their results that stay take, and the slices beside these at each instruction."""
-    sizes = [s.nbytes for s in graph.storages]
     inner = {i.index for i in run if i.action is Action.FREE}
     whole = live = 0
     slice_of: dict[int, int] = {}

@@ -181,8 +181,10 @@ def _lasting(shape: Shape) -> frozenset[int]:
 
 def _run(shape: Shape, kept: frozenset[int], drops: _Drops, lasting: frozenset[int]) -> _Run:
     """Runs the backward ops, each after what it needs and nobody holds."""
-    held = {*shape.given, *shape.out, *kept}
-    held.difference_update(s for s, stage in drops if stage == -1)
+    dropped: dict[int, list[int]] = {}
+    for s, stage in drops:
+        dropped.setdefault(stage, []).append(s)
+    held = {*shape.given, *shape.out, *kept}.difference(dropped.get(-1, ()))
     sequence: list[int] = []
     stages: list[int] = []
     alive: list[frozenset[int]] = []
@@ -193,7 +195,7 @@ def _run(shape: Shape, kept: frozenset[int], drops: _Drops, lasting: frozenset[i
         sequence.extend((*again, index))
         stages.extend([stage] * (len(again) + 1))
         held.update(s for i in again for s in shape.ops[i].writes if s in lasting)
-        held.difference_update(s for s, when in drops if when == stage)
+        held.difference_update(dropped.get(stage, ()))
     bytes_at, _ = profile(shape, sequence, shape.leaving)
     seconds = sum(shape.ops[i].seconds for i in sequence if i < shape.forward)
     return _Run(Backward(tuple(sequence), max(bytes_at, default=0), seconds), bytes_at, stages, alive)
@@ -207,11 +209,13 @@ def _descend(
     position = run.bytes_at.index(peak)
     busy = {*shape.ops[sequence[position]].reads, *shape.ops[sequence[position]].writes, *shape.given}
     _, live = profile(shape, sequence[position + 1 :], shape.leaving)
+    idle: dict[int, list[int]] = {s: [] for s in live - busy if shape.makers[s] >= 0 and shape.sizes[s] * 64 >= peak}
+    for p, i in enumerate(sequence):
+        for s in (*shape.ops[i].reads, *shape.ops[i].writes):
+            if s in idle:
+                idle[s].append(p)
     choices: list[tuple[float, tuple[int, int]]] = []
-    for s in live - busy:
-        if shape.makers[s] < 0 or shape.sizes[s] * 64 < peak:
-            continue
-        uses = [p for p, i in enumerate(sequence) if s in shape.ops[i].reads or s in shape.ops[i].writes]
+    for s, uses in idle.items():
         before = max((run.stages[p] for p in uses if p < position), default=-1)
         after = min(run.stages[p] for p in uses if p > position)
         if before < after and (s, before) not in drops:
