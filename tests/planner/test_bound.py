@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,7 +12,7 @@ from memfit.planner.bound import relaxed_bound
 from memfit.planner.kept import select_kept
 from memfit.planner.ways import program_within
 from memfit.step.check import check
-from memfit.step.graph import Op, Phase, StepGraph, Storage, StorageKind
+from memfit.step.graph import Op, Phase, StepGraph, Storage, StorageKind, Way
 from memfit.step.program import plain_order, program_of
 from memfit.step.simulate import simulate
 from tests.step.random_graphs import orders, sliced_steps_and_orders, step_graphs
@@ -22,7 +23,7 @@ _SHARES = st.integers(0, 8).map(lambda eighths: eighths / 8)
 
 @st.composite
 def priced(draw: st.DrawFn, graph: StepGraph) -> StepGraph:
-    """The step with prices of runs over an operand and of putting slices together."""
+    """The step with prices of runs over an operand, in parts, and of putting slices together."""
 
     def price(op: Op | None) -> Op | None:
         if op is None:
@@ -31,7 +32,10 @@ def priced(draw: st.DrawFn, graph: StepGraph) -> StepGraph:
         slices = op.by_samples and replace(
             op.by_samples, copy_seconds=draw(_SHARES), copy_over_seconds=draw(_SHARES) / 4
         )
-        return replace(op, in_place_seconds=in_place, by_samples=slices, again=price(op.again))
+        whole = Way(parts=1, seconds=op.seconds, workspace_bytes=op.workspace_bytes)
+        in_parts = Way(parts=4, seconds=draw(_SHARES) * 2, workspace_bytes=draw(st.sampled_from([0, 10, 100])))
+        ways = (whole, in_parts) if draw(st.booleans()) else ()
+        return replace(op, in_place_seconds=in_place, by_samples=slices, ways=ways, again=price(op.again))
 
     return replace(graph, ops=tuple(made for op in graph.ops if (made := price(op)) is not None))
 
@@ -61,7 +65,8 @@ def test_no_program_is_quicker(case: tuple[StepGraph, list[int]]) -> None:
 def test_what_nothing_reads_later_is_written_over_at_its_price(case: tuple[StepGraph, list[int]]) -> None:
     graph, _ = case
     timeline = simulate(graph, program_within(graph, range(len(graph.ops))))
-    assert timeline.step_seconds <= sum(op.seconds for op in graph.ops) + graph.after_step_seconds + 1e-9
+    most = sum(max(op.seconds, *(way.seconds for way in op.ways), 0.0) for op in graph.ops)
+    assert timeline.step_seconds <= most + graph.after_step_seconds + 1e-9
     assert timeline.step_seconds >= graph.seconds - 1e-9
 
 
@@ -97,3 +102,21 @@ def test_memory_is_short_later_too() -> None:
             gains.append(relaxed_bound(graph, budget) - one_instant.bound_seconds)
     assert min(gains) >= 0
     assert max(gains) >= 1
+
+
+def test_a_leaner_way_has_its_price() -> None:
+    """Where an op fits only in parts, the bound knows what that takes longer, and in between nothing is gained."""
+    kinds = [StorageKind.STATIC, StorageKind.FORWARD, StorageKind.TANGENT, StorageKind.GRADIENT]
+    ways = (Way(parts=1, seconds=1.0, workspace_bytes=40), Way(parts=4, seconds=3.0, workspace_bytes=0))
+    back = Op(name="back", target="b", phase=Phase.BACKWARD, reads=(1, 2), writes=(3,), ways=ways)
+    graph = StepGraph(
+        storages=tuple(Storage(name=f"s{i}", nbytes=8, kind=kind) for i, kind in enumerate(kinds)),
+        ops=(
+            Op(name="make", target="f", phase=Phase.FORWARD, reads=(0,), writes=(1,), seconds=2.0),
+            Op(name="loss", target="loss", phase=Phase.LOSS, reads=(1,), writes=(2,), recomputable=False),
+            replace(back, seconds=1.0, workspace_bytes=40),
+        ),
+    )
+    assert relaxed_bound(graph, 64) <= 0.0
+    assert relaxed_bound(graph, 24) == pytest.approx(2.0)
+    assert simulate(graph, program_within(graph, [0, 1, 2], 24)).step_seconds == 5.0

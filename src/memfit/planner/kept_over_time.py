@@ -3,7 +3,8 @@
 One instant (`memfit.planner.kept`) does not see that memory is short in the middle of the backward pass too, where
 what was made again waits for its readers. Here the backward pass is divided into periods, each of which begins at a
 wide op. A storage is there at the beginning of a period or not, within memory; what the period reads is there at its
-beginning or made again in it; and what is there at the end was there at the beginning or made again.
+beginning or made again in it; and what is there at the end was there at the beginning or made again. The op at such an
+instant runs in its leanest way or, where there is room, in a quicker one.
 
 The periods are the leaves of a tree, and what holds of a period is asked of every node: without that, a fraction of an
 operand serves a fraction of a run in each period, and relaxations of integer variables see less the more instants
@@ -14,7 +15,7 @@ Known limits: working sets of ops that run again are not seen; instants are chos
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +31,9 @@ _MIB = float(1 << 20)
 _INSTANTS = 8
 _FEW_INSTANTS = 6
 """With integer variables."""
+
+_Way = tuple[int, float]
+"""Bytes and seconds."""
 
 
 def least_seconds_over_time(graph: StepGraph, budget_bytes: int, *, integer: bool, seconds: float) -> float:
@@ -70,8 +74,8 @@ class _Periods:
 def _problem(graph: StepGraph, budget_bytes: int, instants: int, *, integer: bool) -> Milp:
     held, producer = graph.held_to_the_end(), graph.producers()
     lasting = graph.lasting()
-    beside = _bytes_beside(graph)
-    periods = _divided(graph, beside, instants)
+    ways = _ways_beside(graph)
+    periods = _divided(graph, ways, instants)
     count = len(periods.starts)
     useful = periods.useful
     problem = Milp()
@@ -115,23 +119,32 @@ def _problem(graph: StepGraph, budget_bytes: int, instants: int, *, integer: boo
         if op in runs:
             cost_of_all[runs[op]] = cost_of_all.get(runs[op], 0.0) - less
     seconds = problem.variable(cost=1.0, lower=-np.inf, upper=np.inf, integer=False)
-    for cost in (cost_of_all, cost_of_first):
-        problem.row({seconds: 1.0, **{variable: -value for variable, value in cost.items()}}, lower=0.0)
+    cost_of_ways: dict[int, float] = {}
     for period, start in enumerate(periods.starts):
-        room = budget_bytes - beside[start]
         for s in graph.ops[start].reads:
             if (s, period) in keep:
                 problem.lower[keep[s, period]] = 1.0
         terms = {keep[s, period]: graph.storages[s].nbytes / _MIB for s in useful[period]}
-        problem.row(terms, upper=room / _MIB)
+        (least_bytes, most_seconds), *quicker = ways[start]
+        cost_of_ways[problem.variable(cost=0.0, lower=1.0, integer=False)] = most_seconds
+        before = ways[start][0]
+        for way in quicker:
+            variable = problem.variable(integer=False)
+            cost_of_ways[variable] = way[1] - before[1]
+            terms[variable] = (way[0] - before[0]) / _MIB
+            before = way
+        problem.row(terms, upper=(budget_bytes - least_bytes) / _MIB)
+    for cost in (cost_of_all, cost_of_first):
+        terms = {variable: -value for variable, value in (cost | cost_of_ways).items()}
+        problem.row({seconds: 1.0, **terms}, lower=0.0)
     return problem
 
 
-def _divided(graph: StepGraph, beside: dict[int, int], instants: int) -> _Periods:
+def _divided(graph: StepGraph, ways: Mapping[int, Sequence[_Way]], instants: int) -> _Periods:
     """Periods that begin at the widest ops, none too near to another."""
     held, loss, count = graph.held_to_the_end(), graph.loss_index, len(graph.ops)
     reads = {i: [s for s in graph.ops[i].reads if is_optional(graph, s, held)] for i in range(loss + 1, count)}
-    width = {i: beside[i] + sum(graph.storages[s].nbytes for s in reads[i]) for i in reads}
+    width = {i: ways[i][0][0] + sum(graph.storages[s].nbytes for s in reads[i]) for i in reads}
     apart = max(1, (count - loss) // (3 * instants))
     chosen: list[int] = []
     for index in sorted(width, key=lambda i: -width[i]):
@@ -162,8 +175,12 @@ def _with_operands(graph: StepGraph, storages: Collection[int]) -> frozenset[int
     return frozenset(found)
 
 
-def _bytes_beside(graph: StepGraph) -> dict[int, int]:
-    """At the loss and each backward op, the least memory beside forward results: static, gradients, its own."""
+def _ways_beside(graph: StepGraph) -> dict[int, list[_Way]]:
+    """How the loss and each backward op can run: memory beside forward results (static, gradients, its own), and time.
+
+    The time is what it takes longer than `StepGraph.first_seconds`. Of the ways, only those are listed of which no
+    mixture of others takes as little of both, the leanest first.
+    """
     held, producer, last = graph.held_to_the_end(), graph.producers(), graph.last_readers()
     outputs = {s for s in graph.outputs if not graph.is_free(s)}
     loss, count = graph.loss_index, len(graph.ops)
@@ -173,11 +190,36 @@ def _bytes_beside(graph: StepGraph) -> dict[int, int]:
             more[born] += graph.storages[storage].nbytes
             more[count if storage in held else max(last[storage], born) + 1] -= graph.storages[storage].nbytes
     alive = np.cumsum(more) + graph.static_bytes + sum(graph.storages[s].nbytes for s in outputs)
-    found: dict[int, int] = {}
+    found: dict[int, list[_Way]] = {}
+    least = graph.first_seconds()
     for index in range(loss, count):
         op = graph.ops[index]
-        beside = int(alive[index]) + min((way.workspace_bytes for way in op.ways), default=op.workspace_bytes)
-        if not held.issuperset(op.in_place_over):
-            beside -= graph.storages[op.writes[0]].nbytes
-        found[index] = beside
+        in_place = not held.issuperset(op.in_place_over)
+        over = graph.storages[op.writes[0]].nbytes if in_place else 0
+        ways = [(op.workspace_bytes - over, op.least_seconds_in_place)]
+        if op.ways:
+            # Whole, an op that has parts cannot write over an operand.
+            ways = [
+                (w.workspace_bytes - over, min(w.seconds, op.run_seconds(w.parts, in_place=in_place)))
+                if w.parts > 1
+                else (w.workspace_bytes, w.seconds)
+                for w in op.ways
+            ]
+        found[index] = _hull((int(alive[index]) + more, max(0.0, took - least[index])) for more, took in ways)
     return found
+
+
+def _hull(ways: Iterable[_Way]) -> list[_Way]:
+    """The lower left of the convex hull of points, from the leanest to the quickest."""
+    found: list[_Way] = []
+    for way in sorted(ways):
+        if found and way[1] >= found[-1][1]:
+            continue
+        while len(found) > 1 and _slope(found[-2], way) <= _slope(found[-2], found[-1]):
+            found.pop()
+        found.append(way)
+    return found
+
+
+def _slope(one: _Way, other: _Way) -> float:
+    return (other[1] - one[1]) / (other[0] - one[0])

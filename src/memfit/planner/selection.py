@@ -1,9 +1,9 @@
 """What to keep, and until when, so that every instant of the backward pass fits.
 
-The relaxed bound (`memfit.planner.bound`) knows one instant, the loss. Its solution often drops a chain of
-cheap storages across many blocks, and running that chain again fills the memory in the middle of the backward
-pass. Here the backward pass is divided into **epochs**. At an epoch's start each storage is there or not, and
-an op runs again at most once in each epoch, right before its first use:
+The first guess (`memfit.planner.kept`) knows one instant, the loss. It often drops a chain of cheap storages across
+many blocks, and running that chain again fills the memory in the middle of the backward pass. Here the backward pass
+is divided into **epochs**. At an epoch's start each storage is there or not, and an op runs again at most once in each
+epoch, right before its first use:
 
     keep[s, e] + rerun[o, e] >= 1                  if backward reads s, made by o, in epoch e
     keep[s, e] + rerun[p, e] >= rerun[o, e]        if o reads s, made by p

@@ -8,7 +8,7 @@ known to give its bits. Ops that run as one hand on slices of the same samples o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from memfit.errors import ProgramError
 from memfit.step.graph import Op, Phase, StepGraph, StorageKind
@@ -106,6 +106,7 @@ def _check_fused(graph: StepGraph, program: Program) -> set[int]:
     """
     as_one: set[int] = set()
     ran: set[int] = set()
+    piece_of = {s: op.piece for op in graph.ops for s in op.writes}
     start = 0
     for run in program.runs():
         where = f"instruction {start}"
@@ -115,7 +116,7 @@ def _check_fused(graph: StepGraph, program: Program) -> set[int]:
                 raise ProgramError(f"{where} runs ops as one, but the step has {len(graph.ops)} ops")
             if not ran.issuperset(computes) or len(set(computes)) < len(computes):
                 raise ProgramError(f"{where}: only ops that ran before can run as one, each once")
-            _check_slices(graph, run, where)
+            _check_slices(graph, run, piece_of, where)
             as_one.update(range(start, start + len(run)))
         ran.update(computes)
         start += len(run)
@@ -124,13 +125,12 @@ def _check_fused(graph: StepGraph, program: Program) -> set[int]:
     return as_one
 
 
-def _check_slices(graph: StepGraph, run: Sequence[Instruction], where: str) -> None:
+def _check_slices(graph: StepGraph, run: Sequence[Instruction], piece_of: Mapping[int, int], where: str) -> None:
     held = graph.held_to_the_end()
     ops = [graph.ops[i.index].later for i in run if i.action is Action.COMPUTE]
     if len({(op.by_samples and (op.by_samples.batch, op.by_samples.samples), op.piece) for op in ops}) > 1:
         raise ProgramError(f"{where}: ops run as one, but not the same samples of the same piece")
     whole = {s for op in ops for s in _read_whole(op)}
-    piece_of = {s: op.piece for op in graph.ops for s in op.writes}
     written: set[int] = set()
     freed = {i.index for i in run if i.action is Action.FREE}
     for instruction in run:

@@ -248,6 +248,10 @@ class StepGraph:
     @property
     def seconds(self) -> float:
         """Least time with nothing run again: each op once, its quickest way, over what nothing else reads later."""
+        return sum(self.first_seconds()) + self.after_step_seconds
+
+    def first_seconds(self) -> list[float]:
+        """For each op the least time of its first run with nothing run again."""
         last_reader = self.last_readers()
         held = self.held_to_the_end()
 
@@ -255,7 +259,7 @@ class StepGraph:
             over = any(last_reader[s] == index and s not in held for s in op.in_place_over)
             return op.least_seconds_in_place if over else op.least_seconds
 
-        return sum(least(index, op) for index, op in enumerate(self.ops)) + self.after_step_seconds
+        return [least(index, op) for index, op in enumerate(self.ops)]
 
     @property
     def plain_seconds(self) -> float:
