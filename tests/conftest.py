@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # A busy machine is no bug: examples may be slow, only the time of a whole test is limited (pyproject.toml).
@@ -14,3 +17,16 @@ settings.load_profile("memfit")
 
 # Measured costs belong to the tests, not to the user who runs them; all workers share them.
 os.environ["MEMFIT_CACHE"] = str(Path(tempfile.gettempdir()) / f"memfit-tests-{os.getuid()}")
+
+
+@pytest.fixture(autouse=True)
+def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is tested here holds of any plan; how good plans are is measured in benchmarks and in tests/planner."""
+    planning: Any = sys.modules.get("memfit.planning")
+    if planning is not None:
+        find_order = planning.find_order
+
+        def quick(*arguments: Any, seconds: float, **rest: Any) -> Any:
+            return find_order(*arguments, seconds=min(seconds, 1.0), **rest)
+
+        monkeypatch.setattr(planning, "find_order", quick)

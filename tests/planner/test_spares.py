@@ -15,23 +15,10 @@ from tests.step.machine import run_on_machine
 from tests.step.random_graphs import sliced_steps_and_orders
 
 
-def sooner(graph: StepGraph) -> StepGraph:
-    """The step with memory that was used before quicker to fill than new memory, as it is."""
-
-    def op(given: Op) -> Op:
-        slices = given.by_samples
-        if slices is None:
-            return given
-        least = min(slices.copy_seconds, slices.copy_over_seconds)
-        return replace(given, by_samples=replace(slices, copy_over_seconds=least))
-
-    return replace(graph, ops=tuple(map(op, graph.ops)))
-
-
 @given(sliced_steps_and_orders())
 @settings(max_examples=300)
 def test_the_values_stay_and_the_peak_and_the_time_do_not_rise(case: tuple[StepGraph, list[int]]) -> None:
-    graph, order = sooner(case[0]), case[1]
+    graph, order = case
     program = program_of(graph, order)
     before = simulate(graph, program)
     for more in (0, 100):

@@ -138,8 +138,8 @@ def sliced_step_graphs(draw: st.DrawFn) -> StepGraph:
             seconds=draw(_SECONDS),
             workspace_bytes=draw(st.sampled_from([0, 0, 2])),
             reads=reads,
-            copy_seconds=draw(_SECONDS),
-            copy_over_seconds=draw(_SECONDS),
+            copy_seconds=(copy := draw(_SECONDS)),
+            copy_over_seconds=copy * draw(st.sampled_from([0.0, 0.25, 1.0])),
         )
         return replace(op, by_samples=slices) if draw(most) else op
 

@@ -49,7 +49,7 @@ def with_spares(graph: StepGraph, program: Program, limit_bytes: int) -> Program
             freed.pop(storage, None)
         for position, instruction, op in _put_together(graph, run, start, ran, held):
             size = graph.storages[op.writes[0]].nbytes
-            if not instruction.sliced and not _pays(graph, op, instruction, int(room[position])):
+            if not _pays(graph, op, instruction, int(room[position])):
                 continue
             fitting = (s for s in reversed(freed) if graph.storages[s].nbytes == size and piece[s] == op.piece)
             spare = next(fitting, None)
@@ -80,9 +80,11 @@ def _put_together(
 
 
 def _pays(graph: StepGraph, op: Op, instruction: Instruction, room_bytes: int) -> bool:
-    """Whether an op that runs whole would be quicker in slices over a spare, and fits."""
+    """Whether slices are quicker over a spare than what the op does now, and fit."""
     slices = op.by_samples
     assert slices is not None
+    if instruction.sliced:
+        return slices.copy_over_seconds < slices.copy_seconds
     more = slices.workspace_bytes - op.run_workspace_bytes(instruction.parts)
     more += sum(slices.slice_bytes(graph.storages[s].nbytes) for s in op.writes)
     seconds = slices.seconds + slices.copy_over_seconds

@@ -3,7 +3,8 @@
 A convolution, its normalisation and its activation that run again one after the other make three tensors of which
 only the last is wanted. Run together, slice of the batch by slice (`Op.by_samples`), the others exist as slices
 only. What comes in whole stays until the last slice is done; what goes out is there, whole, from the first on, and
-may take the memory of what came in, sample for sample.
+may take the memory of what came in, sample for sample, or of what nothing reads any more (`memfit.planner.spares`);
+for the latter an op may run slice by slice alone, too.
 
 `runs_by_samples` finds what may run so, `fusions` where that lowers the memory; where it is only quicker is the
 planner's choice (`memfit.planner.ways`). Idea: operator fusion and depth-first tiling of compilers, along the batch,
