@@ -61,3 +61,33 @@ def test_a_gradient_that_nobody_reads_leaves_its_memory() -> None:
     check(graph, changed)
     theirs = replace(graph, storages=tuple(replace(s, reusable=False) for s in graph.storages))
     assert not any(i.sliced for i in with_spares(theirs, program, 1 << 20).instructions)
+
+
+def test_slices_take_room_from_what_is_held_across_them() -> None:
+    """A storage is held for the second op that runs again, across the first one, which takes slices more than whole."""
+    forward, backward = StorageKind.FORWARD, StorageKind.BACKWARD
+    kinds = [StorageKind.STATIC, *[forward] * 3, StorageKind.TANGENT, *[backward] * 3, StorageKind.GRADIENT]
+    slices = BySamples(batch=2, samples=1, seconds=1.0, workspace_bytes=0, reads=(0,))
+    f, b = Phase.FORWARD, Phase.BACKWARD
+    sizes = [0, 100, 40, 0, 0, 100, 40, 0, 0]
+    graph = StepGraph(
+        storages=tuple(
+            Storage(name=f"s{i}", nbytes=nbytes, kind=kind, reusable=kind is backward)
+            for i, (kind, nbytes) in enumerate(zip(kinds, sizes, strict=True))
+        ),
+        ops=(
+            Op(name="one", target="f", phase=f, reads=(0,), writes=(1,), seconds=6.0, by_samples=slices),
+            Op(name="two", target="f", phase=f, reads=(0,), writes=(2,), seconds=6.0, by_samples=slices),
+            Op(name="three", target="f", phase=f, reads=(1, 2), writes=(3,)),
+            Op(name="loss", target="loss", phase=Phase.LOSS, reads=(3,), writes=(4,), recomputable=False),
+            Op(name="first", target="b", phase=b, reads=(4,), writes=(5, 6)),
+            Op(name="second", target="b", phase=b, reads=(5, 6), writes=(7,)),
+            Op(name="third", target="b", phase=b, reads=(1, 2, 7), writes=(8,)),
+        ),
+    )
+    program = program_of(graph, [0, 1, 2, 3, 4, 5, 0, 1, 6])
+    assert [i.over for i in with_spares(graph, program, 1000).instructions if i.sliced] == [5, 6]
+    for limit in range(140, 260, 5):
+        changed = with_spares(graph, program, limit)
+        check(graph, changed)
+        assert simulate(graph, changed).peak_bytes <= max(limit, simulate(graph, program).peak_bytes)

@@ -49,7 +49,8 @@ def with_spares(graph: StepGraph, program: Program, limit_bytes: int) -> Program
             freed.pop(storage, None)
         for position, instruction, op in _put_together(graph, run, start, ran, held):
             size = graph.storages[op.writes[0]].nbytes
-            if not _pays(graph, op, instruction, int(room[position])):
+            more = 0 if instruction.sliced else _more_bytes(graph, op, instruction)
+            if more > max(0, int(room[position])) or not _is_quicker(op, instruction):
                 continue
             fitting = (s for s in reversed(freed) if graph.storages[s].nbytes == size and piece[s] == op.piece)
             spare = next(fitting, None)
@@ -60,6 +61,7 @@ def with_spares(graph: StepGraph, program: Program, limit_bytes: int) -> Program
             instructions[position] = replace(instruction, over=spare, parts=op.by_samples.slices, sliced=True)
             instructions[place] = None
             room[place:start] -= size
+            room[position] -= more
         if run[0].action is Action.FREE and graph.storages[run[0].index].reusable:
             freed[run[0].index] = start
         ran.update(computes)
@@ -79,13 +81,18 @@ def _put_together(
                 yield position, instruction, op
 
 
-def _pays(graph: StepGraph, op: Op, instruction: Instruction, room_bytes: int) -> bool:
-    """Whether slices are quicker over a spare than what the op does now, and fit."""
+def _more_bytes(graph: StepGraph, op: Op, instruction: Instruction) -> int:
+    """What slices of an op that runs whole take beside its results, more than its kernel does."""
+    slices = op.by_samples
+    assert slices is not None
+    nbytes = sum(slices.slice_bytes(graph.storages[s].nbytes) for s in op.writes)
+    return nbytes + slices.workspace_bytes - op.run_workspace_bytes(instruction.parts)
+
+
+def _is_quicker(op: Op, instruction: Instruction) -> bool:
+    """Whether slices over a spare take less time than what the op does now."""
     slices = op.by_samples
     assert slices is not None
     if instruction.sliced:
         return slices.copy_over_seconds < slices.copy_seconds
-    more = slices.workspace_bytes - op.run_workspace_bytes(instruction.parts)
-    more += sum(slices.slice_bytes(graph.storages[s].nbytes) for s in op.writes)
-    seconds = slices.seconds + slices.copy_over_seconds
-    return more <= max(0, room_bytes) and seconds < op.run_seconds(instruction.parts, in_place=False)
+    return slices.seconds + slices.copy_over_seconds < op.run_seconds(instruction.parts, in_place=False)
