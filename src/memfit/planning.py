@@ -240,8 +240,7 @@ def _program(graph: StepGraph, request: Request, budget_bytes: int) -> tuple[Pro
             budget_bytes=budget_bytes,
             least_bytes=timeline.peak_bytes,
         )
-    extra_seconds = max(0.0, timeline.step_seconds - graph.seconds)
-    return program, min(relaxed_bound(graph, timeline.peak_bytes, seconds=2.0), extra_seconds)
+    return program, relaxed_bound(graph, timeline.peak_bytes, seconds=2.0)
 
 
 def prove(

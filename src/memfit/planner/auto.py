@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from memfit.errors import BudgetError
 from memfit.planner.anchors import anchors
-from memfit.planner.bound import op_wall_bytes, relaxed_bound
+from memfit.planner.bound import LARGE_STEP, op_wall_bytes, relaxed_bound
 from memfit.planner.explain import binding_place
 from memfit.planner.improve import Pool, varied
 from memfit.planner.kept import select_kept
@@ -42,9 +42,6 @@ _CLOSE = 0.01
 
 _FAR = 0.025
 """Keep searching longer while it is further than this."""
-
-_LARGE = 1000
-"""Ops of a large step."""
 
 _ON_STARTS = 0.6
 """Share of the time that is spent on starts, the rest on varying the best."""
@@ -99,8 +96,7 @@ def find_order(graph: StepGraph, budget_bytes: int, *, seconds: float = 8.0, pro
         timeline = simulate(graph, program_within(graph, order, budget_bytes))
         return Found(order=tuple(order), timeline=timeline, bound_seconds=bound)
 
-    large = len(graph.ops) > _LARGE
-    bound = relaxed_bound(graph, budget_bytes, seconds=2.0, quick=large)
+    bound = relaxed_bound(graph, budget_bytes, seconds=2.0)
     if _peak(lean, plain_order(graph)) <= budget_bytes:
         bound = min(bound, 0.0)  # running nothing again is possible, whatever the solver had time to see
         return found(plain_order(graph))
@@ -119,6 +115,7 @@ def find_order(graph: StepGraph, budget_bytes: int, *, seconds: float = 8.0, pro
     def time_is_up(share: float) -> bool:
         gap = float("inf") if best is None else (best.timeline.step_seconds - graph.seconds - bound) / graph.seconds
         # A start of a large step takes seconds itself, and searching longer has not paid there.
+        large = len(graph.ops) > LARGE_STEP
         patience = 0.75 * seconds if large else seconds if gap < _FAR else 4 * seconds
         return gap < _CLOSE or time.monotonic() - begin > share * patience
 

@@ -13,17 +13,20 @@ from memfit.planner.kept import select_kept
 from memfit.planner.kept_over_time import least_seconds_over_time
 from memfit.step.graph import StepGraph
 
-__all__ = ["op_wall_bytes", "relaxed_bound"]
+__all__ = ["LARGE_STEP", "op_wall_bytes", "relaxed_bound"]
+
+LARGE_STEP = 1000
+"""Ops of a step from which on planning saves time where it can."""
 
 
-def relaxed_bound(graph: StepGraph, budget_bytes: int, *, seconds: float = 5.0, quick: bool = False) -> float:
+def relaxed_bound(graph: StepGraph, budget_bytes: int, *, seconds: float = 5.0) -> float:
     """Least extra seconds any recompute-only program takes within a budget; infinite if none fits.
 
     Args:
         graph: the step, with times.
         budget_bytes: peak of the step.
-        seconds: time limit of each of three solves.
-        quick: leave out the last one, which takes most of the time and adds least.
+        seconds: time limit of each of three solves; the last one, which takes most of the time and adds least, is left
+            out for a large step.
 
     Returns:
         The bound, valid when a time limit strikes too.
@@ -34,7 +37,7 @@ def relaxed_bound(graph: StepGraph, budget_bytes: int, *, seconds: float = 5.0, 
     if selection is None:
         return float("inf")
     later = least_seconds_over_time(graph, budget_bytes, integer=False, seconds=seconds)
-    if later > selection.bound_seconds and not quick:
+    if later > selection.bound_seconds and len(graph.ops) <= LARGE_STEP:
         later = max(later, least_seconds_over_time(graph, budget_bytes, integer=True, seconds=seconds))
     return max(selection.bound_seconds, later)
 
