@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit.planner.bound import relaxed_bound
 from memfit.planner.kept import select_kept
+from memfit.planner.solver import Solution, Status
 from memfit.planner.ways import program_within
 from memfit.step.check import check
 from memfit.step.graph import Op, Phase, StepGraph, Storage, StorageKind, Way
@@ -102,6 +104,16 @@ def test_memory_is_short_later_too() -> None:
             gains.append(relaxed_bound(graph, budget) - one_instant.bound_seconds)
     assert min(gains) >= 0
     assert max(gains) >= 1
+
+
+def test_no_solution_in_time_is_not_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    unknown = Solution(status=Status.UNKNOWN, values=np.zeros(0), objective=np.inf, bound=-np.inf)
+    monkeypatch.setattr("memfit.planner.kept.solve", lambda *_, **__: unknown)
+    graph = unet(4)
+    selection = select_kept(graph, graph.static_bytes)
+    assert selection is not None
+    assert selection.kept == frozenset()
+    assert selection.bound_seconds == 0.0
 
 
 def test_a_leaner_way_has_its_price() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from memfit.planner.prices import RerunPrice, rerun_prices
+from memfit.planner.prices import RerunPrice, rerun_prices, saved_by_first_runs
 from memfit.planner.solver import Milp, Status, solve
 from memfit.step.graph import Phase, StepGraph, StorageKind
 
@@ -45,7 +45,7 @@ def select_kept(graph: StepGraph, room_bytes: int, *, seconds: float = 5.0, gap:
         gap: relative gap at which the solver stops.
 
     Returns:
-        The selection, or None if nothing fits.
+        The selection, or None if nothing fits. Where the solver finds none in time, it keeps nothing.
     """
     if room_bytes < 0:
         return None
@@ -82,8 +82,11 @@ def select_kept(graph: StepGraph, room_bytes: int, *, seconds: float = 5.0, gap:
     for variable, less in add_slices(graph, problem, rerun, prices).items():
         problem.cost[variable] = less
     solution = solve(problem, seconds=seconds, gap=gap)
-    if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):
+    if solution.status is Status.INFEASIBLE:
         return None
+    if solution.status is Status.UNKNOWN:
+        least = max(solution.bound, -sum(saved_by_first_runs(graph).values()))
+        return Selection(kept=frozenset(), recompute_seconds=float("inf"), bound_seconds=least)
     kept = frozenset(s for s, variable in keep.items() if solution.values[variable] > 0.5)
     return Selection(
         kept=kept, recompute_seconds=solution.objective, bound_seconds=min(solution.bound, solution.objective)
