@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,9 +33,6 @@ _MIB = float(1 << 20)
 _INSTANTS = 8
 _FEW_INSTANTS = 6
 """With integer variables."""
-
-_Way = tuple[int, float]
-"""Bytes and seconds."""
 
 
 def least_seconds_over_time(graph: StepGraph, budget_bytes: int, *, integer: bool, seconds: float) -> float:
@@ -56,6 +55,13 @@ def least_seconds_over_time(graph: StepGraph, budget_bytes: int, *, integer: boo
     return solution.objective if solution.status is Status.OPTIMAL else -np.inf
 
 
+class _Trade(NamedTuple):
+    """A way to run an op: its memory beside forward results, and what it takes longer than its quickest way."""
+
+    nbytes: int
+    seconds: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Periods:
     """The backward pass, divided.
@@ -72,22 +78,23 @@ class _Periods:
 
 
 def _problem(graph: StepGraph, budget_bytes: int, instants: int, *, integer: bool) -> Milp:
-    held, producer = graph.held_to_the_end(), graph.producers()
-    lasting = graph.lasting()
+    held, producer, lasting = graph.held_to_the_end(), graph.producers(), graph.lasting()
     ways = _ways_beside(graph)
     periods = _divided(graph, ways, instants)
     count = len(periods.starts)
-    useful = periods.useful
     problem = Milp()
-    keep = {(s, period): problem.variable(integer=integer) for period in range(count) for s in sorted(useful[period])}
+    keep = {
+        (s, period): problem.variable(integer=integer)
+        for period in range(count)
+        for s in sorted(periods.useful[period])
+    }
     each, once = run_prices(graph), rerun_prices(graph)
-    # Of every run, and of the first ones only, which cost more where they write over an operand.
+    # Two ways to count, both valid: every run at the price of one of many, or the first at the price of an only one.
     cost_of_all: dict[int, float] = {}
-    cost_of_first: dict[int, float] = {}
 
     def add_node(start: int, stop: int) -> dict[int, int]:
-        """Adds variables that say which ops run again in some periods, and what they must make."""
-        possible = {producer[s] for s in useful[start] if s not in lasting}
+        """Adds variables that say which ops run again in periods `start` to `stop`, and what they must make."""
+        possible = {producer[s] for s in periods.useful[start] if s not in lasting}
         runs = {op: problem.variable(integer=False) for op in sorted(possible) if graph.ops[op].recomputable}
 
         def made(storage: int) -> dict[int, float]:
@@ -108,43 +115,58 @@ def _problem(graph: StepGraph, budget_bytes: int, instants: int, *, integer: boo
             for s in graph.ops[op].later.reads:
                 if is_optional(graph, s, held):
                     problem.row({keep[s, start]: 1.0, variable: -1.0, **made(s)}, lower=0.0)
-        for s in useful[stop] if stop < count else ():
+        for s in periods.useful[stop] if stop < count else ():
             problem.row({keep[s, start]: 1.0, keep[s, stop]: -1.0, **made(s)}, lower=0.0)
         return runs
 
     runs = add_node(0, count)
-    cost_of_first.update((variable, once[op].alone) for op, variable in runs.items())
-    cost_of_first.update(add_slices(graph, problem, runs, once))
+    cost_of_first = {variable: once[op].alone for op, variable in runs.items()}
+    cost_of_first |= add_slices(graph, problem, runs, once)
     for op, less in saved_by_first_runs(graph).items():
         if op in runs:
             cost_of_all[runs[op]] = cost_of_all.get(runs[op], 0.0) - less
+    cost_of_ways = _add_memory(graph, problem, budget_bytes, periods, ways, keep)
     seconds = problem.variable(cost=1.0, lower=-np.inf, upper=np.inf, integer=False)
-    cost_of_ways: dict[int, float] = {}
-    for period, start in enumerate(periods.starts):
-        for s in graph.ops[start].reads:
-            if (s, period) in keep:
-                problem.lower[keep[s, period]] = 1.0
-        terms = {keep[s, period]: graph.storages[s].nbytes / _MIB for s in useful[period]}
-        (least_bytes, most_seconds), *quicker = ways[start]
-        cost_of_ways[problem.variable(cost=0.0, lower=1.0, integer=False)] = most_seconds
-        before = ways[start][0]
-        for way in quicker:
-            variable = problem.variable(integer=False)
-            cost_of_ways[variable] = way[1] - before[1]
-            terms[variable] = (way[0] - before[0]) / _MIB
-            before = way
-        problem.row(terms, upper=(budget_bytes - least_bytes) / _MIB)
     for cost in (cost_of_all, cost_of_first):
         terms = {variable: -value for variable, value in (cost | cost_of_ways).items()}
         problem.row({seconds: 1.0, **terms}, lower=0.0)
     return problem
 
 
-def _divided(graph: StepGraph, ways: Mapping[int, Sequence[_Way]], instants: int) -> _Periods:
+def _add_memory(
+    graph: StepGraph,
+    problem: Milp,
+    budget_bytes: int,
+    periods: _Periods,
+    ways: Mapping[int, Sequence[_Trade]],
+    keep: Mapping[tuple[int, int], int],
+) -> dict[int, float]:
+    """Lets what is there at the start of each period fit, the op there in one of its ways or between two.
+
+    Returns:
+        By variable, what it adds to the cost.
+    """
+    costs: dict[int, float] = {}
+    for period, start in enumerate(periods.starts):
+        for s in graph.ops[start].reads:
+            if (s, period) in keep:
+                problem.lower[keep[s, period]] = 1.0
+        terms = {keep[s, period]: graph.storages[s].nbytes / _MIB for s in periods.useful[period]}
+        leanest, *quicker = ways[start]
+        costs[problem.variable(lower=1.0, integer=False)] = leanest.seconds
+        for before, way in pairwise([leanest, *quicker]):
+            variable = problem.variable(integer=False)
+            costs[variable] = way.seconds - before.seconds
+            terms[variable] = (way.nbytes - before.nbytes) / _MIB
+        problem.row(terms, upper=(budget_bytes - leanest.nbytes) / _MIB)
+    return costs
+
+
+def _divided(graph: StepGraph, ways: Mapping[int, Sequence[_Trade]], instants: int) -> _Periods:
     """Periods that begin at the widest ops, none too near to another."""
     held, loss, count = graph.held_to_the_end(), graph.loss_index, len(graph.ops)
     reads = {i: [s for s in graph.ops[i].reads if is_optional(graph, s, held)] for i in range(loss + 1, count)}
-    width = {i: ways[i][0][0] + sum(graph.storages[s].nbytes for s in reads[i]) for i in reads}
+    width = {i: ways[i][0].nbytes + sum(graph.storages[s].nbytes for s in reads[i]) for i in reads}
     apart = max(1, (count - loss) // (3 * instants))
     chosen: list[int] = []
     for index in sorted(width, key=lambda i: -width[i]):
@@ -175,7 +197,7 @@ def _with_operands(graph: StepGraph, storages: Collection[int]) -> frozenset[int
     return frozenset(found)
 
 
-def _ways_beside(graph: StepGraph) -> dict[int, list[_Way]]:
+def _ways_beside(graph: StepGraph) -> dict[int, list[_Trade]]:
     """How the loss and each backward op can run: memory beside forward results (static, gradients, its own), and time.
 
     The time is what it takes longer than `StepGraph.first_seconds`. Of the ways, only those are listed of which no
@@ -190,7 +212,7 @@ def _ways_beside(graph: StepGraph) -> dict[int, list[_Way]]:
             more[born] += graph.storages[storage].nbytes
             more[count if storage in held else max(last[storage], born) + 1] -= graph.storages[storage].nbytes
     alive = np.cumsum(more) + graph.static_bytes + sum(graph.storages[s].nbytes for s in outputs)
-    found: dict[int, list[_Way]] = {}
+    found: dict[int, list[_Trade]] = {}
     least = graph.first_seconds()
     for index in range(loss, count):
         op = graph.ops[index]
@@ -200,20 +222,22 @@ def _ways_beside(graph: StepGraph) -> dict[int, list[_Way]]:
         if op.ways:
             # Whole, an op that has parts cannot write over an operand.
             ways = [
-                (w.workspace_bytes - over, min(w.seconds, op.run_seconds(w.parts, in_place=in_place)))
-                if w.parts > 1
-                else (w.workspace_bytes, w.seconds)
-                for w in op.ways
+                (way.workspace_bytes - over, min(way.seconds, op.run_seconds(way.parts, in_place=in_place)))
+                if way.parts > 1
+                else (way.workspace_bytes, way.seconds)
+                for way in op.ways
             ]
-        found[index] = _hull((int(alive[index]) + more, max(0.0, took - least[index])) for more, took in ways)
+        found[index] = _hull(
+            _Trade(nbytes=int(alive[index]) + more, seconds=max(0.0, took - least[index])) for more, took in ways
+        )
     return found
 
 
-def _hull(ways: Iterable[_Way]) -> list[_Way]:
+def _hull(ways: Iterable[_Trade]) -> list[_Trade]:
     """The lower left of the convex hull of points, from the leanest to the quickest."""
-    found: list[_Way] = []
+    found: list[_Trade] = []
     for way in sorted(ways):
-        if found and way[1] >= found[-1][1]:
+        if found and way.seconds >= found[-1].seconds:
             continue
         while len(found) > 1 and _slope(found[-2], way) <= _slope(found[-2], found[-1]):
             found.pop()
@@ -221,5 +245,5 @@ def _hull(ways: Iterable[_Way]) -> list[_Way]:
     return found
 
 
-def _slope(one: _Way, other: _Way) -> float:
-    return (other[1] - one[1]) / (other[0] - one[0])
+def _slope(one: _Trade, other: _Trade) -> float:
+    return (other.seconds - one.seconds) / (other.nbytes - one.nbytes)
