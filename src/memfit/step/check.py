@@ -34,7 +34,7 @@ def check(graph: StepGraph, program: Program) -> None:
     ran: set[int] = set()
     past_loss = False
     piece_running = -1
-    as_one = _check_fused(graph, program)
+    sliced = _check_sliced(graph, program)
     for position, instruction in enumerate(program.instructions):
         index = instruction.index
         where = f"instruction {position}"
@@ -51,7 +51,7 @@ def check(graph: StepGraph, program: Program) -> None:
         if not 0 <= index < len(graph.ops):
             raise ProgramError(f"{where} runs op {index}, but the step has {len(graph.ops)} ops")
         op = graph.ops[index].later if index in ran else graph.ops[index]
-        if position not in as_one and instruction.parts not in {op.parts, *(way.parts for way in op.ways)}:
+        if position not in sliced and instruction.parts not in {op.parts, *(way.parts for way in op.ways)}:
             raise ProgramError(f"{where}: {op.name} cannot run in {instruction.parts} parts with the same bits")
         for storage in op.reads:
             if storage not in static and storage not in alive:
@@ -73,7 +73,7 @@ def check(graph: StepGraph, program: Program) -> None:
                 f"reached piece {piece_running}"
             )
         over = instruction.over
-        if over is not None and position in as_one:
+        if over is not None and position in sliced:
             if over not in alive:
                 raise ProgramError(f"{where}: {op.name} runs over {storages[over].name}, which is not alive")
             alive.discard(over)
@@ -98,13 +98,13 @@ def check(graph: StepGraph, program: Program) -> None:
         raise ProgramError(f"{len(left)} storages are never freed, the first is {storages[min(left)].name}")
 
 
-def _check_fused(graph: StepGraph, program: Program) -> set[int]:
-    """Checks what is only asked of ops that run as one.
+def _check_sliced(graph: StepGraph, program: Program) -> set[int]:
+    """Checks what is only asked of ops that run slice by slice, alone or as one.
 
     Returns:
         Their positions.
     """
-    as_one: set[int] = set()
+    sliced: set[int] = set()
     ran: set[int] = set()
     piece_of = {s: op.piece for op in graph.ops for s in op.writes}
     start = 0
@@ -117,12 +117,12 @@ def _check_fused(graph: StepGraph, program: Program) -> set[int]:
             if not ran.issuperset(computes) or len(set(computes)) < len(computes):
                 raise ProgramError(f"{where}: only ops that ran before can run as one, each once")
             _check_slices(graph, run, piece_of, where)
-            as_one.update(range(start, start + len(run)))
+            sliced.update(range(start, start + len(run)))
         ran.update(computes)
         start += len(run)
     if start < len(program.instructions):
         raise ProgramError("the last instruction runs as one with the next, but there is none")
-    return as_one
+    return sliced
 
 
 def _check_slices(graph: StepGraph, run: Sequence[Instruction], piece_of: Mapping[int, int], where: str) -> None:
