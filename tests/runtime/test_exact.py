@@ -68,7 +68,9 @@ SMOKE = ("residual", "tied", "frozen", "broken", "layouts", "kernels", "kernels 
 
 @pytest.mark.parametrize("share", [0.7, 0.25])
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.smoke) if n in SMOKE else n for n in CASES])
-def test_bits_and_budget(name: str, share: float) -> None:
+def test_bits_and_budget(name: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Results go over memory that others leave wherever they can, not only where these small ones are quicker so.
+    monkeypatch.setattr("memfit.planner.spares._is_quicker", lambda *_: True)
     model, args, kwargs, loss_fn = CASES[name]()
     request = Request(budget=1, loss_fn=loss_fn)
     _, graph = capture_and_profile(model, args, kwargs, request)

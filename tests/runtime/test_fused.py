@@ -17,7 +17,7 @@ from memfit.planner.least import least_order
 from memfit.planner.ways import leanest
 from memfit.planning import Request, capture_and_profile
 from memfit.step.fusion import fuse
-from memfit.step.graph import Op, StepGraph
+from memfit.step.graph import Op, StepGraph, StorageKind
 from memfit.step.program import Action, Program, program_of
 from memfit.step.simulate import simulate
 from memfit.verification import verify
@@ -97,6 +97,7 @@ def test_bits_and_peak_of_all_that_can_run_as_one(
     make: Callable[[], nn.Module], batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("memfit.planner.ways._quickest", lambda graph, run, *_: [fuse(graph, run)[0]])
+    monkeypatch.setattr("memfit.planner.spares._is_quicker", lambda *_: True)
     torch.manual_seed(0)
     model, x = make(), torch.randn(batch, 3, 40, 40)
     request = Request(budget="1GiB", loss_fn=loss_fn, strategy="sequential:2")
@@ -163,14 +164,34 @@ def test_slices_of_every_alignment_are_compared() -> None:
     assert costs_in_slices(call, 1, values, whole, torch.device("cpu")) == ()
 
 
-def test_retaining_the_graph_keeps_what_would_be_overwritten() -> None:
+def saved_spares(plan: memfit.Plan) -> list[int]:
+    """Storages of the forward pass over which a run of slices that reads nothing of them puts its result together."""
+    graph = plan.planned.graph
+    found: list[int] = []
+    rewritten: set[int] = set()
+    past_loss = False
+    for run in plan.program.runs():
+        computes = [i for i in run if i.action is Action.COMPUTE]
+        past_loss |= any(i.index == graph.loss_index for i in computes)
+        if past_loss:
+            reads = {s for i in computes for s in graph.ops[i.index].later.reads}
+            over = {i.over for i in computes if i.sliced and i.over is not None} - reads - rewritten
+            found += [s for s in over if graph.storages[s].kind is StorageKind.FORWARD]
+            rewritten.update(s for i in computes for s in graph.ops[i.index].writes)
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["auto", "sequential:2", "sqrt"])
+def test_retaining_the_graph_keeps_what_would_be_overwritten(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memfit.planner.spares._is_quicker", lambda *_: True)
     torch.manual_seed(0)
     model, x = residual(), torch.randn(6, 3, 24, 24)
     with pytest.raises(memfit.BudgetError) as refused:
-        memfit.plan(model, (x,), budget=1000, loss_fn=loss_fn)
-    memfit.fit(model, (x,), budget=refused.value.least_bytes, loss_fn=loss_fn)
-    program = memfit.plan_of(model).program
-    assert any(i.over is not None for run in program.runs() if run[0].sliced for i in run)
+        memfit.plan(model, (x,), budget=1000, loss_fn=loss_fn, strategy=strategy)
+    memfit.fit(model, (x,), budget=refused.value.least_bytes, loss_fn=loss_fn, strategy=strategy)
+    plan = memfit.plan_of(model)
+    assert any(i.over is not None for run in plan.program.runs() if run[0].sliced for i in run)
+    assert strategy == "auto" or saved_spares(plan)
     loss = loss_fn(model(x))
     loss.backward(retain_graph=True)
     once = [p.grad.clone() for p in model.parameters() if p.grad is not None]
