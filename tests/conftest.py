@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,9 @@ def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is tested here holds of any plan; how good plans are is measured in benchmarks and in tests/planner."""
     planning: Any = sys.modules.get("memfit.planning")
     if planning is not None:
-        find_order = planning.find_order
+        for name, most in (("find_order", 1.0), ("relaxed_bound", 0.25)):
+            monkeypatch.setattr(planning, name, functools.partial(_briefly, getattr(planning, name), most))
 
-        def quick(*arguments: Any, seconds: float, **rest: Any) -> Any:
-            return find_order(*arguments, seconds=min(seconds, 1.0), **rest)
 
-        monkeypatch.setattr(planning, "find_order", quick)
+def _briefly(search: Callable[..., Any], most: float, *arguments: Any, seconds: float, **rest: Any) -> Any:
+    return search(*arguments, seconds=min(seconds, most), **rest)

@@ -43,6 +43,9 @@ _CLOSE = 0.01
 _FAR = 0.025
 """Keep searching longer while it is further than this."""
 
+_ON_BOUND = 0.25
+"""Time limit of each solve for the bound, as a share of that of the search."""
+
 _ON_STARTS = 0.6
 """Share of the time that is spent on starts, the rest on varying the best."""
 
@@ -96,7 +99,7 @@ def find_order(graph: StepGraph, budget_bytes: int, *, seconds: float = 8.0, pro
         timeline = simulate(graph, program_within(graph, order, budget_bytes))
         return Found(order=tuple(order), timeline=timeline, bound_seconds=bound)
 
-    bound = relaxed_bound(graph, budget_bytes, seconds=2.0)
+    bound = relaxed_bound(graph, budget_bytes, seconds=_ON_BOUND * seconds)
     if _peak(lean, plain_order(graph)) <= budget_bytes:
         bound = min(bound, 0.0)  # running nothing again is possible, whatever the solver had time to see
         return found(plain_order(graph))
