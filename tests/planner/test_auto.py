@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -19,6 +20,7 @@ from memfit.step.program import plain_order, program_of
 from memfit.step.simulate import Timeline, simulate
 from tests.planner.chains import chain
 from tests.step.random_graphs import step_graphs
+from tests.strategies.builders import chain as even_chain
 
 
 def judged(graph: StepGraph, order: list[int] | tuple[int, ...]) -> Timeline:
@@ -59,6 +61,27 @@ def test_a_plan_explains_itself() -> None:
     rows = decisions(graph, program_of(graph, found.order), found.timeline)
     assert sum(row.extra_seconds for row in rows) == pytest.approx(found.timeline.recompute_seconds)
     assert all(row.reason for row in rows)
+
+
+@pytest.mark.parametrize(("share", "tried"), [(0.25, 1), (0.2, 2)])
+def test_a_large_step_gets_a_second_start_where_the_first_is_very_far(
+    share: float, tried: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where every start takes longer than the usual search."""
+    seconds = 0.0
+    names: list[str] = []
+
+    def slow_start(name: str) -> None:
+        nonlocal seconds
+        names.append(name)
+        seconds += 5.0
+
+    monkeypatch.setattr("memfit.planner.auto.LARGE_STEP", 10)
+    monkeypatch.setattr("memfit.planner.auto.time", SimpleNamespace(monotonic=lambda: seconds))
+    graph = even_chain([8] * 40)
+    budget = int(judged(graph, plain_order(graph)).peak_bytes * share)
+    find_order(graph, budget, seconds=8.0, progress=slow_start)
+    assert len(names) == tried
 
 
 @settings(max_examples=40)

@@ -43,6 +43,9 @@ _CLOSE = 0.01
 _FAR = 0.025
 """Keep searching longer while it is further than this."""
 
+_VERY_FAR = 0.1
+"""The same for a large step, of which a start takes seconds itself; searching longer has not paid nearer than this."""
+
 _ON_BOUND = 0.25
 """Time limit of each solve for the bound, as a share of that of the search."""
 
@@ -82,8 +85,8 @@ def find_order(graph: StepGraph, budget_bytes: int, *, seconds: float = 8.0, pro
     Args:
         graph: the step, with times.
         budget_bytes: peak of the step.
-        seconds: roughly how long to search; three quarters of that for a large step, up to four times that while
-            the result of another is far from the bound.
+        seconds: roughly how long to search, up to four times that while far from the bound; three quarters of that
+            for a large step, up to twice that while very far.
         progress: told what is being tried.
 
     Returns:
@@ -117,9 +120,9 @@ def find_order(graph: StepGraph, budget_bytes: int, *, seconds: float = 8.0, pro
 
     def time_is_up(share: float) -> bool:
         gap = float("inf") if best is None else (best.timeline.step_seconds - graph.seconds - bound) / graph.seconds
-        # A start of a large step takes seconds itself, and searching longer has not paid there.
-        large = len(graph.ops) > LARGE_STEP
-        patience = 0.75 * seconds if large else seconds if gap < _FAR else 4 * seconds
+        patience = seconds if gap < _FAR else 4 * seconds
+        if len(graph.ops) > LARGE_STEP:
+            patience = 0.75 * seconds if best is None or gap < _VERY_FAR else 2 * seconds
         return gap < _CLOSE or time.monotonic() - begin > share * patience
 
     hopeless = budget_bytes < op_wall_bytes(graph)
