@@ -78,12 +78,12 @@ def test_bits_and_budget(name: str, share: float, monkeypatch: pytest.MonkeyPatc
     budget = int(wall + share * (plain - wall))
     try:
         result = verify(
-            model, args, kwargs, Request(budget=budget, loss_fn=loss_fn, search_seconds=0.5), loss_fn=loss_fn
+            model, args, kwargs, Request(budget=budget, loss_fn=loss_fn, search_seconds=0.1), loss_fn=loss_fn
         )
     except memfit.BudgetError as error:
         assert error.least_bytes > budget
         result = verify(
-            model, args, kwargs, Request(budget=error.least_bytes, loss_fn=loss_fn, search_seconds=0.5), loss_fn=loss_fn
+            model, args, kwargs, Request(budget=error.least_bytes, loss_fn=loss_fn, search_seconds=0.1), loss_fn=loss_fn
         )
     unequal = [(c.kind, c.name, c.max_difference) for c in result.checks if not c.equal]
     assert not unequal
