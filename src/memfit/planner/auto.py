@@ -44,7 +44,7 @@ _FAR = 0.025
 """Keep searching longer while it is further than this."""
 
 _VERY_FAR = 0.1
-"""The same for a large step, of which a start takes seconds itself; searching longer has not paid nearer than this."""
+"""The same for a large step, of which one start takes seconds: nearer than this, more time has not paid."""
 
 _ON_BOUND = 0.25
 """Time limit of each solve for the bound, as a share of that of the search."""

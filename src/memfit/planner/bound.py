@@ -16,7 +16,7 @@ from memfit.step.graph import StepGraph
 __all__ = ["LARGE_STEP", "op_wall_bytes", "relaxed_bound"]
 
 LARGE_STEP = 1000
-"""Ops of a step from which on planning saves time where it can."""
+"""A step of more ops is large: planning saves time where it can."""
 
 
 def relaxed_bound(graph: StepGraph, budget_bytes: int, *, seconds: float = 5.0) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from memfit.planner.anchors import anchors
-from memfit.planner.bound import op_wall_bytes
+from memfit.planner.bound import LARGE_STEP, op_wall_bytes
 from memfit.planner.lazy import lazy_order
 from memfit.planner.polish import spill
 from memfit.step.graph import StepGraph
@@ -23,9 +23,6 @@ _NEAR = 0.004
 """How close to a limit that was not reached is close enough; less close for a large step."""
 
 _NEAR_IF_LARGE = 0.01
-_LARGE = 1000
-"""Ops of a large step."""
-
 _ROUNDS = 400_000
 """Drops that are tried for one target, times the ops of the step: work that takes some seconds."""
 
@@ -44,7 +41,7 @@ def least_order(graph: StepGraph, *, tries: int = 12) -> list[int]:
     best = starts[0]
     high = _peak(graph, best)
     low = op_wall_bytes(graph)
-    near = _NEAR if len(graph.ops) <= _LARGE else _NEAR_IF_LARGE
+    near = _NEAR if len(graph.ops) <= LARGE_STEP else _NEAR_IF_LARGE
     rounds = min(400, _ROUNDS // len(graph.ops))
     for _ in range(tries):
         if high - low < near * high:
