@@ -11,6 +11,7 @@ __all__ = [
     "PlanMismatchError",
     "ProgramError",
     "SpecError",
+    "SwapError",
 ]
 
 
@@ -56,3 +57,7 @@ class ProgramError(MemfitError):
 
 class OutOfMemoryError(MemfitError, RuntimeError):
     """A fitted step ran out of memory; names the shape, the plan and the live tensors."""
+
+
+class SwapError(MemfitError, RuntimeError):
+    """Swapped tensors cannot be stored or brought back: no room on the tier, or a failing disk."""

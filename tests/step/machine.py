@@ -23,6 +23,7 @@ class Machine:
         }
         self.static = set(self.blocks)
         self.ran: set[int] = set()
+        self.tiers: dict[int, Block] = {}
 
     def live_bytes(self) -> int:
         storages = self.graph.storages
@@ -31,6 +32,13 @@ class Machine:
     def run_alone(self, instruction: Instruction) -> None:
         if instruction.action is Action.FREE:
             del self.blocks[instruction.index]
+            return
+        if instruction.action is Action.SWAP_OUT:
+            self.tiers[instruction.index] = self.blocks[instruction.index]
+            return
+        if instruction.action is Action.SWAP_IN:
+            assert instruction.index not in self.blocks
+            self.blocks[instruction.index] = list(self.tiers[instruction.index])
             return
         op = self.graph.ops[instruction.index]
         op = op.later if instruction.index in self.ran else op

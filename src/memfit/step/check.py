@@ -3,7 +3,8 @@
 A program is right when it computes what the step computes: each op at least once and in an order in which
 every operand is alive, only recomputable forward ops more than once, each gradient exactly once, nothing
 freed that is not alive, nothing left over but what the caller holds, and each op in a number of parts that is
-known to give its bits. Ops that run as one hand on slices of the same samples only.
+known to give its bits. Ops that run as one hand on slices of the same samples only. What is swapped out comes back
+after its memory was given up, and no tier holds more than it may.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ from collections.abc import Mapping, Sequence
 
 from memfit.errors import ProgramError
 from memfit.step.graph import Op, Phase, StepGraph, StorageKind
+from memfit.step.links import Tier, slot_bytes
 from memfit.step.program import Action, Instruction, Program
 
 __all__ = ["check"]
+
+_VERBS = {Action.FREE: "frees", Action.SWAP_OUT: "swaps out", Action.SWAP_IN: "swaps in"}
 
 
 def check(graph: StepGraph, program: Program) -> None:
@@ -35,15 +39,24 @@ def check(graph: StepGraph, program: Program) -> None:
     past_loss = False
     piece_running = -1
     sliced = _check_sliced(graph, program)
+    _check_swaps(graph, program)
     for position, instruction in enumerate(program.instructions):
         index = instruction.index
         where = f"instruction {position}"
-        if instruction.action is Action.FREE:
+        if instruction.action is not Action.COMPUTE:
+            verb = _VERBS[instruction.action]
             if not 0 <= index < len(storages):
-                raise ProgramError(f"{where} frees storage {index}, but the step has {len(storages)} storages")
+                raise ProgramError(f"{where} {verb} storage {index}, but the step has {len(storages)} storages")
             name = storages[index].name
+            if instruction.action is Action.SWAP_IN:
+                if index in alive:
+                    raise ProgramError(f"{where} {verb} {name}, which is still alive")
+                alive.add(index)
+                continue
             if index not in alive:
-                raise ProgramError(f"{where} frees {name}, which is not alive")
+                raise ProgramError(f"{where} {verb} {name}, which is not alive")
+            if instruction.action is Action.SWAP_OUT:
+                continue
             if index in held:
                 raise ProgramError(f"{where} frees {name}, which belongs to the caller")
             alive.discard(index)
@@ -98,6 +111,59 @@ def check(graph: StepGraph, program: Program) -> None:
         raise ProgramError(f"{len(left)} storages are never freed, the first is {storages[min(left)].name}")
 
 
+def _check_swaps(graph: StepGraph, program: Program) -> None:
+    """Checks what goes to a tier and comes back."""
+    held = graph.held_to_the_end()
+    out: dict[int, Tier] = {}
+    back: set[int] = set()
+    for position, instruction in enumerate(program.instructions):
+        index, where = instruction.index, f"instruction {position}"
+        if instruction.action not in (Action.SWAP_OUT, Action.SWAP_IN) or not 0 <= index < len(graph.storages):
+            continue
+        name = graph.storages[index].name
+        if instruction.action is Action.SWAP_IN:
+            if index not in out:
+                raise ProgramError(f"{where} swaps in {name}, which is on no tier")
+            back.add(index)
+            continue
+        if graph.storages[index].kind is not StorageKind.FORWARD or index in held:
+            raise ProgramError(f"{where} swaps out {name}, which is no forward result of the step's own")
+        if index in out or instruction.tier is None:
+            raise ProgramError(f"{where} swaps out {name} twice or to no tier")
+        out[index] = instruction.tier
+    _check_given_up(graph, program)
+    for index in out:
+        if index not in back:
+            raise ProgramError(f"{graph.storages[index].name} is swapped out and never comes back")
+    for links in graph.tiers:
+        nbytes = sum(slot_bytes(graph.storages[s].nbytes) for s, tier in out.items() if tier is links.tier)
+        if links.limit_bytes is not None and nbytes > links.limit_bytes:
+            raise ProgramError(f"{nbytes} bytes are swapped to {links.tier}, which may hold {links.limit_bytes}")
+
+
+def _check_given_up(graph: StepGraph, program: Program) -> None:
+    """Checks that nothing on its way out is given up after the loss but before the backward pass of its piece."""
+    piece = {s: op.piece for op in graph.ops for s in op.writes}
+    reached: int | None = None  # by the backward pass
+    leaving: set[int] = set()
+    for position, instruction in enumerate(program.instructions):
+        gone = instruction.index if instruction.action is Action.FREE else instruction.over
+        if instruction.action is Action.SWAP_OUT:
+            leaving.add(instruction.index)
+        elif gone in leaving:
+            assert gone is not None
+            leaving.discard(gone)
+            if reached is not None and piece[gone] < reached:
+                name = graph.storages[gone].name
+                raise ProgramError(f"instruction {position} gives {name} up before the backward pass of its piece")
+        if instruction.action is Action.COMPUTE and 0 <= instruction.index < len(graph.ops):
+            op = graph.ops[instruction.index]
+            if op.phase is Phase.LOSS:
+                reached = max(op.piece for op in graph.ops)
+            elif op.phase is Phase.BACKWARD:
+                reached = op.piece
+
+
 def _check_sliced(graph: StepGraph, program: Program) -> set[int]:
     """Checks what is only asked of ops that run slice by slice, alone or as one.
 
@@ -112,6 +178,8 @@ def _check_sliced(graph: StepGraph, program: Program) -> set[int]:
         where = f"instruction {start}"
         computes = [i.index for i in run if i.action is Action.COMPUTE]
         if len(run) > 1 or run[0].sliced:
+            if any(i.action not in (Action.COMPUTE, Action.FREE) for i in run):
+                raise ProgramError(f"{where} runs ops as one, and swaps in between")
             if any(not 0 <= i < len(graph.ops) for i in computes):
                 raise ProgramError(f"{where} runs ops as one, but the step has {len(graph.ops)} ops")
             if not ran.issuperset(computes) or len(set(computes)) < len(computes):

@@ -19,6 +19,7 @@ from typing import Any
 from memfit.errors import PlanFileError
 from memfit.step.graph import BySamples, Op, Phase, StepGraph, Storage, StorageKind, Way
 from memfit.step.jsonfile import read_json, validate, write_json
+from memfit.step.links import Link, Tier, TierLinks
 from memfit.step.program import Action, Instruction, Program
 from memfit.step.schema import GRAPH_SCHEMA, INSTRUCTION_LENGTHS, PLAN_SCHEMA, PROGRAM_SCHEMA, SCHEMA_VERSION
 
@@ -56,8 +57,14 @@ class Prediction:
         step_seconds: sum of the times of its ops.
         overhead: extra time over the plain step, as a fraction.
         plain_peak_bytes: highest memory of the step without memfit.
-        bound_overhead: no plan that recomputes only has less overhead.
+        bound_overhead: no plan has less overhead, with the tiers it may swap to.
         least_peak_bytes: no program that runs whole ops has a lower peak.
+        out_bytes: swapped out.
+        in_bytes: swapped in.
+        overlap: share of the links' time during which compute goes on.
+        stall_seconds: what compute waits for links.
+        host_bytes: the most on the host.
+        disk_bytes: the most on the disk.
     """
 
     peak_bytes: int
@@ -66,6 +73,12 @@ class Prediction:
     plain_peak_bytes: int = 0
     bound_overhead: float | None = None
     least_peak_bytes: int = 0
+    out_bytes: int = 0
+    in_bytes: int = 0
+    overlap: float = 1.0
+    stall_seconds: float = 0.0
+    host_bytes: int = 0
+    disk_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +144,19 @@ def encode_graph(graph: StepGraph) -> dict[str, Any]:
     """A step graph as JSON data, see `GRAPH_SCHEMA`."""
     ops = [_op_record(op) for op in graph.ops]
     storages = [{**_record(storage), "kind": str(storage.kind)} for storage in graph.storages]
-    return {**_record(graph), "ops": ops, "storages": storages}
+    document = {**_record(graph), "ops": ops, "storages": storages}
+    if graph.tiers:
+        document["tiers"] = [_tier_record(links) for links in graph.tiers]
+    return document
+
+
+def _tier_record(links: TierLinks) -> dict[str, Any]:
+    return {**_record(links), "tier": str(links.tier), "out": _record(links.out), "into": _record(links.into)}
+
+
+def _tier(record: Mapping[str, Any]) -> TierLinks:
+    parts = {"tier": Tier(record["tier"]), "out": Link(**record["out"]), "into": Link(**record["into"])}
+    return TierLinks(**{**record, **parts})
 
 
 def _op_record(op: Op) -> dict[str, Any]:
@@ -175,7 +200,8 @@ def decode_graph(document: object) -> StepGraph:
     assert isinstance(document, dict)
     ops = tuple(_op(record) for record in document["ops"])
     storages = tuple(Storage(**{**record, "kind": StorageKind(record["kind"])}) for record in document["storages"])
-    graph = StepGraph(**{**_arguments(document), "ops": ops, "storages": storages})
+    tiers = tuple(_tier(record) for record in document.get("tiers", ()))
+    graph = StepGraph(**{**_arguments(document), "ops": ops, "storages": storages, "tiers": tiers})
     for problem in _broken_promises(graph):
         raise PlanFileError(f"the step graph is damaged: {problem}; capture the model again")
     return graph
@@ -228,6 +254,10 @@ def _encoded(instruction: Instruction) -> list[str | int]:
     with_next = "+" if instruction.fused else ""
     if instruction.action is Action.FREE:
         return [f"f{with_next}", instruction.index]
+    if instruction.action is Action.SWAP_OUT:
+        return [f"o:{instruction.tier}", instruction.index]
+    if instruction.action is Action.SWAP_IN:
+        return ["i", instruction.index]
     code = "s" if instruction.sliced else "c"
     if instruction.over is not None:
         return [f"{code}!{with_next}", instruction.index, instruction.parts, instruction.over]
@@ -264,6 +294,10 @@ def _decoded(place: int, entry: list[Any]) -> Instruction:
     fused = code.endswith("+")
     if code.startswith("f"):
         return Instruction(Action.FREE, index, fused=fused)
+    if code.startswith("o:"):
+        return Instruction(Action.SWAP_OUT, index, tier=Tier(code.removeprefix("o:")))
+    if code == "i":
+        return Instruction(Action.SWAP_IN, index)
     over, parts = rest[1] if len(rest) > 1 else None, rest[0] if rest else 1
     return Instruction(Action.COMPUTE, index, over, parts, fused=fused, sliced=code.startswith("s"))
 

@@ -11,9 +11,11 @@ else is reordered), and a storage has one size from birth to death.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+
+from memfit.step.links import Tier, TierLinks
 
 __all__ = ["BySamples", "Op", "Phase", "StepGraph", "Storage", "StorageKind", "Way"]
 
@@ -230,6 +232,7 @@ class StepGraph:
         after_step_bytes: transient memory of `optimizer.step()` on top of static bytes and gradients.
         after_step_seconds: time of `optimizer.step()`.
         label: what was captured, for people.
+        tiers: where storages may be swapped to, the first choice first; none if empty.
     """
 
     ops: tuple[Op, ...]
@@ -239,6 +242,7 @@ class StepGraph:
     after_step_bytes: int = 0
     after_step_seconds: float = 0.0
     label: str = ""
+    tiers: tuple[TierLinks, ...] = ()
 
     @property
     def loss_index(self) -> int:
@@ -270,6 +274,10 @@ class StepGraph:
     def gradient_bytes(self) -> int:
         """Bytes of gradients the step leaves behind."""
         return sum(s.nbytes for s in self.storages if s.kind is StorageKind.GRADIENT)
+
+    def buffer_bytes(self, used: Collection[Tier]) -> int:
+        """Memory of the device that moving to and from some tiers takes while a step is under way."""
+        return sum(links.buffer_bytes for links in self.tiers if links.tier in used)
 
     def without_memfit(self) -> StepGraph:
         """The step as eager autograd runs it: ops whole, not in place, with all they read and its sizes there."""

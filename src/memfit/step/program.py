@@ -16,6 +16,7 @@ from enum import StrEnum
 
 from memfit.step.fusion import Fusion, fusions, overwritten, runs_by_samples
 from memfit.step.graph import Op, StepGraph
+from memfit.step.links import Tier
 
 __all__ = [
     "Action",
@@ -36,14 +37,21 @@ class Action(StrEnum):
 
     COMPUTE = "compute"
     FREE = "free"
+    SWAP_OUT = "swap out"
+    """A storage starts on its way to a tier. Its memory stays until it is freed or overwritten, which waits until it
+    has arrived. On the tier it stays until the step ends."""
+
+    SWAP_IN = "swap in"
+    """Memory is taken for a storage, which starts on its way back; what reads it waits until it has arrived."""
 
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One step of a program: `index` is an op for `COMPUTE`, or a storage for `FREE`.
+    """One step of a program: `index` is an op for `COMPUTE`, else a storage.
 
     An op runs in `parts`, and its first result takes the memory of storage `over` if there is one. What is `sliced`
-    runs slice by slice, and what is `fused` does so as one with the next instruction (`memfit.step.fusion`).
+    runs slice by slice, and what is `fused` does so as one with the next instruction (`memfit.step.fusion`). A storage
+    is swapped out to a `tier`.
     """
 
     action: Action
@@ -52,6 +60,7 @@ class Instruction:
     parts: int = 1
     fused: bool = False
     sliced: bool = False
+    tier: Tier | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +80,10 @@ class Program:
             if not instruction.fused:
                 yield self.instructions[start : position + 1]
                 start = position + 1
+
+    def swapped(self) -> dict[int, Tier]:
+        """Storages that are swapped out, with their tiers, in the order in which they leave."""
+        return {i.index: i.tier for i in self.instructions if i.action is Action.SWAP_OUT and i.tier is not None}
 
     def recomputed(self) -> list[int]:
         """Ops that run again, one entry for every extra run, in order."""

@@ -2,7 +2,8 @@
 
 A program is compact: `["c", 12]` computes op 12, `["c", 12, 8]` in 8 parts, `["c!", 13, 1, 7]` in
 one part over the memory of storage 7, `["f", 5]` frees storage 5. `["s", 12, 8]` runs op 12 in 8 slices of the batch;
-with a `+` the code says that the instruction does so as one with the next.
+with a `+` the code says that the instruction does so as one with the next. `["o:disk", 5]` swaps storage 5 out to the
+disk, `["i", 5]` swaps it in.
 Fields that have their default value are left out.
 
 Known limits: what a schema cannot say, such as that indices exist, `memfit.step.codec` checks.
@@ -14,10 +15,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from memfit.step.graph import Phase, StorageKind
+from memfit.step.links import Tier
 
 __all__ = ["GRAPH_SCHEMA", "INSTRUCTION_LENGTHS", "PLAN_SCHEMA", "PROGRAM_SCHEMA", "SCHEMA_VERSION"]
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 INSTRUCTION_LENGTHS = {
     "c": (2, 3),
     "c!": (4,),
@@ -27,6 +29,8 @@ INSTRUCTION_LENGTHS = {
     "s+": (2, 3),
     "s!+": (4,),
     "f+": (2,),
+    **{f"o:{tier}": (2,) for tier in Tier},
+    "i": (2,),
 }
 """Codes of instructions and how many entries they have."""
 
@@ -107,6 +111,15 @@ _OP_DETAILS = {
     "by_samples": _BY_SAMPLES,
 }
 
+_LINK = _object(
+    {"bytes_per_second": {"type": "number", "minimum": 1, "maximum": 1e15}},
+    {"latency_seconds": _SECONDS, "compute_seconds_per_byte": _SECONDS},
+)
+_TIER = _object(
+    {"tier": {"enum": [str(tier) for tier in Tier]}, "out": _LINK, "into": _LINK},
+    {"limit_bytes": _BYTES, "buffer_bytes": _BYTES},
+)
+
 GRAPH_SCHEMA: dict[str, Any] = {
     "$schema": _DRAFT,
     **_object(
@@ -126,6 +139,7 @@ GRAPH_SCHEMA: dict[str, Any] = {
             "after_step_bytes": _BYTES,
             "after_step_seconds": _SECONDS,
             "label": _WORDS,
+            "tiers": _array(_TIER, len(Tier)),
         },
     ),
 }
@@ -141,7 +155,14 @@ PLAN_SCHEMA: dict[str, Any] = {
             "budget_bytes": {**_BYTES, "minimum": 1},
             "predicted": _object(
                 {"peak_bytes": _BYTES, "step_seconds": _SECONDS, "overhead": _FRACTION},
-                {"plain_peak_bytes": _BYTES, "bound_overhead": _FRACTION, "least_peak_bytes": _BYTES},
+                {
+                    "plain_peak_bytes": _BYTES,
+                    "bound_overhead": _FRACTION,
+                    "least_peak_bytes": _BYTES,
+                    **dict.fromkeys(("out_bytes", "in_bytes", "host_bytes", "disk_bytes"), _BYTES),
+                    "overlap": _FRACTION,
+                    "stall_seconds": _SECONDS,
+                },
             ),
             "graph_digest": _NAME,
             "program": {key: rule for key, rule in PROGRAM_SCHEMA.items() if key != "$schema"},

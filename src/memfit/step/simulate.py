@@ -5,17 +5,21 @@ memory model is that of a reference-counting allocator: a result exists from the
 operand until the instruction after its last reader, a kernel's workspace only while it runs. Of ops that run as
 one (`memfit.step.fusion`), what comes in and goes out is there from the first to the last, the rest as slices.
 
-Known limits: one lane (compute); allocator fragmentation is not modelled here but corrected by the proving
+Time has a lane for compute and one for each direction of a link (`memfit.step.links`); where compute waits for a link,
+it stalls. Memory does not depend on time: a program says when each storage is there.
+
+Known limits: allocator fragmentation is not modelled here but corrected by the proving
 run (`memfit.runtime.measure`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from memfit.step.fusion import fused_seconds
 from memfit.step.graph import Phase, StepGraph
+from memfit.step.links import Lanes, Tier
 from memfit.step.program import Action, Instruction, Program, as_they_run, plain_program
 
 __all__ = ["Timeline", "live_storages_at", "simulate", "simulate_plain"]
@@ -34,6 +38,12 @@ class Timeline:
         recompute_seconds: the part of it spent in ops that had run before.
         forward_end_bytes: memory held when the loss op starts, static bytes included.
         bytes_at: memory in use while each instruction runs, static bytes included.
+        started_at: when compute comes to each instruction, in seconds.
+        stall_seconds: the part of the time that compute waits for swaps.
+        transfer_seconds: what links are busy, together.
+        out_bytes: swapped out.
+        in_bytes: swapped in.
+        tier_bytes: by tier, the most it holds.
     """
 
     peak_bytes: int
@@ -43,19 +53,31 @@ class Timeline:
     recompute_seconds: float
     forward_end_bytes: int
     bytes_at: tuple[int, ...]
+    started_at: tuple[float, ...]
+    stall_seconds: float = 0.0
+    transfer_seconds: float = 0.0
+    out_bytes: int = 0
+    in_bytes: int = 0
+    tier_bytes: Mapping[Tier, int] = field(default_factory=dict)
 
     @property
     def overhead(self) -> float:
         """Extra time over the step without memfit, as a fraction; below 0 where running in parts is faster."""
         return self.step_seconds / self.plain_seconds - 1 if self.plain_seconds else 0.0
 
+    @property
+    def overlap(self) -> float:
+        """The share of the links' time during which compute went on."""
+        return 1 - self.stall_seconds / self.transfer_seconds if self.transfer_seconds else 1.0
 
-def simulate(graph: StepGraph, program: Program) -> Timeline:
+
+def simulate(graph: StepGraph, program: Program, *, wait: bool = True) -> Timeline:
     """Walks the program; does not check it (see `check`).
 
     Args:
         graph: the step.
         program: a program of that step.
+        wait: whether compute waits for swaps.
 
     Returns:
         Peak, time and the bytes in use at every instruction.
@@ -63,14 +85,21 @@ def simulate(graph: StepGraph, program: Program) -> Timeline:
     ops, storages = graph.ops, graph.storages
     sizes = [s.nbytes for s in storages]
     last_run = {op: n for n, op in enumerate(program.order())}
-    live = graph.static_bytes
+    live = graph.static_bytes + (graph.buffer_bytes(program.swapped().values()) if graph.tiers else 0)
     alive: set[int] = set()
     ran: set[int] = set()
     runs = 0
-    recompute_seconds = seconds = 0.0
+    recompute_seconds = 0.0
+    lanes = Lanes(graph.tiers)
+    leaving: set[int] = set()
+    coming: set[int] = set()
     forward_end_bytes = live
     bytes_at: list[int] = []
+    started_at: list[float] = []
     for run in program.runs():
+        started_at += [lanes.now] * len(run)
+        if wait and (leaving or coming):
+            _wait(graph, run, ran, lanes, leaving, coming)
         if run[0].sliced:
             whole, beside = _slices(graph, sizes, run)
             live += whole
@@ -79,7 +108,7 @@ def simulate(graph: StepGraph, program: Program) -> Timeline:
             again = [ops[i.index].later for i in computes]
             runs += len(again)
             took = fused_seconds(again, {i.index for i in run if i.action is Action.FREE}, [i.over for i in computes])
-            seconds += took
+            lanes.now += took
             recompute_seconds += took
             freed = {i.index for i in run if i.action is Action.FREE} | {i.over for i in run}
             alive.update(s for op in again for s in op.writes)
@@ -89,6 +118,19 @@ def simulate(graph: StepGraph, program: Program) -> Timeline:
         if instruction.action is Action.FREE:
             live -= sizes[instruction.index]
             alive.discard(instruction.index)
+            bytes_at.append(live)
+            continue
+        if instruction.action is Action.SWAP_OUT:
+            assert instruction.tier is not None
+            lanes.start_out(instruction.index, sizes[instruction.index], instruction.tier)
+            leaving.add(instruction.index)
+            bytes_at.append(live)
+            continue
+        if instruction.action is Action.SWAP_IN:
+            lanes.start_in(instruction.index, sizes[instruction.index])
+            coming.add(instruction.index)
+            alive.add(instruction.index)
+            live += sizes[instruction.index]
             bytes_at.append(live)
             continue
         index = instruction.index
@@ -110,7 +152,7 @@ def simulate(graph: StepGraph, program: Program) -> Timeline:
         bytes_at.append(live + created + thrown_away + op.run_workspace_bytes(instruction.parts))
         live += created
         took = op.run_seconds(instruction.parts, in_place=instruction.over is not None)
-        seconds += took
+        lanes.now += took
         if index in ran:
             recompute_seconds += took
             if op.random_state_bytes and last_run[index] == runs:
@@ -125,12 +167,41 @@ def simulate(graph: StepGraph, program: Program) -> Timeline:
     return Timeline(
         peak_bytes=peak_bytes,
         peak_position=peak_position,
-        step_seconds=seconds + graph.after_step_seconds,
+        step_seconds=lanes.now + graph.after_step_seconds,
         plain_seconds=graph.plain_seconds,
         recompute_seconds=recompute_seconds,
         forward_end_bytes=forward_end_bytes,
         bytes_at=tuple(bytes_at),
+        started_at=tuple(started_at),
+        stall_seconds=lanes.stall_seconds,
+        transfer_seconds=lanes.link_seconds,
+        out_bytes=lanes.out_bytes,
+        in_bytes=lanes.in_bytes,
+        tier_bytes=dict(lanes.tier_bytes),
     )
+
+
+def _wait(
+    graph: StepGraph,
+    run: Sequence[Instruction],
+    ran: Collection[int],
+    lanes: Lanes,
+    leaving: set[int],
+    coming: set[int],
+) -> None:
+    """Compute waits for what a run reads to be back, and for what it frees or overwrites to be on its tier."""
+    for instruction in run:
+        gone = instruction.over
+        if instruction.action is Action.FREE:
+            gone = instruction.index
+        elif instruction.action is Action.COMPUTE:
+            op = graph.ops[instruction.index]
+            for storage in coming.intersection((op.later if instruction.index in ran else op).reads):
+                lanes.wait_in(storage)
+                coming.discard(storage)
+        if gone in leaving:
+            lanes.wait_out(gone)
+            leaving.discard(gone)
 
 
 def _slices(graph: StepGraph, sizes: Sequence[int], run: Sequence[Instruction]) -> tuple[int, list[int]]:
@@ -164,8 +235,10 @@ def live_storages_at(graph: StepGraph, program: Program, position: int) -> list[
     ops = iter(as_they_run(graph, program.order()))
     alive: set[int] = set()
     for here, instruction in enumerate(program.instructions[: position + 1]):
-        if instruction.action is Action.FREE:
-            if here < position:
+        if instruction.action is not Action.COMPUTE:
+            if instruction.action is Action.SWAP_IN:
+                alive.add(instruction.index)
+            elif instruction.action is Action.FREE and here < position:
                 alive.discard(instruction.index)
             continue
         alive.update(next(ops).writes)

@@ -1,0 +1,57 @@
+"""Random steps with programs that swap, for property tests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import strategies as st
+
+from memfit.planner.swapping import with_swaps
+from memfit.planner.transfers import ahead_of_use, with_transfers
+from memfit.step.graph import Phase, StepGraph, StorageKind
+from memfit.step.links import Link, Tier, TierLinks
+from memfit.step.program import Program, program_of
+from memfit.step.simulate import simulate
+from tests.step.random_graphs import orders, sliced_step_graphs, step_graphs
+
+__all__ = ["links", "steps_with_swaps"]
+
+_RATES = st.sampled_from([1.0, 3.0, 50.0, 1e6])
+
+
+@st.composite
+def links(draw: st.DrawFn) -> Link:
+    """A link of any speed."""
+    return Link(
+        bytes_per_second=draw(_RATES),
+        latency_seconds=draw(st.sampled_from([0.0, 0.0, 0.5])),
+        compute_seconds_per_byte=draw(st.sampled_from([0.0, 0.0, 0.01])),
+    )
+
+
+@st.composite
+def steps_with_swaps(draw: st.DrawFn) -> tuple[StepGraph, Program]:
+    """A step and a program that swaps some of its results, brought back early or late, within its own peak or more."""
+    graph = draw(step_graphs() | sliced_step_graphs())
+    held = graph.held_to_the_end()
+    forward = [
+        s
+        for op in graph.ops
+        if op.phase is Phase.FORWARD
+        for s in op.writes
+        if graph.storages[s].kind is StorageKind.FORWARD and s not in held
+    ]
+    swapped = set(draw(st.lists(st.sampled_from(forward), unique=True))) if forward else set()
+    tiers = {s: draw(st.sampled_from(list(Tier))) for s in sorted(swapped)}
+    graph = replace(
+        graph, tiers=tuple(TierLinks(tier=tier, out=draw(links()), into=draw(links()), buffer_bytes=7) for tier in Tier)
+    )
+    swapping = replace(with_swaps(graph, swapped), tiers=())
+    order = draw(orders(swapping))
+    peak = simulate(swapping, program_of(swapping, order)).peak_bytes
+    limit = peak + draw(st.sampled_from([0, 3, 20, 10_000]))
+    into = {s: next(t.into for t in graph.tiers if t.tier is tier) for s, tier in tiers.items()}
+    early = ahead_of_use(swapping, order, into, limit)
+    found = with_transfers(graph, swapping, program_of(swapping, early), tiers, limit)
+    assert simulate(graph, found).peak_bytes <= limit + graph.buffer_bytes(found.swapped().values())
+    return graph, found
