@@ -14,7 +14,7 @@ from memfit.step.check import check
 from memfit.step.graph import Phase, StepGraph
 from memfit.step.program import plain_order, program_of
 from memfit.step.simulate import Timeline, simulate
-from memfit.strategies import find, names
+from memfit.strategies import check_name, find, names
 from memfit.strategies.every_block import block_name
 from tests.step.random_graphs import step_graphs
 from tests.strategies.builders import Layer, chain, mirrored, residual, unet
@@ -164,7 +164,7 @@ def test_mu_two_evicts_what_is_large_and_quick_first() -> None:
 def test_every_name_is_found() -> None:
     assert {"auto", "none", "rotor", "milp", "sequential:"} <= set(names())
     for name in names():
-        assert callable(find(name + ("3" if name.startswith("sequential") else "a") if name.endswith(":") else name))
+        check_name(name + ("3" if name.startswith("sequential") else "a") if name.endswith(":") else name)
 
 
 @pytest.mark.parametrize(

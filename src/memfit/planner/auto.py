@@ -30,12 +30,12 @@ from memfit.planner.polish import fill, spill
 from memfit.planner.selection import select_over_time
 from memfit.planner.ways import leanest, program_within, quicker
 from memfit.step.graph import StepGraph
-from memfit.step.program import plain_order, program_of
+from memfit.step.program import Program, plain_order, program_of
 from memfit.step.simulate import Timeline, simulate
 from memfit.strategies import rotor
 from memfit.units import format_bytes
 
-__all__ = ["Found", "auto_order", "find_order"]
+__all__ = ["Found", "Moves", "Progress", "auto_order", "find_order"]
 
 _CLOSE = 0.01
 """Stop searching when the extra time is within this share of the step of the bound."""
@@ -65,11 +65,34 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """An order that fits, what its program (`program_within`) costs, and the least extra seconds any plan can have."""
+    """A program that fits.
+
+    Attributes:
+        order: of its ops, as the search knows it.
+        program: what runs.
+        timeline: what the simulator says of it.
+        bound_seconds: the least extra seconds any plan can have.
+    """
 
     order: tuple[int, ...]
+    program: Program
     timeline: Timeline
     bound_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moves:
+    """What a search does for swaps; see `memfit.planner.hybrid`.
+
+    Attributes:
+        ahead: moves what comes back ahead of its use, in an order.
+        finish: makes a program of an order, and asks the simulator.
+        spill_bytes: peak to which orders are spilled, so that room is left for what comes back early.
+    """
+
+    ahead: Callable[[Sequence[int]], list[int]]
+    finish: Callable[[Sequence[int]], tuple[Program, Timeline]]
+    spill_bytes: int
 
 
 def auto_order(graph: StepGraph, budget_bytes: int | None) -> list[int]:
@@ -79,8 +102,15 @@ def auto_order(graph: StepGraph, budget_bytes: int | None) -> list[int]:
     return list(find_order(graph, budget_bytes).order)
 
 
-def find_order(graph: StepGraph, budget_bytes: int, *, seconds: float = 8.0, progress: Progress | None = None) -> Found:
-    """Finds a fast order within a budget.
+def find_order(
+    graph: StepGraph,
+    budget_bytes: int,
+    *,
+    seconds: float = 8.0,
+    progress: Progress | None = None,
+    moves: Moves | None = None,
+) -> Found:
+    """Finds a fast order within a budget; swaps nothing.
 
     Args:
         graph: the step, with times.
@@ -88,9 +118,10 @@ def find_order(graph: StepGraph, budget_bytes: int, *, seconds: float = 8.0, pro
         seconds: roughly how long to search, up to four times that while far from the bound; three quarters of that
             for a large step, up to twice that while very far.
         progress: told what is being tried.
+        moves: what to do for swaps, if second runs stand for them.
 
     Returns:
-        The fastest order found.
+        The fastest one found.
 
     Raises:
         BudgetError: if none fits, with the least budget that does.
@@ -98,9 +129,13 @@ def find_order(graph: StepGraph, budget_bytes: int, *, seconds: float = 8.0, pro
     begin = time.monotonic()
     lean = leanest(graph)
 
+    def within(order: Sequence[int]) -> tuple[Program, Timeline]:
+        program = program_within(graph, order, budget_bytes)
+        return program, simulate(graph, program)
+
     def found(order: Sequence[int]) -> Found:
-        timeline = simulate(graph, program_within(graph, order, budget_bytes))
-        return Found(order=tuple(order), timeline=timeline, bound_seconds=bound)
+        program, timeline = (moves.finish if moves else within)(order)
+        return Found(order=tuple(order), program=program, timeline=timeline, bound_seconds=bound)
 
     bound = relaxed_bound(graph, budget_bytes, seconds=_ON_BOUND * seconds)
     if _peak(lean, plain_order(graph)) <= budget_bytes:
@@ -111,6 +146,8 @@ def find_order(graph: StepGraph, budget_bytes: int, *, seconds: float = 8.0, pro
 
     def try_filled(fitting: Sequence[int]) -> None:
         nonlocal best
+        if moves is not None:
+            fitting = moves.ahead(fitting)
         filled = (fill(ways, fitting, budget_bytes) for ways in (lean, quicker(graph, fitting, budget_bytes)))
         # What is kept may take apart ops that ran as one, and then cost more than it saves.
         for order in (fitting, *filled):
@@ -129,7 +166,7 @@ def find_order(graph: StepGraph, budget_bytes: int, *, seconds: float = 8.0, pro
     for name, start in () if hopeless else _starts(lean, budget_bytes):
         if progress is not None:
             progress(name)
-        fitting = spill(lean, start, budget_bytes)
+        fitting = spill(lean, start, budget_bytes if moves is None else moves.spill_bytes)
         if fitting is not None:
             try_filled(fitting)
         if time_is_up(_ON_STARTS if pool.orders else 1.0):

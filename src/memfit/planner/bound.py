@@ -1,7 +1,8 @@
-"""Bounds: what no plan that only recomputes can beat, in time and in memory.
+"""Bounds: what no plan can beat, in time and in memory.
 
 The relaxed bound on time is the larger of two relaxations, one that knows the loss as the only instant
-(`memfit.planner.kept`) and one that knows several (`memfit.planner.kept_over_time`).
+(`memfit.planner.kept`) and one that knows several (`memfit.planner.kept_over_time`). Only the first one knows swaps, so
+it stands alone where the step has tiers.
 
 The least peak is bounded by the widest op: its operands, results and workspace, static bytes and the
 gradients produced before it.
@@ -20,7 +21,7 @@ LARGE_STEP = 1000
 
 
 def relaxed_bound(graph: StepGraph, budget_bytes: int, *, seconds: float = 5.0) -> float:
-    """Least extra seconds any recompute-only program takes within a budget; infinite if none fits.
+    """Least extra seconds any program takes within a budget; infinite if none fits.
 
     Args:
         graph: the step, with times.
@@ -33,9 +34,11 @@ def relaxed_bound(graph: StepGraph, budget_bytes: int, *, seconds: float = 5.0) 
     """
     held = sum(graph.storages[s].nbytes for s in set(graph.outputs) if not graph.is_free(s))
     room = budget_bytes - graph.static_bytes - held
-    selection = select_kept(graph, room, seconds=seconds)
+    selection = select_kept(graph, room, seconds=seconds, overlapping=bool(graph.tiers))
     if selection is None:
         return float("inf")
+    if graph.tiers:
+        return selection.bound_seconds
     later = least_seconds_over_time(graph, budget_bytes, integer=False, seconds=seconds)
     if later > selection.bound_seconds and len(graph.ops) <= LARGE_STEP:
         later = max(later, least_seconds_over_time(graph, budget_bytes, integer=True, seconds=seconds))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from memfit.step.codec import Decision
 from memfit.step.fusion import fused_seconds
 from memfit.step.graph import Phase, StepGraph, StorageKind
+from memfit.step.links import Tier
 from memfit.step.program import Action, Program, as_they_run
 from memfit.step.simulate import Timeline, live_storages_at
+from memfit.units import format_bytes
 
 __all__ = ["binding_place", "decisions", "kept_storages"]
 
@@ -21,8 +23,11 @@ def kept_storages(graph: StepGraph, program: Program) -> frozenset[int]:
     ops = iter(as_they_run(graph, program.order()))
     alive: set[int] = set()
     for instruction in program.instructions:
-        if instruction.action is Action.FREE:
-            alive.discard(instruction.index)
+        if instruction.action is not Action.COMPUTE:
+            if instruction.action is Action.SWAP_IN:
+                alive.add(instruction.index)
+            elif instruction.action is Action.FREE:
+                alive.discard(instruction.index)
             continue
         op = next(ops)
         if op.phase is Phase.LOSS:
@@ -47,15 +52,24 @@ def decisions(graph: StepGraph, program: Program, timeline: Timeline) -> tuple[D
     kept = kept_storages(graph, program)
     again = Counter(program.recomputed())
     again_seconds = _seconds_again(graph, program)
+    swapped = program.swapped()
     in_slices = Counter(i.index for i in program.instructions if i.sliced)
     place = binding_place(graph, program, timeline)
     found: list[Decision] = []
     for number, (name, ops) in enumerate(_blocks(graph), start=1):
-        saved = [s for o in ops for s in graph.ops[o].writes if s in kept and graph.storages[s].nbytes > 0]
+        stays = kept - swapped.keys()
+        saved = [s for o in ops for s in graph.ops[o].writes if s in stays and graph.storages[s].nbytes > 0]
         saved_bytes = sum(graph.storages[s].nbytes for s in saved)
         runs = {o: again[o] for o in ops if again[o]}
         seconds = sum(again_seconds[o] for o in runs)
         sliced = sum(in_slices[o] for o in runs)
+        away = [s for o in ops for s in graph.ops[o].writes if s in swapped]
+        later: list[str] = []
+        if runs:
+            again_words = _counted(_short(graph.ops[o].target) for o, n in runs.items() for _ in range(n))
+            later.append(f"recompute {again_words}" + (f" ({sliced} in slices)" if sliced else ""))
+        if away:
+            later.append(_swap_words(graph, ops, swapped))
         found.append(
             Decision(
                 block=str(number),
@@ -64,16 +78,20 @@ def decisions(graph: StepGraph, program: Program, timeline: Timeline) -> tuple[D
                     _short(graph.ops[o].target) for o in ops if any(s in saved for s in graph.ops[o].writes)
                 ),
                 saved_bytes=saved_bytes,
-                later="recompute "
-                + _counted(_short(graph.ops[o].target) for o, n in runs.items() for _ in range(n))
-                + (f" ({sliced} in slices)" if sliced else "")
-                if runs
-                else "",
+                later="; ".join(later),
                 extra_seconds=seconds,
-                reason=f"makes room at {place}" if runs else "all it needs fits",
+                reason=f"makes room at {place}" if later else "all it needs fits",
             )
         )
     return tuple(found)
+
+
+def _swap_words(graph: StepGraph, ops: Sequence[int], swapped: Mapping[int, Tier]) -> str:
+    """Which results of a block are swapped, how much that is and where to."""
+    away = [(o, s) for o in ops for s in graph.ops[o].writes if s in swapped]
+    nbytes = sum(graph.storages[s].nbytes for _, s in away)
+    where = ", ".join(dict.fromkeys(str(swapped[s]) for _, s in away))
+    return f"swap {_counted(_short(graph.ops[o].target) for o, _ in away)} ({format_bytes(nbytes)}, {where})"
 
 
 def _seconds_again(graph: StepGraph, program: Program) -> dict[int, float]:
@@ -98,7 +116,10 @@ def binding_place(graph: StepGraph, program: Program, timeline: Timeline) -> str
     """Where the peak is, for people."""
     if timeline.peak_position >= len(program.instructions):
         return "optimizer.step()"
-    op = graph.ops[program.instructions[timeline.peak_position].index]
+    position = timeline.peak_position
+    while position and program.instructions[position].action is not Action.COMPUTE:
+        position -= 1  # what comes back is there beside the op before
+    op = graph.ops[program.instructions[position].index]
     widest = live_storages_at(graph, program, timeline.peak_position)[:1]
     beside = f", beside {graph.storages[widest[0]].name}" if widest else ""
     return f"{op.module or 'model'} {_short(op.target)} ({op.phase}{beside})"

@@ -1,24 +1,29 @@
 """Known strategies by name, each in its own file, all with one signature.
 
 A strategy takes a step graph and a budget and returns an order of ops, which `program` turns into a program,
-each op whole or in parts as there is room. So every strategy, however old, is judged by the same simulator and
-runs on the same runtime. A name may carry a parameter after a colon: `sequential:4`,
-`openai-collection:layer1.0,layer2.0`.
+each op whole or in parts as there is room. One that swaps says where each storage goes, too. So every strategy, however
+old, is judged by the same simulator and runs on the same runtime. A name may carry a parameter after a colon:
+`sequential:4`, `openai-collection:layer1.0,layer2.0`.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
 from memfit.errors import SpecError
+from memfit.planner.swapping import with_swaps
+from memfit.planner.transfers import with_transfers
 from memfit.planner.ways import leanest, program_within
 from memfit.step.graph import StepGraph
+from memfit.step.links import Tier
 from memfit.step.program import Program, plain_program
-from memfit.strategies import every_block, knapsack, milp, mu_two, none, openai, rotor, sequential, sqrt
+from memfit.step.simulate import simulate
+from memfit.strategies import every_block, hybrid, knapsack, milp, mu_two, none, openai, rotor, sequential, sqrt, swap
 
-__all__ = ["Strategy", "find", "names", "program"]
+__all__ = ["Strategy", "check_name", "find", "names", "program", "swaps"]
 
 Strategy = Callable[[StepGraph, int | None], list[int]]
 
@@ -41,37 +46,71 @@ _PLAIN: dict[str, Strategy] = {
     "rotor": rotor.order,
     "milp": milp.order,
 }
+_SWAPPING: dict[str, Callable[[StepGraph, int | None], tuple[list[int], Mapping[int, Tier]]]] = {
+    "swap": swap.swaps,
+    "hybrid": hybrid.swaps,
+}
 _WITH_PARAMETER = {"sequential": "a number of segments", "openai-collection": "names of modules to keep"}
 
 
 def names() -> tuple[str, ...]:
     """All names; those that take a parameter end in a colon."""
-    return (*_PLAIN, *(f"{name}:" for name in _WITH_PARAMETER))
+    return (*_PLAIN, *_SWAPPING, *(f"{name}:" for name in _WITH_PARAMETER))
+
+
+def swaps(name: str) -> bool:
+    """Whether a strategy swaps where there are tiers."""
+    return name == "auto" or name in _SWAPPING
+
+
+def check_name(name: str) -> None:
+    """Refuses what is no strategy.
+
+    Raises:
+        SpecError: if there is none, with the names that are close.
+    """
+    if name not in _SWAPPING:
+        find(name)
 
 
 def program(name: str, graph: StepGraph, budget_bytes: int | None) -> Program:
     """The program a strategy makes of a step; `none` gives the step as it is without memfit.
 
     Raises:
-        SpecError: if there is no such strategy.
+        SpecError: if there is no such strategy, or it swaps and the step has no tiers.
         BudgetError: if the strategy minds budgets and nothing fits.
     """
+    if name in _SWAPPING:
+        return _swapping_program(name, graph, budget_bytes)
     order = find(name)
     if name == "none":
         return plain_program(graph)
     return program_within(graph, order(leanest(graph), budget_bytes), budget_bytes)
 
 
+def _swapping_program(name: str, graph: StepGraph, budget_bytes: int | None) -> Program:
+    if not graph.tiers:
+        raise SpecError(f"strategy {name!r} needs a tier to swap to; pass tiers='disk', or 'host' on CUDA")
+    order, placed = _SWAPPING[name](leanest(graph), budget_bytes)
+    buffers = graph.buffer_bytes(placed.values())
+    swapping = replace(with_swaps(graph, set(placed)), static_bytes=graph.static_bytes + buffers, tiers=())
+    found = program_within(swapping, order, budget_bytes)
+    limit = max(budget_bytes or 0, simulate(swapping, found).peak_bytes)
+    return with_transfers(graph, swapping, found, placed, limit)
+
+
 def find(name: str) -> Strategy:
-    """The strategy of a name.
+    """The strategy of a name, if it makes orders only.
 
     Raises:
         SpecError: if there is none, with the names that are close.
     """
     base, colon, parameter = name.partition(":")
-    if base in _PLAIN:
+    if base in _PLAIN or base in _SWAPPING:
         if colon:
             raise SpecError(f"strategy {base!r} takes no parameter (strategy: {name!r})")
+        if base in _SWAPPING:
+            raise SpecError(f"strategy {base!r} swaps, so an order alone does not say what it does")
         return _PLAIN[base]
     if base in _WITH_PARAMETER:
         if not parameter:
@@ -81,5 +120,6 @@ def find(name: str) -> Strategy:
         if not parameter.isdecimal() or int(parameter) < 1:
             raise SpecError(f"strategy 'sequential' needs a positive number of segments (strategy: {name!r})")
         return partial(sequential.order, segments=int(parameter))
-    close = difflib.get_close_matches(base, [*_PLAIN, *_WITH_PARAMETER]) or [*_PLAIN, *_WITH_PARAMETER]
+    known = [*_PLAIN, *_SWAPPING, *_WITH_PARAMETER]
+    close = difflib.get_close_matches(base, known) or known
     raise SpecError(f"unknown strategy {name!r}; did you mean {', '.join(close)}?")

@@ -1,0 +1,131 @@
+"""Recomputation and swaps together: links carry what they can beside compute, the rest runs again.
+
+Which results may be swapped is chosen first, by the relaxation that knows links (`memfit.planner.kept`): what fits
+through them in time saves the most recomputation. Then the search of `memfit.planner.auto` decides over the step in
+which bringing these back stands for running their ops again (`memfit.planner.swapping`), and each order it tries
+becomes transfers and is judged with them (`memfit.planner.transfers`). Since the relaxation does not see that memory is
+short while things come back, links are also reckoned with at part of their rate. The plan that swaps nothing is
+searched for as well, unless the bound says that it cannot be faster, so tiers never make a plan slower.
+
+Idea: POFO (Beaumont et al., NeurIPS 2021), which removes about a third of the overhead of recomputation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from memfit.errors import BudgetError
+from memfit.planner.auto import Found, Moves, Progress, find_order
+from memfit.planner.bound import relaxed_bound
+from memfit.planner.kept import select_kept
+from memfit.planner.swapping import placed_on_tiers, swappable, with_swaps
+from memfit.planner.transfers import ahead_of_use, with_transfers
+from memfit.planner.ways import leanest, program_within
+from memfit.step.graph import StepGraph
+from memfit.step.links import Tier
+from memfit.step.program import Program
+from memfit.step.simulate import Timeline, simulate
+
+__all__ = ["find_program", "swapping_step"]
+
+_LINK_SHARES = (1.0, 0.7)
+"""Of the rate of links, what is reckoned with when storages are chosen."""
+
+_SHARE_WAITED = 0.1
+"""Of the time of a transfer back, what the search reckons that compute waits: links are busy, and what comes back twice
+was not reckoned with when storages were chosen."""
+
+_SPILLED = 0.96
+"""Share of the budget to which orders are spilled, so that room is left for what comes back early."""
+
+
+def find_program(
+    graph: StepGraph, budget_bytes: int, *, seconds: float = 8.0, progress: Progress | None = None
+) -> Found:
+    """Finds a fast program within a budget, with swaps where the step has tiers.
+
+    Args:
+        graph: the step, with times and links.
+        budget_bytes: peak of the step.
+        seconds: roughly how long each of two searches takes, that without swaps and that with them; see `find_order`.
+        progress: told what is being tried.
+
+    Returns:
+        The fastest one found; its bound is for plans that may swap if the step has tiers.
+
+    Raises:
+        BudgetError: if none fits, with the least budget that does.
+    """
+    alone = replace(graph, tiers=())
+    if not graph.tiers:
+        return find_order(alone, budget_bytes, seconds=seconds, progress=progress)
+    found: list[Found] = []
+    errors: list[BudgetError] = []
+    for swapped in _choices(graph, budget_bytes, seconds):
+        # What is chosen depends on the budget, so the least one of a choice need not work when it is asked for.
+        with contextlib.suppress(BudgetError):
+            found.append(_with(graph, swapped, budget_bytes, seconds / len(_LINK_SHARES), progress))
+    bound = relaxed_bound(alone, budget_bytes, seconds=seconds / 8)
+    fastest = min((one.timeline.step_seconds for one in found), default=float("inf"))
+    if fastest > graph.seconds + bound:
+        try:
+            found.append(find_order(alone, budget_bytes, seconds=seconds, progress=progress))
+        except BudgetError as error:
+            errors.append(error)
+    if not found:
+        everything = placed_on_tiers(graph, graph.tiers, swappable(graph))
+        try:
+            found.append(_with(graph, everything, budget_bytes, seconds, progress))
+        except BudgetError as error:
+            raise min([*errors, error], key=lambda e: e.least_bytes) from None
+    best = min(found, key=lambda one: one.timeline.step_seconds)
+    return replace(best, bound_seconds=relaxed_bound(graph, budget_bytes, seconds=seconds / 8))
+
+
+def swapping_step(graph: StepGraph, swapped: Mapping[int, Tier]) -> StepGraph:
+    """The step as the search knows it: swaps in place of second runs, the memory that moving takes counted."""
+    links = {links.tier: links for links in graph.tiers}
+    taken = {t: x.out.compute_seconds_per_byte + x.into.compute_seconds_per_byte for t, x in links.items()}
+    busy = {t: 1 / x.into.bytes_per_second for t, x in links.items()}
+    price = max((taken.get(t, 0.0) + _SHARE_WAITED * busy.get(t, 0.0) for t in swapped.values()), default=0.0)
+    made = with_swaps(graph, set(swapped), seconds_per_byte=price)
+    return replace(made, tiers=(), static_bytes=graph.static_bytes + graph.buffer_bytes(swapped.values()))
+
+
+def _choices(graph: StepGraph, budget_bytes: int, seconds: float) -> Iterator[Mapping[int, Tier]]:
+    """What may be swapped, the most promising first; nothing twice."""
+    outputs = sum(graph.storages[s].nbytes for s in set(graph.outputs) if not graph.is_free(s))
+    room = budget_bytes - graph.static_bytes - outputs - graph.buffer_bytes([links.tier for links in graph.tiers])
+    seen: list[Mapping[int, Tier]] = [{}]
+    for share in _LINK_SHARES:
+        selection = select_kept(graph, room, seconds=seconds / 8, gap=1e-2, link_share=share)
+        if selection is not None and selection.swapped not in seen:
+            seen.append(selection.swapped)
+            yield selection.swapped
+
+
+def _with(
+    graph: StepGraph, swapped: Mapping[int, Tier], budget_bytes: int, seconds: float, progress: Progress | None
+) -> Found:
+    """The fastest program found in which these may be swapped.
+
+    Raises:
+        BudgetError: if none fits.
+    """
+    swapping = swapping_step(graph, swapped)
+    lean = leanest(swapping)
+    links = {links.tier: links.into for links in graph.tiers}
+    into = {storage: links[tier] for storage, tier in swapped.items()}
+
+    def ahead(order: Sequence[int]) -> list[int]:
+        return ahead_of_use(lean, order, into, budget_bytes)
+
+    def finish(order: Sequence[int]) -> tuple[Program, Timeline]:
+        program = program_within(swapping, ahead(order), budget_bytes)
+        moved = with_transfers(graph, swapping, program, swapped, budget_bytes)
+        return moved, simulate(graph, moved)
+
+    moves = Moves(ahead=ahead, finish=finish, spill_bytes=int(budget_bytes * _SPILLED))
+    return find_order(swapping, budget_bytes, seconds=seconds, progress=progress, moves=moves)

@@ -1,0 +1,122 @@
+"""Swaps as orders know them: an op whose result is swapped runs again by bringing the result back.
+
+Orders say which ops run again, and everything that searches for orders knows `Op.again`, another call in place of the
+op after the first time. A swapped result is just that: what runs again reads nothing and writes the result, at the
+price of a transfer. So one search decides, for the results that may be swapped, which are kept, and for the others
+which are kept or made again; `memfit.planner.transfers` then turns runs that stand for transfers into transfers.
+
+Known limits: a result that may be swapped is not made again by computing it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
+
+from memfit.step.graph import Op, Phase, StepGraph, StorageKind
+from memfit.step.links import Tier, TierLinks, slot_bytes
+
+__all__ = ["SWAP_IN", "bring_back", "placed_on_tiers", "swappable", "with_swaps"]
+
+SWAP_IN = "memfit.swap_in"
+"""Target of what stands for a transfer back."""
+
+_LEAST_BYTES = 1 << 16
+"""Smaller results stay: a transfer takes longer to begin than to move them."""
+
+
+def swappable(graph: StepGraph) -> list[int]:
+    """Forward results that may be swapped and that the backward pass or a later op reads again.
+
+    What crosses between pieces stays, since code between them may hold it.
+    """
+    held = graph.held_to_the_end()
+    read = {s for op in graph.ops if op.phase is not Phase.LOSS for s in op.reads}
+    piece = {s: op.piece for op in graph.ops for s in op.writes}
+    crossing = {s for op in graph.ops for s in op.reads if piece.get(s, op.piece) != op.piece}
+    if len(set(piece.values())) > 1:
+        crossing |= {s for op in graph.ops if not op.recomputable for s in op.writes}
+    held |= crossing
+    return [
+        s
+        for s, storage in enumerate(graph.storages)
+        if storage.kind is StorageKind.FORWARD and s not in held and s in read and storage.nbytes >= _LEAST_BYTES
+    ]
+
+
+def with_swaps(graph: StepGraph, swapped: AbstractSet[int], *, seconds_per_byte: float = 0.0) -> StepGraph:
+    """The step with transfers back in place of second runs.
+
+    Args:
+        graph: the step.
+        swapped: forward results that may be swapped.
+        seconds_per_byte: what planners reckon a swap with, out and in.
+
+    Returns:
+        A step of the same ops and storages, for planners only.
+    """
+
+    def changed(op: Op) -> Op:
+        if op.phase is not Phase.FORWARD:
+            return op
+        if not swapped.isdisjoint(op.in_place_over):
+            # What is on its way out cannot be written over yet; a run after the first may, as it reads another copy.
+            left = tuple(s for s in op.in_place_over if s not in swapped)
+            op = replace(op, in_place_over=left, again=op.again or op)
+        moved = tuple(s for s in op.writes if s in swapped)
+        if not moved:
+            return op
+        seconds = seconds_per_byte * sum(graph.storages[s].nbytes for s in moved)
+        again = Op(
+            name=op.name,
+            target=SWAP_IN,
+            module=op.module,
+            phase=op.phase,
+            piece=op.piece,
+            reads=(),
+            writes=moved,
+            seconds=seconds,
+        )
+        return replace(op, again=again, recomputable=True, random_state_bytes=0, by_samples=None, reckoned_seconds=None)
+
+    return replace(graph, ops=tuple(map(changed, graph.ops)))
+
+
+def bring_back(graph: StepGraph, order: Sequence[int], swapped: Collection[int], *, ahead: int = 0) -> list[int]:
+    """An order in which swapped storages come back before they are first read after the loss.
+
+    Args:
+        graph: the step.
+        order: in which they are not made again after the loss.
+        swapped: forward results.
+        ahead: so many ops before.
+
+    Returns:
+        The order with second runs of their producers, which stand for transfers in the step of `with_swaps`.
+    """
+    producer = graph.producers()
+    loss = order.index(graph.loss_index)
+    back: dict[int, list[int]] = {}
+    seen: set[int] = set()
+    for place in range(loss + 1, len(order)):
+        for storage in graph.ops[order[place]].reads:
+            maker = producer[storage]
+            if storage in swapped and maker not in seen:
+                seen.add(maker)
+                back.setdefault(max(loss + 1, place - ahead), []).append(maker)
+    return [index for place, there in enumerate(order) for index in (*back.get(place, ()), there)]
+
+
+def placed_on_tiers(graph: StepGraph, tiers: Sequence[TierLinks], storages: Iterable[int]) -> dict[int, Tier]:
+    """A tier for each storage, the first one as long as there is room; what has room on none is left out."""
+    room = {links.tier: links.limit_bytes for links in tiers}
+    found: dict[int, Tier] = {}
+    for storage in storages:
+        nbytes = slot_bytes(graph.storages[storage].nbytes)
+        for tier, left in room.items():
+            if left is None or left >= nbytes:
+                found[storage] = tier
+                room[tier] = None if left is None else left - nbytes
+                break
+    return found

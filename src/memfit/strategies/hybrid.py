@@ -1,0 +1,57 @@
+"""`hybrid`: seed 001's OME. Of the checkpoints of `openai-memory` some are kept and some swapped; the rest runs again.
+
+The first checkpoints are needed last, so they are the ones that leave: as few as make the peak fit.
+
+Source: seed 001 (column `OME`: openai/checkpoints with Large Model Support for the checkpoints).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from memfit.planner.swapping import bring_back, placed_on_tiers, swappable, with_swaps
+from memfit.step.graph import StepGraph
+from memfit.step.links import Tier
+from memfit.step.program import program_of
+from memfit.step.simulate import simulate
+from memfit.strategies.openai import memory_order
+
+__all__ = ["swaps"]
+
+
+def swaps(graph: StepGraph, budget_bytes: int | None) -> tuple[list[int], Mapping[int, Tier]]:
+    """Keeps, swaps and recomputes.
+
+    Args:
+        graph: the step, with tiers.
+        budget_bytes: for the peak; None swaps every checkpoint.
+
+    Returns:
+        An order in which second runs of the producers of checkpoints stand for transfers back, and where each goes.
+    """
+    order = memory_order(graph, budget_bytes)
+    checkpoints = _checkpoints(graph, order)
+    if budget_bytes is None:
+        chosen = placed_on_tiers(graph, graph.tiers, checkpoints)
+        return bring_back(graph, order, chosen), chosen
+    low, high = 0, len(checkpoints)
+    while low < high:  # the peak falls with every checkpoint that leaves
+        middle = (low + high) // 2
+        fits = _peak(graph, order, placed_on_tiers(graph, graph.tiers, checkpoints[:middle])) <= budget_bytes
+        low, high = (low, middle) if fits else (middle + 1, high)
+    chosen = placed_on_tiers(graph, graph.tiers, checkpoints[:low])
+    return bring_back(graph, order, chosen), chosen
+
+
+def _checkpoints(graph: StepGraph, order: list[int]) -> list[int]:
+    """What the backward pass reads of what was made before the loss and is not made again, the earliest made first."""
+    loss = order.index(graph.loss_index)
+    again = {s for index in order[loss:] for s in graph.ops[index].later.writes}
+    read = {s for index in order[loss + 1 :] for s in graph.ops[index].reads}
+    return [s for s in swappable(graph) if s in read and s not in again]
+
+
+def _peak(graph: StepGraph, order: list[int], placed: Mapping[int, Tier]) -> int:
+    swapping = with_swaps(graph, set(placed))
+    program = program_of(swapping, bring_back(graph, order, placed))
+    return simulate(swapping, program).peak_bytes + graph.buffer_bytes(placed.values())

@@ -1,0 +1,50 @@
+"""`swap`: every large activation leaves in the forward pass and comes back a few ops before the backward pass needs it.
+
+Nothing runs again. Large Model Support has a size from which on tensors are swapped and a distance at which they are
+fetched. The size is chosen here: the largest with which the peak fits, since what stays costs nothing.
+
+Source: Le et al., "TFLMS: Large Model Support in TensorFlow by Graph Rewriting" (2018); seed 001's column `LMS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from memfit.planner.swapping import bring_back, placed_on_tiers, swappable, with_swaps
+from memfit.step.graph import StepGraph
+from memfit.step.links import Tier
+from memfit.step.program import plain_order, program_of
+from memfit.step.simulate import simulate
+
+__all__ = ["swaps"]
+
+_AHEAD = 3
+"""Backward ops between the start of a transfer back and its use."""
+
+
+def swaps(graph: StepGraph, budget_bytes: int | None) -> tuple[list[int], Mapping[int, Tier]]:
+    """Swaps what is larger than a size.
+
+    Args:
+        graph: the step, with tiers.
+        budget_bytes: for the peak; None swaps all that can be.
+
+    Returns:
+        An order in which second runs stand for transfers back, and where each storage goes.
+    """
+    read_later = {s for op in graph.ops[graph.loss_index + 1 :] for s in op.reads}
+    candidates = [s for s in swappable(graph) if s in read_later]
+    sizes = sorted({graph.storages[s].nbytes for s in candidates}, reverse=True)
+    order, placed = plain_order(graph), dict[int, Tier]()
+    for size in sizes if budget_bytes is not None else sizes[-1:]:
+        if budget_bytes is not None and _peak(graph, order, placed) <= budget_bytes:
+            break
+        placed = placed_on_tiers(graph, graph.tiers, [s for s in candidates if graph.storages[s].nbytes >= size])
+        order = bring_back(graph, plain_order(graph), placed, ahead=_AHEAD)
+    return order, placed
+
+
+def _peak(graph: StepGraph, order: list[int], placed: Mapping[int, Tier]) -> int:
+    swapping = with_swaps(graph, set(placed))
+    buffers = graph.buffer_bytes(placed.values())
+    return simulate(swapping, program_of(swapping, order)).peak_bytes + buffers
