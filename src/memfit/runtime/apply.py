@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,15 +20,27 @@ from torch.fx.graph import _BoxedCodeGen
 
 from memfit.capture.dynamo import compile_call, detach_outputs
 from memfit.capture.joint import JointReading, read_joint
-from memfit.capture.trace import Capture
+from memfit.capture.trace import Capture, device_of
 from memfit.errors import OutOfMemoryError, PlanMismatchError
-from memfit.runtime.lower import OVERWRITTEN, LocalInstruction, attach_hollow, lower
+from memfit.runtime.lower import (
+    OVERWRITTEN,
+    LocalInstruction,
+    LocalMove,
+    Move,
+    attach_hollow,
+    forget_side_effects,
+    lower,
+)
 from memfit.runtime.measure import largest_tensors
+from memfit.runtime.swap.spaces import open_spaces
+from memfit.runtime.swap.swapper import Slot, Swapper
+from memfit.runtime.swap.tier import SwapSpace
 from memfit.runtime.unused_output import refuse_gradient
 from memfit.step.graph import Phase, StorageKind
+from memfit.step.links import Tier
 from memfit.step.program import Action, Program
 
-__all__ = ["PieceProgram", "compile_planned", "piece_programs", "reading_digest"]
+__all__ = ["PieceProgram", "PlannedCall", "compile_planned", "compile_program", "piece_programs", "reading_digest"]
 
 log = logging.getLogger(__name__)
 
@@ -43,13 +55,37 @@ class PieceProgram:
         forward: instructions of its forward pass.
         backward: instructions of its backward pass.
         kept: local storages handed from one to the other.
+        slots: local storages that are swapped, and where to.
     """
 
     digest: str
     separated: frozenset[str]
-    forward: tuple[LocalInstruction, ...]
-    backward: tuple[LocalInstruction, ...]
+    forward: tuple[LocalInstruction | LocalMove, ...]
+    backward: tuple[LocalInstruction | LocalMove, ...]
     kept: tuple[int, ...]
+    slots: Mapping[int, Slot] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedCall:
+    """The module's call under a plan.
+
+    Attributes:
+        run: compiles on its first call.
+        swappers: of the pieces that swap.
+    """
+
+    run: Callable[..., Any]
+    swappers: tuple[Swapper, ...] = ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module."""
+        return self.run(*args, **kwargs)
+
+    @property
+    def moved_bytes(self) -> tuple[int, int]:
+        """What has been swapped out and in so far."""
+        return sum(s.out_bytes for s in self.swappers), sum(s.in_bytes for s in self.swappers)
 
 
 def reading_digest(reading: JointReading) -> str:
@@ -74,49 +110,71 @@ def piece_programs(capture: Capture, program: Program) -> tuple[PieceProgram, ..
     """
     graph = capture.graph
     local_op = {id(op): i for piece in capture.pieces.pieces for i, op in enumerate(piece.reading.ops)}
-    order = program.order()
     runs_again = set(program.recomputed())
     count = len(capture.pieces.pieces)
-    forward: list[list[LocalInstruction]] = [[] for _ in range(count)]
-    backward: list[list[LocalInstruction]] = [[] for _ in range(count)]
+    forward: list[list[LocalInstruction | LocalMove]] = [[] for _ in range(count)]
+    backward: list[list[LocalInstruction | LocalMove]] = [[] for _ in range(count)]
     kept: list[dict[int, None]] = [{} for _ in range(count)]
     past_loss = False
     seen: set[int] = set()
+    leaving: set[int] = set()
     written_back: list[set[int]] = [set() for _ in range(count)]
-    computes = [i for i in program.instructions if i.action is Action.COMPUTE]
     fused, handed_on = _fused(program)
     local = _local_storages(capture)
-    for position, index in enumerate(order):
+    piece_of = {s: op.piece for op in graph.ops for s in op.writes}
+
+    def move(kind: Move, storage: int) -> None:
+        piece = piece_of[storage]
+        (backward if past_loss else forward)[piece].append(LocalMove(kind, local[piece][storage]))
+        if past_loss and kind is Move.IN:
+            written_back[piece].add(local[piece][storage])
+
+    position = -1
+    for instruction in program.instructions:
+        index = instruction.index
+        gone = index if instruction.action is Action.FREE else instruction.over
+        if gone in leaving:
+            assert gone is not None
+            leaving.discard(gone)
+            move(Move.GONE, gone)
+        if instruction.action is Action.SWAP_OUT:
+            leaving.add(index)
+            move(Move.OUT, index)
+        elif instruction.action is Action.SWAP_IN:
+            move(Move.IN, index)
+        if instruction.action is not Action.COMPUTE:
+            continue
+        position += 1
         op, joint = graph.ops[index], capture.joint_ops[index]
         if op.phase is Phase.LOSS or joint is None:
             past_loss = True
             continue
         random = op.random_state_bytes > 0 and index in runs_again
         from_statistics = index in seen and op.again is not None
-        instruction = LocalInstruction(
+        run = LocalInstruction(
             index=local_op[id(joint)],
             again=index in seen,
-            over=local[op.piece].get(computes[position].over),
-            parts=computes[position].parts,
+            over=local[op.piece].get(instruction.over),
+            parts=instruction.parts,
             from_statistics=from_statistics,
             save_state=random and index not in seen,
             replay=random and index in seen,
             fused=fused[position],
-            sliced=computes[position].sliced,
+            sliced=instruction.sliced,
             handed_on=tuple(local[op.piece][s] for s in handed_on[position]),
         )
         seen.add(index)
         if not past_loss:
-            forward[op.piece].append(instruction)
+            forward[op.piece].append(run)
             continue
         storages = capture.pieces.pieces[op.piece].reading.storages
         returned = set(capture.pieces.pieces[op.piece].reading.output_storages)
         reads, writes = (joint.again_reads, joint.writes[:1]) if from_statistics else (joint.reads, joint.writes)
-        for storage in reads if instruction.over is None else (*reads, instruction.over):
+        for storage in reads if run.over is None else (*reads, run.over):
             if storages[storage].kind is StorageKind.FORWARD and storage not in written_back[op.piece]:
                 kept[op.piece][storage] = None
         written_back[op.piece].update(s for s in writes if s not in returned)
-        backward[op.piece].append(instruction)
+        backward[op.piece].append(run)
     # Gradients may be forward results as they are.
     for index, piece in enumerate(capture.pieces.pieces):
         for storage in piece.reading.gradient_storages:
@@ -129,6 +187,11 @@ def piece_programs(capture: Capture, program: Program) -> tuple[PieceProgram, ..
             forward=tuple(forward[i]),
             backward=tuple(backward[i]),
             kept=tuple(kept[i]),
+            slots={
+                local[i][s]: Slot(tier=tier, nbytes=graph.storages[s].nbytes)
+                for s, tier in program.swapped().items()
+                if piece_of[s] == i
+            },
         )
         for i, piece in enumerate(capture.pieces.pieces)
     )
@@ -156,19 +219,43 @@ def _local_storages(capture: Capture) -> list[dict[int | None, int]]:
     return local
 
 
+def compile_program(
+    model: nn.Module, capture: Capture, program: Program, *, describe: Callable[[], str] = str
+) -> PlannedCall:
+    """Compiles the module's call so that it runs a program of its captured step.
+
+    Args:
+        model: the module.
+        capture: its step.
+        program: a checked program of that step.
+        describe: words about the plan, for an out-of-memory error.
+
+    Returns:
+        See `compile_planned`.
+
+    Raises:
+        SwapError: if there is no room for what the program swaps.
+    """
+    spaces = open_spaces(capture.graph, program, device_of(model))
+    programs = piece_programs(capture, program)
+    return compile_planned(model, programs, capture.gradient_outputs, spaces=spaces, describe=describe)
+
+
 def compile_planned(
     model: nn.Module,
     programs: Sequence[PieceProgram],
     gradient_outputs: frozenset[int] | None,
     *,
+    spaces: Mapping[Tier, SwapSpace] | None = None,
     describe: Callable[[], str] = str,
-) -> Callable[..., Any]:
+) -> PlannedCall:
     """Compiles the module's call so that it runs a plan.
 
     Args:
         model: the module.
         programs: one for each piece.
         gradient_outputs: which outputs of the last piece receive gradients; None for all.
+        spaces: the tiers that the programs swap to.
         describe: words about the plan, for an out-of-memory error.
 
     Returns:
@@ -178,6 +265,7 @@ def compile_planned(
         PlanMismatchError: from the call, before anything ran, if the model is not the planned one.
     """
     by_digest = {p.digest: p for p in programs}
+    swappers = {p.digest: Swapper(p.slots, spaces or {}) for p in programs if p.slots}
     separated = frozenset[str]().union(*(p.separated for p in programs))
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -188,7 +276,7 @@ def compile_planned(
             program = by_digest.get(reading_digest(reading))
             if program is None:
                 raise PlanMismatchError("the model now runs a graph that was not planned")
-            return lower(reading, program.forward, program.backward, program.kept)
+            return lower(reading, program.forward, program.backward, program.kept, swappers.get(program.digest))
 
         def boxed(lowered: fx.GraphModule, operands: Any) -> Callable[..., Any]:
             return _boxed(lowered, describe)
@@ -196,12 +284,13 @@ def compile_planned(
         compiled = aot_autograd(fw_compiler=boxed, bw_compiler=boxed, partition_fn=partition)(gm, inputs)
         return refuse_gradient(compiled, cut) if cut else compiled
 
-    return compile_call(model, backend)
+    return PlannedCall(compile_call(model, backend), tuple(swappers.values()))
 
 
 def _boxed(gm: fx.GraphModule, describe: Callable[[], str]) -> Callable[..., Any]:
     """The generated code itself, taking its arguments in a list that it empties as it goes."""
     attach_hollow(gm)
+    forget_side_effects(gm.graph)
     placeholders = gm.graph.find_nodes(op="placeholder")
     overwritten = [i for i, node in enumerate(placeholders) if node.meta.get(OVERWRITTEN)]
     gm.graph.set_codegen(_BoxedCodeGen())

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 
 from memfit.errors import MemfitError, PlanMismatchError
-from memfit.runtime.apply import compile_planned, piece_programs
+from memfit.runtime.apply import PlannedCall, compile_program
 from memfit.runtime.signature import Signature, signature
 from memfit.step.check import check
 from memfit.step.codec import fingerprint_difference, graph_digest
@@ -47,7 +46,7 @@ class Fitted:
     model: weakref.ref[nn.Module]
     request: Request
     plans: dict[Signature, Plan] = field(default_factory=dict)
-    calls: dict[Signature, Callable[..., Any]] = field(default_factory=dict)
+    calls: dict[Signature, PlannedCall] = field(default_factory=dict)
     unsigned: Plan | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -71,7 +70,7 @@ class Fitted:
         self.plans.pop(key, None)
         return self._plan_for(model, key, args, kwargs)(*args, **kwargs)
 
-    def _plan_for(self, model: nn.Module, key: Signature, args: Any, kwargs: Any) -> Callable[..., Any]:
+    def _plan_for(self, model: nn.Module, key: Signature, args: Any, kwargs: Any) -> PlannedCall:
         from memfit.planning import make_plan
 
         if self.unsigned is not None:
@@ -80,13 +79,10 @@ class Fitted:
         log.info("planning for inputs %s", key)
         return self.adopt(model, key, make_plan(model, args, kwargs, self.request))
 
-    def adopt(self, model: nn.Module, key: Signature, plan: Plan) -> Callable[..., Any]:
+    def adopt(self, model: nn.Module, key: Signature, plan: Plan) -> PlannedCall:
         """Runs `plan` for the inputs of this signature from now on."""
         assert plan.planned is not None
-        capture = plan.planned.capture
-        call = compile_planned(
-            model, piece_programs(capture, plan.program), capture.gradient_outputs, describe=plan.__str__
-        )
+        call = compile_program(model, plan.planned.capture, plan.program, describe=plan.__str__)
         self.plans[key] = plan
         self.calls[key] = call
         return call
@@ -105,7 +101,10 @@ def install(
     if plan.planned is not None:
         request = replace(plan.planned.request, budget=plan.budget_bytes)
     else:
-        request = Request(budget=plan.budget_bytes, loss_fn=loss_fn, optimizer=optimizer, strategy=plan.strategy)
+        tiers = ",".join(dict.fromkeys(map(str, plan.program.swapped().values()))) or None
+        request = Request(
+            budget=plan.budget_bytes, loss_fn=loss_fn, optimizer=optimizer, strategy=plan.strategy, tiers=tiers
+        )
     here = fingerprint(model, (), {})
     difference = fingerprint_difference(
         {k: v for k, v in plan.fingerprint.items() if k != "inputs"}, {k: v for k, v in here.items() if k != "inputs"}

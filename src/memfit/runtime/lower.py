@@ -9,6 +9,9 @@ use, so what runs is what was simulated. Three rules make that true:
 - an op marked in place runs the in-place call of `memfit.capture.rewrite`, one in parts that of
   `memfit.capture.parts`.
 
+A storage that is swapped leaves and comes back by calls of a `Swapper`; what stands in for it between the two passes is
+the step's ticket. A tensor that comes back is waited for at its first reader.
+
 A random op that runs more than once saves its generator's state the first time and replays it later
 (`torch._prims.rng_prims`).
 """
@@ -16,8 +19,9 @@ A random op that runs more than once saves its generator's state the first time 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, cast
 
 import torch
@@ -32,8 +36,19 @@ from memfit.capture.joint import JointReading, is_tangent
 from memfit.capture.parts import call_in_parts
 from memfit.capture.rewrite import HOLLOW_PREFIX, IN_PLACE, make_hollow
 from memfit.runtime.fused import FusedOp, fused_call
+from memfit.runtime.swap.swapper import Swapper
 
-__all__ = ["OVERWRITTEN", "LocalInstruction", "attach_hollow", "lower"]
+__all__ = [
+    "OVERWRITTEN",
+    "LocalInstruction",
+    "LocalMove",
+    "Move",
+    "attach_hollow",
+    "forget_side_effects",
+    "lower",
+]
+
+_SWAP_PREFIX = "memfit_swap_"
 
 OVERWRITTEN = "memfit_overwritten"
 """Mark in the `meta` of a node whose memory a later one takes over."""
@@ -60,12 +75,31 @@ class LocalInstruction:
     handed_on: tuple[int, ...] = ()
 
 
+class Move(StrEnum):
+    """What is done for a swapped storage: it starts out, it is waited for to be out, it starts back."""
+
+    OUT = "out"
+    GONE = "gone"
+    IN = "in"
+
+
+@dataclass(frozen=True, slots=True)
+class LocalMove:
+    """A move of a storage of the piece."""
+
+    move: Move
+    storage: int
+
+
 class _Emitter:
     """Copies nodes of the joint graph into one new graph, keeping the current copy of every storage."""
 
-    def __init__(self, reading: JointReading, graph: fx.Graph) -> None:
+    def __init__(self, reading: JointReading, graph: fx.Graph, swapper: Swapper | None = None) -> None:
         self.reading = reading
         self.graph = graph
+        self.swapper = swapper
+        self.ticket: fx.Node | None = None
+        self.coming: dict[int, fx.Node] = {}
         self.bases: dict[int, fx.Node] = {}
         self.views: dict[fx.Node, fx.Node] = {}
         self.states: dict[int, fx.Node] = {}
@@ -96,6 +130,8 @@ class _Emitter:
     def value(self, node: fx.Node) -> fx.Node:
         """The node of this graph that holds what `node` of the joint graph holds."""
         storage = self.reading.storage_of.get(node)
+        if storage is not None and storage in self.coming:
+            self.wait_for(storage)
         if storage is not None and self.reading.storages[storage].base is node:
             return self.bases[storage]
         known = self.views.get(node)
@@ -106,14 +142,65 @@ class _Emitter:
             self.views[node] = known
         return known
 
-    def run_all(self, instructions: Sequence[LocalInstruction]) -> None:
-        """Emits ops in their order, fused ones as one."""
-        start = 0
-        for stop, instruction in enumerate(instructions, start=1):
+    def run_all(self, instructions: Sequence[LocalInstruction | LocalMove]) -> None:
+        """Emits ops in their order, fused ones as one, and moves."""
+        run: list[LocalInstruction] = []
+        for instruction in instructions:
+            if isinstance(instruction, LocalMove):
+                self.move(instruction)
+                continue
+            run.append(instruction)
             if not instruction.fused:
-                run = instructions[start:stop]
                 self.run_sliced(run) if instruction.sliced else self.run(instruction)
-                start = stop
+                run = []
+
+    def move(self, instruction: LocalMove) -> None:
+        """Emits a call of the swapper."""
+        swapper, storage = self.swapper, instruction.storage
+        assert swapper is not None
+        if self.ticket is None:
+            self.ticket = self._call(swapper.begin)
+            self.ticket.meta = {"val": self._fake_ticket(storage)}
+        if instruction.move is Move.OUT:
+            self._call(swapper.out, self.ticket, self.bases[storage], storage)
+        elif instruction.move is Move.GONE:
+            self._call(swapper.out_done, self.ticket, storage)
+        else:
+            value = self.reading.storages[storage].base.meta["val"]
+            made = self._call(swapper.start_in, self.ticket, storage, value.device)
+            made.meta = dict(self.reading.storages[storage].base.meta)
+            self.set_base(storage, made)
+            self.coming[storage] = made
+
+    def end_step(self) -> None:
+        """Emits that nothing comes back any more."""
+        if self.ticket is not None:
+            assert self.swapper is not None
+            self._call(self.swapper.end, self.ticket)
+
+    def wait_for(self, storage: int) -> None:
+        """Emits that a storage that is on its way back is waited for."""
+        assert self.swapper is not None and self.ticket is not None
+        started = self.coming.pop(storage)
+        made = self._call(self.swapper.in_done, self.ticket, started, storage)
+        made.meta = dict(started.meta)
+        self.set_base(storage, made)
+
+    def _fake_ticket(self, storage: int) -> torch.Tensor:
+        mode = detect_fake_mode(_tensors(self.reading.storages[storage].base.meta["val"]))
+        with unset_fake_temporarily():
+            real = torch.zeros((), dtype=torch.int64)
+        return mode.from_tensor(real) if mode is not None else real
+
+    def _call(self, method: Callable[..., object], *args: Any) -> fx.Node:
+        """A call of a bound method; FX wants functions, and until compiled must keep those that nobody reads."""
+
+        def swap(*operands: Any) -> object:
+            return method(*operands)
+
+        swap.__name__ = f"{_SWAP_PREFIX}{method.__name__}"
+        fx.node.has_side_effect(swap)
+        return self.graph.call_function(swap, args)
 
     def run_sliced(self, instructions: Sequence[LocalInstruction]) -> None:
         """Emits ops that run slice by slice, then takes their results out."""
@@ -197,9 +284,10 @@ class _Emitter:
 
 def lower(
     reading: JointReading,
-    forward: Sequence[LocalInstruction],
-    backward: Sequence[LocalInstruction],
+    forward: Sequence[LocalInstruction | LocalMove],
+    backward: Sequence[LocalInstruction | LocalMove],
     kept: Sequence[int],
+    swapper: Swapper | None = None,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Builds the two graph modules of one piece.
 
@@ -208,6 +296,7 @@ def lower(
         forward: what runs in the forward pass, in order.
         backward: what runs in the backward pass, in order.
         kept: local storages of forward results handed to the backward pass; inputs need not be named.
+        swapper: moves what is swapped.
 
     Returns:
         Forward and backward graph modules, with the calling convention of AOTAutograd's partitioners.
@@ -219,30 +308,37 @@ def lower(
     placeholders = joint.graph.find_nodes(op="placeholder")
     primals = [n for n in placeholders if not is_tangent(n)]
 
-    in_forward = _Emitter(reading, fx.Graph())
+    in_forward = _Emitter(reading, fx.Graph(), swapper)
     in_forward.place(primals)
     in_forward.place(joint.graph.find_nodes(op="get_attr"))
     in_forward.run_all(forward)
 
-    in_backward = _Emitter(reading, fx.Graph())
+    in_backward = _Emitter(reading, fx.Graph(), swapper)
     in_backward.place(primals)
     for storage in kept:
         in_backward.place([reading.storages[storage].base], as_inputs=True)
     for index, state in in_forward.states.items():
         in_backward.states[index] = in_backward.graph.placeholder(f"random_state_{index}")
         in_backward.states[index].meta = dict(state.meta)
+    if in_forward.ticket is not None:
+        in_backward.ticket = in_backward.graph.placeholder("swap_ticket")
+        in_backward.ticket.meta = dict(in_forward.ticket.meta)
     in_backward.place([n for n in placeholders if is_tangent(n)])
     in_backward.place(joint.graph.find_nodes(op="get_attr"))
     in_backward.run_all(backward)
+    in_backward.end_step()
     gradients = tuple(in_backward.value(n) if isinstance(n, fx.Node) else n for n in outputs[count:])
     in_backward.graph.output(gradients).meta["desc"] = descriptions[count:]
     unread = [n for n in primals if not in_backward.placed[n].users]
     for node in unread:
         in_backward.graph.erase_node(in_backward.placed[node])
 
+    for storage in [s for s in kept if s in in_forward.coming]:
+        in_forward.wait_for(storage)  # what the backward graph gets is back
     saved = [in_forward.placed[n] for n in primals if n not in unread]
     saved += [in_forward.bases[s] for s in kept]
     saved += list(in_forward.states.values())
+    saved += [] if in_forward.ticket is None else [in_forward.ticket]
     results = [in_forward.value(n) if isinstance(n, fx.Node) else n for n in outputs[:count]]
     made = in_forward.graph.output((*results, *saved))
     made.meta["desc"] = [*descriptions[:count], *(SavedForBackwardsAOTOutput(i) for i in range(len(saved)))]
@@ -256,6 +352,13 @@ def lower(
         fx.GraphModule(attributes, in_forward.graph, "PlannedForward"),
         fx.GraphModule(attributes, in_backward.graph, "PlannedBackward"),
     )
+
+
+def forget_side_effects(graph: fx.Graph) -> None:
+    """Takes a compiled graph's swaps out of FX's global set of functions to keep, which would keep the tiers open."""
+    for node in graph.nodes:
+        if getattr(node.target, "__name__", "").startswith(_SWAP_PREFIX):
+            fx.node._side_effectful_functions.discard(node.target)
 
 
 def _drop_unread(graph: fx.Graph) -> None:

@@ -1,0 +1,36 @@
+"""Opens the tiers that a program swaps to, with the space of one step."""
+
+from __future__ import annotations
+
+import torch
+
+from memfit.runtime.swap.disk import DiskSpace
+from memfit.runtime.swap.host import HostSpace
+from memfit.runtime.swap.tier import SwapSpace
+from memfit.step.graph import StepGraph
+from memfit.step.links import Tier, slot_bytes
+from memfit.step.program import Program
+
+__all__ = ["open_spaces"]
+
+
+def open_spaces(graph: StepGraph, program: Program, device: torch.device) -> dict[Tier, SwapSpace]:
+    """The tiers a program uses.
+
+    Args:
+        graph: the step; its tiers say what each may hold.
+        program: a program of it.
+        device: where the step runs.
+
+    Raises:
+        SwapError: if there is no room.
+    """
+    nbytes: dict[Tier, int] = {}
+    for storage, tier in program.swapped().items():
+        nbytes[tier] = nbytes.get(tier, 0) + slot_bytes(graph.storages[storage].nbytes)
+    limits = {links.tier: links.limit_bytes for links in graph.tiers}
+    spaces: dict[Tier, SwapSpace] = {}
+    for tier, wanted in nbytes.items():
+        limit = limits.get(tier)
+        spaces[tier] = DiskSpace(wanted, limit) if tier is Tier.DISK else HostSpace(wanted, device, limit)
+    return spaces

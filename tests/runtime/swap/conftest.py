@@ -1,0 +1,56 @@
+"""A disk for small models: small chunks, links so fast that plans use them, and a directory of the test's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from memfit.runtime.swap.calibrate import Calibration, LinkSpeed
+from memfit.step.links import SLOT_ALIGNMENT, Tier
+
+FAST = LinkSpeed(
+    alone_bytes_per_second=1e12,
+    bytes_per_second=1e12,
+    pageable_bytes_per_second=0.0,
+    latency_seconds=0.0,
+    compute_seconds_per_byte=0.0,
+)
+
+
+@pytest.fixture(autouse=True)
+def swap_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where this test swaps."""
+    monkeypatch.setenv("MEMFIT_SWAP_DIR", str(tmp_path / "swap"))
+    return tmp_path / "swap"
+
+
+@pytest.fixture
+def small_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything of a kilobyte and more may be swapped, over a link that takes no time."""
+    chunk = 2 * SLOT_ALIGNMENT
+    buffers = 2 * (chunk + SLOT_ALIGNMENT) + 1024
+    monkeypatch.setattr("memfit.planner.swapping._LEAST_BYTES", 1024)
+    monkeypatch.setattr("memfit.runtime.swap.disk._CHUNK_BYTES", chunk)
+    monkeypatch.setattr("memfit.runtime.swap.calibrate.BUFFER_BYTES", buffers)
+    known = Calibration(tier=Tier.DISK, device="cpu", out=FAST, into=FAST)
+    monkeypatch.setattr("memfit.runtime.swap.tiers.calibrated", lambda *_: known)
+
+
+@pytest.fixture
+def same_step() -> Callable[[nn.Module, nn.Module, Callable[[nn.Module], torch.Tensor]], None]:
+    """Runs a step of a fitted module and of its plain twin, and compares all bits they leave."""
+
+    def run(fitted: nn.Module, plain: nn.Module, loss: Callable[[nn.Module], torch.Tensor]) -> None:
+        for model in (fitted, plain):
+            torch.manual_seed(1)
+            model.zero_grad()
+            loss(model).backward()
+        pairs = zip(fitted.named_parameters(), plain.parameters(), strict=True)
+        assert [name for (name, p), q in pairs if not torch.equal(p.grad, q.grad)] == []
+        assert all(torch.equal(a, b) for a, b in zip(fitted.buffers(), plain.buffers(), strict=True))
+
+    return run
