@@ -26,7 +26,7 @@ def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is tested here holds of any plan; how good plans are is measured in benchmarks and in tests/planner."""
     planning: Any = sys.modules.get("memfit.planning")
     if planning is not None:
-        for name, most in (("find_order", 0.4), ("relaxed_bound", 0.1)):
+        for name, most in (("find_program", 0.4), ("relaxed_bound", 0.1)):
             monkeypatch.setattr(planning, name, functools.partial(_briefly, getattr(planning, name), most))
 
 

@@ -23,7 +23,7 @@ from memfit import planning, strategies
 from memfit.capture.loss import LossFunction
 from memfit.capture.trace import Capture, device_of
 from memfit.errors import BudgetError, SpecError
-from memfit.planner.auto import find_order
+from memfit.planner.hybrid import find_program
 from memfit.planner.least import least_order
 from memfit.planner.scale import difference, scaled
 from memfit.planner.ways import leanest
@@ -105,6 +105,7 @@ def max_batch(
     make_loss: Callable[[int], LossFunction | None] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     strategy: str = "auto",
+    tiers: str | None = None,
     start: int = 1,
     limit: int = 65536,
     prove: bool = True,
@@ -120,6 +121,7 @@ def max_batch(
         make_loss: from a batch size to a loss function.
         optimizer: its state and step count.
         strategy: `"auto"`, or a known strategy by name.
+        tiers: where swapped bytes may go, as for `memfit.plan`.
         start: smallest batch size to consider.
         limit: largest batch size to consider.
         prove: confirm the result by one run of the planned step.
@@ -135,9 +137,8 @@ def max_batch(
     """
     if not 1 <= start <= limit:
         raise SpecError(f"batch sizes go from start to limit, both from 1 on (start: {start}, limit: {limit})")
-    if strategy != "auto":
-        strategies.find(strategy)
-    request = Request(budget=budget, optimizer=optimizer, strategy=strategy, prove=prove)
+    strategies.check_name(strategy)
+    request = Request(budget=budget, optimizer=optimizer, strategy=strategy, tiers=tiers, prove=prove)
     steps = _Steps(model, make_args, make_loss, request, progress)
     steps.capture(max(2, start))
     steps.capture(2 * max(2, start))
@@ -292,6 +293,9 @@ def _largest_planned(steps: _Steps, budget_bytes: int, known: int, start: int, l
 
     def fits(batch: int) -> bool:
         try:
+            if strategies.swaps(strategy) and strategy != "auto":
+                program = strategies.program(strategy, steps.at(batch), budget_bytes)
+                return simulate(steps.at(batch), program).peak_bytes <= budget_bytes
             order = _least_order(steps, strategy, batch, budget_bytes)
         except BudgetError:
             return False
@@ -330,7 +334,7 @@ def _overhead(graph: StepGraph, strategy: str, budget_bytes: int) -> float | Non
     """Predicted extra time of a plan within the budget, None if there is none."""
     try:
         if strategy == "auto":
-            return find_order(graph, budget_bytes, seconds=_CURVE_SECONDS).timeline.overhead
+            return find_program(graph, budget_bytes, seconds=_CURVE_SECONDS).timeline.overhead
         timeline = simulate(graph, strategies.program(strategy, graph, budget_bytes))
     except BudgetError:
         return None

@@ -25,7 +25,7 @@ from memfit.errors import BudgetError, MemfitError, SpecError
 from memfit.planner.activations import Activations, count_activations
 from memfit.planning import Progress, Request, capture_and_profile, plan_captured, prove, resolve_budget
 from memfit.plans import Plan
-from memfit.runtime.apply import compile_planned, piece_programs
+from memfit.runtime.apply import compile_program
 from memfit.runtime.device_memory import free_bytes
 from memfit.runtime.training import interleaved_seconds, resident_bytes, step_peak, training_step
 from memfit.step.graph import StepGraph
@@ -62,7 +62,13 @@ class Row:
         measured_plain_seconds: median wall-clock time of the plain step.
         measured_seconds: median wall-clock time of the planned step, run in turns with the plain one.
         recompute_seconds: profiled time of what runs again.
-        bound_overhead: no plan that only recomputes has less overhead, as a fraction.
+        out_bytes: swapped out, predicted.
+        in_bytes: swapped in, predicted.
+        overlap: share of the links' time during which compute goes on, predicted.
+        stall_seconds: what compute waits for links, predicted.
+        host_bytes: the most on the host.
+        disk_bytes: the most on the disk.
+        bound_overhead: no plan has less overhead, with the tiers it may swap to, as a fraction.
         activations: how many are kept and how many recomputed.
         least_bytes: where nothing fits, the least budget that works.
         error: where nothing fits, why.
@@ -80,6 +86,12 @@ class Row:
     measured_plain_seconds: float | None = None
     measured_seconds: float | None = None
     recompute_seconds: float | None = None
+    out_bytes: int = 0
+    in_bytes: int = 0
+    overlap: float | None = None
+    stall_seconds: float = 0.0
+    host_bytes: int = 0
+    disk_bytes: int = 0
     bound_overhead: float | None = None
     activations: Activations | None = None
     least_bytes: int | None = None
@@ -124,6 +136,7 @@ def compare(
     batches: Sequence[int],
     budgets: Sequence[int | str | None] = (None,),
     optimizer: OptimizerFactory | None = None,
+    tiers: str | None = None,
     measure: bool = True,
     repeats: int = 3,
     progress: Progress | None = None,
@@ -137,6 +150,7 @@ def compare(
         budgets: bytes or strings. Here a percentage is one of the plain step's predicted peak, `"40%"` as well
             as `"40%plain"`, since that is what strategies are compared at. None is no limit.
         optimizer: makes an optimizer from parameters, such as `torch.optim.AdamW`; its state and step count.
+        tiers: where swapped bytes may go, as for `memfit.plan`.
         measure: run everything; otherwise only the predictions are filled in.
         repeats: timed runs of each step.
         progress: told how far it is.
@@ -155,7 +169,7 @@ def compare(
         model, args, kwargs, loss_fn, title = _parts(make_example(batch))
         label, device = label or title, str(device_of(model))
         made = None if optimizer is None else optimizer(model.parameters())
-        request = Request(budget="auto", loss_fn=loss_fn, optimizer=made, label=title)
+        request = Request(budget="auto", loss_fn=loss_fn, optimizer=made, label=title, tiers=tiers)
         capture, graph = capture_and_profile(model, args, kwargs, request, progress=progress)
         bench = _Bench(model=model, args=args, kwargs=kwargs, capture=capture, graph=graph, request=request)
         rows += _rows_of_batch(bench, batch, strategies, budgets, repeats if measure else 0, progress)
@@ -199,8 +213,7 @@ class _Bench:
         """One training step, plain or planned."""
         call: Callable[..., Any] = self.model
         if plan is not None:
-            programs = piece_programs(self.capture, plan.program)
-            call = compile_planned(self.model, programs, self.capture.gradient_outputs, describe=plan.__str__)
+            call = compile_program(self.model, self.capture, plan.program, describe=plan.__str__)
         loss_fn, optimizer = self.request.loss_fn, self.request.optimizer
         return training_step(call, self.model, self.args, self.kwargs, loss_fn=loss_fn, optimizer=optimizer)
 
@@ -275,6 +288,12 @@ def _with_plan(bench: _Bench, row: Row, plan: Plan) -> Row:
         peak_bytes=timeline.peak_bytes,
         seconds=timeline.step_seconds,
         recompute_seconds=timeline.recompute_seconds,
+        out_bytes=timeline.out_bytes,
+        in_bytes=timeline.in_bytes,
+        overlap=timeline.overlap if timeline.out_bytes else None,
+        stall_seconds=timeline.stall_seconds,
+        host_bytes=plan.predicted.host_bytes,
+        disk_bytes=plan.predicted.disk_bytes,
         bound_overhead=plan.predicted.bound_overhead,
         activations=count_activations(bench.graph, plan.program),
     )
@@ -356,7 +375,7 @@ def _validate(strategies: Sequence[str], batches: Sequence[int], budgets: Sequen
             f"(strategies: {list(strategies)}, batches: {list(batches)}, budgets: {list(budgets)})"
         )
     for name in strategies:
-        known_strategies.find(name)
+        known_strategies.check_name(name)
     for batch in batches:
         if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
             raise SpecError(f"a batch size is a whole number from 1 on (batch: {batch!r})")

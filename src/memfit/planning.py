@@ -21,19 +21,21 @@ from memfit.capture.loss import LossFunction, backward_of
 from memfit.capture.profile import profile_ops, separated
 from memfit.capture.trace import Capture, capture_step, device_of
 from memfit.errors import BudgetError, SpecError
-from memfit.planner.auto import find_order
 from memfit.planner.bound import op_wall_bytes, relaxed_bound
 from memfit.planner.explain import decisions
+from memfit.planner.hybrid import find_program
 from memfit.planner.least import least_order
-from memfit.planner.ways import leanest, program_within
+from memfit.planner.ways import leanest
 from memfit.plans import Plan
-from memfit.runtime.apply import compile_planned, piece_programs
+from memfit.runtime.apply import compile_program
 from memfit.runtime.device_memory import free_bytes, total_bytes
 from memfit.runtime.measure import measure
 from memfit.runtime.signature import Signature, signature
+from memfit.runtime.swap.tiers import parse_tiers, tier_links
 from memfit.step.check import check
 from memfit.step.codec import Prediction, graph_digest
 from memfit.step.graph import StepGraph
+from memfit.step.links import Tier, TierLinks
 from memfit.step.program import Program, program_of
 from memfit.step.simulate import simulate, simulate_plain
 from memfit.units import format_bytes, parse_bytes
@@ -54,7 +56,7 @@ Progress = Callable[[str, int, int], None]
 """Told the stage, what is done of it and how much there is to do."""
 
 _PROVING_RUNS = 3
-_BITWISE = ("keep", "recompute")
+_BITWISE = ("keep", "recompute", "swap")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +69,7 @@ class Request:
         optimizer: its state and step count.
         strategy: name of a planner.
         levers: `"bitwise"` or a tuple of lever names.
-        tiers: where swapped bytes may go; None for nowhere.
+        tiers: where swapped bytes may go; see `memfit.runtime.swap.tiers.parse_tiers`.
         prove: run the plan once and correct it.
         label: what is planned, for people.
         search_seconds: roughly how long `"auto"` searches; up to four times that while far from the bound.
@@ -139,8 +141,8 @@ def make_plan(
         CaptureError: if the model cannot be captured.
         BudgetError: if nothing fits.
     """
-    _validate(request)
     device = device_of(model)
+    _validate(request, device)
     resolve_budget(request.budget, device)
     capture, graph = capture_and_profile(model, args, kwargs, request, progress=progress)
     budget_bytes = resolve_budget(request.budget, device, graph.static_bytes)
@@ -181,7 +183,14 @@ def capture_and_profile(
             progress("profile", done, total)
 
     graph = profile_ops(capture, device, cache, progress=profiling)
+    graph = replace(graph, tiers=_tiers(request, device))
     return replace(capture, graph=graph), graph
+
+
+def _tiers(request: Request, device: torch.device) -> tuple[TierLinks, ...]:
+    """What the request lets swap."""
+    may = request.levers == "bitwise" or "swap" in request.levers
+    return tier_links(request.tiers, device) if may and strategies.swaps(request.strategy) else ()
 
 
 def plan_captured(
@@ -215,6 +224,12 @@ def plan_captured(
             plain_peak_bytes=plain.peak_bytes,
             bound_overhead=(graph.seconds + bound_seconds) / graph.plain_seconds - 1 if graph.seconds else None,
             least_peak_bytes=op_wall_bytes(graph),
+            out_bytes=timeline.out_bytes,
+            in_bytes=timeline.in_bytes,
+            overlap=timeline.overlap,
+            stall_seconds=timeline.stall_seconds,
+            host_bytes=timeline.tier_bytes.get(Tier.HOST, 0),
+            disk_bytes=timeline.tier_bytes.get(Tier.DISK, 0),
         ),
         program=program,
         decisions=decisions(graph, program, timeline),
@@ -227,8 +242,8 @@ def plan_captured(
 def _program(graph: StepGraph, request: Request, budget_bytes: int) -> tuple[Program, float]:
     strategy = request.strategy
     if strategy == "auto":
-        found = find_order(graph, budget_bytes, seconds=request.search_seconds)
-        return program_within(graph, found.order, budget_bytes), found.bound_seconds
+        found = find_program(graph, budget_bytes, seconds=request.search_seconds)
+        return found.program, found.bound_seconds
     program = strategies.program(strategy, graph, budget_bytes)
     timeline = simulate(graph, program)
     if timeline.peak_bytes > budget_bytes:
@@ -292,7 +307,7 @@ def _measured_peak(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
     """Peak of one planned forward and backward pass; gradients that exist stay and count, new ones go."""
     assert plan.planned is not None
     capture, request = plan.planned.capture, plan.planned.request
-    call = compile_planned(model, piece_programs(capture, plan.program), capture.gradient_outputs)
+    call = compile_program(model, capture, plan.program)
     leaves = [t for t in pytree.tree_leaves((list(args), kwargs)) if isinstance(t, torch.Tensor) and t.is_leaf]
     receiving = [(t, t.grad) for t in (*model.parameters(), *leaves) if t.requires_grad]
 
@@ -325,11 +340,9 @@ def fingerprint(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -
     }
 
 
-def _validate(request: Request) -> None:
+def _validate(request: Request, device: torch.device) -> None:
     levers = _BITWISE if request.levers == "bitwise" else request.levers
     if isinstance(levers, str) or not set(levers) <= set(_BITWISE):
         raise SpecError(f"unknown levers; this version has 'bitwise' and {_BITWISE} (levers: {request.levers!r})")
-    if request.tiers is not None:
-        raise SpecError(f"this version does not swap, so tiers must be None (tiers: {request.tiers!r})")
-    if request.strategy != "auto":
-        strategies.find(request.strategy)
+    strategies.check_name(request.strategy)
+    parse_tiers(request.tiers, device)

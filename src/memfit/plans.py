@@ -126,6 +126,7 @@ class Plan:
         if self.planned is not None:
             activations = count_activations(self.planned.graph, self.program)
             means = f"keep {activations.retained} / recompute {activations.recomputed}"
+            means += f" / swap {activations.swapped}" if activations.swapped else ""
         peaks = f"{format_bytes(self.predicted.peak_bytes)} predicted{measured}, of {format_bytes(self.budget_bytes)}"
         time = f"{format_percent(self.predicted.overhead)} step time predicted"
         return f"{'Fits' if self.fits else 'Does not fit'}: {peaks}; {time} ({means})."
@@ -140,6 +141,14 @@ class Plan:
             f"      predicted peak {format_bytes(p.peak_bytes)}{measured} · plain {format_bytes(p.plain_peak_bytes)} · "
             f"step {format_percent(p.overhead)}{bound}",
         ]
+        if p.out_bytes:
+            tiers = " and ".join(
+                f"{format_bytes(n)} on the {tier}" for tier, n in (("host", p.host_bytes), ("disk", p.disk_bytes)) if n
+            )
+            lines.append(
+                f"      swaps {format_bytes(p.out_bytes)} out and {format_bytes(p.in_bytes)} in, {tiers} · "
+                f"{p.overlap:.0%} of it beside compute, {format_seconds(p.stall_seconds)} waited for"
+            )
         rows = [("block", "module", "saves", "bytes", "later", "cost")]
         for d in self.decisions:
             cost = f"+{format_seconds(d.extra_seconds)}" if d.extra_seconds else ""

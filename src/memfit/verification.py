@@ -62,6 +62,8 @@ class Verification:
         peak_bytes: measured peak of the planned step, the highest of all.
         recomputes_planned: ops the plan runs again.
         recomputes_executed: ops that did run again.
+        swapped_planned_bytes: what the plan moves out and in.
+        swapped_executed_bytes: what was moved.
     """
 
     plan: Plan
@@ -71,6 +73,8 @@ class Verification:
     peak_bytes: int
     recomputes_planned: int
     recomputes_executed: int
+    swapped_planned_bytes: int = 0
+    swapped_executed_bytes: int = 0
 
     @property
     def differing(self) -> tuple[Check, ...]:
@@ -85,7 +89,9 @@ class Verification:
     @property
     def passed(self) -> bool:
         """Whether all bits are equal, the budget is kept and the plan was executed as it is."""
-        return not self.differing and self.fits and self.recomputes_executed == self.recomputes_planned
+        executed = (self.recomputes_executed, self.swapped_executed_bytes)
+        planned = (self.recomputes_planned, self.swapped_planned_bytes)
+        return not self.differing and self.fits and executed == planned
 
 
 def verify(
@@ -143,7 +149,10 @@ def verify(
         if progress is not None:
             progress("verify", total - 1, total)
         assert ran.planned is not None
+        call = next(reversed(fitted_call(planned.model).calls.values()))
+        moved = sum(call.moved_bytes)
         executed = executed_recomputations(planned.count(), ran.planned.graph, ran.program)
+        moved = sum(call.moved_bytes) - moved
         if progress is not None:
             progress("verify", total, total)
     return Verification(
@@ -154,6 +163,8 @@ def verify(
         peak_bytes=peak,
         recomputes_planned=len(ran.program.recomputed()),
         recomputes_executed=executed,
+        swapped_planned_bytes=ran.predicted.out_bytes + ran.predicted.in_bytes,
+        swapped_executed_bytes=moved,
     )
 
 
@@ -162,6 +173,9 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+
+
+_Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class _Runner:
@@ -187,7 +201,7 @@ class _Runner:
         self.outputs: list[torch.Tensor] = []
         for parameter, gradient in zip(self.model.parameters(), self.gradients, strict=True):
             parameter.grad = None if gradient is None else gradient.clone()
-        self.args, self.kwargs = pytree.tree_map_only(torch.Tensor, _copy, self.original)
+        self.args, self.kwargs = _copied(self.original)
 
     def step(self, device: torch.device) -> int:
         """Takes one step and returns its measured peak."""
@@ -290,8 +304,18 @@ def _max_difference(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
     return float((a.to(wide) - b.to(wide)).abs().max()) if a.numel() else 0.0
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+def _copied(inputs: _Inputs) -> _Inputs:
+    """Copies of the tensors; what was one tensor is one again, since a plan is for inputs of which that is known."""
+    copies: dict[int, torch.Tensor] = {}
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        made = copies.get(id(tensor))
+        if made is None:
+            made = copies[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return made
+
+    result: _Inputs = pytree.tree_map_only(torch.Tensor, copied, inputs)
+    return result
 
 
 def _random_state(device: torch.device) -> list[torch.Tensor]:

@@ -21,6 +21,7 @@ class LiveBytes(TorchDispatchMode):
 
     # Without this Dynamo would refuse to trace under the mode; it only watches.
     is_infra_mode = classmethod(lambda cls: True)
+    supports_higher_order_operators = True  # random ops that are replayed
 
     def __init__(self, device_type: str | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

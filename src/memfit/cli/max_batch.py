@@ -14,6 +14,7 @@ from memfit.cli.options import (
     add_model,
     add_output,
     add_strategy,
+    add_tiers,
     build_example,
     optimizer_factory,
     whole_number,
@@ -28,6 +29,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     add_model(parser, batch=False)
     add_budget(parser, plain=False)
     add_strategy(parser)
+    add_tiers(parser)
     parser.add_argument("--start", type=whole_number, default=1, metavar="N", help="smallest batch to try (default: 1)")
     parser.add_argument("--limit", type=whole_number, default=65536, metavar="N", help="largest one (default: 65536)")
     parser.add_argument("--no-prove", action="store_true", help="do not run the plan; everything is predicted")
@@ -53,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
             make_loss=lambda batch: at(batch).loss_fn,
             optimizer=None if factory is None else factory(example.model.parameters()),
             strategy=args.strategy,
+            tiers=args.tiers,
             start=args.start,
             limit=args.limit,
             prove=not args.no_prove,

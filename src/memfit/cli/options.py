@@ -22,6 +22,7 @@ __all__ = [
     "add_model",
     "add_output",
     "add_strategy",
+    "add_tiers",
     "build_example",
     "optimizer_factory",
     "whole_number",
@@ -73,6 +74,15 @@ def add_budget(parser: argparse.ArgumentParser, *, required: bool = True, plain:
 def add_strategy(parser: argparse.ArgumentParser) -> None:
     """--strategy."""
     parser.add_argument("--strategy", default="auto", metavar="NAME", help="auto, or a known strategy (default: auto)")
+
+
+def add_tiers(parser: argparse.ArgumentParser) -> None:
+    """--tiers."""
+    parser.add_argument(
+        "--tiers",
+        metavar="NAME,...",
+        help="where tensors may be swapped: disk, host (CUDA), host:4GiB,disk, none (default: host on CUDA)",
+    )
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:

@@ -44,6 +44,7 @@ def plan_example(
         loss_fn=example.loss_fn,
         optimizer=None if factory is None else factory(model.parameters()),
         strategy=args.strategy,
+        tiers=args.tiers,
         prove=prove,
         label=example.label,
     )

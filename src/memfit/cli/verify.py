@@ -13,6 +13,7 @@ from memfit.cli.options import (
     add_model,
     add_output,
     add_strategy,
+    add_tiers,
     build_example,
     optimizer_factory,
     whole_number,
@@ -29,6 +30,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_budget(parser, required=False)
     add_strategy(parser)
+    add_tiers(parser)
     parser.add_argument("--plan", metavar="PATH", help="verify this plan file instead of planning for --budget")
     parser.add_argument(
         "--steps", type=whole_number, default=1, metavar="N", help="steps to compare after the first one (default: 1)"

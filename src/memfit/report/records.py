@@ -19,7 +19,7 @@ from memfit.estimation import Estimate
 from memfit.plans import Plan
 from memfit.verification import Verification
 
-__all__ = ["COMPARISON_COLUMNS", "csv_text", "document", "json_text", "records"]
+__all__ = ["COMPARISON_COLUMNS", "csv_text", "document", "json_text", "records", "summary"]
 
 Record = dict[str, Any]
 
@@ -42,7 +42,7 @@ def json_text(result: object) -> str:
 
 def document(result: object) -> Record:
     """Everything a result says, as JSON data."""
-    return {**_summary(result), "rows": records(result)}
+    return {**summary(result), "rows": records(result)}
 
 
 @singledispatch
@@ -52,7 +52,8 @@ def records(result: object) -> list[Record]:
 
 
 @singledispatch
-def _summary(result: object) -> Record:
+def summary(result: object) -> Record:
+    """What stands above the rows of a result."""
     raise TypeError(f"{type(result).__name__} cannot be summed up")
 
 
@@ -93,10 +94,18 @@ def _row(row: Row) -> Record:
         "overhead_measured_percent": _percent(row.measured_overhead),
         "overhead_bound_percent": _percent(row.bound_overhead),
         "recompute_predicted_seconds": row.recompute_seconds,
+        "swap_out_predicted_bytes": row.out_bytes,
+        "swap_in_predicted_bytes": row.in_bytes,
+        "swap_overlap_predicted_percent": _percent(row.overlap),
+        "swap_stall_predicted_seconds": row.stall_seconds,
+        "host_bytes": row.host_bytes,
+        "disk_bytes": row.disk_bytes,
         "retained_activations": a and a.retained,
         "retained_activations_percent": a and _percent(a.retained_share),
         "recomputed_activations": a and a.recomputed,
         "recomputed_activations_percent": a and _percent(a.recomputed_share),
+        "swapped_activations": a and a.swapped,
+        "swapped_activations_percent": a and _percent(a.swapped_share),
         "retained_bytes": a and a.retained_bytes,
         "saved_bytes": a and a.recomputed_bytes,
         "least_bytes": row.least_bytes,
@@ -113,7 +122,7 @@ def _(result: Comparison) -> list[Record]:
     return [_row(row) for row in result.rows]
 
 
-@_summary.register
+@summary.register
 def _(result: Comparison) -> Record:
     return {"kind": "comparison", "label": result.label, "device": result.device}
 
@@ -123,7 +132,7 @@ def _(result: Plan) -> list[Record]:
     return [asdict(decision) for decision in result.decisions]
 
 
-@_summary.register
+@summary.register
 def _(result: Plan) -> Record:
     return {
         "kind": "plan",
@@ -142,7 +151,7 @@ def _(result: Estimate) -> list[Record]:
     return [{"kind": kind, "predicted_bytes": nbytes} for kind, nbytes in result.by_kind()]
 
 
-@_summary.register
+@summary.register
 def _(result: Estimate) -> Record:
     return {
         "kind": "estimate",
@@ -168,7 +177,7 @@ def _(result: BatchSize) -> list[Record]:
     ]
 
 
-@_summary.register
+@summary.register
 def _(result: BatchSize) -> Record:
     return {
         "kind": "batch size",
@@ -189,7 +198,7 @@ def _(result: Verification) -> list[Record]:
     return [asdict(check) for check in result.checks]
 
 
-@_summary.register
+@summary.register
 def _(result: Verification) -> Record:
     return {
         "kind": "verification",
@@ -205,6 +214,8 @@ def _(result: Verification) -> Record:
         "overhead_predicted_percent": _percent(result.plan.predicted.overhead),
         "recomputes_planned": result.recomputes_planned,
         "recomputes_executed": result.recomputes_executed,
+        "swapped_planned_bytes": result.swapped_planned_bytes,
+        "swapped_executed_bytes": result.swapped_executed_bytes,
     }
 
 

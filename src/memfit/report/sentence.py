@@ -73,7 +73,12 @@ def _(result: Verification) -> str:
     return (
         f"{bits}; {fits}: {format_bytes(plan.predicted.peak_bytes)} predicted, {format_bytes(result.peak_bytes)} "
         f"measured, of {format_bytes(plan.budget_bytes)}; {format_percent(plan.predicted.overhead)} step time "
-        f"predicted; recomputed {result.recomputes_executed} of {result.recomputes_planned} ops as planned."
+        f"predicted; recomputed {result.recomputes_executed} of {result.recomputes_planned} ops as planned"
+        + (
+            f"; swapped {format_bytes(result.swapped_executed_bytes)} of {format_bytes(result.swapped_planned_bytes)}."
+            if result.swapped_planned_bytes
+            else "."
+        )
     )
 
 

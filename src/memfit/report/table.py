@@ -79,12 +79,14 @@ def _(result: Sheet) -> list[Sheet]:
 def _(result: Comparison) -> list[Sheet]:
     lines: list[tuple[str, ...]] = []
     rules: set[int] = set()
+    swaps = any(row.out_bytes for row in result.rows)
     for row in result.rows:
-        lines += _lines(row)
+        lines += [(*line, *more) if swaps else line for line, more in zip(_lines(row), _swaps(row), strict=False)]
         rules.add(len(lines) - 1)
     headers = (
         *("batch", "strategy", "budget", "", "peak\nbefore", "peak\nafter", "reduction", "step\nbefore", "step\nafter"),
         *("overhead", "bound", "recompute\ntime", "retained\nactivations", "recomputed\nactivations"),
+        *(("swapped\nactivations", "out + in\nbytes", "beside\ncompute", "stalls") if swaps else ()),
     )
     title = f"compare  {result.label} · {result.device}"
     return [Sheet(title=title, headers=headers, rows=tuple(lines), left=frozenset({1, 3}), rules=frozenset(rules))]
@@ -119,6 +121,16 @@ def _lines(row: Row) -> list[tuple[str, ...]]:
             )
         )
     return lines
+
+
+def _swaps(row: Row) -> list[tuple[str, ...]]:
+    """What a row says of swaps, where any row swaps: predicted, and nothing under it."""
+    a, none = row.activations, ("",) * 4
+    if not row.out_bytes or a is None:
+        return [none, none]
+    overlap = "" if row.overlap is None else f"{row.overlap:.0%}"
+    moved = f"{format_bytes(row.out_bytes)} + {format_bytes(row.in_bytes)}"
+    return [(_part(a.swapped, a.swapped_share, a.swapped_bytes), moved, overlap, _seconds(row.stall_seconds)), none]
 
 
 @sheets.register
