@@ -16,9 +16,10 @@ from memfit.capture.profile import profile_ops, separated
 from memfit.capture.trace import Capture, capture_step
 from memfit.planning import Request, plan_captured, prove
 from memfit.plans import Plan
-from memfit.runtime.apply import compile_planned, piece_programs
+from memfit.runtime.apply import compile_program
 from memfit.runtime.training import interleaved_seconds, resident_bytes, step_peak, training_step
 from memfit.step.graph import StepGraph
+from memfit.step.links import TierLinks
 from memfit.step.program import Program
 from memfit.step.simulate import Timeline, simulate, simulate_plain
 from memfit.verification import same_bits
@@ -123,17 +124,22 @@ class Subject:
             profile_seconds=profiled,
         )
 
-    def plan(self, budget_bytes: int) -> Plan:
+    def plan(self, budget_bytes: int, *, strategy: str = "auto", tiers: Sequence[TierLinks] = ()) -> Plan:
         """A plan that nobody has run yet.
+
+        Args:
+            budget_bytes: peak of the step.
+            strategy: by name.
+            tiers: where it may swap to.
 
         Raises:
             BudgetError: if nothing fits.
         """
         example = self.example
-        request = Request(budget=budget_bytes, loss_fn=example.loss_fn, label=example.label)
-        return plan_captured(
-            example.model, example.args, example.kwargs, self.capture, self.graph, request, budget_bytes
-        )
+        request = Request(budget=budget_bytes, loss_fn=example.loss_fn, label=example.label, strategy=strategy)
+        graph = replace(self.graph, tiers=tuple(tiers))
+        capture = replace(self.capture, graph=graph)
+        return plan_captured(example.model, example.args, example.kwargs, capture, graph, request, budget_bytes)
 
     def plan_of(self, program: Program) -> Plan:
         """A plan that runs a program however much it takes."""
@@ -153,9 +159,8 @@ class Subject:
         if plan is None:
             return self.example.model
         if id(plan.program) not in self._calls:
-            programs = piece_programs(self.capture, plan.program)
-            self._calls[id(plan.program)] = compile_planned(
-                self.example.model, programs, self.capture.gradient_outputs, describe=plan.__str__
+            self._calls[id(plan.program)] = compile_program(
+                self.example.model, self.capture, plan.program, describe=plan.__str__
             )
         return self._calls[id(plan.program)]
 
