@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.swap.main import byte_rate
 from memfit.errors import BudgetError
 from memfit.planner.auto import find_order
 from memfit.planner.bound import relaxed_bound
@@ -65,13 +66,6 @@ def residual_units(units: int, *, nbytes: int = MIB) -> StepGraph:
 
 def plain_peak(graph: StepGraph) -> int:
     return simulate(graph, program_of(graph, plain_order(graph))).peak_bytes
-
-
-def byte_rate(graph: StepGraph) -> float:
-    """Of compute: the bytes that the forward pass leaves for the backward pass, over its time."""
-    read = {s for op in graph.ops if op.phase is Phase.BACKWARD for s in op.reads}
-    kept = sum(graph.storages[s].nbytes for s in read if graph.storages[s].kind is StorageKind.FORWARD)
-    return kept / sum(graph.first_seconds()[: graph.loss_index])
 
 
 def test_a_link_of_a_quarter_of_computes_rate_takes_a_third_of_the_overhead_away() -> None:

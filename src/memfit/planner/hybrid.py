@@ -20,7 +20,7 @@ from memfit.errors import BudgetError
 from memfit.planner.auto import Found, Moves, Progress, find_order
 from memfit.planner.bound import relaxed_bound
 from memfit.planner.kept import select_kept
-from memfit.planner.swapping import placed_on_tiers, swappable, with_swaps
+from memfit.planner.swapping import placed_on_tiers, swappable, swapping_step
 from memfit.planner.transfers import ahead_of_use, with_transfers
 from memfit.planner.ways import leanest, program_within
 from memfit.step.graph import StepGraph
@@ -28,14 +28,10 @@ from memfit.step.links import Tier
 from memfit.step.program import Program
 from memfit.step.simulate import Timeline, simulate
 
-__all__ = ["find_program", "swapping_step"]
+__all__ = ["find_program"]
 
 _LINK_SHARES = (1.0, 0.7)
 """Of the rate of links, what is reckoned with when storages are chosen."""
-
-_SHARE_WAITED = 0.1
-"""Of the time of a transfer back, what the search reckons that compute waits: links are busy, and what comes back twice
-was not reckoned with when storages were chosen."""
 
 _SPILLED = 0.96
 """Share of the budget to which orders are spilled, so that room is left for what comes back early."""
@@ -82,16 +78,6 @@ def find_program(
             raise min([*errors, error], key=lambda e: e.least_bytes) from None
     best = min(found, key=lambda one: one.timeline.step_seconds)
     return replace(best, bound_seconds=relaxed_bound(graph, budget_bytes, seconds=seconds / 8))
-
-
-def swapping_step(graph: StepGraph, swapped: Mapping[int, Tier]) -> StepGraph:
-    """The step as the search knows it: swaps in place of second runs, the memory that moving takes counted."""
-    links = {links.tier: links for links in graph.tiers}
-    taken = {t: x.out.compute_seconds_per_byte + x.into.compute_seconds_per_byte for t, x in links.items()}
-    busy = {t: 1 / x.into.bytes_per_second for t, x in links.items()}
-    price = max((taken.get(t, 0.0) + _SHARE_WAITED * busy.get(t, 0.0) for t in swapped.values()), default=0.0)
-    made = with_swaps(graph, set(swapped), seconds_per_byte=price)
-    return replace(made, tiers=(), static_bytes=graph.static_bytes + graph.buffer_bytes(swapped.values()))
 
 
 def _choices(graph: StepGraph, budget_bytes: int, seconds: float) -> Iterator[Mapping[int, Tier]]:

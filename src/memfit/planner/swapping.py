@@ -10,20 +10,26 @@ Known limits: a result that may be swapped is not made again by computing it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from memfit.step.graph import Op, Phase, StepGraph, StorageKind
 from memfit.step.links import Tier, TierLinks, slot_bytes
+from memfit.step.program import program_of
+from memfit.step.simulate import simulate
 
-__all__ = ["SWAP_IN", "bring_back", "placed_on_tiers", "swappable", "with_swaps"]
+__all__ = ["SWAP_IN", "bring_back", "peak_bytes", "placed_on_tiers", "swappable", "swapping_step"]
 
 SWAP_IN = "memfit.swap_in"
 """Target of what stands for a transfer back."""
 
 _LEAST_BYTES = 1 << 16
 """Smaller results stay: a transfer takes longer to begin than to move them."""
+
+
+_SHARE_WAITED = 0.1
+"""Of the time of a transfer back, what searches reckon that compute waits: links are busy, and what comes back twice
+was not reckoned with when storages were chosen."""
 
 
 def swappable(graph: StepGraph) -> list[int]:
@@ -45,26 +51,29 @@ def swappable(graph: StepGraph) -> list[int]:
     ]
 
 
-def with_swaps(graph: StepGraph, swapped: AbstractSet[int], *, seconds_per_byte: float = 0.0) -> StepGraph:
-    """The step with transfers back in place of second runs.
+def swapping_step(graph: StepGraph, placed: Mapping[int, Tier]) -> StepGraph:
+    """The step with transfers back in place of second runs, and the memory that moving takes counted.
 
     Args:
-        graph: the step.
-        swapped: forward results that may be swapped.
-        seconds_per_byte: what planners reckon a swap with, out and in.
+        graph: the step, with tiers.
+        placed: forward results that may be swapped, and where each goes.
 
     Returns:
-        A step of the same ops and storages, for planners only.
+        A step of the same ops and storages without tiers, for planners only.
     """
+    links = {links.tier: links for links in graph.tiers}
+    taken = {t: x.out.compute_seconds_per_byte + x.into.compute_seconds_per_byte for t, x in links.items()}
+    busy = {t: 1 / x.into.bytes_per_second for t, x in links.items()}
+    seconds_per_byte = max((taken[t] + _SHARE_WAITED * busy[t] for t in placed.values()), default=0.0)
 
     def changed(op: Op) -> Op:
         if op.phase is not Phase.FORWARD:
             return op
-        if not swapped.isdisjoint(op.in_place_over):
+        if any(s in placed for s in op.in_place_over):
             # What is on its way out cannot be written over yet; a run after the first may, as it reads another copy.
-            left = tuple(s for s in op.in_place_over if s not in swapped)
+            left = tuple(s for s in op.in_place_over if s not in placed)
             op = replace(op, in_place_over=left, again=op.again or op)
-        moved = tuple(s for s in op.writes if s in swapped)
+        moved = tuple(s for s in op.writes if s in placed)
         if not moved:
             return op
         seconds = seconds_per_byte * sum(graph.storages[s].nbytes for s in moved)
@@ -80,7 +89,14 @@ def with_swaps(graph: StepGraph, swapped: AbstractSet[int], *, seconds_per_byte:
         )
         return replace(op, again=again, recomputable=True, random_state_bytes=0, by_samples=None, reckoned_seconds=None)
 
-    return replace(graph, ops=tuple(map(changed, graph.ops)))
+    static_bytes = graph.static_bytes + graph.buffer_bytes(placed.values())
+    return replace(graph, ops=tuple(map(changed, graph.ops)), tiers=(), static_bytes=static_bytes)
+
+
+def peak_bytes(graph: StepGraph, order: Sequence[int], placed: Mapping[int, Tier]) -> int:
+    """Peak of an order in which second runs of what may be swapped stand for transfers back."""
+    swapping = swapping_step(graph, placed)
+    return simulate(swapping, program_of(swapping, order)).peak_bytes
 
 
 def bring_back(graph: StepGraph, order: Sequence[int], swapped: Collection[int], *, ahead: int = 0) -> list[int]:
@@ -93,7 +109,7 @@ def bring_back(graph: StepGraph, order: Sequence[int], swapped: Collection[int],
         ahead: so many ops before.
 
     Returns:
-        The order with second runs of their producers, which stand for transfers in the step of `with_swaps`.
+        The order with second runs of their producers, which stand for transfers in the step of `swapping_step`.
     """
     producer = graph.producers()
     loss = order.index(graph.loss_index)

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 
 from memfit.errors import SpecError
-from memfit.planner.swapping import with_swaps
+from memfit.planner.swapping import swapping_step
 from memfit.planner.transfers import with_transfers
 from memfit.planner.ways import leanest, program_within
 from memfit.step.graph import StepGraph
@@ -92,8 +91,7 @@ def _swapping_program(name: str, graph: StepGraph, budget_bytes: int | None) -> 
     if not graph.tiers:
         raise SpecError(f"strategy {name!r} needs a tier to swap to; pass tiers='disk', or 'host' on CUDA")
     order, placed = _SWAPPING[name](leanest(graph), budget_bytes)
-    buffers = graph.buffer_bytes(placed.values())
-    swapping = replace(with_swaps(graph, set(placed)), static_bytes=graph.static_bytes + buffers, tiers=())
+    swapping = swapping_step(graph, placed)
     found = program_within(swapping, order, budget_bytes)
     limit = max(budget_bytes or 0, simulate(swapping, found).peak_bytes)
     return with_transfers(graph, swapping, found, placed, limit)

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from memfit.planner.swapping import bring_back, placed_on_tiers, swappable, with_swaps
+from memfit.planner.swapping import bring_back, peak_bytes, placed_on_tiers, swappable
 from memfit.step.graph import StepGraph
 from memfit.step.links import Tier
-from memfit.step.program import program_of
-from memfit.step.simulate import simulate
 from memfit.strategies.openai import memory_order
 
 __all__ = ["swaps"]
@@ -37,7 +35,8 @@ def swaps(graph: StepGraph, budget_bytes: int | None) -> tuple[list[int], Mappin
     low, high = 0, len(checkpoints)
     while low < high:  # the peak falls with every checkpoint that leaves
         middle = (low + high) // 2
-        fits = _peak(graph, order, placed_on_tiers(graph, graph.tiers, checkpoints[:middle])) <= budget_bytes
+        placed = placed_on_tiers(graph, graph.tiers, checkpoints[:middle])
+        fits = peak_bytes(graph, bring_back(graph, order, placed), placed) <= budget_bytes
         low, high = (low, middle) if fits else (middle + 1, high)
     chosen = placed_on_tiers(graph, graph.tiers, checkpoints[:low])
     return bring_back(graph, order, chosen), chosen
@@ -49,9 +48,3 @@ def _checkpoints(graph: StepGraph, order: list[int]) -> list[int]:
     again = {s for index in order[loss:] for s in graph.ops[index].later.writes}
     read = {s for index in order[loss + 1 :] for s in graph.ops[index].reads}
     return [s for s in swappable(graph) if s in read and s not in again]
-
-
-def _peak(graph: StepGraph, order: list[int], placed: Mapping[int, Tier]) -> int:
-    swapping = with_swaps(graph, set(placed))
-    program = program_of(swapping, bring_back(graph, order, placed))
-    return simulate(swapping, program).peak_bytes + graph.buffer_bytes(placed.values())

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from memfit.planner.swapping import bring_back, placed_on_tiers, swappable, with_swaps
+from memfit.planner.swapping import bring_back, peak_bytes, placed_on_tiers, swappable
 from memfit.step.graph import StepGraph
 from memfit.step.links import Tier
-from memfit.step.program import plain_order, program_of
-from memfit.step.simulate import simulate
+from memfit.step.program import plain_order
 
 __all__ = ["swaps"]
 
@@ -37,14 +36,8 @@ def swaps(graph: StepGraph, budget_bytes: int | None) -> tuple[list[int], Mappin
     sizes = sorted({graph.storages[s].nbytes for s in candidates}, reverse=True)
     order, placed = plain_order(graph), dict[int, Tier]()
     for size in sizes if budget_bytes is not None else sizes[-1:]:
-        if budget_bytes is not None and _peak(graph, order, placed) <= budget_bytes:
+        if budget_bytes is not None and peak_bytes(graph, order, placed) <= budget_bytes:
             break
         placed = placed_on_tiers(graph, graph.tiers, [s for s in candidates if graph.storages[s].nbytes >= size])
         order = bring_back(graph, plain_order(graph), placed, ahead=_AHEAD)
     return order, placed
-
-
-def _peak(graph: StepGraph, order: list[int], placed: Mapping[int, Tier]) -> int:
-    swapping = with_swaps(graph, set(placed))
-    buffers = graph.buffer_bytes(placed.values())
-    return simulate(swapping, program_of(swapping, order)).peak_bytes + buffers
