@@ -210,6 +210,21 @@ def test_a_strategy_without_recomputation_stops_where_the_plain_step_does() -> N
     assert result.planned == result.plain and result.ratio == 1.0 and result.overhead == 0.0
 
 
+def test_swaps_make_room_for_larger_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memfit.planner.swapping._LEAST_BYTES", 64)
+    monkeypatch.setattr("memfit.runtime.swap.calibrate._SECONDS", 0.02)
+    budget = 6 << 20  # the buffers of the threads that swap take two of it
+    plain = find_max(budget, strategy="none").planned
+    found = {name: find_max(budget, strategy=name, tiers="disk") for name in ("swap", "hybrid", "auto")}
+    for name, result in found.items():
+        assert result.planned > 1.2 * plain, name
+        assert result.measured_peak_bytes is not None and result.measured_peak_bytes <= budget, name
+        assert all(point.least_peak_bytes <= point.plain_peak_bytes + (3 << 20) for point in result.curve), name
+    assert found["auto"].planned >= 0.98 * max(found["swap"].planned, found["hybrid"].planned)
+    little = find_max(budget, strategy="swap", tiers="disk:1MiB", prove=False)
+    assert plain <= little.planned < found["swap"].planned
+
+
 def test_where_not_even_the_smallest_batch_fits_the_least_budget_is_said() -> None:
     with pytest.raises(BudgetError) as caught:
         find_max(10_000, prove=False)

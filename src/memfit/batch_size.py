@@ -12,7 +12,7 @@ up to twice those of the largest batch.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,11 +26,12 @@ from memfit.errors import BudgetError, SpecError
 from memfit.planner.hybrid import find_program
 from memfit.planner.least import least_order
 from memfit.planner.scale import difference, scaled
+from memfit.planner.swapping import has_room, peak_bytes, placed_on_tiers, swappable, swapping_step
 from memfit.planner.ways import leanest
 from memfit.planning import Progress, Request, capture_and_profile, plan_captured, resolve_budget
 from memfit.plans import Plan
 from memfit.step.graph import StepGraph
-from memfit.step.program import program_of
+from memfit.step.links import Tier
 from memfit.step.simulate import simulate, simulate_plain
 from memfit.units import format_bytes
 
@@ -151,12 +152,12 @@ def max_batch(
     for number, batch in enumerate(points):
         _tell(progress, "curve", number, len(points))
         overhead = plan.predicted.overhead if batch == planned else _overhead(steps.at(batch), strategy, budget_bytes)
-        least = _least_order(steps, strategy, batch if steps.vary else planned, budget_bytes)
+        lowest = _lowest(steps, batch if steps.vary else planned, budget_bytes)
         curve.append(
             BatchPoint(
                 batch=batch,
                 plain_peak_bytes=_plain_peak(steps.at(batch)),
-                least_peak_bytes=_peak(steps.at(batch), least),
+                least_peak_bytes=lowest.peak_bytes(steps.at(batch)),
                 overhead=overhead,
             )
         )
@@ -174,6 +175,27 @@ def max_batch(
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Lowest:
+    """About the lowest a strategy gets.
+
+    Attributes:
+        order: of ops; None for the step without memfit.
+        placed: where what it swaps goes; second runs of that stand for transfers back.
+    """
+
+    order: list[int] | None
+    placed: Mapping[int, Tier]
+
+    def peak_bytes(self, graph: StepGraph) -> int:
+        """Its peak at a batch size at which the step has the same ops."""
+        return _plain_peak(graph) if self.order is None else peak_bytes(leanest(graph), self.order, self.placed)
+
+    def fits(self, graph: StepGraph, budget_bytes: int) -> bool:
+        """Whether memory and tiers have room."""
+        return has_room(graph, self.placed) and self.peak_bytes(graph) <= budget_bytes
+
+
 class _Steps:
     """The step of a model at any batch size."""
 
@@ -188,7 +210,7 @@ class _Steps:
         self.model, self.make_args, self.make_loss = model, make_args, make_loss
         self.request, self.progress = request, progress
         self.captured: dict[int, tuple[Capture, StepGraph]] = {}
-        self.least: dict[int, list[int]] = {}
+        self.lowest: dict[int, _Lowest] = {}
         self.vary = False
 
     def asked(self, batch: int) -> tuple[tuple[Any, ...], dict[str, Any], Request]:
@@ -293,41 +315,43 @@ def _largest_planned(steps: _Steps, budget_bytes: int, known: int, start: int, l
 
     def fits(batch: int) -> bool:
         try:
-            if strategies.swaps(strategy) and strategy != "auto":
-                program = strategies.program(strategy, steps.at(batch), budget_bytes)
-                return simulate(steps.at(batch), program).peak_bytes <= budget_bytes
-            order = _least_order(steps, strategy, batch, budget_bytes)
+            lowest = _lowest(steps, batch, budget_bytes)
         except BudgetError:
             return False
-        return _peak(steps.at(batch), order) <= budget_bytes
+        return lowest.fits(steps.at(batch), budget_bytes)
 
     if strategy != "auto" or steps.vary:
         return _largest(fits, start, limit)
     found, batch = 0, known
     for _ in range(_ROUNDS):
-        order = _least_order(steps, strategy, batch, budget_bytes)
-        larger = _largest(lambda b: _peak(steps.at(b), order) <= budget_bytes, start, limit)  # noqa: B023
+        lowest = _lowest(steps, batch, budget_bytes)
+        larger = _largest(lambda b: lowest.fits(steps.at(b), budget_bytes), start, limit)  # noqa: B023
         if larger <= found:
             break
         found = batch = larger
     return found
 
 
-def _least_order(steps: _Steps, strategy: str, batch: int, budget_bytes: int) -> list[int] | None:
-    """About the lowest order a strategy has at a batch size; None for the step without memfit."""
-    graph = leanest(steps.at(batch))
+def _lowest(steps: _Steps, batch: int, budget_bytes: int) -> _Lowest:
+    """About the lowest the strategy gets at a batch size.
+
+    Raises:
+        BudgetError: if the strategy minds budgets and nothing fits.
+    """
+    graph, strategy = leanest(steps.at(batch)), steps.request.strategy
     if strategy == "none":
-        return None
+        return _Lowest(order=None, placed={})
     if strategy != "auto":
-        return strategies.find(strategy)(graph, budget_bytes)
-    if batch not in steps.least:
-        steps.least[batch] = least_order(graph)
-    return steps.least[batch]
-
-
-def _peak(graph: StepGraph, order: list[int] | None) -> int:
-    lean = leanest(graph)
-    return _plain_peak(graph) if order is None else simulate(lean, program_of(lean, order)).peak_bytes
+        order, placed = strategies.order_and_swaps(strategy, graph, budget_bytes)
+        return _Lowest(order=order, placed=placed)
+    if batch not in steps.lowest:
+        lowest = _Lowest(order=least_order(graph), placed={})
+        if graph.tiers:
+            placed = placed_on_tiers(graph, graph.tiers, swappable(graph))
+            swapping = _Lowest(order=least_order(swapping_step(graph, placed)), placed=placed)
+            lowest = min(lowest, swapping, key=lambda one: one.peak_bytes(graph))
+        steps.lowest[batch] = lowest
+    return steps.lowest[batch]
 
 
 def _overhead(graph: StepGraph, strategy: str, budget_bytes: int) -> float | None:

@@ -1,26 +1,56 @@
-"""What a training step will take, from fake tensors and rooflines alone: nothing runs, no device is needed."""
+"""What a training step will take, from fake tensors and rooflines alone: nothing runs, no device is needed.
+
+With tiers it also says what swapping can do; their links are measured, once for each machine.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from memfit import strategies
 from memfit.capture.loss import LossFunction
 from memfit.capture.optimizer import optimizer_cost
 from memfit.capture.profile import with_rooflines
 from memfit.capture.trace import capture_step, device_of, storage_bytes
+from memfit.errors import SpecError
 from memfit.planner.bound import op_wall_bytes
+from memfit.runtime.swap.tiers import tier_links
 from memfit.step.graph import Phase, StepGraph, StorageKind
+from memfit.step.links import Tier
 from memfit.step.program import plain_program
-from memfit.step.simulate import live_storages_at, simulate_plain
+from memfit.step.simulate import live_storages_at, simulate, simulate_plain
 from memfit.units import format_bytes
 
-__all__ = ["Estimate", "estimate"]
+__all__ = ["Estimate", "Swapping", "estimate"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swapping:
+    """The step with all swapped that can be, predicted from rooflines and measured links.
+
+    Attributes:
+        peak_bytes: highest memory of the step.
+        out_bytes: moved out.
+        in_bytes: moved back.
+        overlap: share of the links' time during which compute goes on.
+        stall_seconds: what compute waits for links.
+        host_bytes: the most on the host.
+        disk_bytes: the most on the disk.
+    """
+
+    peak_bytes: int
+    out_bytes: int
+    in_bytes: int
+    overlap: float
+    stall_seconds: float
+    host_bytes: int
+    disk_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +70,7 @@ class Estimate:
         step_seconds: roofline time, good for ratios only.
         by_module: activations by module, largest first.
         peak_at: op at which the peak is.
+        swapping: what swapping can do, if asked.
     """
 
     label: str
@@ -54,6 +85,7 @@ class Estimate:
     step_seconds: float
     by_module: tuple[tuple[str, int], ...]
     peak_at: str
+    swapping: Swapping | None = None
 
     def by_kind(self) -> tuple[tuple[str, int], ...]:
         """The parts of the step's memory and their bytes."""
@@ -76,6 +108,7 @@ def estimate(
     loss_fn: LossFunction | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     label: str = "",
+    tiers: str | None = None,
 ) -> Estimate:
     """Predicts the memory of a plain training step without running it.
 
@@ -86,13 +119,20 @@ def estimate(
         loss_fn: takes the output and returns a scalar.
         optimizer: its state counts.
         label: what this is, for people.
+        tiers: where bytes could go, such as `"host"` or `"disk"`, whose links are measured if they are not known yet;
+            None to say nothing of swaps.
 
     Returns:
         Bytes by kind and by module.
 
     Raises:
         CaptureError: if the model cannot be captured.
+        SpecError: if there is no such tier.
+        SwapError: if a tier cannot be used.
     """
+    if tiers is not None and device_of(model).type == "meta":
+        raise SpecError(f"links are measured, so swaps need the device to be here (tiers: {tiers!r}, device: meta)")
+    links = () if tiers is None else tier_links(tiers, device_of(model))
     capture = capture_step(
         model,
         tuple(args),
@@ -102,7 +142,7 @@ def estimate(
         label=label,
         separate=lambda _: True,
     )
-    graph = with_rooflines(capture)
+    graph = replace(with_rooflines(capture), tiers=links)
     there = [*model.buffers(), *pytree.tree_leaves((tuple(args), kwargs or {})), *(p.grad for p in model.parameters())]
     return _summary(graph, model, optimizer, storage_bytes(there, device_of(model).type))
 
@@ -147,4 +187,18 @@ def _summary(graph: StepGraph, model: nn.Module, optimizer: torch.optim.Optimize
         step_seconds=timeline.step_seconds,
         by_module=tuple(sorted(saved.items(), key=lambda item: -item[1])),
         peak_at=where,
+        swapping=_swapping(graph) if graph.tiers else None,
+    )
+
+
+def _swapping(graph: StepGraph) -> Swapping:
+    timeline = simulate(graph, strategies.program("swap", graph, None))
+    return Swapping(
+        peak_bytes=timeline.peak_bytes,
+        out_bytes=timeline.out_bytes,
+        in_bytes=timeline.in_bytes,
+        overlap=timeline.overlap,
+        stall_seconds=timeline.stall_seconds,
+        host_bytes=timeline.tier_bytes.get(Tier.HOST, 0),
+        disk_bytes=timeline.tier_bytes.get(Tier.DISK, 0),
     )

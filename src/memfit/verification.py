@@ -62,8 +62,8 @@ class Verification:
         peak_bytes: measured peak of the planned step, the highest of all.
         recomputes_planned: ops the plan runs again.
         recomputes_executed: ops that did run again.
-        swapped_planned_bytes: what the plan moves out and in.
-        swapped_executed_bytes: what was moved.
+        swapped_planned_bytes: what the plan moves, out and in.
+        swapped_executed_bytes: what was moved, out and in.
     """
 
     plan: Plan
@@ -73,8 +73,8 @@ class Verification:
     peak_bytes: int
     recomputes_planned: int
     recomputes_executed: int
-    swapped_planned_bytes: int = 0
-    swapped_executed_bytes: int = 0
+    swapped_planned_bytes: tuple[int, int] = (0, 0)
+    swapped_executed_bytes: tuple[int, int] = (0, 0)
 
     @property
     def differing(self) -> tuple[Check, ...]:
@@ -150,9 +150,9 @@ def verify(
             progress("verify", total - 1, total)
         assert ran.planned is not None
         call = next(reversed(fitted_call(planned.model).calls.values()))
-        moved = sum(call.moved_bytes)
+        before = call.moved_bytes
         executed = executed_recomputations(planned.count(), ran.planned.graph, ran.program)
-        moved = sum(call.moved_bytes) - moved
+        out_bytes, in_bytes = (now - then for now, then in zip(call.moved_bytes, before, strict=True))
         if progress is not None:
             progress("verify", total, total)
     return Verification(
@@ -163,8 +163,8 @@ def verify(
         peak_bytes=peak,
         recomputes_planned=len(ran.program.recomputed()),
         recomputes_executed=executed,
-        swapped_planned_bytes=ran.predicted.out_bytes + ran.predicted.in_bytes,
-        swapped_executed_bytes=moved,
+        swapped_planned_bytes=(ran.predicted.out_bytes, ran.predicted.in_bytes),
+        swapped_executed_bytes=(out_bytes, in_bytes),
     )
 
 

@@ -47,9 +47,29 @@ def test_plan_and_verify_say_what_moves(memfit: Callable[..., Any], tmp_path: Pa
     assert plan.code == 0
     assert " swaps " in plan.out and " on the disk" in plan.out and "swap " in plan.out
     assert " / swap " in plan.last
-    outcome = memfit("verify", GPT, *SHAPE, "--plan", tmp_path / "plan.json")
+    outcome = memfit("verify", GPT, *SHAPE, "--plan", tmp_path / "plan.json", "--json", tmp_path / "verify.json")
     assert outcome.code == 0, outcome.out + outcome.err
     assert "; swapped " in outcome.last
+    found = json.loads((tmp_path / "verify.json").read_text())
+    assert found["swap_out_executed_bytes"] == found["swap_out_planned_bytes"] == found["disk_bytes"] > 0
+    assert found["swap_in_executed_bytes"] == found["swap_in_planned_bytes"] > 0
+
+
+def test_verify_shows_swaps(memfit: Callable[..., Any]) -> None:
+    where = (GPT, *SHAPE, "--tiers", "disk", "--strategy", "swap", "--budget", "80%plain")
+    out = memfit("verify", *where).out
+    assert all(words in out for words in ("swaps of a step", "moved out", "peak on the disk", "compute waits"))
+
+
+def test_estimate_says_what_swapping_can_do(memfit: Callable[..., Any]) -> None:
+    assert "swapped" not in memfit("estimate", GPT, *SHAPE).out
+    out = memfit("estimate", GPT, *SHAPE, "--tiers", "disk").out
+    assert "with all swapped that can be" in out and "peak on the disk" in out and "compute waits" in out
+    found = json.loads(memfit("estimate", GPT, *SHAPE, "--tiers", "disk", "--json").out)
+    assert 0 < found["swapping"]["peak_bytes"] < found["predicted_peak_bytes"]
+    assert found["swapping"]["out_bytes"] == found["swapping"]["disk_bytes"] > 0
+    no_device = memfit("estimate", GPT, *SHAPE, "--device", "meta", "--tiers", "disk")
+    assert no_device.code == 2 and "device: meta" in no_device.err
 
 
 def test_compare_shows_swaps(memfit: Callable[..., Any]) -> None:

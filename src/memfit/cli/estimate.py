@@ -1,7 +1,8 @@
 """What a plain training step will take; nothing is run.
 
 Fake tensors and rooflines only: parameters, gradients, optimizer, activations and temporaries at the peak of
-the step, and the activations by module. With --budget the exit code says whether the plain step fits.
+the step, and the activations by module. With --tiers also what swapping can do there, by links measured once. With
+--budget the exit code says whether the plain step fits.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from memfit.cli.options import add_budget, add_model, add_output, build_example, optimizer_factory
+from memfit.cli.options import add_budget, add_model, add_output, add_tiers, build_example, optimizer_factory
 from memfit.cli.output import check_output, emit
 
 __all__ = ["prepare_parser", "run"]
@@ -19,6 +20,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     """Adds the options."""
     add_model(parser)
     add_budget(parser, required=False, plain=False)
+    add_tiers(parser)
     add_output(parser)
 
 
@@ -40,7 +42,13 @@ def run(args: argparse.Namespace) -> int:
     example = build_example(args, args.batch, device=device)
     optimizer = None if factory is None else factory(example.model.parameters())
     result = estimate(
-        example.model, example.args, example.kwargs, loss_fn=example.loss_fn, optimizer=optimizer, label=example.label
+        example.model,
+        example.args,
+        example.kwargs,
+        loss_fn=example.loss_fn,
+        optimizer=optimizer,
+        label=example.label,
+        tiers=args.tiers,
     )
     if budget is None:
         emit(result, args)

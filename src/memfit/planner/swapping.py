@@ -18,7 +18,7 @@ from memfit.step.links import Tier, TierLinks, slot_bytes
 from memfit.step.program import program_of
 from memfit.step.simulate import simulate
 
-__all__ = ["SWAP_IN", "bring_back", "peak_bytes", "placed_on_tiers", "swappable", "swapping_step"]
+__all__ = ["SWAP_IN", "bring_back", "has_room", "peak_bytes", "placed_on_tiers", "swappable", "swapping_step"]
 
 SWAP_IN = "memfit.swap_in"
 """Target of what stands for a transfer back."""
@@ -136,3 +136,12 @@ def placed_on_tiers(graph: StepGraph, tiers: Sequence[TierLinks], storages: Iter
                 room[tier] = None if left is None else left - nbytes
                 break
     return found
+
+
+def has_room(graph: StepGraph, placed: Mapping[int, Tier]) -> bool:
+    """Whether the tiers of a step hold what goes there."""
+    for links in graph.tiers:
+        held = sum(slot_bytes(graph.storages[s].nbytes) for s, tier in placed.items() if tier is links.tier)
+        if links.limit_bytes is not None and held > links.limit_bytes:
+            return False
+    return True

@@ -160,6 +160,7 @@ def _(result: Estimate) -> Record:
         "predicted_least_bytes": result.least,
         "roofline_seconds": result.step_seconds,
         "peak_at": result.peak_at,
+        "swapping": None if result.swapping is None else asdict(result.swapping),
         "activations_by_module": [{"module": name, "predicted_bytes": nbytes} for name, nbytes in result.by_module],
     }
 
@@ -214,8 +215,14 @@ def _(result: Verification) -> Record:
         "overhead_predicted_percent": _percent(result.plan.predicted.overhead),
         "recomputes_planned": result.recomputes_planned,
         "recomputes_executed": result.recomputes_executed,
-        "swapped_planned_bytes": result.swapped_planned_bytes,
-        "swapped_executed_bytes": result.swapped_executed_bytes,
+        "swap_out_planned_bytes": result.swapped_planned_bytes[0],
+        "swap_out_executed_bytes": result.swapped_executed_bytes[0],
+        "swap_in_planned_bytes": result.swapped_planned_bytes[1],
+        "swap_in_executed_bytes": result.swapped_executed_bytes[1],
+        "swap_overlap_predicted_percent": _percent(result.plan.predicted.overlap),
+        "swap_stall_predicted_seconds": result.plan.predicted.stall_seconds,
+        "host_bytes": result.plan.predicted.host_bytes,
+        "disk_bytes": result.plan.predicted.disk_bytes,
     }
 
 

@@ -75,8 +75,9 @@ def _(result: Verification) -> str:
         f"measured, of {format_bytes(plan.budget_bytes)}; {format_percent(plan.predicted.overhead)} step time "
         f"predicted; recomputed {result.recomputes_executed} of {result.recomputes_planned} ops as planned"
         + (
-            f"; swapped {format_bytes(result.swapped_executed_bytes)} of {format_bytes(result.swapped_planned_bytes)}."
-            if result.swapped_planned_bytes
+            f"; swapped {format_bytes(sum(result.swapped_executed_bytes))} of "
+            f"{format_bytes(sum(result.swapped_planned_bytes))}."
+            if any(result.swapped_planned_bytes)
             else "."
         )
     )

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from memfit.comparison import BatchSize, Comparison, Row
-from memfit.estimation import Estimate
+from memfit.estimation import Estimate, Swapping
 from memfit.plans import Plan
 from memfit.report.records import csv_text, json_text
 from memfit.units import format_bytes, format_percent, format_seconds
@@ -86,7 +86,7 @@ def _(result: Comparison) -> list[Sheet]:
     headers = (
         *("batch", "strategy", "budget", "", "peak\nbefore", "peak\nafter", "reduction", "step\nbefore", "step\nafter"),
         *("overhead", "bound", "recompute\ntime", "retained\nactivations", "recomputed\nactivations"),
-        *(("swapped\nactivations", "out + in\nbytes", "beside\ncompute", "stalls") if swaps else ()),
+        *(("swapped\nactivations", "out + in\nbytes", "on\ntiers", "beside\ncompute", "stalls") if swaps else ()),
     )
     title = f"compare  {result.label} · {result.device}"
     return [Sheet(title=title, headers=headers, rows=tuple(lines), left=frozenset({1, 3}), rules=frozenset(rules))]
@@ -125,12 +125,16 @@ def _lines(row: Row) -> list[tuple[str, ...]]:
 
 def _swaps(row: Row) -> list[tuple[str, ...]]:
     """What a row says of swaps, where any row swaps: predicted, and nothing under it."""
-    a, none = row.activations, ("",) * 4
+    a, none = row.activations, ("",) * 5
     if not row.out_bytes or a is None:
         return [none, none]
     overlap = "" if row.overlap is None else f"{row.overlap:.0%}"
     moved = f"{format_bytes(row.out_bytes)} + {format_bytes(row.in_bytes)}"
-    return [(_part(a.swapped, a.swapped_share, a.swapped_bytes), moved, overlap, _seconds(row.stall_seconds)), none]
+    held = " + ".join(
+        f"{tier} {format_bytes(n)}" for tier, n in (("host", row.host_bytes), ("disk", row.disk_bytes)) if n
+    )
+    swapped = _part(a.swapped, a.swapped_share, a.swapped_bytes)
+    return [(swapped, moved, held, overlap, _seconds(row.stall_seconds)), none]
 
 
 @sheets.register
@@ -152,7 +156,23 @@ def _(result: Estimate) -> list[Sheet]:
         nbytes = sum(n for _, n in rest)
         modules.append((f"{len(rest)} more", format_bytes(nbytes), _of(nbytes, result.activations)))
     headers = ("module", "predicted", "of all")
-    return [parts, Sheet(title="activations at the peak, by module", headers=headers, rows=tuple(modules))]
+    by_module = Sheet(title="activations at the peak, by module", headers=headers, rows=tuple(modules))
+    return [parts, *_swapping(result.swapping), by_module]
+
+
+def _swapping(found: Swapping | None) -> list[Sheet]:
+    if found is None:
+        return []
+    held = [(tier, n) for tier, n in (("host", found.host_bytes), ("disk", found.disk_bytes)) if n]
+    rows = (
+        ("peak of the device", format_bytes(found.peak_bytes)),
+        *((f"peak on the {tier}", format_bytes(nbytes)) for tier, nbytes in held),
+        ("moved out", format_bytes(found.out_bytes)),
+        ("moved in", format_bytes(found.in_bytes)),
+        ("beside compute", f"{found.overlap:.0%}"),
+        ("compute waits", format_seconds(found.stall_seconds)),
+    )
+    return [Sheet(title="with all swapped that can be, ops by rooflines", headers=("what", "predicted"), rows=rows)]
 
 
 @sheets.register
@@ -200,7 +220,23 @@ def _(result: Verification) -> list[Sheet]:
             ("budget", format_bytes(result.plan.budget_bytes), ""),
         ),
     )
-    return [bits, peaks]
+    return [bits, peaks, *_moved(result)]
+
+
+def _moved(result: Verification) -> list[Sheet]:
+    """What swaps moved and where it was, if there were any."""
+    if not any(result.swapped_planned_bytes):
+        return []
+    predicted = result.plan.predicted
+    ways = zip(("out", "in"), result.swapped_planned_bytes, result.swapped_executed_bytes, strict=True)
+    held = [(tier, n) for tier, n in (("host", predicted.host_bytes), ("disk", predicted.disk_bytes)) if n]
+    rows = (
+        *((f"moved {way}", format_bytes(planned), format_bytes(executed)) for way, planned, executed in ways),
+        *((f"peak on the {tier}", format_bytes(nbytes), "") for tier, nbytes in held),
+        ("beside compute", f"{predicted.overlap:.0%}", ""),
+        ("compute waits", format_seconds(predicted.stall_seconds), ""),
+    )
+    return [Sheet(title="swaps of a step", headers=("", "predicted", "measured"), rows=rows)]
 
 
 def _rich(sheet: Sheet) -> Table:

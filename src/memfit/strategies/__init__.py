@@ -22,7 +22,7 @@ from memfit.step.program import Program, plain_program
 from memfit.step.simulate import simulate
 from memfit.strategies import every_block, hybrid, knapsack, milp, mu_two, none, openai, rotor, sequential, sqrt, swap
 
-__all__ = ["Strategy", "check_name", "find", "names", "program", "swaps"]
+__all__ = ["Strategy", "check_name", "find", "names", "order_and_swaps", "program", "swaps"]
 
 Strategy = Callable[[StepGraph, int | None], list[int]]
 
@@ -79,22 +79,29 @@ def program(name: str, graph: StepGraph, budget_bytes: int | None) -> Program:
         SpecError: if there is no such strategy, or it swaps and the step has no tiers.
         BudgetError: if the strategy minds budgets and nothing fits.
     """
-    if name in _SWAPPING:
-        return _swapping_program(name, graph, budget_bytes)
-    order = find(name)
     if name == "none":
         return plain_program(graph)
-    return program_within(graph, order(leanest(graph), budget_bytes), budget_bytes)
-
-
-def _swapping_program(name: str, graph: StepGraph, budget_bytes: int | None) -> Program:
-    if not graph.tiers:
-        raise SpecError(f"strategy {name!r} needs a tier to swap to; pass tiers='disk', or 'host' on CUDA")
-    order, placed = _SWAPPING[name](leanest(graph), budget_bytes)
+    order, placed = order_and_swaps(name, leanest(graph), budget_bytes)
+    if not placed:
+        return program_within(graph, order, budget_bytes)
     swapping = swapping_step(graph, placed)
     found = program_within(swapping, order, budget_bytes)
     limit = max(budget_bytes or 0, simulate(swapping, found).peak_bytes)
     return with_transfers(graph, swapping, found, placed, limit)
+
+
+def order_and_swaps(name: str, graph: StepGraph, budget_bytes: int | None) -> tuple[list[int], Mapping[int, Tier]]:
+    """The order of a strategy, and where what it swaps goes: second runs of that stand for transfers back.
+
+    Raises:
+        SpecError: if there is no such strategy, or it swaps and the step has no tiers.
+        BudgetError: if the strategy minds budgets and nothing fits.
+    """
+    if name not in _SWAPPING:
+        return find(name)(graph, budget_bytes), {}
+    if not graph.tiers:
+        raise SpecError(f"strategy {name!r} needs a tier to swap to; pass tiers='disk', or 'host' on CUDA")
+    return _SWAPPING[name](graph, budget_bytes)
 
 
 def find(name: str) -> Strategy:
