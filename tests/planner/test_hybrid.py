@@ -12,10 +12,10 @@ from benchmarks.swap.main import byte_rate
 from memfit.errors import BudgetError
 from memfit.planner.auto import find_order
 from memfit.planner.bound import relaxed_bound
-from memfit.planner.hybrid import find_program
+from memfit.planner.hybrid import _rounds, find_program
 from memfit.planner.kept import select_kept
 from memfit.step.check import check
-from memfit.step.graph import Op, Phase, StepGraph, Storage, StorageKind
+from memfit.step.graph import Op, Phase, StepGraph, Storage, StorageKind, Way
 from memfit.step.links import Link, Tier, TierLinks
 from memfit.step.program import Program, plain_order, program_of
 from memfit.step.simulate import simulate
@@ -86,6 +86,29 @@ def test_a_link_as_fast_as_compute_leaves_next_to_nothing() -> None:
     timeline = find_program(with_links(graph, 2 * byte_rate(graph)), budget, seconds=1.0).timeline
     assert timeline.step_seconds <= 1.02 * graph.seconds
     assert timeline.overlap > 0.9
+
+
+def test_transfers_are_in_time_for_the_quickest_ways() -> None:
+    def with_slow_ways(op: Op) -> Op:
+        whole = Way(parts=1, seconds=op.seconds, workspace_bytes=100)
+        slow = Way(parts=4, seconds=4 * op.seconds, workspace_bytes=0)
+        return replace(op, workspace_bytes=100, ways=(whole, slow))
+
+    graph = residual_units(12)
+    graph = with_links(replace(graph, ops=tuple(map(with_slow_ways, graph.ops))), byte_rate(graph) / 4)
+    timeline = find_program(graph, int(0.5 * plain_peak(graph)), seconds=1.0).timeline
+    assert timeline.out_bytes > 0
+    assert timeline.stall_seconds < 0.01 * graph.seconds
+
+
+def test_what_compute_waits_for_stays() -> None:
+    graph = residual_units(12)
+    budget = int(0.25 * plain_peak(graph))
+    (first, *others) = _rounds(with_links(graph, byte_rate(graph) / 8), budget, 1.0, None)
+    assert first.timeline.stall_seconds > 0
+    waited = {s for s, stall in first.timeline.stalls.items() if stall > graph.ops[graph.producers()[s]].seconds}
+    assert waited and others
+    assert all(waited.isdisjoint(other.program.swapped()) for other in others)
 
 
 def test_a_useless_link_is_not_used() -> None:

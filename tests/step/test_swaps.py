@@ -49,7 +49,7 @@ def test_compute_waits_for_links() -> None:
     # Forward ops take 1 s and backward ops 2 s each; 10 bytes take 1 s out and 2 s back. The copy out runs beside f1;
     # the copy back begins when b1 wants to.
     assert timeline.step_seconds == 4 + 8 + 2
-    assert timeline.stall_seconds == 2
+    assert timeline.stalls == {1: 2} and timeline.stall_seconds == 2
     assert (timeline.out_bytes, timeline.in_bytes, timeline.tier_bytes) == (10, 10, {Tier.DISK: 10})
     assert timeline.overlap == pytest.approx(1 / 3)
     early = simulate(*swapped_chain(back_before=1))

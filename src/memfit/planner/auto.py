@@ -127,7 +127,7 @@ def find_order(
         BudgetError: if none fits, with the least budget that does.
     """
     begin = time.monotonic()
-    lean = leanest(graph)
+    lean, is_large = leanest(graph), len(graph.ops) > LARGE_STEP
 
     def within(order: Sequence[int]) -> tuple[Program, Timeline]:
         program = program_within(graph, order, budget_bytes)
@@ -155,21 +155,24 @@ def find_order(
             pool.add(other.timeline.step_seconds, other.order)
             best = _better(best, other)
 
+    def gap() -> float:
+        return float("inf") if best is None else (best.timeline.step_seconds - graph.seconds - bound) / graph.seconds
+
     def time_is_up(share: float) -> bool:
-        gap = float("inf") if best is None else (best.timeline.step_seconds - graph.seconds - bound) / graph.seconds
-        patience = seconds if gap < _FAR else 4 * seconds
-        if len(graph.ops) > LARGE_STEP:
-            patience = 0.75 * seconds if best is None or gap < _VERY_FAR else 2 * seconds
-        return gap < _CLOSE or time.monotonic() - begin > share * patience
+        patience = seconds if gap() < _FAR else 4 * seconds
+        if is_large:
+            patience = 0.75 * seconds if best is None or gap() < _VERY_FAR else 2 * seconds
+        return gap() < _CLOSE or time.monotonic() - begin > share * patience
 
     hopeless = budget_bytes < op_wall_bytes(graph)
-    for name, start in () if hopeless else _starts(lean, budget_bytes):
+    for number, (name, start) in enumerate(() if hopeless else _starts(lean, budget_bytes)):
         if progress is not None:
             progress(name)
         fitting = spill(lean, start, budget_bytes if moves is None else moves.spill_bytes)
         if fitting is not None:
             try_filled(fitting)
-        if time_is_up(_ON_STARTS if pool.orders else 1.0):
+        # Of a large step the second start, rotor's, is worth waiting for.
+        if time_is_up(_ON_STARTS if pool.orders else 1.0) and (number or gap() < _CLOSE or not is_large):
             break
     in_vain = 0
     for fitting in varied(lean, pool, budget_bytes) if pool.orders else ():

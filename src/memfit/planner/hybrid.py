@@ -3,22 +3,23 @@
 Which results may be swapped is chosen first, by the relaxation that knows links (`memfit.planner.kept`): what fits
 through them in time saves the most recomputation. Then the search of `memfit.planner.auto` decides over the step in
 which bringing these back stands for running their ops again (`memfit.planner.swapping`), and each order it tries
-becomes transfers and is judged with them (`memfit.planner.transfers`). Since the relaxation does not see that memory is
-short while things come back, links are also reckoned with at part of their rate. The plan that swaps nothing is
-searched for as well, unless the bound says that it cannot be faster, so tiers never make a plan slower.
+becomes transfers and is judged with them (`memfit.planner.transfers`). The relaxation does not see that memory is short
+while things come back, so that goes round by round: what compute waited for stays in the next one, and links are
+reckoned with at part of their rate. The plan that swaps nothing is searched for as well, unless the bound says that it
+cannot be faster, so tiers never make a plan slower.
 
 Idea: POFO (Beaumont et al., NeurIPS 2021), which removes about a third of the overhead of recomputation.
 """
 
 from __future__ import annotations
 
-import contextlib
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from memfit.errors import BudgetError
 from memfit.planner.auto import Found, Moves, Progress, find_order
-from memfit.planner.bound import relaxed_bound
+from memfit.planner.bound import LARGE_STEP, relaxed_bound
 from memfit.planner.kept import select_kept
 from memfit.planner.swapping import placed_on_tiers, swappable, swapping_step
 from memfit.planner.transfers import ahead_of_use, with_transfers
@@ -30,8 +31,8 @@ from memfit.step.simulate import Timeline, simulate
 
 __all__ = ["find_program"]
 
-_LINK_SHARES = (1.0, 0.7)
-"""Of the rate of links, what is reckoned with when storages are chosen."""
+_LINK_SHARES = (1.0, 0.85, 0.7)
+"""Of the rate of links, what is reckoned with when storages are chosen, round by round."""
 
 _SPILLED = 0.96
 """Share of the budget to which orders are spilled, so that room is left for what comes back early."""
@@ -57,12 +58,8 @@ def find_program(
     alone = replace(graph, tiers=())
     if not graph.tiers:
         return find_order(alone, budget_bytes, seconds=seconds, progress=progress)
-    found: list[Found] = []
+    found = list(_rounds(graph, budget_bytes, seconds, progress))
     errors: list[BudgetError] = []
-    for swapped in _choices(graph, budget_bytes, seconds):
-        # What is chosen depends on the budget, so the least one of a choice need not work when it is asked for.
-        with contextlib.suppress(BudgetError):
-            found.append(_with(graph, swapped, budget_bytes, seconds / len(_LINK_SHARES), progress))
     bound = relaxed_bound(alone, budget_bytes, seconds=seconds / 8)
     fastest = min((one.timeline.step_seconds for one in found), default=float("inf"))
     if fastest > graph.seconds + bound:
@@ -80,16 +77,33 @@ def find_program(
     return replace(best, bound_seconds=relaxed_bound(graph, budget_bytes, seconds=seconds / 8))
 
 
-def _choices(graph: StepGraph, budget_bytes: int, seconds: float) -> Iterator[Mapping[int, Tier]]:
-    """What may be swapped, the most promising first; nothing twice."""
+def _rounds(graph: StepGraph, budget_bytes: int, seconds: float, progress: Progress | None) -> Iterator[Found]:
+    """Plans that may swap what each round chooses, until time is up; none for a choice with which nothing fits.
+
+    What a plan waits for longer than making it again takes is not swapped in the rounds after it.
+    """
+    begin = time.monotonic()
     outputs = sum(graph.storages[s].nbytes for s in set(graph.outputs) if not graph.is_free(s))
     room = budget_bytes - graph.static_bytes - outputs - graph.buffer_bytes([links.tier for links in graph.tiers])
+    producer = graph.producers()
     seen: list[Mapping[int, Tier]] = [{}]
-    for share in _LINK_SHARES:
-        selection = select_kept(graph, room, seconds=seconds / 8, gap=1e-2, link_share=share)
-        if selection is not None and selection.swapped not in seen:
-            seen.append(selection.swapped)
-            yield selection.swapped
+    staying: set[int] = set()
+    for number, share in enumerate(_LINK_SHARES, 1):
+        chosen = select_kept(graph, room, seconds=seconds / 8, gap=1e-2, link_share=share, staying=staying)
+        if chosen is None or chosen.swapped in seen:
+            continue
+        seen.append(chosen.swapped)
+        try:
+            found = _with(graph, chosen.swapped, budget_bytes, seconds / 8, progress)
+        except BudgetError:
+            continue  # what is chosen depends on the budget, so the least one of a choice need not work when asked for
+        yield found
+        waited = found.timeline.stalls.items()
+        staying |= {s for s, stall in waited if stall > graph.ops[producer[s]].later.seconds}
+        # The next round takes about as long as one did; where links stall, all may take what `find_order` may.
+        patience = 4 if staying and len(graph.ops) <= LARGE_STEP else 2
+        if (number + 1) / number * (time.monotonic() - begin) > patience * seconds:
+            break
 
 
 def _with(

@@ -9,7 +9,7 @@ in time, or compute waits. Working sets and repeated recomputation are ignored, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -55,6 +55,7 @@ def select_kept(
     seconds: float = 5.0,
     gap: float = 2e-3,
     link_share: float = 1.0,
+    staying: Collection[int] = (),
     overlapping: bool = False,
 ) -> Selection | None:
     """Solves the relaxation for a number of bytes that may be kept.
@@ -65,6 +66,7 @@ def select_kept(
         seconds: time limit of the solver; the bound stays valid when it strikes.
         gap: relative gap at which the solver stops.
         link_share: how much of the rate of links to reckon with.
+        staying: storages that are not to be swapped.
         overlapping: let what runs again hide transfers back, as it may; the bound needs that, and a choice is better
             without, since most of it runs when links are idle or memory is full.
 
@@ -95,7 +97,8 @@ def select_kept(
             pending += operands
     if not keep:
         return Selection(kept=frozenset(), recompute_seconds=0.0, bound_seconds=0.0)
-    swap, waits = _add_swaps(graph, problem, keep, link_share)
+    movable = [s for s in swappable(graph) if s in keep and s not in staying] if graph.tiers else []
+    swap, waits = _add_swaps(graph, problem, movable, link_share)
     for storage, consumer in rows:
         terms = {keep[storage]: 1.0, **dict.fromkeys(swap.get(storage, {}).values(), 1.0)}
         if producer[storage] in rerun and storage not in lasting:
@@ -130,7 +133,7 @@ def select_kept(
 
 
 def _add_swaps(
-    graph: StepGraph, problem: Milp, keep: Mapping[int, int], link_share: float
+    graph: StepGraph, problem: Milp, movable: Sequence[int], link_share: float
 ) -> tuple[dict[int, dict[Tier, int]], list[int]]:
     """Adds variables that say what is swapped where, and rows that have compute wait for links.
 
@@ -140,13 +143,11 @@ def _add_swaps(
     Returns:
         The variables by storage and tier, and those of the waits after the loss.
     """
-    if not graph.tiers:
-        return {}, []
     begins = _begins(graph)
     loss = begins[graph.loss_index]
     producer = graph.producers()
     needed = {s: i for i in range(len(graph.ops) - 1, graph.loss_index, -1) for s in graph.ops[i].reads}
-    candidates = [s for s in swappable(graph) if s in keep and s in needed]
+    candidates = [s for s in movable if s in needed]
     found: dict[int, dict[Tier, int]] = {s: {} for s in candidates}
     waits: list[int] = []
     for number, links in enumerate(graph.tiers):

@@ -15,13 +15,14 @@ Known limits: what leaves stays on its tier until the step ends; times are those
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from memfit.planner.swapping import SWAP_IN
-from memfit.step.graph import Phase, StepGraph
+from memfit.step.graph import Op, Phase, StepGraph
 from memfit.step.links import Link, Tier
 from memfit.step.program import Action, Instruction, Program, as_they_run, program_of
 from memfit.step.simulate import simulate
@@ -33,10 +34,11 @@ _AHEAD = 1.25
 
 
 def ahead_of_use(swapping: StepGraph, order: Sequence[int], into: Mapping[int, Link], limit_bytes: int) -> list[int]:
-    """Moves what stands for transfers back ahead, ops in their leanest ways.
+    """Moves what stands for transfers back ahead.
 
     Args:
-        swapping: the step with swaps in place of second runs (`memfit.planner.swapping`), ops in their leanest ways.
+        swapping: the step with swaps in place of second runs (`memfit.planner.swapping`), ops in their leanest ways;
+            what is in time for the quickest ones is in time for whatever way each op will take.
         order: of its ops.
         into: by storage, the link it comes back by.
         limit_bytes: for the peak.
@@ -45,10 +47,9 @@ def ahead_of_use(swapping: StepGraph, order: Sequence[int], into: Mapping[int, L
         An order of the same runs, within the limit if the given one is.
     """
     program = program_of(swapping, order)
-    timeline = simulate(swapping, program)
     computing = [n for n, i in enumerate(program.instructions) if i.action is Action.COMPUTE]
-    room = limit_bytes - np.array(timeline.bytes_at, dtype=np.int64)[computing]
-    started = [timeline.started_at[n] for n in computing]
+    room = limit_bytes - np.array(simulate(swapping, program).bytes_at, dtype=np.int64)[computing]
+    started = [0.0, *itertools.accumulate(map(_quickest_seconds, as_they_run(swapping, order)))]
     begins = _begin_runs(program)
     moved: dict[int, list[int]] = {}
     gone: set[int] = set()
@@ -74,6 +75,12 @@ def ahead_of_use(swapping: StepGraph, order: Sequence[int], into: Mapping[int, L
         if place not in gone:
             found.append(index)
     return found
+
+
+def _quickest_seconds(op: Op) -> float:
+    """In whatever way it runs."""
+    in_place = (op.seconds if op.in_place_seconds is None else op.in_place_seconds,)
+    return min(op.seconds, *in_place, *(way.seconds for way in op.ways))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,7 +76,7 @@ class Lanes:
 
     Attributes:
         now: seconds of compute so far, stalls included; who runs an op adds its time.
-        stall_seconds: of them, what compute waited for links.
+        stalls: of them, by storage, what compute waited for its transfers.
         out_bytes: moved to tiers.
         in_bytes: moved back.
         tier_bytes: by tier, what was moved there; it stays until the step ends.
@@ -84,7 +84,8 @@ class Lanes:
     """
 
     def __init__(self, tiers: tuple[TierLinks, ...]) -> None:
-        self.now = self.stall_seconds = 0.0
+        self.now = 0.0
+        self.stalls: dict[int, float] = {}
         self.out_bytes = self.in_bytes = 0
         self.tier_bytes: dict[Tier, int] = {}
         self.link_seconds = 0.0
@@ -114,11 +115,11 @@ class Lanes:
 
     def wait_out(self, storage: int) -> None:
         """Compute waits until a storage is on its tier, if it is on its way."""
-        self._wait(self._out_at.pop(storage, 0.0))
+        self._wait(storage, self._out_at.pop(storage, 0.0))
 
     def wait_in(self, storage: int) -> None:
         """Compute waits until a storage is back, if it is on its way."""
-        self._wait(self._in_at.pop(storage, 0.0))
+        self._wait(storage, self._in_at.pop(storage, 0.0))
 
     def _transfer(self, link: Link, lane: tuple[Tier, str], nbytes: int, earliest: float) -> float:
         took = link.seconds(nbytes)
@@ -128,7 +129,7 @@ class Lanes:
         self.now += nbytes * link.compute_seconds_per_byte
         return done
 
-    def _wait(self, until: float) -> None:
+    def _wait(self, storage: int, until: float) -> None:
         if until > self.now:
-            self.stall_seconds += until - self.now
+            self.stalls[storage] = self.stalls.get(storage, 0.0) + until - self.now
             self.now = until

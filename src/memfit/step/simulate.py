@@ -39,7 +39,7 @@ class Timeline:
         forward_end_bytes: memory held when the loss op starts, static bytes included.
         bytes_at: memory in use while each instruction runs, static bytes included.
         started_at: when compute comes to each instruction, in seconds.
-        stall_seconds: the part of the time that compute waits for swaps.
+        stalls: the part of the time that compute waits for swaps, by storage.
         transfer_seconds: what links are busy, together.
         out_bytes: swapped out.
         in_bytes: swapped in.
@@ -54,7 +54,7 @@ class Timeline:
     forward_end_bytes: int
     bytes_at: tuple[int, ...]
     started_at: tuple[float, ...]
-    stall_seconds: float = 0.0
+    stalls: Mapping[int, float] = field(default_factory=dict)
     transfer_seconds: float = 0.0
     out_bytes: int = 0
     in_bytes: int = 0
@@ -64,6 +64,11 @@ class Timeline:
     def overhead(self) -> float:
         """Extra time over the step without memfit, as a fraction; below 0 where running in parts is faster."""
         return self.step_seconds / self.plain_seconds - 1 if self.plain_seconds else 0.0
+
+    @property
+    def stall_seconds(self) -> float:
+        """The part of the time that compute waits for swaps."""
+        return sum(self.stalls.values())
 
     @property
     def overlap(self) -> float:
@@ -173,7 +178,7 @@ def simulate(graph: StepGraph, program: Program, *, wait: bool = True) -> Timeli
         forward_end_bytes=forward_end_bytes,
         bytes_at=tuple(bytes_at),
         started_at=tuple(started_at),
-        stall_seconds=lanes.stall_seconds,
+        stalls=lanes.stalls,
         transfer_seconds=lanes.link_seconds,
         out_bytes=lanes.out_bytes,
         in_bytes=lanes.in_bytes,

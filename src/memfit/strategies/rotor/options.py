@@ -23,7 +23,7 @@ from memfit.strategies.rotor.shape import Shape, cone, profile
 
 __all__ = ["Backward", "Option", "options_of"]
 
-_PATIENCE = 24
+_PATIENCE = 6
 """Descents in a row that may fail to lower the peak."""
 
 _SLACK = 1.5
