@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import time
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from memfit.capture.dynamo import preserved_state
 from memfit.errors import BudgetError
 from memfit.plans import Plan
 from memfit.runtime.swap.tiers import tier_links
+from memfit.step.codec import Prediction
 from memfit.step.graph import Phase, StepGraph, StorageKind
 from memfit.step.links import Link, Tier, TierLinks
 
@@ -40,6 +42,8 @@ STEPS = (
     "stalls s",
     "overhead, profiled %",
     "relaxed bound %",
+    "plain step, profiled s",
+    "step, profiled s",
     "plain step, measured s",
     "step, measured s",
     "overhead, measured %",
@@ -55,6 +59,10 @@ LINKS = (
     "of it stalls %",
     "removed %",
     "moved out MiB",
+    "relaxed bound, alone %",
+    "relaxed bound, with swaps %",
+    "planning alone s",
+    "planning with swaps s",
 )
 
 
@@ -107,7 +115,7 @@ class _Bench:
         plain = self.subject.run()
         grows = self._grows(None)
         self._row(
-            "100", "plain", _mib(self.subject.plain.peak_bytes), _mib(plain.peak_bytes), grows, *[""] * 6, *[""] * 4
+            "100", "plain", _mib(self.subject.plain.peak_bytes), _mib(plain.peak_bytes), grows, *[""] * 6, *[""] * 6
         )
         for budget in self.options.budgets.split(","):
             nbytes = int(plain.peak_bytes * float(budget) / 100)
@@ -117,7 +125,7 @@ class _Bench:
                     plan, run = self.subject.proven(self._plan(way, nbytes))
                     plans.append((way, plan, run))
                 except BudgetError as error:
-                    self._row(budget, way, f"does not fit, least {_mib(error.least_bytes)}", *[""] * 12)
+                    self._row(budget, way, f"does not fit, least {_mib(error.least_bytes)}", *[""] * 14)
             seconds = [0.0] * (len(plans) + 1)
             if self.options.wall:
                 given = [None, *(plan for _, plan, _ in plans)]
@@ -141,6 +149,7 @@ class _Bench:
             f"{p.stall_seconds:.2f}" if p.out_bytes else "",
             f"{100 * p.overhead:.1f}",
             "" if p.bound_overhead is None else f"{100 * p.bound_overhead:.1f}",
+            *(f"{self.subject.plain.step_seconds:.2f}", f"{p.step_seconds:.2f}"),
             *((f"{before:.2f}", f"{after:.2f}", f"{100 * (after / before - 1):.1f}") if before else ("", "", "")),
             f"{len(names)} of {len(plain.results)}",
         )
@@ -171,14 +180,22 @@ def _simulated(report: Report, table: Table, name: str, subject: Subject, option
     tiers = (TierLinks(tier=Tier.HOST, out=link, into=link),)
     for budget in options.budgets.split(","):
         nbytes = int(subject.plain.peak_bytes * float(budget) / 100)
-        alone, hybrid = subject.plan(nbytes).predicted, subject.plan(nbytes, tiers=tiers).predicted
+        (alone, alone_seconds), (hybrid, hybrid_seconds) = (_timed(subject, nbytes, to) for to in ((), tiers))
         before, after = (p.step_seconds / graph.seconds - 1 for p in (alone, hybrid))
         report.add(
             *(table, name, budget, f"{link.bytes_per_second / 2**20:.0f}"),
             *(f"{100 * before:.1f}", f"{100 * after:.1f}", f"{100 * hybrid.stall_seconds / graph.seconds:.1f}"),
             f"{100 * (1 - after / before):.0f}" if before > 0 else "",
             _mib(hybrid.out_bytes),
+            *("" if p.bound_overhead is None else f"{100 * p.bound_overhead:.1f}" for p in (alone, hybrid)),
+            *(f"{alone_seconds:.1f}", f"{hybrid_seconds:.1f}"),
         )
+
+
+def _timed(subject: Subject, nbytes: int, tiers: tuple[TierLinks, ...]) -> tuple[Prediction, float]:
+    """What a plan is predicted to cost, and how long it took to find."""
+    begin = time.perf_counter()
+    return subject.plan(nbytes, tiers=tiers).predicted, time.perf_counter() - begin
 
 
 def _mib(nbytes: int) -> str:

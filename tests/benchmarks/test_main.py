@@ -6,6 +6,7 @@ import benchmarks.overhead.main as overhead
 import benchmarks.peers.main as peers
 import benchmarks.planning.main as planning
 import benchmarks.seeds.main as seeds
+import benchmarks.swap.main as swap
 
 GPT = "zoo:gpt?layers=1&width=32&heads=2&positions=32"
 
@@ -13,6 +14,8 @@ GPT = "zoo:gpt?layers=1&width=32&heads=2&positions=32"
 @pytest.fixture(autouse=True)
 def own_cost_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path))
+    monkeypatch.setenv("MEMFIT_SWAP_DIR", str(tmp_path))
+    monkeypatch.setattr("memfit.runtime.swap.calibrate._SECONDS", 0.02)
 
 
 def rows(text: str) -> list[list[str]]:
@@ -62,10 +65,37 @@ def test_seed_004(capsys):
 
 
 def test_largest_batch(capsys):
-    seeds.main(["--only", "max-batch", "--model", "zoo:mlp?width=64", "--shape", "64", "--batch-budget", "1MB"])
-    _, seed, memfit = rows(capsys.readouterr().out)
-    assert seed[1] == "seed 001, hybrid"
-    assert float(memfit[5]) >= 1
+    seeds.main(["--only", "max-batch", "--model", "zoo:mlp?width=64", "--shape", "64", "--batch-budget", "4MB"])
+    _, *seed, swap, recompute, auto = rows(capsys.readouterr().out)
+    assert [row[1] for row in seed] == ["seed 001, swap", "seed 001, recompute", "seed 001, hybrid"]
+    assert float(auto[5]) >= float(recompute[5]) > 1
+    assert float(swap[5]) >= 1
+
+
+def test_seed_001(capsys):
+    seeds.main(["--only", "001-resnet18", "--run", "1", "--wall", "1", "--case", f"{GPT}@64@32"])
+    header, *cells = rows(capsys.readouterr().out)
+    found = {row[2]: dict(zip(header, row, strict=True)) for row in cells if row[1] == "memfit"}
+    assert [row[1] for row in cells].count("seed 001") == 4
+    assert {row["tensors that differ"][:5] for row in found.values()} == {"", "0 of "}
+    for row in found.values():
+        assert float(row["peak, measured MiB"]) <= 1.02 * float(row["peak MiB"])
+    assert float(found["hybrid"]["host or disk peak MiB"]) > 0
+
+
+def test_swap(capsys):
+    swap.main(["--only", f"{GPT}@64@32", "--budgets", "80", "--ways", "swap", "--wall", "1"])
+    header, _, moved = rows(capsys.readouterr().out)
+    found = dict(zip(header, moved, strict=True))
+    assert float(found["measured peak MiB"]) <= float(found["predicted peak MiB"]) * 1.02
+    assert found["tensors that differ"].startswith("0 of ") and found["moved out + in MiB"]
+
+
+def test_a_slow_link(capsys):
+    swap.main(["--only", f"{GPT}@64@32", "--budgets", "80", "--link-share", "0.25"])
+    header, row = rows(capsys.readouterr().out)
+    found = dict(zip(header, row, strict=True))
+    assert float(found["with swaps: extra %"]) <= float(found["recompute alone: extra %"])
 
 
 def test_planning(capsys):
