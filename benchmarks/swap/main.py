@@ -187,9 +187,15 @@ def _simulated(report: Report, table: Table, name: str, subject: Subject, option
             *(f"{100 * before:.1f}", f"{100 * after:.1f}", f"{100 * hybrid.stall_seconds / graph.seconds:.1f}"),
             f"{100 * (1 - after / before):.0f}" if before > 0 else "",
             _mib(hybrid.out_bytes),
-            *("" if p.bound_overhead is None else f"{100 * p.bound_overhead:.1f}" for p in (alone, hybrid)),
+            *(f"{100 * _bound(graph, p):.1f}" for p in (alone, hybrid)),
             *(f"{alone_seconds:.1f}", f"{hybrid_seconds:.1f}"),
         )
+
+
+def _bound(graph: StepGraph, predicted: Prediction) -> float:
+    """The least extra time over the step with nothing run again."""
+    assert predicted.bound_overhead is not None
+    return (1 + predicted.bound_overhead) * graph.plain_seconds / graph.seconds - 1
 
 
 def _timed(subject: Subject, nbytes: int, tiers: tuple[TierLinks, ...]) -> tuple[Prediction, float]:

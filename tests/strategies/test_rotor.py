@@ -96,7 +96,7 @@ def test_eighty_blocks_in_seconds() -> None:
     graph = chain([8] * 81)
     cut = cut_chain(graph, most=80)
     assert len(cut.blocks) == 80
-    site = site_of(graph, cut, span=6, narrow=0)
+    site = site_of(graph, cut, span=6, narrow=0, patience=24)
     begin = time.process_time()
     fill(site, slots=500, slot_bytes=2)
     assert time.process_time() - begin < 20  # one or two on an idle machine
@@ -119,7 +119,7 @@ def test_equal_units_are_one_shape() -> None:
 @pytest.mark.parametrize("graph", HAND_BUILT, ids=["even", "uneven", "residual", "unet"])
 def test_options_trade_bytes_and_peak_for_time(graph: StepGraph) -> None:
     run = shape(graph, 1, 3)
-    options = options_of(run, 0)
+    options = options_of(run, 0, 24)
     kept = [sum(run.sizes[s] for s in option.kept) for option in options]
     fastest = [option.backwards[0].seconds for option in options]
     assert kept == sorted(kept, reverse=True) and kept[-1] == 0

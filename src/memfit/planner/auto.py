@@ -35,9 +35,9 @@ from memfit.step.simulate import Timeline, simulate
 from memfit.strategies import rotor
 from memfit.units import format_bytes
 
-__all__ = ["Found", "Moves", "Progress", "auto_order", "find_order"]
+__all__ = ["CLOSE", "Found", "Moves", "Progress", "auto_order", "find_order"]
 
-_CLOSE = 0.01
+CLOSE = 0.01
 """Stop searching when the extra time is within this share of the step of the bound."""
 
 _FAR = 0.025
@@ -155,24 +155,22 @@ def find_order(
             pool.add(other.timeline.step_seconds, other.order)
             best = _better(best, other)
 
-    def gap() -> float:
-        return float("inf") if best is None else (best.timeline.step_seconds - graph.seconds - bound) / graph.seconds
-
     def time_is_up(share: float) -> bool:
-        patience = seconds if gap() < _FAR else 4 * seconds
+        gap = float("inf") if best is None else (best.timeline.step_seconds - graph.seconds - bound) / graph.seconds
+        patience = seconds if gap < _FAR else 4 * seconds
         if is_large:
-            patience = 0.75 * seconds if best is None or gap() < _VERY_FAR else 2 * seconds
-        return gap() < _CLOSE or time.monotonic() - begin > share * patience
+            patience = 0.75 * seconds if best is None or gap < _VERY_FAR else 2 * seconds
+        return gap < CLOSE or time.monotonic() - begin > share * patience
 
     hopeless = budget_bytes < op_wall_bytes(graph)
-    for number, (name, start) in enumerate(() if hopeless else _starts(lean, budget_bytes)):
+    rotor_first = is_large and moves is not None
+    for name, start in () if hopeless else _starts(lean, budget_bytes, rotor_first=rotor_first):
         if progress is not None:
             progress(name)
         fitting = spill(lean, start, budget_bytes if moves is None else moves.spill_bytes)
         if fitting is not None:
             try_filled(fitting)
-        # Of a large step the second start, rotor's, is worth waiting for.
-        if time_is_up(_ON_STARTS if pool.orders else 1.0) and (number or gap() < _CLOSE or not is_large):
+        if time_is_up(_ON_STARTS if pool.orders else 1.0):
             break
     in_vain = 0
     for fitting in varied(lean, pool, budget_bytes) if pool.orders else ():
@@ -199,8 +197,10 @@ def _peak(graph: StepGraph, order: Sequence[int]) -> int:
     return simulate(graph, program_of(graph, order)).peak_bytes
 
 
-def _starts(graph: StepGraph, budget_bytes: int) -> Iterator[tuple[str, list[int]]]:
-    """Orders to polish, the likeliest and quickest first."""
+def _starts(graph: StepGraph, budget_bytes: int, *, rotor_first: bool) -> Iterator[tuple[str, list[int]]]:
+    """Orders to polish, the likeliest and quickest first; where there is time for one only, that is rotor's."""
+    if rotor_first:
+        yield from _rotors(graph, budget_bytes, (1.0,))
     for windows in (1, 6, 3, 12, 20):
         forced = anchors(graph, windows)
         selections = select_over_time(graph, budget_bytes, forced=forced, rounds=8, seconds=1.5, gap=5e-3)

@@ -5,8 +5,8 @@ through them in time saves the most recomputation. Then the search of `memfit.pl
 which bringing these back stands for running their ops again (`memfit.planner.swapping`), and each order it tries
 becomes transfers and is judged with them (`memfit.planner.transfers`). The relaxation does not see that memory is short
 while things come back, so that goes round by round: what compute waited for stays in the next one, and links are
-reckoned with at part of their rate. The plan that swaps nothing is searched for as well, unless the bound says that it
-cannot be faster, so tiers never make a plan slower.
+reckoned with at part of their rate, as long as all of it takes no more than twice what the search without swaps does.
+That search is left out if the bound says that its plan cannot be faster, so tiers never make a plan slower.
 
 Idea: POFO (Beaumont et al., NeurIPS 2021), which removes about a third of the overhead of recomputation.
 """
@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from memfit.errors import BudgetError
-from memfit.planner.auto import Found, Moves, Progress, find_order
-from memfit.planner.bound import LARGE_STEP, relaxed_bound
+from memfit.planner.auto import CLOSE, Found, Moves, Progress, find_order
+from memfit.planner.bound import relaxed_bound
 from memfit.planner.kept import select_kept
 from memfit.planner.swapping import placed_on_tiers, swappable, swapping_step
 from memfit.planner.transfers import ahead_of_use, with_transfers
@@ -46,7 +46,8 @@ def find_program(
     Args:
         graph: the step, with times and links.
         budget_bytes: peak of the step.
-        seconds: roughly how long each of two searches takes, that without swaps and that with them; see `find_order`.
+        seconds: roughly how long the search without swaps takes, see `find_order`; with tiers all of it takes up to
+            twice as long.
         progress: told what is being tried.
 
     Returns:
@@ -58,15 +59,38 @@ def find_program(
     alone = replace(graph, tiers=())
     if not graph.tiers:
         return find_order(alone, budget_bytes, seconds=seconds, progress=progress)
-    found = list(_rounds(graph, budget_bytes, seconds, progress))
-    errors: list[BudgetError] = []
     bound = relaxed_bound(alone, budget_bytes, seconds=seconds / 8)
-    fastest = min((one.timeline.step_seconds for one in found), default=float("inf"))
-    if fastest > graph.seconds + bound:
+    found: list[Found] = []
+    errors: list[BudgetError] = []
+    without_seconds: float | None = None  # what the search without swaps took
+
+    def fastest() -> float:
+        return min((one.timeline.step_seconds for one in found), default=float("inf"))
+
+    def search_without() -> None:
+        nonlocal without_seconds
+        begin = time.monotonic()
         try:
             found.append(find_order(alone, budget_bytes, seconds=seconds, progress=progress))
         except BudgetError as error:
             errors.append(error)
+        without_seconds = time.monotonic() - begin
+
+    if bound < CLOSE * graph.seconds:
+        search_without()
+    near = graph.seconds + max(0.0, bound) + CLOSE * graph.seconds
+    rounds = () if fastest() < near else _rounds(graph, budget_bytes, seconds, progress)
+    begin = time.monotonic()
+    for number, one in enumerate(rounds, 1):
+        round_seconds = (time.monotonic() - begin) / number
+        found.append(one)
+        if without_seconds is None and fastest() > graph.seconds + bound:
+            search_without()
+            begin += without_seconds or 0.0
+        if (number + 1) * round_seconds > (without_seconds or seconds):
+            break
+    if without_seconds is None and fastest() > graph.seconds + bound:
+        search_without()
     if not found:
         everything = placed_on_tiers(graph, graph.tiers, swappable(graph))
         try:
@@ -78,17 +102,16 @@ def find_program(
 
 
 def _rounds(graph: StepGraph, budget_bytes: int, seconds: float, progress: Progress | None) -> Iterator[Found]:
-    """Plans that may swap what each round chooses, until time is up; none for a choice with which nothing fits.
+    """Plans that may swap what each round chooses; none for a choice with which nothing fits.
 
     What a plan waits for longer than making it again takes is not swapped in the rounds after it.
     """
-    begin = time.monotonic()
     outputs = sum(graph.storages[s].nbytes for s in set(graph.outputs) if not graph.is_free(s))
     room = budget_bytes - graph.static_bytes - outputs - graph.buffer_bytes([links.tier for links in graph.tiers])
     producer = graph.producers()
     seen: list[Mapping[int, Tier]] = [{}]
     staying: set[int] = set()
-    for number, share in enumerate(_LINK_SHARES, 1):
+    for share in _LINK_SHARES:
         chosen = select_kept(graph, room, seconds=seconds / 8, gap=1e-2, link_share=share, staying=staying)
         if chosen is None or chosen.swapped in seen:
             continue
@@ -100,10 +123,6 @@ def _rounds(graph: StepGraph, budget_bytes: int, seconds: float, progress: Progr
         yield found
         waited = found.timeline.stalls.items()
         staying |= {s for s, stall in waited if stall > graph.ops[producer[s]].later.seconds}
-        # The next round takes about as long as one did; where links stall, all may take what `find_order` may.
-        patience = 4 if staying and len(graph.ops) <= LARGE_STEP else 2
-        if (number + 1) / number * (time.monotonic() - begin) > patience * seconds:
-            break
 
 
 def _with(

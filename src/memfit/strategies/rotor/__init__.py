@@ -6,7 +6,8 @@ before it and come back later, any number of times. That reaches the lowest budg
 dropped and made once more, and stays close to the relaxed bound elsewhere.
 
 The program works with memory rounded to slots. So the order behind each amount of memory is simulated, from the
-largest amount down, until one fits the budget: time only grows on the way, hence the first that fits is the fastest.
+largest amount down, until one fits the budget: time only grows on the way, hence the first that fits is the fastest
+but for what is passed over in strides.
 
 Source: Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing for heterogeneous chains: how to train
 deep neural networks with limited memory" (2019); Rockmate (Zhao et al., ICML 2023) for options within blocks.
@@ -41,8 +42,15 @@ _SLOTS = 2000
 _HOPE = 1.03
 """How much more memory than there is an order may claim and still turn out to fit."""
 
+_STRIDE = 8
+"""So many amounts of memory at once are passed over on the way to the first one whose order fits."""
+
 _LOWEST = 8
 """How many of the lowest orders are simulated to find the least peak."""
+
+_PATIENCE, _MORE_PATIENCE, _AT_WALL = 6, 24, 1.5
+"""How many vain attempts at a narrower backward pass end the search; more for budgets up to so many times the widest
+op, where every byte counts."""
 
 _NARROW = 0.5
 """Backward passes that take less than this share of the widest op are narrow enough."""
@@ -59,10 +67,9 @@ def order(graph: StepGraph, budget_bytes: int | None) -> list[int]:
     room = budget_bytes - graph.static_bytes
     if budget_bytes >= op_wall_bytes(graph):
         table = _table(graph, int(room * _HOPE))
-        for slots in reversed(_amounts(table)):
-            found = order_at(table, slots)
-            if _is_legal(graph, found) and _peak(graph, found) <= budget_bytes:
-                return found
+        fitting = _first_fitting(graph, table, _amounts(table)[::-1], budget_bytes)
+        if fitting is not None:
+            return fitting
     least = least_order(graph)
     least_peak = _peak(graph, least)
     if least_peak <= budget_bytes:
@@ -73,6 +80,18 @@ def order(graph: StepGraph, budget_bytes: int | None) -> list[int]:
         budget_bytes=budget_bytes,
         least_bytes=least_peak,
     )
+
+
+def _first_fitting(graph: StepGraph, table: Table, amounts: Sequence[int], budget_bytes: int) -> list[int] | None:
+    """The order of the first amount that fits, near the first one in strides that does."""
+
+    def fitting(slots: int) -> list[int] | None:
+        found = order_at(table, slots)
+        return found if _is_legal(graph, found) and _peak(graph, found) <= budget_bytes else None
+
+    reached = next((n for n in range(0, len(amounts), _STRIDE) if fitting(amounts[n]) is not None), len(amounts))
+    near = amounts[max(0, reached - _STRIDE + 1) : reached + 1]
+    return next((found for slots in near if (found := fitting(slots)) is not None), None)
 
 
 def least_bytes(graph: StepGraph) -> int:
@@ -119,17 +138,19 @@ def _peak(graph: StepGraph, found: Sequence[int]) -> int:
 
 
 def _table(graph: StepGraph, limit_bytes: int) -> Table:
-    """A table that goes at least to a limit; what it says of less memory does not depend on the limit."""
+    """A table that goes at least to a limit; patient where that is near the widest op."""
     slot_bytes = max(1, (_peak(graph, plain_order(graph)) - graph.static_bytes) // _SLOTS)
-    return _filled(graph, slot_bytes, (limit_bytes // slot_bytes // 128 + 1) * 128)
+    at_wall = limit_bytes + graph.static_bytes <= _AT_WALL * op_wall_bytes(graph)
+    patience = _MORE_PATIENCE if at_wall else _PATIENCE
+    return _filled(graph, slot_bytes, (limit_bytes // slot_bytes // 128 + 1) * 128, patience)
 
 
 @lru_cache(maxsize=8)
-def _filled(graph: StepGraph, slot_bytes: int, slots: int) -> Table:
-    return fill(_site(graph), slots=slots, slot_bytes=slot_bytes)
+def _filled(graph: StepGraph, slot_bytes: int, slots: int, patience: int) -> Table:
+    return fill(_site(graph, patience), slots=slots, slot_bytes=slot_bytes)
 
 
 @lru_cache(maxsize=8)
-def _site(graph: StepGraph) -> Site:
+def _site(graph: StepGraph, patience: int) -> Site:
     narrow = int(_NARROW * (op_wall_bytes(graph) - graph.static_bytes))
-    return site_of(graph, cut_chain(graph, most=_BLOCKS), span=_SPAN, narrow=narrow)
+    return site_of(graph, cut_chain(graph, most=_BLOCKS), span=_SPAN, narrow=narrow, patience=patience)

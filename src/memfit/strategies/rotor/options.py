@@ -23,9 +23,6 @@ from memfit.strategies.rotor.shape import Shape, cone, profile
 
 __all__ = ["Backward", "Option", "options_of"]
 
-_PATIENCE = 6
-"""Descents in a row that may fail to lower the peak."""
-
 _SLACK = 1.5
 """How much higher a descent may leave the peak."""
 
@@ -68,12 +65,13 @@ class Option:
 
 
 @lru_cache(maxsize=4096)
-def options_of(shape: Shape, narrow: int) -> tuple[Option, ...]:
+def options_of(shape: Shape, narrow: int, patience: int) -> tuple[Option, ...]:
     """Every way worth considering.
 
     Args:
         shape: the run of blocks.
         narrow: peak below which a narrower backward pass is not worth looking for.
+        patience: descents in a row that may fail to lower the peak.
 
     Returns:
         Options from the one that keeps most to the one that keeps nothing.
@@ -81,7 +79,7 @@ def options_of(shape: Shape, narrow: int) -> tuple[Option, ...]:
     options: list[Option] = []
     for kept in reversed(_hull(shape)):
         rivals = [backward for option in options for backward in option.backwards]
-        options.append(Option(kept, tuple(_backwards(shape, kept, narrow, rivals))))
+        options.append(Option(kept, tuple(_backwards(shape, kept, rivals, narrow=narrow, patience=patience))))
     return tuple(reversed(options))
 
 
@@ -149,24 +147,26 @@ _Drops = frozenset[tuple[int, int]]
 """Storages to forget after the stage of a backward op; -1 is before the first."""
 
 
-def _backwards(shape: Shape, kept: frozenset[int], narrow: int, rivals: list[Backward]) -> list[Backward]:
+def _backwards(
+    shape: Shape, kept: frozenset[int], rivals: list[Backward], *, narrow: int, patience: int
+) -> list[Backward]:
     """Backward passes, each slower and narrower than the one before; `rivals` need not be matched."""
     lasting = _lasting(shape)
     drops: _Drops = frozenset()
     run = _run(shape, kept, drops, lasting)
     found = [run.backward]
-    patience = _PATIENCE
-    while found[-1].peak > narrow and patience:
+    left = patience
+    while found[-1].peak > narrow and left:
         step = _descend(shape, kept, drops, lasting, run)
         if step is None:
             break
         drops, run = step
-        patience -= 1
+        left -= 1
         if any(r.peak <= run.backward.peak and r.seconds <= run.backward.seconds for r in rivals):
             break
         if run.backward.peak <= _STEP * found[-1].peak:
             found.append(run.backward)
-            patience = _PATIENCE
+            left = patience
     return found
 
 

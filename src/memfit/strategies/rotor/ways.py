@@ -97,7 +97,7 @@ class Site:
     backward_base: tuple[int, ...]
 
 
-def site_of(graph: StepGraph, chain: Chain, *, span: int, narrow: int) -> Site:
+def site_of(graph: StepGraph, chain: Chain, *, span: int, narrow: int, patience: int) -> Site:
     """Prices every way of every stretch.
 
     Args:
@@ -105,6 +105,7 @@ def site_of(graph: StepGraph, chain: Chain, *, span: int, narrow: int) -> Site:
         chain: its blocks.
         span: most forward ops of a stretch of several blocks.
         narrow: memory below which a narrower backward pass is not worth looking for.
+        patience: how many vain attempts at a narrower one end the search.
     """
     lasts = _last_reads(graph)
     in_use = _in_use(graph, chain)
@@ -121,7 +122,9 @@ def site_of(graph: StepGraph, chain: Chain, *, span: int, narrow: int) -> Site:
             shape = shape_of(graph, chain, lasts, start, stop)
             if stop == start + 1:
                 passes.append(_pass(graph, chain, shape, start))
-            here += _ways(shape, chain, start, stop, max(forward_base[start:stop]), backward_base[stop], narrow)
+            here += _ways(
+                shape, chain, start, stop, max(forward_base[start:stop]), backward_base[stop], narrow, patience
+            )
         ways.append(tuple(here))
     return Site(
         chain=chain,
@@ -168,12 +171,12 @@ def _in_use(graph: StepGraph, chain: Chain) -> list[int]:
 
 
 def _ways(
-    shape: Shape, chain: Chain, start: int, stop: int, forward_base: int, backward_base: int, narrow: int
+    shape: Shape, chain: Chain, start: int, stop: int, forward_base: int, backward_base: int, narrow: int, patience: int
 ) -> list[Way]:
     arriving = sum(shape.sizes[s] for s in shape.arriving)
     found: list[Way] = []
     room = max(0, narrow - backward_base + arriving) // (narrow // 16 + 1) * (narrow // 16 + 1)
-    for option in options_of(shape, room):
+    for option in options_of(shape, room, patience):
         wanted = option.kept.union(shape.out)
         again = cone(shape, wanted, shape.given)
         first_rise = _peak(shape, range(shape.forward), wanted)
