@@ -89,7 +89,7 @@ def find_program(
             begin += without_seconds or 0.0
         if (number + 1) * round_seconds > (without_seconds or seconds):
             break
-    if without_seconds is None and fastest() > graph.seconds + bound:
+    if without_seconds is None and (not found or fastest() > graph.seconds + bound):
         search_without()
     if not found:
         everything = placed_on_tiers(graph, graph.tiers, swappable(graph))
