@@ -215,11 +215,13 @@ def test_swaps_make_room_for_larger_batches(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("memfit.runtime.swap.calibrate._SECONDS", 0.02)
     budget = 6 << 20  # the buffers of the threads that swap take two of it
     plain = find_max(budget, strategy="none").planned
-    found = {name: find_max(budget, strategy=name, tiers="disk") for name in ("swap", "hybrid", "auto")}
+    found = {
+        name: find_max(budget, strategy=name, tiers="disk", prove=name == "auto") for name in ("swap", "hybrid", "auto")
+    }
     for name, result in found.items():
         assert result.planned > 1.2 * plain, name
-        assert result.measured_peak_bytes is not None and result.measured_peak_bytes <= budget, name
         assert all(point.least_peak_bytes <= point.plain_peak_bytes + (3 << 20) for point in result.curve), name
+    assert 0 < (found["auto"].measured_peak_bytes or 0) <= budget
     assert found["auto"].planned >= 0.98 * max(found["swap"].planned, found["hybrid"].planned)
     little = find_max(budget, strategy="swap", tiers="disk:1MiB", prove=False)
     assert plain <= little.planned < found["swap"].planned

@@ -63,11 +63,20 @@ CASES = {
     "gpt2": lambda: spec_case("hf:gpt2?n_layer=1&n_embd=64&n_head=2&vocab_size=200", 2, (32,)),
     "t5": lambda: spec_case("hf:t5?num_layers=1&d_model=64&d_kv=32&d_ff=128&num_heads=2&vocab_size=200", 2, (16,)),
 }
+LARGE = ("mobilenet_v2", "vit", "bert", "gpt2", "t5")
+"""At one budget only, the one at which most runs again."""
+
 SMOKE = ("residual", "tied", "frozen", "broken", "layouts", "kernels", "kernels of one sample")
 
 
-@pytest.mark.parametrize("share", [0.7, 0.25])
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.smoke) if n in SMOKE else n for n in CASES])
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [
+        pytest.param(name, share, marks=[pytest.mark.smoke] if name in SMOKE else [])
+        for name in CASES
+        for share in ((0.25,) if name in LARGE else (0.7, 0.25))
+    ],
+)
 def test_bits_and_budget(name: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     # Results go over memory that others leave wherever they can, not only where these small ones are quicker so.
     monkeypatch.setattr("memfit.planner.spares._is_quicker", lambda *_: True)
