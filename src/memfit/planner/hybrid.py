@@ -83,7 +83,7 @@ def find_program(
     begin = time.monotonic()
     for number, one in enumerate(rounds, 1):
         round_seconds = (time.monotonic() - begin) / number
-        found.append(one)
+        found += [] if one is None else [one]
         if without_seconds is None and fastest() > graph.seconds + bound:
             search_without()
             begin += without_seconds or 0.0
@@ -101,8 +101,8 @@ def find_program(
     return replace(best, bound_seconds=relaxed_bound(graph, budget_bytes, seconds=seconds / 8))
 
 
-def _rounds(graph: StepGraph, budget_bytes: int, seconds: float, progress: Progress | None) -> Iterator[Found]:
-    """Plans that may swap what each round chooses; none for a choice with which nothing fits.
+def _rounds(graph: StepGraph, budget_bytes: int, seconds: float, progress: Progress | None) -> Iterator[Found | None]:
+    """Plans that may swap what each round chooses; None for a choice with which nothing fits.
 
     What a plan waits for longer than making it again takes is not swapped in the rounds after it.
     """
@@ -119,7 +119,9 @@ def _rounds(graph: StepGraph, budget_bytes: int, seconds: float, progress: Progr
         try:
             found = _with(graph, chosen.swapped, budget_bytes, seconds / 8, progress)
         except BudgetError:
-            continue  # what is chosen depends on the budget, so the least one of a choice need not work when asked for
+            # What is chosen depends on the budget, so the least one of a choice need not work when it is asked for.
+            yield None
+            continue
         yield found
         waited = found.timeline.stalls.items()
         staying |= {s for s, stall in waited if stall > graph.ops[producer[s]].later.seconds}
