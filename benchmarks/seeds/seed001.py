@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from benchmarks.overhead import cases as overhead
 from benchmarks.report import Report, Table
 from benchmarks.subject import Case, Run, Subject, differing
 from memfit.errors import BudgetError
@@ -39,13 +40,9 @@ COLUMNS = (
 )
 
 CASES: dict[str, Case] = {
-    "resnet18": Case(spec="torchvision:resnet18", batch=24),
     "resnet34": Case(spec="torchvision:resnet34", batch=24),
-    "resnet50": Case(spec="torchvision:resnet50", batch=24),
-    "resnet101": Case(spec="torchvision:resnet101", batch=20),
-    "resnet152": Case(spec="torchvision:resnet152", batch=16),
-    "resnet200": Case(spec="zoo:resnet-deep", batch=12),
-    "inception_v4": Case(spec="timm:inception_v4", batch=16),
+    **{name: overhead.CASES[name] for name in ("resnet18", "resnet50", "resnet101", "resnet152", "resnet200")},
+    "inception_v4": overhead.CASES["inception_v4"],
 }
 
 

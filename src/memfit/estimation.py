@@ -20,37 +20,15 @@ from memfit.capture.profile import with_rooflines
 from memfit.capture.trace import capture_step, device_of, storage_bytes
 from memfit.errors import SpecError
 from memfit.planner.bound import op_wall_bytes
+from memfit.planner.explain import prediction
 from memfit.runtime.swap.tiers import tier_links
+from memfit.step.codec import Prediction
 from memfit.step.graph import Phase, StepGraph, StorageKind
-from memfit.step.links import Tier
 from memfit.step.program import plain_program
 from memfit.step.simulate import live_storages_at, simulate, simulate_plain
 from memfit.units import format_bytes
 
-__all__ = ["Estimate", "Swapping", "estimate"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Swapping:
-    """The step with all swapped that can be, predicted from rooflines and measured links.
-
-    Attributes:
-        peak_bytes: highest memory of the step.
-        out_bytes: moved out.
-        in_bytes: moved back.
-        overlap: share of the links' time during which compute goes on.
-        stall_seconds: what compute waits for links.
-        host_bytes: the most on the host.
-        disk_bytes: the most on the disk.
-    """
-
-    peak_bytes: int
-    out_bytes: int
-    in_bytes: int
-    overlap: float
-    stall_seconds: float
-    host_bytes: int
-    disk_bytes: int
+__all__ = ["Estimate", "estimate"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +48,7 @@ class Estimate:
         step_seconds: roofline time, good for ratios only.
         by_module: activations by module, largest first.
         peak_at: op at which the peak is.
-        swapping: what swapping can do, if asked.
+        swapping: the step with all swapped that can be, if asked; ops by rooflines, links as measured.
     """
 
     label: str
@@ -85,7 +63,7 @@ class Estimate:
     step_seconds: float
     by_module: tuple[tuple[str, int], ...]
     peak_at: str
-    swapping: Swapping | None = None
+    swapping: Prediction | None = None
 
     def by_kind(self) -> tuple[tuple[str, int], ...]:
         """The parts of the step's memory and their bytes."""
@@ -174,6 +152,9 @@ def _summary(graph: StepGraph, model: nn.Module, optimizer: torch.optim.Optimize
     if position < len(program.instructions):
         op = graph.ops[program.instructions[position].index]
         where = f"{op.target} of {op.module or 'the model'}" + (" (backward)" if op.phase is Phase.BACKWARD else "")
+    swapping = None
+    if graph.tiers:
+        swapping = prediction(graph, simulate(graph, strategies.program("swap", graph, None)))
     return Estimate(
         label=graph.label,
         parameters=parameters,
@@ -187,18 +168,5 @@ def _summary(graph: StepGraph, model: nn.Module, optimizer: torch.optim.Optimize
         step_seconds=timeline.step_seconds,
         by_module=tuple(sorted(saved.items(), key=lambda item: -item[1])),
         peak_at=where,
-        swapping=_swapping(graph) if graph.tiers else None,
-    )
-
-
-def _swapping(graph: StepGraph) -> Swapping:
-    timeline = simulate(graph, strategies.program("swap", graph, None))
-    return Swapping(
-        peak_bytes=timeline.peak_bytes,
-        out_bytes=timeline.out_bytes,
-        in_bytes=timeline.in_bytes,
-        overlap=timeline.overlap,
-        stall_seconds=timeline.stall_seconds,
-        host_bytes=timeline.tier_bytes.get(Tier.HOST, 0),
-        disk_bytes=timeline.tier_bytes.get(Tier.DISK, 0),
+        swapping=swapping,
     )

@@ -21,8 +21,8 @@ from memfit.capture.loss import LossFunction, backward_of
 from memfit.capture.profile import profile_ops, separated
 from memfit.capture.trace import Capture, capture_step, device_of
 from memfit.errors import BudgetError, SpecError
-from memfit.planner.bound import op_wall_bytes, relaxed_bound
-from memfit.planner.explain import decisions
+from memfit.planner.bound import relaxed_bound
+from memfit.planner.explain import decisions, prediction
 from memfit.planner.hybrid import find_program
 from memfit.planner.least import least_order
 from memfit.planner.ways import leanest
@@ -33,11 +33,11 @@ from memfit.runtime.measure import measure
 from memfit.runtime.signature import Signature, signature
 from memfit.runtime.swap.tiers import parse_tiers, tier_links
 from memfit.step.check import check
-from memfit.step.codec import Prediction, graph_digest
+from memfit.step.codec import graph_digest
 from memfit.step.graph import StepGraph
-from memfit.step.links import Tier, TierLinks
+from memfit.step.links import TierLinks
 from memfit.step.program import Program, program_of
-from memfit.step.simulate import simulate, simulate_plain
+from memfit.step.simulate import simulate
 from memfit.units import format_bytes, parse_bytes
 
 __all__ = [
@@ -212,25 +212,11 @@ def plan_captured(
     if progress is not None:
         progress("plan", 1, 1)
     timeline = simulate(graph, program)
-    plain = simulate_plain(graph)
     return Plan(
         label=request.label or type(model).__name__,
         budget_bytes=budget_bytes,
         strategy=request.strategy,
-        predicted=Prediction(
-            peak_bytes=timeline.peak_bytes,
-            step_seconds=timeline.step_seconds,
-            overhead=timeline.overhead,
-            plain_peak_bytes=plain.peak_bytes,
-            bound_overhead=(graph.seconds + bound_seconds) / graph.plain_seconds - 1 if graph.seconds else None,
-            least_peak_bytes=op_wall_bytes(graph),
-            out_bytes=timeline.out_bytes,
-            in_bytes=timeline.in_bytes,
-            overlap=timeline.overlap,
-            stall_seconds=timeline.stall_seconds,
-            host_bytes=timeline.tier_bytes.get(Tier.HOST, 0),
-            disk_bytes=timeline.tier_bytes.get(Tier.DISK, 0),
-        ),
+        predicted=prediction(graph, timeline, bound_seconds=bound_seconds),
         program=program,
         decisions=decisions(graph, program, timeline),
         fingerprint=fingerprint(model, args, kwargs),

@@ -1,21 +1,49 @@
-"""A program in words: for every block of the model what it saves, what runs again, and what that costs."""
+"""A program in numbers, and in words: for every block of the model what it saves, what runs again, what that costs."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from memfit.step.codec import Decision
+from memfit.planner.bound import op_wall_bytes
+from memfit.step.codec import Decision, Prediction
 from memfit.step.fusion import fused_seconds
 from memfit.step.graph import Phase, StepGraph, StorageKind
 from memfit.step.links import Tier
 from memfit.step.program import Action, Program, as_they_run
-from memfit.step.simulate import Timeline, live_storages_at
+from memfit.step.simulate import Timeline, live_storages_at, simulate_plain
 from memfit.units import format_bytes
 
-__all__ = ["binding_place", "decisions", "kept_storages"]
+__all__ = ["binding_place", "decisions", "kept_storages", "prediction"]
 
 _MOST_BLOCKS = 40
+
+
+def prediction(graph: StepGraph, timeline: Timeline, *, bound_seconds: float | None = None) -> Prediction:
+    """What the simulator says of a program, as it stands in a plan.
+
+    Args:
+        graph: the step.
+        timeline: of a program of it.
+        bound_seconds: the least extra seconds any program has, where that is known.
+    """
+    bound = None
+    if bound_seconds is not None and graph.seconds:
+        bound = (graph.seconds + bound_seconds) / graph.plain_seconds - 1
+    return Prediction(
+        peak_bytes=timeline.peak_bytes,
+        step_seconds=timeline.step_seconds,
+        overhead=timeline.overhead,
+        plain_peak_bytes=simulate_plain(graph).peak_bytes,
+        bound_overhead=bound,
+        least_peak_bytes=op_wall_bytes(graph),
+        out_bytes=timeline.out_bytes,
+        in_bytes=timeline.in_bytes,
+        overlap=timeline.overlap,
+        stall_seconds=timeline.stall_seconds,
+        host_bytes=timeline.tier_bytes.get(Tier.HOST, 0),
+        disk_bytes=timeline.tier_bytes.get(Tier.DISK, 0),
+    )
 
 
 def kept_storages(graph: StepGraph, program: Program) -> frozenset[int]:

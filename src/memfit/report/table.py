@@ -15,9 +15,10 @@ from rich.console import Console
 from rich.table import Table
 
 from memfit.comparison import BatchSize, Comparison, Row
-from memfit.estimation import Estimate, Swapping
+from memfit.estimation import Estimate
 from memfit.plans import Plan
 from memfit.report.records import csv_text, json_text
+from memfit.step.codec import Prediction
 from memfit.units import format_bytes, format_percent, format_seconds
 from memfit.verification import Verification
 
@@ -130,9 +131,7 @@ def _swaps(row: Row) -> list[tuple[str, ...]]:
         return [none, none]
     overlap = "" if row.overlap is None else f"{row.overlap:.0%}"
     moved = f"{format_bytes(row.out_bytes)} + {format_bytes(row.in_bytes)}"
-    held = " + ".join(
-        f"{tier} {format_bytes(n)}" for tier, n in (("host", row.host_bytes), ("disk", row.disk_bytes)) if n
-    )
+    held = " + ".join(f"{tier} {format_bytes(nbytes)}" for tier, nbytes in _on_tiers(row))
     swapped = _part(a.swapped, a.swapped_share, a.swapped_bytes)
     return [(swapped, moved, held, overlap, _seconds(row.stall_seconds)), none]
 
@@ -160,13 +159,12 @@ def _(result: Estimate) -> list[Sheet]:
     return [parts, *_swapping(result.swapping), by_module]
 
 
-def _swapping(found: Swapping | None) -> list[Sheet]:
+def _swapping(found: Prediction | None) -> list[Sheet]:
     if found is None:
         return []
-    held = [(tier, n) for tier, n in (("host", found.host_bytes), ("disk", found.disk_bytes)) if n]
     rows = (
         ("peak of the device", format_bytes(found.peak_bytes)),
-        *((f"peak on the {tier}", format_bytes(nbytes)) for tier, nbytes in held),
+        *((f"peak on the {tier}", format_bytes(nbytes)) for tier, nbytes in _on_tiers(found)),
         ("moved out", format_bytes(found.out_bytes)),
         ("moved in", format_bytes(found.in_bytes)),
         ("beside compute", f"{found.overlap:.0%}"),
@@ -229,10 +227,9 @@ def _moved(result: Verification) -> list[Sheet]:
         return []
     predicted = result.plan.predicted
     ways = zip(("out", "in"), result.swapped_planned_bytes, result.swapped_executed_bytes, strict=True)
-    held = [(tier, n) for tier, n in (("host", predicted.host_bytes), ("disk", predicted.disk_bytes)) if n]
     rows = (
         *((f"moved {way}", format_bytes(planned), format_bytes(executed)) for way, planned, executed in ways),
-        *((f"peak on the {tier}", format_bytes(nbytes), "") for tier, nbytes in held),
+        *((f"peak on the {tier}", format_bytes(nbytes), "") for tier, nbytes in _on_tiers(predicted)),
         ("beside compute", f"{predicted.overlap:.0%}", ""),
         ("compute waits", format_seconds(predicted.stall_seconds), ""),
     )
@@ -250,6 +247,11 @@ def _rich(sheet: Sheet) -> Table:
 
 def _escaped(cells: Sequence[str]) -> list[str]:
     return [cell.replace("[", r"\[") for cell in cells]
+
+
+def _on_tiers(found: Prediction | Row) -> list[tuple[str, int]]:
+    """The tiers that hold something, and how much."""
+    return [(tier, n) for tier, n in (("host", found.host_bytes), ("disk", found.disk_bytes)) if n]
 
 
 def _bytes(nbytes: int | None) -> str:
