@@ -57,6 +57,7 @@ Progress = Callable[[str, int, int], None]
 
 _PROVING_RUNS = 3
 _BITWISE = ("keep", "recompute", "swap")
+_ALL = (*_BITWISE, "tile")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +69,7 @@ class Request:
         loss_fn: takes the output, returns a scalar.
         optimizer: its state and step count.
         strategy: name of a planner.
-        levers: `"bitwise"` or a tuple of lever names.
+        levers: `"bitwise"`, `"all"` or a tuple of lever names.
         tiers: where swapped bytes may go; see `memfit.runtime.swap.tiers.parse_tiers`.
         prove: run the plan once and correct it.
         label: what is planned, for people.
@@ -84,6 +85,11 @@ class Request:
     prove: bool = True
     label: str = ""
     search_seconds: float = 8.0
+
+    @property
+    def tiles(self) -> bool:
+        """Whether ops may run slice by slice where that changes the order of sums."""
+        return self.levers == "all" or "tile" in self.levers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,10 +150,41 @@ def make_plan(
     device = device_of(model)
     _validate(request, device)
     resolve_budget(request.budget, device)
-    capture, graph = capture_and_profile(model, args, kwargs, request, progress=progress)
-    budget_bytes = resolve_budget(request.budget, device, graph.static_bytes)
-    plan = plan_captured(model, args, kwargs, capture, graph, request, budget_bytes, progress=progress)
-    return prove(model, args, kwargs, plan, progress=progress) if request.prove else plan
+    made: list[Plan] = []
+    failures: list[BudgetError] = []
+    for tile in (False, True) if request.tiles else (False,):
+        capture, graph = capture_and_profile(model, args, kwargs, request, tile=tile, progress=progress)
+        budget_bytes = resolve_budget(request.budget, device, graph.static_bytes)
+        try:
+            plan = plan_captured(model, args, kwargs, capture, graph, request, budget_bytes, progress=progress)
+            made.append(prove(model, args, kwargs, plan, progress=progress) if request.prove else plan)
+        except BudgetError as error:
+            failures.append(error)
+        if made and not made[0].program.recomputed():
+            break
+    if not made:
+        failure = min(failures, key=lambda error: error.least_bytes)
+        raise failure if request.tiles else _with_all_levers(failure, model, args, kwargs, request)
+    return min(made, key=lambda plan: plan.predicted.step_seconds)
+
+
+def _with_all_levers(
+    error: BudgetError, model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], request: Request
+) -> BudgetError:
+    """The same error, which says from which budget on tiling fits if that is lower."""
+    if request.strategy != "auto":
+        return error
+    _, graph = capture_and_profile(model, args, kwargs, request, tile=True)
+    lean = leanest(graph)
+    least = simulate(lean, program_of(lean, least_order(lean))).peak_bytes
+    if least >= error.least_bytes:
+        return error
+    return BudgetError(
+        f'{error}; levers="all", the same gradients up to rounding, fits from {format_bytes(least)} on',
+        budget_bytes=error.budget_bytes,
+        least_bytes=error.least_bytes,
+        binding=error.binding,
+    )
 
 
 def capture_and_profile(
@@ -156,10 +193,11 @@ def capture_and_profile(
     kwargs: dict[str, Any],
     request: Request,
     *,
+    tile: bool = False,
     cache: CostCache | None = None,
     progress: Progress | None = None,
 ) -> tuple[Capture, StepGraph]:
-    """The step with measured times."""
+    """The step with measured times, for the lever `tile` or without it."""
     device = device_of(model)
     if progress is not None:
         progress("capture", 0, 1)
@@ -172,6 +210,7 @@ def capture_and_profile(
             optimizer=request.optimizer,
             label=request.label,
             separate=separate,
+            tile=tile,
         )
 
     capture = separated(captured, device, cache)
@@ -183,13 +222,14 @@ def capture_and_profile(
             progress("profile", done, total)
 
     graph = profile_ops(capture, device, cache, progress=profiling)
-    graph = replace(graph, tiers=_tiers(request, device))
+    # What runs as one is not divided by swaps yet.
+    graph = graph if tile else replace(graph, tiers=_tiers(request, device))
     return replace(capture, graph=graph), graph
 
 
 def _tiers(request: Request, device: torch.device) -> tuple[TierLinks, ...]:
     """What the request lets swap."""
-    may = request.levers == "bitwise" or "swap" in request.levers
+    may = request.levers in ("bitwise", "all") or "swap" in request.levers
     return tier_links(request.tiers, device) if may and strategies.swaps(request.strategy) else ()
 
 
@@ -327,8 +367,8 @@ def fingerprint(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -
 
 
 def _validate(request: Request, device: torch.device) -> None:
-    levers = _BITWISE if request.levers == "bitwise" else request.levers
-    if isinstance(levers, str) or not set(levers) <= set(_BITWISE):
-        raise SpecError(f"unknown levers; this version has 'bitwise' and {_BITWISE} (levers: {request.levers!r})")
+    levers = {"bitwise": _BITWISE, "all": _ALL}.get(str(request.levers), request.levers)
+    if isinstance(levers, str) or not set(levers) <= set(_ALL):
+        raise SpecError(f"unknown levers; there are 'bitwise', 'all' and {_ALL} (levers: {request.levers!r})")
     strategies.check_name(request.strategy)
     parse_tiers(request.tiers, device)

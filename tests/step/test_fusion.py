@@ -84,7 +84,7 @@ def test_the_specification_says_what_is_wrong() -> None:
         (changed(program, first + 4, replace(end, fused=True)), "not the same samples|only ops that ran before"),
         (changed(program, first + 2, replace(program.instructions[first + 2], over=5)), "cannot run over s5"),
         (changed(program, last, replace(program.instructions[last], fused=True)), "there is none"),
-        (changed(program, 0, replace(program.instructions[0], fused=True)), "only ops that ran before"),
+        (changed(program, 0, replace(program.instructions[0], parts=4, fused=True, sliced=True)), "where it ran before"),
         (changed(program, first, Instruction(Action.COMPUTE, 99, fused=True)), "the step has 6 ops"),
         (changed(program, first, replace(start, sliced=False)), "cannot run in 4 slices"),
         (changed(program, first + 2, replace(program.instructions[first + 2], over=2)), "cannot run in place slice"),

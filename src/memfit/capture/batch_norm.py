@@ -7,6 +7,9 @@ takes its statistics before it writes, so it can write over its input.
 
 The profiler compares each shape with the whole kernel before a plan relies on it (`memfit.capture.parts`).
 
+Its results can also be made apart: the sums over the batch that are the gradients of weight and bias, and the gradient
+of the input, sample by sample, from these sums (`input_gradient_from_sums`, with the lever `tile`).
+
 Known limits: contiguous float32 tensors on CPU, in training mode.
 """
 
@@ -21,6 +24,9 @@ __all__ = [
     "backward_over_data",
     "backward_over_gradient",
     "forward_over_input",
+    "input_gradient_from_sums",
+    "input_gradient_over_data",
+    "input_gradient_over_gradient",
     "parts_of",
     "takes_channels",
 ]
@@ -116,3 +122,64 @@ def forward_over_input(
         *(data, weight, bias, new_mean, new_var, training, momentum, eps), out=data, save_mean=mean, save_invstd=invstd
     )
     return data, mean, invstd, new_mean, new_var
+
+
+def input_gradient_from_sums(
+    gradient: torch.Tensor,
+    data: torch.Tensor,
+    weight: torch.Tensor | None,
+    mean: torch.Tensor,
+    invstd: torch.Tensor,
+    of_weight: torch.Tensor,
+    of_bias: torch.Tensor,
+    count: int,
+) -> torch.Tensor:
+    """The gradient of batch normalisation's input, given those of weight and bias.
+
+    Args:
+        gradient: of the output; samples of it.
+        data: the input; the same samples.
+        weight: per channel, None for ones.
+        mean: per channel.
+        invstd: per channel.
+        of_weight: gradient of the weight, over all samples.
+        of_bias: gradient of the bias, over all samples.
+        count: of elements per channel in all samples.
+    """
+    return _from_sums(torch.sub(data, _over(mean, data)), gradient, weight, invstd, of_weight, of_bias, count)
+
+
+def input_gradient_over_gradient(gradient: torch.Tensor, data: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """The same, written over the output's gradient."""
+    for place in range(gradient.shape[0]):
+        gradient[place : place + 1] = input_gradient_from_sums(
+            gradient[place : place + 1], data[place : place + 1], *rest
+        )
+    return gradient
+
+
+def input_gradient_over_data(
+    gradient: torch.Tensor, data: torch.Tensor, weight: torch.Tensor | None, mean: torch.Tensor, *rest: Any
+) -> torch.Tensor:
+    """The same, written over the input."""
+    return _from_sums(data.sub_(_over(mean, data)), gradient, weight, *rest)
+
+
+def _from_sums(
+    centred: torch.Tensor,
+    gradient: torch.Tensor,
+    weight: torch.Tensor | None,
+    invstd: torch.Tensor,
+    of_weight: torch.Tensor,
+    of_bias: torch.Tensor,
+    count: int,
+) -> torch.Tensor:
+    """Written over the centred data."""
+    slope = _over(of_weight * invstd / count, centred)
+    torch.addcmul(_over(of_bias / count, centred), centred, slope, out=centred)
+    torch.sub(gradient, centred, out=centred)
+    return centred.mul_(_over(invstd if weight is None else invstd * weight, centred))
+
+
+def _over(per_channel: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return per_channel.view(1, -1, *(1,) * (like.dim() - 2))

@@ -1,11 +1,12 @@
 """Which ops can run on a few samples of the batch at a time, and how they do so together.
 
-Most ops of a network treat each sample of the batch by itself: convolutions, activations, sums, pooling, and batch
-normalisation once its statistics are known (`memfit.capture.again`). Ops that run again may therefore run as one,
-slice of the batch by slice (`memfit.step.fusion`): `in_slices` is what the runtime calls for them.
+Most ops of a network treat each sample of the batch by itself: convolutions, activations, sums, pooling, batch
+normalisation once its statistics are known (`memfit.capture.again`), and the gradients of their data. Others, the
+gradients of weights above all, are sums over the batch (`sums_of`). Such ops may therefore run as one, slice of the
+batch by slice (`memfit.step.fusion`): `in_slices` is what the runtime calls for them.
 
 The profiler compares slices of each op with the whole, for each shape, size of slice and alignment in memory, before a
-plan relies on it.
+plan relies on it: every bit, or with the lever `tile` up to rounding.
 
 Known limits: CPU; operands and results that have samples outside and own their memory, so no views between ops.
 """
@@ -14,14 +15,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
 
 from memfit.capture.again import Call, normalise
+from memfit.capture.batch_norm import input_gradient_from_sums
+from memfit.capture.rewrite import HOLLOW_PREFIX, convolution_input_gradient, make_hollow
 
-__all__ = ["Slice", "batch_of", "in_slices", "owns_memory", "samples_per_slice", "sliced_operands"]
+__all__ = [
+    "Slice",
+    "batch_of",
+    "in_slices",
+    "owns_memory",
+    "samples_per_slice",
+    "sliced_operands",
+    "sliced_target",
+    "sums_of",
+]
 
 _aten = torch.ops.aten
 
@@ -40,6 +52,39 @@ _OF_FIRST = {
     normalise,
 }
 """Calls that take samples of their first operand and all of the others."""
+
+_OF_SEVERAL = {
+    _aten.threshold_backward.default: (0, 1),
+    _aten.leaky_relu_backward.default: (0, 1),
+    _aten.hardtanh_backward.default: (0, 1),
+    _aten.hardswish_backward.default: (0, 1),
+    _aten.hardsigmoid_backward.default: (0, 1),
+    _aten.gelu_backward.default: (0, 1),
+    _aten.silu_backward.default: (0, 1),
+    _aten.sigmoid_backward.default: (0, 1),
+    _aten.tanh_backward.default: (0, 1),
+    _aten.gelu.default: (0,),
+    _aten.silu.default: (0,),
+    _aten.sigmoid.default: (0,),
+    _aten.tanh.default: (0,),
+    _aten.convolution_backward.default: (0, 1),
+    _aten.native_batch_norm_backward.default: (0, 1),
+    _aten.native_layer_norm_backward.default: (0, 1, 3, 4),
+    input_gradient_from_sums: (0, 1),
+    convolution_input_gradient: (0,),
+    _aten.max_pool2d_with_indices_backward.default: (0, 7),
+    _aten.avg_pool2d_backward.default: (0,),
+    _aten._adaptive_avg_pool2d_backward.default: (0,),
+}
+"""Calls with the positions of the operands they take samples of; they take all of the others."""
+
+_HOLLOW_SECOND = {
+    convolution_input_gradient,
+    _aten.max_pool2d_with_indices_backward.default,
+    _aten.avg_pool2d_backward.default,
+    _aten._adaptive_avg_pool2d_backward.default,
+}
+"""Calls whose second operand gives the shape of the result and no values."""
 
 _ELEMENT_BY_ELEMENT = {
     _aten.relu.default,
@@ -61,12 +106,38 @@ Only exactly rounded ones: `exp` and the like have other bits in a vector than i
 
 
 def batch_of(call: fx.Node | Call) -> int:
-    """How many samples the results have; 0 if the op does not treat samples one by one."""
-    results = call.meta.get("val")
-    found = [r for r in (results if isinstance(results, list | tuple) else [results]) if isinstance(r, torch.Tensor)]
-    if not found or not all(_samples_outside(r) and r.shape[0] == found[0].shape[0] for r in found):
+    """How many samples the op has in operands and results; 0 if it does not treat samples one by one."""
+    sliced, sums = sliced_operands(call), sums_of(call)
+    results = [r for place, r in enumerate(_results(call)) if place not in sums and isinstance(r, torch.Tensor)]
+    found = [node.meta["val"] for node in sliced] + results
+    if not sliced or not all(_samples_outside(r) and r.shape[0] == found[0].shape[0] for r in found):
         return 0
-    return int(found[0].shape[0]) if sliced_operands(call) else 0
+    return int(found[0].shape[0])
+
+
+def sums_of(call: fx.Node | Call) -> frozenset[int]:
+    """Which of the results are sums over the batch."""
+    if call.target is _aten.native_layer_norm_backward.default:
+        return frozenset({1, 2})
+    if call.target in (_aten.convolution_backward.default, _aten.native_batch_norm_backward.default):
+        return frozenset({1, 2})
+    return frozenset()
+
+
+def sliced_target(call: fx.Node | Call) -> Any:
+    """What is called with slices in place of the call's target."""
+    return _with_hollow_slice(call.target) if call.target in _HOLLOW_SECOND else call.target
+
+
+def _with_hollow_slice(target: Any) -> Callable[..., Any]:
+    def run(gradient: torch.Tensor, hollow: torch.Tensor, *rest: Any) -> Any:
+        like = torch.empty_strided(
+            (gradient.shape[0], *hollow.shape[1:]), hollow.stride(), dtype=hollow.dtype, device="meta"
+        )
+        return target(gradient, make_hollow(like, gradient.device), *rest)
+
+    run.__name__ = getattr(target, "__name__", str(target))
+    return run
 
 
 def sliced_operands(call: fx.Node | Call) -> frozenset[fx.Node]:
@@ -76,6 +147,14 @@ def sliced_operands(call: fx.Node | Call) -> frozenset[fx.Node]:
         return frozenset()  # `alpha` multiplies as well, rounded once or twice
     if call.target in _OF_FIRST:
         sliced, whole = nodes[:1], nodes[1:]
+    elif call.target in _OF_SEVERAL:
+        if not _makes_sums_or_slices(call):
+            return frozenset()
+        positions = _OF_SEVERAL[call.target]
+        sliced = [n for p in positions if p < len(call.args) and isinstance(n := call.args[p], fx.Node)]
+        if len(sliced) < len(positions):
+            return frozenset()
+        whole = _nodes([a for p, a in enumerate(call.args) if p not in positions])
     elif call.target is _aten.cat.default and _dimension(call) != 0:
         sliced, whole = nodes, []
     elif call.target in _ELEMENT_BY_ELEMENT:
@@ -125,6 +204,7 @@ class Slice:
         batch: samples in all.
         samples: in one slice.
         results: a tensor like each result.
+        sums: positions of results that are sums over the slices.
         over: for each result the position of the operand whose memory it takes over, if any; one that is not sliced
             serves for nothing else.
     """
@@ -135,6 +215,7 @@ class Slice:
     samples: int
     results: Sequence[torch.Tensor]
     over: Sequence[int | None]
+    sums: Collection[int] = ()
 
 
 def in_slices(how: Slice) -> Callable[..., tuple[torch.Tensor, ...]]:
@@ -153,11 +234,30 @@ def in_slices(how: Slice) -> Callable[..., tuple[torch.Tensor, ...]]:
             here = slice(start, start + how.samples)
             parts = how.run(*(t[here] if i in how.sliced else t for i, t in enumerate(operands)))
             for place, result in enumerate(results):
-                result[here] = parts[place]
+                if place not in how.sums:
+                    result[here] = parts[place]
+                elif start:
+                    result.add_(parts[place])
+                else:
+                    result.copy_(parts[place])
             del parts  # else the next slice is made beside them
         return tuple(results)
 
     return fused
+
+
+def _makes_sums_or_slices(call: fx.Node | Call) -> bool:
+    """Whether no result mixes samples in another way, as both gradients of one kernel would."""
+    if call.target in _HOLLOW_SECOND:
+        return isinstance(call.args[1], fx.Node) and str(call.args[1].target).startswith(HOLLOW_PREFIX)
+    if call.target in (_aten.convolution_backward.default, _aten.native_batch_norm_backward.default):
+        return not cast(Sequence[bool], call.args[-1])[0]
+    return True
+
+
+def _results(call: fx.Node | Call) -> Sequence[object]:
+    results = call.meta.get("val")
+    return results if isinstance(results, list | tuple) else [results]
 
 
 def _has_batch(node: fx.Node, shape: Sequence[int]) -> bool:

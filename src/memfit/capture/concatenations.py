@@ -27,7 +27,14 @@ from memfit.capture.again import Call
 from memfit.capture.cost_key import cost_key, describe
 from memfit.capture.rewrite import PLAIN_NBYTES, returned_storages, storage_key
 
-__all__ = ["PLAIN_CALL", "operands_of_data", "separable_key", "separable_weight_gradients", "separate_weight_gradients"]
+__all__ = [
+    "PLAIN_CALL",
+    "is_of_concatenation",
+    "operands_of_data",
+    "separable_key",
+    "separable_weight_gradients",
+    "separate_weight_gradients",
+]
 
 _aten = torch.ops.aten
 
@@ -71,6 +78,13 @@ def separable_weight_gradients(graph: fx.Graph) -> list[fx.Node]:
 def operands_of_data(node: fx.Node | Call) -> list[fx.Node]:
     """What is concatenated to the data of a convolution's backward."""
     return list(cast(Any, node.args[1]).args[0])
+
+
+def is_of_concatenation(call: fx.Node | Call) -> bool:
+    """Whether a call is a weight's gradient of a concatenation."""
+    data = call.args[1] if len(call.args) > 1 else None
+    ours = call.target is _aten.convolution_backward.default
+    return ours and isinstance(data, fx.Node) and data.target is _aten.cat.default
 
 
 def separable_key(call: fx.Node | Call) -> str:

@@ -2,7 +2,8 @@
 
 Beside whole, a call is measured in parts (`memfit.capture.parts`), slice of the batch by slice
 (`memfit.capture.by_samples`) and over an operand (`memfit.capture.rewrite`), which saves touching fresh memory.
-Parts and slices count only if their bits are those of the whole.
+Parts and slices count only if their bits are those of the whole; slices for the lever `tile`, if they are so up to
+rounding.
 
 Known limits: an op that cannot run on made-up operands (`memfit.capture.operands`) is priced by roofline.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +23,7 @@ import torch
 from torch import fx
 
 from memfit.capture.again import Call
-from memfit.capture.by_samples import batch_of, sliced_operands
+from memfit.capture.by_samples import batch_of, sliced_operands, sliced_target, sums_of
 from memfit.capture.concatenations import operands_of_data
 from memfit.capture.operands import operand_values, operands_of
 from memfit.capture.parts import call_in_parts, candidate_parts
@@ -123,7 +125,9 @@ def ways_of(node: fx.Node | Call, device: torch.device) -> tuple[Way, ...]:
     return costs_of(node, 0, None, device).ways
 
 
-def costs_of(node: fx.Node | Call, samples: int, over: int | None, device: torch.device) -> Costs:
+def costs_of(
+    node: fx.Node | Call, samples: int, over: int | None, device: torch.device, *, rounded: bool = False
+) -> Costs:
     """What a call costs.
 
     Args:
@@ -131,6 +135,7 @@ def costs_of(node: fx.Node | Call, samples: int, over: int | None, device: torch
         samples: in a slice of the batch; 0 if it does not run in slices.
         over: the operand over which it can run; None if it cannot.
         device: where.
+        rounded: whether slices need the bits of the whole up to rounding only.
     """
     try:
         values = operand_values(node, device)
@@ -155,7 +160,8 @@ def costs_of(node: fx.Node | Call, samples: int, over: int | None, device: torch
             over_first = IN_PLACE.get(node.target, {}).get(0)
             timed = in_parts if over_first is None else functools.partial(over_first, *args, parts=parts, **kwargs)
             found.append((replace(way, parts=parts), timed))
-    in_slices = costs_in_slices(node, samples, values, result, device) if samples else ()
+    slices = costs_in_rounded_slices if rounded else costs_in_slices
+    in_slices = slices(node, samples, values, result, device) if samples else ()
     del result  # timed runs take the memory of those before them, as those of a step do
     ways = tuple(replace(way, seconds=_seconds(run, way.seconds, device)) for way, run in found)
     in_place: tuple[Way, ...] = ()
@@ -175,13 +181,8 @@ def costs_in_slices(
     Kernels go by shape and by where operands lie in memory, so the first slice, one in the middle, the last and one
     of each alignment are compared with the whole.
     """
-    target, sliced = call.target, sliced_operands(call)
-    assert callable(target)
-
-    def run(here: slice) -> object:
-        args = fx.map_arg(call.args, lambda n: values[n][here] if n in sliced else values[n])
-        return target(*args, **fx.map_arg(call.kwargs, values.__getitem__))
-
+    run = _slice_runner(call, values)
+    sliced = sliced_operands(call)
     try:
         _, first = _measured(lambda: run(slice(samples)), device)
         times: list[float] = []
@@ -198,6 +199,64 @@ def costs_in_slices(
     except RuntimeError as error:  # a slice is too small for the kernel of the whole
         log.info("cannot run %s by samples (%s)", call.name, error)
         return ()
+
+
+def costs_in_rounded_slices(
+    call: fx.Node | Call, samples: int, values: Mapping[fx.Node, torch.Tensor], whole: object, device: torch.device
+) -> tuple[Way, ...]:
+    """The same, for slices that need the bits of the whole up to rounding only, sums over the batch among them."""
+    run, sums = _slice_runner(call, values), sums_of(call)
+    wholes = _results(whole)
+    added: dict[int, torch.Tensor] = {}
+    seconds = 0.0
+    try:
+        _, first = _measured(lambda: run(slice(samples)), device)
+        for start in range(0, batch_of(call), samples):
+            here, results = slice(start, start + samples), list[object]()
+            seconds += _timed(functools.partial(_run_into, results, run, here), device)
+            for place, part in enumerate(_results(results[0])):
+                if place in sums and isinstance(part, torch.Tensor):
+                    added[place] = part if place not in added else added[place] + part
+                elif not _close(_samples(wholes[place], here), part):
+                    return ()
+    except RuntimeError as error:  # a slice is too small for the kernel of the whole
+        log.info("cannot run %s by samples (%s)", call.name, error)
+        return ()
+    if not all(_close(wholes[place], total) for place, total in added.items()):
+        log.warning("%s by samples is not what it is whole; it runs whole", call.name)
+        return ()
+    slices = replace(first, seconds=seconds)
+    if wholes[0] is None or 0 in sums:
+        free = Way(parts=1, seconds=0.0, workspace_bytes=0)
+        return slices, free, free
+    return (slices, *_together(_first(whole), _first(results[0]), device))
+
+
+def _slice_runner(call: fx.Node | Call, values: Mapping[fx.Node, torch.Tensor]) -> Callable[[slice], object]:
+    """What runs a call on some samples."""
+    target, sliced = sliced_target(call), sliced_operands(call)
+
+    def run(here: slice) -> object:
+        args = fx.map_arg(call.args, lambda n: values[n][here] if n in sliced else values[n])
+        return target(*args, **fx.map_arg(call.kwargs, values.__getitem__))
+
+    return run
+
+
+def _results(result: object) -> Sequence[object]:
+    return result if isinstance(result, tuple | list) else [result]
+
+
+def _close(expected: object, found: object) -> bool:
+    """Whether two results differ by rounding only; a wrong one differs by more than half its digits."""
+    if not isinstance(expected, torch.Tensor) or not isinstance(found, torch.Tensor):
+        return expected is None and found is None
+    if expected.shape != found.shape or expected.dtype is not found.dtype:
+        return False
+    if not expected.is_floating_point():
+        return torch.equal(expected, found)
+    least = math.sqrt(torch.finfo(expected.dtype).eps) * float(expected.abs().max())
+    return bool((expected - found).abs().max() <= least)
 
 
 def _together(whole: torch.Tensor, part: torch.Tensor, device: torch.device) -> tuple[Way, Way]:

@@ -12,6 +12,7 @@ its kin are such code: Dynamo could unroll them, but into other kernels than eag
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 import operator
@@ -84,6 +85,7 @@ def capture_pieces(
     kwargs: dict[str, Any],
     *,
     separate: Callable[[str], bool],
+    tile: bool = False,
     gradient_outputs: frozenset[int] | None = None,
 ) -> Pieces:
     """Captures the training step of `model(*args, **kwargs)`. Changes nothing.
@@ -93,6 +95,7 @@ def capture_pieces(
         args: positional inputs.
         kwargs: keyword inputs.
         separate: see `memfit.capture.joint.read_joint`.
+        tile: see there.
         gradient_outputs: which outputs of the last graph receive a gradient; None for all of them.
 
     Returns:
@@ -101,15 +104,18 @@ def capture_pieces(
     Raises:
         CaptureError: if Dynamo cannot capture the model, naming the line.
     """
+    captured = functools.partial(
+        _capture, model, args, kwargs, separate=separate, tile=tile, gradient_outputs=gradient_outputs
+    )
     try:
         with preserved_attributes(model):
-            return _capture(model, args, kwargs, fake=True, separate=separate, gradient_outputs=gradient_outputs)
+            return captured(fake=True)
     except torch._dynamo.exc.Unsupported as error:
         log.info("the graph breaks, capturing piece by piece: %s", error)
         reason = _first_lines(str(error))
     try:
         with preserved_state(model), LiveBytes() as counter:
-            pieces = _capture(model, args, kwargs, fake=False, separate=separate, gradient_outputs=gradient_outputs)
+            pieces = captured(fake=False)
             returned = {
                 t.untyped_storage()._cdata: int(t.untyped_storage().nbytes())
                 for piece in pieces.pieces
@@ -130,6 +136,7 @@ def _capture(
     *,
     fake: bool,
     separate: Callable[[str], bool],
+    tile: bool,
     gradient_outputs: frozenset[int] | None,
 ) -> Pieces:
     pieces: list[Piece] = []
@@ -140,7 +147,8 @@ def _capture(
 
         def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **rest: Any) -> Any:
             halves = default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **rest)
-            readings.append(read_joint(joint, num_fwd_outputs, separate=separate, in_place=in_place_nodes(gm)))
+            in_place = in_place_nodes(gm)
+            readings.append(read_joint(joint, num_fwd_outputs, separate=separate, in_place=in_place, tile=tile))
             return halves
 
         detach_outputs(gm, gradient_outputs)

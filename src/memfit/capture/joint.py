@@ -25,15 +25,15 @@ import torch
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 
-from memfit.capture import concatenations, rewrite, slices
+from memfit.capture import concatenations, rewrite, rounded, slices
 from memfit.capture.again import Call, from_statistics, without_statistics
-from memfit.capture.by_samples import batch_of, owns_memory, samples_per_slice, sliced_operands
+from memfit.capture.by_samples import batch_of, owns_memory, samples_per_slice, sliced_operands, sums_of
 from memfit.capture.cost_key import tensors_of
 from memfit.capture.repeated import merge_repeated
 from memfit.errors import CaptureError
 from memfit.step.graph import BySamples, Phase, StorageKind
 
-__all__ = ["JointOp", "JointReading", "JointStorage", "is_random", "read_joint"]
+__all__ = ["JointOp", "JointReading", "JointStorage", "is_random", "read_joint", "result_index"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +97,7 @@ class JointReading:
         gradient_storages: storages of the gradients, one entry per gradient.
         separated: keys of weights' gradients that are made part by part (`memfit.capture.concatenations`).
         separable: those that might be.
+        tiled: whether it was read for the lever `tile`.
     """
 
     module: fx.GraphModule
@@ -108,6 +109,7 @@ class JointReading:
     gradient_storages: tuple[int, ...]
     separated: frozenset[str] = frozenset()
     separable: tuple[fx.Node, ...] = ()
+    tiled: bool = False
 
     def is_reusable(self, storage: int) -> bool:
         """Whether something else may be put in its memory once nothing reads it."""
@@ -122,6 +124,7 @@ def read_joint(
     *,
     separate: Callable[[str], bool],
     in_place: frozenset[str] = frozenset(),
+    tile: bool = False,
 ) -> JointReading:
     """Reads a joint graph; the same graph always gives the same reading.
 
@@ -131,6 +134,8 @@ def read_joint(
         separate: which weights' gradients are made part by part, given the `separable_key`
             (`memfit.capture.concatenations`).
         in_place: nodes of Dynamo's graph that write over their operand.
+        tile: whether gradients need the same bits up to rounding only, so that ops of both passes can run slice by
+            slice the first time.
 
     Returns:
         Ops, storages and who shares what.
@@ -146,6 +151,8 @@ def read_joint(
     rewrite.mask_before_unpooling(module)
     rewrite.hollow_shape_operands(module)
     rewrite.hoist_weight_gradients(module)
+    if tile:
+        rounded.split_batch_norm_backward(module)
     graph = module.graph
     separated = concatenations.separate_weight_gradients(graph, separate)
     graph.eliminate_dead_code()
@@ -165,7 +172,7 @@ def read_joint(
         _joint_op(node, written, forward, storages, storage_of, overwritten, returned, in_place)
         for node, written in ops_nodes.items()
     ]
-    ops = _with_slices(ops, storages, storage_of)
+    ops = _with_slices(ops, storages, storage_of, tile)
     ops.sort(key=lambda op: op.phase is Phase.BACKWARD)
     return JointReading(
         module=module,
@@ -177,6 +184,7 @@ def read_joint(
         gradient_storages=gradients,
         separated=separated,
         separable=tuple(concatenations.separable_weight_gradients(graph)),
+        tiled=tile,
     )
 
 
@@ -337,9 +345,11 @@ def _plain_reads(node: fx.Node, reads: tuple[int, ...], storage_of: dict[fx.Node
     return tuple(dict.fromkeys((*reads, *more))) if more else None
 
 
-def _with_slices(ops: list[JointOp], storages: list[JointStorage], storage_of: dict[fx.Node, int]) -> list[JointOp]:
+def _with_slices(
+    ops: list[JointOp], storages: list[JointStorage], storage_of: dict[fx.Node, int], tile: bool
+) -> list[JointOp]:
     """Says how ops can run a few samples at a time (`memfit.capture.by_samples`); times come from the profiler."""
-    able = [op for op in ops if op.phase is Phase.FORWARD and op.recomputable and not op.random]
+    able = [op for op in ops if (tile or op.phase is Phase.FORWARD) and op.recomputable and not op.random]
     samples = samples_per_slice(op.again or op.node for op in able)
 
     def slices(op: JointOp) -> BySamples | None:
@@ -358,10 +368,19 @@ def _with_slices(ops: list[JointOp], storages: list[JointStorage], storage_of: d
             seconds=0.0,
             workspace_bytes=0,
             reads=tuple(dict.fromkeys(reads)),
+            sums=tuple(s for s in op.writes if result_index(storages[s].base) in sums_of(call)),
+            first=tile and op.again is None,
         )
 
     of = {op.node: slices(op) for op in able}
     return [replace(op, by_samples=of.get(op.node)) for op in ops]
+
+
+def result_index(base: fx.Node) -> int:
+    """Which result of its op a storage is; -1 if nothing reads it."""
+    if base.target is operator.getitem:
+        return cast(int, base.args[1])
+    return 0 if isinstance(base.meta["val"], torch.Tensor) else -1
 
 
 def _tuple_reads(argument: fx.Node, storage_of: dict[fx.Node, int]) -> list[int]:

@@ -10,13 +10,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import fx
 
 from memfit.capture.again import Call
-from memfit.capture.concatenations import separable_key
+from memfit.capture.concatenations import is_of_concatenation, separable_key
 from memfit.capture.cost_cache import CostCache
 from memfit.capture.cost_key import cost_key
 from memfit.capture.costs import Costs, costs_again, costs_of, whole_if_separable
@@ -79,9 +78,15 @@ def profile_ops(
     Returns:
         The step graph of the capture with its costs set.
     """
-    measurements = {joint.node: _measurements(joint, device) for joint in capture.joint_ops if joint is not None}
+    joints = [joint for joint in capture.joint_ops if joint is not None]
+    measurements = {joint.node: _measurements(joint, device) for joint in joints}
+    plain_ones = [
+        _measurement(joint.plain_call, 0, None, functools.partial(costs_of, joint.plain_call, 0, None, device))
+        for joint in joints
+        if joint.plain_call is not None and _plain_key(joint.plain_call) not in cache
+    ]
     missing: dict[tuple[str, ...], _Measurement] = {}
-    for measurement in (m for of_op in measurements.values() for m in of_op):
+    for measurement in (*(m for of_op in measurements.values() for m in of_op), *plain_ones):
         if measurement.known(cache) is None:
             missing.setdefault(measurement.keys, measurement)
     devices = [device.index or 0] if device.type == "cuda" else []
@@ -95,7 +100,7 @@ def profile_ops(
     cache.save()
 
     def plain(call: Call) -> Way:
-        return cache[separable_key(call)][0]
+        return cache[_plain_key(call)][0]
 
     def costs(joint: JointOp) -> list[Costs]:
         return [m.known(cache) or Costs(ways=()) for m in measurements[joint.node]]
@@ -149,16 +154,26 @@ def _measurements(joint: JointOp, device: torch.device) -> list[_Measurement]:
     # What has parts writes over its operand only so, and is measured so.
     over = None if candidate_parts(joint.node) else joint.in_place_argument
 
-    def measurement(call: fx.Node | Call, samples: int, run: Callable[..., Costs], *calls: Any) -> _Measurement:
-        run = functools.partial(run, *calls, samples, over, device)
-        key = cost_key(call)
-        keys = (key, f"{key} by {samples} samples", f"{key} over operand {over}")
-        return _Measurement(keys=keys, samples=samples, over=over, run=run)
-
     if joint.again is None:
-        return [measurement(joint.node, samples, costs_of, joint.node)]
-    first = measurement(joint.node, 0, costs_of, joint.node)
-    return [first, measurement(joint.again, samples, costs_again, joint.node, joint.again)]
+        rounded = joint.by_samples is not None and joint.by_samples.first
+        run = functools.partial(costs_of, joint.node, samples, over, device, rounded=rounded)
+        return [_measurement(joint.node, samples, over, run, rounded=rounded)]
+    first = _measurement(joint.node, 0, over, functools.partial(costs_of, joint.node, 0, over, device))
+    run = functools.partial(costs_again, joint.node, joint.again, samples, over, device)
+    return [first, _measurement(joint.again, samples, over, run)]
+
+
+def _measurement(
+    call: fx.Node | Call, samples: int, over: int | None, run: Callable[[], Costs], *, rounded: bool = False
+) -> _Measurement:
+    key = cost_key(call)
+    in_slices = f"{key} by {samples} samples" + (", rounded" if rounded else "")
+    return _Measurement(keys=(key, in_slices, f"{key} over operand {over}"), samples=samples, over=over, run=run)
+
+
+def _plain_key(call: Call) -> str:
+    """Where the cache has what runs in an op's place in the step without memfit."""
+    return separable_key(call) if is_of_concatenation(call) else cost_key(call)
 
 
 def _with_costs(

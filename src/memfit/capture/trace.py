@@ -83,6 +83,7 @@ def capture_step(
     optimizer: torch.optim.Optimizer | None = None,
     label: str = "",
     separate: Callable[[str], bool] = _never,
+    tile: bool = False,
 ) -> Capture:
     """Captures one training step without running it (with graph breaks: without saving anything).
 
@@ -94,6 +95,7 @@ def capture_step(
         optimizer: its state counts.
         label: what this is, for people.
         separate: which weights' gradients of concatenations are made part by part (`memfit.capture.concatenations`).
+        tile: whether it is for the lever `tile`, see `memfit.capture.joint.read_joint`.
 
     Returns:
         The step graph and how to get back from its ops to the captured ones.
@@ -103,11 +105,11 @@ def capture_step(
     """
     _validate(model, args, kwargs)
     device_type = device_of(model).type
-    pieces = capture_pieces(model, args, kwargs, separate=separate)
+    pieces = capture_pieces(model, args, kwargs, separate=separate, tile=tile)
     loss = read_loss(pieces.output, loss_fn, device_type)
     gradient_outputs = _gradient_outputs(pieces, loss.receives_gradient)
     if gradient_outputs is not None:
-        pieces = capture_pieces(model, args, kwargs, separate=separate, gradient_outputs=gradient_outputs)
+        pieces = capture_pieces(model, args, kwargs, separate=separate, tile=tile, gradient_outputs=gradient_outputs)
     graph, joint_ops = _join(pieces, loss.transient_bytes, device_type)
     if not any(op.phase is Phase.BACKWARD for op in graph.ops):
         raise CaptureError(
@@ -272,6 +274,7 @@ def _op(op: JointOp, number: dict[int, int], piece: int, device_type: str) -> Op
     slices = op.by_samples and replace(
         op.by_samples,
         reads=tuple(dict.fromkeys(number[s] for s in op.by_samples.reads)),
+        sums=tuple(number[s] for s in op.by_samples.sums),
     )
     if op.again is None:
         return replace(made, by_samples=slices)

@@ -24,7 +24,7 @@ from memfit.planner.bound import LARGE_STEP, op_wall_bytes, relaxed_bound
 from memfit.planner.explain import binding_place
 from memfit.planner.improve import Pool, varied
 from memfit.planner.kept import select_kept
-from memfit.planner.lazy import lazy_order
+from memfit.planner.lazy import lazy_order, tiled_order
 from memfit.planner.least import least_order
 from memfit.planner.polish import fill, spill
 from memfit.planner.selection import select_over_time
@@ -59,6 +59,9 @@ _LEAST_MARGIN = 0.003
 
 _MORE_MEMORY = (1.02, 1.04, 1.07, 1.1, 1.15, 1.3)
 """Shares of the budget that a start may take: near the wall, dropping what is too much often beats a tight order."""
+
+_IN_SLICES = ((4, 2.0), (2, 1.5), (4, 1.3), (2, 1.15), (1, 1.5), (6, 1.5))
+"""Of a tiled step: numbers of windows, and shares of the budget that what is kept between groups may take."""
 
 Progress = Callable[[str], None]
 
@@ -201,6 +204,8 @@ def _starts(graph: StepGraph, budget_bytes: int, *, rotor_first: bool) -> Iterat
     """Orders to polish, the likeliest and quickest first; where there is time for one only, that is rotor's."""
     if rotor_first:
         yield from _rotors(graph, budget_bytes, (1.0,))
+    if graph.is_tiled:
+        yield from _in_slices(graph, budget_bytes)
     for windows in (1, 6, 3, 12, 20):
         forced = anchors(graph, windows)
         selections = select_over_time(graph, budget_bytes, forced=forced, rounds=8, seconds=1.5, gap=5e-3)
@@ -220,6 +225,15 @@ def _starts(graph: StepGraph, budget_bytes: int, *, rotor_first: bool) -> Iterat
         forced = anchors(graph, windows)
         for candidate in select_over_time(graph, budget_bytes, epochs=epochs, forced=forced, seconds=4.0, gap=2e-2):
             yield f"{epochs} epochs, {windows} windows", list(candidate.order)
+
+
+def _in_slices(graph: StepGraph, budget_bytes: int) -> Iterator[tuple[str, list[int]]]:
+    """Orders in which next to nothing is kept between groups of ops that run as one, filled for more than there is."""
+    for windows, share in _IN_SLICES:
+        order = tiled_order(graph, anchors(graph, windows))
+        yield f"{windows} windows in slices, {share:.0%} of the budget", fill(graph, order, int(share * budget_bytes))
+    for windows in (4, 2, 1):
+        yield f"{windows} windows in slices", tiled_order(graph, anchors(graph, windows))
 
 
 def _rotors(graph: StepGraph, budget_bytes: int, shares: Sequence[float]) -> Iterator[tuple[str, list[int]]]:

@@ -1,8 +1,8 @@
 """Bounds: what no plan can beat, in time and in memory.
 
 The relaxed bound on time is the larger of two relaxations, one that knows the loss as the only instant
-(`memfit.planner.kept`) and one that knows several (`memfit.planner.kept_over_time`). Only the first one knows swaps, so
-it stands alone where the step has tiers.
+(`memfit.planner.kept`) and one that knows several (`memfit.planner.kept_over_time`). Only the first one knows swaps and
+ops of the backward pass that run slice by slice, so it stands alone where the step has tiers or is tiled.
 
 The least peak is bounded by the widest op: its operands, results and workspace, static bytes and the
 gradients produced before it.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from memfit.planner.kept import select_kept
 from memfit.planner.kept_over_time import least_seconds_over_time
-from memfit.step.graph import StepGraph
+from memfit.step.graph import Op, StepGraph
 
 __all__ = ["LARGE_STEP", "op_wall_bytes", "relaxed_bound"]
 
@@ -37,7 +37,7 @@ def relaxed_bound(graph: StepGraph, budget_bytes: int, *, seconds: float = 5.0) 
     selection = select_kept(graph, room, seconds=seconds, overlapping=bool(graph.tiers))
     if selection is None:
         return float("inf")
-    if graph.tiers:
+    if graph.tiers or graph.is_tiled:
         return selection.bound_seconds
     later = least_seconds_over_time(graph, budget_bytes, integer=False, seconds=seconds)
     if later > selection.bound_seconds and len(graph.ops) <= LARGE_STEP:
@@ -56,8 +56,20 @@ def op_wall_bytes(graph: StepGraph) -> int:
         if not held.issuperset(op.in_place_over):
             nbytes -= graph.storages[op.writes[0]].nbytes
         workspace = min((way.workspace_bytes for way in op.ways), default=op.workspace_bytes)
-        wall = max(wall, graph.static_bytes + nbytes + workspace)
+        wide = nbytes + workspace
+        if op.by_samples is not None and op.by_samples.first:
+            wide = min(wide, _slice_bytes(graph, op, touched))
+        wall = max(wall, graph.static_bytes + wide)
         produced.update(s for s in op.writes if s in held)
     if graph.after_step_bytes:
         wall = max(wall, graph.static_bytes + graph.gradient_bytes + graph.after_step_bytes)
     return wall
+
+
+def _slice_bytes(graph: StepGraph, op: Op, touched: set[int]) -> int:
+    """What an op takes slice by slice at least: what it takes and makes samples of need not be there whole."""
+    slices = op.by_samples
+    assert slices is not None
+    whole = sum(graph.storages[s].nbytes for s in touched if s not in slices.reads and s not in op.writes)
+    made = sum(slices.slice_bytes(s, graph.storages[s].nbytes) for s in op.writes)
+    return whole + made + slices.workspace_bytes

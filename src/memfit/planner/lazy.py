@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from memfit.step.graph import Phase, StepGraph
 
-__all__ = ["lazy_order", "missing_cone"]
+__all__ = ["lazy_order", "missing_cone", "tiled_order"]
 
 
 def lazy_order(
@@ -30,11 +30,7 @@ def lazy_order(
     """
     loss = graph.loss_index
     producer = graph.producers()
-    held = graph.held_to_the_end()
-    pinned = set(held) | graph.lasting() | {s for s, op in enumerate(producer) if op == -1}
-    for op in graph.ops[: loss + 1]:
-        if not op.recomputable:
-            pinned.update(op.writes)
+    pinned = _pinned(graph, producer)
     alive = pinned | set(kept) | set(graph.ops[loss].writes)
     order = list(range(loss + 1))
     for index in range(loss + 1, len(graph.ops)):
@@ -50,6 +46,64 @@ def lazy_order(
         order.append(index)
         alive.update(op.writes)
     return order
+
+
+def tiled_order(graph: StepGraph, kept: Collection[int]) -> list[int]:
+    """The plain order with everything that is not kept made again for each group of backward ops that run as one.
+
+    Between two groups nothing of the forward pass is there but what is kept: what is made again for a group exists as
+    slices only. A group ends where a sum is read that it makes, as the input's gradient of a batch normalisation does.
+
+    Args:
+        graph: a tiled step (`StepGraph.is_tiled`).
+        kept: forward storages to hold through the loss.
+
+    Returns:
+        Op indices for `memfit.step.program.program_of`.
+    """
+    loss = graph.loss_index
+    producer = graph.producers()
+    alive = _pinned(graph, producer) | set(kept) | set(graph.ops[loss].writes)
+    order = list(range(loss + 1))
+    start = loss + 1
+    while start < len(graph.ops):
+        stop = _end_of_group(graph, start)
+        read = {s for op in graph.ops[start:stop] for s in op.reads if producer[s] < loss and s not in alive}
+        cones = (missing_cone(graph, producer, s, alive.__contains__) for s in read)
+        order += sorted({index for cone in cones for index in cone})
+        order += range(start, stop)
+        alive.update(s for op in graph.ops[start:stop] for s in op.writes)
+        start = stop
+    return order
+
+
+def _end_of_group(graph: StepGraph, start: int) -> int:
+    """The first op from `start` on that cannot run as one with those before it."""
+    first = graph.ops[start].by_samples
+    written = set(graph.ops[start].writes)
+    stop = start + 1
+    while first is not None and first.first and stop < len(graph.ops):
+        op = graph.ops[stop]
+        slices = op.by_samples
+        if slices is None or (slices.batch, slices.samples, op.piece) != (
+            *(first.batch, first.samples),
+            graph.ops[start].piece,
+        ):
+            break
+        if any(s in written and s not in slices.reads for s in op.reads):
+            break
+        written.update(op.writes)
+        stop += 1
+    return stop
+
+
+def _pinned(graph: StepGraph, producer: list[int]) -> set[int]:
+    """What is there through the loss whatever is kept."""
+    pinned = set(graph.held_to_the_end()) | graph.lasting() | {s for s, op in enumerate(producer) if op == -1}
+    for op in graph.ops[: graph.loss_index + 1]:
+        if not op.recomputable:
+            pinned.update(op.writes)
+    return pinned
 
 
 def missing_cone(graph: StepGraph, producer: list[int], storage: int, is_alive: Callable[[int], bool]) -> list[int]:

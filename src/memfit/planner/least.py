@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from memfit.planner.anchors import anchors
 from memfit.planner.bound import LARGE_STEP, op_wall_bytes
-from memfit.planner.lazy import lazy_order
+from memfit.planner.lazy import lazy_order, tiled_order
 from memfit.planner.polish import spill
 from memfit.step.graph import StepGraph
 from memfit.step.program import program_of
@@ -59,6 +59,8 @@ def least_order(graph: StepGraph, *, tries: int = 12) -> list[int]:
 def _low_starts(graph: StepGraph) -> list[list[int]]:
     """Orders of low memory, whatever their time, the lowest first."""
     orders = [lazy_order(graph, anchors(graph, windows)) for windows in _WINDOWS]
+    if graph.is_tiled:
+        orders += [tiled_order(graph, anchors(graph, windows)) for windows in _WINDOWS]
     return sorted(orders, key=lambda order: _peak(graph, order))
 
 

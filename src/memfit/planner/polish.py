@@ -158,7 +158,8 @@ def _drops(graph: StepGraph, spans: Spans, producer: list[int], worst: int) -> l
     """
     op = graph.ops[spans.order[worst]]
     lasting = graph.lasting()
-    slices = op.later.by_samples if spans.again[worst] else None
+    slices = op.later.by_samples if spans.again[worst] else op.by_samples
+    slices = slices if slices is not None and (spans.again[worst] or slices.first) else None
     found: list[_Drop] = []
     for copy in spans.copies:
         if copy.born >= worst or copy.dies < worst or graph.storages[copy.storage].kind is not StorageKind.FORWARD:

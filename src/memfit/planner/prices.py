@@ -49,7 +49,7 @@ def run_prices(graph: StepGraph) -> list[RerunPrice]:
 
 
 def _prices(graph: StepGraph, saved: Mapping[int, float], *, once: bool) -> list[RerunPrice]:
-    read_backward = {s for op in graph.ops if op.phase is Phase.BACKWARD for s in op.reads}
+    read_backward = graph.read_whole_backward()
     last_reader, producer, latest = graph.last_readers(), graph.producers(), _latest_use(graph)
     prices: list[RerunPrice] = []
     least: list[float] = []

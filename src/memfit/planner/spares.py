@@ -77,7 +77,8 @@ def _put_together(
     for position, instruction in enumerate(run, start):
         if instruction.action is Action.COMPUTE and instruction.index in ran and instruction.over is None:
             op = graph.ops[instruction.index].later
-            if op.by_samples and op.writes[0] not in handed_on and not any(s in held for s in op.writes):
+            ours = not any(s in held or (op.by_samples and s in op.by_samples.sums) for s in op.writes)
+            if op.by_samples and op.writes[0] not in handed_on and ours:
                 yield position, instruction, op
 
 
@@ -85,7 +86,7 @@ def _more_bytes(graph: StepGraph, op: Op, instruction: Instruction) -> int:
     """What slices of an op that runs whole take beside its results, more than its kernel does."""
     slices = op.by_samples
     assert slices is not None
-    nbytes = sum(slices.slice_bytes(graph.storages[s].nbytes) for s in op.writes)
+    nbytes = sum(slices.slice_bytes(s, graph.storages[s].nbytes) for s in op.writes)
     return nbytes + slices.workspace_bytes - op.run_workspace_bytes(instruction.parts)
 
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from memfit.planner.spares import with_spares
-from memfit.step.fusion import Fusion, Run, fuse, linked, runs_by_samples
-from memfit.step.graph import Op, Phase, StepGraph, Way
+from memfit.step.fusion import Fusion, Run, fuse, fusions, linked, runs_by_samples
+from memfit.step.graph import Op, StepGraph, Way
 from memfit.step.program import (
     Action,
     Instruction,
@@ -35,7 +35,7 @@ _MOST_TOGETHER = 6
 
 def leanest(graph: StepGraph) -> StepGraph:
     """The step with every op in the way that takes the least memory, and a guess of what running it again takes."""
-    read_backward = {s for op in graph.ops if op.phase is Phase.BACKWARD for s in op.reads}
+    read_backward = graph.read_whole_backward()
 
     def lean(op: Op) -> Op:
         made = _lean(op)
@@ -143,6 +143,7 @@ def _quickest(graph: StepGraph, run: Run, alone: Sequence[_Alone], limit: int) -
     sliced = [op.by_samples.seconds for op in run.ops if op.by_samples is not None]
     whole = [op.seconds for op in alone[run.start : run.start + count]]
     groups = {(first, stop) for first, stop in linked(run)}
+    groups |= {(fusion.start - run.start, fusion.stop - run.start) for fusion in fusions(graph, [run])}
     groups |= {(i, j) for i in range(count) for j in range(i + 2, min(i + _MOST_TOGETHER, count) + 1)}
     by_stop: dict[int, list[int]] = {}
     for first, stop in groups:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 from torch import fx
 
 from memfit.capture.again import Call
-from memfit.capture.by_samples import Slice, in_slices, sliced_operands
-from memfit.capture.joint import JointOp, JointReading
+from memfit.capture.by_samples import Slice, in_slices, sliced_operands, sliced_target
+from memfit.capture.joint import JointOp, JointReading, result_index
 
 __all__ = ["FusedCall", "FusedOp", "fused_call"]
 
@@ -77,13 +76,12 @@ def fused_call(reading: JointReading, ops: Sequence[FusedOp]) -> FusedCall:
             return operands[key]
 
         call = fused.call
-        result = graph.call_function(
-            cast(Any, call.target), fx.map_arg(call.args, value), fx.map_arg(call.kwargs, value)
-        )
+        result = graph.call_function(sliced_target(call), fx.map_arg(call.args, value), fx.map_arg(call.kwargs, value))
         alone = isinstance(call.meta["val"], torch.Tensor)
         for storage in fused.writes:
-            index = None if alone else reading.storages[storage].base.args[1]
-            made[storage] = result if alone else graph.call_function(operator.getitem, (result, index))
+            index = result_index(reading.storages[storage].base)
+            if alone or index >= 0:
+                made[storage] = result if alone else graph.call_function(operator.getitem, (result, index))
     position = {reading.storage_of.get(node): i for i, (node, by_samples) in enumerate(operands) if by_samples}
     over: dict[int, int] = {}
     for fused in ops:
@@ -94,6 +92,7 @@ def fused_call(reading: JointReading, ops: Sequence[FusedOp]) -> FusedCall:
         if fused.over is not None:
             over[fused.writes[0]] = position[fused.over]
     handed_on = {s for fused in ops for s in fused.handed_on}
+    sums = {s for fused in ops if fused.op.by_samples is not None for s in fused.op.by_samples.sums}
     results = tuple(s for s in made if s not in handed_on)
     graph.output(tuple(made[s] for s in results))
 
@@ -107,6 +106,7 @@ def fused_call(reading: JointReading, ops: Sequence[FusedOp]) -> FusedCall:
             samples=slices.samples,
             results=[reading.storages[s].base.meta["val"] for s in results],
             over=[over.get(s) for s in results],
+            sums={place for place, s in enumerate(results) if s in sums},
         )
     )
     return FusedCall(target=target, operands=tuple(node for node, _ in operands), results=results)

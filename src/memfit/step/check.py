@@ -9,7 +9,7 @@ after its memory was given up, and no tier holds more than it may.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from memfit.errors import ProgramError
 from memfit.step.graph import Op, Phase, StepGraph, StorageKind
@@ -182,9 +182,9 @@ def _check_sliced(graph: StepGraph, program: Program) -> set[int]:
                 raise ProgramError(f"{where} runs ops as one, and swaps in between")
             if any(not 0 <= i < len(graph.ops) for i in computes):
                 raise ProgramError(f"{where} runs ops as one, but the step has {len(graph.ops)} ops")
-            if not ran.issuperset(computes) or len(set(computes)) < len(computes):
-                raise ProgramError(f"{where}: only ops that ran before can run as one, each once")
-            _check_slices(graph, run, piece_of, where)
+            if len(set(computes)) < len(computes):
+                raise ProgramError(f"{where} runs an op twice as one with itself")
+            _check_slices(graph, run, ran, piece_of, where)
             sliced.update(range(start, start + len(run)))
         ran.update(computes)
         start += len(run)
@@ -193,9 +193,15 @@ def _check_sliced(graph: StepGraph, program: Program) -> set[int]:
     return sliced
 
 
-def _check_slices(graph: StepGraph, run: Sequence[Instruction], piece_of: Mapping[int, int], where: str) -> None:
+def _check_slices(
+    graph: StepGraph, run: Sequence[Instruction], ran: Collection[int], piece_of: Mapping[int, int], where: str
+) -> None:
     held = graph.held_to_the_end()
-    ops = [graph.ops[i.index].later for i in run if i.action is Action.COMPUTE]
+
+    def runs(index: int) -> Op:
+        return graph.ops[index].later if index in ran else graph.ops[index]
+
+    ops = [runs(i.index) for i in run if i.action is Action.COMPUTE]
     if len({(op.by_samples and (op.by_samples.batch, op.by_samples.samples), op.piece) for op in ops}) > 1:
         raise ProgramError(f"{where}: ops run as one, but not the same samples of the same piece")
     whole = {s for op in ops for s in _read_whole(op)}
@@ -206,16 +212,19 @@ def _check_slices(graph: StepGraph, run: Sequence[Instruction], piece_of: Mappin
             if instruction.index not in written:
                 raise ProgramError(f"{where}: what comes in is freed before the last samples are done")
             continue
-        op = graph.ops[instruction.index].later
+        op, again = runs(instruction.index), instruction.index in ran
         if op.by_samples is None or instruction.parts != op.by_samples.slices or not instruction.sliced:
-            raise ProgramError(f"{where}: {op.name} cannot run in {instruction.parts} slices with the same bits")
-        if not written.isdisjoint(_read_whole(op)) or not held.isdisjoint(op.writes):
+            raise ProgramError(f"{where}: {op.name} cannot run in {instruction.parts} slices")
+        if not again and not op.by_samples.first:
+            raise ProgramError(f"{where}: only where it ran before can {op.name} run slice by slice")
+        if not written.isdisjoint(_read_whole(op)) or (again and not held.isdisjoint(op.writes)):
             raise ProgramError(f"{where}: {op.name} cannot run slice by slice here")
         written.update(op.writes)
         over = instruction.over
         if over is None:
             continue
-        if over in whole or over in written or over in held or op.writes[0] in freed or piece_of.get(over) != op.piece:
+        ours = op.writes[0] not in freed and op.writes[0] not in op.by_samples.sums
+        if over in whole or over in written or over in held or not ours or piece_of.get(over) != op.piece:
             raise ProgramError(f"{where}: {op.name} cannot run in place slice by slice")
         if not graph.storages[over].reusable:
             raise ProgramError(f"{where}: {op.name} cannot run over {graph.storages[over].name}")

@@ -230,6 +230,8 @@ def _broken_promises(graph: StepGraph) -> Iterator[str]:
         slices = op.later.by_samples
         if slices is not None and not {*op.later.reads}.issuperset(slices.reads):
             yield f"op {op.name} reads samples of what it does not read"
+        if slices is not None and not {*op.later.writes}.issuperset(slices.sums):
+            yield f"op {op.name} adds up what it does not write"
         if not {*op.writes}.issuperset(op.later.writes) or not written.issuperset(op.later.reads):
             yield f"op {op.name} runs again with other results or from what is not there"
         for over in op.in_place_over:

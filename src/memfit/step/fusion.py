@@ -1,16 +1,18 @@
-"""Ops that run again as one, a few samples of the batch at a time, so that what they hand on never exists whole.
+"""Ops that run as one, a few samples of the batch at a time, so that what they hand on never exists whole.
 
 A convolution, its normalisation and its activation that run again one after the other make three tensors of which
 only the last is wanted. Run together, slice of the batch by slice (`Op.by_samples`), the others exist as slices
-only. What comes in whole stays until the last slice is done; what goes out is there, whole, from the first on, and
-may take the memory of what came in, sample for sample, or of what nothing reads any more (`memfit.planner.spares`);
-for the latter an op may run slice by slice alone, too.
+only. With the lever `tile` this goes for first runs and for the backward pass too, where slices add up to the gradients
+of weights: the sums are made in another order, so they are equal to rounding. What comes in whole stays until the last
+slice is done; what goes out is there, whole, from the first on, and may take the memory of what came in, sample for
+sample, or of what nothing reads any more (`memfit.planner.spares`); for the latter an op may run slice by slice alone,
+too.
 
 `runs_by_samples` finds what may run so, `fusions` where that lowers the memory; where it is only quicker is the
 planner's choice (`memfit.planner.ways`). Idea: operator fusion and depth-first tiling of compilers, along the batch,
 where no bit changes.
 
-Known limits: only ops that run again, since the first run of a batch normalisation takes statistics of all samples.
+Known limits: the first run of a batch normalisation takes statistics of all samples, so it runs alone.
 """
 
 from __future__ import annotations
@@ -21,6 +23,10 @@ from dataclasses import dataclass, field
 from memfit.step.graph import Op, StepGraph
 
 __all__ = ["Fusion", "Run", "fuse", "fused_seconds", "fusions", "linked", "overwritten", "runs_by_samples"]
+
+
+_MOST_CUTS = 6
+"""A part that runs as one ends at most so many cuts after its start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,35 +84,100 @@ def runs_by_samples(
         Runs of two and more ops that do not overlap, ascending.
     """
     held = graph.held_to_the_end()
+    able = [_can_run_by_samples(op, ran) for op, ran in zip(ops, again, strict=True)]
+
+    def taken(position: int, read: set[int]) -> set[int]:
+        return read | held if again[position] else read  # what the caller holds is written once
+
     found: list[Run] = []
     start = 0
     while start < len(ops):
-        if not again[start]:
+        if not able[start]:
             start += 1
             continue
         stop = start
         written: set[int] = set()
         read: set[int] = set()
-        while stop < len(ops) and again[stop] and _follows(ops, start, stop, written, read | held):
+        while stop < len(ops) and able[stop] and _follows(ops, start, stop, written, taken(stop, read)):
             written.update(ops[stop].writes)
             read.update(ops[stop].reads)
             stop += 1
+        if stop < len(ops) and able[stop]:
+            stop = _narrowest(graph, ops, again, dying, start, stop)
         if stop - start > 1:
             found.append(Run(start=start, ops=ops[start:stop], dying=dying[start:stop]))
         start = max(stop, start + 1)
     return found
 
 
+def _narrowest(
+    graph: StepGraph,
+    ops: Sequence[Op],
+    again: Sequence[bool],
+    dying: Sequence[Sequence[int]],
+    start: int,
+    stop: int,
+) -> int:
+    """Where to end a run from `start` that has to end at `stop` or before: where the least is handed on.
+
+    That is what was made again, and what dies until then; other results of first runs stay whole anyway.
+    """
+    dies_soon = {s for position in range(start, stop + 1) for s in dying[position]}
+    counted: set[int] = set()
+    across = least = 0
+    best = stop
+    for position in range(start, stop):
+        for storage in ops[position].writes:
+            if again[position] or storage in dies_soon:
+                counted.add(storage)
+                across += graph.storages[storage].nbytes
+        for storage in counted.intersection(dying[position]):
+            counted.discard(storage)
+            across -= graph.storages[storage].nbytes
+        if position == start or across <= least:
+            least, best = across, position + 1
+    return best
+
+
+def _can_run_by_samples(op: Op, again: bool) -> bool:
+    return op.by_samples is not None and (again or op.by_samples.first)
+
+
 def fusions(graph: StepGraph, runs: Sequence[Run]) -> list[Fusion]:
     """The parts of runs that take less memory as one."""
-    found: list[Fusion] = []
-    for run in runs:
-        for first, stop in linked(run):
+    return [fusion for run in runs for first, stop in linked(run) for fusion in _leanest(graph, run.part(first, stop))]
+
+
+def _leanest(graph: StepGraph, run: Run) -> list[Fusion]:
+    """The parts of a run that run as one so that it takes the least memory.
+
+    What came in stays until a part is done, so a run may be cut where something that came in is read last.
+    """
+    storages = graph.storages
+    written: set[int] = set()
+    cuts, before = [0], [0]  # what is there more at each place than before the run
+    for place, (op, dead) in enumerate(zip(run.ops, run.dying, strict=True)):
+        written.update(op.writes)
+        made = sum(storages[s].nbytes for s in op.writes)
+        before.append(before[-1] + made - sum(storages[s].nbytes for s in dead))
+        if any(s not in written and storages[s].nbytes for s in dead):
+            cuts.append(place + 1)
+    if cuts[-1] != len(run.ops):
+        cuts.append(len(run.ops))
+    # The least peak until each cut, and what runs as one until there.
+    best: list[tuple[int, tuple[Fusion, ...]]] = [(0, ())]
+    for number, stop in enumerate(cuts[1:], 1):
+        choices: list[tuple[int, tuple[Fusion, ...]]] = []
+        for first, (peak, fused) in zip(
+            cuts[max(0, number - _MOST_CUTS) :], best[max(0, number - _MOST_CUTS) :], strict=False
+        ):
             part = run.part(first, stop)
-            fusion, nbytes, _ = fuse(graph, part)
-            if nbytes < _whole_bytes(graph, part):
-                found.append(fusion)
-    return found
+            choices.append((max(peak, before[first] + _whole_bytes(graph, part)), fused))
+            if stop - first > 1:
+                fusion, nbytes, _ = fuse(graph, part)
+                choices.append((max(peak, before[first] + nbytes), (*fused, fusion)))
+        best.append(min(choices, key=lambda choice: choice[0]))
+    return list(best[-1][1])
 
 
 def fuse(graph: StepGraph, run: Run) -> tuple[Fusion, int, float]:
@@ -151,10 +222,11 @@ def _follows(ops: Sequence[Op], start: int, position: int, written: set[int], ta
     """Whether the op at a position may run slice by slice with those from `start` on, which wrote `written`.
 
     It must not write what they wrote, nor what is `taken`: what they read was there before and stays until they are
-    done, and what the caller holds is not written again.
+    done. A sum is there when all are done, so none of them reads it.
     """
     op, slices = ops[position], ops[position].by_samples
-    if slices is None or not taken.isdisjoint(op.writes) or not written.isdisjoint(op.writes):
+    assert slices is not None
+    if not taken.isdisjoint(op.writes) or not written.isdisjoint(op.writes):
         return False
     first = ops[start]
     assert first.by_samples is not None
@@ -179,7 +251,8 @@ def _taken_over(graph: StepGraph, run: Run) -> dict[int, int]:
         free += [s for s in dead if graph.storages[s].reusable and s not in written and s not in must_not]
         size = graph.storages[op.writes[0]].nbytes
         taken = next((s for s in free if graph.storages[s].nbytes == size), None)
-        if op.writes[0] not in inner and taken is not None:
+        is_sum = op.by_samples is not None and op.writes[0] in op.by_samples.sums
+        if op.writes[0] not in inner and not is_sum and taken is not None:
             over[run.start + place] = taken
             free.remove(taken)
     return over
@@ -192,13 +265,13 @@ def _fused_bytes(graph: StepGraph, run: Run, over: Mapping[int, int]) -> int:
     whole = sum(storages[s].nbytes for op in run.ops for s in op.writes if s not in inner)
     whole -= sum(storages[s].nbytes for s in over.values())
     live, most = 0, 0
-    born: set[int] = set()
+    slices: dict[int, int] = {}
     for op, dead in zip(run.ops, run.dying, strict=True):
         assert op.by_samples is not None
-        live += sum(op.by_samples.slice_bytes(storages[s].nbytes) for s in op.writes)
-        born.update(op.writes)
+        slices.update((s, op.by_samples.slice_bytes(s, storages[s].nbytes)) for s in op.writes)
+        live += sum(slices[s] for s in op.writes)
         most = max(most, live + op.by_samples.workspace_bytes)
-        live -= sum(op.by_samples.slice_bytes(storages[s].nbytes) for s in dead if s in born)
+        live -= sum(slices[s] for s in dead if s in slices)
     return whole + most
 
 

@@ -84,7 +84,7 @@ class Way:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BySamples:
-    """How an op runs a few samples of the batch at a time, with the same bits (`memfit.step.fusion`).
+    """How an op runs a few samples of the batch at a time (`memfit.step.fusion`).
 
     Attributes:
         batch: samples in all.
@@ -94,6 +94,9 @@ class BySamples:
         copy_over_seconds: the same in memory that another storage leaves (`Storage.reusable`).
         workspace_bytes: memory one slice takes beyond what it reads and writes.
         reads: storages of which it reads the same samples as it writes; of others it reads everything.
+        sums: results that are sums over the batch: every slice makes one, as large as the whole, and they are added
+            up.
+        first: whether its first run can run so too; else only later ones do.
     """
 
     batch: int
@@ -103,15 +106,17 @@ class BySamples:
     reads: tuple[int, ...]
     copy_seconds: float = 0.0
     copy_over_seconds: float = 0.0
+    sums: tuple[int, ...] = ()
+    first: bool = False
 
     @property
     def slices(self) -> int:
         """How many there are."""
         return -(-self.batch // self.samples)
 
-    def slice_bytes(self, nbytes: int) -> int:
-        """What a slice takes of so many bytes."""
-        return -(-nbytes * self.samples // self.batch)
+    def slice_bytes(self, storage: int, nbytes: int) -> int:
+        """What the slice of a result of so many bytes takes."""
+        return nbytes if storage in self.sums else -(-nbytes * self.samples // self.batch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,6 +255,16 @@ class StepGraph:
         return next(index for index, op in enumerate(self.ops) if op.phase is Phase.LOSS)
 
     @property
+    def is_tiled(self) -> bool:
+        """Whether first runs can run slice by slice."""
+        return any(op.by_samples is not None and op.by_samples.first for op in self.ops)
+
+    def read_whole_backward(self) -> frozenset[int]:
+        """Storages that the backward pass cannot take slice by slice."""
+        backward = [op for op in self.ops if op.phase is Phase.BACKWARD]
+        return frozenset(s for op in backward for s in op.reads if s not in _read_in_slices(op))
+
+    @property
     def seconds(self) -> float:
         """Least time with nothing run again: each op once, its quickest way, over what nothing else reads later."""
         return sum(self.first_seconds()) + self.after_step_seconds
@@ -261,7 +276,9 @@ class StepGraph:
 
         def least(index: int, op: Op) -> float:
             over = any(last_reader[s] == index and s not in held for s in op.in_place_over)
-            return op.least_seconds_in_place if over else op.least_seconds
+            seconds = op.least_seconds_in_place if over else op.least_seconds
+            slices = op.by_samples
+            return min(seconds, slices.seconds) if slices is not None and slices.first else seconds
 
         return [least(index, op) for index, op in enumerate(self.ops)]
 
@@ -311,6 +328,10 @@ class StepGraph:
         """Storages the caller owns once they exist: outputs and gradients."""
         gradients = (i for i, s in enumerate(self.storages) if s.kind is StorageKind.GRADIENT)
         return frozenset((*self.outputs, *gradients))
+
+
+def _read_in_slices(op: Op) -> tuple[int, ...]:
+    return op.by_samples.reads if op.by_samples is not None and op.by_samples.first else ()
 
 
 def _plain_seconds(op: Op) -> float:

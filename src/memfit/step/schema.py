@@ -85,7 +85,7 @@ PROGRAM_SCHEMA: dict[str, Any] = {
 _WAY = _object({"parts": _PARTS, "seconds": _SECONDS, "workspace_bytes": _BYTES})
 _BY_SAMPLES = _object(
     {"batch": _PARTS, "samples": _PARTS, "seconds": _SECONDS, "workspace_bytes": _BYTES, "reads": _INDICES},
-    {"copy_seconds": _SECONDS, "copy_over_seconds": _SECONDS},
+    {"copy_seconds": _SECONDS, "copy_over_seconds": _SECONDS, "sums": _INDICES, "first": {"type": "boolean"}},
 )
 _OP = {
     "name": _NAME,

@@ -106,18 +106,21 @@ def simulate(graph: StepGraph, program: Program, *, wait: bool = True) -> Timeli
         if wait and (leaving or coming):
             _wait(graph, run, ran, lanes, leaving, coming)
         if run[0].sliced:
-            whole, beside = _slices(graph, sizes, run)
+            whole, beside = _slices(graph, sizes, run, ran)
             live += whole
             bytes_at += [live + nbytes for nbytes in beside]
             computes = [i for i in run if i.action is Action.COMPUTE]
-            again = [ops[i.index].later for i in computes]
-            runs += len(again)
-            took = fused_seconds(again, {i.index for i in run if i.action is Action.FREE}, [i.over for i in computes])
-            lanes.now += took
-            recompute_seconds += took
-            freed = {i.index for i in run if i.action is Action.FREE} | {i.over for i in run}
-            alive.update(s for op in again for s in op.writes)
+            together = [ops[i.index].later if i.index in ran else ops[i.index] for i in computes]
+            runs += len(together)
+            handed_on = {i.index for i in run if i.action is Action.FREE}
+            for instruction, op in zip(computes, together, strict=True):
+                took = fused_seconds([op], handed_on, [instruction.over])
+                lanes.now += took
+                recompute_seconds += took if instruction.index in ran else 0.0
+            freed = handed_on | {i.over for i in run}
+            alive.update(s for op in together for s in op.writes)
             alive.difference_update(s for s in freed if s is not None)
+            ran.update(i.index for i in computes)
             continue
         (instruction,) = run
         if instruction.action is Action.FREE:
@@ -209,7 +212,9 @@ def _wait(
             leaving.discard(gone)
 
 
-def _slices(graph: StepGraph, sizes: Sequence[int], run: Sequence[Instruction]) -> tuple[int, list[int]]:
+def _slices(
+    graph: StepGraph, sizes: Sequence[int], run: Sequence[Instruction], ran: Collection[int]
+) -> tuple[int, list[int]]:
     """Of ops that run as one: what their results that stay take, and the slices beside these at each instruction."""
     inner = {i.index for i in run if i.action is Action.FREE}
     whole = live = 0
@@ -220,9 +225,10 @@ def _slices(graph: StepGraph, sizes: Sequence[int], run: Sequence[Instruction]) 
             live -= slice_of[instruction.index]
             beside.append(live)
             continue
-        op = graph.ops[instruction.index].later
+        op = graph.ops[instruction.index]
+        op = op.later if instruction.index in ran else op
         assert op.by_samples is not None
-        slice_of.update((s, op.by_samples.slice_bytes(sizes[s])) for s in op.writes)
+        slice_of.update((s, op.by_samples.slice_bytes(s, sizes[s])) for s in op.writes)
         live += sum(slice_of[s] for s in op.writes)
         beside.append(live + op.by_samples.workspace_bytes)
         whole += sum(sizes[s] for s in op.writes if s not in inner)
