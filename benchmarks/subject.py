@@ -97,15 +97,23 @@ class Subject:
     _calls: dict[int, Callable[..., Any]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, case: Case, device: torch.device, *, cached: bool = False) -> Subject:
-        """Builds, captures and profiles a model; the costs are measured anew unless those of this machine may serve."""
+    def of(cls, case: Case, device: torch.device, *, cached: bool = False, tile: bool = False) -> Subject:
+        """Builds, captures and profiles a model.
+
+        Args:
+            case: what to build.
+            device: where.
+            cached: whether the costs known for this machine may serve; else they are measured anew.
+            tile: whether it is captured for the lever `tile`.
+        """
         example = build(case.spec, batch=case.batch, shape=case.shape, device=device)
         costs = open_cache(device) if cached else CostCache()
         capturing: list[float] = []
 
         def captured(separate: Callable[[str], bool]) -> Capture:
             begin, model, args, kwargs = time.perf_counter(), example.model, example.args, example.kwargs
-            made = capture_step(model, args, kwargs, loss_fn=example.loss_fn, label=example.label, separate=separate)
+            of_step = {"loss_fn": example.loss_fn, "label": example.label}
+            made = capture_step(model, args, kwargs, **of_step, separate=separate, tile=tile)
             capturing.append(time.perf_counter() - begin)
             return made
 

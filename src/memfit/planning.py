@@ -175,12 +175,14 @@ def _with_all_levers(
     if request.strategy != "auto":
         return error
     _, graph = capture_and_profile(model, args, kwargs, request, tile=True)
-    lean = leanest(graph)
-    least = simulate(lean, program_of(lean, least_order(lean))).peak_bytes
-    if least >= error.least_bytes:
-        return error
+    try:
+        find_program(graph, 1, seconds=0.0)
+    except BudgetError as tiled:
+        if tiled.least_bytes >= error.least_bytes:
+            return error
+        least = tiled.least_bytes
     return BudgetError(
-        f'{error}; levers="all", the same gradients up to rounding, fits from {format_bytes(least)} on',
+        f'{error}; levers="all", the same gradients up to rounding, fits from {format_bytes(least)} ({least} bytes) on',
         budget_bytes=error.budget_bytes,
         least_bytes=error.least_bytes,
         binding=error.binding,
@@ -261,6 +263,7 @@ def plan_captured(
         decisions=decisions(graph, program, timeline),
         fingerprint=fingerprint(model, args, kwargs),
         graph_digest=graph_digest(graph),
+        is_tiled=graph.is_tiled,
         planned=Planned(capture=capture, graph=graph, request=request, signature=signature(model, args, kwargs)),
     )
 

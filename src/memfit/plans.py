@@ -40,6 +40,7 @@ class Plan:
         decisions: the program in words.
         fingerprint: model, inputs, torch and device it was made for.
         graph_digest: of the step it was made for.
+        is_tiled: whether its step was captured for the lever `tile`, so that gradients are equal up to rounding.
         planned: the capture it came from; None for a plan from a file.
     """
 
@@ -52,6 +53,7 @@ class Plan:
     decisions: tuple[Decision, ...]
     fingerprint: Mapping[str, str | int | list[Any]]
     graph_digest: str
+    is_tiled: bool = False
     planned: Planned | None = None
 
     def apply(
@@ -88,6 +90,7 @@ class Plan:
                 budget_bytes=self.budget_bytes,
                 predicted=self.predicted,
                 graph_digest=self.graph_digest,
+                is_tiled=self.is_tiled,
                 program=self.program,
                 decisions=self.decisions,
             ),
@@ -112,6 +115,7 @@ class Plan:
             decisions=file.decisions,
             fingerprint=fingerprint,
             graph_digest=file.graph_digest,
+            is_tiled=file.is_tiled,
         )
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 
 from memfit.step.graph import StepGraph, StorageKind
@@ -52,7 +53,10 @@ class Machine:
     def run_fused(self, run: tuple[Instruction, ...]) -> list[int]:
         """Runs instructions slice by slice; returns the bytes in use at each, the most over all slices."""
         storages = self.graph.storages
-        ops = {i.index: self.graph.ops[i.index].later for i in run if i.action is Action.COMPUTE}
+        computes = [i.index for i in run if i.action is Action.COMPUTE]
+        ops = {i: self.graph.ops[i].later if i in self.ran else self.graph.ops[i] for i in computes}
+        self.ran.update(computes)
+        sums = {s for op in ops.values() if op.by_samples for s in op.by_samples.sums}
         ends = {i.index for i in run if i.action is Action.FREE}
         results = {s: [-1] * self.batch for op in ops.values() for s in op.writes if s not in ends}
         for instruction in run:
@@ -68,8 +72,8 @@ class Machine:
             made: dict[int, Block] = {}
 
             def used() -> int:
-                parts = {s: -(-storages[s].nbytes * len(here) // slices.batch) for s in made}  # noqa: B023
-                return whole + sum(parts.values())
+                shares = {s: 1 if s in sums else len(here) / slices.batch for s in made}  # noqa: B023
+                return whole + sum(math.ceil(storages[s].nbytes * share) for s, share in shares.items())
 
             for place, instruction in enumerate(run):
                 if instruction.action is Action.FREE:
@@ -81,7 +85,7 @@ class Machine:
                 right = True
                 for s in op.reads:
                     if s in made:
-                        assert s in op.by_samples.reads
+                        assert s in op.by_samples.reads and s not in sums
                         right &= made[s] == [s] * len(here)
                     elif s in op.by_samples.reads:
                         right &= [self.blocks[s][k] for k in here] == [s] * len(here)
@@ -91,7 +95,7 @@ class Machine:
                 in_use[place] = max(in_use[place], used() + op.by_samples.workspace_bytes)
             for s, part in made.items():
                 for k, value in zip(here, part, strict=True):
-                    results[s][k] = value
+                    results[s][k] = value  # of a sum, what these samples add to it
         for s in taken:
             del self.blocks[s]
         self.blocks.update(results)

@@ -119,17 +119,21 @@ def step_graphs(
 
 @st.composite
 def sliced_step_graphs(draw: st.DrawFn) -> StepGraph:
-    """A step of which most forward ops can run again a few samples at a time, with results of few sizes."""
+    """A step of which most forward ops can run again a few samples at a time, with results of few sizes.
+
+    Tiled ones can do so the first time and in the backward pass as well, and some of their results are sums.
+    """
     graph = draw(step_graphs(min_forward=4, max_forward=8, exact=True))
     batch = draw(st.integers(2, 5))
     samples = draw(st.integers(1, batch - 1))
+    tiled = draw(st.booleans())
     most = st.sampled_from([True, True, True, True, False])
 
     def sliced(op: Op, before: Op | None) -> Op:
         op = replace(op, in_place_over=(), workspace_bytes=0, random_state_bytes=0, again=None)
-        if op.phase is not Phase.FORWARD:
+        if op.phase is not Phase.FORWARD and not (tiled and op.phase is Phase.BACKWARD):
             return op
-        if before is not None and draw(most):
+        if op.phase is Phase.FORWARD and before is not None and draw(most):
             op = replace(op, reads=tuple(dict.fromkeys((*op.reads, before.writes[0]))))
         reads = tuple(s for s in op.reads if draw(most))
         slices = BySamples(
@@ -140,6 +144,8 @@ def sliced_step_graphs(draw: st.DrawFn) -> StepGraph:
             reads=reads,
             copy_seconds=(copy := draw(_SECONDS)),
             copy_over_seconds=copy * draw(st.sampled_from([0.0, 0.25, 1.0])),
+            sums=tuple(s for s in op.writes if tiled and draw(st.booleans())),
+            first=tiled,
         )
         return replace(op, by_samples=slices) if draw(most) else op
 

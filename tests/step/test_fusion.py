@@ -77,14 +77,17 @@ def test_the_specification_says_what_is_wrong() -> None:
     program = program_of(graph, order)
     first = next(p for p, i in enumerate(program.instructions) if i.fused)
     last = len(program.instructions) - 1
-    start, end = program.instructions[first], program.instructions[first + 4]
+    start, end, first_run = (program.instructions[place] for place in (first, first + 4, 0))
     cases = [
         (changed(program, first, replace(start, parts=2)), "cannot run in 2 slices"),
         (changed(program, first, start, Instruction(Action.FREE, 5, fused=True)), "what comes in is freed before"),
         (changed(program, first + 4, replace(end, fused=True)), "not the same samples|only ops that ran before"),
         (changed(program, first + 2, replace(program.instructions[first + 2], over=5)), "cannot run over s5"),
         (changed(program, last, replace(program.instructions[last], fused=True)), "there is none"),
-        (changed(program, 0, replace(program.instructions[0], parts=4, fused=True, sliced=True)), "where it ran before"),
+        (
+            changed(program, 0, replace(first_run, parts=4, fused=True, sliced=True)),
+            "where it ran before",
+        ),
         (changed(program, first, Instruction(Action.COMPUTE, 99, fused=True)), "the step has 6 ops"),
         (changed(program, first, replace(start, sliced=False)), "cannot run in 4 slices"),
         (changed(program, first + 2, replace(program.instructions[first + 2], over=2)), "cannot run in place slice"),

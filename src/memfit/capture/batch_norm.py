@@ -26,7 +26,6 @@ __all__ = [
     "forward_over_input",
     "input_gradient_from_sums",
     "input_gradient_over_data",
-    "input_gradient_over_gradient",
     "parts_of",
     "takes_channels",
 ]
@@ -147,15 +146,6 @@ def input_gradient_from_sums(
         count: of elements per channel in all samples.
     """
     return _from_sums(torch.sub(data, _over(mean, data)), gradient, weight, invstd, of_weight, of_bias, count)
-
-
-def input_gradient_over_gradient(gradient: torch.Tensor, data: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """The same, written over the output's gradient."""
-    for place in range(gradient.shape[0]):
-        gradient[place : place + 1] = input_gradient_from_sums(
-            gradient[place : place + 1], data[place : place + 1], *rest
-        )
-    return gradient
 
 
 def input_gradient_over_data(

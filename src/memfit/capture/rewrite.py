@@ -332,10 +332,7 @@ IN_PLACE: dict[Any, dict[int, Any]] = {
     _aten.hardsigmoid_backward.default: _gradient_into(_aten.hardsigmoid_backward.grad_input),
     _aten._native_batch_norm_legit_functional.default: {0: batch_norm.forward_over_input},
     normalise: {0: normalise_over_data},
-    batch_norm.input_gradient_from_sums: {
-        0: batch_norm.input_gradient_over_gradient,
-        1: batch_norm.input_gradient_over_data,
-    },
+    batch_norm.input_gradient_from_sums: {1: batch_norm.input_gradient_over_data},
     _aten.native_batch_norm_backward.default: {0: batch_norm.backward_over_gradient, 1: batch_norm.backward_over_data},
 }
 """Ops and, by operand, the call that does the same over that operand's memory."""

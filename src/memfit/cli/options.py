@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "add_budget",
+    "add_levers",
     "add_model",
     "add_output",
     "add_strategy",
@@ -82,6 +83,16 @@ def add_tiers(parser: argparse.ArgumentParser) -> None:
         "--tiers",
         metavar="NAME,...",
         help="where tensors may be swapped: disk, host (CUDA), host:4GiB,disk, none (default: host on CUDA)",
+    )
+
+
+def add_levers(parser: argparse.ArgumentParser) -> None:
+    """--levers."""
+    parser.add_argument(
+        "--levers",
+        default="bitwise",
+        choices=("bitwise", "all"),
+        help="bitwise: the same bits; all: tiles too, the same gradients up to rounding (default: bitwise)",
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 
-from memfit.cli.options import add_budget, add_model, add_output, add_strategy, add_tiers, build_example
+from memfit.cli.options import add_budget, add_levers, add_model, add_output, add_strategy, add_tiers, build_example
 from memfit.cli.output import check_output, emit
 from memfit.cli.planned import plan_example
 
@@ -21,6 +21,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     add_budget(parser)
     add_strategy(parser)
     add_tiers(parser)
+    add_levers(parser)
     parser.add_argument("--save", metavar="PATH", help="write the plan to a file")
     parser.add_argument("--no-prove", action="store_true", help="do not run the plan; everything is predicted")
     add_output(parser)

@@ -7,6 +7,7 @@ road beside `memfit.plan`, made of the same stones.
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from memfit.cli.options import optimizer_factory
@@ -44,6 +45,7 @@ def plan_example(
         loss_fn=example.loss_fn,
         optimizer=None if factory is None else factory(model.parameters()),
         strategy=args.strategy,
+        levers=args.levers,
         tiers=args.tiers,
         prove=prove,
         label=example.label,
@@ -52,9 +54,7 @@ def plan_example(
         return planning.make_plan(model, inputs, kwargs, request, progress=progress)
     device = device_of(model)
     comparison.budget_bytes(args.budget, 1 << 40, device, 0)  # a mistake is told before the work
-    capture, graph = planning.capture_and_profile(model, inputs, kwargs, request, progress=progress)
-    plain_peak = simulate_plain(graph).peak_bytes
-    nbytes = comparison.budget_bytes(args.budget, plain_peak, device, graph.static_bytes)
+    _, graph = planning.capture_and_profile(model, inputs, kwargs, request, progress=progress)
+    nbytes = comparison.budget_bytes(args.budget, simulate_plain(graph).peak_bytes, device, graph.static_bytes)
     assert nbytes is not None
-    plan = planning.plan_captured(model, inputs, kwargs, capture, graph, request, nbytes, progress=progress)
-    return planning.prove(model, inputs, kwargs, plan, progress=progress) if prove else plan
+    return planning.make_plan(model, inputs, kwargs, replace(request, budget=nbytes), progress=progress)

@@ -1,4 +1,4 @@
-"""Runs plain and planned steps from the same state and compares them bit by bit.
+"""Runs plain and planned steps from the same state and compares them bit by bit, tiled ones up to rounding.
 
 Loss, every gradient, every buffer, every updated parameter and the random state after the step; the measured
 peak against the budget; the recomputations that ran against the planned ones. Exit code 0 only if all agree.
@@ -10,6 +10,7 @@ import argparse
 
 from memfit.cli.options import (
     add_budget,
+    add_levers,
     add_model,
     add_output,
     add_strategy,
@@ -31,6 +32,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     add_budget(parser, required=False)
     add_strategy(parser)
     add_tiers(parser)
+    add_levers(parser)
     parser.add_argument("--plan", metavar="PATH", help="verify this plan file instead of planning for --budget")
     parser.add_argument(
         "--steps", type=whole_number, default=1, metavar="N", help="steps to compare after the first one (default: 1)"

@@ -81,6 +81,7 @@ def _end_of_group(graph: StepGraph, start: int) -> int:
     """The first op from `start` on that cannot run as one with those before it."""
     first = graph.ops[start].by_samples
     written = set(graph.ops[start].writes)
+    sums = set() if first is None else set(first.sums)
     stop = start + 1
     while first is not None and first.first and stop < len(graph.ops):
         op = graph.ops[stop]
@@ -90,9 +91,10 @@ def _end_of_group(graph: StepGraph, start: int) -> int:
             graph.ops[start].piece,
         ):
             break
-        if any(s in written and s not in slices.reads for s in op.reads):
+        if any(s in written and s not in slices.reads for s in op.reads) or not sums.isdisjoint(op.reads):
             break
         written.update(op.writes)
+        sums.update(slices.sums)
         stop += 1
     return stop
 

@@ -36,8 +36,11 @@ class ExecutedOps(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-_CALLS = {"normalise": ("addcmul", "addcmul")}
-"""Families of what a target of memfit's own calls, `memfit.capture.again`."""
+_CALLS = {
+    "normalise": ("addcmul", "addcmul"),
+    "input_gradient_from_sums": ("sub", "mul", "div", "div", "addcmul", "sub", "mul", "mul"),
+}
+"""Families of what a target of memfit's own calls, `memfit.capture.again` and `memfit.capture.batch_norm`."""
 
 
 def op_family(target: str) -> str:
@@ -65,6 +68,8 @@ def executed_recomputations(counts: Counter[str], graph: StepGraph, program: Pro
     for instruction, op in zip(computes, as_they_run(graph, program.order()), strict=True):
         for family in _calls(op.target):
             expected[family] += instruction.parts
+        if instruction.sliced and op.by_samples is not None:  # what slices add up to
+            expected["add"] += len(op.by_samples.sums) * (instruction.parts - 1)
     return len(again) + sum(counts[f] - expected[f] for f in families)
 
 

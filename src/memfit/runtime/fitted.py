@@ -103,7 +103,12 @@ def install(
     else:
         tiers = ",".join(dict.fromkeys(map(str, plan.program.swapped().values()))) or None
         request = Request(
-            budget=plan.budget_bytes, loss_fn=loss_fn, optimizer=optimizer, strategy=plan.strategy, tiers=tiers
+            budget=plan.budget_bytes,
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            strategy=plan.strategy,
+            levers="all" if plan.is_tiled else "bitwise",
+            tiers=tiers,
         )
     here = fingerprint(model, (), {})
     difference = fingerprint_difference(
@@ -130,7 +135,7 @@ def verified(plan: Plan, model: nn.Module, args: Any, kwargs: Any, request: Requ
     from memfit.planning import Planned, capture_and_profile, fingerprint
 
     difference = fingerprint_difference(plan.fingerprint, fingerprint(model, args, kwargs))
-    capture, graph = capture_and_profile(model, args, kwargs, request)
+    capture, graph = capture_and_profile(model, args, kwargs, request, tile=plan.is_tiled)
     if difference or graph_digest(graph) != plan.graph_digest:
         what = "; ".join(line[:300] for line in difference) or "the captured graph differs"
         raise PlanMismatchError(f"the plan is for something else: {what}")

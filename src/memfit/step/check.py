@@ -206,6 +206,7 @@ def _check_slices(
         raise ProgramError(f"{where}: ops run as one, but not the same samples of the same piece")
     whole = {s for op in ops for s in _read_whole(op)}
     written: set[int] = set()
+    sums = {s for op in ops if op.by_samples for s in op.by_samples.sums}
     freed = {i.index for i in run if i.action is Action.FREE}
     for instruction in run:
         if instruction.action is Action.FREE:
@@ -217,7 +218,8 @@ def _check_slices(
             raise ProgramError(f"{where}: {op.name} cannot run in {instruction.parts} slices")
         if not again and not op.by_samples.first:
             raise ProgramError(f"{where}: only where it ran before can {op.name} run slice by slice")
-        if not written.isdisjoint(_read_whole(op)) or (again and not held.isdisjoint(op.writes)):
+        too_early = written.intersection(sums).intersection(op.reads) or written.intersection(_read_whole(op))
+        if too_early or (again and not held.isdisjoint(op.writes)):
             raise ProgramError(f"{where}: {op.name} cannot run slice by slice here")
         written.update(op.writes)
         over = instruction.over

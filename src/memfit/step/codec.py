@@ -116,6 +116,7 @@ class PlanFile:
         predicted: what it costs.
         graph_digest: of the step it belongs to; see `graph_digest`.
         program: the order in which to compute and free.
+        is_tiled: whether the step is captured for the lever `tile`.
         decisions: the program in words.
     """
 
@@ -126,6 +127,7 @@ class PlanFile:
     predicted: Prediction
     graph_digest: str
     program: Program
+    is_tiled: bool = False
     decisions: tuple[Decision, ...] = ()
 
 

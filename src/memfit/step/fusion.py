@@ -18,6 +18,7 @@ Known limits: the first run of a batch normalisation takes statistics of all sam
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from memfit.step.graph import Op, StepGraph
@@ -86,7 +87,7 @@ def runs_by_samples(
     held = graph.held_to_the_end()
     able = [_can_run_by_samples(op, ran) for op, ran in zip(ops, again, strict=True)]
 
-    def taken(position: int, read: set[int]) -> set[int]:
+    def taken(position: int, read: set[int]) -> AbstractSet[int]:
         return read | held if again[position] else read  # what the caller holds is written once
 
     found: list[Run] = []
@@ -97,9 +98,11 @@ def runs_by_samples(
             continue
         stop = start
         written: set[int] = set()
+        sums: set[int] = set()
         read: set[int] = set()
-        while stop < len(ops) and able[stop] and _follows(ops, start, stop, written, taken(stop, read)):
+        while stop < len(ops) and able[stop] and _follows(ops, start, stop, written, sums, taken(stop, read)):
             written.update(ops[stop].writes)
+            sums.update(_sums(ops[stop]))
             read.update(ops[stop].reads)
             stop += 1
         if stop < len(ops) and able[stop]:
@@ -155,22 +158,20 @@ def _leanest(graph: StepGraph, run: Run) -> list[Fusion]:
     """
     storages = graph.storages
     written: set[int] = set()
-    cuts, before = [0], [0]  # what is there more at each place than before the run
+    cuts, before = [0], [0]  # and what is there more at each place than before the run
     for place, (op, dead) in enumerate(zip(run.ops, run.dying, strict=True)):
         written.update(op.writes)
         made = sum(storages[s].nbytes for s in op.writes)
         before.append(before[-1] + made - sum(storages[s].nbytes for s in dead))
-        if any(s not in written and storages[s].nbytes for s in dead):
+        if any(s not in written and storages[s].nbytes for s in dead) and place + 1 < len(run.ops):
             cuts.append(place + 1)
-    if cuts[-1] != len(run.ops):
-        cuts.append(len(run.ops))
+    cuts.append(len(run.ops))
     # The least peak until each cut, and what runs as one until there.
     best: list[tuple[int, tuple[Fusion, ...]]] = [(0, ())]
     for number, stop in enumerate(cuts[1:], 1):
         choices: list[tuple[int, tuple[Fusion, ...]]] = []
-        for first, (peak, fused) in zip(
-            cuts[max(0, number - _MOST_CUTS) :], best[max(0, number - _MOST_CUTS) :], strict=False
-        ):
+        for earlier in range(max(0, number - _MOST_CUTS), number):
+            first, (peak, fused) = cuts[earlier], best[earlier]
             part = run.part(first, stop)
             choices.append((max(peak, before[first] + _whole_bytes(graph, part)), fused))
             if stop - first > 1:
@@ -218,8 +219,14 @@ def linked(run: Run) -> list[tuple[int, int]]:
     return [(first, stop) for first, stop in zip([0, *stops], stops, strict=False) if stop - first > 1]
 
 
-def _follows(ops: Sequence[Op], start: int, position: int, written: set[int], taken: set[int]) -> bool:
-    """Whether the op at a position may run slice by slice with those from `start` on, which wrote `written`.
+def _sums(op: Op) -> tuple[int, ...]:
+    return () if op.by_samples is None else op.by_samples.sums
+
+
+def _follows(
+    ops: Sequence[Op], start: int, position: int, written: set[int], sums: set[int], taken: AbstractSet[int]
+) -> bool:
+    """Whether the op at a position may run slice by slice with those from `start` on, which wrote `written` and `sums`.
 
     It must not write what they wrote, nor what is `taken`: what they read was there before and stays until they are
     done. A sum is there when all are done, so none of them reads it.
@@ -232,7 +239,7 @@ def _follows(ops: Sequence[Op], start: int, position: int, written: set[int], ta
     assert first.by_samples is not None
     together = (first.by_samples.batch, first.by_samples.samples, first.piece)
     return (slices.batch, slices.samples, op.piece) == together and all(
-        s in slices.reads for s in op.reads if s in written
+        s in slices.reads and s not in sums for s in op.reads if s in written
     )
 
 
@@ -251,8 +258,7 @@ def _taken_over(graph: StepGraph, run: Run) -> dict[int, int]:
         free += [s for s in dead if graph.storages[s].reusable and s not in written and s not in must_not]
         size = graph.storages[op.writes[0]].nbytes
         taken = next((s for s in free if graph.storages[s].nbytes == size), None)
-        is_sum = op.by_samples is not None and op.writes[0] in op.by_samples.sums
-        if op.writes[0] not in inner and not is_sum and taken is not None:
+        if op.writes[0] not in inner and op.writes[0] not in _sums(op) and taken is not None:
             over[run.start + place] = taken
             free.remove(taken)
     return over

@@ -168,6 +168,7 @@ PLAN_SCHEMA: dict[str, Any] = {
             "program": {key: rule for key, rule in PROGRAM_SCHEMA.items() if key != "$schema"},
         },
         {
+            "is_tiled": {"type": "boolean"},
             "decisions": _array(
                 _object(
                     {

@@ -1,0 +1,64 @@
+"""How far a tiled step may be from the plain one: sums are made in another order, so results differ by rounding.
+
+Rounding is measured, not guessed: the plain step is taken in float64 as well, and what the plain step in float32 is off
+from that, a tiled step may be off four times. Errors are norms over a tensor; single elements scatter.
+
+Known limits: where there is no wider step to compare with, the plain step itself is the reference: for float64, and
+where ops draw random numbers, of which another dtype draws others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+__all__ = ["in_float64", "is_within_rounding"]
+
+_TIMES = 4
+"""So many times the plain step's own error."""
+
+_OF_FLOAT64 = 1e-12
+"""Relative to all gradients together."""
+
+_OF_RANDOM = 1e3
+"""So many units in the last place of all gradients together."""
+
+
+def in_float64(
+    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """The model, made float64, and its inputs likewise."""
+
+    def wide(tensor: torch.Tensor) -> torch.Tensor:
+        is_narrow = tensor.is_floating_point() and tensor.dtype is not torch.float64
+        return tensor.detach().double().requires_grad_(tensor.requires_grad) if is_narrow else tensor
+
+    wide_args, wide_kwargs = pytree.tree_map_only(torch.Tensor, wide, (tuple(args), kwargs))
+    return model.double(), wide_args, wide_kwargs
+
+
+def is_within_rounding(plain: torch.Tensor, found: torch.Tensor, reference: torch.Tensor | None, scale: float) -> bool:
+    """Whether a result differs from the plain step's by rounding only.
+
+    Args:
+        plain: of the plain step.
+        found: of the tiled step.
+        reference: of the plain step in float64; None if there is none.
+        scale: norm of all gradients of the plain step.
+    """
+    if plain.shape != found.shape or plain.dtype is not found.dtype or not plain.is_floating_point():
+        return False
+    eps = torch.finfo(plain.dtype).eps
+    if reference is None:
+        share = _OF_FLOAT64 if plain.dtype is torch.float64 else _OF_RANDOM * eps
+        return _distance(found, plain) <= share * max(scale, float(plain.double().norm()))
+    least = eps * float(reference.double().norm())
+    return _distance(found, reference) <= _TIMES * max(_distance(plain, reference), least)
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double() - b.double()).norm())

@@ -1,0 +1,174 @@
+"""With the lever `tile` gradients are those of the plain step up to rounding, in less memory than without it."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import memfit
+from memfit.capture.batch_norm import input_gradient_from_sums, input_gradient_over_data
+from memfit.capture.by_samples import Slice, in_slices
+from memfit.planner.anchors import anchors
+from memfit.planner.bound import op_wall_bytes
+from memfit.planner.lazy import tiled_order
+from memfit.planner.ways import leanest
+from memfit.planning import Request, capture_and_profile
+from memfit.runtime.apply import compile_program
+from memfit.step.check import check
+from memfit.step.graph import Phase
+from memfit.step.program import Action, program_of
+from memfit.step.simulate import simulate_plain
+from memfit.verification import verify
+from memfit.zoo import build
+from tests.runtime.test_fused import branches, channels_last, loss_fn, residual
+
+
+def least_bytes(model: nn.Module, args: tuple[Any, ...], loss: Any) -> tuple[int, int]:
+    """Without tiling and with it, both from one error."""
+    with pytest.raises(memfit.BudgetError, match='levers="all", the same gradients up to rounding, fits') as caught:
+        memfit.plan(model, args, budget=1, loss_fn=loss, prove=False)
+    return caught.value.least_bytes, int(str(caught.value).rpartition("(")[2].partition(" bytes")[0])
+
+
+@pytest.mark.parametrize("make", [branches, channels_last])
+def test_less_memory_and_the_same_gradients(make: Any) -> None:
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(5, 3, 40, 40)
+    bitwise, tiled = least_bytes(model, (x,), loss_fn)
+    assert tiled < 0.95 * bitwise
+    request = Request(budget=tiled, loss_fn=loss_fn, levers="all", search_seconds=0.1)
+    result = verify(model, (x,), {}, request, loss_fn=loss_fn)
+    assert result.plan.is_tiled
+    assert not result.differing
+    assert any(not check.equal for check in result.checks)  # or nothing was summed in another order
+    assert result.fits
+    assert result.peak_bytes == pytest.approx(result.plan.predicted.peak_bytes, rel=0.03)
+    assert result.recomputes_executed == result.recomputes_planned
+
+
+@pytest.mark.parametrize(
+    ("spec", "batch", "shape"),
+    [
+        ("torchvision:resnet18?num_classes=4", 6, (3, 64, 64)),
+        ("zoo:unet?width=8", 4, (3, 32, 32)),
+        ("zoo:gpt?layers=2&width=64&heads=4&vocabulary=300&dropout=0.1", 4, (32,)),
+    ],
+)
+def test_known_models(spec: str, batch: int, shape: tuple[int, ...]) -> None:
+    example = build(spec, batch=batch, shape=shape)
+    model, args, loss = example.model, tuple(example.args), example.loss_fn
+    _, graph = capture_and_profile(model, args, example.kwargs, Request(budget=1, loss_fn=loss), tile=True)
+    plain, wall = simulate_plain(graph).peak_bytes, op_wall_bytes(graph)
+    request = Request(budget=int(wall + 0.3 * (plain - wall)), loss_fn=loss, levers=("tile",), search_seconds=0.1)
+    result = verify(model, args, example.kwargs, request, loss_fn=loss)
+    assert not result.differing
+    assert result.fits
+
+
+@st.composite
+def stacks(draw: st.DrawFn) -> tuple[nn.Module, torch.Tensor]:
+    """Convolutions of all kinds with pooling, norms and activations between, on a batch in float64."""
+    torch.manual_seed(draw(st.integers(0, 9)))
+    channels, layers = 3, list[nn.Module]()
+    for _ in range(draw(st.integers(2, 4))):
+        groups = draw(st.sampled_from([1, channels]))
+        out = channels * draw(st.integers(1, 3))
+        kernel, stride, dilation = draw(st.sampled_from([1, 2, 3, 5])), draw(st.integers(1, 2)), draw(st.integers(1, 2))
+        padding = draw(st.integers(0, 2)) if kernel > 1 else 0
+        layers.append(nn.Conv2d(channels, out, kernel, stride, padding, dilation, groups, bias=draw(st.booleans())))
+        kinds = [nn.BatchNorm2d(out), nn.GroupNorm(1, out), nn.Identity()]
+        layers += [draw(st.sampled_from(kinds)), draw(st.sampled_from([nn.ReLU(), nn.GELU(), nn.Hardswish()]))]
+        if draw(st.booleans()):
+            layers.append(draw(st.sampled_from([nn.MaxPool2d(2, ceil_mode=True), nn.AvgPool2d(3, 1, 1)])))
+        channels = out
+    return nn.Sequential(*layers).double(), torch.randn(draw(st.integers(2, 5)), 3, 37, 37, dtype=torch.float64)
+
+
+@given(stacks())
+@settings(max_examples=6)
+def test_float64_gradients_of_any_stack(case: tuple[nn.Module, torch.Tensor]) -> None:
+    model, x = case
+    capture, graph = capture_and_profile(model, (x,), {}, Request(budget=1, loss_fn=loss_fn), tile=True)
+    lean = leanest(graph)
+    program = program_of(lean, tiled_order(lean, anchors(lean, 1)), in_place=False)
+    check(lean, program)
+    plain = copy.deepcopy(model)
+    loss_fn(compile_program(model, capture, program)(x)).backward()
+    loss_fn(plain(x)).backward()
+    scale = max(float(p.grad.abs().max()) for p in plain.parameters() if p.grad is not None)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None
+        assert float((one.grad - other.grad).abs().max()) <= 1e-12 * scale
+    for a, b in zip(model.buffers(), plain.buffers(), strict=True):
+        assert torch.allclose(a, b, rtol=1e-12, atol=1e-15)
+
+
+def test_the_backward_pass_runs_in_slices_and_adds_up() -> None:
+    torch.manual_seed(0)
+    model, x = residual(), torch.randn(5, 3, 40, 40)
+    _, graph = capture_and_profile(model, (x,), {}, Request(budget=1, loss_fn=loss_fn), tile=True)
+    lean = leanest(graph)
+    program = program_of(lean, tiled_order(lean, anchors(lean, 1)))
+    sliced = [graph.ops[i.index] for i in program.instructions if i.action is Action.COMPUTE and i.sliced]
+    backward = {op.target for op in sliced if op.phase is Phase.BACKWARD}
+    assert {"aten.convolution_backward.default", "convolution_input_gradient", "input_gradient_from_sums"} <= backward
+    assert {"aten.native_batch_norm_backward.default", "aten.threshold_backward.default"} <= backward
+
+
+def test_a_plan_file_of_a_tiled_step(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = channels_last(), torch.randn(5, 3, 40, 40)
+    bitwise, tiled = least_bytes(model, (x,), loss_fn)
+    plan = memfit.plan(model, (x,), budget=(bitwise + tiled) // 2, loss_fn=loss_fn, levers="all")
+    assert plan.is_tiled
+    plan.save(tmp_path / "plan.json")
+    loaded = memfit.Plan.load(tmp_path / "plan.json")
+    assert loaded.is_tiled
+    plain = copy.deepcopy(model)
+    loaded.apply(model, loss_fn=loss_fn)
+    loss_fn(model(x)).backward()
+    loss_fn(plain(x)).backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None
+        assert torch.allclose(one.grad, other.grad, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_gradient_of_batch_normalisation_from_its_sums(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(6).to(dtype)
+    nn.init.uniform_(norm.weight)
+    x = torch.randn(4, 6, 5, 7, dtype=dtype, requires_grad=True)
+    gradient = torch.randn_like(x)
+    norm(x).backward(gradient)
+    mean, invstd = x.mean((0, 2, 3)), (x.var((0, 2, 3), unbiased=False) + norm.eps).rsqrt()
+    sums = norm.weight.grad, norm.bias.grad, x.numel() // 6
+    with torch.no_grad():
+        made = input_gradient_from_sums(gradient, x, norm.weight, mean, invstd, *sums)
+        over = x.detach().clone()
+        assert input_gradient_over_data(gradient, over, norm.weight, mean, invstd, *sums) is over
+    assert torch.allclose(made, x.grad, rtol=0, atol=20 * torch.finfo(dtype).eps)
+    assert torch.equal(over, made)
+
+
+def test_sums_over_slices() -> None:
+    how = Slice(
+        run=lambda data: (data.sum(0), data * 2),
+        sliced={0},
+        batch=5,
+        samples=2,
+        results=[torch.empty(3), torch.empty(5, 3)],
+        over=[None, None],
+        sums={0},
+    )
+    data = torch.arange(15.0).view(5, 3)
+    total, doubled = in_slices(how)(data)
+    assert torch.equal(total, data.sum(0))
+    assert torch.equal(doubled, data * 2)
