@@ -263,7 +263,7 @@ def plan_captured(
         decisions=decisions(graph, program, timeline),
         fingerprint=fingerprint(model, args, kwargs),
         graph_digest=graph_digest(graph),
-        is_tiled=graph.is_tiled,
+        is_tiled=capture.is_tiled,
         planned=Planned(capture=capture, graph=graph, request=request, signature=signature(model, args, kwargs)),
     )
 

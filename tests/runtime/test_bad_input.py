@@ -22,7 +22,7 @@ def test_impossible_budgets(budget: object) -> None:
     assert model._compiled_call_impl is None
 
 
-@pytest.mark.parametrize(("name", "value"), [("strategy", "sqart"), ("levers", "all"), ("tiers", "host")])
+@pytest.mark.parametrize(("name", "value"), [("strategy", "sqart"), ("levers", "every"), ("tiers", "host")])
 def test_unknown_words(name: str, value: str) -> None:
     with pytest.raises(memfit.SpecError):
         memfit.plan(Residual(), (X,), budget="1GiB", **{name: value})  # type: ignore[arg-type]

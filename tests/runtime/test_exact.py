@@ -10,7 +10,7 @@ from torch import nn
 
 import memfit
 from memfit.planner.bound import op_wall_bytes
-from memfit.planning import Request, capture_and_profile
+from memfit.planning import Request, capture_and_profile, plan_captured, prove
 from memfit.step.simulate import simulate_plain
 from memfit.verification import verify
 from memfit.zoo import build
@@ -81,19 +81,20 @@ def test_bits_and_budget(name: str, share: float, monkeypatch: pytest.MonkeyPatc
     # Results go over memory that others leave wherever they can, not only where these small ones are quicker so.
     monkeypatch.setattr("memfit.planner.spares._is_quicker", lambda *_: True)
     model, args, kwargs, loss_fn = CASES[name]()
-    request = Request(budget=1, loss_fn=loss_fn)
-    _, graph = capture_and_profile(model, args, kwargs, request)
+    request = Request(budget=1, loss_fn=loss_fn, search_seconds=0.1)
+    capture, graph = capture_and_profile(model, args, kwargs, request)
     plain, wall = simulate_plain(graph).peak_bytes, op_wall_bytes(graph)
     budget = int(wall + share * (plain - wall))
+
+    def proven(budget: int) -> memfit.Plan:
+        return prove(model, args, kwargs, plan_captured(model, args, kwargs, capture, graph, request, budget))
+
     try:
-        result = verify(
-            model, args, kwargs, Request(budget=budget, loss_fn=loss_fn, search_seconds=0.1), loss_fn=loss_fn
-        )
+        plan = proven(budget)
     except memfit.BudgetError as error:
         assert error.least_bytes > budget
-        result = verify(
-            model, args, kwargs, Request(budget=error.least_bytes, loss_fn=loss_fn, search_seconds=0.1), loss_fn=loss_fn
-        )
+        plan = proven(error.least_bytes)
+    result = verify(model, args, kwargs, plan)
     unequal = [(c.kind, c.name, c.max_difference) for c in result.checks if not c.equal]
     assert not unequal
     assert {"gradient", "random state"} <= {c.kind for c in result.checks}
@@ -108,7 +109,8 @@ def test_bits_and_budget(name: str, share: float, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("strategy", ["sqrt", "every-block", "openai-speed", "openai-memory", "sequential:2", "rotor"])
 def test_every_strategy_runs_exactly(strategy: str) -> None:
     model, args, kwargs, loss_fn = CASES["residual"]()
-    result = verify(model, args, kwargs, Request(budget="2GiB", loss_fn=loss_fn, strategy=strategy), loss_fn=loss_fn)
+    request = Request(budget="2GiB", loss_fn=loss_fn, strategy=strategy, prove=False)
+    result = verify(model, args, kwargs, request, loss_fn=loss_fn)
     assert all(c.equal for c in result.checks)
     assert result.recomputes_executed == result.recomputes_planned
 

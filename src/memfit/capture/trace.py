@@ -52,6 +52,11 @@ class Capture:
         """Keys of weights' gradients that are made part by part (`memfit.capture.concatenations`)."""
         return frozenset[str]().union(*(piece.reading.separated for piece in self.pieces.pieces))
 
+    @property
+    def is_tiled(self) -> bool:
+        """Whether it was captured for the lever `tile`."""
+        return any(piece.reading.tiled for piece in self.pieces.pieces)
+
 
 def _never(_: str) -> bool:
     return False
