@@ -63,7 +63,7 @@ CASES = {
     "gpt2": lambda: spec_case("hf:gpt2?n_layer=1&n_embd=64&n_head=2&vocab_size=200", 2, (32,)),
     "t5": lambda: spec_case("hf:t5?num_layers=1&d_model=64&d_kv=32&d_ff=128&num_heads=2&vocab_size=200", 2, (16,)),
 }
-LARGE = ("mobilenet_v2", "vit", "bert", "gpt2", "t5")
+LARGE = ("resnet18", "unet", "gpt", "llama", "lstm", "mobilenet_v2", "vit", "bert", "gpt2", "t5")
 """At one budget only, the one at which most runs again."""
 
 SMOKE = ("residual", "tied", "frozen", "broken", "layouts", "kernels", "kernels of one sample")

@@ -1,8 +1,9 @@
-"""An order from a choice of what to keep: everything else runs again right before its first use.
+"""Orders from a choice of what to keep: everything else runs again right before its first use.
 
 Between the loss and the end each op runs again at most once, and what it makes lives until its last reader;
 given sets to carry on at later places too, at most once between two of these. This is the shape of every
-checkpointing scheme, whatever chose what to keep.
+checkpointing scheme, whatever chose what to keep. In a tiled step what runs again can be forgotten at once instead
+(`tiled_order`).
 """
 
 from __future__ import annotations
@@ -79,24 +80,22 @@ def tiled_order(graph: StepGraph, kept: Collection[int]) -> list[int]:
 
 def _end_of_group(graph: StepGraph, start: int) -> int:
     """The first op from `start` on that cannot run as one with those before it."""
-    first = graph.ops[start].by_samples
-    written = set(graph.ops[start].writes)
-    sums = set() if first is None else set(first.sums)
-    stop = start + 1
-    while first is not None and first.first and stop < len(graph.ops):
-        op = graph.ops[stop]
+    first = graph.ops[start]
+    written: set[int] = set()
+    sums: set[int] = set()
+    for index in range(start, len(graph.ops)):
+        op = graph.ops[index]
         slices = op.by_samples
-        if slices is None or (slices.batch, slices.samples, op.piece) != (
-            *(first.batch, first.samples),
-            graph.ops[start].piece,
-        ):
-            break
-        if any(s in written and s not in slices.reads for s in op.reads) or not sums.isdisjoint(op.reads):
-            break
+        if slices is None or not slices.first or first.by_samples is None:
+            return max(index, start + 1)
+        together = (slices.batch, slices.samples, op.piece)
+        if together != (first.by_samples.batch, first.by_samples.samples, first.piece):
+            return index
+        if not sums.isdisjoint(op.reads) or any(s in written and s not in slices.reads for s in op.reads):
+            return index
         written.update(op.writes)
         sums.update(slices.sums)
-        stop += 1
-    return stop
+    return len(graph.ops)
 
 
 def _pinned(graph: StepGraph, producer: list[int]) -> set[int]:
