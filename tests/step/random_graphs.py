@@ -118,7 +118,7 @@ def step_graphs(
 
 
 @st.composite
-def sliced_step_graphs(draw: st.DrawFn) -> StepGraph:
+def sliced_step_graphs(draw: st.DrawFn, *, may_tile: bool = True) -> StepGraph:
     """A step of which most forward ops can run again a few samples at a time, with results of few sizes.
 
     Tiled ones can do so the first time and in the backward pass as well, and some of their results are sums.
@@ -126,7 +126,7 @@ def sliced_step_graphs(draw: st.DrawFn) -> StepGraph:
     graph = draw(step_graphs(min_forward=4, max_forward=8, exact=True))
     batch = draw(st.integers(2, 5))
     samples = draw(st.integers(1, batch - 1))
-    tiled = draw(st.booleans())
+    tiled = may_tile and draw(st.booleans())
     most = st.sampled_from([True, True, True, True, False])
 
     def sliced(op: Op, before: Op | None) -> Op:
