@@ -34,12 +34,14 @@ def steps_with_swaps(draw: st.DrawFn) -> tuple[StepGraph, Program]:
     """A step and a program that swaps some of its results, brought back early or late, within its own peak or more."""
     graph = draw(step_graphs() | sliced_step_graphs(may_tile=False))  # a tiled step does not swap
     held = graph.held_to_the_end()
+    piece = {s: op.piece for op in graph.ops for s in op.writes}
+    crossing = {s for op in graph.ops for s in op.reads if piece.get(s, op.piece) != op.piece}  # which stays
     forward = [
         s
         for op in graph.ops
         if op.phase is Phase.FORWARD
         for s in op.writes
-        if graph.storages[s].kind is StorageKind.FORWARD and s not in held
+        if graph.storages[s].kind is StorageKind.FORWARD and s not in held and s not in crossing
     ]
     swapped = set(draw(st.lists(st.sampled_from(forward), unique=True))) if forward else set()
     tiers = {s: draw(st.sampled_from(list(Tier))) for s in sorted(swapped)}
