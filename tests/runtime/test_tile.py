@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -94,7 +94,13 @@ def stacks(draw: st.DrawFn) -> tuple[nn.Module, torch.Tensor]:
         if draw(st.booleans()):
             layers.append(draw(st.sampled_from([nn.MaxPool2d(2, ceil_mode=True), nn.AvgPool2d(3, 1, 1)])))
         channels = out
-    return nn.Sequential(*layers).double(), torch.randn(draw(st.integers(2, 5)), 3, 37, 37, dtype=torch.float64)
+    model = nn.Sequential(*layers).double()
+    x = torch.randn(draw(st.integers(2, 5)), 3, 37, 37, dtype=torch.float64)
+    try:
+        copy.deepcopy(model)(x)
+    except RuntimeError:  # a kernel is larger than what is left of the image
+        reject()
+    return model, x
 
 
 @given(stacks())
