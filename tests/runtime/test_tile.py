@@ -98,13 +98,13 @@ def stacks(draw: st.DrawFn) -> tuple[nn.Module, torch.Tensor]:
     x = torch.randn(draw(st.integers(2, 5)), 3, 37, 37, dtype=torch.float64)
     try:
         copy.deepcopy(model)(x)
-    except RuntimeError:  # a kernel is larger than what is left of the image
+    except (RuntimeError, ValueError):  # a kernel is larger than what is left of the image
         reject()
     return model, x
 
 
 @given(stacks())
-@settings(max_examples=6)
+@settings(max_examples=6, derandomize=True)
 def test_float64_gradients_of_any_stack(case: tuple[nn.Module, torch.Tensor]) -> None:
     model, x = case
     capture, graph = capture_and_profile(model, (x,), {}, Request(budget=1, loss_fn=loss_fn), tile=True)
