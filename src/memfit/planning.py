@@ -20,11 +20,11 @@ from memfit.capture.dynamo import preserved_state
 from memfit.capture.loss import LossFunction, backward_of
 from memfit.capture.profile import profile_ops, separated
 from memfit.capture.trace import Capture, capture_step, device_of
-from memfit.errors import BudgetError, SpecError
+from memfit.errors import BudgetError, MemfitError, SpecError
 from memfit.planner.bound import relaxed_bound
 from memfit.planner.explain import decisions, prediction
 from memfit.planner.hybrid import find_program
-from memfit.planner.least import least_order
+from memfit.planner.least import least_budget, least_order
 from memfit.planner.ways import leanest
 from memfit.plans import Plan
 from memfit.runtime.apply import compile_program
@@ -36,7 +36,7 @@ from memfit.step.check import check
 from memfit.step.codec import graph_digest
 from memfit.step.graph import StepGraph
 from memfit.step.links import TierLinks
-from memfit.step.program import Program, program_of
+from memfit.step.program import Program
 from memfit.step.simulate import simulate
 from memfit.units import format_bytes, parse_bytes
 
@@ -172,15 +172,17 @@ def _with_all_levers(
     error: BudgetError, model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], request: Request
 ) -> BudgetError:
     """The same error, which says from which budget on tiling fits if that is lower."""
-    if request.strategy != "auto":
+    if request.strategy != "auto" or device_of(model).type != "cpu":
         return error
-    _, graph = capture_and_profile(model, args, kwargs, request, tile=True)
     try:
-        find_program(graph, 1, seconds=0.0)
-    except BudgetError as tiled:
-        if tiled.least_bytes >= error.least_bytes:
-            return error
-        least = tiled.least_bytes
+        _, graph = capture_and_profile(model, args, kwargs, request, tile=True)
+    except MemfitError as failure:  # the first error is the one to tell
+        log.info("cannot tell from where tiling fits: %s", failure)
+        return error
+    lean = leanest(graph)
+    least = least_budget(lean, least_order(lean))
+    if not graph.is_tiled or least >= error.least_bytes:
+        return error
     return BudgetError(
         f'{error}; levers="all", the same gradients up to rounding, fits from {format_bytes(least)} ({least} bytes) on',
         budget_bytes=error.budget_bytes,
@@ -277,7 +279,7 @@ def _program(graph: StepGraph, request: Request, budget_bytes: int) -> tuple[Pro
     timeline = simulate(graph, program)
     if timeline.peak_bytes > budget_bytes:
         lean = leanest(graph)
-        least = simulate(lean, program_of(lean, least_order(lean))).peak_bytes
+        least = least_budget(lean, least_order(lean))
         raise BudgetError(
             f"strategy {strategy!r} needs {format_bytes(timeline.peak_bytes)}, the budget is "
             f"{format_bytes(budget_bytes)}; strategy 'auto' fits from {format_bytes(least)} on",

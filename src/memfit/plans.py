@@ -133,6 +133,7 @@ class Plan:
             means += f" / swap {activations.swapped}" if activations.swapped else ""
         peaks = f"{format_bytes(self.predicted.peak_bytes)} predicted{measured}, of {format_bytes(self.budget_bytes)}"
         time = f"{format_percent(self.predicted.overhead)} step time predicted"
+        means += ", in slices, gradients up to rounding" if self.is_tiled else ""
         return f"{'Fits' if self.fits else 'Does not fit'}: {peaks}; {time} ({means})."
 
     def __str__(self) -> str:
@@ -145,6 +146,8 @@ class Plan:
             f"      predicted peak {format_bytes(p.peak_bytes)}{measured} · plain {format_bytes(p.plain_peak_bytes)} · "
             f"step {format_percent(p.overhead)}{bound}",
         ]
+        if self.is_tiled:
+            lines.append("      runs slice by slice where that pays; gradients are those of the plain step up to rounding")
         if p.out_bytes:
             tiers = " and ".join(
                 f"{format_bytes(n)} on the {tier}" for tier, n in (("host", p.host_bytes), ("disk", p.disk_bytes)) if n

@@ -3,26 +3,30 @@
 Rounding is measured, not guessed: the plain step is taken in float64 as well, and what the plain step in float32 is off
 from that, a tiled step may be off four times. Errors are norms over a tensor; single elements scatter.
 
-Known limits: where there is no wider step to compare with, the plain step itself is the reference: for float64, and
-where ops draw random numbers, of which another dtype draws others.
+Known limits: where there is no wider step to compare with, the plain step itself is the reference, a coarse one: for
+float64, and where ops draw random numbers of which another dtype draws others (`is_same_step`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-__all__ = ["in_float64", "is_within_rounding"]
+__all__ = ["in_float64", "is_same_step", "is_within_rounding"]
 
 _TIMES = 4
 """So many times the plain step's own error."""
 
 _OF_FLOAT64 = 1e-12
 """Relative to all gradients together."""
+
+_OTHER_STEP = 0.1
+"""Two steps whose gradients are so much apart, relatively, drew other random numbers."""
 
 _OF_RANDOM = 1e3
 """So many units in the last place of all gradients together."""
@@ -39,6 +43,14 @@ def in_float64(
 
     wide_args, wide_kwargs = pytree.tree_map_only(torch.Tensor, wide, (tuple(args), kwargs))
     return model.double(), wide_args, wide_kwargs
+
+
+def is_same_step(plain: Mapping[Any, torch.Tensor], wide: Mapping[Any, torch.Tensor]) -> bool:
+    """Whether gradients in float64 are those of the same step, and not of one that drew other random numbers."""
+    if plain.keys() != wide.keys():
+        return False
+    apart = math.hypot(*(_distance(tensor, wide[name]) for name, tensor in plain.items()))
+    return apart <= _OTHER_STEP * math.hypot(*(float(tensor.norm()) for tensor in wide.values()))
 
 
 def is_within_rounding(plain: torch.Tensor, found: torch.Tensor, reference: torch.Tensor | None, scale: float) -> bool:

@@ -25,7 +25,7 @@ from memfit.planner.explain import binding_place
 from memfit.planner.improve import Pool, varied
 from memfit.planner.kept import select_kept
 from memfit.planner.lazy import lazy_order, tiled_order
-from memfit.planner.least import least_order
+from memfit.planner.least import least_budget, least_order
 from memfit.planner.polish import fill, spill
 from memfit.planner.selection import select_over_time
 from memfit.planner.ways import leanest, program_within, quicker
@@ -54,8 +54,6 @@ _ON_STARTS = 0.6
 
 _IN_VAIN = 50
 """Stop varying after so many orders that are no faster."""
-
-_LEAST_MARGIN = 0.003
 
 _MORE_MEMORY = (1.02, 1.04, 1.07, 1.1, 1.15, 1.3)
 """Shares of the budget that a start may take: near the wall, dropping what is too much often beats a tight order."""
@@ -248,8 +246,7 @@ def _rotors(graph: StepGraph, budget_bytes: int, shares: Sequence[float]) -> Ite
 def _no_plan(graph: StepGraph, budget_bytes: int, least: list[int]) -> BudgetError:
     program = program_of(graph, least)
     timeline = simulate(graph, program)
-    # A little more than predicted, so that a measured peak that differs in the last percent still fits.
-    least_bytes = int(timeline.peak_bytes * (1 + _LEAST_MARGIN)) + 1024
+    least_bytes = least_budget(graph, least)
     return BudgetError(
         f"no plan fits {format_bytes(budget_bytes)}; the least budget that works is {format_bytes(least_bytes)} "
         f"({least_bytes} bytes), set by {binding_place(graph, program, timeline)}",

@@ -16,15 +16,27 @@ from memfit.step.graph import StepGraph
 from memfit.step.program import program_of
 from memfit.step.simulate import simulate
 
-__all__ = ["least_order"]
+__all__ = ["least_budget", "least_order"]
 
 _WINDOWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 _NEAR = 0.004
 """How close to a limit that was not reached is close enough; less close for a large step."""
 
 _NEAR_IF_LARGE = 0.01
+_MARGIN = 0.003
+_LONGEST = 6
+"""Orders of more runs than so many times the ops of the step are no plans anyone would want."""
+
 _ROUNDS = 400_000
 """Drops that are tried for one target, times the ops of the step: work that takes some seconds."""
+
+
+def least_budget(graph: StepGraph, order: Sequence[int]) -> int:
+    """The budget to ask for so that an order of `least_order` fits: a little more than its predicted peak.
+
+    A measured peak that differs in the last percent then still fits.
+    """
+    return int(_peak(graph, order) * (1 + _MARGIN)) + 1024
 
 
 def least_order(graph: StepGraph, *, tries: int = 12) -> list[int]:
@@ -60,7 +72,8 @@ def _low_starts(graph: StepGraph) -> list[list[int]]:
     """Orders of low memory, whatever their time, the lowest first."""
     orders = [lazy_order(graph, anchors(graph, windows)) for windows in _WINDOWS]
     if graph.is_tiled:
-        orders += [tiled_order(graph, anchors(graph, windows)) for windows in _WINDOWS]
+        sliced = (tiled_order(graph, anchors(graph, windows)) for windows in _WINDOWS)
+        orders += [order for order in sliced if len(order) <= _LONGEST * len(graph.ops)]
     return sorted(orders, key=lambda order: _peak(graph, order))
 
 

@@ -143,6 +143,7 @@ def _(result: Plan) -> Record:
         "predicted": asdict(result.predicted),
         "measured_peak_bytes": result.measured_peak_bytes,
         "recomputed_ops": len(result.program.recomputed()),
+        "is_tiled": result.is_tiled,
     }
 
 
@@ -206,7 +207,9 @@ def _(result: Verification) -> Record:
         "passed": result.passed,
         "fits": result.fits,
         "steps": result.steps,
+        "is_tiled": result.plan.is_tiled,
         "differing": len(result.differing),
+        "rounded": len(result.rounded),
         "budget_bytes": result.plan.budget_bytes,
         "plain_peak_predicted_bytes": result.plan.predicted.plain_peak_bytes,
         "plain_peak_measured_bytes": result.plain_peak_bytes,

@@ -67,6 +67,11 @@ def _(result: Verification) -> str:
             f"Not exact: {len(result.differing)} of {len(result.checks)} tensors differ, the most {worst.kind} "
             f"{worst.name} by {worst.max_difference:.3g}"
         )
+    elif result.rounded:
+        bits = (
+            f"Exact up to rounding: {len(result.checks)} tensors of {result.steps} steps, "
+            f"{len(result.checks) - len(result.rounded)} equal bit by bit"
+        )
     else:
         bits = f"Exact: {len(result.checks)} tensors of {result.steps} steps equal bit by bit"
     fits = "fits" if result.fits else "does not fit"

@@ -202,11 +202,17 @@ def _(result: Verification) -> list[Sheet]:
         different = [check for check in checks if not check.equal]
         worst = max(different, key=lambda check: check.max_difference, default=None)
         where = "" if worst is None else f"{worst.max_difference:.3g} ({worst.name}, step {worst.step})"
-        rows.append((kind, str(len(checks)), str(len(checks) - len(different)), where))
+        equal = str(len(checks) - len(different))
+        within = (str(sum(check.within_rounding for check in different)),) if result.plan.is_tiled else ()
+        rows.append((kind, str(len(checks)), equal, *within, where))
     predicted = result.plan.predicted
     bits = Sheet(
         title=f"verify  {result.plan.label} · {result.steps} steps, plain against planned",
-        headers=("what", "compared", "bitwise equal", "largest difference"),
+        headers=(
+            *("what", "compared", "bitwise equal"),
+            *(("equal up to rounding",) if result.plan.is_tiled else ()),
+            "largest difference",
+        ),
         rows=tuple(rows),
     )
     peaks = Sheet(
