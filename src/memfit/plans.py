@@ -40,7 +40,7 @@ class Plan:
         decisions: the program in words.
         fingerprint: model, inputs, torch and device it was made for.
         graph_digest: of the step it was made for.
-        is_tiled: whether its step was captured for the lever `tile`, so that gradients are equal up to rounding.
+        bands: into how many bands its step was captured for the lever `tile`, 1 for samples only; 0 if it was not.
         planned: the capture it came from; None for a plan from a file.
     """
 
@@ -53,7 +53,7 @@ class Plan:
     decisions: tuple[Decision, ...]
     fingerprint: Mapping[str, str | int | list[Any]]
     graph_digest: str
-    is_tiled: bool = False
+    bands: int = 0
     planned: Planned | None = None
 
     def apply(
@@ -90,7 +90,7 @@ class Plan:
                 budget_bytes=self.budget_bytes,
                 predicted=self.predicted,
                 graph_digest=self.graph_digest,
-                is_tiled=self.is_tiled,
+                bands=self.bands,
                 program=self.program,
                 decisions=self.decisions,
             ),
@@ -115,8 +115,13 @@ class Plan:
             decisions=file.decisions,
             fingerprint=fingerprint,
             graph_digest=file.graph_digest,
-            is_tiled=file.is_tiled,
+            bands=file.bands,
         )
+
+    @property
+    def is_tiled(self) -> bool:
+        """Whether ops may run slice by slice for the lever `tile`, so that gradients are equal up to rounding."""
+        return self.bands > 0
 
     @property
     def fits(self) -> bool:
@@ -147,7 +152,9 @@ class Plan:
             f"step {format_percent(p.overhead)}{bound}",
         ]
         if self.is_tiled:
-            lines.append("      runs slice by slice where that pays; gradients are those of the plain step up to rounding")
+            lines.append(
+                "      runs slice by slice where that pays; gradients are those of the plain step up to rounding"
+            )
         if p.out_bytes:
             tiers = " and ".join(
                 f"{format_bytes(n)} on the {tier}" for tier, n in (("host", p.host_bytes), ("disk", p.disk_bytes)) if n

@@ -31,13 +31,11 @@ def priced(draw: st.DrawFn, graph: StepGraph) -> StepGraph:
         if op is None:
             return None
         in_place = op.seconds * draw(_SHARES) if op.in_place_over else None
-        slices = op.by_samples and replace(
-            op.by_samples, copy_seconds=draw(_SHARES), copy_over_seconds=draw(_SHARES) / 4
-        )
+        slices = op.by_slices and replace(op.by_slices, copy_seconds=draw(_SHARES), copy_over_seconds=draw(_SHARES) / 4)
         whole = Way(parts=1, seconds=op.seconds, workspace_bytes=op.workspace_bytes)
         in_parts = Way(parts=4, seconds=draw(_SHARES) * 2, workspace_bytes=draw(st.sampled_from([0, 10, 100])))
         ways = (whole, in_parts) if draw(st.booleans()) else ()
-        return replace(op, in_place_seconds=in_place, by_samples=slices, ways=ways, again=price(op.again))
+        return replace(op, in_place_seconds=in_place, by_slices=slices, ways=ways, again=price(op.again))
 
     return replace(graph, ops=tuple(made for op in graph.ops if (made := price(op)) is not None))
 

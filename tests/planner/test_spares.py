@@ -8,7 +8,7 @@ from hypothesis import given, settings
 
 from memfit.planner.spares import with_spares
 from memfit.step.check import check
-from memfit.step.graph import BySamples, Op, Phase, StepGraph, Storage, StorageKind
+from memfit.step.graph import BySlices, Op, Phase, StepGraph, Storage, StorageKind
 from memfit.step.program import program_of
 from memfit.step.simulate import simulate
 from tests.step.machine import run_on_machine
@@ -35,7 +35,7 @@ def test_a_gradient_that_nobody_reads_leaves_its_memory() -> None:
     """An op runs again after a gradient of the same size has died; over that it takes a third of the time."""
     forward, backward = StorageKind.FORWARD, StorageKind.BACKWARD
     kinds = [StorageKind.STATIC, forward, forward, StorageKind.TANGENT, backward, backward, StorageKind.GRADIENT]
-    slices = BySamples(
+    slices = BySlices(
         batch=4, samples=1, seconds=1.0, workspace_bytes=0, reads=(0,), copy_seconds=5.0, copy_over_seconds=1.0
     )
     b = Phase.BACKWARD
@@ -44,7 +44,7 @@ def test_a_gradient_that_nobody_reads_leaves_its_memory() -> None:
             Storage(name=f"s{i}", nbytes=100, kind=kind, reusable=kind is backward) for i, kind in enumerate(kinds)
         ),
         ops=(
-            Op(name="one", target="f", phase=Phase.FORWARD, reads=(0,), writes=(1,), seconds=6.0, by_samples=slices),
+            Op(name="one", target="f", phase=Phase.FORWARD, reads=(0,), writes=(1,), seconds=6.0, by_slices=slices),
             Op(name="two", target="f", phase=Phase.FORWARD, reads=(1,), writes=(2,)),
             Op(name="loss", target="loss", phase=Phase.LOSS, reads=(2,), writes=(3,), recomputable=False),
             Op(name="first", target="b", phase=b, reads=(3,), writes=(4,)),
@@ -67,7 +67,7 @@ def test_slices_take_room_from_what_is_held_across_them() -> None:
     """A storage is held for the second op that runs again, across the first one, which takes slices more than whole."""
     forward, backward = StorageKind.FORWARD, StorageKind.BACKWARD
     kinds = [StorageKind.STATIC, *[forward] * 3, StorageKind.TANGENT, *[backward] * 3, StorageKind.GRADIENT]
-    slices = BySamples(batch=2, samples=1, seconds=1.0, workspace_bytes=0, reads=(0,))
+    slices = BySlices(batch=2, samples=1, seconds=1.0, workspace_bytes=0, reads=(0,))
     f, b = Phase.FORWARD, Phase.BACKWARD
     sizes = [0, 100, 40, 0, 0, 100, 40, 0, 0]
     graph = StepGraph(
@@ -76,8 +76,8 @@ def test_slices_take_room_from_what_is_held_across_them() -> None:
             for i, (kind, nbytes) in enumerate(zip(kinds, sizes, strict=True))
         ),
         ops=(
-            Op(name="one", target="f", phase=f, reads=(0,), writes=(1,), seconds=6.0, by_samples=slices),
-            Op(name="two", target="f", phase=f, reads=(0,), writes=(2,), seconds=6.0, by_samples=slices),
+            Op(name="one", target="f", phase=f, reads=(0,), writes=(1,), seconds=6.0, by_slices=slices),
+            Op(name="two", target="f", phase=f, reads=(0,), writes=(2,), seconds=6.0, by_slices=slices),
             Op(name="three", target="f", phase=f, reads=(1, 2), writes=(3,)),
             Op(name="loss", target="loss", phase=Phase.LOSS, reads=(3,), writes=(4,), recomputable=False),
             Op(name="first", target="b", phase=b, reads=(4,), writes=(5, 6)),

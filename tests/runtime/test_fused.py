@@ -127,7 +127,7 @@ def test_the_least_budget_is_lower() -> None:
 
 
 def without_slices(op: Op) -> Op:
-    return replace(op, by_samples=None, again=None if op.again is None else without_slices(op.again))
+    return replace(op, by_slices=None, again=None if op.again is None else without_slices(op.again))
 
 
 def test_a_result_takes_the_memory_of_an_operand_of_another_shape() -> None:
@@ -204,4 +204,4 @@ def test_where_the_bits_differ_ops_run_alone(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("memfit.capture.costs.costs_in_slices", lambda *_: ())
     torch.manual_seed(0)
     _, graph = capture_and_profile(residual(), (torch.randn(4, 3, 22, 22),), {}, Request(budget=1, loss_fn=loss_fn))
-    assert all(op.later.by_samples is None for op in graph.ops)
+    assert all(op.later.by_slices is None for op in graph.ops)

@@ -18,7 +18,7 @@ class Machine:
 
     def __init__(self, graph: StepGraph) -> None:
         self.graph = graph
-        self.batch = max((op.later.by_samples.batch for op in graph.ops if op.later.by_samples), default=2)
+        self.batch = max((op.later.by_slices.batch for op in graph.ops if op.later.by_slices), default=2)
         self.blocks: dict[int, Block] = {
             s: [s] * self.batch for s, storage in enumerate(graph.storages) if storage.kind is StorageKind.STATIC
         }
@@ -56,7 +56,7 @@ class Machine:
         computes = [i.index for i in run if i.action is Action.COMPUTE]
         ops = {i: self.graph.ops[i].later if i in self.ran else self.graph.ops[i] for i in computes}
         self.ran.update(computes)
-        sums = {s for op in ops.values() if op.by_samples for s in op.by_samples.sums}
+        sums = {s for op in ops.values() if op.by_slices for s in op.by_slices.sums}
         ends = {i.index for i in run if i.action is Action.FREE}
         results = {s: [-1] * self.batch for op in ops.values() for s in op.writes if s not in ends}
         for instruction in run:
@@ -64,7 +64,7 @@ class Machine:
                 results[ops[instruction.index].writes[0]] = self.blocks[instruction.over]
         taken = [i.over for i in run if i.over is not None]
         whole = self.live_bytes() + sum(storages[s].nbytes for s in results) - sum(storages[s].nbytes for s in taken)
-        slices = next(op.by_samples for op in ops.values())
+        slices = next(op.by_slices for op in ops.values())
         assert slices is not None
         in_use: dict[int, int] = defaultdict(int)
         for start in range(0, slices.batch, slices.samples):
@@ -81,18 +81,18 @@ class Machine:
                     in_use[place] = max(in_use[place], used())
                     continue
                 op = ops[instruction.index]
-                assert op.by_samples is not None
+                assert op.by_slices is not None
                 right = True
                 for s in op.reads:
                     if s in made:
-                        assert s in op.by_samples.reads and s not in sums
+                        assert s in op.by_slices.reads and s not in sums
                         right &= made[s] == [s] * len(here)
-                    elif s in op.by_samples.reads:
+                    elif s in op.by_slices.reads:
                         right &= [self.blocks[s][k] for k in here] == [s] * len(here)
                     else:
                         right &= self.blocks[s] == [s] * self.batch
                 made.update((s, [s if right else -1] * len(here)) for s in op.writes)
-                in_use[place] = max(in_use[place], used() + op.by_samples.workspace_bytes)
+                in_use[place] = max(in_use[place], used() + op.by_slices.workspace_bytes)
             for s, part in made.items():
                 for k, value in zip(here, part, strict=True):
                     results[s][k] = value  # of a sum, what these samples add to it

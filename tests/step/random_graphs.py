@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from memfit.step.graph import BySamples, Op, Phase, StepGraph, Storage, StorageKind
+from memfit.step.graph import BySlices, Op, Phase, StepGraph, Storage, StorageKind
 
 __all__ = ["orders", "sliced_step_graphs", "sliced_steps_and_orders", "step_graphs"]
 
@@ -136,7 +136,7 @@ def sliced_step_graphs(draw: st.DrawFn, *, may_tile: bool = True) -> StepGraph:
         if op.phase is Phase.FORWARD and before is not None and draw(most):
             op = replace(op, reads=tuple(dict.fromkeys((*op.reads, before.writes[0]))))
         reads = tuple(s for s in op.reads if draw(most))
-        slices = BySamples(
+        slices = BySlices(
             batch=batch,
             samples=samples,
             seconds=draw(_SECONDS),
@@ -147,7 +147,7 @@ def sliced_step_graphs(draw: st.DrawFn, *, may_tile: bool = True) -> StepGraph:
             sums=tuple(s for s in op.writes if tiled and draw(st.booleans())),
             first=tiled,
         )
-        return replace(op, by_samples=slices) if draw(most) else op
+        return replace(op, by_slices=slices) if draw(most) else op
 
     ops = tuple(sliced(op, before) for op, before in zip(graph.ops, [None, *graph.ops], strict=False))
     piece = {s: op.piece for op in ops for s in op.writes}

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from memfit.errors import ProgramError
 from memfit.step.check import check
-from memfit.step.graph import BySamples, Op, Phase, StepGraph, Storage, StorageKind
+from memfit.step.graph import BySlices, Op, Phase, StepGraph, Storage, StorageKind
 from memfit.step.program import Action, Instruction, Program, program_of
 from memfit.step.simulate import simulate
 from tests.step.machine import run_on_machine
@@ -41,8 +41,8 @@ def chain(**slices: object) -> tuple[StepGraph, list[int]]:
     facts = {"batch": 4, "samples": 1, "seconds": 1.0, "workspace_bytes": 10} | slices
 
     def op(name: str, phase: Phase, reads: tuple[int, ...], writes: tuple[int, ...], sliced: bool = True) -> Op:
-        how = BySamples(**{"reads": reads, **facts}) if sliced else None
-        return Op(name=name, target="t", phase=phase, reads=reads, writes=writes, seconds=1.0, by_samples=how)
+        how = BySlices(**{"reads": reads, **facts}) if sliced else None
+        return Op(name=name, target="t", phase=phase, reads=reads, writes=writes, seconds=1.0, by_slices=how)
 
     ops = (
         op("one", Phase.FORWARD, (0,), (1,)),
@@ -105,14 +105,14 @@ def test_what_is_read_whole_is_not_handed_on_in_slices() -> None:
         check(graph, program_of(sliced, order))
 
 
-@pytest.mark.parametrize("by_samples", [True, False])
+@pytest.mark.parametrize("by_slices", [True, False])
 def test_what_is_read_whole_is_not_overwritten(by_samples: bool) -> None:
     graph, _ = chain()
     one, two, three, *rest = graph.ops
-    assert three.by_samples is not None
-    slices = replace(three.by_samples, reads=(1, 2) if by_samples else (2,))
+    assert three.by_slices is not None
+    slices = replace(three.by_slices, reads=(1, 2) if by_samples else (2,))
     storages = (graph.storages[0], replace(graph.storages[1], reusable=True), *graph.storages[2:])
-    graph = replace(graph, ops=(one, two, replace(three, by_samples=slices), *rest), storages=storages)
+    graph = replace(graph, ops=(one, two, replace(three, by_slices=slices), *rest), storages=storages)
     # The first result stays until it is read for the last time by the ops that run again.
     program = program_of(graph, [0, 1, 2, 3, 4, 1, 2, 5])
     check(graph, program)

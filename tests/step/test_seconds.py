@@ -8,7 +8,7 @@ import pytest
 
 from memfit.step.codec import decode_graph, encode_graph
 from memfit.step.fusion import fused_seconds
-from memfit.step.graph import BySamples, Op, Phase, StepGraph, Storage, StorageKind, Way
+from memfit.step.graph import BySlices, Op, Phase, StepGraph, Storage, StorageKind, Way
 from memfit.step.program import plain_order, program_of
 from memfit.step.simulate import simulate, simulate_plain
 
@@ -38,7 +38,7 @@ ACTIVATION = Op(
     seconds=2.0,
     in_place_seconds=0.5,
 )
-SLICES = BySamples(
+SLICES = BySlices(
     batch=4, samples=1, seconds=1.0, workspace_bytes=0, reads=(1,), copy_seconds=0.25, copy_over_seconds=0.125
 )
 
@@ -75,6 +75,6 @@ def test_the_plain_step_may_run_something_else() -> None:
 
 @pytest.mark.parametrize(("handed_on", "over", "seconds"), [({2}, None, 1.0), ((), None, 1.25), ((), 1, 1.125)])
 def test_slices_are_put_together_at_a_price(handed_on: set[int], over: int | None, seconds: float) -> None:
-    op = replace(ACTIVATION, by_samples=SLICES)
+    op = replace(ACTIVATION, by_slices=SLICES)
     assert fused_seconds([op], handed_on, [over]) == seconds
     assert decode_graph(encode_graph(step(op))) == step(op)

@@ -22,12 +22,20 @@ from torch import fx
 
 from memfit.capture.again import Call, normalise
 from memfit.capture.batch_norm import input_gradient_from_sums
-from memfit.capture.rewrite import HOLLOW_PREFIX, convolution_input_gradient, make_hollow
+from memfit.capture.rewrite import (
+    HOLLOW_PREFIX,
+    convolution_input_gradient,
+    input_gradient_beside_stand_in,
+    make_hollow,
+)
 
 __all__ = [
+    "ELEMENT_BY_ELEMENT",
     "Slice",
     "batch_of",
     "in_slices",
+    "makes_sums_or_slices",
+    "nodes_of",
     "owns_memory",
     "samples_per_slice",
     "sliced_operands",
@@ -72,6 +80,7 @@ _OF_SEVERAL = {
     _aten.native_layer_norm_backward.default: (0, 1, 3, 4),
     input_gradient_from_sums: (0, 1),
     convolution_input_gradient: (0,),
+    input_gradient_beside_stand_in: (0,),
     _aten.max_pool2d_with_indices_backward.default: (0, 7),
     _aten.avg_pool2d_backward.default: (0,),
     _aten._adaptive_avg_pool2d_backward.default: (0,),
@@ -80,13 +89,14 @@ _OF_SEVERAL = {
 
 _HOLLOW_SECOND = {
     convolution_input_gradient,
+    input_gradient_beside_stand_in,
     _aten.max_pool2d_with_indices_backward.default,
     _aten.avg_pool2d_backward.default,
     _aten._adaptive_avg_pool2d_backward.default,
 }
 """Calls whose second operand gives the shape of the result and no values."""
 
-_ELEMENT_BY_ELEMENT = {
+ELEMENT_BY_ELEMENT = {
     _aten.relu.default,
     _aten.leaky_relu.default,
     _aten.hardtanh.default,
@@ -142,22 +152,22 @@ def _with_hollow_slice(target: Any) -> Callable[..., Any]:
 
 def sliced_operands(call: fx.Node | Call) -> frozenset[fx.Node]:
     """The operands of which the op takes samples; none if it cannot run so."""
-    nodes = _nodes(call.args)
-    if call.kwargs and call.target in _ELEMENT_BY_ELEMENT:
+    nodes = nodes_of(call.args)
+    if call.kwargs and call.target in ELEMENT_BY_ELEMENT:
         return frozenset()  # `alpha` multiplies as well, rounded once or twice
     if call.target in _OF_FIRST:
         sliced, whole = nodes[:1], nodes[1:]
     elif call.target in _OF_SEVERAL:
-        if not _makes_sums_or_slices(call):
+        if not makes_sums_or_slices(call):
             return frozenset()
         positions = _OF_SEVERAL[call.target]
         sliced = [n for p in positions if p < len(call.args) and isinstance(n := call.args[p], fx.Node)]
         if len(sliced) < len(positions):
             return frozenset()
-        whole = _nodes([a for p, a in enumerate(call.args) if p not in positions])
+        whole = nodes_of([a for p, a in enumerate(call.args) if p not in positions])
     elif call.target is _aten.cat.default and _dimension(call) != 0:
         sliced, whole = nodes, []
-    elif call.target in _ELEMENT_BY_ELEMENT:
+    elif call.target in ELEMENT_BY_ELEMENT:
         shape = call.meta["val"].shape
         if len(shape) < 2:
             return frozenset()
@@ -199,7 +209,8 @@ class Slice:
     """How ops that run as one are called.
 
     Attributes:
-        run: of one slice: from operands to the slices of the results.
+        run: of one slice: from operands, before these the numbers of a band if there are any, to the slices of the
+            results.
         sliced: positions of operands of which samples are taken.
         batch: samples in all.
         samples: in one slice.
@@ -207,6 +218,7 @@ class Slice:
         sums: positions of results that are sums over the slices.
         over: for each result the position of the operand whose memory it takes over, if any; one that is not sliced
             serves for nothing else.
+        bands: for each band of the samples' rows the numbers to run it with, and its rows of each result.
     """
 
     run: Callable[..., Sequence[torch.Tensor]]
@@ -216,6 +228,7 @@ class Slice:
     results: Sequence[torch.Tensor]
     over: Sequence[int | None]
     sums: Collection[int] = ()
+    bands: Sequence[tuple[Sequence[int], Sequence[slice]]] = ()
 
 
 def in_slices(how: Slice) -> Callable[..., tuple[torch.Tensor, ...]]:
@@ -230,23 +243,27 @@ def in_slices(how: Slice) -> Callable[..., tuple[torch.Tensor, ...]]:
             else operands[over].new_empty(0, dtype=dtype).set_(operands[over].untyped_storage(), 0, shape, stride)
             for (shape, stride, dtype), over in zip(layouts, how.over, strict=True)
         ]
+        is_first = True
         for start in range(0, how.batch, how.samples):
             here = slice(start, start + how.samples)
-            parts = how.run(*(t[here] if i in how.sliced else t for i, t in enumerate(operands)))
-            for place, result in enumerate(results):
-                if place not in how.sums:
-                    result[here] = parts[place]
-                elif start:
-                    result.add_(parts[place])
-                else:
-                    result.copy_(parts[place])
-            del parts  # else the next slice is made beside them
+            given = [t[here] if i in how.sliced else t for i, t in enumerate(operands)]
+            for numbers, rows in how.bands or [((), ())]:
+                parts = how.run(numbers, *given) if how.bands else how.run(*given)
+                for place, result in enumerate(results):
+                    if place not in how.sums:
+                        result[(here, slice(None), rows[place]) if how.bands else here] = parts[place]
+                    elif is_first:
+                        result.copy_(parts[place])
+                    else:
+                        result.add_(parts[place])
+                is_first = False
+                del parts  # else the next slice is made beside them
         return tuple(results)
 
     return fused
 
 
-def _makes_sums_or_slices(call: fx.Node | Call) -> bool:
+def makes_sums_or_slices(call: fx.Node | Call) -> bool:
     """Whether no result mixes samples in another way, as both gradients of one kernel would."""
     if call.target in _HOLLOW_SECOND:
         return isinstance(call.args[1], fx.Node) and str(call.args[1].target).startswith(HOLLOW_PREFIX)
@@ -282,7 +299,7 @@ def _is_alone(tensor: torch.Tensor) -> bool:
     return bool(tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == nbytes)
 
 
-def _nodes(arguments: Any) -> list[fx.Node]:
+def nodes_of(arguments: Any) -> list[fx.Node]:
     """The operands in order, those in lists too."""
     found: list[fx.Node] = []
     fx.map_arg(arguments, lambda node: found.append(node))

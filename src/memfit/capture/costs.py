@@ -23,7 +23,8 @@ import torch
 from torch import fx
 
 from memfit.capture.again import Call
-from memfit.capture.by_samples import batch_of, sliced_operands, sliced_target, sums_of
+from memfit.capture.by_rows import AXIS, Rows, bands_of, rows_of
+from memfit.capture.by_samples import sliced_operands, sliced_target, sums_of
 from memfit.capture.concatenations import operands_of_data
 from memfit.capture.operands import operand_values, operands_of
 from memfit.capture.parts import call_in_parts, candidate_parts
@@ -32,7 +33,7 @@ from memfit.capture.roofline import roofline_seconds
 from memfit.capture.slices import Cuts, convolution_input_slices
 from memfit.errors import CaptureError
 from memfit.runtime.measure import allocation_peak
-from memfit.step.graph import Way
+from memfit.step.graph import BySlices, Way
 
 __all__ = ["Costs", "costs_again", "costs_in_slices", "costs_of", "ways_of", "whole_if_separable"]
 
@@ -62,7 +63,7 @@ class Costs:
     in_place: tuple[Way, ...] = ()
 
 
-def costs_again(node: fx.Node, again: Call, samples: int, over: int | None, device: torch.device) -> Costs:
+def costs_again(node: fx.Node, again: Call, slices: BySlices | None, over: int | None, device: torch.device) -> Costs:
     """What the call costs that runs in place of a batch normalisation later; no way if it has other bits."""
     try:
         args, kwargs = operands_of(node, device)
@@ -74,7 +75,7 @@ def costs_again(node: fx.Node, again: Call, samples: int, over: int | None, devi
     except (RuntimeError, TypeError) as error:
         log.info("cannot run %s again from its statistics (%s)", node.name, error)
         return Costs(ways=())
-    return costs_of(again, samples, over, device) if same else Costs(ways=())
+    return costs_of(again, slices, over, device) if same else Costs(ways=())
 
 
 def whole_if_separable(node: fx.Node, device: torch.device) -> tuple[Way, ...]:
@@ -122,20 +123,18 @@ def whole_if_separable(node: fx.Node, device: torch.device) -> tuple[Way, ...]:
 
 def ways_of(node: fx.Node | Call, device: torch.device) -> tuple[Way, ...]:
     """What the op costs whole, then in parts where that gives the same bits."""
-    return costs_of(node, 0, None, device).ways
+    return costs_of(node, None, None, device).ways
 
 
-def costs_of(
-    node: fx.Node | Call, samples: int, over: int | None, device: torch.device, *, rounded: bool = False
-) -> Costs:
+def costs_of(node: fx.Node | Call, slices: BySlices | None, over: int | None, device: torch.device) -> Costs:
     """What a call costs.
 
     Args:
         node: the call.
-        samples: in a slice of the batch; 0 if it does not run in slices.
+        slices: how it runs slice by slice; None if it does not. Only if its first run does, or in bands, slices need
+            the bits of the whole up to rounding only.
         over: the operand over which it can run; None if it cannot.
         device: where.
-        rounded: whether slices need the bits of the whole up to rounding only.
     """
     try:
         values = operand_values(node, device)
@@ -160,8 +159,10 @@ def costs_of(
             over_first = IN_PLACE.get(node.target, {}).get(0)
             timed = in_parts if over_first is None else functools.partial(over_first, *args, parts=parts, **kwargs)
             found.append((replace(way, parts=parts), timed))
-    slices = costs_in_rounded_slices if rounded else costs_in_slices
-    in_slices = slices(node, samples, values, result, device) if samples else ()
+    in_slices: tuple[Way, ...] = ()
+    if slices is not None:
+        is_rounded = slices.first or slices.bands > 1
+        in_slices = (costs_in_rounded_slices if is_rounded else costs_in_slices)(node, slices, values, result, device)
     del result  # timed runs take the memory of those before them, as those of a step do
     ways = tuple(replace(way, seconds=_seconds(run, way.seconds, device)) for way, run in found)
     in_place: tuple[Way, ...] = ()
@@ -174,73 +175,120 @@ def costs_of(
 
 
 def costs_in_slices(
-    call: fx.Node | Call, samples: int, values: Mapping[fx.Node, torch.Tensor], whole: object, device: torch.device
+    call: fx.Node | Call, slices: BySlices, values: Mapping[fx.Node, torch.Tensor], whole: object, device: torch.device
 ) -> tuple[Way, ...]:
     """`Costs.in_slices`, with the workspace of one slice.
 
     Kernels go by shape and by where operands lie in memory, so the first slice, one in the middle, the last and one
     of each alignment are compared with the whole.
     """
-    run = _slice_runner(call, values)
+    run, cuts = _slice_runner(call, slices, values), _cuts(slices)
     sliced = sliced_operands(call)
     try:
-        _, first = _measured(lambda: run(slice(samples)), device)
+        _, first = _measured(lambda: run(cuts[0]), device)
         times: list[float] = []
-        starts = range(0, batch_of(call), samples)
         operands = [values[node] for node in call.all_input_nodes if node in sliced]
-        aligned = {tuple(t[s:].data_ptr() % _ALIGNMENT for t in operands): s for s in reversed(starts)}
-        for start in sorted({*aligned.values(), starts[0], starts[len(starts) // 2], starts[-1]}):
-            here, results = slice(start, start + samples), list[object]()
-            times.append(_timed(functools.partial(_run_into, results, run, here), device))
-            if not _equal(_samples(whole, here), results[0]):
+        aligned = {tuple(t[cut.samples].data_ptr() % _ALIGNMENT for t in operands): cut for cut in reversed(cuts)}
+        for cut in {*aligned.values(), cuts[0], cuts[len(cuts) // 2], cuts[-1]}:
+            results = list[object]()
+            times.append(_timed(functools.partial(_run_into, results, run, cut), device))
+            if not _equal(cut.of(whole), results[0]):
                 return ()
-        slices = replace(first, seconds=statistics.median(times) * len(starts))
-        return (slices, *_together(_first(whole), _first(results[0]), device))
+        way = replace(first, seconds=statistics.median(times) * len(cuts))
+        return (way, *_together(_first(whole), cuts, device))
     except RuntimeError as error:  # a slice is too small for the kernel of the whole
         log.info("cannot run %s by samples (%s)", call.name, error)
         return ()
 
 
 def costs_in_rounded_slices(
-    call: fx.Node | Call, samples: int, values: Mapping[fx.Node, torch.Tensor], whole: object, device: torch.device
+    call: fx.Node | Call, slices: BySlices, values: Mapping[fx.Node, torch.Tensor], whole: object, device: torch.device
 ) -> tuple[Way, ...]:
     """The same, for slices that need the bits of the whole up to rounding only, sums over the batch among them."""
-    run, sums = _slice_runner(call, values), sums_of(call)
+    run, cuts, sums = _slice_runner(call, slices, values), _cuts(slices), sums_of(call)
     wholes = _results(whole)
     added: dict[int, torch.Tensor] = {}
     seconds = 0.0
     try:
-        _, first = _measured(lambda: run(slice(samples)), device)
-        for start in range(0, batch_of(call), samples):
-            here, results = slice(start, start + samples), list[object]()
-            seconds += _timed(functools.partial(_run_into, results, run, here), device)
+        _, first = _measured(lambda: run(cuts[len(cuts) // 2]), device)
+        for cut in cuts:
+            results = list[object]()
+            seconds += _timed(functools.partial(_run_into, results, run, cut), device)
             for place, part in enumerate(_results(results[0])):
                 if place in sums and isinstance(part, torch.Tensor):
                     added[place] = part if place not in added else added[place] + part
-                elif not _close(_samples(wholes[place], here), part):
+                elif not _close(cut.of(wholes[place]), part):
+                    log.info("%s in slices is not what it is whole", call.name)
                     return ()
+        if not all(_close(wholes[place], total) for place, total in added.items()):
+            log.warning("%s in slices does not add up to what it is whole; it runs whole", call.name)
+            return ()
     except RuntimeError as error:  # a slice is too small for the kernel of the whole
-        log.info("cannot run %s by samples (%s)", call.name, error)
+        log.info("cannot run %s in slices (%s)", call.name, error)
         return ()
-    if not all(_close(wholes[place], total) for place, total in added.items()):
-        log.warning("%s by samples is not what it is whole; it runs whole", call.name)
-        return ()
-    slices = replace(first, seconds=seconds)
+    way = replace(first, seconds=seconds)
     if wholes[0] is None or 0 in sums:
         free = Way(parts=1, seconds=0.0, workspace_bytes=0)
-        return slices, free, free
-    return (slices, *_together(_first(whole), _first(results[0]), device))
+        return way, free, free
+    return (way, *_together(_first(whole), cuts, device))
 
 
-def _slice_runner(call: fx.Node | Call, values: Mapping[fx.Node, torch.Tensor]) -> Callable[[slice], object]:
-    """What runs a call on some samples."""
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Where a slice lies: samples of the batch, and which of how many bands of their rows."""
+
+    samples: slice
+    band: int
+    bands: int
+
+    def of(self, result: object) -> object:
+        """The slice of a whole result."""
+        if isinstance(result, tuple | list):
+            return tuple(self.of(r) for r in result)
+        if not isinstance(result, torch.Tensor):
+            return result
+        if self.bands == 1:
+            return result[self.samples]
+        start, stop = bands_of(result.shape[AXIS], self.bands)[self.band]
+        return result[self.samples].narrow(AXIS, start, stop - start)
+
+
+def _cuts(slices: BySlices) -> list[_Cut]:
+    starts = range(0, slices.batch, slices.samples)
+    return [
+        _Cut(slice(start, start + slices.samples), band, slices.bands)
+        for start in starts
+        for band in range(slices.bands)
+    ]
+
+
+def _slice_runner(
+    call: fx.Node | Call, slices: BySlices, values: Mapping[fx.Node, torch.Tensor]
+) -> Callable[[_Cut], object]:
+    """What runs a call on a slice."""
+    rows = rows_of(call) if slices.bands > 1 else None
+    if rows is not None:
+        return lambda cut: _run_rows(call, rows, values, cut)
     target, sliced = sliced_target(call), sliced_operands(call)
 
-    def run(here: slice) -> object:
-        args = fx.map_arg(call.args, lambda n: values[n][here] if n in sliced else values[n])
+    def run(cut: _Cut) -> object:
+        args = fx.map_arg(call.args, lambda n: values[n][cut.samples] if n in sliced else values[n])
         return target(*args, **fx.map_arg(call.kwargs, values.__getitem__))
 
     return run
+
+
+def _run_rows(call: fx.Node | Call, rows: Rows, values: Mapping[fx.Node, torch.Tensor], cut: _Cut) -> object:
+    start, stop = bands_of(rows.rows, cut.bands)[cut.band]
+    needs = dict(zip(rows.operands, rows.needs(start, stop), strict=True))
+
+    def operand(node: fx.Node) -> torch.Tensor:
+        if node not in needs:
+            return values[node]
+        first, last = needs[node]
+        return values[node][cut.samples].narrow(AXIS, first, last - first)
+
+    return rows.run(*fx.map_arg(call.args, operand), start=start, stop=stop)
 
 
 def _results(result: object) -> Sequence[object]:
@@ -259,15 +307,17 @@ def _close(expected: object, found: object) -> bool:
     return bool((expected - found).abs().max() <= least)
 
 
-def _together(whole: torch.Tensor, part: torch.Tensor, device: torch.device) -> tuple[Way, Way]:
-    """What it takes to put slices like one together, in fresh memory and in memory that was used before."""
+def _together(whole: torch.Tensor, cuts: Sequence[_Cut], device: torch.device) -> tuple[Way, Way]:
+    """What it takes to put slices together, in fresh memory and in memory that was used before."""
+    part = cast(torch.Tensor, cuts[0].of(whole)).clone()
     results: list[torch.Tensor] = []
 
     def copy() -> None:
         result = results[0] if results else torch.empty_like(whole)
-        for start in range(0, whole.shape[0], part.shape[0]):
-            here = result[start : start + part.shape[0]]
-            here.copy_(part[: here.shape[0]])
+        for cut in cuts:
+            here = cast(torch.Tensor, cut.of(result))
+            same = here.shape == part.shape
+            here.copy_(part) if same else here.zero_()
         results[:] = [result]
 
     fresh = _timed(copy, device)
@@ -278,14 +328,8 @@ def _first(result: object) -> torch.Tensor:
     return cast(torch.Tensor, result[0] if isinstance(result, tuple | list) else result)
 
 
-def _run_into(results: list[object], run: Callable[[slice], object], here: slice) -> None:
-    results.append(run(here))
-
-
-def _samples(result: object, here: slice) -> object:
-    if isinstance(result, tuple | list):
-        return tuple(_samples(r, here) for r in result)
-    return result[here] if isinstance(result, torch.Tensor) else result
+def _run_into(results: list[object], run: Callable[[_Cut], object], cut: _Cut) -> None:
+    results.append(run(cut))
 
 
 def _seconds(run: Callable[[], object], once: float, device: torch.device) -> float:

@@ -17,7 +17,7 @@ Known limits: static shapes only.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -27,13 +27,18 @@ from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 
 from memfit.capture import concatenations, rewrite, rounded, slices
 from memfit.capture.again import Call, from_statistics, without_statistics
+from memfit.capture.by_rows import reach_of, rows_of
 from memfit.capture.by_samples import batch_of, owns_memory, samples_per_slice, sliced_operands, sums_of
 from memfit.capture.cost_key import tensors_of
 from memfit.capture.repeated import merge_repeated
 from memfit.errors import CaptureError
-from memfit.step.graph import BySamples, Phase, StorageKind
+from memfit.step.graph import BySlices, Phase, StorageKind
 
 __all__ = ["JointOp", "JointReading", "JointStorage", "is_random", "read_joint", "result_index"]
+
+
+_LEAST_ROWS = 2
+"""Of a band."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +85,7 @@ class JointOp:
     recomputable: bool
     again: Call | None = None
     again_reads: tuple[int, ...] = ()
-    by_samples: BySamples | None = None
+    by_slices: BySlices | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +102,7 @@ class JointReading:
         gradient_storages: storages of the gradients, one entry per gradient.
         separated: keys of weights' gradients that are made part by part (`memfit.capture.concatenations`).
         separable: those that might be.
-        tiled: whether it was read for the lever `tile`.
+        bands: into how many bands samples may be cut; 0 if it was not read for the lever `tile`.
     """
 
     module: fx.GraphModule
@@ -109,7 +114,7 @@ class JointReading:
     gradient_storages: tuple[int, ...]
     separated: frozenset[str] = frozenset()
     separable: tuple[fx.Node, ...] = ()
-    tiled: bool = False
+    bands: int = 0
 
     def is_reusable(self, storage: int) -> bool:
         """Whether something else may be put in its memory once nothing reads it."""
@@ -124,7 +129,7 @@ def read_joint(
     *,
     separate: Callable[[str], bool],
     in_place: frozenset[str] = frozenset(),
-    tile: bool = False,
+    bands: int = 0,
 ) -> JointReading:
     """Reads a joint graph; the same graph always gives the same reading.
 
@@ -134,8 +139,8 @@ def read_joint(
         separate: which weights' gradients are made part by part, given the `separable_key`
             (`memfit.capture.concatenations`).
         in_place: nodes of Dynamo's graph that write over their operand.
-        tile: whether gradients need the same bits up to rounding only, so that ops of both passes can run slice by
-            slice the first time.
+        bands: for the lever `tile`, into how many bands samples may be cut, at least 1. Gradients then have the same
+            bits up to rounding only, and ops of both passes can run slice by slice the first time. Else 0.
 
     Returns:
         Ops, storages and who shares what.
@@ -145,13 +150,13 @@ def read_joint(
     """
     merge_repeated(module)
     rewrite.drop_clones(module)
-    rewrite.split_convolution_backward(module)
+    rewrite.split_convolution_backward(module, rounded=bands > 0)
     slices.separate_input_slices(module)
     slices.copy_out_late_slices(module)
     rewrite.mask_before_unpooling(module)
     rewrite.hollow_shape_operands(module)
     rewrite.hoist_weight_gradients(module)
-    if tile:
+    if bands:
         rounded.split_batch_norm_backward(module)
     graph = module.graph
     separated = concatenations.separate_weight_gradients(graph, separate)
@@ -172,7 +177,7 @@ def read_joint(
         _joint_op(node, written, forward, storages, storage_of, overwritten, returned, in_place)
         for node, written in ops_nodes.items()
     ]
-    ops = _with_slices(ops, storages, storage_of, tile)
+    ops = _with_slices(ops, storages, storage_of, bands)
     ops.sort(key=lambda op: op.phase is Phase.BACKWARD)
     return JointReading(
         module=module,
@@ -184,7 +189,7 @@ def read_joint(
         gradient_storages=gradients,
         separated=separated,
         separable=tuple(concatenations.separable_weight_gradients(graph)),
-        tiled=tile,
+        bands=bands,
     )
 
 
@@ -346,34 +351,48 @@ def _plain_reads(node: fx.Node, reads: tuple[int, ...], storage_of: dict[fx.Node
 
 
 def _with_slices(
-    ops: list[JointOp], storages: list[JointStorage], storage_of: dict[fx.Node, int], tile: bool
+    ops: list[JointOp], storages: list[JointStorage], storage_of: dict[fx.Node, int], bands: int
 ) -> list[JointOp]:
-    """Says how ops can run a few samples at a time (`memfit.capture.by_samples`); times come from the profiler."""
-    able = [op for op in ops if (tile or op.phase is Phase.FORWARD) and op.recomputable and not op.random]
+    """Says how ops can run slice by slice; times come from the profiler.
+
+    Cut into bands is what can run on rows (`memfit.capture.by_rows`) and has enough of them, all else into samples
+    (`memfit.capture.by_samples`).
+    """
+    able = [op for op in ops if (bands or op.phase is Phase.FORWARD) and op.recomputable and not op.random]
     samples = samples_per_slice(op.again or op.node for op in able)
 
-    def slices(op: JointOp) -> BySamples | None:
+    def slices(op: JointOp) -> BySlices | None:
         call = op.again or op.node
-        nodes = sliced_operands(call)
-        reads = tuple(storage_of[n] for n in call.all_input_nodes if n in nodes)
-        whole = {storage_of.get(n) for n in call.all_input_nodes if n not in nodes}
-        batch = batch_of(call)
-        # Slices are handed on as they are, not as views of another shape.
-        alike = all(rewrite.original(n) is storages[storage_of[n]].base for n in nodes)
-        if batch not in samples or not alike or not whole.isdisjoint(reads):
+        rows = rows_of(call) if bands > 1 else None
+        rows = (
+            rows if rows is not None and rows.rows >= _LEAST_ROWS * bands and handed_on(call, rows.operands) else None
+        )
+        nodes = sliced_operands(call) if rows is None else rows.operands
+        if rows is None and (batch_of(call) not in samples or not handed_on(call, nodes)):
             return None
-        return BySamples(
+        batch = batch_of(call) if rows is None else rows.operands[0].meta["val"].shape[0]
+        reads = {storage_of[n]: place for place, n in enumerate(nodes)}
+        return BySlices(
             batch=batch,
-            samples=samples[batch],
+            samples=samples[batch] if rows is None else 1,
             seconds=0.0,
             workspace_bytes=0,
-            reads=tuple(dict.fromkeys(reads)),
+            reads=tuple(reads),
             sums=tuple(s for s in op.writes if result_index(storages[s].base) in sums_of(call)),
-            first=tile and op.again is None,
+            first=bands > 0 and op.again is None,
+            bands=1 if rows is None else bands,
+            rows=0 if rows is None else rows.rows,
+            reaches=() if rows is None else tuple(reach_of(rows, place) for place in reads.values()),
         )
 
+    def handed_on(call: fx.Node | Call, nodes: Collection[fx.Node]) -> bool:
+        """Whether slices of operands are handed on as they are, not as views of another shape, and not whole too."""
+        whole = {storage_of.get(n) for n in call.all_input_nodes if n not in nodes}
+        alike = all(rewrite.original(n) is storages[storage_of[n]].base for n in nodes)
+        return alike and whole.isdisjoint(storage_of[n] for n in nodes)
+
     of = {op.node: slices(op) for op in able}
-    return [replace(op, by_samples=of.get(op.node)) for op in ops]
+    return [replace(op, by_slices=of.get(op.node)) for op in ops]
 
 
 def result_index(base: fx.Node) -> int:

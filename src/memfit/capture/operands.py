@@ -27,15 +27,27 @@ _STRIDE = 4099
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Indexing:
-    """Which operand holds indices and how many values they may take."""
+    """Which operand holds indices, and what makes some up, given that operand and all arguments."""
 
     operand: int
-    limit: Callable[[tuple[Any, ...]], int]
+    fill: Callable[[torch.Tensor, tuple[Any, ...]], object]
+
+
+def _places_of_maxima(places: torch.Tensor, args: tuple[Any, ...]) -> None:
+    """Each in its own window, as those of a pooling are."""
+    _, pooled, *settings, _ = args
+    data = torch.randn(pooled.shape, dtype=pooled.dtype, device=pooled.device)
+    places.copy_(_aten.max_pool2d_with_indices.default(data, *settings)[1])
 
 
 _INDEXING: dict[Any, _Indexing] = {
-    _aten.embedding.default: _Indexing(operand=1, limit=lambda args: int(args[0].shape[0])),
-    _aten.embedding_dense_backward.default: _Indexing(operand=1, limit=lambda args: int(args[2])),
+    _aten.embedding.default: _Indexing(
+        operand=1, fill=lambda indices, args: indices.random_(0, max(1, int(args[0].shape[0])))
+    ),
+    _aten.embedding_dense_backward.default: _Indexing(
+        operand=1, fill=lambda indices, args: indices.random_(0, max(1, int(args[2])))
+    ),
+    _aten.max_pool2d_with_indices_backward.default: _Indexing(operand=7, fill=_places_of_maxima),
 }
 
 
@@ -62,7 +74,7 @@ def operand_values(node: fx.Node | Call, device: torch.device) -> dict[fx.Node, 
     fx.map_arg((node.args, node.kwargs), make)
     if indexing is not None and isinstance(index_node, fx.Node):
         args = fx.map_arg(node.args, made.__getitem__)
-        made[index_node].random_(0, max(1, indexing.limit(args)))
+        indexing.fill(made[index_node], args)
     return made
 
 

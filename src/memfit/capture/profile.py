@@ -23,7 +23,7 @@ from memfit.capture.joint import JointOp
 from memfit.capture.parts import candidate_parts
 from memfit.capture.roofline import roofline_seconds
 from memfit.capture.trace import Capture
-from memfit.step.graph import BySamples, Op, StepGraph, Way
+from memfit.step.graph import BySlices, Op, StepGraph, Way
 
 __all__ = ["profile_ops", "separated", "with_rooflines"]
 
@@ -39,20 +39,20 @@ class _Measurement:
 
     Attributes:
         keys: names in the cache of the fields of `Costs`.
-        samples: in a slice of the batch; 0 if it does not run in slices.
+        slices: how it runs slice by slice, if it does.
         over: the operand over which it can run; None if it cannot.
         run: measures.
     """
 
     keys: tuple[str, str, str]
-    samples: int
+    slices: BySlices | None
     over: int | None
     run: Callable[[], Costs]
 
     def known(self, cache: CostCache) -> Costs | None:
         """What the cache has, None if something is missing."""
         key, in_slices, in_place = self.keys
-        wanted = (key, *([in_slices] if self.samples else []), *([in_place] if self.over is not None else []))
+        wanted = (key, *([in_slices] if self.slices else []), *([in_place] if self.over is not None else []))
         if not all(name in cache for name in wanted):
             return None
         return Costs(ways=cache[key], in_slices=cache.get(in_slices, ()), in_place=cache.get(in_place, ()))
@@ -60,7 +60,7 @@ class _Measurement:
     def measure(self, cache: CostCache) -> None:
         """Runs the call and puts into the cache what it costs."""
         costs = self.run()
-        fields = (costs.ways, costs.in_slices if self.samples else None, costs.in_place)
+        fields = (costs.ways, costs.in_slices if self.slices else None, costs.in_place)
         cache.update((key, ways) for key, ways in zip(self.keys, fields, strict=True) if ways is not None)
 
 
@@ -81,7 +81,7 @@ def profile_ops(
     joints = [joint for joint in capture.joint_ops if joint is not None]
     measurements = {joint.node: _measurements(joint, device) for joint in joints}
     plain_ones = [
-        _measurement(joint.plain_call, 0, None, functools.partial(costs_of, joint.plain_call, 0, None, device))
+        _measurement(joint.plain_call, None, None, functools.partial(costs_of, joint.plain_call, None, None, device))
         for joint in joints
         if joint.plain_call is not None and _plain_key(joint.plain_call) not in cache
     ]
@@ -150,25 +150,27 @@ def with_rooflines(capture: Capture) -> StepGraph:
 
 def _measurements(joint: JointOp, device: torch.device) -> list[_Measurement]:
     """Of the op, and of what runs in its place later if that is another call."""
-    samples = 0 if joint.by_samples is None else joint.by_samples.samples
+    slices = joint.by_slices
     # What has parts writes over its operand only so, and is measured so.
     over = None if candidate_parts(joint.node) else joint.in_place_argument
 
     if joint.again is None:
-        rounded = joint.by_samples is not None and joint.by_samples.first
-        run = functools.partial(costs_of, joint.node, samples, over, device, rounded=rounded)
-        return [_measurement(joint.node, samples, over, run, rounded=rounded)]
-    first = _measurement(joint.node, 0, over, functools.partial(costs_of, joint.node, 0, over, device))
-    run = functools.partial(costs_again, joint.node, joint.again, samples, over, device)
-    return [first, _measurement(joint.again, samples, over, run)]
+        run = functools.partial(costs_of, joint.node, slices, over, device)
+        return [_measurement(joint.node, slices, over, run)]
+    first = _measurement(joint.node, None, over, functools.partial(costs_of, joint.node, None, over, device))
+    run = functools.partial(costs_again, joint.node, joint.again, slices, over, device)
+    return [first, _measurement(joint.again, slices, over, run)]
 
 
 def _measurement(
-    call: fx.Node | Call, samples: int, over: int | None, run: Callable[[], Costs], *, rounded: bool = False
+    call: fx.Node | Call, slices: BySlices | None, over: int | None, run: Callable[[], Costs]
 ) -> _Measurement:
     key = cost_key(call)
-    in_slices = f"{key} by {samples} samples" + (", rounded" if rounded else "")
-    return _Measurement(keys=(key, in_slices, f"{key} over operand {over}"), samples=samples, over=over, run=run)
+    in_slices = ""
+    if slices is not None:
+        bands = f" in {slices.bands} bands" if slices.bands > 1 else ""
+        in_slices = f"{key} by {slices.samples} samples{bands}" + (", rounded" if slices.first else "")
+    return _Measurement(keys=(key, in_slices, f"{key} over operand {over}"), slices=slices, over=over, run=run)
 
 
 def _plain_key(call: Call) -> str:
@@ -186,7 +188,7 @@ def _with_costs(
             continue
         costs, *again = costs_of_op(joint)
         # Slices are those of the call that runs later.
-        made = _with_ways(op if not again else replace(op, by_samples=None), costs, joint.node)
+        made = _with_ways(op if not again else replace(op, by_slices=None), costs, joint.node)
         if joint.again is not None and op.again is not None:
             made = replace(made, again=_with_ways(op.again, again[0], joint.again) if again[0].ways else None)
         if joint.plain_free:
@@ -211,11 +213,11 @@ def _with_ways(op: Op, costs: Costs, call: fx.Node | Call) -> Op:
         workspace_bytes=best.workspace_bytes,
         parts=best.parts,
         ways=ways if in_parts else (),
-        by_samples=_with_slices(op.by_samples, costs.in_slices),
+        by_slices=_with_slices(op.by_slices, costs.in_slices),
     )
 
 
-def _with_slices(slices: BySamples | None, costs: tuple[Way, ...]) -> BySamples | None:
+def _with_slices(slices: BySlices | None, costs: tuple[Way, ...]) -> BySlices | None:
     """How the op runs by samples, with its costs; None if it does not with the same bits."""
     if slices is None or not costs:
         return None

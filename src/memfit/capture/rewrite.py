@@ -44,6 +44,7 @@ __all__ = [
     "drop_clones",
     "hoist_weight_gradients",
     "hollow_shape_operands",
+    "input_gradient_beside_stand_in",
     "in_place_arguments",
     "is_view",
     "make_hollow",
@@ -88,6 +89,14 @@ def convolution_input_gradient(
     return result
 
 
+def input_gradient_beside_stand_in(
+    grad_output: torch.Tensor, hollow: torch.Tensor, weight: torch.Tensor, *rest: Any
+) -> torch.Tensor:
+    """The same with a kernel that wants memory for the input although it does not use what is in it."""
+    stand_in = torch.empty_strided(hollow.shape, hollow.stride(), dtype=hollow.dtype, device=grad_output.device)
+    return convolution_input_gradient(grad_output, stand_in, weight, *rest)
+
+
 def make_hollow(like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
     """A tensor with the metadata of `like` and no memory behind it."""
     hollow = torch.empty_strided(tuple(like.shape), like.stride(), dtype=like.dtype, device=device or like.device)
@@ -95,16 +104,24 @@ def make_hollow(like: torch.Tensor, device: torch.device | None = None) -> torch
     return hollow
 
 
-def split_convolution_backward(module: fx.GraphModule) -> None:
-    """Splits every convolution backward that makes both gradients; see the module docstring."""
+def split_convolution_backward(module: fx.GraphModule, *, rounded: bool = False) -> None:
+    """Splits every convolution backward that makes both gradients; see the module docstring.
+
+    Args:
+        module: the joint graph.
+        rounded: whether gradients need the same bits up to rounding only, so that other kernels may be split as well.
+    """
     graph = module.graph
     for node in graph.find_nodes(op="call_function", target=_aten.convolution_backward.default):
         mask = node.args[-1]
         if len(node.args) != 11 or not (mask[0] and mask[1]):
             continue
         grad_output, data, weight, *rest = node.args[:-1]
+        target = convolution_input_gradient
         if not takes_input_shape_only(data.meta["val"], weight.meta["val"], *rest):
-            continue
+            if not rounded:
+                continue
+            target = input_gradient_beside_stand_in
         getitems = {user.args[1]: user for user in node.users if user.target is operator.getitem}
         if len(getitems) != len(node.users) or 0 not in getitems:
             continue
@@ -115,7 +132,7 @@ def split_convolution_backward(module: fx.GraphModule) -> None:
             )
             half.meta = {**node.meta, "val": (None, values[1], values[2])}
             hollow = _hollow_attribute(module, data)
-            gradient = graph.call_function(convolution_input_gradient, (grad_output, hollow, weight, *rest))
+            gradient = graph.call_function(target, (grad_output, hollow, weight, *rest))
             gradient.meta = {**node.meta, "val": values[0]}
         getitems[0].replace_all_uses_with(gradient)
         graph.erase_node(getitems[0])

@@ -53,9 +53,9 @@ class Capture:
         return frozenset[str]().union(*(piece.reading.separated for piece in self.pieces.pieces))
 
     @property
-    def is_tiled(self) -> bool:
-        """Whether it was captured for the lever `tile`."""
-        return any(piece.reading.tiled for piece in self.pieces.pieces)
+    def bands(self) -> int:
+        """Into how many bands samples may be cut; 0 if it was not captured for the lever `tile`."""
+        return max((piece.reading.bands for piece in self.pieces.pieces), default=0)
 
 
 def _never(_: str) -> bool:
@@ -88,7 +88,7 @@ def capture_step(
     optimizer: torch.optim.Optimizer | None = None,
     label: str = "",
     separate: Callable[[str], bool] = _never,
-    tile: bool = False,
+    bands: int = 0,
 ) -> Capture:
     """Captures one training step without running it (with graph breaks: without saving anything).
 
@@ -100,7 +100,7 @@ def capture_step(
         optimizer: its state counts.
         label: what this is, for people.
         separate: which weights' gradients of concatenations are made part by part (`memfit.capture.concatenations`).
-        tile: whether it is for the lever `tile`, see `memfit.capture.joint.read_joint`.
+        bands: for the lever `tile`, see `memfit.capture.joint.read_joint`.
 
     Returns:
         The step graph and how to get back from its ops to the captured ones.
@@ -110,11 +110,11 @@ def capture_step(
     """
     _validate(model, args, kwargs)
     device_type = device_of(model).type
-    pieces = capture_pieces(model, args, kwargs, separate=separate, tile=tile)
+    pieces = capture_pieces(model, args, kwargs, separate=separate, bands=bands)
     loss = read_loss(pieces.output, loss_fn, device_type)
     gradient_outputs = _gradient_outputs(pieces, loss.receives_gradient)
     if gradient_outputs is not None:
-        pieces = capture_pieces(model, args, kwargs, separate=separate, tile=tile, gradient_outputs=gradient_outputs)
+        pieces = capture_pieces(model, args, kwargs, separate=separate, bands=bands, gradient_outputs=gradient_outputs)
     graph, joint_ops = _join(pieces, loss.transient_bytes, device_type)
     if not any(op.phase is Phase.BACKWARD for op in graph.ops):
         raise CaptureError(
@@ -276,16 +276,16 @@ def _op(op: JointOp, number: dict[int, int], piece: int, device_type: str) -> Op
         random_state_bytes=_RANDOM_STATE_BYTES.get(device_type, 16) if op.random else 0,
         recomputable=op.recomputable,
     )
-    slices = op.by_samples and replace(
-        op.by_samples,
-        reads=tuple(dict.fromkeys(number[s] for s in op.by_samples.reads)),
-        sums=tuple(number[s] for s in op.by_samples.sums),
+    slices = op.by_slices and replace(
+        op.by_slices,
+        reads=tuple(dict.fromkeys(number[s] for s in op.by_slices.reads)),
+        sums=tuple(number[s] for s in op.by_slices.sums),
     )
     if op.again is None:
-        return replace(made, by_samples=slices)
+        return replace(made, by_slices=slices)
     again = replace(
         made,
-        by_samples=slices,
+        by_slices=slices,
         target=op.again.target.__name__,
         reads=tuple(dict.fromkeys(number[s] for s in op.again_reads)),
         writes=made.writes[:1],

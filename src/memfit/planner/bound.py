@@ -57,7 +57,7 @@ def op_wall_bytes(graph: StepGraph) -> int:
             nbytes -= graph.storages[op.writes[0]].nbytes
         workspace = min((way.workspace_bytes for way in op.ways), default=op.workspace_bytes)
         wide = nbytes + workspace
-        if op.by_samples is not None and op.by_samples.first:
+        if op.by_slices is not None and op.by_slices.first:
             wide = min(wide, _slice_bytes(graph, op, touched))
         wall = max(wall, graph.static_bytes + wide)
         produced.update(s for s in op.writes if s in held)
@@ -68,7 +68,7 @@ def op_wall_bytes(graph: StepGraph) -> int:
 
 def _slice_bytes(graph: StepGraph, op: Op, touched: set[int]) -> int:
     """What an op takes slice by slice at least: what it takes and makes samples of need not be there whole."""
-    slices = op.by_samples
+    slices = op.by_slices
     assert slices is not None
     whole = sum(graph.storages[s].nbytes for s in touched if s not in slices.reads and s not in op.writes)
     made = sum(slices.slice_bytes(s, graph.storages[s].nbytes) for s in op.writes)

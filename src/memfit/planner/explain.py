@@ -127,15 +127,16 @@ def _seconds_again(graph: StepGraph, program: Program) -> dict[int, float]:
     ran: set[int] = set()
     seconds: dict[int, float] = defaultdict(float)
     for run in program.runs():
-        freed = {i.index for i in run if i.action is Action.FREE}
-        for instruction in run:
-            if instruction.action is not Action.COMPUTE:
-                continue
-            op, over = graph.ops[instruction.index].later, instruction.over
-            if instruction.sliced:
-                seconds[instruction.index] += fused_seconds([op], freed, [over])
-            elif instruction.index in ran:
-                seconds[instruction.index] += op.run_seconds(instruction.parts, in_place=over is not None)
+        computes = [i for i in run if i.action is Action.COMPUTE]
+        ops = [graph.ops[i.index].later if i.index in ran else graph.ops[i.index] for i in computes]
+        if run[0].sliced:
+            freed = {i.index for i in run if i.action is Action.FREE}
+            took = fused_seconds(ops, freed, [i.over for i in computes])
+        else:
+            took = [op.run_seconds(i.parts, in_place=i.over is not None) for op, i in zip(ops, computes, strict=True)]
+        for instruction, more in zip(computes, took, strict=True):
+            if instruction.index in ran:
+                seconds[instruction.index] += more
             ran.add(instruction.index)
     return seconds
 

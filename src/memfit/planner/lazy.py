@@ -85,11 +85,10 @@ def _end_of_group(graph: StepGraph, start: int) -> int:
     sums: set[int] = set()
     for index in range(start, len(graph.ops)):
         op = graph.ops[index]
-        slices = op.by_samples
-        if slices is None or not slices.first or first.by_samples is None:
+        slices = op.by_slices
+        if slices is None or not slices.first or first.by_slices is None:
             return max(index, start + 1)
-        together = (slices.batch, slices.samples, op.piece)
-        if together != (first.by_samples.batch, first.by_samples.samples, first.piece):
+        if (slices.cut, op.piece) != (first.by_slices.cut, first.piece):
             return index
         if not sums.isdisjoint(op.reads) or any(s in written and s not in slices.reads for s in op.reads):
             return index

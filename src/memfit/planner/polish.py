@@ -145,7 +145,7 @@ def _saved_over(graph: StepGraph, spans: Spans, drop: _Drop, dying: Mapping[int,
 def _transient_bytes(graph: StepGraph, storage: int, cone: list[int]) -> int:
     """What making a storage again takes."""
     ops = [graph.ops[o].later for o in cone]
-    if all(op.by_samples is not None for op in ops):
+    if all(op.by_slices is not None for op in ops):
         return graph.storages[storage].nbytes
     return sum(graph.storages[s].nbytes for op in ops for s in op.writes)
 
@@ -158,7 +158,7 @@ def _drops(graph: StepGraph, spans: Spans, producer: list[int], worst: int) -> l
     """
     op = graph.ops[spans.order[worst]]
     lasting = graph.lasting()
-    slices = op.later.by_samples if spans.again[worst] else op.by_samples
+    slices = op.later.by_slices if spans.again[worst] else op.by_slices
     slices = slices if slices is not None and (spans.again[worst] or slices.first) else None
     found: list[_Drop] = []
     for copy in spans.copies:
@@ -175,7 +175,7 @@ def _drops(graph: StepGraph, spans: Spans, producer: list[int], worst: int) -> l
         following = copy.reads[after + 1 : after + 2]
         if following and copy.storage in op.in_place_over:
             found.append(_Drop(copy, worst - 1, following[0], following))
-        elif slices is not None and copy.storage in slices.reads and maker.later.by_samples and before < worst - 1:
+        elif slices is not None and copy.storage in slices.reads and maker.later.by_slices and before < worst - 1:
             found.append(_Drop(copy, before, following[0] if following else worst + 1, (worst, *following)))
     return found
 

@@ -54,7 +54,7 @@ def _prices(graph: StepGraph, saved: Mapping[int, float], *, once: bool) -> list
     prices: list[RerunPrice] = []
     least: list[float] = []
     for index, op in enumerate(graph.ops):
-        later, slices = op.later, op.later.by_samples
+        later, slices = op.later, op.later.by_slices
         alone = later.least_seconds
         if later.in_place_seconds is not None:
             # What is read after any use of the result must then be made once more.

@@ -105,7 +105,7 @@ def _with_ways(op: Op, parts: int, whole: Way, chosen: Way) -> Op:
         workspace_bytes=chosen.workspace_bytes,
         parts=parts,
         ways=(whole, chosen) if parts > 1 else (),
-        by_samples=None,
+        by_slices=None,
     )
 
 

@@ -57,8 +57,8 @@ def with_spares(graph: StepGraph, program: Program, limit_bytes: int) -> Program
             if spare is None or (room[freed[spare] + 1 : start] < size).any():
                 continue
             place = freed.pop(spare)
-            assert op.by_samples is not None
-            instructions[position] = replace(instruction, over=spare, parts=op.by_samples.slices, sliced=True)
+            assert op.by_slices is not None
+            instructions[position] = replace(instruction, over=spare, parts=op.by_slices.slices, sliced=True)
             instructions[place] = None
             room[place:start] -= size
             room[position] -= more
@@ -77,14 +77,14 @@ def _put_together(
     for position, instruction in enumerate(run, start):
         if instruction.action is Action.COMPUTE and instruction.index in ran and instruction.over is None:
             op = graph.ops[instruction.index].later
-            ours = not any(s in held or (op.by_samples and s in op.by_samples.sums) for s in op.writes)
-            if op.by_samples and op.writes[0] not in handed_on and ours:
+            ours = not any(s in held or (op.by_slices and s in op.by_slices.sums) for s in op.writes)
+            if op.by_slices and op.writes[0] not in handed_on and ours:
                 yield position, instruction, op
 
 
 def _more_bytes(graph: StepGraph, op: Op, instruction: Instruction) -> int:
     """What slices of an op that runs whole take beside its results, more than its kernel does."""
-    slices = op.by_samples
+    slices = op.by_slices
     assert slices is not None
     nbytes = sum(slices.slice_bytes(s, graph.storages[s].nbytes) for s in op.writes)
     return nbytes + slices.workspace_bytes - op.run_workspace_bytes(instruction.parts)
@@ -92,7 +92,7 @@ def _more_bytes(graph: StepGraph, op: Op, instruction: Instruction) -> int:
 
 def _is_quicker(op: Op, instruction: Instruction) -> bool:
     """Whether slices over a spare take less time than what the op does now."""
-    slices = op.by_samples
+    slices = op.by_slices
     assert slices is not None
     if instruction.sliced:
         return slices.copy_over_seconds < slices.copy_seconds

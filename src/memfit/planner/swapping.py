@@ -87,7 +87,7 @@ def swapping_step(graph: StepGraph, placed: Mapping[int, Tier]) -> StepGraph:
             writes=moved,
             seconds=seconds,
         )
-        return replace(op, again=again, recomputable=True, random_state_bytes=0, by_samples=None, reckoned_seconds=None)
+        return replace(op, again=again, recomputable=True, random_state_bytes=0, by_slices=None, reckoned_seconds=None)
 
     static_bytes = graph.static_bytes + graph.buffer_bytes(placed.values())
     return replace(graph, ops=tuple(map(changed, graph.ops)), tiers=(), static_bytes=static_bytes)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from memfit.planner.spares import with_spares
-from memfit.step.fusion import Fusion, Run, fuse, fusions, linked, runs_by_samples
+from memfit.step.fusion import Fusion, Run, fuse, fusions, linked, runs_by_slices
 from memfit.step.graph import Op, StepGraph, Way
 from memfit.step.program import (
     Action,
@@ -81,7 +81,7 @@ def program_within(graph: StepGraph, order: Sequence[int], budget_bytes: int | N
     alone = _one_by_one(graph, lean, order, limit)
     ops = as_they_run(lean, order)
     dying = dying_after(lean, ops)
-    runs = runs_by_samples(lean, ops, run_again(order), dying)
+    runs = runs_by_slices(lean, ops, run_again(order), dying)
     fused = [fusion for run in runs for fusion in _quickest(lean, run, alone, limit)]
     program = assembled(order, ops, dying, fused, lambda position: alone[position].instructions)
     return with_spares(lean, program, limit)
@@ -140,7 +140,7 @@ def _one_by_one(graph: StepGraph, lean: StepGraph, order: Sequence[int], limit: 
 def _quickest(graph: StepGraph, run: Run, alone: Sequence[_Alone], limit: int) -> list[Fusion]:
     """Which ops of a run run as one, in the least time within a limit."""
     count = len(run.ops)
-    sliced = [op.by_samples.seconds for op in run.ops if op.by_samples is not None]
+    sliced = [op.by_slices.seconds for op in run.ops if op.by_slices is not None]
     whole = [op.seconds for op in alone[run.start : run.start + count]]
     groups = {(first, stop) for first, stop in linked(run)}
     groups |= {(fusion.start - run.start, fusion.stop - run.start) for fusion in fusions(graph, [run])}
@@ -180,7 +180,7 @@ def _lean(op: Op) -> Op:
 
 def _seconds_again(op: Op, *, whole: bool) -> float:
     """Time of a run again: what is read whole later takes fresh memory, what is handed on mostly none."""
-    slices = op.by_samples
+    slices = op.by_slices
     found = [op.seconds]
     if not whole and op.in_place_seconds is not None:
         found.append(op.in_place_seconds)

@@ -68,8 +68,8 @@ def executed_recomputations(counts: Counter[str], graph: StepGraph, program: Pro
     for instruction, op in zip(computes, as_they_run(graph, program.order()), strict=True):
         for family in _calls(op.target):
             expected[family] += instruction.parts
-        if instruction.sliced and op.by_samples is not None:  # what slices add up to
-            expected["add"] += len(op.by_samples.sums) * (instruction.parts - 1)
+        if instruction.sliced and op.by_slices is not None:  # what slices add up to
+            expected["add"] += len(op.by_slices.sums) * (instruction.parts - 1)
     return len(again) + sum(counts[f] - expected[f] for f in families)
 
 

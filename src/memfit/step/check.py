@@ -202,11 +202,13 @@ def _check_slices(
         return graph.ops[index].later if index in ran else graph.ops[index]
 
     ops = [runs(i.index) for i in run if i.action is Action.COMPUTE]
-    if len({(op.by_samples and (op.by_samples.batch, op.by_samples.samples), op.piece) for op in ops}) > 1:
+    if len({(op.by_slices and op.by_slices.cut, op.piece) for op in ops}) > 1:
         raise ProgramError(f"{where}: ops run as one, but not the same samples of the same piece")
+    in_bands = any(op.by_slices is not None and op.by_slices.bands > 1 for op in ops)
+    taken = {s for op in ops for s in op.reads} if in_bands else set[int]()
     whole = {s for op in ops for s in _read_whole(op)}
     written: set[int] = set()
-    sums = {s for op in ops if op.by_samples for s in op.by_samples.sums}
+    sums = {s for op in ops if op.by_slices for s in op.by_slices.sums}
     freed = {i.index for i in run if i.action is Action.FREE}
     for instruction in run:
         if instruction.action is Action.FREE:
@@ -214,9 +216,9 @@ def _check_slices(
                 raise ProgramError(f"{where}: what comes in is freed before the last samples are done")
             continue
         op, again = runs(instruction.index), instruction.index in ran
-        if op.by_samples is None or instruction.parts != op.by_samples.slices or not instruction.sliced:
+        if op.by_slices is None or instruction.parts != op.by_slices.slices or not instruction.sliced:
             raise ProgramError(f"{where}: {op.name} cannot run in {instruction.parts} slices")
-        if not again and not op.by_samples.first:
+        if not again and not op.by_slices.first:
             raise ProgramError(f"{where}: only where it ran before can {op.name} run slice by slice")
         too_early = written.intersection(sums).intersection(op.reads) or written.intersection(_read_whole(op))
         if too_early or (again and not held.isdisjoint(op.writes)):
@@ -225,8 +227,8 @@ def _check_slices(
         over = instruction.over
         if over is None:
             continue
-        ours = op.writes[0] not in freed and op.writes[0] not in op.by_samples.sums
-        if over in whole or over in written or over in held or not ours or piece_of.get(over) != op.piece:
+        ours = op.writes[0] not in freed and op.writes[0] not in op.by_slices.sums
+        if over in whole or over in taken or over in written or over in held or not ours or piece_of[over] != op.piece:
             raise ProgramError(f"{where}: {op.name} cannot run in place slice by slice")
         if not graph.storages[over].reusable:
             raise ProgramError(f"{where}: {op.name} cannot run over {graph.storages[over].name}")
@@ -235,4 +237,4 @@ def _check_slices(
 
 
 def _read_whole(op: Op) -> list[int]:
-    return [s for s in op.reads if op.by_samples is None or s not in op.by_samples.reads]
+    return [s for s in op.reads if op.by_slices is None or s not in op.by_slices.reads]

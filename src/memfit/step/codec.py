@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from memfit.errors import PlanFileError
-from memfit.step.graph import BySamples, Op, Phase, StepGraph, Storage, StorageKind, Way
+from memfit.step.graph import BySlices, Op, Phase, Reach, StepGraph, Storage, StorageKind, Way
 from memfit.step.jsonfile import read_json, validate, write_json
 from memfit.step.links import Link, Tier, TierLinks
 from memfit.step.program import Action, Instruction, Program
@@ -116,7 +116,7 @@ class PlanFile:
         predicted: what it costs.
         graph_digest: of the step it belongs to; see `graph_digest`.
         program: the order in which to compute and free.
-        is_tiled: whether the step is captured for the lever `tile`.
+        bands: into how many bands samples may be cut; 0 if the step is not captured for the lever `tile`.
         decisions: the program in words.
     """
 
@@ -127,7 +127,7 @@ class PlanFile:
     predicted: Prediction
     graph_digest: str
     program: Program
-    is_tiled: bool = False
+    bands: int = 0
     decisions: tuple[Decision, ...] = ()
 
 
@@ -169,8 +169,10 @@ def _op_record(op: Op) -> dict[str, Any]:
         record["plain_way"] = _record(op.plain_way)
     if op.again is not None:
         record["again"] = _op_record(op.again)
-    if op.by_samples is not None:
-        record["by_samples"] = _record(op.by_samples)
+    if op.by_slices is not None:
+        record["by_slices"] = _record(op.by_slices)
+        if op.by_slices.reaches:
+            record["by_slices"]["reaches"] = [_record(reach) for reach in op.by_slices.reaches]
     return record
 
 
@@ -181,8 +183,10 @@ def _op(record: Mapping[str, Any]) -> Op:
         parts["plain_way"] = Way(**record["plain_way"])
     if "again" in record:
         parts["again"] = _op(record["again"])
-    if "by_samples" in record:
-        parts["by_samples"] = BySamples(**_arguments(record["by_samples"]))
+    if "by_slices" in record:
+        slices = _arguments(record["by_slices"])
+        reaches = tuple(Reach(**reach) for reach in slices.get("reaches", ()))
+        parts["by_slices"] = BySlices(**{**slices, "reaches": reaches})
     return Op(**{**_arguments(record), **parts})
 
 
@@ -229,11 +233,13 @@ def _broken_promises(graph: StepGraph) -> Iterator[str]:
         if len(set(op.writes)) != len(op.writes) or not written.isdisjoint(op.writes):
             yield f"op {op.name} writes a storage that is static or already written"
         written.update(op.writes)
-        slices = op.later.by_samples
+        slices = op.later.by_slices
         if slices is not None and not {*op.later.reads}.issuperset(slices.reads):
             yield f"op {op.name} reads samples of what it does not read"
         if slices is not None and not {*op.later.writes}.issuperset(slices.sums):
             yield f"op {op.name} adds up what it does not write"
+        if slices is not None and slices.bands > 1 and (len(slices.reaches) != len(slices.reads) or not slices.rows):
+            yield f"op {op.name} runs in bands, but not known of which rows"
         if not {*op.writes}.issuperset(op.later.writes) or not written.issuperset(op.later.reads):
             yield f"op {op.name} runs again with other results or from what is not there"
         for over in op.in_place_over:

@@ -1,14 +1,14 @@
 """Ops that run as one, a few samples of the batch at a time, so that what they hand on never exists whole.
 
 A convolution, its normalisation and its activation that run again one after the other make three tensors of which
-only the last is wanted. Run together, slice of the batch by slice (`Op.by_samples`), the others exist as slices
+only the last is wanted. Run together, slice of the batch by slice (`Op.by_slices`), the others exist as slices
 only. With the lever `tile` this goes for first runs and for the backward pass too, where slices add up to the gradients
 of weights: the sums are made in another order, so they are equal to rounding. What comes in whole stays until the last
 slice is done; what goes out is there, whole, from the first on, and may take the memory of what came in, sample for
 sample, or of what nothing reads any more (`memfit.planner.spares`); for the latter an op may run slice by slice alone,
 too.
 
-`runs_by_samples` finds what may run so, `fusions` where that lowers the memory; where it is only quicker is the
+`runs_by_slices` finds what may run so, `fusions` where that lowers the memory; where it is only quicker is the
 planner's choice (`memfit.planner.ways`). Idea: operator fusion and depth-first tiling of compilers, along the batch,
 where no bit changes.
 
@@ -22,8 +22,19 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from memfit.step.graph import Op, StepGraph
+from memfit.step.halo import spreads
 
-__all__ = ["Fusion", "Run", "fuse", "fused_seconds", "fusions", "linked", "overwritten", "runs_by_samples"]
+__all__ = [
+    "Fusion",
+    "Run",
+    "bytes_beside",
+    "fuse",
+    "fused_seconds",
+    "fusions",
+    "linked",
+    "overwritten",
+    "runs_by_slices",
+]
 
 
 _MOST_CUTS = 6
@@ -70,7 +81,7 @@ def overwritten(op: Op, dead: Sequence[int]) -> int | None:
     return next((s for s in choices if s in dead), None)
 
 
-def runs_by_samples(
+def runs_by_slices(
     graph: StepGraph, ops: Sequence[Op], again: Sequence[bool], dying: Sequence[Sequence[int]]
 ) -> list[Run]:
     """The longest runs of an order of which every part could run as one.
@@ -85,7 +96,7 @@ def runs_by_samples(
         Runs of two and more ops that do not overlap, ascending.
     """
     held = graph.held_to_the_end()
-    able = [_can_run_by_samples(op, ran) for op, ran in zip(ops, again, strict=True)]
+    able = [_can_run_by_slices(op, ran) for op, ran in zip(ops, again, strict=True)]
 
     def taken(position: int, read: set[int]) -> AbstractSet[int]:
         return read | held if again[position] else read  # what the caller holds is written once
@@ -142,8 +153,8 @@ def _narrowest(
     return best
 
 
-def _can_run_by_samples(op: Op, again: bool) -> bool:
-    return op.by_samples is not None and (again or op.by_samples.first)
+def _can_run_by_slices(op: Op, again: bool) -> bool:
+    return op.by_slices is not None and (again or op.by_slices.first)
 
 
 def fusions(graph: StepGraph, runs: Sequence[Run]) -> list[Fusion]:
@@ -186,26 +197,50 @@ def fuse(graph: StepGraph, run: Run) -> tuple[Fusion, int, float]:
     over = _taken_over(graph, run)
     positions = range(run.start, run.start + len(run.ops))
     dying = {s for dead in run.dying for s in dead}
-    seconds = fused_seconds(run.ops, dying, [over.get(position) for position in positions])
+    seconds = sum(fused_seconds(run.ops, dying, [over.get(position) for position in positions]))
     fusion = Fusion(start=positions.start, stop=positions.stop, over=over)
     return fusion, _fused_bytes(graph, run, over), seconds
 
 
-def fused_seconds(ops: Sequence[Op], handed_on: Collection[int], over: Sequence[int | None]) -> float:
-    """What a run takes as one.
+def fused_seconds(ops: Sequence[Op], handed_on: Collection[int], over: Sequence[int | None]) -> list[float]:
+    """What each op takes in a run as one.
 
     Args:
         ops: as they run.
         handed_on: storages that exist as slices only.
         over: for each op the storage whose memory its first result takes over, if any.
     """
-    seconds = 0.0
-    for op, taken in zip(ops, over, strict=True):
-        assert op.by_samples is not None
-        seconds += op.by_samples.seconds
+    found: list[float] = []
+    for op, taken, spread in zip(ops, over, spreads(ops), strict=True):
+        assert op.by_slices is not None
+        seconds = op.by_slices.seconds * spread.work
         if op.writes[0] not in handed_on:
-            seconds += op.by_samples.copy_seconds if taken is None else op.by_samples.copy_over_seconds
-    return seconds
+            seconds += op.by_slices.copy_seconds if taken is None else op.by_slices.copy_over_seconds
+        found.append(seconds)
+    return found
+
+
+def bytes_beside(graph: StepGraph, ops: Sequence[Op], freed: Sequence[Collection[int]]) -> list[tuple[int, int]]:
+    """The slices there are in a run as one: while each op runs, and after what is freed then is gone.
+
+    Args:
+        graph: the step.
+        ops: as they run.
+        freed: for each op the results of the run that die after it.
+    """
+    live = 0
+    slice_of: dict[int, int] = {}
+    found: list[tuple[int, int]] = []
+    for op, dead, spread in zip(ops, freed, spreads(ops), strict=True):
+        slices = op.by_slices
+        assert slices is not None
+        made = {s: slices.slice_bytes(s, graph.storages[s].nbytes, spread.share) for s in op.writes}
+        slice_of.update(made)
+        live += sum(made.values())
+        while_it_runs = live + int(slices.workspace_bytes * spread.share * slices.bands)
+        live -= sum(slice_of[s] for s in dead if s in slice_of)
+        found.append((while_it_runs, live))
+    return found
 
 
 def linked(run: Run) -> list[tuple[int, int]]:
@@ -220,7 +255,7 @@ def linked(run: Run) -> list[tuple[int, int]]:
 
 
 def _sums(op: Op) -> tuple[int, ...]:
-    return () if op.by_samples is None else op.by_samples.sums
+    return () if op.by_slices is None else op.by_slices.sums
 
 
 def _follows(
@@ -231,27 +266,31 @@ def _follows(
     It must not write what they wrote, nor what is `taken`: what they read was there before and stays until they are
     done. A sum is there when all are done, so none of them reads it.
     """
-    op, slices = ops[position], ops[position].by_samples
+    op, slices = ops[position], ops[position].by_slices
     assert slices is not None
     if not taken.isdisjoint(op.writes) or not written.isdisjoint(op.writes):
         return False
     first = ops[start]
-    assert first.by_samples is not None
-    together = (first.by_samples.batch, first.by_samples.samples, first.piece)
-    return (slices.batch, slices.samples, op.piece) == together and all(
+    assert first.by_slices is not None
+    return (slices.cut, op.piece) == (first.by_slices.cut, first.piece) and all(
         s in slices.reads and s not in sums for s in op.reads if s in written
     )
 
 
 def _taken_over(graph: StepGraph, run: Run) -> dict[int, int]:
-    """For results that stay, an operand of the run that dies in it, of the same size and read by samples only."""
+    """For results that stay, an operand of the run that dies in it, of the same size and read by samples only.
+
+    Not in bands: the next one reads rows of it that this one would write over.
+    """
+    if any(op.by_slices is not None and op.by_slices.bands > 1 for op in run.ops):
+        return {}
     inner = {s for dead in run.dying for s in dead}
     written: set[int] = set()
     must_not: set[int] = set()
     for op in run.ops:
-        assert op.by_samples is not None
+        assert op.by_slices is not None
         written.update(op.writes)
-        must_not.update(s for s in op.reads if s not in op.by_samples.reads)
+        must_not.update(s for s in op.reads if s not in op.by_slices.reads)
     free: list[int] = []
     over: dict[int, int] = {}
     for place, (op, dead) in enumerate(zip(run.ops, run.dying, strict=True)):
@@ -270,15 +309,7 @@ def _fused_bytes(graph: StepGraph, run: Run, over: Mapping[int, int]) -> int:
     inner = {s for dead in run.dying for s in dead}
     whole = sum(storages[s].nbytes for op in run.ops for s in op.writes if s not in inner)
     whole -= sum(storages[s].nbytes for s in over.values())
-    live, most = 0, 0
-    slices: dict[int, int] = {}
-    for op, dead in zip(run.ops, run.dying, strict=True):
-        assert op.by_samples is not None
-        slices.update((s, op.by_samples.slice_bytes(s, storages[s].nbytes)) for s in op.writes)
-        live += sum(slices[s] for s in op.writes)
-        most = max(most, live + op.by_samples.workspace_bytes)
-        live -= sum(slices[s] for s in dead if s in slices)
-    return whole + most
+    return whole + max(most for most, _ in bytes_beside(graph, run.ops, run.dying))
 
 
 def _whole_bytes(graph: StepGraph, run: Run) -> int:

@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from math import ceil
 
 from memfit.step.links import Tier, TierLinks
 
-__all__ = ["BySamples", "Op", "Phase", "StepGraph", "Storage", "StorageKind", "Way"]
+__all__ = ["BySlices", "Op", "Phase", "Reach", "StepGraph", "Storage", "StorageKind", "Way"]
 
 
 class Phase(StrEnum):
@@ -83,8 +84,22 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BySamples:
-    """How an op runs a few samples of the batch at a time (`memfit.step.fusion`).
+class Reach:
+    """Which rows of an operand an op reads for rows of its own, in a slice that is a band of rows.
+
+    For rows from `a` to `b` it reads those from `scale * a - before` to `scale * b + after`.
+    """
+
+    scale: float
+    before: float
+    after: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BySlices:
+    """How an op runs slice by slice: a few samples of the batch at a time, or of these a band of rows.
+
+    Rows are those along the first axis after batch and channels: the height of images.
 
     Attributes:
         batch: samples in all.
@@ -93,10 +108,14 @@ class BySamples:
         copy_seconds: time to put the slices of its first result together in memory of their own.
         copy_over_seconds: the same in memory that another storage leaves (`Storage.reusable`).
         workspace_bytes: memory one slice takes beyond what it reads and writes.
-        reads: storages of which it reads the same samples as it writes; of others it reads everything.
+        reads: storages of which it reads the same samples as it writes, and about the same rows; of others it reads
+            everything.
         sums: results that are sums over the batch: every slice makes one, as large as the whole, and they are added
             up.
         first: whether its first run can run so too; else only later ones do.
+        bands: into how many bands samples are cut; 1 if they are not.
+        rows: what is cut: rows of what it makes, or of what it adds up.
+        reaches: with bands, for each of `reads` which of its rows.
     """
 
     batch: int
@@ -108,15 +127,32 @@ class BySamples:
     copy_over_seconds: float = 0.0
     sums: tuple[int, ...] = ()
     first: bool = False
+    bands: int = 1
+    rows: int = 0
+    reaches: tuple[Reach, ...] = ()
 
     @property
     def slices(self) -> int:
         """How many there are."""
-        return -(-self.batch // self.samples)
+        return -(-self.batch // self.samples) * self.bands
 
-    def slice_bytes(self, storage: int, nbytes: int) -> int:
-        """What the slice of a result of so many bytes takes."""
-        return nbytes if storage in self.sums else -(-nbytes * self.samples // self.batch)
+    @property
+    def cut(self) -> tuple[int, int, int]:
+        """How it is cut; ops that run as one are cut alike."""
+        return self.batch, self.samples, self.bands
+
+    def slice_bytes(self, storage: int, nbytes: int, share: float | None = None) -> int:
+        """What the slice of a result of so many bytes takes.
+
+        Args:
+            storage: of the result.
+            nbytes: its size.
+            share: of its rows (`memfit.step.halo`); by default one band.
+        """
+        if storage in self.sums:
+            return nbytes
+        rows = 1 / self.bands if share is None else share
+        return ceil(nbytes * self.samples * rows / self.batch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +182,7 @@ class Op:
         plain_way: what it costs there, if that differs otherwise than by running whole.
         again: what runs in its place after the first time, if that is another call: it writes some of `writes`
             and may read others of them, which then last from the first run on.
-        by_samples: how it runs a few samples at a time, if it can.
+        by_slices: how it runs a few samples at a time, if it can.
         reckoned_seconds: what planners reckon with for running it again, where a planner has set it.
     """
 
@@ -169,7 +205,7 @@ class Op:
     plain_reads: tuple[int, ...] | None = None
     plain_way: Way | None = None
     again: Op | None = None
-    by_samples: BySamples | None = None
+    by_slices: BySlices | None = None
     reckoned_seconds: float | None = None
 
     @property
@@ -257,7 +293,7 @@ class StepGraph:
     @property
     def is_tiled(self) -> bool:
         """Whether first runs can run slice by slice."""
-        return any(op.by_samples is not None and op.by_samples.first for op in self.ops)
+        return any(op.by_slices is not None and op.by_slices.first for op in self.ops)
 
     def read_whole_backward(self) -> frozenset[int]:
         """Storages that the backward pass cannot take slice by slice."""
@@ -277,7 +313,7 @@ class StepGraph:
         def least(index: int, op: Op) -> float:
             over = any(last_reader[s] == index and s not in held for s in op.in_place_over)
             seconds = op.least_seconds_in_place if over else op.least_seconds
-            slices = op.by_samples
+            slices = op.by_slices
             return min(seconds, slices.seconds) if slices is not None and slices.first else seconds
 
         return [least(index, op) for index, op in enumerate(self.ops)]
@@ -331,7 +367,7 @@ class StepGraph:
 
 
 def _read_in_slices(op: Op) -> tuple[int, ...]:
-    return op.by_samples.reads if op.by_samples is not None and op.by_samples.first else ()
+    return op.by_slices.reads if op.by_slices is not None and op.by_slices.first else ()
 
 
 def _plain_seconds(op: Op) -> float:
@@ -357,7 +393,7 @@ def _plain_op(op: Op) -> Op:
         workspace_bytes=whole.workspace_bytes,
         parts=whole.parts,
         ways=(),
-        by_samples=None,
+        by_slices=None,
     )
 
 

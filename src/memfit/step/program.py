@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from memfit.step.fusion import Fusion, fusions, overwritten, runs_by_samples
+from memfit.step.fusion import Fusion, fusions, overwritten, runs_by_slices
 from memfit.step.graph import Op, StepGraph
 from memfit.step.links import Tier
 
@@ -143,7 +143,7 @@ def program_of(graph: StepGraph, order: Sequence[int], *, in_place: bool = True,
     """
     ops = as_they_run(graph, order)
     dying = dying_after(graph, ops)
-    runs = fusions(graph, runs_by_samples(graph, ops, run_again(order), dying)) if fuse else []
+    runs = fusions(graph, runs_by_slices(graph, ops, run_again(order), dying)) if fuse else []
 
     def alone(position: int) -> list[Instruction]:
         dead = dying[position]
@@ -211,14 +211,14 @@ def _as_one(run: Fusion, order: Sequence[int], ops: Sequence[Op], dying: Sequenc
     taken = set(run.over.values())
     for position in range(run.start, run.stop):
         op = ops[position]
-        assert op.by_samples is not None
+        assert op.by_slices is not None
         written.update(op.writes)
         fused.append(
             Instruction(
                 Action.COMPUTE,
                 order[position],
                 run.over.get(position),
-                op.by_samples.slices,
+                op.by_slices.slices,
                 fused=True,
                 sliced=True,
             )

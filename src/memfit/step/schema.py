@@ -83,9 +83,18 @@ PROGRAM_SCHEMA: dict[str, Any] = {
 """A program: a list of `[code, index]`, with `parts` and the storage that is overwritten where it matters."""
 
 _WAY = _object({"parts": _PARTS, "seconds": _SECONDS, "workspace_bytes": _BYTES})
-_BY_SAMPLES = _object(
+_REACH = _object({name: {"type": "number", "minimum": -1e6, "maximum": 1e6} for name in ("scale", "before", "after")})
+_BY_SLICES = _object(
     {"batch": _PARTS, "samples": _PARTS, "seconds": _SECONDS, "workspace_bytes": _BYTES, "reads": _INDICES},
-    {"copy_seconds": _SECONDS, "copy_over_seconds": _SECONDS, "sums": _INDICES, "first": {"type": "boolean"}},
+    {
+        "copy_seconds": _SECONDS,
+        "copy_over_seconds": _SECONDS,
+        "sums": _INDICES,
+        "first": {"type": "boolean"},
+        "bands": _PARTS,
+        "rows": _BYTES,
+        "reaches": _array(_REACH, 1_000),
+    },
 )
 _OP = {
     "name": _NAME,
@@ -108,7 +117,7 @@ _OP_DETAILS = {
     "in_place_seconds": _SECONDS,
     "plain_in_place": {"type": "boolean"},
     "plain_reads": _INDICES,
-    "by_samples": _BY_SAMPLES,
+    "by_slices": _BY_SLICES,
 }
 
 _LINK = _object(
@@ -168,7 +177,7 @@ PLAN_SCHEMA: dict[str, Any] = {
             "program": {key: rule for key, rule in PROGRAM_SCHEMA.items() if key != "$schema"},
         },
         {
-            "is_tiled": {"type": "boolean"},
+            "bands": {"type": "integer", "minimum": 0, "maximum": 4096},
             "decisions": _array(
                 _object(
                     {

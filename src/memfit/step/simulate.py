@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from memfit.step.fusion import fused_seconds
-from memfit.step.graph import Phase, StepGraph
+from memfit.step.fusion import bytes_beside, fused_seconds
+from memfit.step.graph import Op, Phase, StepGraph
 from memfit.step.links import Lanes, Tier
 from memfit.step.program import Action, Instruction, Program, as_they_run, plain_program
 
@@ -106,17 +106,16 @@ def simulate(graph: StepGraph, program: Program, *, wait: bool = True) -> Timeli
         if wait and (leaving or coming):
             _wait(graph, run, ran, lanes, leaving, coming)
         if run[0].sliced:
-            whole, beside = _slices(graph, sizes, run, ran)
-            live += whole
-            bytes_at += [live + nbytes for nbytes in beside]
             computes = [i for i in run if i.action is Action.COMPUTE]
             together = [ops[i.index].later if i.index in ran else ops[i.index] for i in computes]
             runs += len(together)
             handed_on = {i.index for i in run if i.action is Action.FREE}
-            for instruction, op in zip(computes, together, strict=True):
-                took = fused_seconds([op], handed_on, [instruction.over])
-                lanes.now += took
-                recompute_seconds += took if instruction.index in ran else 0.0
+            live += sum(sizes[s] for op in together for s in op.writes if s not in handed_on)
+            live -= sum(sizes[i.over] for i in computes if i.over is not None)
+            bytes_at += [live + nbytes for nbytes in _slices(graph, run, together)]
+            seconds = fused_seconds(together, handed_on, [i.over for i in computes])
+            lanes.now += sum(seconds)
+            recompute_seconds += sum(took for i, took in zip(computes, seconds, strict=True) if i.index in ran)
             freed = handed_on | {i.over for i in run}
             alive.update(s for op in together for s in op.writes)
             alive.difference_update(s for s in freed if s is not None)
@@ -212,28 +211,18 @@ def _wait(
             leaving.discard(gone)
 
 
-def _slices(
-    graph: StepGraph, sizes: Sequence[int], run: Sequence[Instruction], ran: Collection[int]
-) -> tuple[int, list[int]]:
-    """Of ops that run as one: what their results that stay take, and the slices beside these at each instruction."""
-    inner = {i.index for i in run if i.action is Action.FREE}
-    whole = live = 0
-    slice_of: dict[int, int] = {}
-    beside: list[int] = []
+def _slices(graph: StepGraph, run: Sequence[Instruction], ops: Sequence[Op]) -> list[int]:
+    """At each instruction of ops that run as one the slices beside the results that stay."""
+    freed: list[list[int]] = []
     for instruction in run:
-        if instruction.action is Action.FREE:
-            live -= slice_of[instruction.index]
-            beside.append(live)
-            continue
-        op = graph.ops[instruction.index]
-        op = op.later if instruction.index in ran else op
-        assert op.by_samples is not None
-        slice_of.update((s, op.by_samples.slice_bytes(s, sizes[s])) for s in op.writes)
-        live += sum(slice_of[s] for s in op.writes)
-        beside.append(live + op.by_samples.workspace_bytes)
-        whole += sum(sizes[s] for s in op.writes if s not in inner)
-        whole -= 0 if instruction.over is None else sizes[instruction.over]
-    return whole, beside
+        if instruction.action is Action.COMPUTE:
+            freed.append([])
+        else:
+            freed[-1].append(instruction.index)
+    found: list[int] = []
+    for (while_it_runs, after), dead in zip(bytes_beside(graph, ops, freed), freed, strict=True):
+        found += [while_it_runs, *[after] * len(dead)]
+    return found
 
 
 def simulate_plain(graph: StepGraph) -> Timeline:
