@@ -12,12 +12,12 @@ from torch import fx, nn
 import memfit
 from memfit.capture.again import Call
 from memfit.capture.by_samples import Slice, in_slices
-from memfit.capture.costs import costs_in_slices
+from memfit.capture.costs import same_slices
 from memfit.planner.least import least_order
 from memfit.planner.ways import leanest
 from memfit.planning import Request, capture_and_profile
 from memfit.step.fusion import fuse
-from memfit.step.graph import Op, StepGraph, StorageKind
+from memfit.step.graph import BySlices, Op, StepGraph, StorageKind
 from memfit.step.program import Action, Program, program_of
 from memfit.step.simulate import simulate
 from memfit.verification import verify
@@ -159,9 +159,10 @@ def test_slices_of_every_alignment_are_compared() -> None:
     call = Call(name="c", target=torch.ops.aten.neg.default, args=(node,), meta={"val": torch.empty(5, 3)})
     values = {node: torch.randn(5, 3)}
     whole = -values[node]
-    assert costs_in_slices(call, 1, values, whole, torch.device("cpu"))
+    slices = BySlices(batch=5, samples=1, seconds=0.0, workspace_bytes=0, reads=(0,))
+    assert same_slices(call, slices, values, whole, torch.device("cpu"))
     whole[1] += 1
-    assert costs_in_slices(call, 1, values, whole, torch.device("cpu")) == ()
+    assert same_slices(call, slices, values, whole, torch.device("cpu")) == ()
 
 
 def saved_spares(plan: memfit.Plan) -> list[int]:
@@ -201,7 +202,7 @@ def test_retaining_the_graph_keeps_what_would_be_overwritten(strategy: str, monk
 
 
 def test_where_the_bits_differ_ops_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memfit.capture.costs.costs_in_slices", lambda *_: ())
+    monkeypatch.setattr("memfit.capture.profile.costs_in_slices", lambda *_: ())
     torch.manual_seed(0)
     _, graph = capture_and_profile(residual(), (torch.randn(4, 3, 22, 22),), {}, Request(budget=1, loss_fn=loss_fn))
     assert all(op.later.by_slices is None for op in graph.ops)

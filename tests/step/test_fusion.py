@@ -106,17 +106,17 @@ def test_what_is_read_whole_is_not_handed_on_in_slices() -> None:
 
 
 @pytest.mark.parametrize("by_slices", [True, False])
-def test_what_is_read_whole_is_not_overwritten(by_samples: bool) -> None:
+def test_what_is_read_whole_is_not_overwritten(by_slices: bool) -> None:
     graph, _ = chain()
     one, two, three, *rest = graph.ops
     assert three.by_slices is not None
-    slices = replace(three.by_slices, reads=(1, 2) if by_samples else (2,))
+    slices = replace(three.by_slices, reads=(1, 2) if by_slices else (2,))
     storages = (graph.storages[0], replace(graph.storages[1], reusable=True), *graph.storages[2:])
     graph = replace(graph, ops=(one, two, replace(three, by_slices=slices), *rest), storages=storages)
     # The first result stays until it is read for the last time by the ops that run again.
     program = program_of(graph, [0, 1, 2, 3, 4, 1, 2, 5])
     check(graph, program)
-    assert [i.over for i in program.instructions if i.over is not None] == ([1] if by_samples else [])
+    assert [i.over for i in program.instructions if i.over is not None] == ([1] if by_slices else [])
 
 
 def test_what_comes_in_is_not_made_again_within() -> None:

@@ -7,10 +7,13 @@ takes its statistics before it writes, so it can write over its input.
 
 The profiler compares each shape with the whole kernel before a plan relies on it (`memfit.capture.parts`).
 
-Its results can also be made apart: the sums over the batch that are the gradients of weight and bias, and the gradient
-of the input, sample by sample, from these sums (`input_gradient_from_sums`, with the lever `tile`).
+Its results can also be made apart (with the lever `tile`). Forward, sums over the batch (`sums_of_data`) give the
+statistics (`statistics_from_sums`), with which data is normalised sample by sample (`memfit.capture.again.normalise`).
+Backward, the sums are the gradients of weight and bias, and the gradient of the input is made sample by sample from
+these (`input_gradient_from_sums`).
 
-Known limits: contiguous float32 tensors on CPU, in training mode.
+Known limits: contiguous float32 tensors on CPU, in training mode; variances from sums lose digits where means are many
+thousand times as large as deviations.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ __all__ = [
     "input_gradient_from_sums",
     "input_gradient_over_data",
     "parts_of",
+    "statistics_from_sums",
+    "sums_of_data",
     "takes_channels",
 ]
 
@@ -121,6 +126,52 @@ def forward_over_input(
         *(data, weight, bias, new_mean, new_var, training, momentum, eps), out=data, save_mean=mean, save_invstd=invstd
     )
     return data, mean, invstd, new_mean, new_var
+
+
+def sums_of_data(data: torch.Tensor) -> torch.Tensor:
+    """The sums of the data and of its squares, per channel, in float64: those of slices add up to those of the whole.
+
+    Args:
+        data: of shape [N, C, *].
+
+    Returns:
+        Of shape [2, C].
+    """
+    mean, variance = (t.double() for t in _aten.batch_norm_update_stats.default(data, None, None, 0.0))
+    count = data.numel() // data.shape[1]
+    return torch.stack((mean * count, (variance + mean * mean) * count))
+
+
+def statistics_from_sums(
+    sums: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    count: int,
+    momentum: float,
+    eps: float,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor | None, ...]:
+    """Mean and inverse deviation per channel, and the new running statistics if there are any.
+
+    Args:
+        sums: of `sums_of_data`, over all samples.
+        running_mean: per channel.
+        running_var: per channel.
+        count: of elements per channel in all samples.
+        momentum: share of the new statistics in the running ones.
+        eps: added to the variance.
+        dtype: of mean and inverse deviation.
+    """
+    mean, square = (sums / count).unbind()
+    variance = (square - mean * mean).clamp_(min=0)
+    invstd = (variance + eps).rsqrt_()
+    new_mean = new_var = None
+    if running_mean is not None:
+        new_mean = (running_mean * (1 - momentum) + mean * momentum).to(running_mean.dtype)
+    if running_var is not None:
+        unbiased = momentum * count / (count - 1)
+        new_var = (running_var * (1 - momentum) + variance * unbiased).to(running_var.dtype)
+    return mean.to(dtype), invstd.to(dtype), new_mean, new_var
 
 
 def input_gradient_from_sums(

@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from memfit.capture.again import Call, normalise
-from memfit.capture.batch_norm import input_gradient_from_sums
+from memfit.capture.batch_norm import input_gradient_from_sums, sums_of_data
 from memfit.capture.by_samples import ELEMENT_BY_ELEMENT, makes_sums_or_slices, nodes_of, owns_memory
 from memfit.capture.rewrite import convolution_input_gradient, input_gradient_beside_stand_in, make_hollow
 from memfit.step.graph import Reach
@@ -445,7 +445,8 @@ _RULES: dict[Any, Callable[[fx.Node | Call], Rows | None]] = {
         _pointwise(0, 1),
     ),
     **dict.fromkeys(
-        (_aten.gelu.default, _aten.silu.default, _aten.sigmoid.default, _aten.tanh.default, normalise), _pointwise(0)
+        (_aten.gelu.default, _aten.silu.default, _aten.sigmoid.default, _aten.tanh.default, normalise, sums_of_data),
+        _pointwise(0),
     ),
     _aten.cat.default: _concatenation,
     _aten.convolution.default: _convolution,

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from memfit.capture.again import Call, normalise
-from memfit.capture.batch_norm import input_gradient_from_sums
+from memfit.capture.batch_norm import input_gradient_from_sums, sums_of_data
 from memfit.capture.rewrite import (
     HOLLOW_PREFIX,
     convolution_input_gradient,
@@ -79,6 +79,7 @@ _OF_SEVERAL = {
     _aten.native_batch_norm_backward.default: (0, 1),
     _aten.native_layer_norm_backward.default: (0, 1, 3, 4),
     input_gradient_from_sums: (0, 1),
+    sums_of_data: (0,),
     convolution_input_gradient: (0,),
     input_gradient_beside_stand_in: (0,),
     _aten.max_pool2d_with_indices_backward.default: (0, 7),
@@ -127,6 +128,8 @@ def batch_of(call: fx.Node | Call) -> int:
 
 def sums_of(call: fx.Node | Call) -> frozenset[int]:
     """Which of the results are sums over the batch."""
+    if call.target is sums_of_data:
+        return frozenset({0})
     if call.target is _aten.native_layer_norm_backward.default:
         return frozenset({1, 2})
     if call.target in (_aten.convolution_backward.default, _aten.native_batch_norm_backward.default):

@@ -35,7 +35,7 @@ from memfit.errors import CaptureError
 from memfit.runtime.measure import allocation_peak
 from memfit.step.graph import BySlices, Way
 
-__all__ = ["Costs", "costs_again", "costs_in_slices", "costs_of", "ways_of", "whole_if_separable"]
+__all__ = ["Costs", "costs_again", "costs_in_slices", "costs_of", "same_slices", "ways_of", "whole_if_separable"]
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +53,7 @@ class Costs:
 
     Attributes:
         ways: whole, then in parts; none if the call has other bits than what it would stand for.
-        in_slices: slice of the batch by slice, then what putting the slices of the first result together takes, in
-            fresh memory and in memory that was used before; none if it does not run so with the same bits.
+        in_slices: see `costs_in_slices`; none if it does not run so.
         in_place: over an operand; none if it does not run so.
     """
 
@@ -63,7 +62,7 @@ class Costs:
     in_place: tuple[Way, ...] = ()
 
 
-def costs_again(node: fx.Node, again: Call, slices: BySlices | None, over: int | None, device: torch.device) -> Costs:
+def costs_again(node: fx.Node, again: Call, over: int | None, device: torch.device) -> Costs:
     """What the call costs that runs in place of a batch normalisation later; no way if it has other bits."""
     try:
         args, kwargs = operands_of(node, device)
@@ -75,7 +74,7 @@ def costs_again(node: fx.Node, again: Call, slices: BySlices | None, over: int |
     except (RuntimeError, TypeError) as error:
         log.info("cannot run %s again from its statistics (%s)", node.name, error)
         return Costs(ways=())
-    return costs_of(again, slices, over, device) if same else Costs(ways=())
+    return costs_of(again, over, device) if same else Costs(ways=())
 
 
 def whole_if_separable(node: fx.Node, device: torch.device) -> tuple[Way, ...]:
@@ -123,16 +122,14 @@ def whole_if_separable(node: fx.Node, device: torch.device) -> tuple[Way, ...]:
 
 def ways_of(node: fx.Node | Call, device: torch.device) -> tuple[Way, ...]:
     """What the op costs whole, then in parts where that gives the same bits."""
-    return costs_of(node, None, None, device).ways
+    return costs_of(node, None, device).ways
 
 
-def costs_of(node: fx.Node | Call, slices: BySlices | None, over: int | None, device: torch.device) -> Costs:
-    """What a call costs.
+def costs_of(node: fx.Node | Call, over: int | None, device: torch.device) -> Costs:
+    """What a call costs, whole, in parts and over an operand.
 
     Args:
         node: the call.
-        slices: how it runs slice by slice; None if it does not. Only if its first run does, or in bands, slices need
-            the bits of the whole up to rounding only.
         over: the operand over which it can run; None if it cannot.
         device: where.
     """
@@ -159,10 +156,6 @@ def costs_of(node: fx.Node | Call, slices: BySlices | None, over: int | None, de
             over_first = IN_PLACE.get(node.target, {}).get(0)
             timed = in_parts if over_first is None else functools.partial(over_first, *args, parts=parts, **kwargs)
             found.append((replace(way, parts=parts), timed))
-    in_slices: tuple[Way, ...] = ()
-    if slices is not None:
-        is_rounded = slices.first or slices.bands > 1
-        in_slices = (costs_in_rounded_slices if is_rounded else costs_in_slices)(node, slices, values, result, device)
     del result  # timed runs take the memory of those before them, as those of a step do
     ways = tuple(replace(way, seconds=_seconds(run, way.seconds, device)) for way, run in found)
     in_place: tuple[Way, ...] = ()
@@ -171,60 +164,76 @@ def costs_of(node: fx.Node | Call, slices: BySlices | None, over: int | None, de
         # It touches less memory than the run into fresh memory; where it seems slower, that was the machine.
         seconds = min(ways[0].seconds, _seconds(overwriting, _timed(overwriting, device), device))
         in_place = (Way(parts=1, seconds=seconds, workspace_bytes=ways[0].workspace_bytes),)
-    return Costs(ways=ways, in_slices=in_slices, in_place=in_place)
+    return Costs(ways=ways, in_place=in_place)
 
 
-def costs_in_slices(
+def costs_in_slices(call: fx.Node | Call, slices: BySlices, device: torch.device) -> tuple[Way, ...]:
+    """What a call costs slice by slice.
+
+    Args:
+        call: the call.
+        slices: how it runs so. If its first run does, or in bands, they need the bits of the whole up to rounding only.
+        device: where.
+
+    Returns:
+        All slices, with the workspace of one, then what putting those of the first result together takes, in fresh
+        memory and in memory that was used before; nothing if the results are not those of the whole.
+    """
+    try:
+        values = operand_values(call, device)
+        args, kwargs = fx.map_arg(call.args, values.__getitem__), fx.map_arg(call.kwargs, values.__getitem__)
+        whole = cast(Callable[..., object], call.target)(*args, **kwargs)
+        is_rounded = slices.first or slices.bands > 1
+        return (_rounded_slices if is_rounded else same_slices)(call, slices, values, whole, device)
+    except (RuntimeError, TypeError, IndexError, ValueError) as error:  # a slice is too small for the kernel, say
+        log.info("cannot run %s slice by slice (%s)", call.name, error)
+        return ()
+
+
+def same_slices(
     call: fx.Node | Call, slices: BySlices, values: Mapping[fx.Node, torch.Tensor], whole: object, device: torch.device
 ) -> tuple[Way, ...]:
-    """`Costs.in_slices`, with the workspace of one slice.
+    """`costs_in_slices` where they have the bits of the whole.
 
     Kernels go by shape and by where operands lie in memory, so the first slice, one in the middle, the last and one
     of each alignment are compared with the whole.
     """
     run, cuts = _slice_runner(call, slices, values), _cuts(slices)
     sliced = sliced_operands(call)
-    try:
-        _, first = _measured(lambda: run(cuts[0]), device)
-        times: list[float] = []
-        operands = [values[node] for node in call.all_input_nodes if node in sliced]
-        aligned = {tuple(t[cut.samples].data_ptr() % _ALIGNMENT for t in operands): cut for cut in reversed(cuts)}
-        for cut in {*aligned.values(), cuts[0], cuts[len(cuts) // 2], cuts[-1]}:
-            results = list[object]()
-            times.append(_timed(functools.partial(_run_into, results, run, cut), device))
-            if not _equal(cut.of(whole), results[0]):
-                return ()
-        way = replace(first, seconds=statistics.median(times) * len(cuts))
-        return (way, *_together(_first(whole), cuts, device))
-    except RuntimeError as error:  # a slice is too small for the kernel of the whole
-        log.info("cannot run %s by samples (%s)", call.name, error)
-        return ()
+    _, first = _measured(lambda: run(cuts[0]), device)
+    times: list[float] = []
+    operands = [values[node] for node in call.all_input_nodes if node in sliced]
+    aligned = {tuple(t[cut.samples].data_ptr() % _ALIGNMENT for t in operands): cut for cut in reversed(cuts)}
+    for cut in dict.fromkeys((*aligned.values(), cuts[0], cuts[len(cuts) // 2], cuts[-1])):
+        results = list[object]()
+        times.append(_timed(functools.partial(_run_into, results, run, cut), device))
+        if not _equal(cut.of(whole), results[0]):
+            return ()
+    way = replace(first, seconds=statistics.median(times) * len(cuts))
+    return (way, *_together(_first(whole), cuts, device))
 
 
-def costs_in_rounded_slices(
+def _rounded_slices(
     call: fx.Node | Call, slices: BySlices, values: Mapping[fx.Node, torch.Tensor], whole: object, device: torch.device
 ) -> tuple[Way, ...]:
-    """The same, for slices that need the bits of the whole up to rounding only, sums over the batch among them."""
+    """The same for slices that have them up to rounding, sums over slices among them."""
     run, cuts, sums = _slice_runner(call, slices, values), _cuts(slices), sums_of(call)
     wholes = _results(whole)
+    eps = max(torch.finfo(t.dtype).eps for t in values.values() if t.is_floating_point())
     added: dict[int, torch.Tensor] = {}
     seconds = 0.0
-    try:
-        _, first = _measured(lambda: run(cuts[len(cuts) // 2]), device)
-        for cut in cuts:
-            results = list[object]()
-            seconds += _timed(functools.partial(_run_into, results, run, cut), device)
-            for place, part in enumerate(_results(results[0])):
-                if place in sums and isinstance(part, torch.Tensor):
-                    added[place] = part if place not in added else added[place] + part
-                elif not _close(cut.of(wholes[place]), part):
-                    log.info("%s in slices is not what it is whole", call.name)
-                    return ()
-        if not all(_close(wholes[place], total) for place, total in added.items()):
-            log.warning("%s in slices does not add up to what it is whole; it runs whole", call.name)
-            return ()
-    except RuntimeError as error:  # a slice is too small for the kernel of the whole
-        log.info("cannot run %s in slices (%s)", call.name, error)
+    _, first = _measured(lambda: run(cuts[len(cuts) // 2]), device)
+    for cut in cuts:
+        results = list[object]()
+        seconds += _timed(functools.partial(_run_into, results, run, cut), device)
+        for place, part in enumerate(_results(results[0])):
+            if place in sums and isinstance(part, torch.Tensor):
+                added[place] = part if place not in added else added[place] + part
+            elif not _close(cut.of(wholes[place]), part, eps):
+                log.warning("%s in slices is not what it is whole; it runs whole", call.name)
+                return ()
+    if not all(_close(wholes[place], total, eps) for place, total in added.items()):
+        log.warning("%s in slices does not add up to what it is whole; it runs whole", call.name)
         return ()
     way = replace(first, seconds=seconds)
     if wholes[0] is None or 0 in sums:
@@ -235,11 +244,17 @@ def costs_in_rounded_slices(
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Where a slice lies: samples of the batch, and which of how many bands of their rows."""
+    """Where a slice lies: samples of the batch from `start` to before `stop`, and which of how many bands of rows."""
 
-    samples: slice
+    start: int
+    stop: int
     band: int
     bands: int
+
+    @property
+    def samples(self) -> slice:
+        """Of the batch."""
+        return slice(self.start, self.stop)
 
     def of(self, result: object) -> object:
         """The slice of a whole result."""
@@ -256,7 +271,7 @@ class _Cut:
 def _cuts(slices: BySlices) -> list[_Cut]:
     starts = range(0, slices.batch, slices.samples)
     return [
-        _Cut(slice(start, start + slices.samples), band, slices.bands)
+        _Cut(start, min(start + slices.samples, slices.batch), band, slices.bands)
         for start in starts
         for band in range(slices.bands)
     ]
@@ -295,15 +310,15 @@ def _results(result: object) -> Sequence[object]:
     return result if isinstance(result, tuple | list) else [result]
 
 
-def _close(expected: object, found: object) -> bool:
-    """Whether two results differ by rounding only; a wrong one differs by more than half its digits."""
+def _close(expected: object, found: object, eps: float) -> bool:
+    """Whether two results differ by rounding only; a wrong one differs by more than half the digits of `eps`."""
     if not isinstance(expected, torch.Tensor) or not isinstance(found, torch.Tensor):
         return expected is None and found is None
     if expected.shape != found.shape or expected.dtype is not found.dtype:
         return False
-    if not expected.is_floating_point():
+    if not expected.is_floating_point() or not expected.numel():
         return torch.equal(expected, found)
-    least = math.sqrt(torch.finfo(expected.dtype).eps) * float(expected.abs().max())
+    least = math.sqrt(eps) * float(expected.abs().max())
     return bool((expected - found).abs().max() <= least)
 
 

@@ -157,6 +157,7 @@ def read_joint(
     rewrite.hollow_shape_operands(module)
     rewrite.hoist_weight_gradients(module)
     if bands:
+        rounded.split_batch_norm(module)
         rounded.split_batch_norm_backward(module)
     graph = module.graph
     separated = concatenations.separate_weight_gradients(graph, separate)

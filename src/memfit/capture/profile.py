@@ -18,7 +18,7 @@ from memfit.capture.again import Call
 from memfit.capture.concatenations import is_of_concatenation, separable_key
 from memfit.capture.cost_cache import CostCache
 from memfit.capture.cost_key import cost_key
-from memfit.capture.costs import Costs, costs_again, costs_of, whole_if_separable
+from memfit.capture.costs import Costs, costs_again, costs_in_slices, costs_of, whole_if_separable
 from memfit.capture.joint import JointOp
 from memfit.capture.parts import candidate_parts
 from memfit.capture.roofline import roofline_seconds
@@ -41,27 +41,35 @@ class _Measurement:
         keys: names in the cache of the fields of `Costs`.
         slices: how it runs slice by slice, if it does.
         over: the operand over which it can run; None if it cannot.
-        run: measures.
+        run: measures it whole, in parts and over the operand.
+        run_slices: measures its slices.
     """
 
     keys: tuple[str, str, str]
     slices: BySlices | None
     over: int | None
     run: Callable[[], Costs]
+    run_slices: Callable[[], tuple[Way, ...]]
 
     def known(self, cache: CostCache) -> Costs | None:
         """What the cache has, None if something is missing."""
         key, in_slices, in_place = self.keys
-        wanted = (key, *([in_slices] if self.slices else []), *([in_place] if self.over is not None else []))
-        if not all(name in cache for name in wanted):
+        if not self._knows_whole(cache) or (self.slices is not None and in_slices not in cache):
             return None
         return Costs(ways=cache[key], in_slices=cache.get(in_slices, ()), in_place=cache.get(in_place, ()))
 
     def measure(self, cache: CostCache) -> None:
-        """Runs the call and puts into the cache what it costs."""
-        costs = self.run()
-        fields = (costs.ways, costs.in_slices if self.slices else None, costs.in_place)
-        cache.update((key, ways) for key, ways in zip(self.keys, fields, strict=True) if ways is not None)
+        """Runs the call and puts into the cache what it costs that is not there."""
+        key, in_slices, in_place = self.keys
+        if not self._knows_whole(cache):
+            costs = self.run()
+            cache.update({key: costs.ways, in_place: costs.in_place})
+        if self.slices is not None:
+            cache[in_slices] = self.run_slices() if cache[key] else ()
+
+    def _knows_whole(self, cache: CostCache) -> bool:
+        key, _, in_place = self.keys
+        return key in cache and (self.over is None or in_place in cache)
 
 
 def profile_ops(
@@ -81,7 +89,7 @@ def profile_ops(
     joints = [joint for joint in capture.joint_ops if joint is not None]
     measurements = {joint.node: _measurements(joint, device) for joint in joints}
     plain_ones = [
-        _measurement(joint.plain_call, None, None, functools.partial(costs_of, joint.plain_call, None, None, device))
+        _measurement(joint.plain_call, None, None, device)
         for joint in joints
         if joint.plain_call is not None and _plain_key(joint.plain_call) not in cache
     ]
@@ -155,22 +163,25 @@ def _measurements(joint: JointOp, device: torch.device) -> list[_Measurement]:
     over = None if candidate_parts(joint.node) else joint.in_place_argument
 
     if joint.again is None:
-        run = functools.partial(costs_of, joint.node, slices, over, device)
-        return [_measurement(joint.node, slices, over, run)]
-    first = _measurement(joint.node, None, over, functools.partial(costs_of, joint.node, None, over, device))
-    run = functools.partial(costs_again, joint.node, joint.again, slices, over, device)
-    return [first, _measurement(joint.again, slices, over, run)]
+        return [_measurement(joint.node, slices, over, device)]
+    run = functools.partial(costs_again, joint.node, joint.again, over, device)
+    later = replace(_measurement(joint.again, slices, over, device), run=run)
+    return [_measurement(joint.node, None, over, device), later]
 
 
-def _measurement(
-    call: fx.Node | Call, slices: BySlices | None, over: int | None, run: Callable[[], Costs]
-) -> _Measurement:
+def _measurement(call: fx.Node | Call, slices: BySlices | None, over: int | None, device: torch.device) -> _Measurement:
     key = cost_key(call)
     in_slices = ""
     if slices is not None:
         bands = f" in {slices.bands} bands" if slices.bands > 1 else ""
         in_slices = f"{key} by {slices.samples} samples{bands}" + (", rounded" if slices.first else "")
-    return _Measurement(keys=(key, in_slices, f"{key} over operand {over}"), slices=slices, over=over, run=run)
+    return _Measurement(
+        keys=(key, in_slices, f"{key} over operand {over}"),
+        slices=slices,
+        over=over,
+        run=functools.partial(costs_of, call, over, device),
+        run_slices=lambda: () if slices is None else costs_in_slices(call, slices, device),
+    )
 
 
 def _plain_key(call: Call) -> str:

@@ -49,7 +49,7 @@ def lazy_order(
     return order
 
 
-def tiled_order(graph: StepGraph, kept: Collection[int]) -> list[int]:
+def tiled_order(graph: StepGraph, kept: Collection[int], *, forward: bool = False) -> list[int]:
     """The plain order with everything that is not kept made again for each group of backward ops that run as one.
 
     Between two groups nothing of the forward pass is there but what is kept: what is made again for a group exists as
@@ -58,14 +58,16 @@ def tiled_order(graph: StepGraph, kept: Collection[int]) -> list[int]:
     Args:
         graph: a tiled step (`StepGraph.is_tiled`).
         kept: forward storages to hold through the loss.
+        forward: whether it is so in the forward pass already, where groups end at the statistics of normalisations.
 
     Returns:
         Op indices for `memfit.step.program.program_of`.
     """
     loss = graph.loss_index
     producer = graph.producers()
+    order = _forward_in_groups(graph, producer, kept) if forward else list(range(loss))
+    order.append(loss)
     alive = _pinned(graph, producer) | set(kept) | set(graph.ops[loss].writes)
-    order = list(range(loss + 1))
     start = loss + 1
     while start < len(graph.ops):
         stop = _end_of_group(graph, start)
@@ -74,6 +76,29 @@ def tiled_order(graph: StepGraph, kept: Collection[int]) -> list[int]:
         order += sorted({index for cone in cones for index in cone})
         order += range(start, stop)
         alive.update(s for op in graph.ops[start:stop] for s in op.writes)
+        start = stop
+    return order
+
+
+def _forward_in_groups(graph: StepGraph, producer: list[int], kept: Collection[int]) -> list[int]:
+    """The forward ops, with slices that are not kept made again for each group."""
+    forgotten = {
+        s
+        for op in graph.ops[: graph.loss_index]
+        if op.by_slices is not None and op.by_slices.first and op.recomputable
+        for s in op.writes
+        if s not in op.by_slices.sums
+    }
+    forgotten -= set(kept) | graph.held_to_the_end()
+    order: list[int] = []
+    start = 0
+    while start < graph.loss_index:
+        stop = min(_end_of_group(graph, start), graph.loss_index)
+        made = {s for op in graph.ops[start:stop] for s in op.writes}
+        missing = (s for op in graph.ops[start:stop] for s in op.reads if s in forgotten and s not in made)
+        cones = [missing_cone(graph, producer, s, lambda s: s not in forgotten) for s in dict.fromkeys(missing)]
+        order += sorted({index for cone in cones for index in cone})
+        order += range(start, stop)
         start = stop
     return order
 

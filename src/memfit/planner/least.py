@@ -72,7 +72,11 @@ def _low_starts(graph: StepGraph) -> list[list[int]]:
     """Orders of low memory, whatever their time, the lowest first."""
     orders = [lazy_order(graph, anchors(graph, windows)) for windows in _WINDOWS]
     if graph.is_tiled:
-        sliced = (tiled_order(graph, anchors(graph, windows)) for windows in _WINDOWS)
+        sliced = (
+            tiled_order(graph, anchors(graph, windows), forward=forward)
+            for forward in (False, True)
+            for windows in _WINDOWS
+        )
         orders += [order for order in sliced if len(order) <= _LONGEST * len(graph.ops)]
     return sorted(orders, key=lambda order: _peak(graph, order))
 
