@@ -97,14 +97,14 @@ class Subject:
     _calls: dict[int, Callable[..., Any]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, case: Case, device: torch.device, *, cached: bool = False, bands: int = 0) -> Subject:
+    def of(cls, case: Case, device: torch.device, *, cached: bool = False, grid: tuple[int, ...] = ()) -> Subject:
         """Builds, captures and profiles a model.
 
         Args:
             case: what to build.
             device: where.
             cached: whether the costs known for this machine may serve; else they are measured anew.
-            bands: for the lever `tile`, see `memfit.capture.joint.read_joint`.
+            grid: for the lever `tile`, see `memfit.capture.joint.read_joint`.
         """
         example = build(case.spec, batch=case.batch, shape=case.shape, device=device)
         costs = open_cache(device) if cached else CostCache()
@@ -113,7 +113,7 @@ class Subject:
         def captured(separate: Callable[[str], bool]) -> Capture:
             begin, model, args, kwargs = time.perf_counter(), example.model, example.args, example.kwargs
             of_step = {"loss_fn": example.loss_fn, "label": example.label}
-            made = capture_step(model, args, kwargs, **of_step, separate=separate, bands=bands)
+            made = capture_step(model, args, kwargs, **of_step, separate=separate, grid=grid)
             capturing.append(time.perf_counter() - begin)
             return made
 

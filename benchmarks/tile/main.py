@@ -68,7 +68,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 def _wall(
     report: Report, table: Table, name: str, case: Case, device: torch.device, options: argparse.Namespace
 ) -> None:
-    bitwise, tiled = (Subject.of(case, device, cached=options.cached, bands=bands) for bands in (0, 1))
+    bitwise, tiled = (Subject.of(case, device, cached=options.cached, grid=grid) for grid in ((), (1, 1)))
     before, after = _least_bytes(bitwise), _least_bytes(tiled)
     plain = bitwise.run()
     _, low_run = tiled.proven(tiled.plan(after))

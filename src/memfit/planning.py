@@ -152,8 +152,8 @@ def make_plan(
     resolve_budget(request.budget, device)
     made: list[Plan] = []
     failures: list[BudgetError] = []
-    for bands in (0, 1) if request.tiles else (0,):
-        capture, graph = capture_and_profile(model, args, kwargs, request, bands=bands, progress=progress)
+    for grid in ((), (1, 1)) if request.tiles else ((),):
+        capture, graph = capture_and_profile(model, args, kwargs, request, grid=grid, progress=progress)
         budget_bytes = resolve_budget(request.budget, device, graph.static_bytes)
         try:
             plan = plan_captured(model, args, kwargs, capture, graph, request, budget_bytes, progress=progress)
@@ -175,7 +175,7 @@ def _with_all_levers(
     if request.strategy != "auto" or device_of(model).type != "cpu":
         return error
     try:
-        _, graph = capture_and_profile(model, args, kwargs, request, bands=1)
+        _, graph = capture_and_profile(model, args, kwargs, request, grid=(1, 1))
     except MemfitError as failure:  # the first error is the one to tell
         log.info("cannot tell from where tiling fits: %s", failure)
         return error
@@ -197,11 +197,11 @@ def capture_and_profile(
     kwargs: dict[str, Any],
     request: Request,
     *,
-    bands: int = 0,
+    grid: tuple[int, ...] = (),
     cache: CostCache | None = None,
     progress: Progress | None = None,
 ) -> tuple[Capture, StepGraph]:
-    """The step with measured times, for the lever `tile` in so many bands or without it (0)."""
+    """The step with measured times, for the lever `tile` in tiles of a grid or without it (empty)."""
     device = device_of(model)
     if progress is not None:
         progress("capture", 0, 1)
@@ -214,7 +214,7 @@ def capture_and_profile(
             optimizer=request.optimizer,
             label=request.label,
             separate=separate,
-            bands=bands,
+            grid=grid,
         )
 
     capture = separated(captured, device, cache)
@@ -227,7 +227,7 @@ def capture_and_profile(
 
     graph = profile_ops(capture, device, cache, progress=profiling)
     # What runs as one is not divided by swaps yet.
-    graph = graph if bands else replace(graph, tiers=_tiers(request, device))
+    graph = graph if grid else replace(graph, tiers=_tiers(request, device))
     return replace(capture, graph=graph), graph
 
 
@@ -265,7 +265,7 @@ def plan_captured(
         decisions=decisions(graph, program, timeline),
         fingerprint=fingerprint(model, args, kwargs),
         graph_digest=graph_digest(graph),
-        bands=capture.bands,
+        grid=capture.grid,
         planned=Planned(capture=capture, graph=graph, request=request, signature=signature(model, args, kwargs)),
     )
 

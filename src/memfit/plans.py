@@ -40,7 +40,7 @@ class Plan:
         decisions: the program in words.
         fingerprint: model, inputs, torch and device it was made for.
         graph_digest: of the step it was made for.
-        bands: into how many bands its step was captured for the lever `tile`, 1 for samples only; 0 if it was not.
+        grid: into how many tiles samples of its step may be cut; empty if it was not captured for the lever `tile`.
         planned: the capture it came from; None for a plan from a file.
     """
 
@@ -53,7 +53,7 @@ class Plan:
     decisions: tuple[Decision, ...]
     fingerprint: Mapping[str, str | int | list[Any]]
     graph_digest: str
-    bands: int = 0
+    grid: tuple[int, ...] = ()
     planned: Planned | None = None
 
     def apply(
@@ -90,7 +90,7 @@ class Plan:
                 budget_bytes=self.budget_bytes,
                 predicted=self.predicted,
                 graph_digest=self.graph_digest,
-                bands=self.bands,
+                grid=self.grid,
                 program=self.program,
                 decisions=self.decisions,
             ),
@@ -115,13 +115,13 @@ class Plan:
             decisions=file.decisions,
             fingerprint=fingerprint,
             graph_digest=file.graph_digest,
-            bands=file.bands,
+            grid=file.grid,
         )
 
     @property
     def is_tiled(self) -> bool:
         """Whether ops may run slice by slice for the lever `tile`, so that gradients are equal up to rounding."""
-        return self.bands > 0
+        return bool(self.grid)
 
     @property
     def fits(self) -> bool:

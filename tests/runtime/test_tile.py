@@ -40,7 +40,7 @@ def least_bytes(model: nn.Module, args: tuple[Any, ...], loss: Any) -> tuple[int
 def tiled_plan(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Any) -> memfit.Plan:
     """For a budget not far above the widest op."""
     request = Request(budget=1, loss_fn=loss, levers="all", search_seconds=0.1)
-    capture, graph = capture_and_profile(model, args, kwargs, request, bands=1)
+    capture, graph = capture_and_profile(model, args, kwargs, request, grid=(1, 1))
     plain, wall = simulate_plain(graph).peak_bytes, op_wall_bytes(graph)
     return plan_captured(model, args, kwargs, capture, graph, request, int(wall + 0.3 * (plain - wall)))
 
@@ -107,7 +107,7 @@ def stacks(draw: st.DrawFn) -> tuple[nn.Module, torch.Tensor]:
 @settings(max_examples=6, derandomize=True)
 def test_float64_gradients_of_any_stack(case: tuple[nn.Module, torch.Tensor]) -> None:
     model, x = case
-    capture, graph = capture_and_profile(model, (x,), {}, Request(budget=1, loss_fn=loss_fn), bands=1)
+    capture, graph = capture_and_profile(model, (x,), {}, Request(budget=1, loss_fn=loss_fn), grid=(1, 1))
     lean = leanest(graph)
     program = program_of(lean, tiled_order(lean, anchors(lean, 1)), in_place=False)
     check(lean, program)
@@ -125,7 +125,7 @@ def test_float64_gradients_of_any_stack(case: tuple[nn.Module, torch.Tensor]) ->
 def test_the_backward_pass_runs_in_slices_and_adds_up() -> None:
     torch.manual_seed(0)
     model, x = residual(), torch.randn(5, 3, 40, 40)
-    _, graph = capture_and_profile(model, (x,), {}, Request(budget=1, loss_fn=loss_fn), bands=1)
+    _, graph = capture_and_profile(model, (x,), {}, Request(budget=1, loss_fn=loss_fn), grid=(1, 1))
     lean = leanest(graph)
     program = program_of(lean, tiled_order(lean, anchors(lean, 1)))
     sliced = [graph.ops[i.index] for i in program.instructions if i.action is Action.COMPUTE and i.sliced]

@@ -32,6 +32,7 @@ from memfit.capture.rewrite import (
 __all__ = [
     "ELEMENT_BY_ELEMENT",
     "Slice",
+    "Tile",
     "batch_of",
     "in_slices",
     "makes_sums_or_slices",
@@ -44,6 +45,9 @@ __all__ = [
 ]
 
 _aten = torch.ops.aten
+
+Tile = tuple[tuple[int, int], ...]
+"""From the one to before the other along each axis of space that is cut."""
 
 _SLICE_BYTES = 4 << 20
 """About the largest result of a slice: it fits a cache, and its work outweighs the call."""
@@ -212,8 +216,7 @@ class Slice:
     """How ops that run as one are called.
 
     Attributes:
-        run: of one slice: from operands, before these the numbers of a band if there are any, to the slices of the
-            results.
+        run: of one slice: from operands, before these a list of tiles if there are any, to the slices of the results.
         sliced: positions of operands of which samples are taken.
         batch: samples in all.
         samples: in one slice.
@@ -221,7 +224,7 @@ class Slice:
         sums: positions of results that are sums over the slices.
         over: for each result the position of the operand whose memory it takes over, if any; one that is not sliced
             serves for nothing else.
-        bands: for each band of the samples' rows the numbers to run it with, and its rows of each result.
+        pieces: for each piece in space of samples the tiles to run it with, and the tile of each result it makes.
     """
 
     run: Callable[..., Sequence[torch.Tensor]]
@@ -231,7 +234,7 @@ class Slice:
     results: Sequence[torch.Tensor]
     over: Sequence[int | None]
     sums: Collection[int] = ()
-    bands: Sequence[tuple[Sequence[int], Sequence[slice]]] = ()
+    pieces: Sequence[tuple[Sequence[Tile], Sequence[Tile]]] = ()
 
 
 def in_slices(how: Slice) -> Callable[..., tuple[torch.Tensor, ...]]:
@@ -250,11 +253,12 @@ def in_slices(how: Slice) -> Callable[..., tuple[torch.Tensor, ...]]:
         for start in range(0, how.batch, how.samples):
             here = slice(start, start + how.samples)
             given = [t[here] if i in how.sliced else t for i, t in enumerate(operands)]
-            for numbers, rows in how.bands or [((), ())]:
-                parts = how.run(numbers, *given) if how.bands else how.run(*given)
+            for tiles, made in how.pieces or [((), ())]:
+                parts = how.run(tiles, *given) if how.pieces else how.run(*given)
                 for place, result in enumerate(results):
                     if place not in how.sums:
-                        result[(here, slice(None), rows[place]) if how.bands else here] = parts[place]
+                        space = (slice(None), *(slice(*along) for along in made[place])) if how.pieces else ()
+                        result[(here, *space)] = parts[place]
                     elif is_first:
                         result.copy_(parts[place])
                     else:

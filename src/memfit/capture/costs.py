@@ -23,8 +23,8 @@ import torch
 from torch import fx
 
 from memfit.capture.again import Call
-from memfit.capture.by_rows import AXIS, Rows, bands_of, rows_of
-from memfit.capture.by_samples import sliced_operands, sliced_target, sums_of
+from memfit.capture.by_samples import Tile, sliced_operands, sliced_target, sums_of
+from memfit.capture.by_tiles import SPACE, Tiling, narrowed, tiles_of, tiling_of
 from memfit.capture.concatenations import operands_of_data
 from memfit.capture.operands import operand_values, operands_of
 from memfit.capture.parts import call_in_parts, candidate_parts
@@ -172,7 +172,7 @@ def costs_in_slices(call: fx.Node | Call, slices: BySlices, device: torch.device
 
     Args:
         call: the call.
-        slices: how it runs so. If its first run does, or in bands, they need the bits of the whole up to rounding only.
+        slices: how it runs so. If its first run does, or in tiles, they need the bits of the whole up to rounding only.
         device: where.
 
     Returns:
@@ -183,7 +183,7 @@ def costs_in_slices(call: fx.Node | Call, slices: BySlices, device: torch.device
         values = operand_values(call, device)
         args, kwargs = fx.map_arg(call.args, values.__getitem__), fx.map_arg(call.kwargs, values.__getitem__)
         whole = cast(Callable[..., object], call.target)(*args, **kwargs)
-        is_rounded = slices.first or slices.bands > 1
+        is_rounded = slices.first or bool(slices.grid)
         return (_rounded_slices if is_rounded else same_slices)(call, slices, values, whole, device)
     except (RuntimeError, TypeError, IndexError, ValueError) as error:  # a slice is too small for the kernel, say
         log.info("cannot run %s slice by slice (%s)", call.name, error)
@@ -244,12 +244,12 @@ def _rounded_slices(
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Where a slice lies: samples of the batch from `start` to before `stop`, and which of how many bands of rows."""
+    """Where a slice lies: samples of the batch from `start` to before `stop`, and which tile of a grid."""
 
     start: int
     stop: int
-    band: int
-    bands: int
+    number: int
+    grid: tuple[int, ...]
 
     @property
     def samples(self) -> slice:
@@ -262,18 +262,19 @@ class _Cut:
             return tuple(self.of(r) for r in result)
         if not isinstance(result, torch.Tensor):
             return result
-        if self.bands == 1:
-            return result[self.samples]
-        start, stop = bands_of(result.shape[AXIS], self.bands)[self.band]
-        return result[self.samples].narrow(AXIS, start, stop - start)
+        return narrowed(result[self.samples], self.tile(result.shape[SPACE : SPACE + len(self.grid)]))
+
+    def tile(self, extents: Sequence[int]) -> Tile:
+        """The tile of something so large."""
+        return tiles_of(extents, self.grid)[self.number]
 
 
 def _cuts(slices: BySlices) -> list[_Cut]:
     starts = range(0, slices.batch, slices.samples)
     return [
-        _Cut(start, min(start + slices.samples, slices.batch), band, slices.bands)
+        _Cut(start, min(start + slices.samples, slices.batch), number, slices.grid)
         for start in starts
-        for band in range(slices.bands)
+        for number in range(math.prod(slices.grid))
     ]
 
 
@@ -281,9 +282,9 @@ def _slice_runner(
     call: fx.Node | Call, slices: BySlices, values: Mapping[fx.Node, torch.Tensor]
 ) -> Callable[[_Cut], object]:
     """What runs a call on a slice."""
-    rows = rows_of(call) if slices.bands > 1 else None
-    if rows is not None:
-        return lambda cut: _run_rows(call, rows, values, cut)
+    tiling = tiling_of(call, len(slices.grid)) if slices.grid else None
+    if tiling is not None:
+        return lambda cut: _run_tile(call, tiling, values, cut)
     target, sliced = sliced_target(call), sliced_operands(call)
 
     def run(cut: _Cut) -> object:
@@ -293,17 +294,16 @@ def _slice_runner(
     return run
 
 
-def _run_rows(call: fx.Node | Call, rows: Rows, values: Mapping[fx.Node, torch.Tensor], cut: _Cut) -> object:
-    start, stop = bands_of(rows.rows, cut.bands)[cut.band]
-    needs = dict(zip(rows.operands, rows.needs(start, stop), strict=True))
+def _run_tile(call: fx.Node | Call, tiling: Tiling, values: Mapping[fx.Node, torch.Tensor], cut: _Cut) -> object:
+    tile = cut.tile(tiling.extents)
+    needs = dict(zip(tiling.operands, tiling.needs(tile), strict=True))
 
     def operand(node: fx.Node) -> torch.Tensor:
         if node not in needs:
             return values[node]
-        first, last = needs[node]
-        return values[node][cut.samples].narrow(AXIS, first, last - first)
+        return narrowed(values[node][cut.samples], needs[node])
 
-    return rows.run(*fx.map_arg(call.args, operand), start=start, stop=stop)
+    return tiling.run(*fx.map_arg(call.args, operand), tile=tile)
 
 
 def _results(result: object) -> Sequence[object]:

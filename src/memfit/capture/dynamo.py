@@ -85,7 +85,7 @@ def capture_pieces(
     kwargs: dict[str, Any],
     *,
     separate: Callable[[str], bool],
-    bands: int = 0,
+    grid: tuple[int, ...] = (),
     gradient_outputs: frozenset[int] | None = None,
 ) -> Pieces:
     """Captures the training step of `model(*args, **kwargs)`. Changes nothing.
@@ -95,7 +95,7 @@ def capture_pieces(
         args: positional inputs.
         kwargs: keyword inputs.
         separate: see `memfit.capture.joint.read_joint`.
-        bands: see there.
+        grid: see there.
         gradient_outputs: which outputs of the last graph receive a gradient; None for all of them.
 
     Returns:
@@ -105,7 +105,7 @@ def capture_pieces(
         CaptureError: if Dynamo cannot capture the model, naming the line.
     """
     captured = functools.partial(
-        _capture, model, args, kwargs, separate=separate, bands=bands, gradient_outputs=gradient_outputs
+        _capture, model, args, kwargs, separate=separate, grid=grid, gradient_outputs=gradient_outputs
     )
     try:
         with preserved_attributes(model):
@@ -136,7 +136,7 @@ def _capture(
     *,
     fake: bool,
     separate: Callable[[str], bool],
-    bands: int,
+    grid: tuple[int, ...],
     gradient_outputs: frozenset[int] | None,
 ) -> Pieces:
     pieces: list[Piece] = []
@@ -148,7 +148,7 @@ def _capture(
         def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **rest: Any) -> Any:
             halves = default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **rest)
             in_place = in_place_nodes(gm)
-            readings.append(read_joint(joint, num_fwd_outputs, separate=separate, in_place=in_place, bands=bands))
+            readings.append(read_joint(joint, num_fwd_outputs, separate=separate, in_place=in_place, grid=grid))
             return halves
 
         detach_outputs(gm, gradient_outputs)

@@ -17,7 +17,7 @@ Known limits: static shapes only.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -27,18 +27,14 @@ from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 
 from memfit.capture import concatenations, rewrite, rounded, slices
 from memfit.capture.again import Call, from_statistics, without_statistics
-from memfit.capture.by_rows import reach_of, rows_of
-from memfit.capture.by_samples import batch_of, owns_memory, samples_per_slice, sliced_operands, sums_of
+from memfit.capture.by_samples import owns_memory
 from memfit.capture.cost_key import tensors_of
+from memfit.capture.cutting import cutting
 from memfit.capture.repeated import merge_repeated
 from memfit.errors import CaptureError
 from memfit.step.graph import BySlices, Phase, StorageKind
 
 __all__ = ["JointOp", "JointReading", "JointStorage", "is_random", "read_joint", "result_index"]
-
-
-_LEAST_ROWS = 2
-"""Of a band."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +98,7 @@ class JointReading:
         gradient_storages: storages of the gradients, one entry per gradient.
         separated: keys of weights' gradients that are made part by part (`memfit.capture.concatenations`).
         separable: those that might be.
-        bands: into how many bands samples may be cut; 0 if it was not read for the lever `tile`.
+        grid: into how many tiles samples may be cut; empty if it was not read for the lever `tile`.
     """
 
     module: fx.GraphModule
@@ -114,7 +110,7 @@ class JointReading:
     gradient_storages: tuple[int, ...]
     separated: frozenset[str] = frozenset()
     separable: tuple[fx.Node, ...] = ()
-    bands: int = 0
+    grid: tuple[int, ...] = ()
 
     def is_reusable(self, storage: int) -> bool:
         """Whether something else may be put in its memory once nothing reads it."""
@@ -129,7 +125,7 @@ def read_joint(
     *,
     separate: Callable[[str], bool],
     in_place: frozenset[str] = frozenset(),
-    bands: int = 0,
+    grid: tuple[int, ...] = (),
 ) -> JointReading:
     """Reads a joint graph; the same graph always gives the same reading.
 
@@ -139,8 +135,9 @@ def read_joint(
         separate: which weights' gradients are made part by part, given the `separable_key`
             (`memfit.capture.concatenations`).
         in_place: nodes of Dynamo's graph that write over their operand.
-        bands: for the lever `tile`, into how many bands samples may be cut, at least 1. Gradients then have the same
-            bits up to rounding only, and ops of both passes can run slice by slice the first time. Else 0.
+        grid: for the lever `tile`, into how many tiles samples may be cut along height and width, such as (4, 1).
+            Gradients then have the same bits up to rounding only, and ops of both passes can run slice by slice the
+            first time. Else empty.
 
     Returns:
         Ops, storages and who shares what.
@@ -150,13 +147,13 @@ def read_joint(
     """
     merge_repeated(module)
     rewrite.drop_clones(module)
-    rewrite.split_convolution_backward(module, rounded=bands > 0)
+    rewrite.split_convolution_backward(module, rounded=bool(grid))
     slices.separate_input_slices(module)
     slices.copy_out_late_slices(module)
     rewrite.mask_before_unpooling(module)
     rewrite.hollow_shape_operands(module)
     rewrite.hoist_weight_gradients(module)
-    if bands:
+    if grid:
         rounded.split_batch_norm(module)
         rounded.split_batch_norm_backward(module)
     graph = module.graph
@@ -178,7 +175,7 @@ def read_joint(
         _joint_op(node, written, forward, storages, storage_of, overwritten, returned, in_place)
         for node, written in ops_nodes.items()
     ]
-    ops = _with_slices(ops, storages, storage_of, bands)
+    ops = _with_slices(ops, storages, storage_of, grid)
     ops.sort(key=lambda op: op.phase is Phase.BACKWARD)
     return JointReading(
         module=module,
@@ -190,7 +187,7 @@ def read_joint(
         gradient_storages=gradients,
         separated=separated,
         separable=tuple(concatenations.separable_weight_gradients(graph)),
-        bands=bands,
+        grid=grid,
     )
 
 
@@ -352,45 +349,20 @@ def _plain_reads(node: fx.Node, reads: tuple[int, ...], storage_of: dict[fx.Node
 
 
 def _with_slices(
-    ops: list[JointOp], storages: list[JointStorage], storage_of: dict[fx.Node, int], bands: int
+    ops: list[JointOp], storages: list[JointStorage], storage_of: dict[fx.Node, int], grid: tuple[int, ...]
 ) -> list[JointOp]:
-    """Says how ops can run slice by slice; times come from the profiler.
-
-    Cut into bands is what can run on rows (`memfit.capture.by_rows`) and has enough of them, all else into samples
-    (`memfit.capture.by_samples`).
-    """
-    able = [op for op in ops if (bands or op.phase is Phase.FORWARD) and op.recomputable and not op.random]
-    samples = samples_per_slice(op.again or op.node for op in able)
+    """Says how ops can run slice by slice; times come from the profiler."""
+    able = [op for op in ops if (grid or op.phase is Phase.FORWARD) and op.recomputable and not op.random]
+    cut = cutting(
+        [op.again or op.node for op in able],
+        grid,
+        storage_of,
+        lambda node: rewrite.original(node) is storages[storage_of[node]].base,
+    )
 
     def slices(op: JointOp) -> BySlices | None:
-        call = op.again or op.node
-        rows = rows_of(call) if bands > 1 else None
-        rows = (
-            rows if rows is not None and rows.rows >= _LEAST_ROWS * bands and handed_on(call, rows.operands) else None
-        )
-        nodes = sliced_operands(call) if rows is None else rows.operands
-        if rows is None and (batch_of(call) not in samples or not handed_on(call, nodes)):
-            return None
-        batch = batch_of(call) if rows is None else rows.operands[0].meta["val"].shape[0]
-        reads = {storage_of[n]: place for place, n in enumerate(nodes)}
-        return BySlices(
-            batch=batch,
-            samples=samples[batch] if rows is None else 1,
-            seconds=0.0,
-            workspace_bytes=0,
-            reads=tuple(reads),
-            sums=tuple(s for s in op.writes if result_index(storages[s].base) in sums_of(call)),
-            first=bands > 0 and op.again is None,
-            bands=1 if rows is None else bands,
-            rows=0 if rows is None else rows.rows,
-            reaches=() if rows is None else tuple(reach_of(rows, place) for place in reads.values()),
-        )
-
-    def handed_on(call: fx.Node | Call, nodes: Collection[fx.Node]) -> bool:
-        """Whether slices of operands are handed on as they are, not as views of another shape, and not whole too."""
-        whole = {storage_of.get(n) for n in call.all_input_nodes if n not in nodes}
-        alike = all(rewrite.original(n) is storages[storage_of[n]].base for n in nodes)
-        return alike and whole.isdisjoint(storage_of[n] for n in nodes)
+        results = {s: result_index(storages[s].base) for s in op.writes}
+        return cut.slices(op.again or op.node, results, first=bool(grid) and op.again is None)
 
     of = {op.node: slices(op) for op in able}
     return [replace(op, by_slices=of.get(op.node)) for op in ops]

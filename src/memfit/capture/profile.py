@@ -173,8 +173,8 @@ def _measurement(call: fx.Node | Call, slices: BySlices | None, over: int | None
     key = cost_key(call)
     in_slices = ""
     if slices is not None:
-        bands = f" in {slices.bands} bands" if slices.bands > 1 else ""
-        in_slices = f"{key} by {slices.samples} samples{bands}" + (", rounded" if slices.first else "")
+        tiles = f" in {slices.grid} tiles" if slices.grid else ""
+        in_slices = f"{key} by {slices.samples} samples{tiles}" + (", rounded" if slices.first else "")
     return _Measurement(
         keys=(key, in_slices, f"{key} over operand {over}"),
         slices=slices,

@@ -53,9 +53,9 @@ class Capture:
         return frozenset[str]().union(*(piece.reading.separated for piece in self.pieces.pieces))
 
     @property
-    def bands(self) -> int:
-        """Into how many bands samples may be cut; 0 if it was not captured for the lever `tile`."""
-        return max((piece.reading.bands for piece in self.pieces.pieces), default=0)
+    def grid(self) -> tuple[int, ...]:
+        """Into how many tiles samples may be cut; empty if it was not captured for the lever `tile`."""
+        return max((piece.reading.grid for piece in self.pieces.pieces), default=())
 
 
 def _never(_: str) -> bool:
@@ -88,7 +88,7 @@ def capture_step(
     optimizer: torch.optim.Optimizer | None = None,
     label: str = "",
     separate: Callable[[str], bool] = _never,
-    bands: int = 0,
+    grid: tuple[int, ...] = (),
 ) -> Capture:
     """Captures one training step without running it (with graph breaks: without saving anything).
 
@@ -100,7 +100,7 @@ def capture_step(
         optimizer: its state counts.
         label: what this is, for people.
         separate: which weights' gradients of concatenations are made part by part (`memfit.capture.concatenations`).
-        bands: for the lever `tile`, see `memfit.capture.joint.read_joint`.
+        grid: for the lever `tile`, see `memfit.capture.joint.read_joint`.
 
     Returns:
         The step graph and how to get back from its ops to the captured ones.
@@ -110,11 +110,11 @@ def capture_step(
     """
     _validate(model, args, kwargs)
     device_type = device_of(model).type
-    pieces = capture_pieces(model, args, kwargs, separate=separate, bands=bands)
+    pieces = capture_pieces(model, args, kwargs, separate=separate, grid=grid)
     loss = read_loss(pieces.output, loss_fn, device_type)
     gradient_outputs = _gradient_outputs(pieces, loss.receives_gradient)
     if gradient_outputs is not None:
-        pieces = capture_pieces(model, args, kwargs, separate=separate, bands=bands, gradient_outputs=gradient_outputs)
+        pieces = capture_pieces(model, args, kwargs, separate=separate, grid=grid, gradient_outputs=gradient_outputs)
     graph, joint_ops = _join(pieces, loss.transient_bytes, device_type)
     if not any(op.phase is Phase.BACKWARD for op in graph.ops):
         raise CaptureError(

@@ -52,7 +52,7 @@ class PieceProgram:
     Attributes:
         digest: of the joint graph it was made for.
         separated: see `memfit.capture.joint.JointReading`.
-        bands: see there.
+        grid: see there.
         forward: instructions of its forward pass.
         backward: instructions of its backward pass.
         kept: local storages handed from one to the other.
@@ -61,7 +61,7 @@ class PieceProgram:
 
     digest: str
     separated: frozenset[str]
-    bands: int
+    grid: tuple[int, ...]
     forward: tuple[LocalInstruction | LocalMove, ...]
     backward: tuple[LocalInstruction | LocalMove, ...]
     kept: tuple[int, ...]
@@ -186,7 +186,7 @@ def piece_programs(capture: Capture, program: Program) -> tuple[PieceProgram, ..
         PieceProgram(
             digest=reading_digest(piece.reading),
             separated=piece.reading.separated,
-            bands=piece.reading.bands,
+            grid=piece.reading.grid,
             forward=tuple(forward[i]),
             backward=tuple(backward[i]),
             kept=tuple(kept[i]),
@@ -270,13 +270,13 @@ def compile_planned(
     by_digest = {p.digest: p for p in programs}
     swappers = {p.digest: Swapper(p.slots, spaces or {}) for p in programs if p.slots}
     separated = frozenset[str]().union(*(p.separated for p in programs))
-    bands = max((p.bands for p in programs), default=0)
+    grid = max((p.grid for p in programs), default=())
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         cut = detach_outputs(gm, gradient_outputs)
 
         def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **rest: Any) -> Any:
-            reading = read_joint(joint, num_fwd_outputs, separate=separated.__contains__, bands=bands)
+            reading = read_joint(joint, num_fwd_outputs, separate=separated.__contains__, grid=grid)
             program = by_digest.get(reading_digest(reading))
             if program is None:
                 raise PlanMismatchError("the model now runs a graph that was not planned")

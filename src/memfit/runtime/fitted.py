@@ -135,7 +135,7 @@ def verified(plan: Plan, model: nn.Module, args: Any, kwargs: Any, request: Requ
     from memfit.planning import Planned, capture_and_profile, fingerprint
 
     difference = fingerprint_difference(plan.fingerprint, fingerprint(model, args, kwargs))
-    capture, graph = capture_and_profile(model, args, kwargs, request, bands=plan.bands)
+    capture, graph = capture_and_profile(model, args, kwargs, request, grid=plan.grid)
     if difference or graph_digest(graph) != plan.graph_digest:
         what = "; ".join(line[:300] for line in difference) or "the captured graph differs"
         raise PlanMismatchError(f"the plan is for something else: {what}")

@@ -1,4 +1,4 @@
-"""Turns ops that run as one, slice of the batch by slice, into one call (`memfit.step.fusion`)."""
+"""Turns ops that run as one, slice by slice, into one call (`memfit.step.fusion`)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from torch import fx
 
 from memfit.capture.again import Call
-from memfit.capture.by_rows import AXIS, Rows, bands_of, rows_of
-from memfit.capture.by_samples import Slice, in_slices, sliced_operands, sliced_target
+from memfit.capture.by_samples import Slice, Tile, in_slices, sliced_operands, sliced_target
+from memfit.capture.by_tiles import SPACE, Tiling, narrowed, tiles_of, tiling_of
 from memfit.capture.joint import JointOp, JointReading, result_index
-from memfit.runtime.banded import BandedOp, schedule
+from memfit.runtime.tile_schedule import TiledOp, schedule, within
 
 __all__ = ["FusedCall", "FusedOp", "fused_call"]
 
@@ -64,15 +64,14 @@ def fused_call(reading: JointReading, ops: Sequence[FusedOp]) -> FusedCall:
     """Builds the call for ops that follow each other."""
     slices = ops[0].op.by_slices
     assert slices is not None
-    in_bands = slices.bands > 1
     graph = fx.Graph()
-    numbers = _Numbers(graph) if in_bands else None
-    rows = [_rows(fused.call) if in_bands else None for fused in ops]
+    tilings = [_tiling(fused.call, len(slices.grid)) for fused in ops] if slices.grid else None
+    tiles = _Tiles(graph) if slices.grid else None
     made: dict[int, fx.Node] = {}
     operands: dict[tuple[fx.Node, bool], fx.Node] = {}
-    for fused, how in zip(ops, rows, strict=True):
+    for number, fused in enumerate(ops):
         call = fused.call
-        sliced = sliced_operands(call) if how is None else frozenset(how.operands)
+        sliced = sliced_operands(call) if tilings is None else frozenset(tilings[number].operands)
 
         def value(node: fx.Node, sliced: frozenset[fx.Node] = sliced) -> fx.Node:
             storage = reading.storage_of.get(node)
@@ -83,12 +82,11 @@ def fused_call(reading: JointReading, ops: Sequence[FusedOp]) -> FusedCall:
                 operands[key] = graph.placeholder(f"operand_{len(operands)}")
             return operands[key]
 
-        if how is None:
+        if tilings is None or tiles is None:
             arguments = fx.map_arg(call.args, value), fx.map_arg(call.kwargs, value)
             result = graph.call_function(sliced_target(call), *arguments)
         else:
-            assert numbers is not None
-            result = _call_on_rows(graph, call, how, value, numbers)
+            result = tiles.call(call, tilings[number], value)
         alone = isinstance(call.meta["val"], torch.Tensor)
         for storage in fused.writes:
             index = result_index(reading.storages[storage].base)
@@ -107,11 +105,15 @@ def fused_call(reading: JointReading, ops: Sequence[FusedOp]) -> FusedCall:
     sums = {s for fused in ops if fused.op.by_slices is not None for s in fused.op.by_slices.sums}
     results = tuple(s for s in made if s not in handed_on)
     values = [reading.storages[s].base.meta["val"] for s in results]
-    bands: list[tuple[list[int], list[slice]]] = []
-    if numbers is not None:
-        stays = {s: value.shape[AXIS] for s, value in zip(results, values, strict=True) if s not in sums}
-        graph.output(tuple(made[s] if s in sums else numbers.take(made[s]) for s in results))
-        bands = _bands(reading, ops, [how for how in rows if how is not None], results, stays, slices.bands)
+    pieces: list[tuple[list[Tile], list[Tile]]] = []
+    if tilings is not None and tiles is not None:
+        graph.output(tuple(made[s] if s in sums else tiles.take(made[s]) for s in results))
+        stays = {
+            s: tuple(value.shape[SPACE : SPACE + len(slices.grid)])
+            for s, value in zip(results, values, strict=True)
+            if s not in sums
+        }
+        pieces = _pieces(reading, ops, tilings, results, stays, slices.grid)
     else:
         graph.output(tuple(made[s] for s in results))
     target = in_slices(
@@ -123,72 +125,65 @@ def fused_call(reading: JointReading, ops: Sequence[FusedOp]) -> FusedCall:
             results=values,
             over=[over.get(s) for s in results],
             sums={place for place, s in enumerate(results) if s in sums},
-            bands=bands,
+            pieces=pieces,
         )
     )
     return FusedCall(target=target, operands=tuple(node for node, _ in operands), results=results)
 
 
-class _Numbers:
-    """The numbers of a band, as the call for it reads them one after the other."""
+class _Tiles:
+    """Emits what runs on a tile; the tiles to make and to take are given as one list, in the order they are read."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
-        self.given = graph.placeholder("numbers")
+        self.given = graph.placeholder("tiles")
         self.count = 0
 
-    def next(self) -> fx.Node:
-        """The next one."""
+    def call(self, call: fx.Node | Call, tiling: Tiling, value: Callable[[fx.Node], fx.Node]) -> fx.Node:
+        """A call on a tile: which one comes first, then those of its operands."""
+        made = self._next()
+        taken = {node: self.take(value(node)) for node in tiling.operands}
+        arguments = fx.map_arg(call.args, lambda node: taken[node] if node in taken else value(node))
+        return self.graph.call_function(tiling.run, arguments, {"tile": made})
+
+    def take(self, tensor: fx.Node) -> fx.Node:
+        """The next tile of a tensor."""
+        return self.graph.call_function(narrowed, (tensor, self._next()))
+
+    def _next(self) -> fx.Node:
         self.count += 1
         return self.graph.call_function(operator.getitem, (self.given, self.count - 1))
 
-    def take(self, tensor: fx.Node) -> fx.Node:
-        """Rows of a tensor: the next two numbers are where they start and how many they are."""
-        return self.graph.call_function(torch.narrow, (tensor, AXIS, self.next(), self.next()))
+
+def _tiling(call: fx.Node | Call, axes: int) -> Tiling:
+    tiling = tiling_of(call, axes)
+    assert tiling is not None, f"{call.name} does not run in tiles"
+    return tiling
 
 
-def _call_on_rows(
-    graph: fx.Graph, call: fx.Node | Call, how: Rows, value: Callable[[fx.Node], fx.Node], numbers: _Numbers
-) -> fx.Node:
-    """Emits a call on a band: its rows, then those of its operands, are the next numbers."""
-    start, stop = numbers.next(), numbers.next()
-    taken = {node: numbers.take(value(node)) for node in how.operands}
-    arguments = fx.map_arg(call.args, lambda node: taken[node] if node in taken else value(node))
-    return graph.call_function(how.run, arguments, {"start": start, "stop": stop})
-
-
-def _rows(call: fx.Node | Call) -> Rows:
-    rows = rows_of(call)
-    assert rows is not None, f"{call.name} does not run in bands"
-    return rows
-
-
-def _bands(
+def _pieces(
     reading: JointReading,
     ops: Sequence[FusedOp],
-    rows: Sequence[Rows],
+    tilings: Sequence[Tiling],
     results: Sequence[int],
-    stays: Mapping[int, int],
-    bands: int,
-) -> list[tuple[list[int], list[slice]]]:
-    """The numbers of each band in the order in which its call reads them, and its rows of the results."""
-    banded = [
-        BandedOp(
+    stays: Mapping[int, Sequence[int]],
+    grid: Sequence[int],
+) -> list[tuple[list[Tile], list[Tile]]]:
+    """For each tile of the run the tiles in the order in which `_Tiles` reads them, and where its results go."""
+    tiled = [
+        TiledOp(
             call=fused.call,
-            rows=how,
-            operands=tuple(reading.storage_of[node] for node in how.operands),
+            tiling=tiling,
+            operands=tuple(reading.storage_of[node] for node in tiling.operands),
             results={s: result_index(reading.storages[s].base) for s in fused.writes},
         )
-        for fused, how in zip(ops, rows, strict=True)
+        for fused, tiling in zip(ops, tilings, strict=True)
     ]
-    found: list[tuple[list[int], list[slice]]] = []
-    for number, band in enumerate(schedule(banded, stays, bands)):
-        numbers = [n for here in band for pair in (here.rows, *here.taken) for n in pair]
-        first = {s: here.rows[0] for op, here in zip(banded, band, strict=True) for s in op.results}
-        own = {s: bands_of(extent, bands)[number] for s, extent in stays.items()}
-        for storage in results:
-            if storage in own:
-                start, stop = own[storage]
-                numbers += [start - first[storage], stop - start]
-        found.append((numbers, [slice(*own.get(s, (0, 0))) for s in results]))
+    own = {storage: tiles_of(extents, grid) for storage, extents in stays.items()}
+    found: list[tuple[list[Tile], list[Tile]]] = []
+    for number, pieces in enumerate(schedule(tiled, stays, grid)):
+        there = {s: piece.made for op, piece in zip(tiled, pieces, strict=True) for s in op.results}
+        given = [tile for piece in pieces for tile in (piece.made, *piece.taken)]
+        given += [within(own[s][number], there[s]) for s in results if s in own]
+        found.append((given, [own[s][number] if s in own else () for s in results]))
     return found

@@ -204,8 +204,8 @@ def _check_slices(
     ops = [runs(i.index) for i in run if i.action is Action.COMPUTE]
     if len({(op.by_slices and op.by_slices.cut, op.piece) for op in ops}) > 1:
         raise ProgramError(f"{where}: ops run as one, but not the same samples of the same piece")
-    in_bands = any(op.by_slices is not None and op.by_slices.bands > 1 for op in ops)
-    taken = {s for op in ops for s in op.reads} if in_bands else set[int]()
+    in_tiles = any(op.by_slices is not None and op.by_slices.grid for op in ops)
+    taken = {s for op in ops for s in op.reads} if in_tiles else set[int]()
     whole = {s for op in ops for s in _read_whole(op)}
     written: set[int] = set()
     sums = {s for op in ops if op.by_slices for s in op.by_slices.sums}

@@ -116,7 +116,7 @@ class PlanFile:
         predicted: what it costs.
         graph_digest: of the step it belongs to; see `graph_digest`.
         program: the order in which to compute and free.
-        bands: into how many bands samples may be cut; 0 if the step is not captured for the lever `tile`.
+        grid: into how many tiles samples may be cut; empty if the step is not captured for the lever `tile`.
         decisions: the program in words.
     """
 
@@ -127,7 +127,7 @@ class PlanFile:
     predicted: Prediction
     graph_digest: str
     program: Program
-    bands: int = 0
+    grid: tuple[int, ...] = ()
     decisions: tuple[Decision, ...] = ()
 
 
@@ -172,7 +172,7 @@ def _op_record(op: Op) -> dict[str, Any]:
     if op.by_slices is not None:
         record["by_slices"] = _record(op.by_slices)
         if op.by_slices.reaches:
-            record["by_slices"]["reaches"] = [_record(reach) for reach in op.by_slices.reaches]
+            record["by_slices"]["reaches"] = [[_record(reach) for reach in of] for of in op.by_slices.reaches]
     return record
 
 
@@ -185,7 +185,7 @@ def _op(record: Mapping[str, Any]) -> Op:
         parts["again"] = _op(record["again"])
     if "by_slices" in record:
         slices = _arguments(record["by_slices"])
-        reaches = tuple(Reach(**reach) for reach in slices.get("reaches", ()))
+        reaches = tuple(tuple(Reach(**reach) for reach in of) for of in slices.get("reaches", ()))
         parts["by_slices"] = BySlices(**{**slices, "reaches": reaches})
     return Op(**{**_arguments(record), **parts})
 
@@ -238,8 +238,8 @@ def _broken_promises(graph: StepGraph) -> Iterator[str]:
             yield f"op {op.name} reads samples of what it does not read"
         if slices is not None and not {*op.later.writes}.issuperset(slices.sums):
             yield f"op {op.name} adds up what it does not write"
-        if slices is not None and slices.bands > 1 and (len(slices.reaches) != len(slices.reads) or not slices.rows):
-            yield f"op {op.name} runs in bands, but not known of which rows"
+        if slices is not None and slices.grid and not _says_how_it_is_cut(slices):
+            yield f"op {op.name} runs in tiles of it does not say what"
         if not {*op.writes}.issuperset(op.later.writes) or not written.issuperset(op.later.reads):
             yield f"op {op.name} runs again with other results or from what is not there"
         for over in op.in_place_over:
@@ -249,6 +249,15 @@ def _broken_promises(graph: StepGraph) -> Iterator[str]:
         yield f"{count - len(written)} storages are never written"
     if any(index >= count for index in graph.outputs):
         yield f"an output is not among the {count} storages of the step"
+
+
+def _says_how_it_is_cut(slices: BySlices) -> bool:
+    axes = len(slices.grid)
+    return (
+        len(slices.extents) == axes
+        and len(slices.reaches) == len(slices.reads)
+        and all(len(of) == axes for of in slices.reaches)
+    )
 
 
 def _size(graph: StepGraph, storage: int) -> int:

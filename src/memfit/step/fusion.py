@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from math import prod
 
 from memfit.step.graph import Op, StepGraph
 from memfit.step.halo import spreads
@@ -237,7 +238,7 @@ def bytes_beside(graph: StepGraph, ops: Sequence[Op], freed: Sequence[Collection
         made = {s: slices.slice_bytes(s, graph.storages[s].nbytes, spread.share) for s in op.writes}
         slice_of.update(made)
         live += sum(made.values())
-        while_it_runs = live + int(slices.workspace_bytes * spread.share * slices.bands)
+        while_it_runs = live + int(slices.workspace_bytes * spread.share * prod(slices.grid))
         live -= sum(slice_of[s] for s in dead if s in slice_of)
         found.append((while_it_runs, live))
     return found
@@ -280,9 +281,9 @@ def _follows(
 def _taken_over(graph: StepGraph, run: Run) -> dict[int, int]:
     """For results that stay, an operand of the run that dies in it, of the same size and read by samples only.
 
-    Not in bands: the next one reads rows of it that this one would write over.
+    Not in tiles: the next one reads of it what this one would write over.
     """
-    if any(op.by_slices is not None and op.by_slices.bands > 1 for op in run.ops):
+    if any(op.by_slices is not None and op.by_slices.grid for op in run.ops):
         return {}
     inner = {s for dead in run.dying for s in dead}
     written: set[int] = set()

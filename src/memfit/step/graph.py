@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from math import ceil
+from math import ceil, prod
 
 from memfit.step.links import Tier, TierLinks
 
@@ -85,9 +85,9 @@ class Way:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reach:
-    """Which rows of an operand an op reads for rows of its own, in a slice that is a band of rows.
+    """What of an operand an op reads for a tile of its own, along one axis of space.
 
-    For rows from `a` to `b` it reads those from `scale * a - before` to `scale * b + after`.
+    For a tile from `a` to `b` it reads from `scale * a - before` to `scale * b + after`.
     """
 
     scale: float
@@ -97,9 +97,7 @@ class Reach:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BySlices:
-    """How an op runs slice by slice: a few samples of the batch at a time, or of these a band of rows.
-
-    Rows are those along the first axis after batch and channels: the height of images.
+    """How an op runs slice by slice: a few samples of the batch at a time, or of these a tile in space.
 
     Attributes:
         batch: samples in all.
@@ -108,14 +106,15 @@ class BySlices:
         copy_seconds: time to put the slices of its first result together in memory of their own.
         copy_over_seconds: the same in memory that another storage leaves (`Storage.reusable`).
         workspace_bytes: memory one slice takes beyond what it reads and writes.
-        reads: storages of which it reads the same samples as it writes, and about the same rows; of others it reads
+        reads: storages of which it reads the same samples as it writes, and about the same tile; of others it reads
             everything.
         sums: results that are sums over the batch: every slice makes one, as large as the whole, and they are added
             up.
         first: whether its first run can run so too; else only later ones do.
-        bands: into how many bands samples are cut; 1 if they are not.
-        rows: what is cut: rows of what it makes, or of what it adds up.
-        reaches: with bands, for each of `reads` which of its rows.
+        grid: into how many tiles samples are cut along each axis of space, such as height and width; empty if they
+            are not.
+        extents: along each of these axes, of what it makes, or of what it adds up.
+        reaches: for each of `reads` what it reads of it along each of these axes.
     """
 
     batch: int
@@ -127,19 +126,19 @@ class BySlices:
     copy_over_seconds: float = 0.0
     sums: tuple[int, ...] = ()
     first: bool = False
-    bands: int = 1
-    rows: int = 0
-    reaches: tuple[Reach, ...] = ()
+    grid: tuple[int, ...] = ()
+    extents: tuple[int, ...] = ()
+    reaches: tuple[tuple[Reach, ...], ...] = ()
 
     @property
     def slices(self) -> int:
         """How many there are."""
-        return -(-self.batch // self.samples) * self.bands
+        return -(-self.batch // self.samples) * prod(self.grid)
 
     @property
-    def cut(self) -> tuple[int, int, int]:
+    def cut(self) -> tuple[int, ...]:
         """How it is cut; ops that run as one are cut alike."""
-        return self.batch, self.samples, self.bands
+        return self.batch, self.samples, *self.grid
 
     def slice_bytes(self, storage: int, nbytes: int, share: float | None = None) -> int:
         """What the slice of a result of so many bytes takes.
@@ -147,12 +146,12 @@ class BySlices:
         Args:
             storage: of the result.
             nbytes: its size.
-            share: of its rows (`memfit.step.halo`); by default one band.
+            share: of its samples (`memfit.step.halo`); by default one tile.
         """
         if storage in self.sums:
             return nbytes
-        rows = 1 / self.bands if share is None else share
-        return ceil(nbytes * self.samples * rows / self.batch)
+        of_samples = 1 / prod(self.grid) if share is None else share
+        return ceil(nbytes * self.samples * of_samples / self.batch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

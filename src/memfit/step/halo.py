@@ -1,16 +1,17 @@
-"""How much of what it makes an op has at once in a run that goes band by band.
+"""How much of what it makes an op has at once in a run that goes tile by tile.
 
-A convolution reads more rows than it makes, so of ops that run as one the earlier ones make more than their band: the
-halo that the later ones read beyond theirs. Neighbouring bands make it twice. Walked back through the run, each op adds
-its own reach (`memfit.step.graph.Reach`). What stays after the run, and what is added up, is made for each band once.
+A convolution reads more than it makes, so of ops that run as one the earlier ones make more than their tile: the halo
+that the later ones read beyond theirs. Neighbouring tiles make it twice. Walked back through the run, each op adds its
+own reach (`memfit.step.graph.Reach`). What stays after the run, and what is added up, is made for each tile once.
 
 Receptive-field arithmetic, as in fused-layer accelerators (Alwani et al., MICRO 2016) and SFT (Xu et al., CC 2022).
 
-Known limits: rows are counted as fractions of bands of equal height, so a slice may have a row or two less.
+Known limits: tiles are taken to be equally large, so a slice may have a row or two less.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,8 +25,8 @@ class Spread:
     """What a run makes an op do.
 
     Attributes:
-        share: the most it makes at once, as a share of its rows; 1.0 if it has no bands.
-        work: what it makes in all, rows made twice counted twice, over its rows.
+        share: the most it makes of samples at once; 1.0 if they are not cut in space.
+        work: what it makes in all, over what there is: what is made twice counts twice.
     """
 
     share: float = 1.0
@@ -39,23 +40,34 @@ def spreads(ops: Sequence[Op]) -> list[Spread]:
     """For each op of a run what it does in it.
 
     Args:
-        ops: as they run; all in equally many slices.
+        ops: as they run; all cut alike.
     """
-    if ops[0].by_slices is None or ops[0].by_slices.bands == 1:
+    if ops[0].by_slices is None or not ops[0].by_slices.grid:
         return [_WHOLE] * len(ops)
-    wanted: dict[int, tuple[float, float]] = {}  # rows that later ops read above and below their band, by storage
+    found = [_along(ops, axis) for axis in range(len(ops[0].by_slices.grid))]
+    return [
+        Spread(share=math.prod(s.share for s in of_op), work=math.prod(s.work for s in of_op))
+        for of_op in zip(*found, strict=True)
+    ]
+
+
+def _along(ops: Sequence[Op], axis: int) -> list[Spread]:
+    """The same along one axis."""
+    wanted: dict[int, tuple[float, float]] = {}  # what later ops read before and after their tile, by storage
     found: list[Spread] = []
     for op in reversed(ops):
         slices = op.by_slices
         assert slices is not None
+        tiles, extent = slices.grid[axis], slices.extents[axis]
         above = below = 0.0
         for storage in op.writes:
             if storage in wanted and storage not in slices.sums:
                 above, below = max(above, wanted[storage][0]), max(below, wanted[storage][1])
-        most = -(-slices.rows // slices.bands) + above + below
-        twice = (slices.bands - 1) * (above + below) / slices.rows
-        found.append(Spread(share=min(1.0, most / slices.rows), work=min(1.0 + twice, slices.bands)))
-        for storage, reach in zip(slices.reads, slices.reaches, strict=True):
+        most = -(-extent // tiles) + above + below
+        twice = (tiles - 1) * (above + below) / extent
+        found.append(Spread(share=min(1.0, most / extent), work=min(1.0 + twice, tiles)))
+        for storage, reaches in zip(slices.reads, slices.reaches, strict=True):
+            reach = reaches[axis]
             before, after = wanted.get(storage, (0.0, 0.0))
             wanted[storage] = (
                 max(before, above * reach.scale + reach.before),

@@ -91,9 +91,9 @@ _BY_SLICES = _object(
         "copy_over_seconds": _SECONDS,
         "sums": _INDICES,
         "first": {"type": "boolean"},
-        "bands": _PARTS,
-        "rows": _BYTES,
-        "reaches": _array(_REACH, 1_000),
+        "grid": _array(_PARTS, 2),
+        "extents": _array(_PARTS, 2),
+        "reaches": _array(_array(_REACH, 2), 1_000),
     },
 )
 _OP = {
@@ -177,7 +177,7 @@ PLAN_SCHEMA: dict[str, Any] = {
             "program": {key: rule for key, rule in PROGRAM_SCHEMA.items() if key != "$schema"},
         },
         {
-            "bands": {"type": "integer", "minimum": 0, "maximum": 4096},
+            "grid": _array({"type": "integer", "minimum": 1, "maximum": 4096}, 2),
             "decisions": _array(
                 _object(
                     {

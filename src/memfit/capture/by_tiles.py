@@ -1,0 +1,500 @@
+"""Which ops can run on a tile of an image, and how: a convolution needs a few rows and columns more than it makes.
+
+Tiles are cut along one or both of the first two axes after batch and channels, the height and width of images. For a
+tile of its result a call needs some of each operand, what its windows cover; at the real border it pads, and nowhere
+else. The gradient of a convolution's or a pooling's input is made the same way, from what of the gradient has windows
+that touch the tile, so that every element is made once and nothing is added up across tiles. The gradient of a weight
+is a sum over tiles of its gradient.
+
+`tiling_of` says how a call runs so, or that it does not: what looks at a whole image (global pooling, normalisation by
+group or instance, flattening, attention) ends a run.
+
+Window arithmetic: Dumoulin & Visin, "A guide to convolution arithmetic for deep learning" (2016).
+
+Known limits: nearest-neighbour resizing by whole factors, and no other resizing; average pooling without ceil mode.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from memfit.capture.again import Call, normalise
+from memfit.capture.batch_norm import input_gradient_from_sums, sums_of_data
+from memfit.capture.by_samples import ELEMENT_BY_ELEMENT, Tile, makes_sums_or_slices, nodes_of, owns_memory
+from memfit.capture.rewrite import convolution_input_gradient, input_gradient_beside_stand_in, make_hollow
+from memfit.step.graph import Reach
+
+__all__ = ["SPACE", "Tiling", "bands_of", "narrowed", "reaches_of", "tiles_of", "tiling_of"]
+
+_aten = torch.ops.aten
+
+SPACE = 2
+"""The first axis of space; before it are batch and channels."""
+
+_POINTS = 16
+"""Bands at so many places are looked at to find how far a call reaches."""
+
+Range = tuple[int, int]
+"""From the one to before the other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiling:
+    """How a call runs on a tile.
+
+    Attributes:
+        extents: along each axis that is cut, of its result or of the gradient it adds up.
+        operands: those of which it takes a tile.
+        needs: which tile of each of these, for a tile of its own.
+        run: the call on its arguments, with these tiles of the operands, and its own `tile` by name.
+    """
+
+    extents: tuple[int, ...]
+    operands: tuple[fx.Node, ...]
+    needs: Callable[[Tile], tuple[Tile, ...]]
+    run: Callable[..., Any]
+
+
+def tiling_of(call: fx.Node | Call, axes: int) -> Tiling | None:
+    """How a call runs on tiles along so many axes; None if it cannot."""
+    rule = _RULES.get(call.target)
+    found = rule(call, axes) if rule is not None else None
+    if found is None:
+        return None
+    batch = found.operands[0].meta["val"].shape[0]
+    for node in found.operands:
+        value = node.meta["val"]
+        if value.dim() < SPACE + axes or value.shape[0] != batch or not owns_memory(node):
+            return None
+    return found
+
+
+def bands_of(extent: int, bands: int) -> list[Range]:
+    """The bands into which an axis is cut."""
+    return [(band * extent // bands, (band + 1) * extent // bands) for band in range(bands)]
+
+
+def tiles_of(extents: Sequence[int], grid: Sequence[int]) -> list[Tile]:
+    """The tiles of a grid, the last axis innermost."""
+    tiles: list[Tile] = [()]
+    for extent, bands in zip(extents, grid, strict=True):
+        tiles = [(*tile, band) for tile in tiles for band in bands_of(extent, bands)]
+    return tiles
+
+
+def narrowed(tensor: torch.Tensor, tile: Tile) -> torch.Tensor:
+    """A tile of a tensor, as a view."""
+    for axis, (start, stop) in enumerate(tile, SPACE):
+        tensor = tensor.narrow(axis, start, stop - start)
+    return tensor
+
+
+def reaches_of(tiling: Tiling, place: int) -> tuple[Reach, ...]:
+    """For each axis what of an operand a call reads, as planners reckon with it."""
+    found: list[Reach] = []
+    shape = tiling.operands[place].meta["val"].shape
+    whole = tuple((0, extent) for extent in tiling.extents)
+    for axis, extent in enumerate(tiling.extents):
+        scale = shape[SPACE + axis] / extent
+        before = after = 0.0
+        for start in {point * (extent - 1) // _POINTS for point in range(_POINTS + 1)}:
+            tile = (*whole[:axis], (start, start + 1), *whole[axis + 1 :])
+            first, last = tiling.needs(tile)[place][axis]
+            before, after = max(before, start * scale - first), max(after, last - (start + 1) * scale)
+        found.append(Reach(scale=scale, before=before, after=after))
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """Of a convolution or a pooling, along one axis."""
+
+    size: int
+    stride: int
+    padding: int
+
+    def read(self, start: int, stop: int) -> Range:
+        """What the windows from `start` to before `stop` cover, the border's padding too."""
+        return start * self.stride - self.padding, (stop - 1) * self.stride - self.padding + self.size
+
+    def touching(self, start: int, stop: int, windows: int) -> Range:
+        """The windows that cover anything from `start` to before `stop`, at least one."""
+        first = -((self.size - 1 - start - self.padding) // self.stride)
+        return _clipped((first, (stop - 1 + self.padding) // self.stride + 1), windows)
+
+
+_Windows = tuple[_Window, ...]
+
+
+def _read(windows: _Windows, tile: Tile) -> Tile:
+    return tuple(window.read(*here) for window, here in zip(windows, tile, strict=True))
+
+
+def _touching(windows: _Windows, tile: Tile, extents: Sequence[int]) -> Tile:
+    return tuple(window.touching(*here, most) for window, here, most in zip(windows, tile, extents, strict=True))
+
+
+def _clipped(here: Range, extent: int) -> Range:
+    """What there is of a range, at least one."""
+    start = min(max(here[0], 0), extent - 1)
+    return start, max(start + 1, min(here[1], extent))
+
+
+def _inside(tile: Tile, extents: Sequence[int]) -> Tile:
+    return tuple(_clipped(here, extent) for here, extent in zip(tile, extents, strict=True))
+
+
+def _padded(tensor: torch.Tensor, tile: Tile, extents: Sequence[int], value: float = 0.0) -> torch.Tensor:
+    """A tile, given what there is of it (`_inside`), with padding beyond the border."""
+    beyond = [(max(0, -start), max(0, stop - extent)) for (start, stop), extent in zip(tile, extents, strict=True)]
+    if not any(map(any, beyond)):
+        return tensor
+    pads = [*(0, 0) * (tensor.dim() - SPACE - len(tile)), *(n for pair in reversed(beyond) for n in pair)]
+    padded = _aten.constant_pad_nd.default(tensor, pads, value)
+    sizes = [stop - start for start, stop in tile]
+    starts = [0 if before else padded.shape[SPACE + i] - sizes[i] for i, (before, _) in enumerate(beyond)]
+    return narrowed(padded, tuple((start, start + size) for start, size in zip(starts, sizes, strict=True)))
+
+
+def _cropped(made: torch.Tensor, first: Sequence[int], tile: Tile, fill: torch.Tensor | None = None) -> torch.Tensor:
+    """A tile of what was made from `first` on; what was not made of it is zero, or `fill` by channel."""
+    there = [
+        (max(start, origin), min(stop, origin + made.shape[SPACE + i]))
+        for i, ((start, stop), origin) in enumerate(zip(tile, first, strict=True))
+    ]
+    taken = narrowed(made, tuple((a - o, max(a, b) - o) for (a, b), o in zip(there, first, strict=True)))
+    if tuple(there) == tile:
+        return taken
+    sizes = [stop - start for start, stop in tile]
+    whole = made.new_zeros((*made.shape[:SPACE], *sizes, *made.shape[SPACE + len(tile) :]))
+    if fill is not None:
+        whole.copy_(fill.view(1, -1, *(1,) * (made.dim() - 2)))
+    if all(a < b for a, b in there):
+        inner = tuple((a - start, b - start) for (a, b), (start, _) in zip(there, tile, strict=True))
+        narrowed(whole, inner).copy_(taken)
+    return whole
+
+
+def _extents(node: fx.Node | Call, axes: int, result: int | None = None) -> tuple[int, ...]:
+    value = node.meta["val"] if result is None else node.meta["val"][result]
+    return tuple(value.shape[SPACE : SPACE + axes])
+
+
+def _pointwise(*positions: int) -> Callable[[fx.Node | Call, int], Tiling | None]:
+    """The rule of calls that take a tile of some operands for the same tile of the result."""
+
+    def rule(call: fx.Node | Call, axes: int) -> Tiling | None:
+        operands = [call.args[p] for p in positions]
+        if not all(isinstance(n, fx.Node) for n in operands) or not makes_sums_or_slices(call):
+            return None
+        return _alike(call, axes, cast(list[fx.Node], operands))
+
+    return rule
+
+
+def _elementwise(call: fx.Node | Call, axes: int) -> Tiling | None:
+    shape = tuple(call.meta["val"].shape)
+    cut = (0, *range(SPACE, SPACE + axes))
+    if call.kwargs or len(shape) < SPACE + axes:
+        return None  # `alpha` multiplies as well
+    operands, fixed = list[fx.Node](), list[fx.Node]()
+    for node in nodes_of(call.args):
+        theirs = tuple(node.meta["val"].shape)
+        alike = len(theirs) == len(shape) and all(theirs[axis] == shape[axis] for axis in cut)
+        (operands if alike else fixed).append(node)
+    for node in fixed:  # the same for all tiles and samples
+        theirs = (1,) * (len(shape) - node.meta["val"].dim()) + tuple(node.meta["val"].shape)
+        if any(theirs[axis] != 1 for axis in cut):
+            return None
+    return _alike(call, axes, operands)
+
+
+def _concatenation(call: fx.Node | Call, axes: int) -> Tiling | None:
+    dimension = cast(int, call.args[1] if len(call.args) > 1 else 0) % call.meta["val"].dim()
+    if dimension == 0 or SPACE <= dimension < SPACE + axes:
+        return None
+    return _alike(call, axes, nodes_of(call.args[0]))
+
+
+def _alike(call: fx.Node | Call, axes: int, operands: Sequence[fx.Node]) -> Tiling | None:
+    target: Any = call.target
+    distinct = tuple(dict.fromkeys(operands))
+    found = {_extents(node, axes) for node in distinct}
+    if len(found) != 1 or distinct[0].meta["val"].dim() < SPACE + axes:
+        return None
+
+    def run(*args: Any, tile: Tile) -> Any:
+        return target(*args, **call.kwargs)
+
+    return Tiling(extents=found.pop(), operands=distinct, needs=lambda tile: (tile,) * len(distinct), run=run)
+
+
+def _convolution(call: fx.Node | Call, axes: int) -> Tiling | None:
+    target: Any = call.target
+    data, weight = cast(tuple[fx.Node, fx.Node], call.args[:2])
+    stride, padding, dilation, transposed, more, groups = cast(tuple[Any, ...], call.args[3:9])
+    windows, inner = _windows_of(weight, stride, padding, dilation, axes), [*[0] * axes, *padding[axes:]]
+    extents, none = _extents(data, axes), [*[0] * axes, *more[axes:]]
+
+    def convolve(data: torch.Tensor, weight: Any, bias: Any, *_: Any, tile: Tile) -> Any:
+        data = _padded(data, _read(windows, tile), extents)
+        return target(data, weight, bias, stride, inner, dilation, False, more, groups)
+
+    def spread(data: torch.Tensor, weight: Any, bias: Any, *_: Any, tile: Tile) -> Any:
+        first = _starts(_read(windows, _touching(windows, tile, extents)))
+        return _cropped(target(data, weight, bias, stride, inner, dilation, True, none, groups), first, tile, bias)
+
+    def needs(tile: Tile) -> tuple[Tile, ...]:
+        return (_touching(windows, tile, extents) if transposed else _inside(_read(windows, tile), extents),)
+
+    return Tiling(extents=_extents(call, axes), operands=(data,), needs=needs, run=spread if transposed else convolve)
+
+
+def _input_gradient(call: fx.Node | Call, axes: int) -> Tiling | None:
+    target: Any = call.target
+    gradient, hollow, weight = cast(tuple[fx.Node, ...], call.args[:3])
+    sizes, stride, padding, dilation, transposed, more, groups = cast(tuple[Any, ...], call.args[3:10])
+    windows, inner = _windows_of(weight, stride, padding, dilation, axes), [*[0] * axes, *padding[axes:]]
+    extents, none = _extents(gradient, axes), [*[0] * axes, *more[axes:]]
+
+    def spread(gradient: torch.Tensor, hollow: torch.Tensor, weight: Any, *_: Any, tile: Tile) -> Any:
+        reach = _read(windows, _touching(windows, tile, extents))
+        like = _hollow_tile(hollow, gradient.shape[0], reach)
+        made = target(gradient, like, weight, sizes, stride, inner, dilation, False, none, groups)
+        return _cropped(made, _starts(reach), tile)
+
+    def convolve(gradient: torch.Tensor, hollow: torch.Tensor, weight: Any, *_: Any, tile: Tile) -> Any:
+        like = _hollow_tile(hollow, gradient.shape[0], tile)
+        gradient = _padded(gradient, _read(windows, tile), extents)
+        return target(gradient, like, weight, sizes, stride, inner, dilation, True, none, groups)
+
+    def needs(tile: Tile) -> tuple[Tile, ...]:
+        return (_inside(_read(windows, tile), extents) if transposed else _touching(windows, tile, extents),)
+
+    return Tiling(
+        extents=_extents(hollow, axes), operands=(gradient,), needs=needs, run=convolve if transposed else spread
+    )
+
+
+def _weight_gradient(call: fx.Node | Call, axes: int) -> Tiling | None:
+    """Of a convolution its result's gradient is cut and added up, of a transposed one its operand."""
+    target: Any = call.target
+    if not makes_sums_or_slices(call):
+        return None
+    gradient, data, weight = cast(tuple[fx.Node, ...], call.args[:3])
+    sizes, stride, padding, dilation, transposed, more, groups, mask = cast(tuple[Any, ...], call.args[3:11])
+    windows, inner = _windows_of(weight, stride, padding, dilation, axes), [*[0] * axes, *padding[axes:]]
+    small, large = (data, gradient) if transposed else (gradient, data)
+    cut, extents, none = _extents(small, axes), _extents(large, axes), [*[0] * axes, *more[axes:]]
+    apart = all(
+        (window.size, window.padding, extent) == (window.stride, 0, count * window.stride)
+        for window, count, extent in zip(windows, cut, extents, strict=True)
+    )
+    if transposed and mask[2] and not apart:
+        return None  # where windows overlap, the gradient would count twice for the bias
+
+    def run(gradient: torch.Tensor, data: torch.Tensor, weight: Any, *_: Any, tile: Tile) -> Any:
+        reach = _read(windows, tile)
+        if transposed:
+            gradient = _padded(gradient, reach, extents)
+        else:
+            data = _padded(data, reach, extents)
+        return target(gradient, data, weight, sizes, stride, inner, dilation, transposed, none, groups, mask)
+
+    return Tiling(
+        extents=cut,
+        operands=(small, large),
+        needs=lambda tile: (tile, _inside(_read(windows, tile), extents)),
+        run=run,
+    )
+
+
+def _max_pool(call: fx.Node | Call, axes: int) -> Tiling | None:
+    target: Any = call.target
+    data = cast(fx.Node, call.args[0])
+    kernel, stride, padding, dilation, ceil = _pooling(call.args[1:], data, ([], 0, 1, False))
+    value, extents = data.meta["val"], _extents(data, axes)
+    space = tuple(value.shape[SPACE:])
+    if not value.is_floating_point() or (axes > 1 and len(space) > 2):
+        return None
+    windows, inner = _windows(kernel, stride, padding, dilation, axes), [*[0] * axes, *padding[axes:]]
+
+    def run(data: torch.Tensor, *_: Any, tile: Tile) -> Any:
+        reach = _read(windows, tile)
+        data = _padded(data, reach, extents, -math.inf)
+        most, places = target(data, kernel, stride, inner, dilation, ceil)
+        # Where all of a window is -inf, the place is its first one, which may be padding.
+        if axes == 1:
+            return most, places.add_(reach[0][0] * math.prod(space[1:])).clamp_(min=0)
+        rows = places.div(data.shape[-1], rounding_mode="floor")
+        columns = places - rows * data.shape[-1]
+        rows, columns = (t.add_(start).clamp_(min=0) for t, (start, _) in zip((rows, columns), reach, strict=True))
+        return most, rows.mul_(space[1]).add_(columns)
+
+    return Tiling(
+        extents=_extents(call, axes, 0),
+        operands=(data,),
+        needs=lambda tile: (_inside(_read(windows, tile), extents),),
+        run=run,
+    )
+
+
+def _max_pool_backward(call: fx.Node | Call, axes: int) -> Tiling | None:
+    target: Any = call.target
+    if not makes_sums_or_slices(call):
+        return None
+    gradient, hollow, places = cast(tuple[fx.Node, ...], (call.args[0], call.args[1], call.args[7]))
+    kernel, stride, padding, dilation, ceil = _pooling(call.args[2:7], hollow, ())
+    windows, inner = _windows(kernel, stride, padding, dilation, axes), [*[0] * axes, *padding[axes:]]
+    extents, space = _extents(gradient, axes), tuple(hollow.meta["val"].shape[SPACE:])
+
+    def run(gradient: torch.Tensor, hollow: torch.Tensor, *rest: Any, tile: Tile) -> Any:
+        reach, places = _read(windows, _touching(windows, tile, extents)), rest[-1]
+        first = _starts(reach)
+        like = _hollow_tile(hollow, gradient.shape[0], reach)
+        if axes == 1:
+            places = places - first[0] * math.prod(space[1:])
+        else:
+            rows = places.div(space[1], rounding_mode="floor")
+            columns = places - rows * space[1]
+            places = rows.sub_(first[0]).mul_(like.shape[-1]).add_(columns.sub_(first[1]))
+        return _cropped(target(gradient, like, kernel, stride, inner, dilation, ceil, places), first, tile)
+
+    return Tiling(
+        extents=_extents(hollow, axes),
+        operands=(gradient, places),
+        needs=lambda tile: (_touching(windows, tile, extents),) * 2,
+        run=run,
+    )
+
+
+def _average_pool(call: fx.Node | Call, axes: int) -> Tiling | None:
+    target: Any = call.target
+    data = cast(fx.Node, call.args[0])
+    kernel, stride, padding, ceil, with_padding, divisor = _pooling(call.args[1:], data, ([], 0, False, True, None))
+    windows, inner = _windows(kernel, stride, padding, 1, axes), [*[0] * axes, *padding[axes:]]
+    extents = _extents(data, axes)
+    if ceil or (any(padding[:axes]) and not with_padding):
+        return None
+
+    def run(data: torch.Tensor, *_: Any, tile: Tile) -> Any:
+        data = _padded(data, _read(windows, tile), extents)
+        return target(data, kernel, stride, inner, ceil, with_padding, divisor)
+
+    return Tiling(
+        extents=_extents(call, axes),
+        operands=(data,),
+        needs=lambda tile: (_inside(_read(windows, tile), extents),),
+        run=run,
+    )
+
+
+def _average_pool_backward(call: fx.Node | Call, axes: int) -> Tiling | None:
+    target: Any = call.target
+    if not makes_sums_or_slices(call):
+        return None
+    gradient, hollow = cast(tuple[fx.Node, fx.Node], call.args[:2])
+    kernel, stride, padding, ceil, with_padding, divisor = _pooling(call.args[2:], hollow, ())
+    windows, inner = _windows(kernel, stride, padding, 1, axes), [*[0] * axes, *padding[axes:]]
+    extents = _extents(gradient, axes)
+    if ceil or (any(padding[:axes]) and not with_padding):
+        return None
+
+    def run(gradient: torch.Tensor, hollow: torch.Tensor, *_: Any, tile: Tile) -> Any:
+        reach = _read(windows, _touching(windows, tile, extents))
+        like = _hollow_tile(hollow, gradient.shape[0], reach)
+        made = target(gradient, like, kernel, stride, inner, ceil, with_padding, divisor)
+        return _cropped(made, _starts(reach), tile)
+
+    return Tiling(
+        extents=_extents(hollow, axes),
+        operands=(gradient,),
+        needs=lambda tile: (_touching(windows, tile, extents),),
+        run=run,
+    )
+
+
+def _windows_of(weight: fx.Node, stride: Any, padding: Any, dilation: Any, axes: int) -> _Windows:
+    return _windows(weight.meta["val"].shape[SPACE:], stride, padding, dilation, axes)
+
+
+def _windows(kernel: Any, stride: Any, padding: Any, dilation: Any, axes: int) -> _Windows:
+    """Along the axes that are cut, of settings that are one number or one per axis."""
+    given = [[v] * axes if isinstance(v, int) else list(v) for v in (kernel, stride, padding, dilation)]
+    return tuple(
+        _Window(size=wide * (size - 1) + 1, stride=step, padding=pad)
+        for size, step, pad, wide, _ in zip(*given, range(axes), strict=False)
+    )
+
+
+def _pooling(given: Sequence[Any], data: fx.Node, defaults: Sequence[Any]) -> list[Any]:
+    """The settings of a pooling: kernel, stride and padding one per axis, the rest as given."""
+    axes = data.meta["val"].dim() - SPACE
+    settings = [*given, *defaults[len(given) - 1 :]] if defaults else list(given)
+    kernel, stride, padding, *rest = settings
+    sizes, pads, steps = (_for_axes(v, axes) for v in (kernel, padding, stride or kernel))
+    return [sizes, steps, pads, *rest]
+
+
+def _for_axes(value: Any, axes: int) -> list[int]:
+    return [value] * axes if isinstance(value, int) else list(value) * (axes // len(value))
+
+
+def _starts(tile: Tile) -> tuple[int, ...]:
+    return tuple(start for start, _ in tile)
+
+
+def _hollow_tile(hollow: torch.Tensor, samples: int, tile: Tile) -> torch.Tensor:
+    """A tensor of so many samples and as large as a tile, without memory."""
+    sizes = [stop - start for start, stop in tile]
+    shape = (samples, hollow.shape[1], *sizes, *hollow.shape[SPACE + len(tile) :])
+    return make_hollow(torch.empty(shape, dtype=hollow.dtype, device="meta"), hollow.device)
+
+
+_RULES: dict[Any, Callable[[fx.Node | Call, int], Tiling | None]] = {
+    **dict.fromkeys(ELEMENT_BY_ELEMENT, _elementwise),
+    **dict.fromkeys(
+        (
+            _aten.threshold_backward.default,
+            _aten.leaky_relu_backward.default,
+            _aten.hardtanh_backward.default,
+            _aten.hardswish_backward.default,
+            _aten.hardsigmoid_backward.default,
+            _aten.gelu_backward.default,
+            _aten.silu_backward.default,
+            _aten.sigmoid_backward.default,
+            _aten.tanh_backward.default,
+            _aten.native_batch_norm_backward.default,
+            input_gradient_from_sums,
+        ),
+        _pointwise(0, 1),
+    ),
+    **dict.fromkeys(
+        (
+            _aten.gelu.default,
+            _aten.silu.default,
+            _aten.sigmoid.default,
+            _aten.tanh.default,
+            normalise,
+            sums_of_data,
+        ),
+        _pointwise(0),
+    ),
+    _aten.cat.default: _concatenation,
+    _aten.convolution.default: _convolution,
+    convolution_input_gradient: _input_gradient,
+    input_gradient_beside_stand_in: _input_gradient,
+    _aten.convolution_backward.default: _weight_gradient,
+    _aten.max_pool2d_with_indices.default: _max_pool,
+    _aten.max_pool3d_with_indices.default: _max_pool,
+    _aten.max_pool2d_with_indices_backward.default: _max_pool_backward,
+    _aten.avg_pool2d.default: _average_pool,
+    _aten.avg_pool3d.default: _average_pool,
+    _aten.avg_pool2d_backward.default: _average_pool_backward,
+}

@@ -1,0 +1,97 @@
+"""What each op of a run makes for each tile, when ops run as one, tile after tile.
+
+From what stays after the run, cut into tiles that share nothing, each op's tile is found backwards: what the ops after
+it need (`memfit.capture.by_tiles`). What is added up is made for its own tile only, so that nothing counts twice.
+
+Known limits: what two tiles need is made twice rather than kept in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from memfit.capture.again import Call
+from memfit.capture.by_samples import Tile, sums_of
+from memfit.capture.by_tiles import Tiling, tiles_of
+
+__all__ = ["Piece", "TiledOp", "schedule", "within"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TiledOp:
+    """One op of a run.
+
+    Attributes:
+        call: what is called.
+        tiling: how it runs on a tile.
+        operands: storages of `tiling.operands`.
+        results: its storages that are wanted, with their place among its results.
+    """
+
+    call: fx.Node | Call
+    tiling: Tiling
+    operands: tuple[int, ...]
+    results: Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one op does for one tile of a run.
+
+    Attributes:
+        made: the tile it makes.
+        taken: for each operand the tile it needs, within what there is of that: all of it, or what was made of it for
+            this tile.
+    """
+
+    made: Tile
+    taken: tuple[Tile, ...]
+
+
+def schedule(ops: Sequence[TiledOp], stays: Mapping[int, Sequence[int]], grid: Sequence[int]) -> list[list[Piece]]:
+    """For each tile what each op does.
+
+    Args:
+        ops: in their order.
+        stays: how large the results are that stay, by storage.
+        grid: how many tiles along each axis.
+    """
+    own = {storage: tiles_of(extents, grid) for storage, extents in stays.items()}
+    added_up = [tiles_of(op.tiling.extents, grid) for op in ops]
+    count = len(added_up[0])
+    return [_pieces(ops, {s: of[n] for s, of in own.items()}, [of[n] for of in added_up]) for n in range(count)]
+
+
+def _pieces(ops: Sequence[TiledOp], wanted: dict[int, Tile], own: Sequence[Tile]) -> list[Piece]:
+    made: list[Tile] = []
+    for op, alone in zip(reversed(ops), reversed(own), strict=True):
+        here: Tile | None = None
+        for storage, place in op.results.items():
+            if storage in wanted and place not in sums_of(op.call):
+                here = _hull(here, wanted[storage])
+        made.append(here or alone)
+        for storage, needed in zip(op.operands, op.tiling.needs(made[-1]), strict=True):
+            wanted[storage] = _hull(wanted.get(storage), needed)
+    there: dict[int, Tile] = {}
+    found: list[Piece] = []
+    for op, here in zip(ops, reversed(made), strict=True):
+        needs = zip(op.operands, op.tiling.needs(here), strict=True)
+        found.append(Piece(made=here, taken=tuple(within(tile, there.get(s)) for s, tile in needs)))
+        there.update(dict.fromkeys(op.results, here))
+    return found
+
+
+def within(tile: Tile, there: Tile | None) -> Tile:
+    """A tile, counted from where what there is starts."""
+    if there is None:
+        return tile
+    return tuple((start - first, stop - first) for (start, stop), (first, _) in zip(tile, there, strict=True))
+
+
+def _hull(one: Tile | None, other: Tile) -> Tile:
+    if one is None:
+        return other
+    return tuple((min(a, c), max(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
