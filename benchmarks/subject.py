@@ -14,7 +14,8 @@ from memfit.capture.dynamo import preserved_state
 from memfit.capture.loss import backward_of
 from memfit.capture.profile import profile_ops, separated
 from memfit.capture.trace import Capture, capture_step
-from memfit.planning import Request, plan_captured, prove
+from memfit.making import prove
+from memfit.planning import Request, plan_captured
 from memfit.plans import Plan
 from memfit.runtime.apply import compile_program
 from memfit.runtime.training import interleaved_seconds, resident_bytes, step_peak, training_step

@@ -33,8 +33,8 @@ def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def no_hint_of_all_levers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """That a budget is too small says also what tiling would need, after another capture; few tests are about that."""
-    if "memfit.planning" in sys.modules and request.node.get_closest_marker("all_levers") is None:
-        monkeypatch.setattr("memfit.planning._with_all_levers", lambda error, *_: error)
+    if "memfit.making" in sys.modules and request.node.get_closest_marker("all_levers") is None:
+        monkeypatch.setattr("memfit.making._with_all_levers", lambda error, *_: error)
 
 
 def _briefly(search: Callable[..., Any], most: float, *arguments: Any, seconds: float, **rest: Any) -> Any:

@@ -9,7 +9,8 @@ from torch import nn
 
 from memfit.capture.trace import capture_step
 from memfit.errors import BudgetError
-from memfit.planning import Request, make_plan
+from memfit.making import make_plan
+from memfit.planning import Request
 from memfit.plans import Plan
 from memfit.step.program import Action, Program
 from memfit.step.simulate import simulate_plain

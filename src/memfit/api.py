@@ -1,4 +1,4 @@
-"""The public calls. Everything here is a short way into `memfit.planning` and `memfit.runtime`."""
+"""The public calls. Everything here is a short way into `memfit.making` and `memfit.runtime`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch import nn
 from memfit.capture.loss import LossFunction
 from memfit.comparison import BatchSize, Comparison, compare, max_batch
 from memfit.estimation import Estimate, estimate
-from memfit.planning import Progress, Request, make_plan
+from memfit.making import make_plan
+from memfit.planning import Progress, Request
 from memfit.plans import Plan
 from memfit.runtime.fitted import fitted_call, release
 from memfit.runtime.measure import Measurement, measure

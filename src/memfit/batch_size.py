@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit import planning, strategies
+from memfit import making, strategies
 from memfit.capture.loss import LossFunction
 from memfit.capture.trace import Capture, device_of
 from memfit.errors import BudgetError, SpecError
@@ -247,7 +247,7 @@ class _Steps:
         capture, graph = self.captured[batch]
         args, kwargs, request = self.asked(batch)
         plan = plan_captured(self.model, args, kwargs, capture, graph, request, budget_bytes, progress=self.progress)
-        return planning.prove(self.model, args, kwargs, plan, progress=self.progress) if request.prove else plan
+        return making.prove(self.model, args, kwargs, plan, progress=self.progress) if request.prove else plan
 
 
 def _inputs(made: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -22,8 +22,9 @@ from memfit.batch_size import BatchSize, max_batch
 from memfit.capture.dynamo import preserved_state
 from memfit.capture.trace import Capture, device_of
 from memfit.errors import BudgetError, MemfitError, SpecError
+from memfit.making import prove
 from memfit.planner.activations import Activations, count_activations
-from memfit.planning import Progress, Request, capture_and_profile, plan_captured, prove, resolve_budget
+from memfit.planning import Progress, Request, capture_and_profile, plan_captured, resolve_budget
 from memfit.plans import Plan
 from memfit.runtime.apply import compile_program
 from memfit.runtime.device_memory import free_bytes

@@ -1,6 +1,6 @@
-"""From a module and a budget to a plan: capture, profile, plan, check, prove.
+"""The parts of the road from a module and a budget to a plan: capture and profile, then plan and check.
 
-This is the one road; `memfit.api`, the fitted module and the command line all take it.
+`memfit.making` is the road.
 """
 
 from __future__ import annotations
@@ -16,20 +16,17 @@ from torch.utils import _pytree as pytree
 
 from memfit import strategies
 from memfit.capture.cost_cache import CostCache, machine_name, open_cache
-from memfit.capture.dynamo import preserved_state
-from memfit.capture.loss import LossFunction, backward_of
+from memfit.capture.loss import LossFunction
 from memfit.capture.profile import profile_ops, separated
 from memfit.capture.trace import Capture, capture_step, device_of
-from memfit.errors import BudgetError, MemfitError, SpecError
+from memfit.errors import BudgetError, SpecError
 from memfit.planner.bound import relaxed_bound
 from memfit.planner.explain import decisions, prediction
 from memfit.planner.hybrid import find_program
 from memfit.planner.least import least_budget, least_order
 from memfit.planner.ways import leanest
 from memfit.plans import Plan
-from memfit.runtime.apply import compile_program
 from memfit.runtime.device_memory import free_bytes, total_bytes
-from memfit.runtime.measure import measure
 from memfit.runtime.signature import Signature, signature
 from memfit.runtime.swap.tiers import parse_tiers, tier_links
 from memfit.step.check import check
@@ -45,7 +42,8 @@ __all__ = [
     "Progress",
     "Request",
     "capture_and_profile",
-    "make_plan",
+    "check_request",
+    "fingerprint",
     "plan_captured",
     "resolve_budget",
 ]
@@ -55,7 +53,6 @@ log = logging.getLogger(__name__)
 Progress = Callable[[str, int, int], None]
 """Told the stage, what is done of it and how much there is to do."""
 
-_PROVING_RUNS = 3
 _BITWISE = ("keep", "recompute", "swap")
 _ALL = (*_BITWISE, "tile")
 
@@ -120,75 +117,6 @@ def resolve_budget(budget: int | str, device: torch.device, static_bytes: int = 
     if nbytes > whole:
         raise SpecError(f"the budget {format_bytes(nbytes)} exceeds the {format_bytes(whole)} of {device}")
     return nbytes
-
-
-def make_plan(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    request: Request,
-    *,
-    progress: Progress | None = None,
-) -> Plan:
-    """Captures, profiles, plans and proves one training step.
-
-    Args:
-        model: in training mode.
-        args: positional inputs.
-        kwargs: keyword inputs.
-        request: budget and the rest.
-        progress: told how far it is.
-
-    Returns:
-        The plan; the model is as it was.
-
-    Raises:
-        SpecError: if the request makes no sense.
-        CaptureError: if the model cannot be captured.
-        BudgetError: if nothing fits.
-    """
-    device = device_of(model)
-    _validate(request, device)
-    resolve_budget(request.budget, device)
-    made: list[Plan] = []
-    failures: list[BudgetError] = []
-    for grid in ((), (1, 1)) if request.tiles else ((),):
-        capture, graph = capture_and_profile(model, args, kwargs, request, grid=grid, progress=progress)
-        budget_bytes = resolve_budget(request.budget, device, graph.static_bytes)
-        try:
-            plan = plan_captured(model, args, kwargs, capture, graph, request, budget_bytes, progress=progress)
-            made.append(prove(model, args, kwargs, plan, progress=progress) if request.prove else plan)
-        except BudgetError as error:
-            failures.append(error)
-        if made and not made[0].program.recomputed():
-            break
-    if not made:
-        failure = min(failures, key=lambda error: error.least_bytes)
-        raise failure if request.tiles else _with_all_levers(failure, model, args, kwargs, request)
-    return min(made, key=lambda plan: plan.predicted.step_seconds)
-
-
-def _with_all_levers(
-    error: BudgetError, model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], request: Request
-) -> BudgetError:
-    """The same error, which says from which budget on tiling fits if that is lower."""
-    if request.strategy != "auto" or device_of(model).type != "cpu":
-        return error
-    try:
-        _, graph = capture_and_profile(model, args, kwargs, request, grid=(1, 1))
-    except MemfitError as failure:  # the first error is the one to tell
-        log.info("cannot tell from where tiling fits: %s", failure)
-        return error
-    lean = leanest(graph)
-    least = least_budget(lean, least_order(lean))
-    if not graph.is_tiled or least >= error.least_bytes:
-        return error
-    return BudgetError(
-        f'{error}; levers="all", the same gradients up to rounding, fits from {format_bytes(least)} ({least} bytes) on',
-        budget_bytes=error.budget_bytes,
-        least_bytes=error.least_bytes,
-        binding=error.binding,
-    )
 
 
 def capture_and_profile(
@@ -289,76 +217,6 @@ def _program(graph: StepGraph, request: Request, budget_bytes: int) -> tuple[Pro
     return program, relaxed_bound(graph, timeline.peak_bytes, seconds=2.0)
 
 
-def prove(
-    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], plan: Plan, *, progress: Progress | None = None
-) -> Plan:
-    """Runs the plan once; if the measured peak exceeds the budget, plans again for less.
-
-    Returns:
-        The plan with its measured peak.
-
-    Raises:
-        BudgetError: if no correction fits.
-    """
-    assert plan.planned is not None
-    budget_bytes = plan.budget_bytes
-    target = budget_bytes
-    for attempt in range(_PROVING_RUNS):
-        if progress is not None:
-            progress("prove", attempt, _PROVING_RUNS)
-        peak = _measured_peak(model, args, kwargs, plan)
-        if progress is not None:
-            progress("prove", _PROVING_RUNS, _PROVING_RUNS)
-        if peak <= budget_bytes:
-            return replace(plan, budget_bytes=budget_bytes, measured_peak_bytes=peak)
-        # What the model of memory misses is taken from what the planner may use.
-        target -= max(peak - budget_bytes, peak - plan.predicted.peak_bytes)
-        log.info("measured %d bytes, predicted %d; planning for %d", peak, plan.predicted.peak_bytes, target)
-        try:
-            again = plan_captured(
-                model, args, kwargs, plan.planned.capture, plan.planned.graph, plan.planned.request, target
-            )
-        except BudgetError as error:
-            missed = budget_bytes - target
-            raise BudgetError(
-                f"{error} (measured peaks are {format_bytes(missed)} above predicted ones here)",
-                budget_bytes=budget_bytes,
-                least_bytes=error.least_bytes + missed,
-                binding=error.binding,
-            ) from error
-        plan = again
-    raise BudgetError(
-        f"measured peaks stay above the budget {format_bytes(budget_bytes)}",
-        budget_bytes=budget_bytes,
-        least_bytes=peak,
-    )
-
-
-def _measured_peak(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], plan: Plan) -> int:
-    """Peak of one planned forward and backward pass; gradients that exist stay and count, new ones go."""
-    assert plan.planned is not None
-    capture, request = plan.planned.capture, plan.planned.request
-    call = compile_program(model, capture, plan.program)
-    leaves = [t for t in pytree.tree_leaves((list(args), kwargs)) if isinstance(t, torch.Tensor) and t.is_leaf]
-    receiving = [(t, t.grad) for t in (*model.parameters(), *leaves) if t.requires_grad]
-
-    def step() -> None:
-        for tensor, _ in receiving:
-            tensor.grad = None
-        backward_of(call(*args, **kwargs), request.loss_fn)
-        for tensor, _ in receiving:
-            tensor.grad = None
-
-    with preserved_state(model):
-        try:
-            # What code between pieces holds is measured here, so it must not be counted as there already.
-            start = plan.planned.graph.static_bytes - capture.between_bytes
-            return measure(step, device=device_of(model), warmup=1, repeats=0, start_bytes=start).peak_bytes
-        finally:
-            for tensor, gradient in receiving:
-                tensor.grad = gradient
-
-
 def fingerprint(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, str | int | list[Any]]:
     """What a plan depends on, in words that can be compared."""
     tensors = [t for t in pytree.tree_leaves((list(args), kwargs)) if isinstance(t, torch.Tensor)]
@@ -371,7 +229,12 @@ def fingerprint(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -
     }
 
 
-def _validate(request: Request, device: torch.device) -> None:
+def check_request(request: Request, device: torch.device) -> None:
+    """Refuses what makes no sense.
+
+    Raises:
+        SpecError: with what there is.
+    """
     levers = {"bitwise": _BITWISE, "all": _ALL}.get(str(request.levers), request.levers)
     if isinstance(levers, str) or not set(levers) <= set(_ALL):
         raise SpecError(f"unknown levers; there are 'bitwise', 'all' and {_ALL} (levers: {request.levers!r})")

@@ -25,7 +25,8 @@ from torch.utils import _pytree as pytree
 
 from memfit.capture.loss import LossFunction, backward_of, scalar_loss
 from memfit.capture.trace import device_of
-from memfit.planning import Progress, Request, make_plan
+from memfit.making import make_plan
+from memfit.planning import Progress, Request
 from memfit.plans import Plan
 from memfit.rounding import in_float64, is_same_step, is_within_rounding
 from memfit.runtime.executed import ExecutedOps, executed_recomputations

@@ -34,7 +34,7 @@ def plan_example(
     Raises:
         MemfitError: what `memfit.plan` raises.
     """
-    from memfit import comparison, planning
+    from memfit import comparison, making, planning
     from memfit.capture.trace import device_of
     from memfit.step.simulate import simulate_plain
 
@@ -51,10 +51,10 @@ def plan_example(
         label=example.label,
     )
     if not args.budget.endswith("plain"):
-        return planning.make_plan(model, inputs, kwargs, request, progress=progress)
+        return making.make_plan(model, inputs, kwargs, request, progress=progress)
     device = device_of(model)
     comparison.budget_bytes(args.budget, 1 << 40, device, 0)  # a mistake is told before the work
     _, graph = planning.capture_and_profile(model, inputs, kwargs, request, progress=progress)
     nbytes = comparison.budget_bytes(args.budget, simulate_plain(graph).peak_bytes, device, graph.static_bytes)
     assert nbytes is not None
-    return planning.make_plan(model, inputs, kwargs, replace(request, budget=nbytes), progress=progress)
+    return making.make_plan(model, inputs, kwargs, replace(request, budget=nbytes), progress=progress)

@@ -71,7 +71,7 @@ class Fitted:
         return self._plan_for(model, key, args, kwargs)(*args, **kwargs)
 
     def _plan_for(self, model: nn.Module, key: Signature, args: Any, kwargs: Any) -> PlannedCall:
-        from memfit.planning import make_plan
+        from memfit.making import make_plan
 
         if self.unsigned is not None:
             waiting, self.unsigned = self.unsigned, None

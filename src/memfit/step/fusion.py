@@ -221,8 +221,8 @@ def fused_seconds(ops: Sequence[Op], handed_on: Collection[int], over: Sequence[
     return found
 
 
-def bytes_beside(graph: StepGraph, ops: Sequence[Op], freed: Sequence[Collection[int]]) -> list[tuple[int, int]]:
-    """The slices there are in a run as one: while each op runs, and after what is freed then is gone.
+def bytes_beside(graph: StepGraph, ops: Sequence[Op], freed: Sequence[Sequence[int]]) -> list[int]:
+    """The slices there are in a run as one: while each op runs, and after each result that is freed then.
 
     Args:
         graph: the step.
@@ -231,16 +231,18 @@ def bytes_beside(graph: StepGraph, ops: Sequence[Op], freed: Sequence[Collection
     """
     live = 0
     slice_of: dict[int, int] = {}
-    found: list[tuple[int, int]] = []
+    found: list[int] = []
     for op, dead, spread in zip(ops, freed, spreads(ops), strict=True):
         slices = op.by_slices
         assert slices is not None
         made = {s: slices.slice_bytes(s, graph.storages[s].nbytes, spread.share) for s in op.writes}
         slice_of.update(made)
         live += sum(made.values())
-        while_it_runs = live + int(slices.workspace_bytes * spread.share * prod(slices.grid))
-        live -= sum(slice_of[s] for s in dead if s in slice_of)
-        found.append((while_it_runs, live))
+        found.append(live + int(slices.workspace_bytes * spread.share * prod(slices.grid)))
+        for storage in dead:
+            if storage in slice_of:
+                live -= slice_of[storage]
+                found.append(live)
     return found
 
 
@@ -310,7 +312,7 @@ def _fused_bytes(graph: StepGraph, run: Run, over: Mapping[int, int]) -> int:
     inner = {s for dead in run.dying for s in dead}
     whole = sum(storages[s].nbytes for op in run.ops for s in op.writes if s not in inner)
     whole -= sum(storages[s].nbytes for s in over.values())
-    return whole + max(most for most, _ in bytes_beside(graph, run.ops, run.dying))
+    return whole + max(bytes_beside(graph, run.ops, run.dying))
 
 
 def _whole_bytes(graph: StepGraph, run: Run) -> int:

@@ -219,10 +219,7 @@ def _slices(graph: StepGraph, run: Sequence[Instruction], ops: Sequence[Op]) -> 
             freed.append([])
         else:
             freed[-1].append(instruction.index)
-    found: list[int] = []
-    for (while_it_runs, after), dead in zip(bytes_beside(graph, ops, freed), freed, strict=True):
-        found += [while_it_runs, *[after] * len(dead)]
-    return found
+    return bytes_beside(graph, ops, freed)
 
 
 def simulate_plain(graph: StepGraph) -> Timeline:

@@ -1,0 +1,69 @@
+"""Into how many tiles to cut the samples of a step, for a budget.
+
+Fine tiles take little memory and make their halos again and again; coarse ones take more. So tiles are as coarse as the
+slices that exist at once leave room for. Twice as many along each axis is the next finer grid, since square tiles have
+the least halo for their size.
+
+Known limits: one grid for a step, chosen by its widest op.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from memfit.capture.by_tiles import tiling_of
+from memfit.capture.trace import Capture
+
+__all__ = ["grids"]
+
+_SLICES_AT_ONCE = 8
+"""About so many of the widest exist at once in a run of the backward pass."""
+
+_LEAST_EXTENT = 16
+"""Of a tile of the widest op: smaller ones are mostly halo."""
+
+_LEAST_BYTES = 1 << 18
+"""Of a tile of the widest op: for less, a call costs more than its work."""
+
+
+def grids(capture: Capture, room_bytes: int) -> list[tuple[int, ...]]:
+    """The grids to try, the likeliest first, then finer ones, then coarser ones.
+
+    Args:
+        capture: of the step, for any grid or none.
+        room_bytes: what the budget leaves beside parameters and gradients.
+    """
+    axes, batch, nbytes, extents = _widest(capture)
+    ladder = [(1, 1)] if batch > 1 or not axes else []
+    count = 2
+    while axes and min(extents) >= _LEAST_EXTENT * count and nbytes >= _LEAST_BYTES * count**axes:
+        ladder.append((count, count if axes > 1 else 1))
+        count *= 2
+    slices = _SLICES_AT_ONCE * nbytes
+    fitting = (n for n, grid in enumerate(ladder) if slices <= max(1, room_bytes) * math.prod(grid))
+    first = next(fitting, len(ladder) - 1)
+    return [*ladder[first:], *reversed(ladder[:first])]
+
+
+def _widest(capture: Capture) -> tuple[int, int, int, tuple[int, ...]]:
+    """Of the widest op that can run in tiles: along how many axes, its batch, its bytes per sample, its extents."""
+    for axes in (2, 1):
+        found = max(_in_tiles(capture, axes), default=None)
+        if found is not None:
+            nbytes, batch, extents = found
+            return axes, batch, nbytes, extents
+    return 0, 1, 0, ()
+
+
+def _in_tiles(capture: Capture, axes: int) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    for op in capture.joint_ops:
+        tiling = tiling_of(op.node, axes) if op is not None else None
+        if op is None or tiling is None:
+            continue
+        value = op.node.meta["val"]
+        results = [t for t in (value if isinstance(value, list | tuple) else [value]) if isinstance(t, torch.Tensor)]
+        batch = int(tiling.operands[0].meta["val"].shape[0])
+        yield sum(t.numel() * t.element_size() for t in results) // batch, batch, tiling.extents

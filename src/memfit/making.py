@@ -1,0 +1,227 @@
+"""From a module and a budget to a plan: capture, profile, plan, check, prove; with the lever `tile` in tiles too.
+
+This is the one road; `memfit.api`, the fitted module and the command line all take it. A plan that keeps every bit is
+made first. Where tiles are allowed and it costs time, one with tiles is made as well, and the faster one taken.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from memfit.capture.dynamo import preserved_state
+from memfit.capture.grids import grids
+from memfit.capture.loss import backward_of
+from memfit.capture.trace import Capture, device_of
+from memfit.errors import BudgetError, MemfitError
+from memfit.planner.least import least_budget, least_order
+from memfit.planner.ways import leanest
+from memfit.planning import Progress, Request, capture_and_profile, check_request, plan_captured, resolve_budget
+from memfit.plans import Plan
+from memfit.runtime.apply import compile_program
+from memfit.runtime.measure import measure
+from memfit.step.graph import StepGraph
+from memfit.units import format_bytes
+
+__all__ = ["make_plan", "prove"]
+
+log = logging.getLogger(__name__)
+
+_PROVING_RUNS = 3
+_GOOD_ENOUGH = 0.01
+"""A plan without tiles that costs so little more time needs no other beside it."""
+
+_Step = tuple[Capture, StepGraph]
+
+
+def make_plan(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    request: Request,
+    *,
+    progress: Progress | None = None,
+) -> Plan:
+    """Captures, profiles, plans and proves one training step.
+
+    Args:
+        model: in training mode.
+        args: positional inputs.
+        kwargs: keyword inputs.
+        request: budget and the rest.
+        progress: told how far it is.
+
+    Returns:
+        The plan; the model is as it was.
+
+    Raises:
+        SpecError: if the request makes no sense.
+        CaptureError: if the model cannot be captured.
+        BudgetError: if nothing fits.
+    """
+    device = device_of(model)
+    check_request(request, device)
+    resolve_budget(request.budget, device)
+    step = capture_and_profile(model, args, kwargs, request, progress=progress)
+    try:
+        bitwise = _made(model, args, kwargs, step, request, progress)
+    except BudgetError as error:
+        if request.tiles:
+            return _tiled(model, args, kwargs, step, request, progress, error)
+        raise _with_all_levers(error, model, args, kwargs, step, request) from error
+    if not request.tiles or bitwise.predicted.overhead < _GOOD_ENOUGH:
+        return bitwise
+    try:
+        tiled = _tiled(model, args, kwargs, step, request, progress, None)
+    except BudgetError:
+        return bitwise
+    return min(bitwise, tiled, key=lambda plan: plan.predicted.step_seconds)
+
+
+def _made(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    step: _Step,
+    request: Request,
+    progress: Progress | None,
+) -> Plan:
+    """The plan of a step, proven if that is asked for."""
+    budget_bytes = resolve_budget(request.budget, device_of(model), step[1].static_bytes)
+    plan = plan_captured(model, args, kwargs, *step, request, budget_bytes, progress=progress)
+    return prove(model, args, kwargs, plan, progress=progress) if request.prove else plan
+
+
+def _tiled(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    step: _Step,
+    request: Request,
+    progress: Progress | None,
+    failure: BudgetError | None,
+) -> Plan:
+    """The plan with tiles as coarse as the budget allows.
+
+    Raises:
+        BudgetError: if nothing fits: the one of the least budget, `failure` among them.
+    """
+    capture, graph = step
+    budget_bytes = resolve_budget(request.budget, device_of(model), graph.static_bytes)
+    for grid in grids(capture, budget_bytes - graph.static_bytes - graph.gradient_bytes):
+        tiled = capture_and_profile(model, args, kwargs, request, grid=grid, progress=progress)
+        if not tiled[1].is_tiled:
+            continue
+        try:
+            return _made(model, args, kwargs, tiled, request, progress)
+        except BudgetError as error:
+            failure = error if failure is None or error.least_bytes < failure.least_bytes else failure
+    if failure is None:
+        raise BudgetError("no op of the step runs in tiles", budget_bytes=budget_bytes, least_bytes=0)
+    raise failure
+
+
+def _with_all_levers(
+    error: BudgetError,
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    step: _Step,
+    request: Request,
+) -> BudgetError:
+    """The same error, which says from which budget on tiling fits if that is lower."""
+    capture, graph = step
+    if request.strategy != "auto" or device_of(model).type != "cpu":
+        return error
+    room = (error.least_bytes - graph.static_bytes - graph.gradient_bytes) // 2
+    try:
+        _, tiled = capture_and_profile(model, args, kwargs, request, grid=grids(capture, room)[0])
+    except MemfitError as failure:  # the first error is the one to tell
+        log.info("cannot tell from where tiling fits: %s", failure)
+        return error
+    lean = leanest(tiled)
+    least = least_budget(lean, least_order(lean))
+    if not tiled.is_tiled or least >= error.least_bytes:
+        return error
+    return BudgetError(
+        f'{error}; levers="all", the same gradients up to rounding, fits from {format_bytes(least)} ({least} bytes) on',
+        budget_bytes=error.budget_bytes,
+        least_bytes=error.least_bytes,
+        binding=error.binding,
+    )
+
+
+def prove(
+    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], plan: Plan, *, progress: Progress | None = None
+) -> Plan:
+    """Runs the plan once; if the measured peak exceeds the budget, plans again for less.
+
+    Returns:
+        The plan with its measured peak.
+
+    Raises:
+        BudgetError: if no correction fits.
+    """
+    assert plan.planned is not None
+    budget_bytes = plan.budget_bytes
+    target = budget_bytes
+    for attempt in range(_PROVING_RUNS):
+        if progress is not None:
+            progress("prove", attempt, _PROVING_RUNS)
+        peak = _measured_peak(model, args, kwargs, plan)
+        if progress is not None:
+            progress("prove", _PROVING_RUNS, _PROVING_RUNS)
+        if peak <= budget_bytes:
+            return replace(plan, budget_bytes=budget_bytes, measured_peak_bytes=peak)
+        # What the model of memory misses is taken from what the planner may use.
+        target -= max(peak - budget_bytes, peak - plan.predicted.peak_bytes)
+        log.info("measured %d bytes, predicted %d; planning for %d", peak, plan.predicted.peak_bytes, target)
+        try:
+            again = plan_captured(
+                model, args, kwargs, plan.planned.capture, plan.planned.graph, plan.planned.request, target
+            )
+        except BudgetError as error:
+            missed = budget_bytes - target
+            raise BudgetError(
+                f"{error} (measured peaks are {format_bytes(missed)} above predicted ones here)",
+                budget_bytes=budget_bytes,
+                least_bytes=error.least_bytes + missed,
+                binding=error.binding,
+            ) from error
+        plan = again
+    raise BudgetError(
+        f"measured peaks stay above the budget {format_bytes(budget_bytes)}",
+        budget_bytes=budget_bytes,
+        least_bytes=peak,
+    )
+
+
+def _measured_peak(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], plan: Plan) -> int:
+    """Peak of one planned forward and backward pass; gradients that exist stay and count, new ones go."""
+    assert plan.planned is not None
+    capture, request = plan.planned.capture, plan.planned.request
+    call = compile_program(model, capture, plan.program)
+    leaves = [t for t in pytree.tree_leaves((list(args), kwargs)) if isinstance(t, torch.Tensor) and t.is_leaf]
+    receiving = [(t, t.grad) for t in (*model.parameters(), *leaves) if t.requires_grad]
+
+    def step() -> None:
+        for tensor, _ in receiving:
+            tensor.grad = None
+        backward_of(call(*args, **kwargs), request.loss_fn)
+        for tensor, _ in receiving:
+            tensor.grad = None
+
+    with preserved_state(model):
+        try:
+            # What code between pieces holds is measured here, so it must not be counted as there already.
+            start = plan.planned.graph.static_bytes - capture.between_bytes
+            return measure(step, device=device_of(model), warmup=1, repeats=0, start_bytes=start).peak_bytes
+        finally:
+            for tensor, gradient in receiving:
+                tensor.grad = gradient
