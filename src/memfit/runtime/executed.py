@@ -45,6 +45,19 @@ _CALLS = {
 """Families of what a target of memfit's own calls, `memfit.capture.again` and `memfit.capture.batch_norm`."""
 
 
+_IN_TILES = {
+    "aten.max_pool2d_with_indices.default": {1: ("add",), 2: ("div", "mul", "sub", "add", "add", "mul", "add")},
+    "aten.max_pool2d_with_indices_backward.default": {
+        1: ("sub",),
+        2: ("div", "mul", "sub", "sub", "mul", "sub", "add"),
+    },
+}
+"""What is called besides for each tile, by the number of axes that are cut (`memfit.capture.by_tiles`)."""
+
+_AT_BORDERS = {"constant_pad_nd", "clamp", "new_zeros", "copy"}
+"""What some tiles call besides and others do not, so that it cannot be told from what ran again."""
+
+
 def op_family(target: str) -> str:
     """`relu` of `aten.relu_.default`: the op without namespace, overload and the mark of in-place calls."""
     parts = target.split(".")
@@ -65,6 +78,8 @@ def executed_recomputations(counts: Counter[str], graph: StepGraph, program: Pro
     """
     again = program.recomputed()
     families = {family for i in again for family in _calls(graph.ops[i].later.target)}
+    if any(op.by_slices is not None and op.by_slices.grid for op in graph.ops):
+        families -= _AT_BORDERS
     computes = [i for i in program.instructions if i.action is Action.COMPUTE]
     expected: Counter[str] = Counter()
     for instruction, op in zip(computes, as_they_run(graph, program.order()), strict=True):
@@ -72,6 +87,8 @@ def executed_recomputations(counts: Counter[str], graph: StepGraph, program: Pro
             expected[family] += instruction.parts
         if instruction.sliced and op.by_slices is not None:  # what slices add up to
             expected["add"] += len(op.by_slices.sums) * (instruction.parts - 1)
+            for family in _IN_TILES.get(op.target, {}).get(len(op.by_slices.grid), ()):
+                expected[family] += instruction.parts
     return len(again) + sum(counts[f] - expected[f] for f in families)
 
 
