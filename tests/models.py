@@ -10,7 +10,7 @@ from torch.nn import functional
 class Residual(nn.Module):
     """Convolutions, batch normalisation, in-place activations, a residual stream."""
 
-    def __init__(self, width: int = 8) -> None:
+    def __init__(self, width: int = 8, blocks: int = 4) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, width, 3, padding=1)
         self.blocks = nn.ModuleList(
@@ -21,7 +21,7 @@ class Residual(nn.Module):
                 nn.Conv2d(width, width, 1),
                 nn.BatchNorm2d(width),
             )
-            for _ in range(4)
+            for _ in range(blocks)
         )
         self.head = nn.Linear(width, 5)
 

@@ -87,15 +87,20 @@ def test_bits_and_budget(name: str, share: float, monkeypatch: pytest.MonkeyPatc
     plain, wall = simulate_plain(graph).peak_bytes, op_wall_bytes(graph)
     budget = int(wall + share * (plain - wall))
 
-    def proven(budget: int) -> memfit.Plan:
-        return prove(model, args, kwargs, plan_captured(model, args, kwargs, capture, graph, request, budget))
+    def planned(budget: int) -> memfit.Plan:
+        try:
+            return plan_captured(model, args, kwargs, capture, graph, request, budget)
+        except memfit.BudgetError as error:
+            assert error.least_bytes > budget
+            return plan_captured(model, args, kwargs, capture, graph, request, error.least_bytes)
 
-    try:
-        plan = proven(budget)
-    except memfit.BudgetError as error:
-        assert error.least_bytes > budget
-        plan = proven(error.least_bytes)
-    result = verify(model, args, kwargs, plan)
+    result = verify(model, args, kwargs, planned(budget))
+    if not result.fits:  # measured peaks differ by a little, which the proving run finds out
+        try:
+            plan = prove(model, args, kwargs, result.plan)
+        except memfit.BudgetError as error:
+            plan = prove(model, args, kwargs, planned(error.least_bytes))
+        result = verify(model, args, kwargs, plan)
     unequal = [(c.kind, c.name, c.max_difference) for c in result.checks if not c.equal]
     assert not unequal
     assert {"gradient", "random state"} <= {c.kind for c in result.checks}
@@ -109,7 +114,7 @@ def test_bits_and_budget(name: str, share: float, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("strategy", ["sqrt", "every-block", "openai-speed", "openai-memory", "sequential:2", "rotor"])
 def test_every_strategy_runs_exactly(strategy: str) -> None:
-    model, args, kwargs, loss_fn = CASES["residual"]()
+    model, args, kwargs, loss_fn = image_case(models.Residual(blocks=2), 16)
     request = Request(budget="2GiB", loss_fn=loss_fn, strategy=strategy, prove=False)
     result = verify(model, args, kwargs, request, loss_fn=loss_fn)
     assert all(c.equal for c in result.checks)

@@ -27,6 +27,10 @@ _MARGIN = 0.003
 _LONGEST = 6
 """Orders of more runs than so many times the ops of the step are no plans anyone would want."""
 
+_STARTS = 6
+"""So many orders are spilled towards a target; in a tiled step, whose orders are long, only `_STARTS_IF_TILED`."""
+
+_STARTS_IF_TILED = 2
 _ROUNDS = 400_000
 """Drops that are tried for one target, times the ops of the step: work that takes some seconds."""
 
@@ -54,12 +58,13 @@ def least_order(graph: StepGraph, *, tries: int = 12) -> list[int]:
     high = _peak(graph, best)
     low = op_wall_bytes(graph)
     near = _NEAR if len(graph.ops) <= LARGE_STEP else _NEAR_IF_LARGE
+    count = _STARTS_IF_TILED if graph.is_tiled else _STARTS
     rounds = min(400, _ROUNDS // len(graph.ops))
     for _ in range(tries):
         if high - low < near * high:
             break
         target = (high + low) // 2
-        spilled = (spill(graph, start, target, rounds=rounds) for start in [best, *starts[:6]])
+        spilled = (spill(graph, start, target, rounds=rounds) for start in [best, *starts[:count]])
         reached = next((order for order in spilled if order is not None), None)
         if reached is None:
             low = target
