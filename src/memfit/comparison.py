@@ -22,9 +22,9 @@ from memfit.batch_size import BatchSize, max_batch
 from memfit.capture.dynamo import preserved_state
 from memfit.capture.trace import Capture, device_of
 from memfit.errors import BudgetError, MemfitError, SpecError
-from memfit.making import prove
+from memfit.making import plan_profiled, prove
 from memfit.planner.activations import Activations, count_activations
-from memfit.planning import Progress, Request, capture_and_profile, plan_captured, resolve_budget
+from memfit.planning import Progress, Request, capture_and_profile, check_request, resolve_budget
 from memfit.plans import Plan
 from memfit.runtime.apply import compile_program
 from memfit.runtime.device_memory import free_bytes
@@ -41,7 +41,7 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 _NO_BUDGET = 1 << 60
 _IGNORE_BUDGET = frozenset(
-    {"none", "sqrt", "every-block", "openai-speed", "openai-memory", "openai-collection", "sequential"}
+    {"none", "sqrt", "every-block", "openai-speed", "openai-memory", "openai-collection", "sequential", "tile"}
 )
 """Strategies whose order does not depend on the budget, without their parameter."""
 
@@ -137,6 +137,7 @@ def compare(
     batches: Sequence[int],
     budgets: Sequence[int | str | None] = (None,),
     optimizer: OptimizerFactory | None = None,
+    levers: str | tuple[str, ...] = "bitwise",
     tiers: str | None = None,
     measure: bool = True,
     repeats: int = 3,
@@ -151,6 +152,7 @@ def compare(
         budgets: bytes or strings. Here a percentage is one of the plain step's predicted peak, `"40%"` as well
             as `"40%plain"`, since that is what strategies are compared at. None is no limit.
         optimizer: makes an optimizer from parameters, such as `torch.optim.AdamW`; its state and step count.
+        levers: what `"auto"` may use, as for `memfit.plan`.
         tiers: where swapped bytes may go, as for `memfit.plan`.
         measure: run everything; otherwise only the predictions are filled in.
         repeats: timed runs of each step.
@@ -170,7 +172,10 @@ def compare(
         model, args, kwargs, loss_fn, title = _parts(make_example(batch))
         label, device = label or title, str(device_of(model))
         made = None if optimizer is None else optimizer(model.parameters())
-        request = Request(budget="auto", loss_fn=loss_fn, optimizer=made, label=title, tiers=tiers)
+        request = Request(
+            budget="auto", loss_fn=loss_fn, optimizer=made, label=title, levers=levers, tiers=tiers, prove=False
+        )
+        check_request(request, device_of(model))
         capture, graph = capture_and_profile(model, args, kwargs, request, progress=progress)
         bench = _Bench(model=model, args=args, kwargs=kwargs, capture=capture, graph=graph, request=request)
         rows += _rows_of_batch(bench, batch, strategies, budgets, repeats if measure else 0, progress)
@@ -214,7 +219,8 @@ class _Bench:
         """One training step, plain or planned."""
         call: Callable[..., Any] = self.model
         if plan is not None:
-            call = compile_program(self.model, self.capture, plan.program, describe=plan.__str__)
+            assert plan.planned is not None
+            call = compile_program(self.model, plan.planned.capture, plan.program, describe=plan.__str__)
         loss_fn, optimizer = self.request.loss_fn, self.request.optimizer
         return training_step(call, self.model, self.args, self.kwargs, loss_fn=loss_fn, optimizer=optimizer)
 
@@ -271,19 +277,21 @@ def _planned(bench: _Bench, row: Row) -> tuple[Row, Plan | None]:
     """Completes a row with what is predicted."""
     request = replace(bench.request, strategy=row.strategy, budget=row.budget_bytes or _NO_BUDGET)
     try:
-        plan = plan_captured(
-            *(bench.model, bench.args, bench.kwargs, bench.capture, bench.graph, request),
+        plan = plan_profiled(
+            *(bench.model, bench.args, bench.kwargs, (bench.capture, bench.graph), request),
             row.budget_bytes or _NO_BUDGET,
         )
     except BudgetError as error:
         return replace(row, error=str(error), least_bytes=error.least_bytes), None
     except MemfitError as error:
         return replace(row, error=str(error)), None
-    return _with_plan(bench, row, plan), plan
+    return _with_plan(row, plan), plan
 
 
-def _with_plan(bench: _Bench, row: Row, plan: Plan) -> Row:
-    timeline = simulate(bench.graph, plan.program)
+def _with_plan(row: Row, plan: Plan) -> Row:
+    assert plan.planned is not None
+    graph = plan.planned.graph
+    timeline = simulate(graph, plan.program)
     return replace(
         row,
         peak_bytes=timeline.peak_bytes,
@@ -296,7 +304,7 @@ def _with_plan(bench: _Bench, row: Row, plan: Plan) -> Row:
         host_bytes=plan.predicted.host_bytes,
         disk_bytes=plan.predicted.disk_bytes,
         bound_overhead=plan.predicted.bound_overhead,
-        activations=count_activations(bench.graph, plan.program),
+        activations=count_activations(graph, plan.program),
     )
 
 
@@ -350,7 +358,7 @@ def _proven(bench: _Bench, row: Row, plan: Plan) -> tuple[Row, Callable[[], obje
     peak = bench.peak(step)
     if row.budget_bytes is not None and peak > row.budget_bytes:
         plan = prove(bench.model, bench.args, bench.kwargs, plan)
-        row, step = _with_plan(bench, row, plan), bench.step(plan)
+        row, step = _with_plan(row, plan), bench.step(plan)
         peak = bench.peak(step)
     return replace(row, measured_peak_bytes=peak), step
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from memfit import strategies
 from memfit.capture.dynamo import preserved_state
 from memfit.capture.grids import grids
 from memfit.capture.loss import backward_of
@@ -29,7 +30,7 @@ from memfit.runtime.measure import measure
 from memfit.step.graph import StepGraph
 from memfit.units import format_bytes
 
-__all__ = ["make_plan", "prove"]
+__all__ = ["Step", "make_plan", "plan_profiled", "prove"]
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,8 @@ _PROVING_RUNS = 3
 _GOOD_ENOUGH = 0.01
 """A plan without tiles that costs so little more time needs no other beside it."""
 
-_Step = tuple[Capture, StepGraph]
+Step = tuple[Capture, StepGraph]
+"""Captured and profiled."""
 
 
 def make_plan(
@@ -69,62 +71,60 @@ def make_plan(
     check_request(request, device)
     resolve_budget(request.budget, device)
     step = capture_and_profile(model, args, kwargs, request, progress=progress)
+    budget_bytes = resolve_budget(request.budget, device, step[1].static_bytes)
     try:
-        bitwise = _made(model, args, kwargs, step, request, progress)
+        return plan_profiled(model, args, kwargs, step, request, budget_bytes, progress=progress)
+    except BudgetError as error:
+        raise (error if request.tiles else _with_all_levers(error, model, args, kwargs, step, request)) from error
+
+
+def plan_profiled(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    step: Step,
+    request: Request,
+    budget_bytes: int,
+    *,
+    progress: Progress | None = None,
+) -> Plan:
+    """The rest of `make_plan` for a step that is captured and profiled without tiles; it may be so again with them.
+
+    Raises:
+        BudgetError: if nothing fits.
+    """
+
+    def made(of: Step) -> Plan:
+        plan = plan_captured(model, args, kwargs, *of, request, budget_bytes, progress=progress)
+        return prove(model, args, kwargs, plan, progress=progress) if request.prove else plan
+
+    def in_tiles(failure: BudgetError | None) -> Plan:
+        """With tiles as coarse as the budget allows; of all that fail the error of the one that takes the least."""
+        for grid in grids(step[0], budget_bytes - step[1].static_bytes - step[1].gradient_bytes):
+            tiled = capture_and_profile(model, args, kwargs, request, grid=grid, progress=progress)
+            if not tiled[1].is_tiled:
+                continue
+            try:
+                return made(tiled)
+            except BudgetError as error:
+                failure = error if failure is None or error.least_bytes < failure.least_bytes else failure
+        raise failure or BudgetError("no op of the step runs in tiles", budget_bytes=budget_bytes, least_bytes=0)
+
+    fixed = strategies.grid(request.strategy)
+    if fixed:
+        return made(capture_and_profile(model, args, kwargs, request, grid=fixed, progress=progress))
+    try:
+        bitwise = made(step)
     except BudgetError as error:
         if request.tiles:
-            return _tiled(model, args, kwargs, step, request, progress, error)
-        raise _with_all_levers(error, model, args, kwargs, step, request) from error
+            return in_tiles(error)
+        raise
     if not request.tiles or bitwise.predicted.overhead < _GOOD_ENOUGH:
         return bitwise
     try:
-        tiled = _tiled(model, args, kwargs, step, request, progress, None)
+        return min(bitwise, in_tiles(None), key=lambda plan: plan.predicted.step_seconds)
     except BudgetError:
         return bitwise
-    return min(bitwise, tiled, key=lambda plan: plan.predicted.step_seconds)
-
-
-def _made(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    step: _Step,
-    request: Request,
-    progress: Progress | None,
-) -> Plan:
-    """The plan of a step, proven if that is asked for."""
-    budget_bytes = resolve_budget(request.budget, device_of(model), step[1].static_bytes)
-    plan = plan_captured(model, args, kwargs, *step, request, budget_bytes, progress=progress)
-    return prove(model, args, kwargs, plan, progress=progress) if request.prove else plan
-
-
-def _tiled(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    step: _Step,
-    request: Request,
-    progress: Progress | None,
-    failure: BudgetError | None,
-) -> Plan:
-    """The plan with tiles as coarse as the budget allows.
-
-    Raises:
-        BudgetError: if nothing fits: the one of the least budget, `failure` among them.
-    """
-    capture, graph = step
-    budget_bytes = resolve_budget(request.budget, device_of(model), graph.static_bytes)
-    for grid in grids(capture, budget_bytes - graph.static_bytes - graph.gradient_bytes):
-        tiled = capture_and_profile(model, args, kwargs, request, grid=grid, progress=progress)
-        if not tiled[1].is_tiled:
-            continue
-        try:
-            return _made(model, args, kwargs, tiled, request, progress)
-        except BudgetError as error:
-            failure = error if failure is None or error.least_bytes < failure.least_bytes else failure
-    if failure is None:
-        raise BudgetError("no op of the step runs in tiles", budget_bytes=budget_bytes, least_bytes=0)
-    raise failure
 
 
 def _with_all_levers(
@@ -132,7 +132,7 @@ def _with_all_levers(
     model: nn.Module,
     args: Sequence[Any],
     kwargs: dict[str, Any],
-    step: _Step,
+    step: Step,
     request: Request,
 ) -> BudgetError:
     """The same error, which says from which budget on tiling fits if that is lower."""

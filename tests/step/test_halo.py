@@ -39,8 +39,8 @@ def op(number: int, reach: Reach, *, extent: int = 12, sums: bool = False) -> Op
 def test_each_op_makes_what_the_next_reads() -> None:
     first, second, last = spreads([op(0, CONVOLUTION), op(1, CONVOLUTION), op(2, CONVOLUTION)])
     assert last == Spread(share=pytest.approx(4 / 12 / 2), work=1.0)
-    assert second == Spread(share=pytest.approx(6 / 12 / 2), work=pytest.approx(1 + 2 * 2 / 12))
-    assert first == Spread(share=pytest.approx(8 / 12 / 2), work=pytest.approx(1 + 2 * 4 / 12))
+    assert second == Spread(share=pytest.approx(6 / 12 / 2), work=pytest.approx((5 + 6 + 5) / 12))
+    assert first == Spread(share=pytest.approx(8 / 12 / 2), work=pytest.approx((6 + 8 + 6) / 12))
 
 
 def test_a_halo_grows_and_shrinks_with_the_image() -> None:

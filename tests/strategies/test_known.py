@@ -164,7 +164,8 @@ def test_mu_two_evicts_what_is_large_and_quick_first() -> None:
 def test_every_name_is_found() -> None:
     assert {"auto", "none", "rotor", "milp", "sequential:"} <= set(names())
     for name in names():
-        check_name(name + ("3" if name.startswith("sequential") else "a") if name.endswith(":") else name)
+        parameter = {"sequential:": "3", "openai-collection:": "a", "tile:": "3x5"}.get(name, "")
+        check_name(name + parameter)
 
 
 @pytest.mark.parametrize(
@@ -175,6 +176,9 @@ def test_every_name_is_found() -> None:
         ("qqq", "auto, none, sqrt"),
         ("sequential", "needs a number of segments"),
         ("sequential:0", "positive number"),
+        ("tile", "needs a grid such as 4x4"),
+        ("tile:4", "needs a grid such as 4x4"),
+        ("tile:0x2", "needs a grid such as 4x4"),
         ("sequential:two", "positive number"),
         ("openai-collection:", "needs names of modules"),
         ("sqrt:4", "takes no parameter"),

@@ -9,7 +9,16 @@ from __future__ import annotations
 
 import argparse
 
-from memfit.cli.options import add_model, add_output, add_tiers, build_example, optimizer_factory, whole_numbers, words
+from memfit.cli.options import (
+    add_levers,
+    add_model,
+    add_output,
+    add_tiers,
+    build_example,
+    optimizer_factory,
+    whole_numbers,
+    words,
+)
 from memfit.cli.output import check_output, emit
 
 __all__ = ["prepare_parser", "run"]
@@ -33,6 +42,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
         help="bytes, 8GiB, or 40%% of the plain step's predicted peak (default: " + _BUDGETS.replace("%", "%%") + ")",
     )
     add_tiers(parser)
+    add_levers(parser)
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="timed runs of each step (default: 3)")
     parser.add_argument("--no-measure", action="store_true", help="run nothing but single ops; everything is predicted")
     add_output(parser)
@@ -52,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
             batches=args.batch,
             budgets=args.budget,
             optimizer=factory,
+            levers=args.levers,
             tiers=args.tiers,
             measure=not args.no_measure,
             repeats=args.repeats,

@@ -2,7 +2,8 @@
 
 Random weights, a few steps with SGD and momentum on crops of scikit-learn's two sample photographs (which one is
 it?). Both runs start from the same weights and see the same crops, so both loss curves must be the same bits.
-Needs torchvision and scikit-learn (pip install 'memfit[demo]') and a few minutes on two cores.
+Needs torchvision and scikit-learn (pip install 'memfit[demo]') and a few minutes on two cores. `memfit demo tile` is
+another one (`memfit.cli.demo_tile`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from itertools import islice
 from statistics import median
 from typing import TYPE_CHECKING
 
+from memfit.cli import demo_tile
 from memfit.cli.options import build_example, whole_number
+from memfit.errors import SpecError
 from memfit.units import format_bytes, format_percent, format_seconds
 
 if TYPE_CHECKING:
@@ -34,6 +37,14 @@ _PEAK_STEP = 1
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
     """Adds the options; none is needed."""
+    parser.add_argument(
+        "what",
+        nargs="?",
+        choices=("photographs", "tile"),
+        default="photographs",
+        help="which demo (default: the first)",
+    )
+    demo_tile.prepare_parser(parser)
     parser.add_argument("--model", default="torchvision:resnet50?num_classes=2", metavar="MODEL", help="what to train")
     parser.add_argument("--batch", type=whole_number, default=20, metavar="N", help="crops in a batch (default: 20)")
     parser.add_argument("--size", type=whole_number, default=224, metavar="N", help="pixels of a crop (default: 224)")
@@ -80,15 +91,16 @@ class _Run:
 
 def run(args: argparse.Namespace) -> int:
     """Trains twice."""
+    if args.steps < 3:
+        raise SpecError(f"the demo needs a step to warm up, one to measure and one to time (steps: {args.steps})")
+    if args.what == "tile":
+        return demo_tile.run(args)
     import torch
 
     from memfit import zoo
     from memfit.api import fit, plan_of
-    from memfit.errors import SpecError
     from memfit.report.progress import progress_bars
 
-    if args.steps < 3:
-        raise SpecError(f"the demo needs a step to warm up, one to measure and one to time (steps: {args.steps})")
     args.shape = (3, args.size, args.size)
     data = list(islice(zoo.photo_crops(batch=args.batch, size=args.size), args.steps))
     model = build_example(args, args.batch).model

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from memfit.step.graph import Op
 
@@ -51,6 +52,18 @@ def spreads(ops: Sequence[Op]) -> list[Spread]:
     ]
 
 
+@lru_cache(maxsize=1 << 14)
+def _spread(extent: int, tiles: int, above: float, below: float) -> Spread:
+    """Of tiles that reach so far beyond themselves, but not beyond the border."""
+    made = [
+        min(extent, (tile + 1) * extent / tiles + below) - max(0.0, tile * extent / tiles - above)
+        for tile in range(tiles)
+    ]
+    # A tile is a row larger than another where they cannot be equal.
+    most = min(extent, max(made) + (extent % tiles > 0))
+    return Spread(share=most / extent, work=sum(made) / extent)
+
+
 def _along(ops: Sequence[Op], axis: int) -> list[Spread]:
     """The same along one axis."""
     wanted: dict[int, tuple[float, float]] = {}  # what later ops read before and after their tile, by storage
@@ -63,9 +76,7 @@ def _along(ops: Sequence[Op], axis: int) -> list[Spread]:
         for storage in op.writes:
             if storage in wanted and storage not in slices.sums:
                 above, below = max(above, wanted[storage][0]), max(below, wanted[storage][1])
-        most = -(-extent // tiles) + above + below
-        twice = (tiles - 1) * (above + below) / extent
-        found.append(Spread(share=min(1.0, most / extent), work=min(1.0 + twice, tiles)))
+        found.append(_spread(extent, tiles, above, below))
         for storage, reaches in zip(slices.reads, slices.reaches, strict=True):
             reach = reaches[axis]
             before, after = wanted.get(storage, (0.0, 0.0))

@@ -20,9 +20,22 @@ from memfit.step.graph import StepGraph
 from memfit.step.links import Tier
 from memfit.step.program import Program, plain_program
 from memfit.step.simulate import simulate
-from memfit.strategies import every_block, hybrid, knapsack, milp, mu_two, none, openai, rotor, sequential, sqrt, swap
+from memfit.strategies import (
+    every_block,
+    hybrid,
+    knapsack,
+    milp,
+    mu_two,
+    none,
+    openai,
+    rotor,
+    sequential,
+    sqrt,
+    swap,
+    tile,
+)
 
-__all__ = ["Strategy", "check_name", "find", "names", "order_and_swaps", "program", "swaps"]
+__all__ = ["Strategy", "check_name", "find", "grid", "names", "order_and_swaps", "program", "swaps"]
 
 Strategy = Callable[[StepGraph, int | None], list[int]]
 
@@ -49,7 +62,11 @@ _SWAPPING: dict[str, Callable[[StepGraph, int | None], tuple[list[int], Mapping[
     "swap": swap.swaps,
     "hybrid": hybrid.swaps,
 }
-_WITH_PARAMETER = {"sequential": "a number of segments", "openai-collection": "names of modules to keep"}
+_WITH_PARAMETER = {
+    "sequential": "a number of segments",
+    "openai-collection": "names of modules to keep",
+    "tile": "a grid such as 4x4",
+}
 
 
 def names() -> tuple[str, ...]:
@@ -62,13 +79,28 @@ def swaps(name: str) -> bool:
     return name == "auto" or name in _SWAPPING
 
 
+def grid(name: str) -> tuple[int, ...]:
+    """The grid of a strategy that runs in tiles of one; empty if it is another.
+
+    Raises:
+        SpecError: if its grid is none.
+    """
+    base, _, parameter = name.partition(":")
+    if base != "tile":
+        return ()
+    found = tile.grid_of(parameter)
+    if found is None:
+        raise SpecError(f"strategy 'tile' needs {_WITH_PARAMETER['tile']} after a colon (strategy: {name!r})")
+    return found
+
+
 def check_name(name: str) -> None:
     """Refuses what is no strategy.
 
     Raises:
         SpecError: if there is none, with the names that are close.
     """
-    if name not in _SWAPPING:
+    if name not in _SWAPPING and not grid(name):
         find(name)
 
 
@@ -81,6 +113,8 @@ def program(name: str, graph: StepGraph, budget_bytes: int | None) -> Program:
     """
     if name == "none":
         return plain_program(graph)
+    if grid(name):
+        return tile.program(leanest(graph))
     order, placed = order_and_swaps(name, leanest(graph), budget_bytes)
     if not placed:
         return program_within(graph, order, budget_bytes)
@@ -118,6 +152,8 @@ def find(name: str) -> Strategy:
             raise SpecError(f"strategy {base!r} swaps, so an order alone does not say what it does")
         return _PLAIN[base]
     if base in _WITH_PARAMETER:
+        if grid(name):
+            raise SpecError(f"strategy {name!r} says how ops run as one, so an order alone does not say what it does")
         if not parameter:
             raise SpecError(f"strategy {base!r} needs {_WITH_PARAMETER[base]} after a colon (strategy: {name!r})")
         if base == "openai-collection":

@@ -1,14 +1,22 @@
 """Models by name, with a batch to train them on, and a little real data.
 
 `build("torchvision:resnet50", batch=16)` is the model, its inputs and its loss; `photo_crops` and `text_windows` are
-endless batches of data that is already installed. Importing this imports torch and nothing larger.
+endless batches of data that is already installed, `whole_photographs` two images of it. Importing this imports torch and nothing larger.
 """
 
 from __future__ import annotations
 
-from memfit.zoo.data import photo_crops, standard_library_text, text_windows
+from memfit.zoo.data import photo_crops, standard_library_text, text_windows, whole_photographs
 from memfit.zoo.example import Example
 from memfit.zoo.own import MAKERS as ZOO_MODELS
 from memfit.zoo.spec import build
 
-__all__ = ["ZOO_MODELS", "Example", "build", "photo_crops", "standard_library_text", "text_windows"]
+__all__ = [
+    "ZOO_MODELS",
+    "Example",
+    "build",
+    "photo_crops",
+    "standard_library_text",
+    "text_windows",
+    "whole_photographs",
+]

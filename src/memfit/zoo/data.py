@@ -19,7 +19,7 @@ from torch import Tensor
 from memfit.errors import SpecError
 from memfit.zoo.lazy import require
 
-__all__ = ["photo_crops", "standard_library_text", "text_windows"]
+__all__ = ["photo_crops", "standard_library_text", "text_windows", "whole_photographs"]
 
 _TEXTS = ("pydoc_data.topics", "this")
 
@@ -44,6 +44,26 @@ def photo_crops(*, batch: int, size: int, seed: int = 0) -> Iterator[tuple[Tenso
     if not 1 <= size <= min(height, width):
         raise SpecError(f"the photographs are {height}×{width} pixels; take crops from 1 to {height} (size: {size})")
     return _crops(photos, batch, size, torch.Generator().manual_seed(seed))
+
+
+def whole_photographs(*, multiple: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Scikit-learn's two sample photographs, as large as they are or larger.
+
+    Args:
+        multiple: height and width are made multiples of it by cutting the border off.
+        scale: by which both are scaled, bilinearly.
+
+    Returns:
+        Photographs, float32 [2, 3, height, width], normalised as crops are, and which is which, one-hot [2, 2].
+
+    Raises:
+        SpecError: if scikit-learn is missing.
+    """
+    photos = _photographs()
+    if scale != 1:
+        photos = torch.nn.functional.interpolate(photos, scale_factor=scale, mode="bilinear", align_corners=False)
+    height, width = (n // multiple * multiple for n in photos.shape[2:])
+    return photos[:, :, :height, :width].contiguous(), torch.eye(2)
 
 
 def text_windows(*, batch: int, length: int, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:

@@ -1,0 +1,188 @@
+"""Trains VGG-16's trunk on whole photographs, upscaled until the plain step would need eight times the budget.
+
+Random weights, a few steps with SGD on scikit-learn's two sample photographs, one at a time (which one is it?). First at
+full resolution, plain and within the budget: the losses must be equal up to rounding. Then within the same budget at
+the first scale at which the plain step is predicted to need the wanted multiple of it; that one is not run. Needs
+scikit-learn (pip install 'memfit[demo]') and some minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+import time
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING
+
+from memfit.cli.options import whole_number
+from memfit.units import format_bytes, format_percent, format_seconds, parse_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+    from torch import Tensor, nn
+
+    from memfit.planning import Progress
+    from memfit.plans import Plan
+
+__all__ = ["prepare_parser", "run"]
+
+_TOLERANCE = 1e-4
+"""Relative, of the losses of a few steps in float32."""
+
+
+def prepare_parser(parser: argparse.ArgumentParser) -> None:
+    """Adds the options; none is needed."""
+    parser.add_argument("--tile-budget", default="300MiB", metavar="BYTES", help="with `tile` (default: 300MiB)")
+    parser.add_argument(
+        "--times", type=whole_number, default=8, metavar="N", help="with `tile`: plain peak over budget (default: 8)"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """Some steps and what was seen of them."""
+
+    losses: list[float]
+    step_seconds: float
+    peak_bytes: int
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains at full resolution twice, upscaled once."""
+    from memfit.api import fit, plan_of
+    from memfit.report.progress import progress_bars
+    from memfit.zoo import whole_photographs
+
+    budget = parse_bytes(args.tile_budget)
+    photos, labels = whole_photographs(multiple=32)
+    scale = _scale(photos, labels, budget, args.times)
+    large, _ = whole_photographs(multiple=32, scale=scale)
+    print(f"VGG-16's trunk on {_size(photos)} photographs and on {scale:g} times as large ones, {_size(large)}")
+    runs: list[tuple[str, Plan, _Run, _Run | None]] = []
+    with progress_bars() as progress:
+        for name, images in (("full resolution", photos), ("upscaled", large)):
+            model = _trunk(images)
+            plain = copy.deepcopy(model) if images is photos else None
+            fit(model, (images[:1],), budget=budget, loss_fn=_loss_of(labels[:1]), levers="all", progress=progress)
+            planned = _train(model, images, labels, args.steps, f"train {name}", progress)
+            alone = (
+                None if plain is None else _train(plain, images, labels, args.steps, f"train {name} plain", progress)
+            )
+            runs.append((name, plan_of(model), planned, alone))
+    _print_table(runs, photos, large)
+    *_, planned, alone = runs[0]
+    assert alone is not None
+    equal = all(abs(a - b) <= _TOLERANCE * abs(a) for a, b in zip(alone.losses, planned.losses, strict=True))
+    within = all(of.peak_bytes <= budget for _, _, of, _ in runs)
+    last = runs[1][1].predicted
+    print(
+        f"{'Fits' if within else 'Does not fit'}: the plain step would need {format_bytes(last.plain_peak_bytes)} "
+        f"predicted, {last.plain_peak_bytes / budget:.1f} times the budget {format_bytes(budget)}; planned takes "
+        f"{format_bytes(runs[1][2].peak_bytes)} measured, {format_percent(last.overhead)} step time predicted; "
+        f"losses at full resolution {'equal up to rounding' if equal else 'DIFFER'}."
+    )
+    if not equal:
+        print("memfit: the losses differ; please report this with the output of: memfit verify", file=sys.stderr)
+    return 0 if equal and within else 1
+
+
+def _trunk(images: Tensor) -> nn.Module:
+    import torch
+
+    from memfit.zoo.vgg16_trunk import vgg16_trunk
+
+    torch.manual_seed(0)
+    return vgg16_trunk(channels=3, height=images.shape[2], width=images.shape[3], classes=2)
+
+
+def _loss_of(target: Tensor) -> Callable[[Tensor], Tensor]:
+    from functools import partial
+
+    from memfit.zoo.example import mean_squared_error
+
+    return partial(mean_squared_error, target=target)
+
+
+def _scale(photos: Tensor, labels: Tensor, budget: int, times: int) -> float:
+    """The first scale in quarters at which the plain step needs so many times the budget, by rooflines."""
+    from memfit.estimation import estimate
+    from memfit.zoo import whole_photographs
+
+    scale = 1.0
+    while True:
+        images = photos if scale == 1 else whole_photographs(multiple=32, scale=scale)[0]
+        plain = estimate(_trunk(images), (images[:1],), loss_fn=_loss_of(labels[:1]))
+        if plain.peak >= times * budget:
+            return scale
+        scale += 0.25
+
+
+def _train(model: nn.Module, images: Tensor, labels: Tensor, steps: int, stage: str, progress: Progress) -> _Run:
+    """Steps on the photographs in turns; the peak of the first one is measured, the time of the others."""
+    import torch
+
+    from memfit.runtime.training import resident_bytes, step_peak, training_step
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    device = torch.device("cpu")
+    losses: list[float] = []
+    seconds: list[float] = []
+    peak = 0
+    for number in range(steps):
+        progress(stage, number, steps)
+        here = slice(number % len(images), number % len(images) + 1)
+        x = images[here].contiguous()
+        step = training_step(model, model, (x,), {}, loss_fn=_loss_of(labels[here]), optimizer=optimizer)
+
+        def remembered(step: Callable[[], torch.Tensor | None] = step) -> None:
+            loss = step()
+            assert loss is not None
+            losses.append(float(loss))
+
+        if number == 1:
+
+            def resident(x: Tensor = x) -> int:
+                return resident_bytes(model, (x,), {}, optimizer, device)
+
+            peak = step_peak(remembered, device, resident, warmup=0)
+            continue
+        begin = time.perf_counter()
+        remembered()
+        if number > 1:
+            seconds.append(time.perf_counter() - begin)
+    progress(stage, steps, steps)
+    return _Run(losses=losses, step_seconds=median(seconds), peak_bytes=peak)
+
+
+def _print_table(runs: list[tuple[str, Plan, _Run, _Run | None]], photos: Tensor, large: Tensor) -> None:
+    from rich.console import Console
+
+    from memfit.report.table import Sheet, show
+
+    rows: list[tuple[str, ...]] = []
+    for (name, plan, planned, plain), images in zip(runs, (photos, large), strict=True):
+        p = plan.predicted
+        rows.append(
+            (name, _size(images), "plain", *_cells(p.plain_peak_bytes, p.step_seconds / (1 + p.overhead), plain))
+        )
+        rows.append(("", "", "planned", *_cells(p.peak_bytes, p.step_seconds, planned)))
+    headers = ("", "pixels", "", "peak\npredicted", "peak\nmeasured", "step\npredicted", "step\nmeasured", "losses")
+    sheet = Sheet(title="demo tile", headers=headers, rows=tuple(rows), left=frozenset({0, 1, 2, 7}))
+    show(sheet, Console(file=sys.stdout))
+
+
+def _cells(peak_bytes: int, seconds: float, run: _Run | None) -> tuple[str, ...]:
+    """What is predicted beside what is measured."""
+    if run is None:
+        return format_bytes(peak_bytes), "not run", format_seconds(seconds), "not run", ""
+    losses = " ".join(f"{loss:.6f}" for loss in run.losses)
+    measured = format_bytes(run.peak_bytes), format_seconds(run.step_seconds)
+    return format_bytes(peak_bytes), measured[0], format_seconds(seconds), measured[1], losses
+
+
+def _size(images: Tensor) -> str:
+    return f"{images.shape[2]}×{images.shape[3]}"

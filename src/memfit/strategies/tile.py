@@ -1,0 +1,40 @@
+"""`tile:HxW`: tiles of a fixed grid, as many ops as possible as one run, everything made again for the backward pass.
+
+This is how segmented fused-tiled execution (SFT: Xu et al., CC 2022) trains a trunk of convolutions on huge images:
+each tile goes through all of it forward, nothing is kept, and backward each tile is made again. It is here to be
+compared with. One run over a whole trunk makes halos that grow from op to op; `auto` cuts runs where that pays.
+
+Known limits: one segment, ends of runs as the step has them; SFT's own segments are chosen by hand.
+"""
+
+from __future__ import annotations
+
+from memfit.planner.lazy import lazy_order
+from memfit.step.fusion import fuse, linked, runs_by_slices
+from memfit.step.graph import StepGraph
+from memfit.step.program import Action, Instruction, Program, as_they_run, assembled, dying_after, run_again
+
+__all__ = ["grid_of", "program"]
+
+
+def grid_of(parameter: str) -> tuple[int, int] | None:
+    """The grid that `4x4` stands for; None if it stands for none."""
+    rows, cross, columns = parameter.partition("x")
+    if not cross or not rows.isdecimal() or not columns.isdecimal() or min(int(rows), int(columns)) < 1:
+        return None
+    return int(rows), int(columns)
+
+
+def program(graph: StepGraph) -> Program:
+    """The program of a step captured for the grid; ignores the budget."""
+    order = lazy_order(graph, ())
+    ops = as_they_run(graph, order)
+    dying = dying_after(graph, ops)
+    runs = runs_by_slices(graph, ops, run_again(order), dying)
+    longest = [fuse(graph, run.part(first, stop))[0] for run in runs for first, stop in linked(run)]
+
+    def alone(position: int) -> list[Instruction]:
+        frees = [Instruction(Action.FREE, storage) for storage in dying[position]]
+        return [Instruction(Action.COMPUTE, order[position], parts=ops[position].parts), *frees]
+
+    return assembled(order, ops, dying, longest, alone)
