@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from memfit.api import estimate as estimate
     from memfit.api import fit as fit
     from memfit.api import max_batch as max_batch
+    from memfit.api import max_size as max_size
     from memfit.api import measure as measure
     from memfit.api import plan as plan
     from memfit.api import plan_of as plan_of
@@ -38,6 +39,7 @@ _MODULE_OF = {
     "estimate": "memfit.api",
     "measure": "memfit.api",
     "max_batch": "memfit.api",
+    "max_size": "memfit.api",
     "compare": "memfit.api",
     "plan_of": "memfit.api",
     "Plan": "memfit.api",

@@ -16,6 +16,7 @@ from memfit.planning import Progress, Request
 from memfit.plans import Plan
 from memfit.runtime.fitted import fitted_call, release
 from memfit.runtime.measure import Measurement, measure
+from memfit.size_search import max_size
 
 __all__ = [
     "BatchSize",
@@ -27,6 +28,7 @@ __all__ = [
     "estimate",
     "fit",
     "max_batch",
+    "max_size",
     "measure",
     "plan",
     "plan_of",

@@ -71,8 +71,8 @@ def test_a_kernel_that_cannot_run_here_is_not_used() -> None:
     def fails(*_: object) -> None:
         raise RuntimeError("no such kernel here")
 
-    assert costs_again(joint.node, joint.again, 1, 0, torch.device("cpu")).ways
-    assert costs_again(joint.node, replace(joint.again, target=fails), 1, 0, torch.device("cpu")) == Costs(ways=())
+    assert costs_again(joint.node, joint.again, 0, torch.device("cpu")).ways
+    assert costs_again(joint.node, replace(joint.again, target=fails), 0, torch.device("cpu")) == Costs(ways=())
 
 
 class Returned(nn.Module):

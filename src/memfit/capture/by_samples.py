@@ -35,6 +35,7 @@ __all__ = [
     "Tile",
     "batch_of",
     "in_slices",
+    "is_alone",
     "makes_sums_or_slices",
     "nodes_of",
     "owns_memory",
@@ -192,7 +193,7 @@ def sliced_operands(call: fx.Node | Call) -> frozenset[fx.Node]:
 def owns_memory(node: fx.Node) -> bool:
     """Whether a result lies in memory that holds nothing else, so that another one fits there when it is gone."""
     value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.device.type == "cpu" and _is_alone(value)
+    return isinstance(value, torch.Tensor) and value.device.type == "cpu" and is_alone(value)
 
 
 def samples_per_slice(calls: Iterable[fx.Node | Call]) -> dict[int, int]:
@@ -296,12 +297,13 @@ def _samples_outside(value: object) -> bool:
         and value.device.type == "cpu"
         and value.dim() > 1
         and value.shape[0] > 1
-        and _is_alone(value)
+        and is_alone(value)
         and value.stride(0) * value.shape[0] == value.numel()
     )
 
 
-def _is_alone(tensor: torch.Tensor) -> bool:
+def is_alone(tensor: torch.Tensor) -> bool:
+    """Whether a tensor takes all of its memory."""
     nbytes = tensor.numel() * tensor.element_size()
     return bool(tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == nbytes)
 

@@ -26,7 +26,7 @@ from torch import fx
 
 from memfit.capture.again import Call, normalise
 from memfit.capture.batch_norm import input_gradient_from_sums, sums_of_data
-from memfit.capture.by_samples import ELEMENT_BY_ELEMENT, Tile, makes_sums_or_slices, nodes_of, owns_memory
+from memfit.capture.by_samples import ELEMENT_BY_ELEMENT, Tile, is_alone, makes_sums_or_slices, nodes_of
 from memfit.capture.rewrite import convolution_input_gradient, input_gradient_beside_stand_in, make_hollow
 from memfit.step.graph import Reach
 
@@ -67,12 +67,12 @@ def tiling_of(call: fx.Node | Call, axes: int) -> Tiling | None:
     found = rule(call, axes) if rule is not None else None
     if found is None:
         return None
-    batch = found.operands[0].meta["val"].shape[0]
-    for node in found.operands:
-        value = node.meta["val"]
-        if value.dim() < SPACE + axes or value.shape[0] != batch or not owns_memory(node):
-            return None
-    return found
+    values = [node.meta["val"] for node in found.operands]
+    results = call.meta["val"] if isinstance(call.meta["val"], list | tuple) else [call.meta["val"]]
+    fits = all(v.dim() >= SPACE + axes and v.shape[0] == values[0].shape[0] and v.device.type == "cpu" for v in values)
+    # Results are put together as they are laid out; what is read may be a view of anything.
+    dense = all(is_alone(result) for result in results if isinstance(result, torch.Tensor))
+    return found if fits and dense else None
 
 
 def bands_of(extent: int, bands: int) -> list[Range]:

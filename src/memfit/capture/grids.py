@@ -35,13 +35,17 @@ def grids(capture: Capture, room_bytes: int) -> list[tuple[int, ...]]:
     Args:
         capture: of the step, for any grid or none.
         room_bytes: what the budget leaves beside parameters and gradients.
+
+    Returns:
+        At least one.
     """
     axes, batch, nbytes, extents = _widest(capture)
-    ladder = [(1, 1)] if batch > 1 or not axes else []
+    ladder = [(1, 1)] if batch > 1 else []
     count = 2
     while axes and min(extents) >= _LEAST_EXTENT * count and nbytes >= _LEAST_BYTES * count**axes:
         ladder.append((count, count if axes > 1 else 1))
         count *= 2
+    ladder = ladder or [(1, 1)]
     slices = _SLICES_AT_ONCE * nbytes
     fitting = (n for n, grid in enumerate(ladder) if slices <= max(1, room_bytes) * math.prod(grid))
     first = next(fitting, len(ladder) - 1)

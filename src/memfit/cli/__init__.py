@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from types import MappingProxyType, ModuleType
 
-from memfit.cli import calibrate, compare, demo, estimate, max_batch, plan, verify
+from memfit.cli import calibrate, compare, demo, estimate, max_batch, max_size, plan, verify
 from memfit.cli.output import report_error
 from memfit.errors import BudgetError, MemfitError, OutOfMemoryError
 
@@ -26,6 +26,7 @@ COMMANDS = MappingProxyType(
         "verify": verify,
         "compare": compare,
         "max-batch": max_batch,
+        "max-size": max_size,
         "calibrate": calibrate,
         "demo": demo,
     }

@@ -1,8 +1,8 @@
 """Trains VGG-16's trunk on whole photographs, upscaled until the plain step would need eight times the budget.
 
-Random weights, a few steps with SGD on scikit-learn's two sample photographs, one at a time (which one is it?). First at
-full resolution, plain and within the budget: the losses must be equal up to rounding. Then within the same budget at
-the first scale at which the plain step is predicted to need the wanted multiple of it; that one is not run. Needs
+Random weights, a few steps with SGD on scikit-learn's two sample photographs, one at a time (which one is it?). First
+at full resolution, plain and within the budget: the losses must be equal up to rounding. Then within the same budget
+at the first scale at which the plain step is predicted to need the wanted multiple of it; that one is not run. Needs
 scikit-learn (pip install 'memfit[demo]') and some minutes on two cores.
 """
 

@@ -17,6 +17,7 @@ from typing import Any
 from memfit.comparison import BatchSize, Comparison, Row
 from memfit.estimation import Estimate
 from memfit.plans import Plan
+from memfit.size_search import LargestSize
 from memfit.verification import Verification
 
 __all__ = ["COMPARISON_COLUMNS", "csv_text", "document", "json_text", "records", "summary"]
@@ -185,6 +186,33 @@ def _(result: BatchSize) -> Record:
         "kind": "batch size",
         "label": result.label,
         "strategy": result.strategy,
+        "budget_bytes": result.budget_bytes,
+        "plain": result.plain,
+        "planned": result.planned,
+        "ratio": result.ratio,
+        "predicted_peak_bytes": result.predicted_peak_bytes,
+        "measured_peak_bytes": result.measured_peak_bytes,
+        "overhead_predicted_percent": _percent(result.overhead),
+    }
+
+
+@records.register
+def _(result: LargestSize) -> list[Record]:
+    return [
+        {
+            "size": point.size,
+            "plain_peak_predicted_bytes": point.plain_peak_bytes,
+            "least_peak_predicted_bytes": point.least_peak_bytes,
+        }
+        for point in result.curve
+    ]
+
+
+@summary.register
+def _(result: LargestSize) -> Record:
+    return {
+        "kind": "largest size",
+        "label": result.label,
         "budget_bytes": result.budget_bytes,
         "plain": result.plain,
         "planned": result.planned,

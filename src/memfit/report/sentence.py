@@ -7,6 +7,7 @@ from functools import singledispatch
 from memfit.comparison import BatchSize, Comparison, Row
 from memfit.estimation import Estimate
 from memfit.plans import Plan
+from memfit.size_search import LargestSize
 from memfit.units import format_bytes, format_percent
 from memfit.verification import Verification
 
@@ -41,6 +42,18 @@ def _(result: BatchSize) -> str:
     )
     return (
         f"Fits: batch {result.planned} ({against}), {format_bytes(result.predicted_peak_bytes)} predicted{measured}, "
+        f"of {format_bytes(result.budget_bytes)}; {format_percent(result.overhead)} step time predicted."
+    )
+
+
+@sentence.register
+def _(result: LargestSize) -> str:
+    measured = "" if result.measured_peak_bytes is None else f", {format_bytes(result.measured_peak_bytes)} measured"
+    against = (
+        f"{result.ratio:.2f} times the plain {result.plain}" if result.plain else "the plain step does not fit at all"
+    )
+    return (
+        f"Fits: size {result.planned} ({against}), {format_bytes(result.predicted_peak_bytes)} predicted{measured}, "
         f"of {format_bytes(result.budget_bytes)}; {format_percent(result.overhead)} step time predicted."
     )
 

@@ -18,6 +18,7 @@ from memfit.comparison import BatchSize, Comparison, Row
 from memfit.estimation import Estimate
 from memfit.plans import Plan
 from memfit.report.records import csv_text, json_text
+from memfit.size_search import LargestSize
 from memfit.step.codec import Prediction
 from memfit.units import format_bytes, format_percent, format_seconds
 from memfit.verification import Verification
@@ -190,6 +191,24 @@ def _(result: BatchSize) -> list[Sheet]:
             headers=("batch", "plain peak predicted", "least peak predicted", "overhead predicted", ""),
             rows=tuple(rows),
             left=frozenset({4}),
+        )
+    ]
+
+
+@sheets.register
+def _(result: LargestSize) -> list[Sheet]:
+    marks = {result.plain: "largest plain"}
+    marks[result.planned] = ", ".join(m for m in (marks.get(result.planned), "largest planned") if m)
+    rows = tuple(
+        (str(p.size), format_bytes(p.plain_peak_bytes), format_bytes(p.least_peak_bytes), marks.get(p.size, ""))
+        for p in result.curve
+    )
+    return [
+        Sheet(
+            title=f"max-size  {result.label} · budget {format_bytes(result.budget_bytes)}",
+            headers=("size", "plain peak predicted", "least budget predicted", ""),
+            rows=rows,
+            left=frozenset({3}),
         )
     ]
 

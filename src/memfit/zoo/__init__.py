@@ -1,7 +1,8 @@
 """Models by name, with a batch to train them on, and a little real data.
 
 `build("torchvision:resnet50", batch=16)` is the model, its inputs and its loss; `photo_crops` and `text_windows` are
-endless batches of data that is already installed, `whole_photographs` two images of it. Importing this imports torch and nothing larger.
+endless batches of data that is already installed, `whole_photographs` two images of it. Importing this imports torch
+and nothing larger.
 """
 
 from __future__ import annotations

@@ -1,0 +1,84 @@
+"""Finds the largest image or sequence that trains within a budget.
+
+Sizes are pixels of a side for models that take C×H×W samples, else tokens. Found from plans at a few sizes, confirmed
+by one run of the planned step.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from memfit.cli.options import (
+    add_budget,
+    add_levers,
+    add_model,
+    add_output,
+    build_example,
+    optimizer_factory,
+    whole_number,
+)
+from memfit.cli.output import check_output, emit
+
+if TYPE_CHECKING:
+    from memfit.size_search import Made
+
+__all__ = ["prepare_parser", "run"]
+
+
+def prepare_parser(parser: argparse.ArgumentParser) -> None:
+    """Adds the options."""
+    add_model(parser)
+    add_budget(parser, plain=False)
+    add_levers(parser)
+    parser.add_argument("--start", type=whole_number, default=64, metavar="N", help="smallest size (default: 64)")
+    parser.add_argument("--step", type=whole_number, default=32, metavar="N", help="between sizes (default: 32)")
+    parser.add_argument(
+        "--limit", type=whole_number, default=1 << 16, metavar="N", help="largest size (default: 65536)"
+    )
+    parser.add_argument("--no-prove", action="store_true", help="do not run the plan; everything is predicted")
+    add_output(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Searches."""
+    from memfit.report.progress import progress_bars
+    from memfit.size_search import max_size
+
+    check_output(args)
+    given = args.shape
+
+    def shape_at(size: int) -> tuple[int, ...]:
+        shape = given or _sample_shape(build_example(args, args.batch))
+        return (shape[0], *(size,) * (len(shape) - 1)) if len(shape) > 1 else (size,)
+
+    def make(size: int) -> Made:
+        args.shape = given
+        args.shape = shape_at(size)
+        example = build_example(args, args.batch)
+        return example.model, tuple(example.args), dict(example.kwargs), example.loss_fn
+
+    with progress_bars() as progress:
+        result = max_size(
+            make,
+            budget=args.budget,
+            optimizer=optimizer_factory(args.optimizer),
+            levers=args.levers,
+            start=args.start,
+            step=args.step,
+            limit=args.limit,
+            prove=not args.no_prove,
+            label=args.model,
+            progress=progress,
+        )
+    emit(result, args)
+    return 0
+
+
+def _sample_shape(example: Any) -> tuple[int, ...]:
+    """Of the first tensor the model takes, without the batch."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    tensors = (t for t in pytree.tree_leaves((example.args, example.kwargs)) if isinstance(t, torch.Tensor))
+    return tuple(next(tensors).shape[1:])

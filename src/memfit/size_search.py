@@ -1,0 +1,258 @@
+"""The largest image or sequence that trains within a budget: found from a few sizes, confirmed by one run.
+
+How memory grows with size depends on the model (pixels square it, attention may too), so it is not assumed: the least
+peak is planned at two sizes, what lies above parameters and gradients is taken for a power of the size, and the size at
+which that meets the budget is planned next, until no step is left between one that fits and one that does not. Then the
+step is planned and run once there. Running out of memory is never how anything is decided.
+
+Known limits: each size that is looked at is captured and its ops are timed, which takes a few times a step of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.capture.grids import grids
+from memfit.capture.loss import LossFunction
+from memfit.capture.trace import device_of
+from memfit.errors import BudgetError, SpecError
+from memfit.making import make_plan
+from memfit.planner.least import least_budget, least_order
+from memfit.planner.ways import leanest
+from memfit.planning import Progress, Request, capture_and_profile, check_request, resolve_budget
+from memfit.plans import Plan
+from memfit.step.graph import StepGraph
+from memfit.step.simulate import simulate_plain
+
+__all__ = ["LargestSize", "SizePoint", "max_size"]
+
+log = logging.getLogger(__name__)
+
+_FIRST_GROWTH = 2
+_MOST_GROWTH = 4
+"""So many times as large is the next size at most, since the law is only known from smaller ones."""
+
+_PLANS = 3
+"""So often one step less is tried where the plan does not come as low as the least peak says."""
+
+Made = tuple[nn.Module, tuple[Any, ...], dict[str, Any], LossFunction | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizePoint:
+    """One size on the way to the largest one, all predicted.
+
+    Attributes:
+        size: pixels of a side, or tokens.
+        plain_peak_bytes: peak of the plain step.
+        least_peak_bytes: the least budget that works.
+        fixed_bytes: parameters, inputs and gradients.
+    """
+
+    size: int
+    plain_peak_bytes: int
+    least_peak_bytes: int
+    fixed_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LargestSize:
+    """What `max_size` found.
+
+    Attributes:
+        label: the model.
+        budget_bytes: peak of the whole step that was asked for.
+        plain: largest size of the plain step; 0 if not even the smallest fits.
+        planned: largest size of the planned step.
+        predicted_peak_bytes: peak of the planned step at its largest size.
+        measured_peak_bytes: the same, measured; None if nothing was run.
+        overhead: predicted extra time of the planned step there, as a fraction.
+        curve: the sizes that were looked at.
+    """
+
+    label: str
+    budget_bytes: int
+    plain: int
+    planned: int
+    predicted_peak_bytes: int
+    measured_peak_bytes: int | None
+    overhead: float
+    curve: tuple[SizePoint, ...]
+
+    @property
+    def ratio(self) -> float:
+        """Largest planned size over largest plain size."""
+        return self.planned / self.plain if self.plain else math.inf
+
+    def __str__(self) -> str:
+        """The table as plain text."""
+        from memfit.report.table import plain_text
+
+        return plain_text(self)
+
+
+def max_size(
+    make: Callable[[int], Made],
+    *,
+    budget: int | str,
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+    levers: str | tuple[str, ...] = "bitwise",
+    start: int,
+    step: int = 1,
+    limit: int = 1 << 20,
+    prove: bool = True,
+    label: str = "",
+    progress: Progress | None = None,
+) -> LargestSize:
+    """Finds the largest size of a sample that trains within a budget.
+
+    Args:
+        make: from a size to `(model, args, kwargs, loss_fn)`; the model may depend on it.
+        budget: peak of the whole step, as for `memfit.plan`.
+        optimizer: makes an optimizer from parameters; its state and step count.
+        levers: as for `memfit.plan`; with `"all"` samples run in tiles.
+        start: smallest size to consider.
+        step: sizes are `start` plus a multiple of it.
+        limit: largest size to consider.
+        prove: confirm the result by one run of the planned step.
+        label: what is looked at, for people.
+        progress: told how far it is.
+
+    Raises:
+        BudgetError: if not even the smallest size fits, with the least budget that does.
+        CaptureError: if the model cannot be captured.
+        SpecError: if an argument makes no sense.
+    """
+    if not (1 <= start <= limit and step >= 1):
+        raise SpecError(
+            f"sizes go from start to limit in steps from 1 on (start: {start}, limit: {limit}, step: {step})"
+        )
+    points: dict[int, SizePoint] = {}
+
+    def request_for(model: nn.Module, loss_fn: LossFunction | None, budget: int | str) -> Request:
+        made = None if optimizer is None else optimizer(model.parameters())
+        return Request(budget=budget, loss_fn=loss_fn, optimizer=made, levers=levers, prove=prove, label=label)
+
+    def at(size: int) -> SizePoint:
+        if size not in points:
+            _tell(progress, f"size {size}", 0)
+            model, args, kwargs, loss_fn = make(size)
+            request = request_for(model, loss_fn, budget)
+            check_request(request, device_of(model))
+            points[size] = _point(size, model, args, kwargs, request)
+            _tell(progress, f"size {size}", 1)
+        return points[size]
+
+    first, *_ = make(start)
+    budget_bytes = resolve_budget(budget, device_of(first))
+    plain = _largest(lambda n: (at(n).plain_peak_bytes, at(n).fixed_bytes), budget_bytes, start, step, limit)
+    planned = _largest(lambda n: (at(n).least_peak_bytes, at(n).fixed_bytes), budget_bytes, start, step, limit)
+    if planned is None:
+        least = at(start).least_peak_bytes
+        raise BudgetError(
+            f"not even size {start} fits; the least budget that works there is {least} bytes",
+            budget_bytes=budget_bytes,
+            least_bytes=least,
+        )
+    planned, plan = _confirmed(make, request_for, budget_bytes, planned, start, step, progress)
+    return LargestSize(
+        label=label or type(first).__name__,
+        budget_bytes=budget_bytes,
+        plain=min(plain or 0, planned),
+        planned=planned,
+        predicted_peak_bytes=plan.predicted.peak_bytes,
+        measured_peak_bytes=plan.measured_peak_bytes,
+        overhead=plan.predicted.overhead,
+        curve=tuple(points[size] for size in sorted(points)),
+    )
+
+
+def _point(size: int, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], request: Request) -> SizePoint:
+    capture, graph = capture_and_profile(model, args, kwargs, request)
+    fixed = graph.static_bytes + graph.gradient_bytes
+    least = _least(graph)
+    if request.tiles:
+        room = resolve_budget(request.budget, device_of(model), graph.static_bytes) - fixed
+        _, tiled = capture_and_profile(model, args, kwargs, request, grid=grids(capture, room)[0])
+        least = min(least, _least(tiled))
+    return SizePoint(
+        size=size,
+        plain_peak_bytes=simulate_plain(graph).peak_bytes,
+        least_peak_bytes=least,
+        fixed_bytes=fixed,
+    )
+
+
+def _least(graph: StepGraph) -> int:
+    lean = leanest(graph)
+    return least_budget(lean, least_order(lean))
+
+
+def _largest(
+    bytes_at: Callable[[int], tuple[int, int]], budget_bytes: int, start: int, step: int, limit: int
+) -> int | None:
+    """The largest size whose peak is within the budget; None if the smallest one's is not.
+
+    Args:
+        bytes_at: from a size to its peak, and to what of that does not grow much.
+        budget_bytes: for the peak.
+        start: the smallest size.
+        step: between sizes.
+        limit: the largest size.
+    """
+    most = start + (limit - start) // step * step
+    if bytes_at(start)[0] > budget_bytes:
+        return None
+    low, high = start, most + step
+    other = start * _FIRST_GROWTH
+    while high - low > step:
+        size = other if low < other < high else _guess(bytes_at, budget_bytes, low, other)
+        size = start + (min(size, _MOST_GROWTH * low) - start) // step * step
+        size = max(low + step, min(size, high - step))
+        if bytes_at(size)[0] <= budget_bytes:
+            low, other = size, low
+        else:
+            high = other = size
+    return low
+
+
+def _guess(bytes_at: Callable[[int], tuple[int, int]], budget_bytes: int, one: int, other: int) -> int:
+    """Where the peak meets the budget, if what grows is a power of the size."""
+    (peak, fixed), (peak_of_other, fixed_of_other) = bytes_at(one), bytes_at(other)
+    grows, grows_of_other = max(1, peak - fixed), max(1, peak_of_other - fixed_of_other)
+    power = min(4.0, max(0.5, math.log(grows_of_other / grows) / math.log(other / one)))
+    return int(one * (max(1, budget_bytes - fixed) / grows) ** (1 / power))
+
+
+def _confirmed(
+    make: Callable[[int], Made],
+    request_for: Callable[[nn.Module, LossFunction | None, int | str], Request],
+    budget_bytes: int,
+    size: int,
+    start: int,
+    step: int,
+    progress: Progress | None,
+) -> tuple[int, Plan]:
+    """The plan at a size, or a little below where that does not come so low."""
+    for attempt in range(_PLANS):
+        model, args, kwargs, loss_fn = make(size)
+        try:
+            return size, make_plan(model, args, kwargs, request_for(model, loss_fn, budget_bytes), progress=progress)
+        except BudgetError as error:
+            log.info("no plan at size %d: %s", size, error)
+            if attempt == _PLANS - 1 or size - step < start:
+                raise
+            size = max(start, size - step * (1 << attempt))
+    raise AssertionError("no plan was tried")
+
+
+def _tell(progress: Progress | None, stage: str, done: int) -> None:
+    if progress is not None:
+        progress(stage, done, 1)
