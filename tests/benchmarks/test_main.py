@@ -7,6 +7,8 @@ import benchmarks.peers.main as peers
 import benchmarks.planning.main as planning
 import benchmarks.seeds.main as seeds
 import benchmarks.swap.main as swap
+import benchmarks.tile.main as tile
+import benchmarks.tile.seed000 as seed000
 
 GPT = "zoo:gpt?layers=1&width=32&heads=2&positions=32"
 
@@ -103,3 +105,20 @@ def test_planning(capsys):
     header, planned, _, fitted = rows(capsys.readouterr().out)
     assert float(dict(zip(header, planned, strict=True))["planning s"]) < 60
     assert fitted[0] == "gpt"
+
+
+def test_tile(capsys):
+    tile.main(["--only", "torchvision:resnet18?num_classes=4@4@3x64x64", "--wall", "0"])
+    header, row = rows(capsys.readouterr().out)
+    found = dict(zip(header, row, strict=True))
+    assert float(found["least with tiling MiB"]) <= float(found["least without tiling MiB"])
+    assert found["gradients beyond rounding"].startswith("0 of ")
+
+
+def test_seed_000(capsys):
+    seed000.main(["--sizes", "64", "--grids", "2x2", "--repeats", "1"])
+    header, *cells = rows(capsys.readouterr().out)
+    found = {row[1]: dict(zip(header, row, strict=True)) for row in cells}
+    assert {"none", "checkpoint_sequential 5", "tile:2x2", "memfit, none's peak"} <= set(found)
+    memfit = found["memfit, none's peak"]
+    assert float(memfit["peak MiB"]) <= float(found["none"]["peak MiB"])

@@ -14,6 +14,7 @@ from torch import fx
 from memfit.capture.again import Call, normalise
 from memfit.capture.by_samples import sums_of
 from memfit.capture.by_tiles import bands_of, narrowed, reaches_of, tiles_of, tiling_of
+from memfit.capture.resizing import gradient_of_repeated, repeat_nearest
 from memfit.capture.rewrite import HOLLOW_PREFIX, input_gradient_beside_stand_in, make_hollow
 
 _aten = torch.ops.aten
@@ -148,6 +149,13 @@ def test_what_is_pointwise_takes_the_same_tile(grid: tuple[int, ...]) -> None:
     check(*call_on(_aten.mul.Tensor, {"a": a, "b": per_channel.view(1, 3, 1, 1)}), grid)
     check(*call_on(_aten.threshold_backward.default, {"a": a, "b": b}, 0), grid)
     check(*call_on(normalise, {"a": a, "m": per_channel, "i": per_channel, "w": per_channel, "c": per_channel}), grid)
+
+
+@pytest.mark.parametrize("grid", [(2,), (3, 5)])
+def test_resizing_by_whole_factors(grid: tuple[int, ...]) -> None:
+    a = torch.randn(2, 3, 11, 13, dtype=torch.float64)
+    check(*call_on(repeat_nearest, {"a": a}, 2, 3), grid)
+    check(*call_on(gradient_of_repeated, {"a": torch.randn(2, 3, 22, 39, dtype=torch.float64)}, 2, 3), grid)
 
 
 def test_what_looks_at_all_of_an_image_has_no_tiles() -> None:

@@ -130,3 +130,12 @@ def test_demo_trains_twice_and_compares(memfit: Callable) -> None:
     assert sum(line.rstrip().endswith(" equal") for line in found.out.splitlines()) == 3
     assert found.last.startswith("Fits: ") and "losses bitwise equal" in found.last
     assert memfit("demo", "--steps", 2).code == 2
+
+
+def test_max_size_finds_more_than_plain(memfit: Callable) -> None:
+    spec = "zoo:vgg16-trunk?classes=4"
+    found = memfit("max-size", spec, "--batch", 1, "--budget", "150MiB", "--limit", 192, "--levers", "all", "--json")
+    result = json.loads(found.out)
+    assert result["kind"] == "largest size"
+    assert result["measured_peak_bytes"] <= result["budget_bytes"]
+    assert result["planned"] >= result["plain"]

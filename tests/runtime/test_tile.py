@@ -100,6 +100,35 @@ def test_one_large_image_runs_in_tiles() -> None:
     assert result.peak_bytes > 0.85 * result.plan.predicted.peak_bytes  # tiles of a few rows are uneven
 
 
+class Resized(nn.Module):
+    """Resizing by whole factors, with and without a channel of its own, and by another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.interpolate(torch.relu(self.first(x)), scale_factor=2)
+        x = nn.functional.interpolate(torch.tanh(x), scale_factor=(3, 1))
+        return self.last(nn.functional.interpolate(x, size=(50, 31)))
+
+
+def test_resizing_in_tiles() -> None:
+    torch.manual_seed(0)
+    model, x = Resized().double(), torch.randn(2, 3, 24, 20, dtype=torch.float64)
+    capture, graph = capture_and_profile(model, (x,), {}, Request(budget=1, loss_fn=loss_fn), grid=(3, 2))
+    tiled = [op.target for op in graph.ops if op.by_slices is not None and op.by_slices.grid]
+    assert tiled.count("repeat_nearest") == tiled.count("gradient_of_repeated") == 2
+    lean = leanest(graph)
+    program = program_of(lean, tiled_order(lean, anchors(lean, 1)), in_place=False)
+    plain = copy.deepcopy(model)
+    loss_fn(compile_program(model, capture, program)(x)).backward()
+    loss_fn(plain(x)).backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None
+        assert torch.allclose(one.grad, other.grad, rtol=1e-12, atol=1e-14)
+
+
 @st.composite
 def stacks(draw: st.DrawFn) -> tuple[nn.Module, torch.Tensor, tuple[int, int]]:
     """Convolutions of all kinds with pooling, norms and activations between, on a batch in float64, and a grid."""

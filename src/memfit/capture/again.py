@@ -55,7 +55,9 @@ class Call:
     @property
     def all_input_nodes(self) -> list[fx.Node]:
         """Its operands."""
-        return [a for a in self.args if isinstance(a, fx.Node)]
+        found: dict[fx.Node, None] = {}
+        fx.map_arg(self.args, lambda node: found.setdefault(node))
+        return list(found)
 
 
 def without_statistics(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:

@@ -22,6 +22,7 @@ from torch import fx
 
 from memfit.capture.again import Call, normalise
 from memfit.capture.batch_norm import input_gradient_from_sums, sums_of_data
+from memfit.capture.resizing import gradient_of_repeated, repeat_nearest
 from memfit.capture.rewrite import (
     HOLLOW_PREFIX,
     convolution_input_gradient,
@@ -63,6 +64,8 @@ _OF_FIRST = {
     _aten.upsample_nearest2d.vec,
     _aten.native_layer_norm.default,
     normalise,
+    repeat_nearest,
+    gradient_of_repeated,
 }
 """Calls that take samples of their first operand and all of the others."""
 

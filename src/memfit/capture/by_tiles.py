@@ -27,6 +27,7 @@ from torch import fx
 from memfit.capture.again import Call, normalise
 from memfit.capture.batch_norm import input_gradient_from_sums, sums_of_data
 from memfit.capture.by_samples import ELEMENT_BY_ELEMENT, Tile, is_alone, makes_sums_or_slices, nodes_of
+from memfit.capture.resizing import gradient_of_repeated, repeat_nearest
 from memfit.capture.rewrite import convolution_input_gradient, input_gradient_beside_stand_in, make_hollow
 from memfit.step.graph import Reach
 
@@ -420,6 +421,35 @@ def _average_pool_backward(call: fx.Node | Call, axes: int) -> Tiling | None:
     )
 
 
+def _repeated(call: fx.Node | Call, axes: int) -> Tiling | None:
+    target: Any = call.target
+    data = cast(fx.Node, call.args[0])
+    times = cast(tuple[int, ...], call.args[1:])[:axes]
+
+    def run(data: torch.Tensor, *rest: Any, tile: Tile) -> Any:
+        first = [start // n * n for (start, _), n in zip(tile, times, strict=True)]
+        return _cropped(target(data, *rest), first, tile)
+
+    def needs(tile: Tile) -> tuple[Tile, ...]:
+        return (tuple((start // n, -(-stop // n)) for (start, stop), n in zip(tile, times, strict=True)),)
+
+    return Tiling(extents=_extents(call, axes), operands=(data,), needs=needs, run=run)
+
+
+def _repeated_backward(call: fx.Node | Call, axes: int) -> Tiling | None:
+    target: Any = call.target
+    gradient = cast(fx.Node, call.args[0])
+    times = cast(tuple[int, ...], call.args[1:])[:axes]
+
+    def run(*args: Any, tile: Tile) -> Any:
+        return target(*args)
+
+    def needs(tile: Tile) -> tuple[Tile, ...]:
+        return (tuple((start * n, stop * n) for (start, stop), n in zip(tile, times, strict=True)),)
+
+    return Tiling(extents=_extents(call, axes), operands=(gradient,), needs=needs, run=run)
+
+
 def _windows_of(weight: fx.Node, stride: Any, padding: Any, dilation: Any, axes: int) -> _Windows:
     return _windows(weight.meta["val"].shape[SPACE:], stride, padding, dilation, axes)
 
@@ -497,4 +527,6 @@ _RULES: dict[Any, Callable[[fx.Node | Call, int], Tiling | None]] = {
     _aten.avg_pool2d.default: _average_pool,
     _aten.avg_pool3d.default: _average_pool,
     _aten.avg_pool2d_backward.default: _average_pool_backward,
+    repeat_nearest: _repeated,
+    gradient_of_repeated: _repeated_backward,
 }

@@ -25,7 +25,7 @@ import torch
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 
-from memfit.capture import concatenations, rewrite, rounded, slices
+from memfit.capture import concatenations, resizing, rewrite, rounded, slices
 from memfit.capture.again import Call, from_statistics, without_statistics
 from memfit.capture.by_samples import owns_memory
 from memfit.capture.cost_key import tensors_of
@@ -154,6 +154,7 @@ def read_joint(
     rewrite.hollow_shape_operands(module)
     rewrite.hoist_weight_gradients(module)
     if grid:
+        resizing.join_resizing(module)
         rounded.split_batch_norm(module)
         rounded.split_batch_norm_backward(module)
     graph = module.graph

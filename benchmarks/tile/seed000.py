@@ -1,0 +1,140 @@
+"""Seed 000's table: VGG-16's trunk on one image, forward and backward seconds and the peak, by size and strategy.
+
+python -m benchmarks.tile.seed000 --sizes 512,1024 --write
+
+Beside plain training stand `torch.utils.checkpoint.checkpoint_sequential` with five segments, fixed grids that run as
+few ops apart as they can (`tile:HxW`, what the seed's system does), and memfit with all levers at the measured peaks of
+the first two and at shares of the plain one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint_sequential
+
+from benchmarks.report import Report, Table
+from benchmarks.subject import measured_run
+from memfit.capture.dynamo import preserved_state
+from memfit.errors import BudgetError
+from memfit.making import plan_profiled
+from memfit.planning import Request, capture_and_profile
+from memfit.plans import Plan
+from memfit.runtime.apply import compile_program
+from memfit.zoo import Example, build
+
+COLUMNS = (
+    "size",
+    "strategy",
+    "forward s",
+    "backward s",
+    "total s",
+    "over plain",
+    "peak MiB",
+    "predicted peak MiB",
+    "predicted overhead %",
+)
+_NO_BUDGET = 1 << 60
+_SHARES = (50, 35)
+"""Budgets below checkpointing's, in percent of the plain peak."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = _options(arguments)
+    report = Report(Path(__file__).with_name("README.md"), write=options.write, device=torch.device("cpu"))
+    table = report.table("Seed 000: VGG-16's trunk, one image", COLUMNS, keys=2)
+    for size in map(int, options.sizes.split(",")):
+        _table(report, table, size, options.grids.split(","), options.repeats)
+        torch._dynamo.reset()
+        gc.collect()
+
+
+def _options(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tile.seed000", description=__doc__)
+    parser.add_argument("--sizes", default="512,1024", help="pixels of a side")
+    parser.add_argument("--grids", default="1x1,2x2,4x4", help="of fixed tiles")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="interleaved steps of each that are timed")
+    parser.add_argument("--write", action="store_true", help="put the table into the README")
+    return parser.parse_args(arguments)
+
+
+def _table(report: Report, table: Table, size: int, grids: list[str], repeats: int) -> None:
+    example = build("zoo:vgg16-trunk", batch=1, shape=(3, size, size))
+    calls: list[tuple[str, Callable[..., Any], Plan | None, int]] = []
+
+    def added(name: str, call: Callable[..., Any], plan: Plan | None = None) -> int:
+        peak = measured_run(example, call, torch.device("cpu")).peak_bytes
+        calls.append((name, call, plan, peak))
+        return peak
+
+    plain = added("none", example.model)
+    checkpointed = added(
+        "checkpoint_sequential 5", lambda x: checkpoint_sequential(example.model, 5, x, use_reentrant=False)
+    )
+    for name, plan in _plans(example, grids, plain, checkpointed):
+        assert plan.planned is not None
+        added(name, compile_program(example.model, plan.planned.capture, plan.program, describe=plan.__str__), plan)
+    with preserved_state(example.model):
+        seconds = _interleaved(example, [call for _, call, _, _ in calls], repeats)
+    for (name, _, plan, peak), (forward, backward) in zip(calls, seconds, strict=True):
+        report.add(
+            *(table, str(size), name, f"{forward:.2f}", f"{backward:.2f}", f"{forward + backward:.2f}"),
+            f"{(forward + backward) / sum(seconds[0]):.2f}",
+            _mib(peak),
+            "" if plan is None else _mib(plan.predicted.peak_bytes),
+            "" if plan is None else f"{100 * plan.predicted.overhead:.1f}",
+        )
+
+
+def _checkpointed(model: Any, x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = checkpoint_sequential(model, 5, x, use_reentrant=False)
+    return result
+
+
+def _plans(example: Example, grids: list[str], plain: int, checkpointed: int) -> Iterator[tuple[str, Plan]]:
+    """Fixed grids, then memfit at several budgets."""
+    model, args, kwargs = example.model, tuple(example.args), dict(example.kwargs)
+    request = Request(budget="auto", loss_fn=example.loss_fn, levers="all", label=example.label, prove=False)
+    step = capture_and_profile(model, args, kwargs, request)
+    for grid in grids:
+        fixed = replace(request, strategy=f"tile:{grid}")
+        yield f"tile:{grid}", plan_profiled(model, args, kwargs, step, fixed, _NO_BUDGET)
+    budgets = {"none's peak": plain, "checkpoint's peak": checkpointed}
+    budgets |= {f"{share} % of the plain peak": plain * share // 100 for share in _SHARES}
+    for name, budget in budgets.items():
+        try:
+            yield f"memfit, {name}", plan_profiled(model, args, kwargs, step, replace(request, prove=True), budget)
+        except BudgetError as error:
+            print(f"{name}: {error}")
+
+
+def _interleaved(example: Example, calls: list[Callable[..., Any]], repeats: int) -> list[tuple[float, float]]:
+    """Median seconds of forward and backward passes, in turns."""
+    times: list[list[tuple[float, float]]] = [[] for _ in calls]
+    assert example.loss_fn is not None
+    for _ in range(repeats):
+        for call, taken in zip(calls, times, strict=True):
+            example.model.zero_grad()
+            begin = time.perf_counter()
+            loss = example.loss_fn(call(*example.args, **example.kwargs))
+            between = time.perf_counter()
+            loss.backward()
+            taken.append((between - begin, time.perf_counter() - between))
+            del loss
+    return [(statistics.median(f for f, _ in taken), statistics.median(b for _, b in taken)) for taken in times]
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.1f}"
+
+
+if __name__ == "__main__":
+    main()
