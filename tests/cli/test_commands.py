@@ -134,8 +134,15 @@ def test_demo_trains_twice_and_compares(memfit: Callable) -> None:
 
 def test_max_size_finds_more_than_plain(memfit: Callable) -> None:
     spec = "zoo:vgg16-trunk?classes=4"
-    found = memfit("max-size", spec, "--batch", 1, "--budget", "150MiB", "--limit", 192, "--levers", "all", "--json")
+    found = memfit("max-size", spec, "--batch", 1, "--budget", "150MiB", "--limit", 128, "--levers", "all", "--json")
     result = json.loads(found.out)
     assert result["kind"] == "largest size"
     assert result["measured_peak_bytes"] <= result["budget_bytes"]
     assert result["planned"] >= result["plain"]
+
+
+def test_demo_tile_trains_on_whole_photographs(memfit: Callable) -> None:
+    pytest.importorskip("sklearn")
+    found = memfit("demo", "tile", "--steps", 3, "--scale", 0.25, "--tile-budget", "140MiB", "--times", 1)
+    assert found.code == 0, found.err
+    assert found.last.startswith("Fits: ") and "losses at full resolution equal up to rounding" in found.last

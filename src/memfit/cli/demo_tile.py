@@ -38,6 +38,13 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     """Adds the options; none is needed."""
     parser.add_argument("--tile-budget", default="300MiB", metavar="BYTES", help="with `tile` (default: 300MiB)")
     parser.add_argument(
+        "--scale",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="with `tile`: of the photographs to start from (default: 1)",
+    )
+    parser.add_argument(
         "--times", type=whole_number, default=8, metavar="N", help="with `tile`: plain peak over budget (default: 8)"
     )
 
@@ -58,10 +65,10 @@ def run(args: argparse.Namespace) -> int:
     from memfit.zoo import whole_photographs
 
     budget = parse_bytes(args.tile_budget)
-    photos, labels = whole_photographs(multiple=32)
-    scale = _scale(photos, labels, budget, args.times)
+    photos, labels = whole_photographs(multiple=32, scale=args.scale)
+    scale = _scale(labels, args.scale, budget, args.times)
     large, _ = whole_photographs(multiple=32, scale=scale)
-    print(f"VGG-16's trunk on {_size(photos)} photographs and on {scale:g} times as large ones, {_size(large)}")
+    print(f"VGG-16's trunk on two photographs, {_size(photos)} and {_size(large)} pixels")
     runs: list[tuple[str, Plan, _Run, _Run | None]] = []
     with progress_bars() as progress:
         for name, images in (("full resolution", photos), ("upscaled", large)):
@@ -107,14 +114,14 @@ def _loss_of(target: Tensor) -> Callable[[Tensor], Tensor]:
     return partial(mean_squared_error, target=target)
 
 
-def _scale(photos: Tensor, labels: Tensor, budget: int, times: int) -> float:
-    """The first scale in quarters at which the plain step needs so many times the budget, by rooflines."""
+def _scale(labels: Tensor, first: float, budget: int, times: int) -> float:
+    """The first scale, from one on in quarters, at which the plain step needs so many times the budget, by rooflines."""
     from memfit.estimation import estimate
     from memfit.zoo import whole_photographs
 
-    scale = 1.0
+    scale = first
     while True:
-        images = photos if scale == 1 else whole_photographs(multiple=32, scale=scale)[0]
+        images, _ = whole_photographs(multiple=32, scale=scale)
         plain = estimate(_trunk(images), (images[:1],), loss_fn=_loss_of(labels[:1]))
         if plain.peak >= times * budget:
             return scale
@@ -163,25 +170,27 @@ def _print_table(runs: list[tuple[str, Plan, _Run, _Run | None]], photos: Tensor
 
     from memfit.report.table import Sheet, show
 
-    rows: list[tuple[str, ...]] = []
-    for (name, plan, planned, plain), images in zip(runs, (photos, large), strict=True):
+    costs: list[tuple[str, ...]] = []
+    losses: list[tuple[str, ...]] = []
+    for (_, plan, planned, plain), images in zip(runs, (photos, large), strict=True):
         p = plan.predicted
-        rows.append(
-            (name, _size(images), "plain", *_cells(p.plain_peak_bytes, p.step_seconds / (1 + p.overhead), plain))
+        kinds = (
+            ("plain", p.plain_peak_bytes, p.step_seconds / (1 + p.overhead), plain),
+            ("planned", p.peak_bytes, p.step_seconds, planned),
         )
-        rows.append(("", "", "planned", *_cells(p.peak_bytes, p.step_seconds, planned)))
-    headers = ("", "pixels", "", "peak\npredicted", "peak\nmeasured", "step\npredicted", "step\nmeasured", "losses")
-    sheet = Sheet(title="demo tile", headers=headers, rows=tuple(rows), left=frozenset({0, 1, 2, 7}))
-    show(sheet, Console(file=sys.stdout))
-
-
-def _cells(peak_bytes: int, seconds: float, run: _Run | None) -> tuple[str, ...]:
-    """What is predicted beside what is measured."""
-    if run is None:
-        return format_bytes(peak_bytes), "not run", format_seconds(seconds), "not run", ""
-    losses = " ".join(f"{loss:.6f}" for loss in run.losses)
-    measured = format_bytes(run.peak_bytes), format_seconds(run.step_seconds)
-    return format_bytes(peak_bytes), measured[0], format_seconds(seconds), measured[1], losses
+        for kind, peak_bytes, seconds, run in kinds:
+            measured = (
+                ("not run",) * 2 if run is None else (format_bytes(run.peak_bytes), format_seconds(run.step_seconds))
+            )
+            predicted = format_bytes(peak_bytes), format_seconds(seconds)
+            costs.append((_size(images), kind, predicted[0], measured[0], predicted[1], measured[1]))
+            if run is not None:
+                losses.append((_size(images), kind, *(f"{loss:.6f}" for loss in run.losses)))
+    console = Console(file=sys.stdout)
+    headers = ("pixels", "", "peak\npredicted", "peak\nmeasured", "step\npredicted", "step\nmeasured")
+    show(Sheet(title="cost", headers=headers, rows=tuple(costs), left=frozenset({0, 1})), console)
+    steps = tuple(f"step {number + 1}" for number in range(len(losses[0]) - 2))
+    show(Sheet(title="loss", headers=("pixels", "", *steps), rows=tuple(losses), left=frozenset({0, 1})), console)
 
 
 def _size(images: Tensor) -> str:
