@@ -115,7 +115,7 @@ def _loss_of(target: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def _scale(labels: Tensor, first: float, budget: int, times: int) -> float:
-    """The first scale, from one on in quarters, at which the plain step needs so many times the budget, by rooflines."""
+    """The first scale, in quarters, at which the plain step needs so many times the budget by rooflines."""
     from memfit.estimation import estimate
     from memfit.zoo import whole_photographs
 
@@ -179,11 +179,10 @@ def _print_table(runs: list[tuple[str, Plan, _Run, _Run | None]], photos: Tensor
             ("planned", p.peak_bytes, p.step_seconds, planned),
         )
         for kind, peak_bytes, seconds, run in kinds:
-            measured = (
-                ("not run",) * 2 if run is None else (format_bytes(run.peak_bytes), format_seconds(run.step_seconds))
-            )
-            predicted = format_bytes(peak_bytes), format_seconds(seconds)
-            costs.append((_size(images), kind, predicted[0], measured[0], predicted[1], measured[1]))
+            peak, step = ("not run",) * 2
+            if run is not None:
+                peak, step = format_bytes(run.peak_bytes), format_seconds(run.step_seconds)
+            costs.append((_size(images), kind, format_bytes(peak_bytes), peak, format_seconds(seconds), step))
             if run is not None:
                 losses.append((_size(images), kind, *(f"{loss:.6f}" for loss in run.losses)))
     console = Console(file=sys.stdout)
