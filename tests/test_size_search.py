@@ -55,7 +55,7 @@ def trunk(size: int) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]:
 
 def test_a_planned_image_is_larger_than_a_plain_one_and_larger_still_in_tiles() -> None:
     bitwise, tiled = (
-        max_size(trunk, budget="4MiB", levers=levers, start=32, step=16, prove=False) for levers in ("bitwise", "all")
+        max_size(trunk, budget="12MiB", levers=levers, start=128, step=32, prove=False) for levers in ("bitwise", "all")
     )
     assert 0 < bitwise.plain <= bitwise.planned < tiled.planned
     assert tiled.plain == bitwise.plain

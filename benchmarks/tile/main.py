@@ -18,7 +18,7 @@ from benchmarks.subject import Case, Run, Subject, case_of, measured_run
 from memfit.capture.dynamo import preserved_state
 from memfit.errors import BudgetError
 from memfit.plans import Plan
-from memfit.rounding import in_float64, is_same_step, is_within_rounding
+from memfit.rounding import in_float64, is_within_rounding, own_rounding
 from memfit.runtime.training import interleaved_seconds
 from memfit.zoo import build
 
@@ -110,10 +110,15 @@ def _exact(case: Case, device: torch.device) -> dict[str, torch.Tensor]:
 def _beyond_rounding(plain: Run, found: Run, exact: dict[str, torch.Tensor]) -> list[str]:
     """Names of gradients that differ from the plain step's by more than rounding."""
     gradients = [n for n in plain.results if n.startswith("gradient")]
-    if not is_same_step({n: plain.results[n] for n in gradients}, {n: exact[n] for n in gradients}):
+    own = own_rounding({n: plain.results[n] for n in gradients}, {n: exact[n] for n in gradients})
+    if own is None:
         exact = {}
     scale = float(torch.stack([plain.results[n].double().norm() for n in gradients]).norm())
-    return [n for n in gradients if not is_within_rounding(plain.results[n], found.results[n], exact.get(n), scale)]
+    return [
+        n
+        for n in gradients
+        if not is_within_rounding(plain.results[n], found.results[n], exact.get(n), scale=scale, own=own or 0.0)
+    ]
 
 
 def _overhead(plan: Plan) -> str:

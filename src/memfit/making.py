@@ -110,16 +110,17 @@ def plan_profiled(
                 failure = error if failure is None or error.least_bytes < failure.least_bytes else failure
         raise failure or BudgetError("no op of the step runs in tiles", budget_bytes=budget_bytes, least_bytes=0)
 
+    may_tile = request.tiles and device_of(model).type == "cpu"
     fixed = strategies.grid(request.strategy)
     if fixed:
         return made(capture_and_profile(model, args, kwargs, request, grid=fixed, progress=progress))
     try:
         bitwise = made(step)
     except BudgetError as error:
-        if request.tiles:
+        if may_tile:
             return in_tiles(error)
         raise
-    if not request.tiles or bitwise.predicted.overhead < _GOOD_ENOUGH:
+    if not may_tile or bitwise.predicted.overhead < _GOOD_ENOUGH:
         return bitwise
     try:
         return min(bitwise, in_tiles(None), key=lambda plan: plan.predicted.step_seconds)

@@ -152,8 +152,9 @@ class Plan:
             f"step {format_percent(p.overhead)}{bound}",
         ]
         if self.is_tiled:
+            tiles = f", images in {'×'.join(map(str, self.grid))} tiles" if max(self.grid) > 1 else ""
             lines.append(
-                "      runs slice by slice where that pays; gradients are those of the plain step up to rounding"
+                f"      runs slice by slice where that pays{tiles}; gradients are the plain ones up to rounding"
             )
         if p.out_bytes:
             tiers = " and ".join(

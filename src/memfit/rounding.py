@@ -1,10 +1,11 @@
 """How far a tiled step may be from the plain one: sums are made in another order, so results differ by rounding.
 
 Rounding is measured, not guessed: the plain step is taken in float64 as well, and what the plain step in float32 is off
-from that, a tiled step may be off four times. Errors are norms over a tensor; single elements scatter.
+from that, a tiled step may be off four times: each tensor by four times its own error, or by four times the relative
+error of all gradients together if that is more. Errors are norms over a tensor; single elements scatter.
 
 Known limits: where there is no wider step to compare with, the plain step itself is the reference, a coarse one: for
-float64, and where ops draw random numbers of which another dtype draws others (`is_same_step`).
+float64, and where ops draw random numbers of which another dtype draws others (`own_rounding`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-__all__ = ["in_float64", "is_same_step", "is_within_rounding"]
+__all__ = ["in_float64", "is_within_rounding", "own_rounding"]
 
 _TIMES = 4
 """So many times the plain step's own error."""
@@ -45,15 +46,22 @@ def in_float64(
     return model.double(), wide_args, wide_kwargs
 
 
-def is_same_step(plain: Mapping[Any, torch.Tensor], wide: Mapping[Any, torch.Tensor]) -> bool:
-    """Whether gradients in float64 are those of the same step, and not of one that drew other random numbers."""
-    if plain.keys() != wide.keys():
-        return False
+def own_rounding(plain: Mapping[Any, torch.Tensor], wide: Mapping[Any, torch.Tensor]) -> float | None:
+    """How far the plain step's gradients, together, are from those in float64, relatively.
+
+    Returns:
+        None if they are not those of the same step but of one that drew other random numbers, or there are none.
+    """
+    if not wide or plain.keys() != wide.keys():
+        return None
     apart = math.hypot(*(_distance(tensor, wide[name]) for name, tensor in plain.items()))
-    return apart <= _OTHER_STEP * math.hypot(*(float(tensor.norm()) for tensor in wide.values()))
+    whole = math.hypot(*(float(tensor.norm()) for tensor in wide.values()))
+    return apart / whole if apart <= _OTHER_STEP * whole and whole else None
 
 
-def is_within_rounding(plain: torch.Tensor, found: torch.Tensor, reference: torch.Tensor | None, scale: float) -> bool:
+def is_within_rounding(
+    plain: torch.Tensor, found: torch.Tensor, reference: torch.Tensor | None, *, scale: float, own: float
+) -> bool:
     """Whether a result differs from the plain step's by rounding only.
 
     Args:
@@ -61,6 +69,7 @@ def is_within_rounding(plain: torch.Tensor, found: torch.Tensor, reference: torc
         found: of the tiled step.
         reference: of the plain step in float64; None if there is none.
         scale: norm of all gradients of the plain step.
+        own: see `own_rounding`. By chance a single tensor may be nearer than that.
     """
     if plain.shape != found.shape or plain.dtype is not found.dtype or not plain.is_floating_point():
         return False
@@ -68,7 +77,7 @@ def is_within_rounding(plain: torch.Tensor, found: torch.Tensor, reference: torc
     if reference is None:
         share = _OF_FLOAT64 if plain.dtype is torch.float64 else _OF_RANDOM * eps
         return _distance(found, plain) <= share * max(scale, float(plain.double().norm()))
-    least = eps * float(reference.double().norm())
+    least = max(eps, own) * float(reference.double().norm())
     return _distance(found, reference) <= _TIMES * max(_distance(plain, reference), least)
 
 

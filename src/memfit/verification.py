@@ -28,7 +28,7 @@ from memfit.capture.trace import device_of
 from memfit.making import make_plan
 from memfit.planning import Progress, Request
 from memfit.plans import Plan
-from memfit.rounding import in_float64, is_same_step, is_within_rounding
+from memfit.rounding import in_float64, is_within_rounding, own_rounding
 from memfit.runtime.executed import ExecutedOps, executed_recomputations
 from memfit.runtime.fitted import fitted_call, verified
 from memfit.runtime.training import resident_bytes, step_peak
@@ -314,7 +314,8 @@ def _up_to_rounding(
 ) -> list[Check]:
     """The checks, with those marked that found rounding only."""
     gradients, wide = ({k: t for k, t in of.items() if k[0] == "gradient"} for of in (expected, exact))
-    if not is_same_step(gradients, wide):
+    own = own_rounding(gradients, wide)
+    if own is None:
         exact = {}
     scale = math.hypot(*(float(t.double().norm()) for t in gradients.values()))
 
@@ -322,7 +323,7 @@ def _up_to_rounding(
         key = check.kind, check.name
         if check.equal or key not in expected or key not in found or check.kind == "random state":
             return check
-        within = is_within_rounding(expected[key], found[key], exact.get(key), scale)
+        within = is_within_rounding(expected[key], found[key], exact.get(key), scale=scale, own=own or 0.0)
         return replace(check, within_rounding=within)
 
     return [marked(check) for check in checks]

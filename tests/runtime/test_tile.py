@@ -187,21 +187,22 @@ def test_the_backward_pass_runs_in_slices_and_adds_up() -> None:
     assert {"aten.native_batch_norm_backward.default", "aten.threshold_backward.default"} <= backward
 
 
-def test_a_plan_file_of_a_tiled_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("grid", [(1, 1), (2, 3)])
+def test_a_plan_file_of_a_tiled_step(grid: tuple[int, ...], tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, x = channels_last(), torch.randn(5, 3, 40, 40)
-    plan = tiled_plan(model, (x,), {}, loss_fn)
-    assert plan.is_tiled
+    plan = tiled_plan(model, (x,), {}, loss_fn, grid)
+    assert plan.is_tiled and "slice by slice" in str(plan)
     plan.save(tmp_path / "plan.json")
     loaded = memfit.Plan.load(tmp_path / "plan.json")
-    assert loaded.is_tiled
+    assert loaded.grid == grid
     plain = copy.deepcopy(model)
     loaded.apply(model, loss_fn=loss_fn)
     loss_fn(model(x)).backward()
     loss_fn(plain(x)).backward()
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert one.grad is not None and other.grad is not None
-        assert torch.allclose(one.grad, other.grad, rtol=1e-3, atol=1e-5)
+    pairs = [(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True)]
+    apart = sum(float((a - b).square().sum()) for a, b in pairs if a is not None and b is not None)
+    assert apart < 1e-4 * sum(float(b.square().sum()) for _, b in pairs if b is not None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -54,6 +54,9 @@ Tile = tuple[tuple[int, int], ...]
 _SLICE_BYTES = 4 << 20
 """About the largest result of a slice: it fits a cache, and its work outweighs the call."""
 
+_SMALL_SUM = 1 << 14
+"""Elements, such as one for each channel."""
+
 _OF_FIRST = {
     _aten.convolution.default,
     _aten.max_pool2d_with_indices.default,
@@ -253,6 +256,11 @@ def in_slices(how: Slice) -> Callable[..., tuple[torch.Tensor, ...]]:
             else operands[over].new_empty(0, dtype=dtype).set_(operands[over].untyped_storage(), 0, shape, stride)
             for (shape, stride, dtype), over in zip(layouts, how.over, strict=True)
         ]
+        wide = {
+            place: torch.empty_like(results[place], dtype=torch.float64)
+            for place in how.sums
+            if _is_small(results[place])
+        }
         is_first = True
         for start in range(0, how.batch, how.samples):
             here = slice(start, start + how.samples)
@@ -264,14 +272,21 @@ def in_slices(how: Slice) -> Callable[..., tuple[torch.Tensor, ...]]:
                         space = (slice(None), *(slice(*along) for along in made[place])) if how.pieces else ()
                         result[(here, *space)] = parts[place]
                     elif is_first:
-                        result.copy_(parts[place])
+                        wide.get(place, result).copy_(parts[place])
                     else:
-                        result.add_(parts[place])
+                        wide.get(place, result).add_(parts[place])
                 is_first = False
                 del parts  # else the next slice is made beside them
+        for place, total in wide.items():
+            results[place].copy_(total)
         return tuple(results)
 
     return fused
+
+
+def _is_small(total: torch.Tensor) -> bool:
+    """Whether slices of a sum are added up in float64, which costs little and keeps digits."""
+    return total.is_floating_point() and total.numel() <= _SMALL_SUM
 
 
 def makes_sums_or_slices(call: fx.Node | Call) -> bool:

@@ -23,6 +23,7 @@ from typing import Any, cast
 
 import torch
 from torch import fx
+from torch._prims_common import suggest_memory_format
 
 from memfit.capture.again import Call, normalise
 from memfit.capture.batch_norm import input_gradient_from_sums, sums_of_data
@@ -481,10 +482,11 @@ def _starts(tile: Tile) -> tuple[int, ...]:
 
 
 def _hollow_tile(hollow: torch.Tensor, samples: int, tile: Tile) -> torch.Tensor:
-    """A tensor of so many samples and as large as a tile, without memory."""
+    """A tensor of so many samples and as large as a tile, without memory, laid out as the whole is."""
     sizes = [stop - start for start, stop in tile]
     shape = (samples, hollow.shape[1], *sizes, *hollow.shape[SPACE + len(tile) :])
-    return make_hollow(torch.empty(shape, dtype=hollow.dtype, device="meta"), hollow.device)
+    layout = suggest_memory_format(hollow)
+    return make_hollow(torch.empty(shape, dtype=hollow.dtype, device="meta", memory_format=layout), hollow.device)
 
 
 _RULES: dict[Any, Callable[[fx.Node | Call, int], Tiling | None]] = {

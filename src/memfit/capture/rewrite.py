@@ -82,10 +82,17 @@ PLAIN_NBYTES = "memfit_plain_nbytes"
 def convolution_input_gradient(
     grad_output: torch.Tensor, hollow: torch.Tensor, weight: torch.Tensor, *rest: Any
 ) -> torch.Tensor:
-    """The input half of `convolution_backward`; `hollow` gives shape and strides of the input, not values."""
-    result: torch.Tensor = _aten.convolution_backward.default(grad_output, hollow, weight, *rest, [True, False, False])[
-        0
-    ]
+    """The input half of `convolution_backward`; `hollow` gives shape and strides of the input, not values.
+
+    Kernels go by shape and layout, so a slice may get one that looks at the input, and then needs memory there.
+    """
+    if not takes_input_shape_only(hollow, weight, *rest):
+        return input_gradient_beside_stand_in(grad_output, hollow, weight, *rest)
+    return _input_half(grad_output, hollow, weight, *rest)
+
+
+def _input_half(grad_output: torch.Tensor, data: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+    result: torch.Tensor = _aten.convolution_backward.default(grad_output, data, weight, *rest, [True, False, False])[0]
     return result
 
 
@@ -94,7 +101,7 @@ def input_gradient_beside_stand_in(
 ) -> torch.Tensor:
     """The same with a kernel that wants memory for the input although it does not use what is in it."""
     stand_in = torch.empty_strided(hollow.shape, hollow.stride(), dtype=hollow.dtype, device=grad_output.device)
-    return convolution_input_gradient(grad_output, stand_in, weight, *rest)
+    return _input_half(grad_output, stand_in, weight, *rest)
 
 
 def make_hollow(like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:

@@ -355,6 +355,7 @@ def _plan(document: Mapping[str, Any]) -> PlanFile:
         "predicted": Prediction(**document["predicted"]),
         "program": _program(document["program"]),
         "decisions": tuple(Decision(**decision) for decision in document.get("decisions", ())),
+        "grid": tuple(document.get("grid", ())),
     }
     return PlanFile(**{**document, **parts})
 
