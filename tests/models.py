@@ -97,7 +97,7 @@ class Masked(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for number, layer in enumerate(self.layers):
             query, key, value = layer(x).chunk(3, dim=-1)
-            mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+            mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
             mask = mask[None] if number else mask.t().t().unsqueeze(0).expand(len(x), -1, -1)
             scores = (query @ key.transpose(1, 2)).masked_fill(~mask, -1e4)
             x = x + self.drop(scores.softmax(-1)) @ value

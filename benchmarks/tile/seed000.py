@@ -49,10 +49,12 @@ _SHARES = (50, 35)
 
 def main(arguments: list[str] | None = None) -> None:
     options = _options(arguments)
-    report = Report(Path(__file__).with_name("README.md"), write=options.write, device=torch.device("cpu"))
-    table = report.table("Seed 000: VGG-16's trunk, one image", COLUMNS, keys=2)
+    device = torch.device(options.device)
+    report = Report(Path(__file__).with_name("README.md"), write=options.write, device=device)
+    where = "" if device.type == "cpu" else f" on {torch.cuda.get_device_name(device)}"
+    table = report.table(f"Seed 000: VGG-16's trunk, one image{where}", COLUMNS, keys=2)
     for size in map(int, options.sizes.split(",")):
-        _table(report, table, size, options.grids.split(","), options.repeats)
+        _table(report, table, device, size, options.grids.split(","), options.repeats)
         torch._dynamo.reset()
         gc.collect()
 
@@ -62,16 +64,17 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--sizes", default="512,1024", help="pixels of a side")
     parser.add_argument("--grids", default="1x1,2x2,4x4", help="of fixed tiles")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="interleaved steps of each that are timed")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--write", action="store_true", help="put the table into the README")
     return parser.parse_args(arguments)
 
 
-def _table(report: Report, table: Table, size: int, grids: list[str], repeats: int) -> None:
-    example = build("zoo:vgg16-trunk", batch=1, shape=(3, size, size))
+def _table(report: Report, table: Table, device: torch.device, size: int, grids: list[str], repeats: int) -> None:
+    example = build("zoo:vgg16-trunk", batch=1, shape=(3, size, size), device=device)
     calls: list[tuple[str, Callable[..., Any], Plan | None, int]] = []
 
     def added(name: str, call: Callable[..., Any], plan: Plan | None = None) -> int:
-        peak = measured_run(example, call, torch.device("cpu")).peak_bytes
+        peak = measured_run(example, call, device).peak_bytes
         calls.append((name, call, plan, peak))
         return peak
 
@@ -83,10 +86,10 @@ def _table(report: Report, table: Table, size: int, grids: list[str], repeats: i
         assert plan.planned is not None
         added(name, compile_program(example.model, plan.planned.capture, plan.program, describe=plan.__str__), plan)
     with preserved_state(example.model):
-        seconds = _interleaved(example, [call for _, call, _, _ in calls], repeats)
+        seconds = _interleaved(example, [call for _, call, _, _ in calls], repeats, device)
     for (name, _, plan, peak), (forward, backward) in zip(calls, seconds, strict=True):
         report.add(
-            *(table, str(size), name, f"{forward:.2f}", f"{backward:.2f}", f"{forward + backward:.2f}"),
+            *(table, str(size), name, f"{forward:.3g}", f"{backward:.3g}", f"{forward + backward:.3g}"),
             f"{(forward + backward) / sum(seconds[0]):.2f}",
             _mib(peak),
             "" if plan is None else _mib(plan.predicted.peak_bytes),
@@ -116,20 +119,28 @@ def _plans(example: Example, grids: list[str], plain: int, checkpointed: int) ->
             print(f"{name}: {error}")
 
 
-def _interleaved(example: Example, calls: list[Callable[..., Any]], repeats: int) -> list[tuple[float, float]]:
+def _interleaved(
+    example: Example, calls: list[Callable[..., Any]], repeats: int, device: torch.device
+) -> list[tuple[float, float]]:
     """Median seconds of forward and backward passes, in turns."""
     times: list[list[tuple[float, float]]] = [[] for _ in calls]
     assert example.loss_fn is not None
     for _ in range(repeats):
         for call, taken in zip(calls, times, strict=True):
             example.model.zero_grad()
-            begin = time.perf_counter()
+            begin = _now(device)
             loss = example.loss_fn(call(*example.args, **example.kwargs))
-            between = time.perf_counter()
+            between = _now(device)
             loss.backward()
-            taken.append((between - begin, time.perf_counter() - between))
+            taken.append((between - begin, _now(device) - between))
             del loss
     return [(statistics.median(f for f, _ in taken), statistics.median(b for _, b in taken)) for taken in times]
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def _mib(nbytes: int) -> str:

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from memfit import strategies
 from memfit.capture.dynamo import preserved_state
 from memfit.capture.grids import grids
+from memfit.capture.library_memory import library_bytes
 from memfit.capture.loss import backward_of
 from memfit.capture.trace import Capture, device_of
 from memfit.errors import BudgetError, MemfitError
@@ -75,7 +76,12 @@ def make_plan(
     try:
         return plan_profiled(model, args, kwargs, step, request, budget_bytes, progress=progress)
     except BudgetError as error:
-        raise (error if request.tiles else _with_all_levers(error, model, args, kwargs, step, request)) from error
+        told = _with_measured_least(error, model, args, kwargs, step, request)
+        if not request.tiles:
+            told = _with_all_levers(told, model, args, kwargs, step, request)
+        if told is error:
+            raise
+        raise told from error
 
 
 def plan_profiled(
@@ -110,22 +116,51 @@ def plan_profiled(
                 failure = error if failure is None or error.least_bytes < failure.least_bytes else failure
         raise failure or BudgetError("no op of the step runs in tiles", budget_bytes=budget_bytes, least_bytes=0)
 
-    may_tile = request.tiles and device_of(model).type == "cpu"
     fixed = strategies.grid(request.strategy)
     if fixed:
         return made(capture_and_profile(model, args, kwargs, request, grid=fixed, progress=progress))
     try:
         bitwise = made(step)
     except BudgetError as error:
-        if may_tile:
+        if request.tiles:
             return in_tiles(error)
         raise
-    if not may_tile or bitwise.predicted.overhead < _GOOD_ENOUGH:
+    if not request.tiles or bitwise.predicted.overhead < _GOOD_ENOUGH:
         return bitwise
     try:
         return min(bitwise, in_tiles(None), key=lambda plan: plan.predicted.step_seconds)
     except BudgetError:
         return bitwise
+
+
+def _with_measured_least(
+    error: BudgetError,
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    step: Step,
+    request: Request,
+) -> BudgetError:
+    """The same error where the least budget is kept by a run, else with what that run takes.
+
+    CUDA's allocator may leave up to 1 MiB unused behind a tensor, which depends on what was freed before it.
+    """
+    if not request.prove or device_of(model).type != "cuda":
+        return error
+    try:
+        plan = plan_captured(model, args, kwargs, *step, request, error.least_bytes)
+        peak = _measured_peak(model, args, kwargs, plan)
+    except (MemfitError, torch.OutOfMemoryError) as failure:  # the first error is the one to tell
+        log.info("cannot measure the least budget: %s", failure)
+        return error
+    if peak <= error.least_bytes:
+        return error
+    return BudgetError(
+        f"{error}; measured it takes {format_bytes(peak)} ({peak} bytes)",
+        budget_bytes=error.budget_bytes,
+        least_bytes=peak,
+        binding=error.binding,
+    )
 
 
 def _with_all_levers(
@@ -138,7 +173,7 @@ def _with_all_levers(
 ) -> BudgetError:
     """The same error, which says from which budget on tiling fits if that is lower."""
     capture, graph = step
-    if request.strategy != "auto" or device_of(model).type != "cpu":
+    if request.strategy != "auto":
         return error
     room = (error.least_bytes - graph.static_bytes - graph.gradient_bytes) // 2
     try:
@@ -220,9 +255,10 @@ def _measured_peak(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
 
     with preserved_state(model):
         try:
-            # What code between pieces holds is measured here, so it must not be counted as there already.
-            start = plan.planned.graph.static_bytes - capture.between_bytes
-            return measure(step, device=device_of(model), warmup=1, repeats=0, start_bytes=start).peak_bytes
+            # What code between pieces and libraries hold is measured here, so it is not counted as there already.
+            graph, device = plan.planned.graph, device_of(model)
+            start = graph.static_bytes - capture.between_bytes - library_bytes(graph, device)
+            return measure(step, device=device, warmup=1, repeats=0, start_bytes=start).peak_bytes
         finally:
             for tensor, gradient in receiving:
                 tensor.grad = gradient

@@ -56,11 +56,11 @@ class Branches(nn.Module):
 
 
 def residual() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *(Block(16, 16) for _ in range(3)), Block(16, 8, 2))
+    return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *(Block(16, 16) for _ in range(4)), Block(16, 8, 2))
 
 
 def branches() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *(Branches() for _ in range(3)))
+    return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *(Branches() for _ in range(4)))
 
 
 def channels_last() -> nn.Module:
@@ -91,7 +91,8 @@ def spares_taken(graph: StepGraph, program: Program) -> int:
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize(("make", "batch"), [(residual, 5), (branches, 5), (channels_last, 2)])
+@pytest.mark.parametrize("batch", [2, 5])
+@pytest.mark.parametrize("make", [residual, branches, channels_last])
 def test_bits_and_peak_of_all_that_can_run_as_one(
     make: Callable[[], nn.Module], batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,7 +182,7 @@ def saved_spares(plan: memfit.Plan) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("strategy", ["auto", "sequential:2"])
+@pytest.mark.parametrize("strategy", ["auto", "sequential:2", "sqrt"])
 def test_retaining_the_graph_keeps_what_would_be_overwritten(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memfit.planner.spares._is_quicker", lambda *_: True)
     torch.manual_seed(0)

@@ -21,6 +21,8 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from memfit.capture.batch_norm import cudnn_batch_norm, cudnn_batch_norm_updating
+
 __all__ = ["NORMS", "Call", "from_statistics", "normalise", "normalise_over_data", "without_statistics"]
 
 _aten = torch.ops.aten
@@ -28,7 +30,8 @@ _aten = torch.ops.aten
 NORMS = {
     _aten._native_batch_norm_legit_functional.default: _aten.native_batch_norm.default,
     _aten.native_batch_norm.default: _aten.native_batch_norm.default,
-    _aten.cudnn_batch_norm.default: _aten.cudnn_batch_norm.default,
+    cudnn_batch_norm: cudnn_batch_norm,
+    cudnn_batch_norm_updating: cudnn_batch_norm,
     _aten.miopen_batch_norm.default: _aten.miopen_batch_norm.default,
 }
 """Batch normalisations and what runs them again; operands 3 and 4 are running statistics, 5 says training."""

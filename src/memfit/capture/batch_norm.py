@@ -12,8 +12,10 @@ statistics (`statistics_from_sums`), with which data is normalised sample by sam
 Backward, the sums are the gradients of weight and bias, and the gradient of the input is made sample by sample from
 these (`input_gradient_from_sums`).
 
-Known limits: contiguous float32 tensors on CPU, in training mode; variances from sums lose digits where means are many
-thousand times as large as deviations.
+On CUDA eager PyTorch takes cuDNN's kernels for most inputs (`memfit.capture.cudnn_norm` puts them into the graph).
+
+Known limits: parts are for contiguous float32 tensors on CPU, in training mode; variances from sums lose digits where
+means are many thousand times as large as deviations.
 """
 
 from __future__ import annotations
@@ -21,11 +23,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._prims_common import suggest_memory_format
 
 __all__ = [
     "backward_in_parts",
     "backward_over_data",
     "backward_over_gradient",
+    "cudnn_batch_norm",
+    "cudnn_batch_norm_backward",
+    "cudnn_batch_norm_updating",
     "forward_over_input",
     "input_gradient_from_sums",
     "input_gradient_over_data",
@@ -126,6 +132,59 @@ def forward_over_input(
         *(data, weight, bias, new_mean, new_var, training, momentum, eps), out=data, save_mean=mean, save_invstd=invstd
     )
     return data, mean, invstd, new_mean, new_var
+
+
+def cudnn_batch_norm(
+    data: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[torch.Tensor | None, ...]:
+    """The kernel of cuDNN, which leaves the running statistics as they are.
+
+    Returns:
+        Result, mean, inverse deviation, the new running statistics if there are any, and the reserve.
+    """
+    new_mean = running_mean.clone() if training and running_mean is not None else running_mean
+    new_var = running_var.clone() if training and running_var is not None else running_var
+    return cudnn_batch_norm_updating(data, weight, bias, new_mean, new_var, training, momentum, eps)
+
+
+def cudnn_batch_norm_updating(
+    data: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    *rest: Any,
+) -> tuple[torch.Tensor | None, ...]:
+    """The same, with the new running statistics written over the old ones."""
+    result, mean, invstd, reserve = _aten.cudnn_batch_norm.default(
+        data.contiguous(memory_format=suggest_memory_format(data)), weight, bias, running_mean, running_var, *rest
+    )
+    return result, mean, invstd, running_mean, running_var, reserve
+
+
+def cudnn_batch_norm_backward(
+    gradient: torch.Tensor,
+    data: torch.Tensor,
+    weight: torch.Tensor,
+    mean: torch.Tensor,
+    invstd: torch.Tensor,
+    eps: float,
+    reserve: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """The gradients of data, weight and bias, in training mode."""
+    layout = suggest_memory_format(data)
+    operands = data.contiguous(memory_format=layout), gradient.contiguous(memory_format=layout)
+    found: tuple[torch.Tensor, ...] = _aten.cudnn_batch_norm_backward.default(
+        *operands, weight, None, None, mean, invstd, eps, reserve
+    )
+    return found
 
 
 def sums_of_data(data: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,8 @@ batch by slice (`memfit.step.fusion`): `in_slices` is what the runtime calls for
 The profiler compares slices of each op with the whole, for each shape, size of slice and alignment in memory, before a
 plan relies on it: every bit, or with the lever `tile` up to rounding.
 
-Known limits: CPU; operands and results that have samples outside and own their memory, so no views between ops.
+Known limits: without the lever `tile` CPU only; operands and results that have samples outside and own their memory, so
+no views between ops.
 """
 
 from __future__ import annotations
@@ -312,7 +313,6 @@ def _samples_outside(value: object) -> bool:
     """Whether samples lie one after the other, each dense, in memory that holds nothing else."""
     return bool(
         isinstance(value, torch.Tensor)
-        and value.device.type == "cpu"
         and value.dim() > 1
         and value.shape[0] > 1
         and is_alone(value)

@@ -71,7 +71,7 @@ def tiling_of(call: fx.Node | Call, axes: int) -> Tiling | None:
         return None
     values = [node.meta["val"] for node in found.operands]
     results = call.meta["val"] if isinstance(call.meta["val"], list | tuple) else [call.meta["val"]]
-    fits = all(v.dim() >= SPACE + axes and v.shape[0] == values[0].shape[0] and v.device.type == "cpu" for v in values)
+    fits = all(v.dim() >= SPACE + axes and v.shape[0] == values[0].shape[0] for v in values)
     # Results are put together as they are laid out; what is read may be a view of anything.
     dense = all(is_alone(result) for result in results if isinstance(result, torch.Tensor))
     return found if fits and dense else None

@@ -62,7 +62,9 @@ def cache_directory() -> Path:
 def machine_name(device: torch.device) -> str:
     """What a measured cost depends on."""
     if device.type == "cuda":
-        return f"{torch.cuda.get_device_name(device)} torch {torch.__version__} {torch.backends.cuda.matmul.allow_tf32}"
+        cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+        flags = (matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark, cudnn.enabled)
+        return f"{torch.cuda.get_device_name(device)} torch {torch.__version__} {flags}"
     kernels = f"{torch.get_num_threads()} threads {torch.get_float32_matmul_precision()} precision"
     return f"{platform.machine()} {_processor()} {kernels} torch {torch.__version__}"
 

@@ -45,6 +45,9 @@ _ALIGNMENT = 64
 """Bytes of the widest vectors; allocations start at multiples of it."""
 
 _REPEATS = 2
+_HEAD_START_CYCLES = 500_000
+"""So long, about a third of a millisecond, a CUDA device sleeps before what is timed."""
+
 _WARM = 8
 """So many slices are timed one right after the other."""
 
@@ -371,8 +374,10 @@ def _equal(one: object, other: object) -> bool:
 
 
 def _timed(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one run; on CUDA the device waits until the host has had time to launch all kernels."""
     if device.type == "cuda":
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(_HEAD_START_CYCLES)
         begin.record()
         result = run()
         end.record()

@@ -29,6 +29,7 @@ from memfit.capture import concatenations, resizing, rewrite, rounded, slices
 from memfit.capture.again import Call, from_statistics, without_statistics
 from memfit.capture.by_samples import owns_memory
 from memfit.capture.cost_key import tensors_of
+from memfit.capture.cudnn_norm import take_cudnn_batch_norm
 from memfit.capture.cutting import cutting
 from memfit.capture.repeated import merge_repeated
 from memfit.errors import CaptureError
@@ -157,6 +158,7 @@ def read_joint(
         resizing.join_resizing(module)
         rounded.split_batch_norm(module)
         rounded.split_batch_norm_backward(module)
+    take_cudnn_batch_norm(module)
     graph = module.graph
     separated = concatenations.separate_weight_gradients(graph, separate)
     graph.eliminate_dead_code()
@@ -353,7 +355,7 @@ def _with_slices(
     ops: list[JointOp], storages: list[JointStorage], storage_of: dict[fx.Node, int], grid: tuple[int, ...]
 ) -> list[JointOp]:
     """Says how ops can run slice by slice; times come from the profiler."""
-    able = [op for op in ops if (grid or op.phase is Phase.FORWARD) and op.recomputable and not op.random]
+    able = [op for op in ops if (grid or _may_keep_bits(op)) and op.recomputable and not op.random]
     cut = cutting(
         [op.again or op.node for op in able],
         grid,
@@ -367,6 +369,11 @@ def _with_slices(
 
     of = {op.node: slices(op) for op in able}
     return [replace(op, by_slices=of.get(op.node)) for op in ops]
+
+
+def _may_keep_bits(op: JointOp) -> bool:
+    """Whether it is worth a try that slices have the bits of the whole; only forward ops run again."""
+    return op.phase is Phase.FORWARD and all(t.device.type == "cpu" for t in tensors_of(op.node))
 
 
 def result_index(base: fx.Node) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -51,6 +51,12 @@ _INDEXING: dict[Any, _Indexing] = {
 }
 
 
+_SEEDS_ON_HOST = (
+    _aten._scaled_dot_product_efficient_attention_backward.default,
+    _aten._efficient_attention_backward.default,
+)
+
+
 def operands_of(node: fx.Node | Call, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments by position and by name, with made-up tensors for the operands."""
     values = operand_values(node, device)
@@ -63,19 +69,30 @@ def operand_values(node: fx.Node | Call, device: torch.device) -> dict[fx.Node, 
     indexing = _INDEXING.get(node.target)
     index_node = node.args[indexing.operand] if indexing is not None else None
 
+    on_host = _on_host(node)
+
     def make(argument: fx.Node) -> None:
         value = argument.meta.get("val")
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"operand {argument.name} is not a tensor")
         hollow = str(argument.target).startswith(HOLLOW_PREFIX)
         if argument not in made:
-            made[argument] = make_hollow(value, device) if hollow else _like(value, device, len(made))
+            here = torch.device("cpu") if argument in on_host else device
+            made[argument] = make_hollow(value, here) if hollow else _like(value, here, len(made))
 
     fx.map_arg((node.args, node.kwargs), make)
     if indexing is not None and isinstance(index_node, fx.Node):
         args = fx.map_arg(node.args, made.__getitem__)
         indexing.fill(made[index_node], args)
     return made
+
+
+def _on_host(node: fx.Node | Call) -> set[object]:
+    """Operands that are on the CPU although tracing takes them for the device's: the seeds of efficient attention."""
+    if node.target not in _SEEDS_ON_HOST:
+        return set()
+    names = [argument.name for argument in cast(torch._ops.OpOverload, node.target)._schema.arguments]
+    return {node.args[names.index(name)] for name in ("philox_seed", "philox_offset")}
 
 
 @lru_cache(maxsize=4)

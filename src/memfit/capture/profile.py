@@ -20,6 +20,7 @@ from memfit.capture.cost_cache import CostCache
 from memfit.capture.cost_key import cost_key
 from memfit.capture.costs import Costs, costs_again, costs_in_slices, costs_of, whole_if_separable
 from memfit.capture.joint import JointOp
+from memfit.capture.library_memory import library_bytes
 from memfit.capture.parts import candidate_parts
 from memfit.capture.roofline import roofline_seconds
 from memfit.capture.trace import Capture
@@ -84,7 +85,7 @@ def profile_ops(
         progress: called with the number of ops done and to do.
 
     Returns:
-        The step graph of the capture with its costs set.
+        The step graph of the capture with its costs set, and what libraries hold among its static bytes.
     """
     joints = [joint for joint in capture.joint_ops if joint is not None]
     measurements = {joint.node: _measurements(joint, device) for joint in joints}
@@ -113,7 +114,8 @@ def profile_ops(
     def costs(joint: JointOp) -> list[Costs]:
         return [m.known(cache) or Costs(ways=()) for m in measurements[joint.node]]
 
-    return _with_costs(capture, costs, plain)
+    graph = _with_costs(capture, costs, plain)
+    return replace(graph, static_bytes=graph.static_bytes + library_bytes(graph, device))
 
 
 def separated(

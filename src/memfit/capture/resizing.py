@@ -4,7 +4,7 @@ AOTAutograd takes it apart into index arithmetic and a gather, and its gradient 
 nothing tells that neighbours stay neighbours. Where the indices, evaluated, repeat each place a whole number of times,
 both are put together again as the two kernels they came from, and these run in tiles (`memfit.capture.by_tiles`).
 
-Known limits: two axes of space, CPU, contiguous; other factors and other interpolations stay as they are.
+Known limits: two axes of space, contiguous; other factors and other interpolations stay as they are.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _factors(node: fx.Node, small: fx.Node, large: fx.Node) -> tuple[int, int] |
     """How often each place is repeated along height and width; None if it is not so."""
     values = [n.meta["val"] for n in (small, large)]
     indices = cast(list[Any], node.args[1])
-    if not all(v.dim() == 4 and v.is_contiguous() and v.device.type == "cpu" for v in values):
+    if not all(v.dim() == 4 and v.is_contiguous() for v in values):
         return None
     if len(indices) != 4 or indices[0] is not None or indices[1] is not None:
         return None

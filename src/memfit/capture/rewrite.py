@@ -45,6 +45,7 @@ __all__ = [
     "hoist_weight_gradients",
     "hollow_shape_operands",
     "input_gradient_beside_stand_in",
+    "input_half",
     "in_place_arguments",
     "is_view",
     "make_hollow",
@@ -88,10 +89,11 @@ def convolution_input_gradient(
     """
     if not takes_input_shape_only(hollow, weight, *rest):
         return input_gradient_beside_stand_in(grad_output, hollow, weight, *rest)
-    return _input_half(grad_output, hollow, weight, *rest)
+    return input_half(grad_output, hollow, weight, *rest)
 
 
-def _input_half(grad_output: torch.Tensor, data: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+def input_half(grad_output: torch.Tensor, data: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """The same where it is known that the kernel takes the shape only, as it is of whole operands."""
     result: torch.Tensor = _aten.convolution_backward.default(grad_output, data, weight, *rest, [True, False, False])[0]
     return result
 
@@ -101,7 +103,7 @@ def input_gradient_beside_stand_in(
 ) -> torch.Tensor:
     """The same with a kernel that wants memory for the input although it does not use what is in it."""
     stand_in = torch.empty_strided(hollow.shape, hollow.stride(), dtype=hollow.dtype, device=grad_output.device)
-    return _input_half(grad_output, stand_in, weight, *rest)
+    return input_half(grad_output, stand_in, weight, *rest)
 
 
 def make_hollow(like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:

@@ -5,7 +5,7 @@ before all of it is there; its backward kernel does likewise. Apart, each half t
 sums, the other takes a few numbers per channel. Then each half can run slice by slice with what comes before and after
 it (`memfit.capture.by_samples`, `memfit.capture.by_rows`).
 
-Known limits: training mode, with running statistics, weight and bias; CPU.
+Known limits: training mode, with running statistics, weight and bias.
 """
 
 from __future__ import annotations
@@ -106,9 +106,4 @@ def _can_split(node: fx.Node) -> bool:
 
 def _is_splittable(data: fx.Node, weight: fx.Node | None) -> bool:
     value = data.meta["val"]
-    return bool(
-        weight is not None
-        and value.device.type == "cpu"
-        and value.dim() >= 2
-        and value.dtype in (torch.float32, torch.float64)
-    )
+    return bool(weight is not None and value.dim() >= 2 and value.dtype in (torch.float32, torch.float64))

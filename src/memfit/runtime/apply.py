@@ -44,6 +44,9 @@ __all__ = ["PieceProgram", "PlannedCall", "compile_planned", "compile_program", 
 
 log = logging.getLogger(__name__)
 
+_TOLD = 6
+"""Of so many operands an error tells the shape."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceProgram:
@@ -302,7 +305,9 @@ def _boxed(gm: fx.GraphModule, describe: Callable[[], str]) -> Callable[..., Any
     forward = gm.forward
 
     def run(operands: list[Any]) -> Any:
-        shapes = [tuple(t.shape) for t in operands if isinstance(t, torch.Tensor) and t.dim() > 0][:4]
+        first = operands[:_TOLD]
+        shapes = [tuple(t.shape) for t in first if isinstance(t, torch.Tensor) and t.dim() > 0]
+        del first
         if overwritten and torch._C._autograd._get_current_graph_task_keep_graph():
             # backward(retain_graph=True): what was saved must outlive this pass, so copies are overwritten.
             log.warning("retain_graph takes more memory than the plan, which writes over saved tensors")

@@ -34,7 +34,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from memfit.capture.again import Call, without_statistics
 from memfit.capture.joint import JointReading, is_tangent
 from memfit.capture.parts import call_in_parts
-from memfit.capture.rewrite import HOLLOW_PREFIX, IN_PLACE, make_hollow
+from memfit.capture.rewrite import HOLLOW_PREFIX, IN_PLACE, convolution_input_gradient, input_half, make_hollow
 from memfit.runtime.fused import FusedOp, fused_call
 from memfit.runtime.swap.swapper import Swapper
 
@@ -241,6 +241,8 @@ class _Emitter:
                 target, kwargs = call_in_parts(target), {**kwargs, "parts": instruction.parts}
             if instruction.again and not instruction.from_statistics and (rerun := without_statistics(op.node)):
                 target, args = rerun
+            elif target is convolution_input_gradient:
+                target = input_half
             if instruction.over is not None:
                 operands = [self.reading.storage_of.get(a) if isinstance(a, fx.Node) else None for a in call.args]
                 target = IN_PLACE[call.target][operands.index(instruction.over)]

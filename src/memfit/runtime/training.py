@@ -77,8 +77,7 @@ def step_peak(step: Callable[[], object], device: torch.device, resident: Callab
     for _ in range(warmup):
         step()
     start = resident()
-    result = measure(step, device=device, warmup=0, repeats=0, start_bytes=start)
-    return result.peak_bytes - result.start_bytes + start
+    return measure(step, device=device, warmup=0, repeats=0, start_bytes=start).peak_bytes
 
 
 def interleaved_seconds(

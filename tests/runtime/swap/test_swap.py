@@ -26,7 +26,7 @@ from memfit.step.program import Action, Instruction, Program
 from memfit.step.simulate import simulate, simulate_plain
 from memfit.verification import verify
 from tests.models import Broken, Residual
-from tests.runtime.test_exact import CASES
+from tests.runtime.cases import CASES
 
 pytestmark = pytest.mark.usefixtures("small_disk")
 
