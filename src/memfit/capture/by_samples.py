@@ -23,6 +23,7 @@ from torch import fx
 
 from memfit.capture.again import Call, normalise
 from memfit.capture.batch_norm import input_gradient_from_sums, sums_of_data
+from memfit.capture.by_rows import PRODUCTS, SUM, product_over_rows
 from memfit.capture.resizing import gradient_of_repeated, repeat_nearest
 from memfit.capture.rewrite import (
     HOLLOW_PREFIX,
@@ -35,6 +36,7 @@ __all__ = [
     "ELEMENT_BY_ELEMENT",
     "Slice",
     "Tile",
+    "accumulates",
     "batch_of",
     "in_slices",
     "is_alone",
@@ -55,6 +57,9 @@ Tile = tuple[tuple[int, int], ...]
 _SLICE_BYTES = 4 << 20
 """About the largest result of a slice: it fits a cache, and its work outweighs the call."""
 
+_SLICES_OF_PRODUCT = 16
+"""As many may be made where that reads a matrix more often than it should be."""
+
 _SMALL_SUM = 1 << 14
 """Elements, such as one for each channel."""
 
@@ -70,6 +75,9 @@ _OF_FIRST = {
     normalise,
     repeat_nearest,
     gradient_of_repeated,
+    _aten.mm.default,
+    _aten.sum.dim_IntList,
+    _aten._log_softmax.default,
 }
 """Calls that take samples of their first operand and all of the others."""
 
@@ -87,6 +95,11 @@ _OF_SEVERAL = {
     _aten.silu.default: (0,),
     _aten.sigmoid.default: (0,),
     _aten.tanh.default: (0,),
+    _aten.addmm.default: (1,),
+    _aten._log_softmax_backward_data.default: (0, 1),
+    _aten.nll_loss_forward.default: (0, 1),
+    _aten.nll_loss_backward.default: (1, 2),
+    product_over_rows: (0, 1),
     _aten.convolution_backward.default: (0, 1),
     _aten.native_batch_norm_backward.default: (0, 1),
     _aten.native_layer_norm_backward.default: (0, 1, 3, 4),
@@ -140,13 +153,20 @@ def batch_of(call: fx.Node | Call) -> int:
 
 def sums_of(call: fx.Node | Call) -> frozenset[int]:
     """Which of the results are sums over the batch."""
-    if call.target is sums_of_data:
+    if call.target in (sums_of_data, product_over_rows, _aten.sum.dim_IntList):
         return frozenset({0})
+    if call.target is _aten.nll_loss_forward.default:
+        return frozenset({0, 1})
     if call.target is _aten.native_layer_norm_backward.default:
         return frozenset({1, 2})
     if call.target in (_aten.convolution_backward.default, _aten.native_batch_norm_backward.default):
         return frozenset({1, 2})
     return frozenset()
+
+
+def accumulates(call: fx.Node | Call) -> bool:
+    """Whether the call can add to a sum while it makes it; it then takes the sum as `total`."""
+    return call.target is product_over_rows
 
 
 def sliced_target(call: fx.Node | Call) -> Any:
@@ -171,6 +191,8 @@ def sliced_operands(call: fx.Node | Call) -> frozenset[fx.Node]:
     if call.kwargs and call.target in ELEMENT_BY_ELEMENT:
         return frozenset()  # `alpha` multiplies as well, rounded once or twice
     if call.target in _OF_FIRST:
+        if not makes_sums_or_slices(call):
+            return frozenset()
         sliced, whole = nodes[:1], nodes[1:]
     elif call.target in _OF_SEVERAL:
         if not makes_sums_or_slices(call):
@@ -204,19 +226,33 @@ def owns_memory(node: fx.Node) -> bool:
 
 
 def samples_per_slice(calls: Iterable[fx.Node | Call]) -> dict[int, int]:
-    """For each size of batch how many samples a slice has, the same for all ops so that they can run together."""
+    """For each size of batch how many samples a slice has, the same for all ops so that they can run together.
+
+    The larger the results of an op the fewer; but a product reads its matrix again for each slice, so slices of its
+    result are no smaller than the matrix, unless they were few.
+    """
     largest: dict[int, int] = {}
+    matrices: dict[int, int] = {}
     for call in calls:
-        batch = batch_of(call)
-        results = call.meta["val"] if isinstance(call.meta["val"], list | tuple) else [call.meta["val"]]
-        nbytes = sum(r.numel() * r.element_size() for r in results if isinstance(r, torch.Tensor))
-        largest[batch] = max(largest.get(batch, 1), nbytes)
-    # Of at least two slices, since one is the whole.
-    return {
-        batch: min(max(1, _SLICE_BYTES * batch // nbytes), -(-batch // 2))
-        for batch, nbytes in largest.items()
-        if batch > 1
-    }
+        batch, sums = batch_of(call), sums_of(call)
+        results = [r for place, r in enumerate(_results(call)) if place not in sums and isinstance(r, torch.Tensor)]
+        largest[batch] = max(largest.get(batch, 1), sum(map(_nbytes, results)))
+        if call.target in PRODUCTS:
+            whole = [n.meta["val"] for n in call.all_input_nodes if n not in sliced_operands(call)]
+            whole += [_first_result(call)] if sums else []
+            matrices[batch] = max(matrices.get(batch, 0), *map(_nbytes, whole))
+
+    def samples(batch: int) -> int:
+        small = max(1, _SLICE_BYTES * batch // largest[batch])
+        like_matrix = -(-matrices.get(batch, 0) * batch // largest[batch])
+        # Of at least two slices, since one is the whole.
+        return min(max(small, min(like_matrix, -(-batch // _SLICES_OF_PRODUCT))), -(-batch // 2))
+
+    return {batch: samples(batch) for batch in largest if batch > 1}
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return int(tensor.numel() * tensor.element_size())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,6 +268,7 @@ class Slice:
         sums: positions of results that are sums over the slices.
         over: for each result the position of the operand whose memory it takes over, if any; one that is not sliced
             serves for nothing else.
+        totals: positions of those sums to which slices are added while they are made; `run` takes a list of them first.
         pieces: for each piece in space of samples the tiles to run it with, and the tile of each result it makes.
     """
 
@@ -242,6 +279,7 @@ class Slice:
     results: Sequence[torch.Tensor]
     over: Sequence[int | None]
     sums: Collection[int] = ()
+    totals: Sequence[int] = ()
     pieces: Sequence[tuple[Sequence[Tile], Sequence[Tile]]] = ()
 
 
@@ -260,15 +298,18 @@ def in_slices(how: Slice) -> Callable[..., tuple[torch.Tensor, ...]]:
         wide = {
             place: torch.empty_like(results[place], dtype=torch.float64)
             for place in how.sums
-            if _is_small(results[place])
+            if place not in how.totals and _is_small(results[place])
         }
+        totals = [[results[place].zero_() for place in how.totals]] if how.totals else []
         is_first = True
         for start in range(0, how.batch, how.samples):
             here = slice(start, start + how.samples)
             given = [t[here] if i in how.sliced else t for i, t in enumerate(operands)]
             for tiles, made in how.pieces or [((), ())]:
-                parts = how.run(tiles, *given) if how.pieces else how.run(*given)
+                parts = how.run(tiles, *given) if how.pieces else how.run(*totals, *given)
                 for place, result in enumerate(results):
+                    if place in how.totals:
+                        continue
                     if place not in how.sums:
                         space = (slice(None), *(slice(*along) for along in made[place])) if how.pieces else ()
                         result[(here, *space)] = parts[place]
@@ -296,7 +337,23 @@ def makes_sums_or_slices(call: fx.Node | Call) -> bool:
         return isinstance(call.args[1], fx.Node) and str(call.args[1].target).startswith(HOLLOW_PREFIX)
     if call.target in (_aten.convolution_backward.default, _aten.native_batch_norm_backward.default):
         return not cast(Sequence[bool], call.args[-1])[0]
+    if call.target in (_aten._log_softmax.default, _aten._log_softmax_backward_data.default):
+        place = call.args[1 if call.target is _aten._log_softmax.default else 2]
+        return bool(cast(int, place) % _first_result(call).dim())
+    if call.target is _aten.sum.dim_IntList:
+        return bool(call.args[1] == [0])
+    if call.target is _aten.addmm.default:
+        bias = cast(fx.Node, call.args[0]).meta["val"]
+        return bool(bias.dim() < 2 or bias.shape[0] == 1)
+    if call.target is _aten.nll_loss_forward.default:
+        return bool(call.args[3] == SUM)
+    if call.target is _aten.nll_loss_backward.default:
+        return bool(call.args[4] != 0)  # else the gradient it takes is one number for each row
     return True
+
+
+def _first_result(call: fx.Node | Call) -> torch.Tensor:
+    return cast(torch.Tensor, _results(call)[0])
 
 
 def _results(call: fx.Node | Call) -> Sequence[object]:
@@ -313,7 +370,7 @@ def _samples_outside(value: object) -> bool:
     """Whether samples lie one after the other, each dense, in memory that holds nothing else."""
     return bool(
         isinstance(value, torch.Tensor)
-        and value.dim() > 1
+        and value.dim() > 0
         and value.shape[0] > 1
         and is_alone(value)
         and value.stride(0) * value.shape[0] == value.numel()

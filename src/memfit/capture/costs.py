@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from memfit.capture.again import Call
-from memfit.capture.by_samples import Tile, sliced_operands, sliced_target, sums_of
+from memfit.capture.by_samples import Tile, accumulates, sliced_operands, sliced_target, sums_of
 from memfit.capture.by_tiles import SPACE, Tiling, narrowed, tiles_of, tiling_of
 from memfit.capture.concatenations import operands_of_data
 from memfit.capture.operands import operand_values, operands_of
@@ -203,7 +203,7 @@ def same_slices(
     Kernels go by shape and by where operands lie in memory, so the first slice, one in the middle, the last and one
     of each alignment are compared with the whole.
     """
-    run, cuts = _slice_runner(call, slices, values), _cuts(slices)
+    run, cuts = _slice_runner(call, slices, values, device), _cuts(slices)
     sliced = sliced_operands(call)
     _, first = _measured(lambda: run(cuts[0]), device)
     times: list[float] = []
@@ -222,17 +222,21 @@ def _rounded_slices(
     call: fx.Node | Call, slices: BySlices, values: Mapping[fx.Node, torch.Tensor], whole: object, device: torch.device
 ) -> tuple[Way, ...]:
     """The same for slices that have them up to rounding, sums over slices among them."""
-    run, cuts, sums = _slice_runner(call, slices, values), _cuts(slices), sums_of(call)
+    run, cuts, sums = _slice_runner(call, slices, values, device), _cuts(slices), sums_of(call)
     wholes = _results(whole)
     eps = max(torch.finfo(t.dtype).eps for t in values.values() if t.is_floating_point())
     added: dict[int, torch.Tensor] = {}
     seconds = 0.0
-    _, first = _measured(lambda: run(cuts[len(cuts) // 2]), device)
+    _, way = _measured(lambda: run(cuts[len(cuts) // 2]), device)
+    _, at_border = _measured(lambda: run(cuts[0]), device)  # padded, but with a smaller halo
+    way = replace(way, workspace_bytes=max(way.workspace_bytes, at_border.workspace_bytes))
     for cut in cuts:
         results = list[object]()
         seconds += _timed(functools.partial(_run_into, results, run, cut), device)
         for place, part in enumerate(_results(results[0])):
-            if place in sums and isinstance(part, torch.Tensor):
+            if accumulates(call):
+                added[place] = cast(torch.Tensor, part)
+            elif place in sums and isinstance(part, torch.Tensor):
                 added[place] = part if place not in added else added[place] + part
             elif not _close(cut.of(wholes[place]), part, eps):
                 log.warning("%s in slices is not what it is whole; it runs whole", call.name)
@@ -243,7 +247,7 @@ def _rounded_slices(
     # Compared with the whole, slices find cold caches; in a step each finds what the one before it left.
     sample = cuts[max(0, len(cuts) // 2 - _WARM // 2) :][:_WARM]
     warm = sum(_timed(functools.partial(run, cut), device) for cut in sample) * len(cuts) / len(sample)
-    way = replace(first, seconds=min(seconds, warm))
+    way = replace(way, seconds=min(seconds, warm))
     if wholes[0] is None or 0 in sums:
         free = Way(parts=1, seconds=0.0, workspace_bytes=0)
         return way, free, free
@@ -287,16 +291,22 @@ def _cuts(slices: BySlices) -> list[_Cut]:
 
 
 def _slice_runner(
-    call: fx.Node | Call, slices: BySlices, values: Mapping[fx.Node, torch.Tensor]
+    call: fx.Node | Call, slices: BySlices, values: Mapping[fx.Node, torch.Tensor], device: torch.device
 ) -> Callable[[_Cut], object]:
     """What runs a call on a slice."""
     tiling = tiling_of(call, len(slices.grid)) if slices.grid else None
     if tiling is not None:
         return lambda cut: _run_tile(call, tiling, values, cut)
     target, sliced = sliced_target(call), sliced_operands(call)
+    totals: list[torch.Tensor] = []
 
     def run(cut: _Cut) -> object:
         args = fx.map_arg(call.args, lambda n: values[n][cut.samples] if n in sliced else values[n])
+        if accumulates(call):
+            if cut.start == 0 or not totals:
+                like = cast(torch.Tensor, call.meta["val"])
+                totals[:] = [torch.zeros(tuple(like.shape), dtype=like.dtype, device=device)]
+            return target(*args, total=totals[0])
         return target(*args, **fx.map_arg(call.kwargs, values.__getitem__))
 
     return run

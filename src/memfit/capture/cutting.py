@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from memfit.capture.again import Call
-from memfit.capture.by_samples import batch_of, samples_per_slice, sliced_operands, sums_of
+from memfit.capture.by_samples import accumulates, batch_of, samples_per_slice, sliced_operands, sums_of
 from memfit.capture.by_tiles import Tiling, reaches_of, tiling_of
 from memfit.step.graph import BySlices
 
@@ -32,7 +32,8 @@ class Cutting:
         samples: by size of the batch, how many a slice has.
         grid: how many tiles there are along each axis of space, axes without a cut left out at the end.
         storage_of: of each node.
-        is_base: whether a node, or what a hollow one stands for, is the result that its memory was made for.
+        is_base: whether a node, or what a hollow one stands for, is the result that its memory was made for, or a view
+            of the same shape.
     """
 
     samples: Mapping[int, int]
@@ -53,7 +54,7 @@ class Cutting:
         batch = batch_of(call) if tiling is None else int(tiling.operands[0].meta["val"].shape[0])
         if tiling is None and (batch not in self.samples or not self._are_handed_on(call, operands)):
             return None
-        place_of = {self.storage_of[node]: place for place, node in enumerate(operands)}
+        place_of = {self.storage_of[node]: place for place, node in enumerate(operands) if self.is_base(node)}
         return BySlices(
             batch=batch,
             samples=self.samples[batch] if tiling is None else 1,
@@ -62,6 +63,7 @@ class Cutting:
             reads=tuple(place_of),
             sums=tuple(storage for storage, place in results.items() if place in sums_of(call)),
             first=first,
+            accumulates=tiling is None and accumulates(call),
             grid=() if tiling is None else self.grid,
             extents=() if tiling is None else tiling.extents,
             reaches=() if tiling is None else tuple(reaches_of(tiling, place) for place in place_of.values()),
@@ -75,9 +77,10 @@ class Cutting:
         return tiling if large else None
 
     def _are_handed_on(self, call: fx.Node | Call, operands: Collection[fx.Node]) -> bool:
-        """Whether slices of operands are handed on as they are, not as views of another shape, and not whole too."""
-        whole = {self.storage_of.get(node) for node in call.all_input_nodes if node not in operands}
-        return all(map(self.is_base, operands)) and whole.isdisjoint(self.storage_of[node] for node in operands)
+        """Whether of each operand slices are taken as they are made, or of a view of it whole, and not both."""
+        made = {node for node in operands if self.is_base(node)}
+        whole = {self.storage_of.get(node) for node in call.all_input_nodes if node not in made}
+        return whole.isdisjoint(self.storage_of[node] for node in made)
 
 
 def cutting(

@@ -27,6 +27,7 @@ from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 
 from memfit.capture import concatenations, resizing, rewrite, rounded, slices
 from memfit.capture.again import Call, from_statistics, without_statistics
+from memfit.capture.by_rows import BY_ROWS, RUNS_ONCE, rewrite_by_rows
 from memfit.capture.by_samples import owns_memory
 from memfit.capture.cost_key import tensors_of
 from memfit.capture.cudnn_norm import take_cudnn_batch_norm
@@ -158,6 +159,7 @@ def read_joint(
         resizing.join_resizing(module)
         rounded.split_batch_norm(module)
         rounded.split_batch_norm_backward(module)
+        rewrite_by_rows(module)
     take_cudnn_batch_norm(module)
     graph = module.graph
     separated = concatenations.separate_weight_gradients(graph, separate)
@@ -223,7 +225,7 @@ def _forward_nodes(graph: fx.Graph, outputs: list[fx.Node | None]) -> set[fx.Nod
     stack = [n for n in outputs if isinstance(n, fx.Node)]
     for node in graph.nodes:
         if node.op == "call_function":
-            if any(is_tangent(a) for a in node.all_input_nodes):
+            if any(rewrite.is_tangent(a) for a in node.all_input_nodes):
                 break
             stack.append(node)
     while stack:
@@ -232,11 +234,6 @@ def _forward_nodes(graph: fx.Graph, outputs: list[fx.Node | None]) -> set[fx.Nod
             needed.add(node)
             stack.extend(node.all_input_nodes)
     return needed
-
-
-def is_tangent(node: fx.Node) -> bool:
-    """Whether a placeholder is the gradient of an output."""
-    return node.op == "placeholder" and "tangents" in str(node.target)
 
 
 def _find_storages(
@@ -259,7 +256,7 @@ def _find_storages(
     for node in graph.nodes:
         tensors = tensors_of(node)
         if node.op in ("placeholder", "get_attr"):
-            kind = StorageKind.TANGENT if is_tangent(node) else StorageKind.STATIC
+            kind = StorageKind.TANGENT if rewrite.is_tangent(node) else StorageKind.STATIC
             for tensor in tensors:
                 storage_of[node], _ = storage_number(tensor, node, kind)
         elif node.op == "call_function" and node.target is operator.getitem:
@@ -360,7 +357,7 @@ def _with_slices(
         [op.again or op.node for op in able],
         grid,
         storage_of,
-        lambda node: rewrite.original(node) is storages[storage_of[node]].base,
+        lambda node: _is_as_made(rewrite.original(node), storages[storage_of[node]].base),
     )
 
     def slices(op: JointOp) -> BySlices | None:
@@ -368,12 +365,25 @@ def _with_slices(
         return cut.slices(op.again or op.node, results, first=bool(grid) and op.again is None)
 
     of = {op.node: slices(op) for op in able}
-    return [replace(op, by_slices=of.get(op.node)) for op in ops]
+    return [
+        replace(op, by_slices=of.get(op.node), recomputable=op.recomputable and RUNS_ONCE not in op.node.meta)
+        for op in ops
+    ]
 
 
 def _may_keep_bits(op: JointOp) -> bool:
     """Whether it is worth a try that slices have the bits of the whole; only forward ops run again."""
-    return op.phase is Phase.FORWARD and all(t.device.type == "cpu" for t in tensors_of(op.node))
+    on_cpu = all(t.device.type == "cpu" for t in tensors_of(op.node))
+    return op.phase is Phase.FORWARD and on_cpu and op.node.target not in BY_ROWS
+
+
+def _is_as_made(node: fx.Node, base: fx.Node) -> bool:
+    """Whether a node is what its memory was made for, or a view that looks the same."""
+    if node is base:
+        return True
+    one, other = node.meta["val"], base.meta["val"]
+    alike = (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+    return alike and one.storage_offset() == other.storage_offset() and rewrite.is_view(node)
 
 
 def result_index(base: fx.Node) -> int:

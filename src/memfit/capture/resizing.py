@@ -2,7 +2,7 @@
 
 AOTAutograd takes it apart into index arithmetic and a gather, and its gradient into a scatter onto zeros, of which
 nothing tells that neighbours stay neighbours. Where the indices, evaluated, repeat each place a whole number of times,
-both are put together again as the two kernels they came from, and these run in tiles (`memfit.capture.by_tiles`).
+both are put together again as one call each, and these run in tiles (`memfit.capture.by_tiles`).
 
 Known limits: two axes of space, contiguous; other factors and other interpolations stay as they are.
 """
@@ -27,16 +27,15 @@ _MOST_STEPS = 20
 
 def repeat_nearest(data: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """Each element so many times along height and width."""
-    size = [data.shape[2] * rows, data.shape[3] * columns]
-    return cast(torch.Tensor, _aten.upsample_nearest2d.default(data.contiguous(), size))
+    samples, channels, height, width = data.shape
+    repeated = data[:, :, :, None, :, None].expand(samples, channels, height, rows, width, columns)
+    return repeated.reshape(samples, channels, height * rows, width * columns)
 
 
 def gradient_of_repeated(gradient: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """The gradient of what was repeated."""
-    samples, channels, height, width = gradient.shape
-    shape = [samples, channels, height // rows, width // columns]
-    gradient = gradient.contiguous()
-    return cast(torch.Tensor, _aten.upsample_nearest2d_backward.default(gradient, [height, width], shape))
+    """The gradient of what was repeated: the sum over the places of each element."""
+    places = cast(torch.Tensor, gradient.unflatten(3, (-1, columns)).unflatten(2, (-1, rows)))
+    return places.sum((3, 5))
 
 
 def join_resizing(module: fx.GraphModule) -> None:
@@ -79,6 +78,8 @@ def _factors(node: fx.Node, small: fx.Node, large: fx.Node) -> tuple[int, int] |
         if not torch.equal(places.flatten(), torch.arange(values[1].shape[axis]) // times):
             return None
         found.append(times)
+    if found == [1, 1]:
+        return None
     return found[0], found[1]
 
 

@@ -47,6 +47,7 @@ __all__ = [
     "input_gradient_beside_stand_in",
     "input_half",
     "in_place_arguments",
+    "is_tangent",
     "is_view",
     "make_hollow",
     "mask_before_unpooling",
@@ -291,6 +292,11 @@ def hoist_weight_gradients(module: fx.GraphModule) -> None:
             last.append(node)
             # Keep positions comparable without renumbering: just after its last operand.
             position[node] = position[last]
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Whether a placeholder is the gradient of an output."""
+    return node.op == "placeholder" and "tangents" in str(node.target)
 
 
 def is_view(node: fx.Node) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from memfit.capture.again import Call
-from memfit.capture.by_samples import Slice, Tile, in_slices, sliced_operands, sliced_target
+from memfit.capture.by_samples import Slice, Tile, accumulates, in_slices, sliced_operands, sliced_target
 from memfit.capture.by_tiles import SPACE, Tiling, narrowed, tiles_of, tiling_of
 from memfit.capture.joint import JointOp, JointReading, result_index
 from memfit.runtime.tile_schedule import TiledOp, schedule, within
@@ -68,6 +68,8 @@ def fused_call(reading: JointReading, ops: Sequence[FusedOp]) -> FusedCall:
     tilings = [_tiling(fused.call, len(slices.grid)) for fused in ops] if slices.grid else None
     tiles = _Tiles(graph) if slices.grid else None
     made: dict[int, fx.Node] = {}
+    totals: list[int] = []
+    given_totals = graph.placeholder("totals") if any(accumulates(fused.call) for fused in ops) else None
     operands: dict[tuple[fx.Node, bool], fx.Node] = {}
     for number, fused in enumerate(ops):
         call = fused.call
@@ -83,8 +85,11 @@ def fused_call(reading: JointReading, ops: Sequence[FusedOp]) -> FusedCall:
             return operands[key]
 
         if tilings is None or tiles is None:
-            arguments = fx.map_arg(call.args, value), fx.map_arg(call.kwargs, value)
-            result = graph.call_function(sliced_target(call), *arguments)
+            arguments, named = fx.map_arg(call.args, value), fx.map_arg(call.kwargs, value)
+            if accumulates(call):
+                named = {**named, "total": graph.call_function(operator.getitem, (given_totals, len(totals)))}
+                totals.append(fused.writes[0])
+            result = graph.call_function(sliced_target(call), arguments, named)
         else:
             result = tiles.call(call, tilings[number], value)
         alone = isinstance(call.meta["val"], torch.Tensor)
@@ -125,6 +130,7 @@ def fused_call(reading: JointReading, ops: Sequence[FusedOp]) -> FusedCall:
             results=values,
             over=[over.get(s) for s in results],
             sums={place for place, s in enumerate(results) if s in sums},
+            totals=[results.index(s) for s in totals],
             pieces=pieces,
         )
     )

@@ -32,9 +32,16 @@ from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from memfit.capture.again import Call, without_statistics
-from memfit.capture.joint import JointReading, is_tangent
+from memfit.capture.joint import JointReading
 from memfit.capture.parts import call_in_parts
-from memfit.capture.rewrite import HOLLOW_PREFIX, IN_PLACE, convolution_input_gradient, input_half, make_hollow
+from memfit.capture.rewrite import (
+    HOLLOW_PREFIX,
+    IN_PLACE,
+    convolution_input_gradient,
+    input_half,
+    is_tangent,
+    make_hollow,
+)
 from memfit.runtime.fused import FusedOp, fused_call
 from memfit.runtime.swap.swapper import Swapper
 

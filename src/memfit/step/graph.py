@@ -111,6 +111,7 @@ class BySlices:
         sums: results that are sums over the batch: every slice makes one, as large as the whole, and they are added
             up.
         first: whether its first run can run so too; else only later ones do.
+        accumulates: whether a slice is added to the sum while it is made, so that it takes no memory of its own.
         grid: into how many tiles samples are cut along each axis of space, such as height and width; empty if they
             are not.
         extents: along each of these axes, of what it makes, or of what it adds up.
@@ -126,6 +127,7 @@ class BySlices:
     copy_over_seconds: float = 0.0
     sums: tuple[int, ...] = ()
     first: bool = False
+    accumulates: bool = False
     grid: tuple[int, ...] = ()
     extents: tuple[int, ...] = ()
     reaches: tuple[tuple[Reach, ...], ...] = ()
@@ -149,7 +151,7 @@ class BySlices:
             share: of its samples (`memfit.step.halo`); by default one tile.
         """
         if storage in self.sums:
-            return nbytes
+            return 0 if self.accumulates else nbytes
         of_samples = 1 / prod(self.grid) if share is None else share
         return ceil(nbytes * self.samples * of_samples / self.batch)
 

@@ -91,6 +91,7 @@ _BY_SLICES = _object(
         "copy_over_seconds": _SECONDS,
         "sums": _INDICES,
         "first": {"type": "boolean"},
+        "accumulates": {"type": "boolean"},
         "grid": _array(_PARTS, 2),
         "extents": _array(_PARTS, 2),
         "reaches": _array(_array(_REACH, 2), 1_000),

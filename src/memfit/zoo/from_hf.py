@@ -1,7 +1,8 @@
 """Models of transformers, from their configuration alone: `hf:gpt2`, `hf:gpt2?n_layer=6&n_embd=256`.
 
 The name is a model type (`gpt2`, `llama`, `bert`, `t5`, `vit`), not a repository of the hub: nothing is downloaded.
-The options are fields of its configuration, and `head` picks what the model is trained for.
+The options are fields of its configuration; `head` picks what the model is trained for, and with `loss_only=true` it
+returns the loss without the logits, which then need not exist whole.
 
 Known limits: text and image-classification models with one input; the defaults of a configuration can be large
 (`hf:llama` has 6.7 billion parameters).
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from memfit.errors import SpecError
 from memfit.zoo.example import Example, Request, class_targets, finish, random_batch, sample_shape, token_batch
@@ -28,7 +29,7 @@ _HEADS = {
     "sequence-classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
 }
 
-_BESIDES_FIELDS = {"attn_implementation", "head", "num_labels"}
+_BESIDES_FIELDS = {"attn_implementation", "head", "loss_only", "num_labels"}
 
 _DEFAULT_TOKENS = 512
 
@@ -57,14 +58,29 @@ def make(request: Request) -> Example:
     labels = class_targets(request, config.num_labels) if head.endswith("classification") else inputs.clone()
     found = mapping[type(config)]
     model = (found[0] if isinstance(found, tuple) else found)(config)
+    if head == "causal-lm" and getattr(model, "loss_type", None) is None:
+        model.loss_type = "ForCausalLM"  # else the same one is taken with a warning, at which Dynamo breaks the graph
+    if request.options.get("loss_only") is True:
+        model = _LossOnly(model)
     return finish(request, model, (inputs,), {"labels": labels})
+
+
+class _LossOnly(nn.Module):
+    """Returns the loss and nothing else, so that nobody holds the projection onto the vocabulary."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        return {"loss": self.model(*args, **kwargs).loss}
 
 
 def _config(request: Request, config_class: Any) -> Any:
     own = config_class()
     known = own.to_dict().keys() | own.attribute_map.keys() | _BESIDES_FIELDS
     check_known(request.title, request.options, known)
-    options = {key: value for key, value in request.options.items() if key != "head"}
+    options = {key: value for key, value in request.options.items() if key not in ("head", "loss_only")}
     if isinstance(vocabulary := options.get("vocab_size"), int):
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
             token = getattr(own, key, None)
