@@ -57,7 +57,7 @@ Tile = tuple[tuple[int, int], ...]
 _SLICE_BYTES = 4 << 20
 """About the largest result of a slice: it fits a cache, and its work outweighs the call."""
 
-_SLICES_OF_PRODUCT = 16
+_SLICES_OF_PRODUCT = 10
 """As many may be made where that reads a matrix more often than it should be."""
 
 _SMALL_SUM = 1 << 14
