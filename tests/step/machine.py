@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 
-from memfit.step.graph import StepGraph, StorageKind
+from memfit.step.graph import SMALL_SUM_BYTES, StepGraph, StorageKind
 from memfit.step.program import Action, Instruction, Program
 from memfit.step.simulate import simulate
 
@@ -64,6 +64,8 @@ class Machine:
                 results[ops[instruction.index].writes[0]] = self.blocks[instruction.over]
         taken = [i.over for i in run if i.over is not None]
         whole = self.live_bytes() + sum(storages[s].nbytes for s in results) - sum(storages[s].nbytes for s in taken)
+        assert all(storages[s].nbytes <= SMALL_SUM_BYTES for s in sums)
+        whole += sum(2 * storages[s].nbytes for s in sums)  # totals in twice the precision
         slices = next(op.by_slices for op in ops.values())
         assert slices is not None
         in_use: dict[int, int] = defaultdict(int)

@@ -31,6 +31,7 @@ from memfit.capture.rewrite import (
     input_gradient_beside_stand_in,
     make_hollow,
 )
+from memfit.step.graph import SMALL_SUM_BYTES
 
 __all__ = [
     "ELEMENT_BY_ELEMENT",
@@ -57,11 +58,8 @@ Tile = tuple[tuple[int, int], ...]
 _SLICE_BYTES = 4 << 20
 """About the largest result of a slice: it fits a cache, and its work outweighs the call."""
 
-_SLICES_OF_PRODUCT = 10
+_SLICES_OF_PRODUCT = 12
 """As many may be made where that reads a matrix more often than it should be."""
-
-_SMALL_SUM = 1 << 14
-"""Elements, such as one for each channel."""
 
 _OF_FIRST = {
     _aten.convolution.default,
@@ -234,13 +232,13 @@ def samples_per_slice(calls: Iterable[fx.Node | Call]) -> dict[int, int]:
     largest: dict[int, int] = {}
     matrices: dict[int, int] = {}
     for call in calls:
-        batch, sums = batch_of(call), sums_of(call)
-        results = [r for place, r in enumerate(_results(call)) if place not in sums and isinstance(r, torch.Tensor)]
-        largest[batch] = max(largest.get(batch, 1), sum(map(_nbytes, results)))
+        batch, results = batch_of(call), _results(call)
         if call.target in PRODUCTS:
             whole = [n.meta["val"] for n in call.all_input_nodes if n not in sliced_operands(call)]
-            whole += [_first_result(call)] if sums else []
+            whole += [results[place] for place in sums_of(call)]
             matrices[batch] = max(matrices.get(batch, 0), *map(_nbytes, whole))
+            results = [result for place, result in enumerate(results) if place not in sums_of(call)]
+        largest[batch] = max(largest.get(batch, 1), sum(_nbytes(r) for r in results if isinstance(r, torch.Tensor)))
 
     def samples(batch: int) -> int:
         small = max(1, _SLICE_BYTES * batch // largest[batch])
@@ -328,7 +326,7 @@ def in_slices(how: Slice) -> Callable[..., tuple[torch.Tensor, ...]]:
 
 def _is_small(total: torch.Tensor) -> bool:
     """Whether slices of a sum are added up in float64, which costs little and keeps digits."""
-    return total.is_floating_point() and total.numel() <= _SMALL_SUM
+    return total.is_floating_point() and _nbytes(total) <= SMALL_SUM_BYTES
 
 
 def makes_sums_or_slices(call: fx.Node | Call) -> bool:

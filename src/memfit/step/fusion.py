@@ -229,13 +229,14 @@ def bytes_beside(graph: StepGraph, ops: Sequence[Op], freed: Sequence[Sequence[i
         ops: as they run.
         freed: for each op the results of the run that die after it.
     """
-    live = 0
+    sizes = graph.storages
+    live = sum(op.by_slices.total_bytes(s, sizes[s].nbytes) for op in ops if op.by_slices for s in op.writes)
     slice_of: dict[int, int] = {}
     found: list[int] = []
     for op, dead, spread in zip(ops, freed, spreads(ops), strict=True):
         slices = op.by_slices
         assert slices is not None
-        made = {s: slices.slice_bytes(s, graph.storages[s].nbytes, spread.share) for s in op.writes}
+        made = {s: slices.slice_bytes(s, sizes[s].nbytes, spread.share) for s in op.writes}
         slice_of.update(made)
         live += sum(made.values())
         found.append(live + int(slices.workspace_bytes * spread.share * prod(slices.grid)))

@@ -18,7 +18,7 @@ from math import ceil, prod
 
 from memfit.step.links import Tier, TierLinks
 
-__all__ = ["BySlices", "Op", "Phase", "Reach", "StepGraph", "Storage", "StorageKind", "Way"]
+__all__ = ["SMALL_SUM_BYTES", "BySlices", "Op", "Phase", "Reach", "StepGraph", "Storage", "StorageKind", "Way"]
 
 
 class Phase(StrEnum):
@@ -66,6 +66,10 @@ class Storage:
     kind: StorageKind
     plain_nbytes: int = 0
     reusable: bool = False
+
+
+SMALL_SUM_BYTES = 1 << 16
+"""Slices of sums of so many bytes or fewer are added up in twice the precision, beside the sum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +145,10 @@ class BySlices:
     def cut(self) -> tuple[int, ...]:
         """How it is cut; ops that run as one are cut alike."""
         return self.batch, self.samples, *self.grid
+
+    def total_bytes(self, storage: int, nbytes: int) -> int:
+        """What adding up a result of so many bytes takes beside it, as long as there are slices."""
+        return 2 * nbytes if storage in self.sums and not self.accumulates and nbytes <= SMALL_SUM_BYTES else 0
 
     def slice_bytes(self, storage: int, nbytes: int, share: float | None = None) -> int:
         """What the slice of a result of so many bytes takes.
