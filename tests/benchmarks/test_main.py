@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+import benchmarks.gpu.main as gpu
 import benchmarks.overhead.main as overhead
 import benchmarks.peers.main as peers
 import benchmarks.planning.main as planning
@@ -9,6 +10,7 @@ import benchmarks.seeds.main as seeds
 import benchmarks.swap.main as swap
 import benchmarks.tile.main as tile
 import benchmarks.tile.seed000 as seed000
+import benchmarks.tile.tokens as tokens
 
 GPT = "zoo:gpt?layers=1&width=32&heads=2&positions=32"
 
@@ -113,6 +115,24 @@ def test_tile(capsys):
     found = dict(zip(header, row, strict=True))
     assert float(found["least with tiling MiB"]) <= float(found["least without tiling MiB"])
     assert found["gradients beyond rounding"].startswith("0 of ")
+
+
+def test_tokens(capsys):
+    sizes = ["--tokens", "96", "--width", "24", "--layers", "1", "--vocabulary", "900", "--repeats", "1"]
+    tokens.main(["--only", "projection,gpt2", "--budgets", "least", *sizes])
+    header, *cells = rows(capsys.readouterr().out)
+    for row in cells:
+        found = dict(zip(header, row, strict=True))
+        assert float(found["peak MiB"]) < float(found["plain peak MiB"])
+        assert found["tensors beyond rounding"] == "0"
+    assert len(cells) == 2
+
+
+def test_gpu_on_a_cpu(capsys):
+    gpu.main(["--only", f"{GPT}@2@32", "--budgets", "110", "--repeats", "1", "--device", "cpu"])
+    header, plain, room = rows(capsys.readouterr().out)
+    assert float(dict(zip(header, plain, strict=True))["step ms"]) > 0
+    assert dict(zip(header, room, strict=True))["runs again"] == "0"
 
 
 def test_seed_000(capsys):

@@ -14,13 +14,14 @@ from torch.utils import _pytree as pytree
 
 from memfit.capture.again import Call, normalise
 from memfit.capture.by_samples import sums_of
-from memfit.capture.by_tiles import bands_of, narrowed, reaches_of, tiles_of, tiling_of
+from memfit.capture.by_tiles import reaches_of, tiling_of
 from memfit.capture.resizing import gradient_of_repeated, repeat_nearest
 from memfit.capture.rewrite import (
     HOLLOW_PREFIX,
     input_gradient_beside_stand_in,
     make_hollow,
 )
+from memfit.capture.tiles import bands_of, narrowed, tiles_of
 
 _aten = torch.ops.aten
 _GRIDS = st.sampled_from([(2,), (3,), (1, 3), (2, 2), (3, 5)])

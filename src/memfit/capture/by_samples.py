@@ -31,12 +31,12 @@ from memfit.capture.rewrite import (
     input_gradient_beside_stand_in,
     make_hollow,
 )
+from memfit.capture.tiles import Tile
 from memfit.step.graph import SMALL_SUM_BYTES
 
 __all__ = [
     "ELEMENT_BY_ELEMENT",
     "Slice",
-    "Tile",
     "accumulates",
     "batch_of",
     "in_slices",
@@ -51,9 +51,6 @@ __all__ = [
 ]
 
 _aten = torch.ops.aten
-
-Tile = tuple[tuple[int, int], ...]
-"""From the one to before the other along each axis of space that is cut."""
 
 _SLICE_BYTES = 4 << 20
 """About the largest result of a slice: it fits a cache, and its work outweighs the call."""

@@ -9,8 +9,6 @@ is a sum over tiles of its gradient.
 `tiling_of` says how a call runs so, or that it does not: what looks at a whole image (global pooling, normalisation by
 group or instance, flattening, attention) ends a run.
 
-Window arithmetic: Dumoulin & Visin, "A guide to convolution arithmetic for deep learning" (2016).
-
 Known limits: nearest-neighbour resizing by whole factors, and no other resizing; average pooling without ceil mode.
 """
 
@@ -27,23 +25,18 @@ from torch._prims_common import suggest_memory_format
 
 from memfit.capture.again import Call, normalise
 from memfit.capture.batch_norm import input_gradient_from_sums, sums_of_data
-from memfit.capture.by_samples import ELEMENT_BY_ELEMENT, Tile, is_alone, makes_sums_or_slices, nodes_of
+from memfit.capture.by_samples import ELEMENT_BY_ELEMENT, is_alone, makes_sums_or_slices, nodes_of
 from memfit.capture.resizing import gradient_of_repeated, repeat_nearest
 from memfit.capture.rewrite import convolution_input_gradient, input_gradient_beside_stand_in, make_hollow
+from memfit.capture.tiles import SPACE, Tile, Window, cropped, inside, padded, read_by, touching
 from memfit.step.graph import Reach
 
-__all__ = ["SPACE", "Tiling", "bands_of", "narrowed", "reaches_of", "tiles_of", "tiling_of"]
+__all__ = ["Tiling", "reaches_of", "tiling_of"]
 
 _aten = torch.ops.aten
 
-SPACE = 2
-"""The first axis of space; before it are batch and channels."""
-
 _POINTS = 16
 """Bands at so many places are looked at to find how far a call reaches."""
-
-Range = tuple[int, int]
-"""From the one to before the other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,26 +70,6 @@ def tiling_of(call: fx.Node | Call, axes: int) -> Tiling | None:
     return found if fits and dense else None
 
 
-def bands_of(extent: int, bands: int) -> list[Range]:
-    """The bands into which an axis is cut."""
-    return [(band * extent // bands, (band + 1) * extent // bands) for band in range(bands)]
-
-
-def tiles_of(extents: Sequence[int], grid: Sequence[int]) -> list[Tile]:
-    """The tiles of a grid, the last axis innermost."""
-    tiles: list[Tile] = [()]
-    for extent, bands in zip(extents, grid, strict=True):
-        tiles = [(*tile, band) for tile in tiles for band in bands_of(extent, bands)]
-    return tiles
-
-
-def narrowed(tensor: torch.Tensor, tile: Tile) -> torch.Tensor:
-    """A tile of a tensor, as a view."""
-    for axis, (start, stop) in enumerate(tile, SPACE):
-        tensor = tensor.narrow(axis, start, stop - start)
-    return tensor
-
-
 def reaches_of(tiling: Tiling, place: int) -> tuple[Reach, ...]:
     """For each axis what of an operand a call reads, as planners reckon with it."""
     found: list[Reach] = []
@@ -111,76 +84,6 @@ def reaches_of(tiling: Tiling, place: int) -> tuple[Reach, ...]:
             before, after = max(before, start * scale - first), max(after, last - (start + 1) * scale)
         found.append(Reach(scale=scale, before=before, after=after))
     return tuple(found)
-
-
-@dataclass(frozen=True, slots=True)
-class _Window:
-    """Of a convolution or a pooling, along one axis."""
-
-    size: int
-    stride: int
-    padding: int
-
-    def read(self, start: int, stop: int) -> Range:
-        """What the windows from `start` to before `stop` cover, the border's padding too."""
-        return start * self.stride - self.padding, (stop - 1) * self.stride - self.padding + self.size
-
-    def touching(self, start: int, stop: int, windows: int) -> Range:
-        """The windows that cover anything from `start` to before `stop`, at least one."""
-        first = -((self.size - 1 - start - self.padding) // self.stride)
-        return _clipped((first, (stop - 1 + self.padding) // self.stride + 1), windows)
-
-
-_Windows = tuple[_Window, ...]
-
-
-def _read(windows: _Windows, tile: Tile) -> Tile:
-    return tuple(window.read(*here) for window, here in zip(windows, tile, strict=True))
-
-
-def _touching(windows: _Windows, tile: Tile, extents: Sequence[int]) -> Tile:
-    return tuple(window.touching(*here, most) for window, here, most in zip(windows, tile, extents, strict=True))
-
-
-def _clipped(here: Range, extent: int) -> Range:
-    """What there is of a range, at least one."""
-    start = min(max(here[0], 0), extent - 1)
-    return start, max(start + 1, min(here[1], extent))
-
-
-def _inside(tile: Tile, extents: Sequence[int]) -> Tile:
-    return tuple(_clipped(here, extent) for here, extent in zip(tile, extents, strict=True))
-
-
-def _padded(tensor: torch.Tensor, tile: Tile, extents: Sequence[int], value: float = 0.0) -> torch.Tensor:
-    """A tile, given what there is of it (`_inside`), with padding beyond the border."""
-    beyond = [(max(0, -start), max(0, stop - extent)) for (start, stop), extent in zip(tile, extents, strict=True)]
-    if not any(map(any, beyond)):
-        return tensor
-    pads = [*(0, 0) * (tensor.dim() - SPACE - len(tile)), *(n for pair in reversed(beyond) for n in pair)]
-    padded = _aten.constant_pad_nd.default(tensor, pads, value)
-    sizes = [stop - start for start, stop in tile]
-    starts = [0 if before else padded.shape[SPACE + i] - sizes[i] for i, (before, _) in enumerate(beyond)]
-    return narrowed(padded, tuple((start, start + size) for start, size in zip(starts, sizes, strict=True)))
-
-
-def _cropped(made: torch.Tensor, first: Sequence[int], tile: Tile, fill: torch.Tensor | None = None) -> torch.Tensor:
-    """A tile of what was made from `first` on; what was not made of it is zero, or `fill` by channel."""
-    there = [
-        (max(start, origin), min(stop, origin + made.shape[SPACE + i]))
-        for i, ((start, stop), origin) in enumerate(zip(tile, first, strict=True))
-    ]
-    taken = narrowed(made, tuple((a - o, max(a, b) - o) for (a, b), o in zip(there, first, strict=True)))
-    if tuple(there) == tile:
-        return taken
-    sizes = [stop - start for start, stop in tile]
-    whole = made.new_zeros((*made.shape[:SPACE], *sizes, *made.shape[SPACE + len(tile) :]))
-    if fill is not None:
-        whole.copy_(fill.view(1, -1, *(1,) * (made.dim() - 2)))
-    if all(a < b for a, b in there):
-        inner = tuple((a - start, b - start) for (a, b), (start, _) in zip(there, tile, strict=True))
-        narrowed(whole, inner).copy_(taken)
-    return whole
 
 
 def _extents(node: fx.Node | Call, axes: int, result: int | None = None) -> tuple[int, ...]:
@@ -245,15 +148,15 @@ def _convolution(call: fx.Node | Call, axes: int) -> Tiling | None:
     extents, none = _extents(data, axes), [*[0] * axes, *more[axes:]]
 
     def convolve(data: torch.Tensor, weight: Any, bias: Any, *_: Any, tile: Tile) -> Any:
-        data = _padded(data, _read(windows, tile), extents)
+        data = padded(data, read_by(windows, tile), extents)
         return target(data, weight, bias, stride, inner, dilation, False, more, groups)
 
     def spread(data: torch.Tensor, weight: Any, bias: Any, *_: Any, tile: Tile) -> Any:
-        first = _starts(_read(windows, _touching(windows, tile, extents)))
-        return _cropped(target(data, weight, bias, stride, inner, dilation, True, none, groups), first, tile, bias)
+        first = _starts(read_by(windows, touching(windows, tile, extents)))
+        return cropped(target(data, weight, bias, stride, inner, dilation, True, none, groups), first, tile, bias)
 
     def needs(tile: Tile) -> tuple[Tile, ...]:
-        return (_touching(windows, tile, extents) if transposed else _inside(_read(windows, tile), extents),)
+        return (touching(windows, tile, extents) if transposed else inside(read_by(windows, tile), extents),)
 
     return Tiling(extents=_extents(call, axes), operands=(data,), needs=needs, run=spread if transposed else convolve)
 
@@ -266,18 +169,18 @@ def _input_gradient(call: fx.Node | Call, axes: int) -> Tiling | None:
     extents, none = _extents(gradient, axes), [*[0] * axes, *more[axes:]]
 
     def spread(gradient: torch.Tensor, hollow: torch.Tensor, weight: Any, *_: Any, tile: Tile) -> Any:
-        reach = _read(windows, _touching(windows, tile, extents))
+        reach = read_by(windows, touching(windows, tile, extents))
         like = _hollow_tile(hollow, gradient.shape[0], reach)
         made = target(gradient, like, weight, sizes, stride, inner, dilation, False, none, groups)
-        return _cropped(made, _starts(reach), tile)
+        return cropped(made, _starts(reach), tile)
 
     def convolve(gradient: torch.Tensor, hollow: torch.Tensor, weight: Any, *_: Any, tile: Tile) -> Any:
         like = _hollow_tile(hollow, gradient.shape[0], tile)
-        gradient = _padded(gradient, _read(windows, tile), extents)
+        gradient = padded(gradient, read_by(windows, tile), extents)
         return target(gradient, like, weight, sizes, stride, inner, dilation, True, none, groups)
 
     def needs(tile: Tile) -> tuple[Tile, ...]:
-        return (_inside(_read(windows, tile), extents) if transposed else _touching(windows, tile, extents),)
+        return (inside(read_by(windows, tile), extents) if transposed else touching(windows, tile, extents),)
 
     return Tiling(
         extents=_extents(hollow, axes), operands=(gradient,), needs=needs, run=convolve if transposed else spread
@@ -302,17 +205,17 @@ def _weight_gradient(call: fx.Node | Call, axes: int) -> Tiling | None:
         return None  # where windows overlap, the gradient would count twice for the bias
 
     def run(gradient: torch.Tensor, data: torch.Tensor, weight: Any, *_: Any, tile: Tile) -> Any:
-        reach = _read(windows, tile)
+        reach = read_by(windows, tile)
         if transposed:
-            gradient = _padded(gradient, reach, extents)
+            gradient = padded(gradient, reach, extents)
         else:
-            data = _padded(data, reach, extents)
+            data = padded(data, reach, extents)
         return target(gradient, data, weight, sizes, stride, inner, dilation, transposed, none, groups, mask)
 
     return Tiling(
         extents=cut,
         operands=(small, large),
-        needs=lambda tile: (tile, _inside(_read(windows, tile), extents)),
+        needs=lambda tile: (tile, inside(read_by(windows, tile), extents)),
         run=run,
     )
 
@@ -328,8 +231,8 @@ def _max_pool(call: fx.Node | Call, axes: int) -> Tiling | None:
     windows, inner = _windows(kernel, stride, padding, dilation, axes), [*[0] * axes, *padding[axes:]]
 
     def run(data: torch.Tensor, *_: Any, tile: Tile) -> Any:
-        reach = _read(windows, tile)
-        data = _padded(data, reach, extents, -math.inf)
+        reach = read_by(windows, tile)
+        data = padded(data, reach, extents, -math.inf)
         most, places = target(data, kernel, stride, inner, dilation, ceil)
         # Where all of a window is -inf, the place is its first one, which may be padding.
         if axes == 1:
@@ -342,7 +245,7 @@ def _max_pool(call: fx.Node | Call, axes: int) -> Tiling | None:
     return Tiling(
         extents=_extents(call, axes, 0),
         operands=(data,),
-        needs=lambda tile: (_inside(_read(windows, tile), extents),),
+        needs=lambda tile: (inside(read_by(windows, tile), extents),),
         run=run,
     )
 
@@ -357,7 +260,7 @@ def _max_pool_backward(call: fx.Node | Call, axes: int) -> Tiling | None:
     extents, space = _extents(gradient, axes), tuple(hollow.meta["val"].shape[SPACE:])
 
     def run(gradient: torch.Tensor, hollow: torch.Tensor, *rest: Any, tile: Tile) -> Any:
-        reach, places = _read(windows, _touching(windows, tile, extents)), rest[-1]
+        reach, places = read_by(windows, touching(windows, tile, extents)), rest[-1]
         first = _starts(reach)
         like = _hollow_tile(hollow, gradient.shape[0], reach)
         if axes == 1:
@@ -366,12 +269,12 @@ def _max_pool_backward(call: fx.Node | Call, axes: int) -> Tiling | None:
             rows = places.div(space[1], rounding_mode="floor")
             columns = places - rows * space[1]
             places = rows.sub_(first[0]).mul_(like.shape[-1]).add_(columns.sub_(first[1]))
-        return _cropped(target(gradient, like, kernel, stride, inner, dilation, ceil, places), first, tile)
+        return cropped(target(gradient, like, kernel, stride, inner, dilation, ceil, places), first, tile)
 
     return Tiling(
         extents=_extents(hollow, axes),
         operands=(gradient, places),
-        needs=lambda tile: (_touching(windows, tile, extents),) * 2,
+        needs=lambda tile: (touching(windows, tile, extents),) * 2,
         run=run,
     )
 
@@ -386,13 +289,13 @@ def _average_pool(call: fx.Node | Call, axes: int) -> Tiling | None:
         return None
 
     def run(data: torch.Tensor, *_: Any, tile: Tile) -> Any:
-        data = _padded(data, _read(windows, tile), extents)
+        data = padded(data, read_by(windows, tile), extents)
         return target(data, kernel, stride, inner, ceil, with_padding, divisor)
 
     return Tiling(
         extents=_extents(call, axes),
         operands=(data,),
-        needs=lambda tile: (_inside(_read(windows, tile), extents),),
+        needs=lambda tile: (inside(read_by(windows, tile), extents),),
         run=run,
     )
 
@@ -409,15 +312,15 @@ def _average_pool_backward(call: fx.Node | Call, axes: int) -> Tiling | None:
         return None
 
     def run(gradient: torch.Tensor, hollow: torch.Tensor, *_: Any, tile: Tile) -> Any:
-        reach = _read(windows, _touching(windows, tile, extents))
+        reach = read_by(windows, touching(windows, tile, extents))
         like = _hollow_tile(hollow, gradient.shape[0], reach)
         made = target(gradient, like, kernel, stride, inner, ceil, with_padding, divisor)
-        return _cropped(made, _starts(reach), tile)
+        return cropped(made, _starts(reach), tile)
 
     return Tiling(
         extents=_extents(hollow, axes),
         operands=(gradient,),
-        needs=lambda tile: (_touching(windows, tile, extents),),
+        needs=lambda tile: (touching(windows, tile, extents),),
         run=run,
     )
 
@@ -429,7 +332,7 @@ def _repeated(call: fx.Node | Call, axes: int) -> Tiling | None:
 
     def run(data: torch.Tensor, *rest: Any, tile: Tile) -> Any:
         first = [start // n * n for (start, _), n in zip(tile, times, strict=True)]
-        return _cropped(target(data, *rest), first, tile)
+        return cropped(target(data, *rest), first, tile)
 
     def needs(tile: Tile) -> tuple[Tile, ...]:
         return (tuple((start // n, -(-stop // n)) for (start, stop), n in zip(tile, times, strict=True)),)
@@ -451,15 +354,15 @@ def _repeated_backward(call: fx.Node | Call, axes: int) -> Tiling | None:
     return Tiling(extents=_extents(call, axes), operands=(gradient,), needs=needs, run=run)
 
 
-def _windows_of(weight: fx.Node, stride: Any, padding: Any, dilation: Any, axes: int) -> _Windows:
+def _windows_of(weight: fx.Node, stride: Any, padding: Any, dilation: Any, axes: int) -> Sequence[Window]:
     return _windows(weight.meta["val"].shape[SPACE:], stride, padding, dilation, axes)
 
 
-def _windows(kernel: Any, stride: Any, padding: Any, dilation: Any, axes: int) -> _Windows:
+def _windows(kernel: Any, stride: Any, padding: Any, dilation: Any, axes: int) -> Sequence[Window]:
     """Along the axes that are cut, of settings that are one number or one per axis."""
     given = [[v] * axes if isinstance(v, int) else list(v) for v in (kernel, stride, padding, dilation)]
     return tuple(
-        _Window(size=wide * (size - 1) + 1, stride=step, padding=pad)
+        Window(size=wide * (size - 1) + 1, stride=step, padding=pad)
         for size, step, pad, wide, _ in zip(*given, range(axes), strict=False)
     )
 

@@ -23,14 +23,15 @@ import torch
 from torch import fx
 
 from memfit.capture.again import Call
-from memfit.capture.by_samples import Tile, accumulates, sliced_operands, sliced_target, sums_of
-from memfit.capture.by_tiles import SPACE, Tiling, narrowed, tiles_of, tiling_of
+from memfit.capture.by_samples import accumulates, sliced_operands, sliced_target, sums_of
+from memfit.capture.by_tiles import Tiling, tiling_of
 from memfit.capture.concatenations import operands_of_data
 from memfit.capture.operands import operand_values, operands_of
 from memfit.capture.parts import call_in_parts, candidate_parts
 from memfit.capture.rewrite import IN_PLACE, convolution_input_gradient
 from memfit.capture.roofline import roofline_seconds
 from memfit.capture.slices import Cuts, convolution_input_slices
+from memfit.capture.tiles import SPACE, Tile, narrowed, tiles_of
 from memfit.errors import CaptureError
 from memfit.runtime.measure import allocation_peak
 from memfit.step.graph import BySlices, Way

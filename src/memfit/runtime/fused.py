@@ -10,9 +10,10 @@ import torch
 from torch import fx
 
 from memfit.capture.again import Call
-from memfit.capture.by_samples import Slice, Tile, accumulates, in_slices, sliced_operands, sliced_target
-from memfit.capture.by_tiles import SPACE, Tiling, narrowed, tiles_of, tiling_of
+from memfit.capture.by_samples import Slice, accumulates, in_slices, sliced_operands, sliced_target
+from memfit.capture.by_tiles import Tiling, tiling_of
 from memfit.capture.joint import JointOp, JointReading, result_index
+from memfit.capture.tiles import SPACE, Tile, narrowed, tiles_of
 from memfit.runtime.tile_schedule import TiledOp, schedule, within
 
 __all__ = ["FusedCall", "FusedOp", "fused_call"]
