@@ -78,10 +78,12 @@ class Window:
 
 
 def read_by(windows: Sequence[Window], tile: Tile) -> Tile:
+    """What the windows of a tile cover, the border's padding too."""
     return tuple(window.read(*here) for window, here in zip(windows, tile, strict=True))
 
 
 def touching(windows: Sequence[Window], tile: Tile, extents: Sequence[int]) -> Tile:
+    """The windows, of so many along each axis, that cover anything of a tile."""
     return tuple(window.touching(*here, most) for window, here, most in zip(windows, tile, extents, strict=True))
 
 
@@ -92,6 +94,7 @@ def _clipped(here: Range, extent: int) -> Range:
 
 
 def inside(tile: Tile, extents: Sequence[int]) -> Tile:
+    """What there is of a tile within the borders."""
     return tuple(_clipped(here, extent) for here, extent in zip(tile, extents, strict=True))
 
 
