@@ -79,6 +79,29 @@ def test_nothing_of_the_projection_runs_again() -> None:
     assert not again & {"aten._log_softmax.default", "aten.nll_loss_backward.default", "product_over_rows"}
 
 
+def test_where_no_token_counts_gradients_are_zero() -> None:
+    model, (tokens, labels) = Language(bias=True), inputs(4, 67)
+    with pytest.raises(memfit.BudgetError) as tiled:
+        memfit.plan(model, (tokens, labels), budget=1, levers="all", prove=False)
+    memfit.fit(model, (tokens, labels), budget=tiled.value.least_bytes, levers="all")
+    model(tokens, torch.full_like(labels, -100))["loss"].backward()
+    assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
+    assert model.head.weight.grad is not None
+
+
+def test_autocast() -> None:
+    model, args = Language(), inputs(4, 67)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with pytest.raises(memfit.BudgetError) as bitwise:
+            memfit.plan(model, args, budget=1, prove=False)
+        with pytest.raises(memfit.BudgetError) as tiled:
+            memfit.plan(model, args, budget=1, levers="all", prove=False)
+        assert tiled.value.least_bytes < 0.6 * bitwise.value.least_bytes
+        request = Request(budget=tiled.value.least_bytes, levers="all", search_seconds=0.1)
+        result = verify(model, args, {}, request)
+    assert [(c.kind, c.name, c.max_difference) for c in result.differing] == []
+
+
 def test_what_is_returned_exists_whole() -> None:
     model, args = Language(logits=True), inputs(4, 67)
     with pytest.raises(memfit.BudgetError) as bitwise:

@@ -30,7 +30,7 @@ from memfit.capture.again import Call
 from memfit.capture.concatenations import PLAIN_CALL
 from memfit.capture.rewrite import is_tangent, is_view, original
 
-__all__ = ["BY_ROWS", "PRODUCTS", "RUNS_ONCE", "SUM", "product_over_rows", "rewrite_by_rows"]
+__all__ = ["BY_ROWS", "PRODUCTS", "RUNS_ONCE", "SUM", "product_over_rows", "rewrite_by_rows", "share_of_mean"]
 
 _aten = torch.ops.aten
 
@@ -49,6 +49,11 @@ def product_over_rows(one: torch.Tensor, other: torch.Tensor, total: torch.Tenso
     if total is None:
         return one.t().mm(other)
     return total.addmm_(one.t(), other)
+
+
+def share_of_mean(gradient: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """What the gradient of a mean is multiplied by, given the sum of the weights; zero where none counts."""
+    return torch.where(weights == 0, 0.0, gradient / weights)
 
 
 BY_ROWS = (
@@ -143,7 +148,7 @@ def _bring_forward(node: fx.Node) -> None:
     scale = gradient
     if reduction == _MEAN:
         with graph.inserting_before(node):
-            scale = graph.call_function(_aten.div.Tensor, (gradient, weights))
+            scale = graph.call_function(share_of_mean, (gradient, weights))
         scale.meta = {**node.meta, "val": _beside(like), PLAIN_CALL: None}
     node.args = (gradient, data, target, weight, SUM, ignored, weights)
     for product in products:
@@ -170,7 +175,7 @@ def _products_of(node: fx.Node) -> list[fx.Node] | None:
         is_sum = user.target is _aten.sum.dim_IntList and user.args[1] == [0]
         if is_row_wise or is_sum or (user.target is product_over_rows and node in user.args):
             found.append(user)
-        elif is_view(user):
+        elif is_view(user) or user.target is _aten._to_copy.default:
             further = _products_of(user)
             if further is None:
                 return None

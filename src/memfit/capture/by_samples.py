@@ -70,6 +70,7 @@ _OF_FIRST = {
     normalise,
     repeat_nearest,
     gradient_of_repeated,
+    _aten._to_copy.default,
     _aten.mm.default,
     _aten.sum.dim_IntList,
     _aten._log_softmax.default,
@@ -335,6 +336,9 @@ def makes_sums_or_slices(call: fx.Node | Call) -> bool:
     if call.target in (_aten._log_softmax.default, _aten._log_softmax_backward_data.default):
         place = call.args[1 if call.target is _aten._log_softmax.default else 2]
         return bool(cast(int, place) % _first_result(call).dim())
+    if call.target is _aten._to_copy.default:
+        where = cast(fx.Node, call.args[0]).meta["val"].device
+        return call.kwargs.keys() <= {"dtype", "layout", "device"} and call.kwargs.get("device", where) == where
     if call.target is _aten.sum.dim_IntList:
         return bool(call.args[1] == [0])
     if call.target is _aten.addmm.default:

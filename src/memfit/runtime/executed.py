@@ -42,6 +42,7 @@ _CALLS = {
     "repeat_nearest": ("clone",),
     "gradient_of_repeated": ("sum",),
     "product_over_rows": ("mm",),
+    "share_of_mean": ("eq", "div", "where"),
     "sums_of_data": ("mul", "mul", "add", "mul"),
     "statistics_from_sums": ("div", "mul", "sub", "add", "mul", "mul", "add", "mul", "mul", "add"),
 }
