@@ -68,6 +68,16 @@ def test_less_memory_and_the_same_gradients(options: dict[str, Any], dtype: torc
     assert result.recomputes_executed == result.recomputes_planned
 
 
+def test_labels_may_be_a_view_of_others() -> None:
+    model, (tokens, labels) = Language(), inputs(1, 268)
+    args = tokens, torch.cat((labels, labels), 1)[:, 1:269]  # one row of it is contiguous, and not all of its memory
+    with pytest.raises(memfit.BudgetError) as bitwise:
+        memfit.plan(model, args, budget=1, prove=False)
+    with pytest.raises(memfit.BudgetError) as tiled:
+        memfit.plan(model, args, budget=1, levers="all", prove=False)
+    assert tiled.value.least_bytes < 0.6 * bitwise.value.least_bytes
+
+
 def test_nothing_of_the_projection_runs_again() -> None:
     model, args = Language(), inputs(4, 67)
     _, graph = capture_and_profile(model, args, {}, tiled_request(), grid=(1, 1))

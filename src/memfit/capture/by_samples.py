@@ -23,7 +23,7 @@ from torch import fx
 
 from memfit.capture.again import Call, normalise
 from memfit.capture.batch_norm import input_gradient_from_sums, sums_of_data
-from memfit.capture.by_rows import PRODUCTS, SUM, product_over_rows
+from memfit.capture.by_rows import BY_ROWS, PRODUCTS, SUM, product_over_rows
 from memfit.capture.resizing import gradient_of_repeated, repeat_nearest
 from memfit.capture.rewrite import (
     HOLLOW_PREFIX,
@@ -142,7 +142,7 @@ def batch_of(call: fx.Node | Call) -> int:
     sliced, sums = sliced_operands(call), sums_of(call)
     results = [r for place, r in enumerate(_results(call)) if place not in sums and isinstance(r, torch.Tensor)]
     found = [node.meta["val"] for node in sliced] + results
-    if not sliced or not all(_samples_outside(r) and r.shape[0] == found[0].shape[0] for r in found):
+    if not sliced or not all(map(_samples_outside, results)) or len({t.shape[0] for t in found}) > 1:
         return 0
     return int(found[0].shape[0])
 
@@ -210,7 +210,9 @@ def sliced_operands(call: fx.Node | Call) -> frozenset[fx.Node]:
             return frozenset()
     else:
         return frozenset()
-    if set(sliced) & set(whole) or not all(_samples_outside(n.meta.get("val")) for n in sliced):
+    # Up to rounding, rows may be those of a view of anything.
+    fits = _has_samples if call.target in BY_ROWS else _samples_outside
+    if set(sliced) & set(whole) or not all(fits(n.meta.get("val")) for n in sliced):
         return frozenset()
     return frozenset(sliced)
 
@@ -363,6 +365,10 @@ def _results(call: fx.Node | Call) -> Sequence[object]:
 def _has_batch(node: fx.Node, shape: Sequence[int]) -> bool:
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.dim() == len(shape) and value.shape[0] == shape[0]
+
+
+def _has_samples(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] > 1
 
 
 def _samples_outside(value: object) -> bool:
