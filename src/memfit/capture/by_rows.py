@@ -69,6 +69,9 @@ BY_ROWS = (
 """Calls that are cut into rows for the lever `tile` only: slices mostly have other bits."""
 
 
+_PER_ROW = (_aten._log_softmax.default, _aten._to_copy.default)
+"""What may lie between a projection and its loss, beside views."""
+
 PRODUCTS = (_aten.mm.default, _aten.addmm.default, product_over_rows)
 """Those that read a matrix, or add to one, for each slice."""
 
@@ -89,6 +92,8 @@ def rewrite_by_rows(module: fx.GraphModule) -> None:
             node.target, node.args = product_over_rows, (one, node.args[1])
     for node in graph.find_nodes(op="call_function", target=_aten.nll_loss_backward.default):
         _bring_forward(node)
+    for node in graph.find_nodes(op="call_function", target=_aten.nll_loss_forward.default):
+        _close_ranks(node)
 
 
 def _split_mean(node: fx.Node) -> None:
@@ -126,6 +131,27 @@ def _transposed(node: fx.Node) -> fx.Node | None:
     return source if source.meta["val"].is_contiguous() and source.op != "placeholder" else None
 
 
+def _close_ranks(loss: fx.Node) -> None:
+    """Puts what a loss needs beside its projection, mostly labels, before that: only neighbours run as one."""
+    first = cast(fx.Node, loss.args[0])
+    while first.target in _PER_ROW or (first.op == "call_function" and is_view(first)):
+        first = cast(fx.Node, first.args[0])
+    if first.target not in PRODUCTS:
+        return
+    depend, node = {first}, first.next
+    while node is not loss:
+        following = node.next
+        if depend.isdisjoint(node.all_input_nodes) and not node.is_impure() and not _draws_numbers(node):
+            first.prepend(node)
+        else:
+            depend.add(node)
+        node = following
+
+
+def _draws_numbers(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
 def _bring_forward(node: fx.Node) -> None:
     """Makes what follows from the gradient of a loss right after the loss, for one, and multiplies it later."""
     graph, (gradient, data, target, weight, reduction, ignored, weights) = node.graph, cast(tuple[Any, ...], node.args)
@@ -145,6 +171,7 @@ def _bring_forward(node: fx.Node) -> None:
         one = graph.call_function(_aten.full.default, ([], 1.0), {"dtype": like.dtype, "device": like.device})
     one.meta = {**node.meta, "val": _beside(like), PLAIN_CALL: None}
     early.made[gradient] = early.made[weights] = one
+    losses[0].meta[RUNS_ONCE] = True  # its results are two numbers, and all that it reads would be made again
     scale = gradient
     if reduction == _MEAN:
         with graph.inserting_before(node):
