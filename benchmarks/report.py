@@ -39,9 +39,9 @@ class Table:
     keys: int
     rows: dict[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict)
 
-    def markdown(self) -> str:
-        """The whole table."""
-        lines = [f"### {self.title}", "", _row(self.columns), _row(["---"] * len(self.columns))]
+    def markdown(self, environment: str) -> str:
+        """The whole table, with a line about where it was measured last."""
+        lines = [f"### {self.title}", "", environment, "", _row(self.columns), _row(["---"] * len(self.columns))]
         return "\n".join([*lines, *(_row(cells) for cells in self.rows.values())])
 
 
@@ -79,8 +79,10 @@ class Report:
             self._printed = table.title
         print(_row(row), flush=True)
         if self._readme is not None:
-            before, _, after = self._readme.read_text().split(MARKER)
-            body = "\n\n".join([self._environment, *(t.markdown() for t in self._tables.values() if t.rows)])
+            before, between, after = self._readme.read_text().split(MARKER)
+            tables = _tables_in(between)
+            made = {t.title: t.markdown(self._environment) for t in self._tables.values() if t.rows}
+            body = "\n\n".join((tables | made).values())
             self._readme.write_text(f"{before}{MARKER}\n\n{body}\n\n{MARKER}{after}")
 
 
@@ -121,6 +123,17 @@ def _machine(device: torch.device) -> str:
 
 def _row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
+
+
+def _tables_in(text: str) -> dict[str, str]:
+    """The tables of a README as they are, by title; what stands above all of them goes below each title."""
+    above, *tables = text.split("### ")
+    found: dict[str, str] = {}
+    for table in tables:
+        title, _, rest = table.partition("\n")
+        rest = rest.strip()
+        found[title] = f"### {title}\n\n" + (f"{above.strip()}\n\n{rest}" if rest.startswith("|") else rest)
+    return found
 
 
 def _rows_in(text: str, table: Table) -> dict[tuple[str, ...], tuple[str, ...]]:

@@ -49,3 +49,16 @@ def test_without_write_the_readme_stays(readme, capsys):
     report.add(report.table("Models", COLUMNS), "a", 1)
     assert readme.read_text() == before
     assert "| a | 1 |" in capsys.readouterr().out
+
+
+def test_tables_of_other_runs_stay_with_where_they_were_measured(readme):
+    before, _, after = readme.read_text().split(MARKER)
+    old = "another machine\n\n### Old\n\n| x |\n| --- |\n| 1 |\n"
+    readme.write_text(f"{before}{MARKER}\n\n{old}\n{MARKER}{after}")
+    for title in ("Models", "More"):
+        report = Report(readme, write=True, device=CPU)
+        report.add(report.table(title, COLUMNS), "a", 1)
+    text = readme.read_text()
+    assert "### Old\n\nanother machine\n\n| x |\n| --- |\n| 1 |" in text
+    assert text.count("another machine") == 1 and text.count("### ") == 3
+    assert text.count(f"torch {torch.__version__}") == 2
