@@ -12,6 +12,7 @@ from torch.nn import functional
 import memfit
 from memfit.capture.by_rows import product_over_rows
 from memfit.planning import Request, capture_and_profile
+from memfit.step.graph import Phase
 from memfit.verification import verify
 
 
@@ -148,6 +149,14 @@ def test_a_loss_beside_others_and_with_weights(dtype: torch.dtype) -> None:
     result = verify(model, args, {}, request)
     assert [(c.kind, c.name, c.max_difference) for c in result.differing] == []
     assert result.fits
+
+
+@pytest.mark.parametrize(("dtype", "is_early"), [(torch.bfloat16, True), (torch.float16, False)])
+def test_sums_that_might_overflow_before_they_are_scaled_are_not_made_early(dtype: torch.dtype, is_early: bool) -> None:
+    with torch.autocast("cpu", dtype=dtype):
+        _, graph = capture_and_profile(Language(), inputs(4, 67), {}, tiled_request(), grid=(1, 1))
+    softmax = next(op for op in graph.ops if "_log_softmax_backward_data" in op.target)
+    assert (softmax.phase is Phase.FORWARD) is is_early
 
 
 def test_products_over_rows_add_up() -> None:

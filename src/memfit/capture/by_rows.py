@@ -166,6 +166,8 @@ def _bring_forward(node: fx.Node) -> None:
     early.made[gradient] = early.made[weights] = gradient  # neither is needed early
     if products is None or not all(map(early.can_make, products)):
         return
+    if not all(_is_linear(product, _Early(losses[0])) for product in products):
+        return
     with graph.inserting_before(next(n for n in graph.nodes if n.op == "call_function")):
         like = weights.meta["val"]
         one = graph.call_function(_aten.full.default, ([], 1.0), {"dtype": like.dtype, "device": like.device})
@@ -186,6 +188,12 @@ def _bring_forward(node: fx.Node) -> None:
         scaled.meta = {**product.meta, PLAIN_CALL: None}
         product.replace_all_uses_with(scaled)
         graph.erase_node(product)
+
+
+def _is_linear(product: fx.Node, before: _Early) -> bool:
+    """Whether just one operand comes from the gradient; and a sum over rows must not overflow before it is scaled."""
+    late = [a for a in product.args if isinstance(a, fx.Node) and not before.can_make(a)]
+    return len(late) == 1 and product.meta["val"].dtype is not torch.float16
 
 
 def _beside(value: torch.Tensor) -> torch.Tensor:
