@@ -13,7 +13,6 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from memfit.capture.again import Call, normalise
-from memfit.capture.by_samples import sums_of
 from memfit.capture.by_tiles import reaches_of, tiling_of
 from memfit.capture.resizing import gradient_of_repeated, repeat_nearest
 from memfit.capture.rewrite import (
@@ -21,6 +20,7 @@ from memfit.capture.rewrite import (
     input_gradient_beside_stand_in,
     make_hollow,
 )
+from memfit.capture.samples import sums_of
 from memfit.capture.tiles import bands_of, narrowed, tiles_of
 
 _aten = torch.ops.aten

@@ -12,7 +12,7 @@ from torch import fx, nn
 import memfit
 from memfit.capture.again import Call
 from memfit.capture.by_samples import Slice, in_slices
-from memfit.capture.costs import same_slices
+from memfit.capture.slice_costs import same_slices
 from memfit.planner.least import least_order
 from memfit.planner.ways import leanest
 from memfit.planning import Request, capture_and_profile
@@ -140,7 +140,7 @@ def test_a_result_takes_the_memory_of_an_operand_of_another_shape() -> None:
         seen.append(part.shape[0])
         return (nn.functional.pixel_unshuffle(part, 2) * weight.view(16, 1, 1),)
 
-    how = Slice(run=run, sliced={0}, batch=5, samples=2, results=[expected], over=[0])
+    how = Slice(run=run, sliced={0: 0}, batch=5, samples=2, results=[expected], axes=[0], over=[0])
     address = x.data_ptr()
     (result,) = in_slices(how)(x, weight)
     assert torch.equal(result, expected) and result.data_ptr() == address
@@ -148,7 +148,7 @@ def test_a_result_takes_the_memory_of_an_operand_of_another_shape() -> None:
 
 
 def test_ops_of_which_nothing_is_wanted_run_all_the_same() -> None:
-    how = Slice(run=lambda part: (), sliced={0}, batch=4, samples=2, results=[], over=[])
+    how = Slice(run=lambda part: (), sliced={0: 0}, batch=4, samples=2, results=[], axes=[], over=[])
     assert in_slices(how)(torch.randn(4, 3)) == ()
 
 

@@ -223,10 +223,11 @@ def test_the_gradient_of_batch_normalisation_from_its_sums(dtype: torch.dtype) -
 def test_sums_over_slices() -> None:
     how = Slice(
         run=lambda data: (data.sum(0), data * 2),
-        sliced={0},
+        sliced={0: 0},
         batch=5,
         samples=2,
         results=[torch.empty(3), torch.empty(5, 3)],
+        axes=[0, 0],
         over=[None, None],
         sums={0},
     )

@@ -37,9 +37,9 @@ NORMS = {
 """Batch normalisations and what runs them again; operands 3 and 4 are running statistics, 5 says training."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Call:
-    """A call that is in no graph yet, with what one asks of a node of a graph.
+    """A call that is in no graph yet, with what one asks of a node of a graph; like a node it equals itself only.
 
     Attributes:
         name: of the node it stands for.

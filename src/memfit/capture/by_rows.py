@@ -4,7 +4,7 @@ A language model projects each token onto its vocabulary, takes the logarithm of
 the three tensors of tokens times vocabulary are often the largest of a step, and no token needs those of another. Two
 things in between look at all tokens: the mean of the losses, and the gradient of the weight, which is a product with
 the tokens inside. Here the first becomes a sum and a quotient, and the second a call that can add to what other rows
-gave, so that all of it can run a few rows at a time (`memfit.capture.by_samples`).
+gave, so that all of it can run a few rows at a time (`memfit.capture.samples`).
 
 The gradient is linear in that of the loss, a single number. So it is made for a loss of one right where the loss is,
 from the same slices, and multiplied by that number in the backward pass: nothing runs again. What is kept in between
@@ -30,7 +30,7 @@ from memfit.capture.again import Call
 from memfit.capture.concatenations import PLAIN_CALL
 from memfit.capture.rewrite import is_tangent, is_view, original
 
-__all__ = ["BY_ROWS", "PRODUCTS", "RUNS_ONCE", "SUM", "product_over_rows", "rewrite_by_rows", "share_of_mean"]
+__all__ = ["PRODUCTS", "RUNS_ONCE", "SUM", "product_over_rows", "rewrite_by_rows", "share_of_mean"]
 
 _aten = torch.ops.aten
 
@@ -54,19 +54,6 @@ def product_over_rows(one: torch.Tensor, other: torch.Tensor, total: torch.Tenso
 def share_of_mean(gradient: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """What the gradient of a mean is multiplied by, given the sum of the weights; zero where none counts."""
     return torch.where(weights == 0, 0.0, gradient / weights)
-
-
-BY_ROWS = (
-    _aten.mm.default,
-    _aten.addmm.default,
-    _aten._log_softmax.default,
-    _aten._log_softmax_backward_data.default,
-    _aten.nll_loss_forward.default,
-    _aten.nll_loss_backward.default,
-    _aten.sum.dim_IntList,
-    product_over_rows,
-)
-"""Calls that are cut into rows for the lever `tile` only: slices mostly have other bits."""
 
 
 _PER_ROW = (_aten._log_softmax.default, _aten._to_copy.default)

@@ -25,9 +25,9 @@ from torch._prims_common import suggest_memory_format
 
 from memfit.capture.again import Call, normalise
 from memfit.capture.batch_norm import input_gradient_from_sums, sums_of_data
-from memfit.capture.by_samples import ELEMENT_BY_ELEMENT, is_alone, makes_sums_or_slices, nodes_of
 from memfit.capture.resizing import gradient_of_repeated, repeat_nearest
 from memfit.capture.rewrite import convolution_input_gradient, input_gradient_beside_stand_in, make_hollow
+from memfit.capture.samples import is_alone, is_pointwise, makes_sums_or_slices, nodes_of
 from memfit.capture.tiles import SPACE, Tile, Window, cropped, inside, padded, read_by, touching
 from memfit.step.graph import Reach
 
@@ -58,7 +58,7 @@ class Tiling:
 
 def tiling_of(call: fx.Node | Call, axes: int) -> Tiling | None:
     """How a call runs on tiles along so many axes; None if it cannot."""
-    rule = _RULES.get(call.target)
+    rule = _RULES.get(call.target) or (_elementwise if is_pointwise(call) else None)
     found = rule(call, axes) if rule is not None else None
     if found is None:
         return None
@@ -106,8 +106,8 @@ def _pointwise(*positions: int) -> Callable[[fx.Node | Call, int], Tiling | None
 def _elementwise(call: fx.Node | Call, axes: int) -> Tiling | None:
     shape = tuple(call.meta["val"].shape)
     cut = (0, *range(SPACE, SPACE + axes))
-    if call.kwargs or len(shape) < SPACE + axes:
-        return None  # `alpha` multiplies as well
+    if nodes_of(call.kwargs) or len(shape) < SPACE + axes:
+        return None
     operands, fixed = list[fx.Node](), list[fx.Node]()
     for node in nodes_of(call.args):
         theirs = tuple(node.meta["val"].shape)
@@ -393,34 +393,8 @@ def _hollow_tile(hollow: torch.Tensor, samples: int, tile: Tile) -> torch.Tensor
 
 
 _RULES: dict[Any, Callable[[fx.Node | Call, int], Tiling | None]] = {
-    **dict.fromkeys(ELEMENT_BY_ELEMENT, _elementwise),
-    **dict.fromkeys(
-        (
-            _aten.threshold_backward.default,
-            _aten.leaky_relu_backward.default,
-            _aten.hardtanh_backward.default,
-            _aten.hardswish_backward.default,
-            _aten.hardsigmoid_backward.default,
-            _aten.gelu_backward.default,
-            _aten.silu_backward.default,
-            _aten.sigmoid_backward.default,
-            _aten.tanh_backward.default,
-            _aten.native_batch_norm_backward.default,
-            input_gradient_from_sums,
-        ),
-        _pointwise(0, 1),
-    ),
-    **dict.fromkeys(
-        (
-            _aten.gelu.default,
-            _aten.silu.default,
-            _aten.sigmoid.default,
-            _aten.tanh.default,
-            normalise,
-            sums_of_data,
-        ),
-        _pointwise(0),
-    ),
+    **dict.fromkeys((_aten.native_batch_norm_backward.default, input_gradient_from_sums), _pointwise(0, 1)),
+    **dict.fromkeys((normalise, sums_of_data), _pointwise(0)),
     _aten.cat.default: _concatenation,
     _aten.convolution.default: _convolution,
     convolution_input_gradient: _input_gradient,

@@ -1,9 +1,12 @@
-"""Into what slices each op of a step is cut: tiles of an image, or else samples of the batch.
+"""Into what slices each op of a step is cut: tiles of an image, or else samples of the batch, or rows of a vocabulary.
 
-All ops are cut alike as far as they can be, since only then they run as one (`memfit.step.fusion`). Times come later,
-from the profiler.
+All ops are cut alike as far as they can be, since only then they run as one (`memfit.step.fusion`). So the batch of a
+step is one number, by which as much of its results as possible can be divided; of one long sequence it is its tokens.
+What a language model makes of its vocabulary is the largest of all and needs no whole samples: it is cut into rows.
+Times come later, from the profiler.
 
-Known limits: one grid for a step. What is too small for its tiles is cut into samples, and then runs with others such.
+Known limits: one grid and one batch for a step. What is too small for its tiles is cut into samples, and what the batch
+does not divide into its own first axis; then it runs with others such.
 """
 
 from __future__ import annotations
@@ -11,14 +14,18 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from memfit.capture.again import Call
-from memfit.capture.by_samples import accumulates, batch_of, samples_per_slice, sliced_operands, sums_of
+from memfit.capture.by_samples import ViewOfSlice, accumulates, samples_per_slice
 from memfit.capture.by_tiles import Tiling, reaches_of, tiling_of
+from memfit.capture.samples import outer_axis, results_of, sampling_of, sums_of
 from memfit.step.graph import BySlices
 
 __all__ = ["Cutting", "cutting"]
+
+_aten = torch.ops.aten
 
 _LEAST_EXTENT = 2
 """Of a tile."""
@@ -29,17 +36,18 @@ class Cutting:
     """How the ops of a step are cut.
 
     Attributes:
+        batches: of calls that run on samples, how many there are in all.
         samples: by size of the batch, how many a slice has.
         grid: how many tiles there are along each axis of space, axes without a cut left out at the end.
         storage_of: of each node.
-        is_base: whether a node, or what a hollow one stands for, is the result that its memory was made for, or a view
-            of the same shape.
+        base_of: the result that a node's memory was made for.
     """
 
+    batches: Mapping[fx.Node | Call, int]
     samples: Mapping[int, int]
     grid: tuple[int, ...]
     storage_of: Mapping[fx.Node, int]
-    is_base: Callable[[fx.Node], bool]
+    base_of: Callable[[fx.Node], fx.Node]
 
     def slices(self, call: fx.Node | Call, results: Mapping[int, int], *, first: bool) -> BySlices | None:
         """How a call is cut; None if it runs whole only.
@@ -50,45 +58,124 @@ class Cutting:
             first: whether its first run may be cut.
         """
         tiling = self._tiling(call)
-        operands: Collection[fx.Node] = sliced_operands(call) if tiling is None else tiling.operands
-        batch = batch_of(call) if tiling is None else int(tiling.operands[0].meta["val"].shape[0])
-        if tiling is None and (batch not in self.samples or not self._are_handed_on(call, operands)):
+        sums = tuple(storage for storage, place in results.items() if place in sums_of(call))
+        if tiling is not None:
+            place_of = {
+                self.storage_of[node]: place for place, node in enumerate(tiling.operands) if self._looks_as_made(node)
+            }
+            return BySlices(
+                batch=int(tiling.operands[0].meta["val"].shape[0]),
+                samples=1,
+                seconds=0.0,
+                workspace_bytes=0,
+                reads=tuple(place_of),
+                sums=sums,
+                first=first,
+                grid=self.grid,
+                extents=tiling.extents,
+                reaches=tuple(reaches_of(tiling, place) for place in place_of.values()),
+            )
+        batch = self.batches.get(call)
+        sampling = None if batch is None else sampling_of(call, batch)
+        if batch is None or sampling is None:
             return None
-        place_of = {self.storage_of[node]: place for place, node in enumerate(operands) if self.is_base(node)}
+        handed_on = {node for node, axis in sampling.operands.items() if self._has_samples(node, batch, axis)}
+        if not self._are_handed_on(call, handed_on):
+            return None
         return BySlices(
             batch=batch,
-            samples=self.samples[batch] if tiling is None else 1,
+            samples=self.samples[batch],
             seconds=0.0,
             workspace_bytes=0,
-            reads=tuple(place_of),
-            sums=tuple(storage for storage, place in results.items() if place in sums_of(call)),
+            reads=tuple(dict.fromkeys(self.storage_of[node] for node in handed_on)),
+            sums=sums,
             first=first,
-            accumulates=tiling is None and accumulates(call),
-            grid=() if tiling is None else self.grid,
-            extents=() if tiling is None else tiling.extents,
-            reaches=() if tiling is None else tuple(reaches_of(tiling, place) for place in place_of.values()),
+            accumulates=accumulates(call),
         )
 
     def _tiling(self, call: fx.Node | Call) -> Tiling | None:
         tiling = tiling_of(call, len(self.grid)) if self.grid else None
-        if tiling is None or not self._are_handed_on(call, tiling.operands):
+        if tiling is None or not self._are_handed_on(call, set(filter(self._looks_as_made, tiling.operands))):
             return None
         large = all(n >= _LEAST_EXTENT * tiles for n, tiles in zip(tiling.extents, self.grid, strict=True))
         return tiling if large else None
 
-    def _are_handed_on(self, call: fx.Node | Call, operands: Collection[fx.Node]) -> bool:
-        """Whether of each operand slices are taken as they are made, or of a view of it whole, and not both."""
-        made = {node for node in operands if self.is_base(node)}
-        whole = {self.storage_of.get(node) for node in call.all_input_nodes if node not in made}
-        return whole.isdisjoint(self.storage_of[node] for node in made)
+    def _has_samples(self, node: fx.Node, batch: int, axis: int) -> bool:
+        """Whether a node is a view of something made that has its samples where the view has them."""
+        return ViewOfSlice.of(self.base_of(node).meta["val"], node.meta["val"], batch, axis) is not None
+
+    def _looks_as_made(self, node: fx.Node) -> bool:
+        """Whether a node is what its memory was made for, or a view that looks the same."""
+        one, other = node.meta["val"], self.base_of(node).meta["val"]
+        alike = (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+        return alike and bool(one.storage_offset() == other.storage_offset())
+
+    def _are_handed_on(self, call: fx.Node | Call, handed_on: Collection[fx.Node]) -> bool:
+        """Whether nothing of which slices are taken is also read whole."""
+        whole = {self.storage_of.get(node) for node in call.all_input_nodes if node not in handed_on}
+        return whole.isdisjoint(self.storage_of[node] for node in handed_on)
 
 
 def cutting(
     calls: Sequence[fx.Node | Call],
     grid: Sequence[int],
     storage_of: Mapping[fx.Node, int],
-    is_base: Callable[[fx.Node], bool],
+    base_of: Callable[[fx.Node], fx.Node],
 ) -> Cutting:
     """How calls that may be cut are cut, given the tiles of a grid; see `Cutting`."""
     axes = max((axis for axis, tiles in enumerate(grid, 1) if tiles > 1), default=0)
-    return Cutting(samples=samples_per_slice(calls), grid=tuple(grid[:axes]), storage_of=storage_of, is_base=is_base)
+    batches = _batches(calls, alike=bool(grid))
+    return Cutting(
+        batches=batches,
+        samples=samples_per_slice(batches),
+        grid=tuple(grid[:axes]),
+        storage_of=storage_of,
+        base_of=base_of,
+    )
+
+
+def _batches(calls: Sequence[fx.Node | Call], *, alike: bool) -> dict[fx.Node | Call, int]:
+    """Of each call that runs on samples how many there are.
+
+    Args:
+        calls: that may be cut.
+        alike: whether as many calls as possible have the same batch; otherwise each has its own first axis.
+    """
+    common = _common_batch(calls) if alike else 0
+    vocabularies = _vocabularies(calls) if alike else {}
+    found: dict[fx.Node | Call, int] = {}
+    for call in calls:
+        tensors = _tensors(call)
+        rows = {vocabularies[t.numel()] for t in tensors if t.numel() in vocabularies}
+        own = next((int(t.shape[0]) for t in tensors if t.dim()), 0)
+        for batch in (*rows, common, own):
+            if sampling_of(call, batch) is not None:
+                found[call] = batch
+                break
+    return found
+
+
+def _common_batch(calls: Sequence[fx.Node | Call]) -> int:
+    """The number by which most of what the calls make can be divided; 0 if they make nothing but matrices."""
+    made = [t for call in calls for t in results_of(call) if isinstance(t, torch.Tensor)]
+    samples = {int(t.shape[0]) for t in made if t.dim() > 2} - {0, 1}
+    tokens = {int(t.shape[1]) for t in made if t.dim() == 3 and t.shape[0] == 1} - {0, 1}
+
+    def divided(batch: int) -> tuple[int, int]:
+        return sum(t.numel() * t.element_size() for t in made if outer_axis(t, batch) is not None), batch
+
+    return max(samples or tokens, key=divided, default=0)
+
+
+def _vocabularies(calls: Sequence[fx.Node | Call]) -> dict[int, int]:
+    """By the size of what losses are computed from, how many rows it has."""
+    losses = [call for call in calls if call.target is _aten.nll_loss_forward.default]
+    data = [call.all_input_nodes[0].meta["val"] for call in losses]
+    return {int(t.numel()): int(t.shape[0]) for t in data if t.dim() == 2}
+
+
+def _tensors(call: fx.Node | Call) -> list[torch.Tensor]:
+    """What it makes, but for sums, then what it reads."""
+    made = [t for place, t in enumerate(results_of(call)) if place not in sums_of(call)]
+    read = [node.meta.get("val") for node in call.all_input_nodes]
+    return [t for t in (*made, *read) if isinstance(t, torch.Tensor)]

@@ -25,14 +25,14 @@ import torch
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 
-from memfit.capture import concatenations, resizing, rewrite, rounded, slices
+from memfit.capture import concatenations, dropout, resizing, rewrite, rounded, slices
 from memfit.capture.again import Call, from_statistics, without_statistics
-from memfit.capture.by_rows import BY_ROWS, RUNS_ONCE, rewrite_by_rows
-from memfit.capture.by_samples import owns_memory
+from memfit.capture.by_rows import RUNS_ONCE, rewrite_by_rows
 from memfit.capture.cost_key import tensors_of
 from memfit.capture.cudnn_norm import take_cudnn_batch_norm
 from memfit.capture.cutting import cutting
 from memfit.capture.repeated import merge_repeated
+from memfit.capture.samples import KEEP_BITS, owns_memory
 from memfit.errors import CaptureError
 from memfit.step.graph import BySlices, Phase, StorageKind
 
@@ -159,6 +159,7 @@ def read_joint(
         resizing.join_resizing(module)
         rounded.split_batch_norm(module)
         rounded.split_batch_norm_backward(module)
+        dropout.split_dropout(module)
         rewrite_by_rows(module)
     take_cudnn_batch_norm(module)
     graph = module.graph
@@ -357,7 +358,7 @@ def _with_slices(
         [op.again or op.node for op in able],
         grid,
         storage_of,
-        lambda node: _is_as_made(rewrite.original(node), storages[storage_of[node]].base),
+        lambda node: storages[storage_of[node]].base,
     )
 
     def slices(op: JointOp) -> BySlices | None:
@@ -374,16 +375,9 @@ def _with_slices(
 def _may_keep_bits(op: JointOp) -> bool:
     """Whether it is worth a try that slices have the bits of the whole; only forward ops run again."""
     on_cpu = all(t.device.type == "cpu" for t in tensors_of(op.node))
-    return op.phase is Phase.FORWARD and on_cpu and op.node.target not in BY_ROWS
-
-
-def _is_as_made(node: fx.Node, base: fx.Node) -> bool:
-    """Whether a node is what its memory was made for, or a view that looks the same."""
-    if node is base:
-        return True
-    one, other = node.meta["val"], base.meta["val"]
-    alike = (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
-    return alike and one.storage_offset() == other.storage_offset() and rewrite.is_view(node)
+    call = op.again or op.node
+    # `alpha` multiplies as well, rounded once or twice.
+    return op.phase is Phase.FORWARD and on_cpu and call.target in KEEP_BITS and not call.kwargs
 
 
 def result_index(base: fx.Node) -> int:

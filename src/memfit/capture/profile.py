@@ -18,11 +18,12 @@ from memfit.capture.again import Call
 from memfit.capture.concatenations import is_of_concatenation, separable_key
 from memfit.capture.cost_cache import CostCache
 from memfit.capture.cost_key import cost_key
-from memfit.capture.costs import Costs, costs_again, costs_in_slices, costs_of, whole_if_separable
+from memfit.capture.costs import Costs, costs_again, costs_of, whole_if_separable
 from memfit.capture.joint import JointOp
 from memfit.capture.library_memory import library_bytes
 from memfit.capture.parts import candidate_parts
 from memfit.capture.roofline import roofline_seconds
+from memfit.capture.slice_costs import costs_in_slices
 from memfit.capture.trace import Capture
 from memfit.step.graph import BySlices, Op, StepGraph, Way
 

@@ -42,6 +42,7 @@ __all__ = [
     "STANDS_FOR",
     "convolution_input_gradient",
     "drop_clones",
+    "hollow_attribute",
     "hoist_weight_gradients",
     "hollow_shape_operands",
     "input_gradient_beside_stand_in",
@@ -141,7 +142,7 @@ def split_convolution_backward(module: fx.GraphModule, *, rounded: bool = False)
                 _aten.convolution_backward.default, (*node.args[:-1], [False, True, bool(mask[2])])
             )
             half.meta = {**node.meta, "val": (None, values[1], values[2])}
-            hollow = _hollow_attribute(module, data)
+            hollow = hollow_attribute(module, data)
             gradient = graph.call_function(target, (grad_output, hollow, weight, *rest))
             gradient.meta = {**node.meta, "val": values[0]}
         getitems[0].replace_all_uses_with(gradient)
@@ -168,9 +169,9 @@ def _takes_hollow(data: torch.Tensor, *others: torch.Tensor) -> bool:
     return data.is_contiguous(memory_format=layout) and all(suggest_memory_format(t) == layout for t in others)
 
 
-def _hollow_attribute(module: fx.GraphModule, original: fx.Node) -> fx.Node:
-    """A `get_attr` node for a stand-in of a node; the lowering puts a real hollow tensor there."""
-    like = original.meta["val"]
+def hollow_attribute(module: fx.GraphModule, original: fx.Node, like: torch.Tensor | None = None) -> fx.Node:
+    """A `get_attr` node for a stand-in of a node, perhaps `like` another; the lowering puts a hollow tensor there."""
+    like = original.meta["val"] if like is None else like
     name = f"{HOLLOW_PREFIX}{len([n for n in module.graph.nodes if str(n.target).startswith(HOLLOW_PREFIX)])}"
     with detect_fake_mode(like) or nullcontext():
         stand_in = torch.empty_strided(tuple(like.shape), like.stride(), dtype=like.dtype, device=like.device)
@@ -267,7 +268,7 @@ def hollow_shape_operands(module: fx.GraphModule) -> None:
                 if not _takes_hollow(node.args[position].meta["val"]):
                     continue
                 with module.graph.inserting_before(node):
-                    node.update_arg(position, _hollow_attribute(module, node.args[position]))
+                    node.update_arg(position, hollow_attribute(module, node.args[position]))
 
 
 def hoist_weight_gradients(module: fx.GraphModule) -> None:

@@ -3,7 +3,7 @@
 Batch normalisation takes statistics of the whole batch and then normalises it with these, so nothing can be handed on
 before all of it is there; its backward kernel does likewise. Apart, each half treats sample by sample: the one makes
 sums, the other takes a few numbers per channel. Then each half can run slice by slice with what comes before and after
-it (`memfit.capture.by_samples`, `memfit.capture.by_rows`).
+it (`memfit.capture.samples`, `memfit.capture.by_rows`).
 
 Known limits: training mode, with running statistics, weight and bias.
 """

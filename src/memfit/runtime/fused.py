@@ -10,9 +10,10 @@ import torch
 from torch import fx
 
 from memfit.capture.again import Call
-from memfit.capture.by_samples import Slice, accumulates, in_slices, sliced_operands, sliced_target
+from memfit.capture.by_samples import Slice, ViewOfSlice, accumulates, in_slices, view_of_samples
 from memfit.capture.by_tiles import Tiling, tiling_of
 from memfit.capture.joint import JointOp, JointReading, result_index
+from memfit.capture.samples import Sampling, outer_axis, sampling_of
 from memfit.capture.tiles import SPACE, Tile, narrowed, tiles_of
 from memfit.runtime.tile_schedule import TiledOp, schedule, within
 
@@ -68,19 +69,21 @@ def fused_call(reading: JointReading, ops: Sequence[FusedOp]) -> FusedCall:
     graph = fx.Graph()
     tilings = [_tiling(fused.call, len(slices.grid)) for fused in ops] if slices.grid else None
     tiles = _Tiles(graph) if slices.grid else None
+    samplings = [] if slices.grid else [_sampling(fused.call, slices.batch) for fused in ops]
     made: dict[int, fx.Node] = {}
     totals: list[int] = []
     given_totals = graph.placeholder("totals") if any(accumulates(fused.call) for fused in ops) else None
-    operands: dict[tuple[fx.Node, bool], fx.Node] = {}
+    operands: dict[tuple[fx.Node, int | None], fx.Node] = {}
     for number, fused in enumerate(ops):
         call = fused.call
-        sliced = sliced_operands(call) if tilings is None else frozenset(tilings[number].operands)
+        axes = samplings[number].operands if tilings is None else dict.fromkeys(tilings[number].operands, 0)
 
-        def value(node: fx.Node, sliced: frozenset[fx.Node] = sliced) -> fx.Node:
+        def value(node: fx.Node, axes: Mapping[fx.Node, int] = axes) -> fx.Node:
             storage = reading.storage_of.get(node)
             if storage in made:
-                return made[storage]
-            key = node, node in sliced
+                base = reading.storages[storage].base
+                return _viewed(graph, made[storage], base, node, slices.batch, axes[node])
+            key = node, axes.get(node)
             if key not in operands:
                 operands[key] = graph.placeholder(f"operand_{len(operands)}")
             return operands[key]
@@ -90,7 +93,7 @@ def fused_call(reading: JointReading, ops: Sequence[FusedOp]) -> FusedCall:
             if accumulates(call):
                 named = {**named, "total": graph.call_function(operator.getitem, (given_totals, len(totals)))}
                 totals.append(fused.writes[0])
-            result = graph.call_function(sliced_target(call), arguments, named)
+            result = graph.call_function(samplings[number].run, arguments, named)
         else:
             result = tiles.call(call, tilings[number], value)
         alone = isinstance(call.meta["val"], torch.Tensor)
@@ -98,13 +101,13 @@ def fused_call(reading: JointReading, ops: Sequence[FusedOp]) -> FusedCall:
             index = result_index(reading.storages[storage].base)
             if alone or index >= 0:
                 made[storage] = result if alone else graph.call_function(operator.getitem, (result, index))
-    position = {reading.storage_of.get(node): i for i, (node, by_slices) in enumerate(operands) if by_slices}
+    position = {reading.storage_of.get(node): i for i, (node, axis) in enumerate(operands) if axis is not None}
     over: dict[int, int] = {}
     for fused in ops:
         if fused.over is not None and fused.over not in position:  # what nothing reads only leaves its memory
             position[fused.over] = len(operands)
             base = reading.storages[fused.over].base
-            operands[base, False] = graph.placeholder(f"operand_{len(operands)}")
+            operands[base, None] = graph.placeholder(f"operand_{len(operands)}")
         if fused.over is not None:
             over[fused.writes[0]] = position[fused.over]
     handed_on = {s for fused in ops for s in fused.handed_on}
@@ -125,10 +128,14 @@ def fused_call(reading: JointReading, ops: Sequence[FusedOp]) -> FusedCall:
     target = in_slices(
         Slice(
             run=fx.GraphModule(torch.nn.Module(), graph).forward,
-            sliced={i for i, (_, by_slices) in enumerate(operands) if by_slices},
+            sliced={i: axis for i, (_, axis) in enumerate(operands) if axis is not None},
             batch=slices.batch,
             samples=slices.samples,
             results=values,
+            axes=[
+                0 if slices.grid or s in sums else _outer_axis(v, slices.batch)
+                for s, v in zip(results, values, strict=True)
+            ],
             over=[over.get(s) for s in results],
             sums={place for place, s in enumerate(results) if s in sums},
             totals=[results.index(s) for s in totals],
@@ -160,6 +167,28 @@ class _Tiles:
     def _next(self) -> fx.Node:
         self.count += 1
         return self.graph.call_function(operator.getitem, (self.given, self.count - 1))
+
+
+def _viewed(graph: fx.Graph, made: fx.Node, base: fx.Node, node: fx.Node, batch: int, axis: int) -> fx.Node:
+    """What a node is of the samples that were made of its memory."""
+    whole, value = base.meta["val"], node.meta["val"]
+    if (value.shape, value.stride(), value.storage_offset()) == (whole.shape, whole.stride(), whole.storage_offset()):
+        return made
+    view = ViewOfSlice.of(whole, value, batch, axis)
+    assert view is not None, f"{node.name} does not have samples where {base.name} has them"
+    return graph.call_function(view_of_samples(view, batch), (made,))
+
+
+def _outer_axis(value: torch.Tensor, batch: int) -> int:
+    axis = outer_axis(value, batch)
+    assert axis is not None
+    return axis
+
+
+def _sampling(call: fx.Node | Call, batch: int) -> Sampling:
+    sampling = sampling_of(call, batch)
+    assert sampling is not None, f"{call.name} does not run on samples"
+    return sampling
 
 
 def _tiling(call: fx.Node | Call, axes: int) -> Tiling:
