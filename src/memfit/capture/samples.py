@@ -413,6 +413,7 @@ _RULES: dict[Any, Callable[[fx.Node | Call, int], _Axes | None]] = {
     _aten.max_pool2d_with_indices_backward.default: _rows(0, 7),
     _aten._to_copy.default: _copy,
     _aten._softmax.default: _not_along(1, 0),
+    _aten._safe_softmax.default: _not_along(1, 0),
     _aten._log_softmax.default: _not_along(1, 0),
     _aten._softmax_backward_data.default: _not_along(2, 0, 1),
     _aten._log_softmax_backward_data.default: _not_along(2, 0, 1),

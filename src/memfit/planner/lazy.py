@@ -8,9 +8,10 @@ checkpointing scheme, whatever chose what to keep. In a tiled step what runs aga
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping
 
-from memfit.step.graph import Phase, StepGraph
+from memfit.step.graph import Op, Phase, StepGraph
 
 __all__ = ["lazy_order", "missing_cone", "tiled_order"]
 
@@ -46,14 +47,15 @@ def lazy_order(
                 alive.update(s for again in cone for s in graph.ops[again].later.writes)
         order.append(index)
         alive.update(op.writes)
-    return order
+    return _undivided(graph, order)
 
 
 def tiled_order(graph: StepGraph, kept: Collection[int], *, forward: bool = False) -> list[int]:
     """The plain order with everything that is not kept made again for each group of backward ops that run as one.
 
     Between two groups nothing of the forward pass is there but what is kept: what is made again for a group exists as
-    slices only. A group ends where a sum is read that it makes, as the input's gradient of a batch normalisation does.
+    slices only. A group ends where a sum is read that it makes, as the input's gradient of a batch normalisation does,
+    and where the backward pass comes to what was made before something that is kept.
 
     Args:
         graph: a tiled step (`StepGraph.is_tiled`).
@@ -68,16 +70,50 @@ def tiled_order(graph: StepGraph, kept: Collection[int], *, forward: bool = Fals
     order = _forward_in_groups(graph, producer, kept) if forward else list(range(loss))
     order.append(loss)
     alive = _pinned(graph, producer) | set(kept) | set(graph.ops[loss].writes)
+    windows = sorted(producer[s] for s in kept)
     start = loss + 1
     while start < len(graph.ops):
-        stop = _end_of_group(graph, start)
+        stop = min(_end_of_group(graph, start), _end_of_window(graph, start, producer, windows))
         read = {s for op in graph.ops[start:stop] for s in op.reads if producer[s] < loss and s not in alive}
         cones = (missing_cone(graph, producer, s, alive.__contains__) for s in read)
         order += sorted({index for cone in cones for index in cone})
         order += range(start, stop)
         alive.update(s for op in graph.ops[start:stop] for s in op.writes)
         start = stop
-    return order
+    return _undivided(graph, order)
+
+
+def _undivided(graph: StepGraph, order: list[int]) -> list[int]:
+    """An order in which ops that could run as one follow each other.
+
+    What lies between them, needs nothing of theirs and can only run whole, as the draw of a mask, is moved before
+    them. Such ops keep their order among themselves, so a generator gives each the same numbers.
+    """
+    if not graph.is_tiled:
+        return order
+    undivided: list[int] = []
+    start, first = 0, graph.ops[order[0]]
+    written: set[int] = set()
+    read: set[int] = set()
+    for position, index in enumerate(order):
+        op = graph.ops[index]
+        if op.by_slices is not None and (op.by_slices.first or op.again is not None):
+            if first.by_slices is None or (op.by_slices.cut, op.piece) != (first.by_slices.cut, first.piece):
+                start, first, written, read = position, op, set(), set()
+            undivided.append(index)
+            written.update(op.writes)
+            read.update(op.reads)
+        elif _is_apart(op) and (written | read).isdisjoint((*op.reads, *op.writes)):
+            undivided.insert(start, index)
+            start += 1
+        else:
+            undivided.append(index)
+            start, first, written, read = position + 1, op, set(), set()
+    return undivided
+
+
+def _is_apart(op: Op) -> bool:
+    return op.phase is Phase.FORWARD and op.recomputable
 
 
 def _forward_in_groups(graph: StepGraph, producer: list[int], kept: Collection[int]) -> list[int]:
@@ -119,6 +155,20 @@ def _end_of_group(graph: StepGraph, start: int) -> int:
             return index
         written.update(op.writes)
         sums.update(slices.sums)
+    return len(graph.ops)
+
+
+def _end_of_window(graph: StepGraph, start: int, producer: list[int], windows: list[int]) -> int:
+    """The first backward op from `start` on of which all that it reads was made in an earlier window than before."""
+    now: int | None = None
+    for index in range(start, len(graph.ops)):
+        made = [producer[s] for s in graph.ops[index].reads if 0 <= producer[s] < graph.loss_index]
+        if not made:
+            continue
+        window = bisect_left(windows, max(made))
+        if now is not None and window < now:
+            return index
+        now = window if now is None else now
     return len(graph.ops)
 
 

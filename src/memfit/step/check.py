@@ -37,6 +37,7 @@ def check(graph: StepGraph, program: Program) -> None:
     alive: set[int] = set()
     ran: set[int] = set()
     past_loss = False
+    drawn = -1
     piece_running = -1
     sliced = _check_sliced(graph, program)
     _check_swaps(graph, program)
@@ -71,6 +72,12 @@ def check(graph: StepGraph, program: Program) -> None:
                 raise ProgramError(f"{where}: {op.name} reads {storages[storage].name}, which is not alive")
         if op.phase is Phase.FORWARD and index in ran and not op.recomputable:
             raise ProgramError(f"{where}: {op.name} runs again, but doing so is not exact")
+        if op.random_state_bytes and index not in ran:
+            if index < drawn:
+                raise ProgramError(
+                    f"{where}: {op.name} draws other numbers, since it runs after {graph.ops[drawn].name}"
+                )
+            drawn = index
         if op.phase is not Phase.FORWARD and index in ran:
             raise ProgramError(f"{where}: {op.phase} op {op.name} runs twice")
         if op.phase is Phase.FORWARD and past_loss and index not in ran:
