@@ -40,7 +40,8 @@ class Plan:
         decisions: the program in words.
         fingerprint: model, inputs, torch and device it was made for.
         graph_digest: of the step it was made for.
-        grid: into how many tiles samples of its step may be cut; empty if it was not captured for the lever `tile`.
+        grid: into how many tiles samples of its step may be cut along height and width, and the batch into how many
+            parts if that is given; empty if it was not captured for the lever `tile`.
         planned: the capture it came from; None for a plan from a file.
     """
 
@@ -152,7 +153,9 @@ class Plan:
             f"step {format_percent(p.overhead)}{bound}",
         ]
         if self.is_tiled:
-            tiles = f", images in {'×'.join(map(str, self.grid))} tiles" if max(self.grid) > 1 else ""
+            images, parts = self.grid[:2], self.grid[2:]
+            tiles = f", images in {'×'.join(map(str, images))} tiles" if max(images) > 1 else ""
+            tiles += f", the batch in {parts[0]} parts" if parts else ""
             lines.append(
                 f"      runs slice by slice where that pays{tiles}; gradients are the plain ones up to rounding"
             )

@@ -12,7 +12,9 @@ from memfit.capture.again import normalise, normalise_over_data
 from memfit.capture.costs import Costs, costs_again
 from memfit.capture.trace import capture_step
 from memfit.planning import Request, capture_and_profile
+from memfit.step.graph import Phase
 from memfit.verification import verify
+from memfit.zoo import build
 
 _aten = torch.ops.aten
 
@@ -97,3 +99,12 @@ def test_a_returned_result_stays_the_callers() -> None:
 
     result = verify(model, (x,), {}, Request(budget="4MiB", loss_fn=both, strategy="every-block"), loss_fn=both)
     assert not result.differing
+
+
+def test_attention_that_draws_nothing_runs_again() -> None:
+    """Its kernel is marked as random, whatever the share that is dropped."""
+    example = build("zoo:llama?layers=1&width=32&heads=4&kv_heads=2", batch=2, shape=(16,))
+    request = Request(budget=1, loss_fn=example.loss_fn, tiers="none")
+    _, graph = capture_and_profile(example.model, tuple(example.args), example.kwargs, request)
+    (attention,) = [op for op in graph.ops if "attention" in op.target and op.phase is Phase.FORWARD]
+    assert attention.recomputable and not attention.random_state_bytes

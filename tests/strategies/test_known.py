@@ -164,7 +164,7 @@ def test_mu_two_evicts_what_is_large_and_quick_first() -> None:
 def test_every_name_is_found() -> None:
     assert {"auto", "none", "rotor", "milp", "sequential:"} <= set(names())
     for name in names():
-        parameter = {"sequential:": "3", "openai-collection:": "a", "tile:": "3x5"}.get(name, "")
+        parameter = {"sequential:": "3", "openai-collection:": "a", "tile:": "3x5", "micro-batch:": "4"}.get(name, "")
         check_name(name + parameter)
 
 
@@ -179,6 +179,8 @@ def test_every_name_is_found() -> None:
         ("tile", "needs a grid such as 4x4"),
         ("tile:4", "needs a grid such as 4x4"),
         ("tile:0x2", "needs a grid such as 4x4"),
+        ("micro-batch", "needs a number of parts"),
+        ("micro-batch:1", "needs a number of parts"),
         ("sequential:two", "positive number"),
         ("openai-collection:", "needs names of modules"),
         ("sqrt:4", "takes no parameter"),

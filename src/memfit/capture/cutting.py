@@ -23,9 +23,12 @@ from memfit.capture.by_tiles import Tiling, reaches_of, tiling_of
 from memfit.capture.samples import outer_axis, results_of, sampling_of, sums_of
 from memfit.step.graph import BySlices
 
-__all__ = ["Cutting", "cutting"]
+__all__ = ["Cutting", "common_batch", "cutting"]
 
 _aten = torch.ops.aten
+
+_AXES = 2
+"""Of space, that a grid is given for."""
 
 _LEAST_EXTENT = 2
 """Of a tile."""
@@ -122,13 +125,15 @@ def cutting(
     storage_of: Mapping[fx.Node, int],
     base_of: Callable[[fx.Node], fx.Node],
 ) -> Cutting:
-    """How calls that may be cut are cut, given the tiles of a grid; see `Cutting`."""
-    axes = max((axis for axis, tiles in enumerate(grid, 1) if tiles > 1), default=0)
+    """How calls that may be cut are cut, given the tiles of a grid and perhaps the parts of a batch; see `Cutting`."""
+    tiles, parts = grid[:_AXES], grid[_AXES:]
+    axes = max((axis for axis, count in enumerate(tiles, 1) if count > 1), default=0)
     batches = _batches(calls, alike=bool(grid))
+    samples = {batch: -(-batch // parts[0]) for batch in batches.values()} if parts else samples_per_slice(batches)
     return Cutting(
         batches=batches,
-        samples=samples_per_slice(batches),
-        grid=tuple(grid[:axes]),
+        samples=samples,
+        grid=tuple(tiles[:axes]),
         storage_of=storage_of,
         base_of=base_of,
     )
@@ -141,7 +146,7 @@ def _batches(calls: Sequence[fx.Node | Call], *, alike: bool) -> dict[fx.Node | 
         calls: that may be cut.
         alike: whether as many calls as possible have the same batch; otherwise each has its own first axis.
     """
-    common = _common_batch(calls) if alike else 0
+    common = common_batch(calls) if alike else 0
     vocabularies = _vocabularies(calls) if alike else {}
     found: dict[fx.Node | Call, int] = {}
     for call in calls:
@@ -155,7 +160,7 @@ def _batches(calls: Sequence[fx.Node | Call], *, alike: bool) -> dict[fx.Node | 
     return found
 
 
-def _common_batch(calls: Sequence[fx.Node | Call]) -> int:
+def common_batch(calls: Sequence[fx.Node | Call]) -> int:
     """The number by which most of what the calls make can be divided; 0 if they make nothing but matrices."""
     made = [t for call in calls for t in results_of(call) if isinstance(t, torch.Tensor)]
     samples = {int(t.shape[0]) for t in made if t.dim() > 2} - {0, 1}

@@ -28,7 +28,7 @@ _aten = torch.ops.aten
 
 def masked(data: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
     """What dropout keeps, scaled, with the bits of the kernel."""
-    return data.mul(mask).mul_(scale)
+    return data.mul(mask).mul_(data.new_tensor(scale))  # rounded as the data are
 
 
 def split_dropout(module: fx.GraphModule) -> None:

@@ -1,8 +1,9 @@
-"""Into how many tiles to cut the samples of a step, for a budget.
+"""Into how many tiles to cut the samples of a step, or its batch into how many parts, for a budget.
 
 Fine tiles take little memory and make their halos again and again; coarse ones take more. So tiles are as coarse as the
 slices that exist at once leave room for. Twice as many along each axis is the next finer grid, since square tiles have
-the least halo for their size.
+the least halo for their size. What has no space is cut into as many samples as are best for the cache, or else into
+single ones.
 
 Known limits: one grid for a step, chosen by its widest op.
 """
@@ -15,6 +16,8 @@ from collections.abc import Iterator
 import torch
 
 from memfit.capture.by_tiles import tiling_of
+from memfit.capture.cutting import common_batch
+from memfit.capture.samples import is_pointwise
 from memfit.capture.trace import Capture
 
 __all__ = ["grids"]
@@ -40,12 +43,14 @@ def grids(capture: Capture, room_bytes: int) -> list[tuple[int, ...]]:
         At least one.
     """
     axes, batch, nbytes, extents = _widest(capture)
-    ladder = [(1, 1)] if batch > 1 else []
+    ladder: list[tuple[int, ...]] = [(1, 1)] if batch > 1 else []
     count = 2
     while axes and min(extents) >= _LEAST_EXTENT * count and nbytes >= _LEAST_BYTES * count**axes:
         ladder.append((count, count if axes > 1 else 1))
         count *= 2
-    ladder = ladder or [(1, 1)]
+    if ladder in ([], [(1, 1)]):
+        samples = common_batch([op.node for op in capture.joint_ops if op is not None])
+        return [(1, 1), (1, 1, samples)] if samples > 1 else [(1, 1)]
     slices = _SLICES_AT_ONCE * nbytes
     fitting = (n for n, grid in enumerate(ladder) if slices <= max(1, room_bytes) * math.prod(grid))
     first = next(fitting, len(ladder) - 1)
@@ -64,8 +69,10 @@ def _widest(capture: Capture) -> tuple[int, int, int, tuple[int, ...]]:
 
 def _in_tiles(capture: Capture, axes: int) -> Iterator[tuple[int, int, tuple[int, ...]]]:
     for op in capture.joint_ops:
-        tiling = tiling_of(op.node, axes) if op is not None else None
-        if op is None or tiling is None:
+        if op is None or is_pointwise(op.node):
+            continue  # so are those of attention, where no axis is of space
+        tiling = tiling_of(op.node, axes)
+        if tiling is None:
             continue
         value = op.node.meta["val"]
         results = [t for t in (value if isinstance(value, list | tuple) else [value]) if isinstance(t, torch.Tensor)]

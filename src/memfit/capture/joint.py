@@ -137,9 +137,9 @@ def read_joint(
         separate: which weights' gradients are made part by part, given the `separable_key`
             (`memfit.capture.concatenations`).
         in_place: nodes of Dynamo's graph that write over their operand.
-        grid: for the lever `tile`, into how many tiles samples may be cut along height and width, such as (4, 1).
-            Gradients then have the same bits up to rounding only, and ops of both passes can run slice by slice the
-            first time. Else empty.
+        grid: for the lever `tile`, into how many tiles samples may be cut along height and width, such as (4, 1), and
+            the batch into how many parts, such as (1, 1, 8); without that as is best for the cache. Gradients then have
+            the same bits up to rounding only, and ops of both passes can run slice by slice the first time. Else empty.
 
     Returns:
         Ops, storages and who shares what.
@@ -309,7 +309,7 @@ def _joint_op(
         for storage in _tuple_reads(argument, storage_of)
         if storage not in reads
     )
-    recomputable = not node.is_impure() or is_random(node)
+    recomputable = not node.is_impure(impure_random=False)  # a generator's state is saved and replayed
     if any(s in overwritten for s in reads) and without_statistics(node) is None:
         recomputable = False
     again = from_statistics(node) if recomputable else None

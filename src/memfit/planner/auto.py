@@ -228,10 +228,17 @@ def _starts(graph: StepGraph, budget_bytes: int, *, rotor_first: bool) -> Iterat
 def _in_slices(graph: StepGraph, budget_bytes: int) -> Iterator[tuple[str, list[int]]]:
     """Orders in which next to nothing is kept between groups of ops that run as one, filled for more than there is."""
     for windows, share in _IN_SLICES:
-        order = tiled_order(graph, anchors(graph, windows))
+        order = _sliced(graph, windows)
         yield f"{windows} windows in slices, {share:.0%} of the budget", fill(graph, order, int(share * budget_bytes))
     for windows in (4, 2, 1):
-        yield f"{windows} windows in slices", tiled_order(graph, anchors(graph, windows))
+        yield f"{windows} windows in slices", _sliced(graph, windows)
+
+
+def _sliced(graph: StepGraph, windows: int) -> list[int]:
+    """The order for a number of windows that takes less memory, with groups that end with them or not."""
+    kept = anchors(graph, windows)
+    both = (tiled_order(graph, kept, by_windows=by_windows) for by_windows in (True, False))
+    return min(both, key=lambda order: _peak(graph, order))
 
 
 def _rotors(graph: StepGraph, budget_bytes: int, shares: Sequence[float]) -> Iterator[tuple[str, list[int]]]:

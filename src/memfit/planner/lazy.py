@@ -50,17 +50,19 @@ def lazy_order(
     return _undivided(graph, order)
 
 
-def tiled_order(graph: StepGraph, kept: Collection[int], *, forward: bool = False) -> list[int]:
+def tiled_order(
+    graph: StepGraph, kept: Collection[int], *, forward: bool = False, by_windows: bool = False
+) -> list[int]:
     """The plain order with everything that is not kept made again for each group of backward ops that run as one.
 
     Between two groups nothing of the forward pass is there but what is kept: what is made again for a group exists as
-    slices only. A group ends where a sum is read that it makes, as the input's gradient of a batch normalisation does,
-    and where the backward pass comes to what was made before something that is kept.
+    slices only. A group ends where a sum is read that it makes, as the input's gradient of a batch normalisation does.
 
     Args:
         graph: a tiled step (`StepGraph.is_tiled`).
         kept: forward storages to hold through the loss.
         forward: whether it is so in the forward pass already, where groups end at the statistics of normalisations.
+        by_windows: whether a group also ends where the backward pass comes to what was made before something kept.
 
     Returns:
         Op indices for `memfit.step.program.program_of`.
@@ -70,10 +72,10 @@ def tiled_order(graph: StepGraph, kept: Collection[int], *, forward: bool = Fals
     order = _forward_in_groups(graph, producer, kept) if forward else list(range(loss))
     order.append(loss)
     alive = _pinned(graph, producer) | set(kept) | set(graph.ops[loss].writes)
-    windows = sorted(producer[s] for s in kept)
+    windows = _windows_read(graph, producer, kept if by_windows else ())
     start = loss + 1
     while start < len(graph.ops):
-        stop = min(_end_of_group(graph, start), _end_of_window(graph, start, producer, windows))
+        stop = min(_end_of_group(graph, start), _end_of_window(windows, start))
         read = {s for op in graph.ops[start:stop] for s in op.reads if producer[s] < loss and s not in alive}
         cones = (missing_cone(graph, producer, s, alive.__contains__) for s in read)
         order += sorted({index for cone in cones for index in cone})
@@ -158,18 +160,22 @@ def _end_of_group(graph: StepGraph, start: int) -> int:
     return len(graph.ops)
 
 
-def _end_of_window(graph: StepGraph, start: int, producer: list[int], windows: list[int]) -> int:
-    """The first backward op from `start` on of which all that it reads was made in an earlier window than before."""
+def _windows_read(graph: StepGraph, producer: list[int], kept: Collection[int]) -> list[int | None]:
+    """For each op in which window between what is kept the last was made that it reads; None for no forward result."""
+    ends, loss = sorted(producer[s] for s in kept), graph.loss_index
+    made = (max((p for s in op.reads if 0 <= (p := producer[s]) < loss), default=None) for op in graph.ops)
+    return [None if last is None else bisect_left(ends, last) for last in made]
+
+
+def _end_of_window(windows: list[int | None], start: int) -> int:
+    """The first op from `start` on of which all that it reads was made in an earlier window than before."""
     now: int | None = None
-    for index in range(start, len(graph.ops)):
-        made = [producer[s] for s in graph.ops[index].reads if 0 <= producer[s] < graph.loss_index]
-        if not made:
-            continue
-        window = bisect_left(windows, max(made))
-        if now is not None and window < now:
+    for index in range(start, len(windows)):
+        window = windows[index]
+        if now is not None and window is not None and window < now:
             return index
         now = window if now is None else now
-    return len(graph.ops)
+    return len(windows)
 
 
 def _pinned(graph: StepGraph, producer: list[int]) -> set[int]:

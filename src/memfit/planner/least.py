@@ -78,8 +78,8 @@ def _low_starts(graph: StepGraph) -> list[list[int]]:
     orders = [lazy_order(graph, anchors(graph, windows)) for windows in _WINDOWS]
     if graph.is_tiled:
         sliced = (
-            tiled_order(graph, anchors(graph, windows), forward=forward)
-            for forward in (False, True)
+            tiled_order(graph, anchors(graph, windows), forward=forward, by_windows=by_windows)
+            for forward, by_windows in ((False, True), (False, False), (True, False))
             for windows in _WINDOWS
         )
         orders += [order for order in sliced if len(order) <= _LONGEST * len(graph.ops)]

@@ -41,6 +41,7 @@ _CALLS = {
     "input_gradient_from_sums": ("sub", "mul", "div", "div", "addcmul", "sub", "mul", "mul"),
     "repeat_nearest": ("clone",),
     "gradient_of_repeated": ("sum",),
+    "masked": ("mul", "mul"),
     "product_over_rows": ("mm",),
     "share_of_mean": ("eq", "div", "where"),
     "sums_of_data": ("mul", "mul", "add", "mul"),
@@ -85,6 +86,8 @@ def executed_recomputations(counts: Counter[str], graph: StepGraph, program: Pro
     if any(op.by_slices is not None and op.by_slices.grid for op in graph.ops):
         families -= _AT_BORDERS
     computes = [i for i in program.instructions if i.action is Action.COMPUTE]
+    if any(i.sliced for i in computes):
+        families -= {"copy"}  # puts slices together
     expected: Counter[str] = Counter()
     for instruction, op in zip(computes, as_they_run(graph, program.order()), strict=True):
         adds_up = instruction.sliced and op.by_slices is not None and op.by_slices.accumulates

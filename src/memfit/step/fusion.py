@@ -39,7 +39,7 @@ __all__ = [
 
 
 _MOST_CUTS = 6
-"""A part that runs as one ends at most so many cuts after its start, unless it starts with the run."""
+"""A part that runs as one ends at most so many cuts after its start, unless it is the whole run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +182,8 @@ def _leanest(graph: StepGraph, run: Run) -> list[Fusion]:
     best: list[tuple[int, tuple[Fusion, ...]]] = [(0, ())]
     for number, stop in enumerate(cuts[1:], 1):
         choices: list[tuple[int, tuple[Fusion, ...]]] = []
-        for earlier in {0, *range(max(0, number - _MOST_CUTS), number)}:
+        near = range(max(0, number - _MOST_CUTS), number)
+        for earlier in near if stop < len(run.ops) else {0, *near}:
             first, (peak, fused) = cuts[earlier], best[earlier]
             part = run.part(first, stop)
             choices.append((max(peak, before[first] + _whole_bytes(graph, part)), fused))

@@ -24,6 +24,7 @@ from memfit.strategies import (
     every_block,
     hybrid,
     knapsack,
+    micro_batch,
     milp,
     mu_two,
     none,
@@ -66,6 +67,7 @@ _WITH_PARAMETER = {
     "sequential": "a number of segments",
     "openai-collection": "names of modules to keep",
     "tile": "a grid such as 4x4",
+    "micro-batch": "a number of parts, two or more",
 }
 
 
@@ -80,17 +82,19 @@ def swaps(name: str) -> bool:
 
 
 def grid(name: str) -> tuple[int, ...]:
-    """The grid of a strategy that runs in tiles of one; empty if it is another.
+    """The grid of a strategy for which the step is cut in one way: rows, columns, parts of the batch; empty for others.
 
     Raises:
-        SpecError: if its grid is none.
+        SpecError: if it says none.
     """
     base, _, parameter = name.partition(":")
-    if base != "tile":
-        return ()
-    found = tile.grid_of(parameter)
-    if found is None:
-        raise SpecError(f"strategy 'tile' needs {_WITH_PARAMETER['tile']} after a colon (strategy: {name!r})")
+    found: tuple[int, ...] = ()
+    if base == "tile":
+        found = tile.grid_of(parameter) or ()
+    elif base == "micro-batch" and (parts := micro_batch.slices_of(parameter)):
+        found = (1, 1, parts)
+    if not found and base in ("tile", "micro-batch"):
+        raise SpecError(f"strategy {base!r} needs {_WITH_PARAMETER[base]} after a colon (strategy: {name!r})")
     return found
 
 
@@ -114,7 +118,8 @@ def program(name: str, graph: StepGraph, budget_bytes: int | None) -> Program:
     if name == "none":
         return plain_program(graph)
     if grid(name):
-        return tile.program(leanest(graph))
+        make = micro_batch.program if name.startswith("micro-batch") else tile.program
+        return make(leanest(graph))
     order, placed = order_and_swaps(name, leanest(graph), budget_bytes)
     if not placed:
         return program_within(graph, order, budget_bytes)

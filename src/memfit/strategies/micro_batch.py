@@ -1,0 +1,59 @@
+"""`micro-batch:N`: the batch in N parts, each through forward and backward pass by itself, gradients added up.
+
+This is gradient accumulation as training loops write it, but exact: the loss sees the whole batch, so its own mean or
+sum holds, and weights get one gradient each. Nothing is kept of a part but what the module returns, so each runs
+forward again for its backward pass. It is here to be compared with: `auto` with the lever `tile` cuts only the runs of
+ops where that pays, and keeps what fits.
+
+Known limits: what mixes samples by itself is refused; batch normalisation's statistics are of the whole batch, which
+ends a part there, in both passes.
+"""
+
+from __future__ import annotations
+
+from memfit.errors import SpecError
+from memfit.step.graph import Op, Phase, StepGraph
+from memfit.step.program import Program
+from memfit.strategies import tile
+
+__all__ = ["program", "slices_of"]
+
+
+def slices_of(parameter: str) -> int:
+    """The number of parts; 0 if it is none."""
+    return int(parameter) if parameter.isdecimal() and int(parameter) > 1 else 0
+
+
+def program(graph: StepGraph) -> Program:
+    """The program of a step captured for so many parts; ignores the budget.
+
+    Raises:
+        SpecError: if an op mixes samples of the batch.
+    """
+    mixing = _mixing(graph)
+    if mixing is not None:
+        raise SpecError(
+            f"the batch cannot be cut: {mixing.target} in {mixing.module or 'the model'} mixes its samples; "
+            'levers="all" cuts it up to there'
+        )
+    return tile.program(graph)
+
+
+def _mixing(graph: StepGraph) -> Op | None:
+    """The first forward op that takes samples whole and hands on to what runs on samples; None if there is none."""
+    samples: set[int] = set()
+    mixed: dict[int, Op] = {}
+    for op in graph.ops:
+        if op.phase is not Phase.FORWARD:
+            break
+        slices = op.by_slices
+        if slices is not None and slices.first:
+            found = next((mixed[s] for s in op.reads if s in mixed and s in slices.reads), None)
+            if found is not None:
+                return found
+            samples.update(s for s in op.writes if s not in slices.sums)
+            continue
+        source = next((mixed[s] for s in op.reads if s in mixed), None)
+        if source is not None or not samples.isdisjoint(op.reads):
+            mixed.update(dict.fromkeys(op.writes, source or op))
+    return None

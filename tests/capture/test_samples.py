@@ -1,0 +1,244 @@
+"""Calls on samples of operands make the samples of what they make whole, whatever axes the batch is folded into."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional
+
+from memfit.capture.by_rows import rewrite_by_rows
+from memfit.capture.by_samples import ViewOfSlice, samples_between, view_of_samples
+from memfit.capture.dropout import masked
+from memfit.capture.rewrite import is_view
+from memfit.capture.samples import results_of, sampling_of, sums_of
+
+_BATCH, _LENGTH, _WIDTH = 6, 5, 8
+
+
+class FusedAttention(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, 3 * _WIDTH), nn.Linear(_WIDTH, _WIDTH)
+        self.options = options
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
+        made = functional.scaled_dot_product_attention(q, k, v, **self.options)
+        return x + self.out(made.transpose(1, 2).flatten(2))
+
+
+class WrittenAttention(FusedAttention):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        scores = (q @ k.transpose(-1, -2) / 2).masked_fill(~mask, -1e30).softmax(-1)
+        return x + self.out((scores @ v).transpose(1, 2).flatten(2))
+
+
+class Gated(nn.Module):
+    """A block as Llama's: root-mean-square normalisation, rotated halves, a gated MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(_WIDTH)
+        self.up, self.gate, self.down = (nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6)
+        angle = torch.arange(x.shape[1], dtype=x.dtype)[:, None]
+        halves = torch.cat((-y[..., _WIDTH // 2 :], y[..., : _WIDTH // 2]), -1)
+        y = y * angle.cos() + halves * angle.sin()
+        return x + self.down(functional.silu(self.gate(y)) * self.up(y))
+
+
+class Images(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 8, 3, padding=1), nn.GroupNorm(2, 8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = functional.mish(self.norm(self.conv(x)))
+        y = functional.interpolate(functional.avg_pool2d(y, 2), scale_factor=2, mode="bilinear")
+        return self.head(y.mean((2, 3)))
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(11, _WIDTH), nn.Parameter(torch.randn(1, _LENGTH, _WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.tokens((x[..., 0] > 0).long()) + self.places
+        return (y[:, 1:] - y[:, :-1]).log_softmax(-1).amax(-1)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], set[str]]] = {
+    "fused attention": (lambda: FusedAttention(is_causal=True), (_BATCH, _LENGTH, _WIDTH), set()),
+    "masked attention": (
+        lambda: FusedAttention(attn_mask=torch.randn(_LENGTH, _LENGTH, dtype=torch.float64)),
+        (_BATCH, _LENGTH, _WIDTH),
+        set(),
+    ),
+    "written attention": (lambda: WrittenAttention(), (_BATCH, _LENGTH, _WIDTH), set()),
+    "gated": (Gated, (_BATCH, _LENGTH, _WIDTH), set()),
+    "images": (Images, (_BATCH, 4, 6, 6), {"avg_pool2d_backward", "convolution_backward"}),
+    "words": (Words, (_BATCH, _LENGTH, _WIDTH), {"embedding_dense_backward"}),
+    "tokens of one sample": (Gated, (1, _BATCH, _WIDTH), set()),
+}
+"""A module, the shape of its input, and what runs whole although it takes samples, before it is rewritten say."""
+
+
+def traced(module: nn.Module, x: torch.Tensor) -> tuple[fx.GraphModule, list[torch.Tensor]]:
+    """Forward and backward pass as aten calls, and what they take."""
+    names, parameters = zip(*module.named_parameters(), strict=True)
+
+    def step(x: torch.Tensor, *parameters: torch.Tensor) -> Any:
+        made = torch.func.functional_call(module, dict(zip(names, parameters, strict=True)), (x,))
+        ones = torch.ones(made.shape, dtype=made.dtype)
+        return torch.autograd.grad(made, [x, *parameters], ones, allow_unused=True)
+
+    graph = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(x, *parameters)
+    rewrite_by_rows(graph)
+    return graph, [x, *parameters]
+
+
+def check(node: fx.Node, values: dict[fx.Node, Any], batch: int, samples: int) -> None:
+    """Every slice of every result, and every sum."""
+    sampling = sampling_of(node, batch)
+    assert sampling is not None
+    whole = values[node] if isinstance(values[node], tuple | list) else (values[node],)
+    totals = {place: torch.zeros_like(whole[place]) for place in sums_of(node) if whole[place] is not None}
+    for start in range(0, batch, samples):
+        stop = min(start + samples, batch)
+
+        def operand(n: fx.Node, start: int = start, stop: int = stop) -> Any:
+            axis = sampling.operands.get(n)
+            return values[n] if axis is None else samples_between(values[n], axis, batch, start, stop)
+
+        made = sampling.run(*fx.map_arg(node.args, operand), **fx.map_arg(node.kwargs, operand))
+        for place, part in enumerate(made if isinstance(made, tuple | list) else (made,)):
+            axis = sampling.axes[place]
+            if part is not None and place in totals:
+                totals[place] += part
+            elif part is not None and axis is not None:
+                expected = samples_between(whole[place], axis, batch, start, stop)
+                torch.testing.assert_close(part, expected, rtol=1e-12, atol=1e-12)
+    for place, total in totals.items():
+        torch.testing.assert_close(total, whole[place], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_slices_of_every_call_are_those_of_the_whole(name: str) -> None:
+    torch.manual_seed(0)
+    module, shape, whole = CASES[name]
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    graph, inputs = traced(module().to(torch.float64), x)
+    values: dict[fx.Node, Any] = {}
+
+    class Recorder(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            values[n] = super().run_node(n)
+            return values[n]
+
+    Recorder(graph).run(*inputs)
+    alone: set[str] = set()
+    for node in graph.graph.nodes:
+        views = node.op != "call_function" or is_view(node) or isinstance(node.meta["val"], list)
+        if views or not any(map(is_of_samples, node.all_input_nodes)):
+            continue
+        if sampling_of(node, _BATCH) is None:
+            alone.add(getattr(node.target, "_opname", str(node.target)))
+            continue
+        for samples in (1, 2, 4):
+            check(node, values, _BATCH, samples)
+    assert alone == whole
+
+
+def is_of_samples(node: fx.Node) -> bool:
+    found = [t for t in results_of(node) if isinstance(t, torch.Tensor)]
+    return any(_BATCH in t.shape or _BATCH * _LENGTH in t.shape for t in found)
+
+
+def call_of(run: Callable[[torch.Tensor], Any], shape: tuple[int, ...]) -> fx.Node:
+    """The last call that is no view."""
+    nodes = make_fx(run)(torch.randn(shape)).graph.nodes
+    found = [n for n in nodes if n.op == "call_function" and n.target is not torch.ops.aten.detach.default]
+    return cast(fx.Node, found[-1])
+
+
+COUPLED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "softmax": lambda x: x.softmax(0),
+    "running sum": lambda x: x.cumsum(0),
+    "mean": lambda x: x.mean(0),
+    "maximum": lambda x: x.amax(0),
+    "concatenation": lambda x: torch.cat((x, x)),
+    "sorting": lambda x: x.sort(0),
+    "normalisation of all": lambda x: functional.layer_norm(x, x.shape),
+    "statistics": lambda x: functional.batch_norm(x, None, None, training=True),
+    "reversal": lambda x: x.flip(0),
+    "padding": lambda x: functional.pad(x, (0, 0, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_what_couples_samples_runs_whole(name: str) -> None:
+    assert sampling_of(call_of(COUPLED[name], (6, 6)), 6) is None
+
+
+@st.composite
+def views(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """Memory with samples outermost, a view of it, its axis of samples, and how many there are."""
+    batch, rows = draw(st.integers(2, 5)), draw(st.integers(1, 3))
+    inner = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    base = torch.arange(float(batch * rows * torch.Size(inner).numel())).view(batch * rows, *inner)
+    view = base.unflatten(0, (batch, rows)) if draw(st.booleans()) else base
+    for axis in range(1, view.dim()):
+        start = draw(st.integers(0, view.shape[axis] - 1))
+        view = view.narrow(axis, start, draw(st.integers(1, view.shape[axis] - start)))
+    order = draw(st.permutations(range(view.dim())))
+    return base, view.permute(order), order.index(0), batch
+
+
+@given(views(), st.data())
+def test_the_view_of_a_slice_is_the_slice_of_the_view(
+    case: tuple[torch.Tensor, torch.Tensor, int, int], data: st.DataObject
+) -> None:
+    base, value, axis, batch = case
+    found = ViewOfSlice.of(base, value, batch, axis)
+    if found is None:  # what does not reach as far as the next sample has none that is known
+        assert value.shape[axis] % batch or value.stride(axis) * (value.shape[axis] // batch) != base.numel() // batch
+        return
+    start = data.draw(st.integers(0, batch - 1))
+    stop = data.draw(st.integers(start + 1, batch))
+    part = samples_between(base, 0, batch, start, stop)
+    otherwise = part.transpose(0, -1).contiguous().transpose(0, -1)  # as a kernel may lay out a few samples
+    expected = samples_between(value, axis, batch, start, stop)
+    for made in (part.clone(), part, otherwise):
+        assert torch.equal(view_of_samples(found, batch)(made), expected)
+
+
+def test_views_that_mix_samples_are_none_of_slices() -> None:
+    base = torch.zeros(4, 6)
+    assert ViewOfSlice.of(base, base.t(), 4, 0) is None
+    assert ViewOfSlice.of(base, base.view(8, 3)[1:], 4, 0) is None
+    assert ViewOfSlice.of(base, base.view(2, 2, 6), 4, 0) is None
+    assert ViewOfSlice.of(base, base.view(torch.int32), 4, 0) is None
+
+
+def test_dropout_in_two_has_the_bits_of_dropout() -> None:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        data = torch.randn(7, 333).to(dtype)
+        torch.manual_seed(3)
+        kept, mask = torch.ops.aten.native_dropout.default(data, 0.3, True)
+        torch.manual_seed(3)
+        drawn = torch.ops.aten.bernoulli.p(torch.empty(7, 333, dtype=torch.bool), 1 - 0.3)
+        assert torch.equal(drawn, mask) and torch.equal(masked(data, drawn, 1 / (1 - 0.3)), kept)
