@@ -1,14 +1,15 @@
 """Strategies side by side: the same steps, the same simulator, the same runtime, the same measurements.
 
-For every batch size the step is captured and profiled once. Every strategy plans it under every budget, and all
-plans run in turns with the plain step in one process, so that a drifting machine is fair to all of them. A
-budget nothing fits is a row that says so, not an error.
+For every batch size, and size of image or sequence, the step is captured and profiled once. Every strategy plans it
+under every budget, and all plans run in turns with the plain step in one process, so that a drifting machine is fair to
+all of them. A budget nothing fits is a row that says so, not an error.
 
 Known limits: with an optimizer the measured times include its step, the predicted ones do not.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -41,7 +42,17 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 _NO_BUDGET = 1 << 60
 _IGNORE_BUDGET = frozenset(
-    {"none", "sqrt", "every-block", "openai-speed", "openai-memory", "openai-collection", "sequential", "tile"}
+    {
+        "none",
+        "sqrt",
+        "every-block",
+        "openai-speed",
+        "openai-memory",
+        "openai-collection",
+        "sequential",
+        "tile",
+        "micro-batch",
+    }
 )
 """Strategies whose order does not depend on the budget, without their parameter."""
 
@@ -52,6 +63,7 @@ class Row:
 
     Attributes:
         batch: samples in the batch.
+        size: of an image or a sequence, if several are compared.
         strategy: name of the planner.
         budget_bytes: peak of the whole step that was asked for; None if the strategy takes no budget.
         plain_peak_bytes: predicted peak of the plain step.
@@ -76,6 +88,7 @@ class Row:
     """
 
     batch: int
+    size: int | None = None
     strategy: str
     budget_bytes: int | None
     plain_peak_bytes: int
@@ -131,10 +144,11 @@ class Comparison:
 
 
 def compare(
-    make_example: Callable[[int], Any],
+    make_example: Callable[..., Any],
     *,
     strategies: Sequence[str],
     batches: Sequence[int],
+    sizes: Sequence[int | None] = (None,),
     budgets: Sequence[int | str | None] = (None,),
     optimizer: OptimizerFactory | None = None,
     levers: str | tuple[str, ...] = "bitwise",
@@ -146,9 +160,11 @@ def compare(
     """Plans and runs a model with several strategies, batch sizes and budgets.
 
     Args:
-        make_example: from a batch size to a `memfit.zoo.Example`, or to `(model, args)` or `(model, args, kwargs)`.
+        make_example: from a batch size, and a size if there are `sizes`, to a `memfit.zoo.Example`, or to
+            `(model, args)` or `(model, args, kwargs)`.
         strategies: names, see `memfit.strategies.names()`. One that ignores budgets gives one row per batch size.
         batches: batch sizes.
+        sizes: of images or sequences; None for that of the example.
         budgets: bytes or strings. Here a percentage is one of the plain step's predicted peak, `"40%"` as well
             as `"40%plain"`, since that is what strategies are compared at. None is no limit.
         optimizer: makes an optimizer from parameters, such as `torch.optim.AdamW`; its state and step count.
@@ -159,7 +175,7 @@ def compare(
         progress: told how far it is.
 
     Returns:
-        One row for each batch size, strategy and budget.
+        One row for each batch size, size, strategy and budget.
 
     Raises:
         SpecError: if a name, a batch size or a budget makes no sense.
@@ -168,8 +184,8 @@ def compare(
     _validate(strategies, batches, budgets)
     rows: list[Row] = []
     label = device = ""
-    for batch in batches:
-        model, args, kwargs, loss_fn, title = _parts(make_example(batch))
+    for batch, size in itertools.product(batches, sizes):
+        model, args, kwargs, loss_fn, title = _parts(make_example(*((batch,) if size is None else (batch, size))))
         label, device = label or title, str(device_of(model))
         made = None if optimizer is None else optimizer(model.parameters())
         request = Request(
@@ -178,8 +194,9 @@ def compare(
         check_request(request, device_of(model))
         capture, graph = capture_and_profile(model, args, kwargs, request, progress=progress)
         bench = _Bench(model=model, args=args, kwargs=kwargs, capture=capture, graph=graph, request=request)
-        rows += _rows_of_batch(bench, batch, strategies, budgets, repeats if measure else 0, progress)
-    if len(batches) > 1:
+        made_rows = _rows_of_step(bench, batch, strategies, budgets, repeats if measure else 0, progress)
+        rows += [replace(row, size=size) for row in made_rows]
+    if len(batches) * len(sizes) > 1:
         label = label.partition(" · ")[0]
     return Comparison(label=label, device=device, rows=tuple(rows))
 
@@ -234,7 +251,7 @@ class _Bench:
         )
 
 
-def _rows_of_batch(
+def _rows_of_step(
     bench: _Bench,
     batch: int,
     strategies: Sequence[str],

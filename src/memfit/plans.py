@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from memfit.planner.activations import count_activations
+from memfit.planner.explain import ends_of_runs
 from memfit.step.codec import Decision, PlanFile, Prediction, load_plan, save_plan
 from memfit.step.program import Program
 from memfit.units import format_bytes, format_percent, format_seconds
@@ -159,6 +160,8 @@ class Plan:
             lines.append(
                 f"      runs slice by slice where that pays{tiles}; gradients are the plain ones up to rounding"
             )
+            ends = "" if self.planned is None else ends_of_runs(self.planned.graph)
+            lines += [f"      what takes its operands whole: {ends}"] if ends else []
         if p.out_bytes:
             tiers = " and ".join(
                 f"{format_bytes(n)} on the {tier}" for tier, n in (("host", p.host_bytes), ("disk", p.disk_bytes)) if n

@@ -166,6 +166,26 @@ def test_resizing_by_whole_factors(grid: tuple[int, ...]) -> None:
     check(*call_on(gradient_of_repeated, {"a": torch.randn(2, 3, 22, 39, dtype=torch.float64)}, 2, 3), grid)
 
 
+@given(st.integers(1, 3), st.integers(2, 4), _GRIDS)
+@settings(max_examples=30)
+def test_bilinear_resizing(rows: int, columns: int, grid: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    data, sizes = torch.randn(2, 3, 7, 11, dtype=torch.float64), [7 * rows, 11 * columns]
+    check(*call_on(_aten.upsample_bilinear2d.default, {"data": data}, sizes, False), grid)
+    check(*call_on(_aten.upsample_bilinear2d.vec, {"data": data}, None, False, [float(rows), float(columns)]), grid)
+    gradient = torch.randn(2, 3, *sizes, dtype=torch.float64)
+    check(
+        *call_on(_aten.upsample_bilinear2d_backward.default, {"gradient": gradient}, sizes, list(data.shape), False),
+        grid,
+    )
+
+
+@pytest.mark.parametrize("settings", [([15, 22], False), ([14, 22], True), ([14, 22], False, 2.1, 2.0)])
+def test_resizing_by_fractions_or_with_aligned_corners_has_no_tiles(settings: tuple[Any, ...]) -> None:
+    call, _ = call_on(_aten.upsample_bilinear2d.default, {"data": torch.randn(2, 3, 7, 11)}, *settings)
+    assert tiling_of(call, 2) is None
+
+
 def test_what_looks_at_all_of_an_image_has_no_tiles() -> None:
     a = torch.randn(2, 3, 11, 13)
     rows = torch.randn(11, 1)

@@ -102,7 +102,7 @@ def test_one_large_image_runs_in_tiles() -> None:
 
 
 class Resized(nn.Module):
-    """Resizing by whole factors, with and without a channel of its own, and by another one."""
+    """Resizing by whole factors, to nearest pixels and between them, and by another one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,6 +111,7 @@ class Resized(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = nn.functional.interpolate(torch.relu(self.first(x)), scale_factor=2)
         x = nn.functional.interpolate(torch.tanh(x), scale_factor=(3, 1))
+        x = nn.functional.interpolate(torch.sin(x), scale_factor=2, mode="bilinear")
         return self.last(nn.functional.interpolate(x, size=(50, 31)))
 
 
@@ -120,6 +121,7 @@ def test_resizing_in_tiles() -> None:
     capture, graph = capture_and_profile(model, (x,), {}, Request(budget=1, loss_fn=loss_fn), grid=(3, 2))
     tiled = [op.target for op in graph.ops if op.by_slices is not None and op.by_slices.grid]
     assert tiled.count("repeat_nearest") == tiled.count("gradient_of_repeated") == 2
+    assert sum("upsample_bilinear2d" in target for target in tiled) == 2
     lean = leanest(graph)
     program = program_of(lean, tiled_order(lean, anchors(lean, 1)), in_place=False)
     plain = copy.deepcopy(model)

@@ -9,7 +9,7 @@ is a sum over tiles of its gradient.
 `tiling_of` says how a call runs so, or that it does not: what looks at a whole image (global pooling, normalisation by
 group or instance, flattening, attention) ends a run.
 
-Known limits: nearest-neighbour resizing by whole factors, and no other resizing; average pooling without ceil mode.
+Known limits: resizing by whole factors, nearest or bilinear without aligned corners; average pooling without ceil mode.
 """
 
 from __future__ import annotations
@@ -354,6 +354,62 @@ def _repeated_backward(call: fx.Node | Call, axes: int) -> Tiling | None:
     return Tiling(extents=_extents(call, axes), operands=(gradient,), needs=needs, run=run)
 
 
+def _bilinear(call: fx.Node | Call, axes: int) -> Tiling | None:
+    """Between pixels: what lies at a tile's edge needs one pixel more, except at the image's."""
+    data = cast(fx.Node, call.args[0])
+    factors = _whole_factors(data.meta["val"], call.meta["val"], call.args[3:])
+    extents = _extents(data, axes)
+    if factors is None or call.args[2] is not False:
+        return None
+
+    def run(data: torch.Tensor, *_: Any, tile: Tile) -> Any:
+        sizes = [extent * n for extent, n in zip(data.shape[SPACE:], factors, strict=True)]
+        first = [start * n for (start, _), n in zip(needs(tile)[0], factors, strict=False)]
+        return cropped(_aten.upsample_bilinear2d.default(data, sizes, False), first, tile)
+
+    def needs(tile: Tile) -> tuple[Tile, ...]:
+        small = tuple((start // n, -(-stop // n)) for (start, stop), n in zip(tile, factors, strict=False))
+        return (_beyond(small, extents),)
+
+    return Tiling(extents=_extents(call, axes), operands=(data,), needs=needs, run=run)
+
+
+def _bilinear_backward(call: fx.Node | Call, axes: int) -> Tiling | None:
+    gradient = cast(fx.Node, call.args[0])
+    factors = _whole_factors(call.meta["val"], gradient.meta["val"], call.args[4:])
+    extents = _extents(call, axes)
+    if factors is None or call.args[3] is not False:
+        return None
+
+    def run(gradient: torch.Tensor, *_: Any, tile: Tile) -> Any:
+        given = gradient.shape[SPACE:]
+        sizes = [extent // n for extent, n in zip(given, factors, strict=True)]
+        made = _aten.upsample_bilinear2d_backward.default(gradient, given, [*gradient.shape[:SPACE], *sizes], False)
+        return cropped(made, _starts(_beyond(tile, extents)), tile)
+
+    def needs(tile: Tile) -> tuple[Tile, ...]:
+        beyond = _beyond(tile, extents)
+        return (tuple((start * n, stop * n) for (start, stop), n in zip(beyond, factors, strict=False)),)
+
+    return Tiling(extents=extents, operands=(gradient,), needs=needs, run=run)
+
+
+def _whole_factors(small: torch.Tensor, large: torch.Tensor, given: Any) -> tuple[int, ...] | None:
+    """By how much both axes of an image are enlarged; None if not by whole numbers, or others were `given`."""
+    sizes = list(zip(small.shape[SPACE:], large.shape[SPACE:], strict=True))
+    factors = tuple(after // before for before, after in sizes)
+    asked = given[0] if given and isinstance(given[0], list | tuple) else given
+    exact = all(after == before * n for (before, after), n in zip(sizes, factors, strict=True))
+    return factors if exact and all(f is None or f == n for f, n in zip(asked, factors, strict=False)) else None
+
+
+def _beyond(tile: Tile, extents: Sequence[int]) -> Tile:
+    """A tile with one pixel more on each side, as far as there are any."""
+    return tuple(
+        (max(0, start - 1), min(extent, stop + 1)) for (start, stop), extent in zip(tile, extents, strict=True)
+    )
+
+
 def _windows_of(weight: fx.Node, stride: Any, padding: Any, dilation: Any, axes: int) -> Sequence[Window]:
     return _windows(weight.meta["val"].shape[SPACE:], stride, padding, dilation, axes)
 
@@ -406,6 +462,9 @@ _RULES: dict[Any, Callable[[fx.Node | Call, int], Tiling | None]] = {
     _aten.avg_pool2d.default: _average_pool,
     _aten.avg_pool3d.default: _average_pool,
     _aten.avg_pool2d_backward.default: _average_pool_backward,
+    _aten.upsample_bilinear2d.vec: _bilinear,
+    _aten.upsample_bilinear2d.default: _bilinear,
+    _aten.upsample_bilinear2d_backward.default: _bilinear_backward,
     repeat_nearest: _repeated,
     gradient_of_repeated: _repeated_backward,
 }

@@ -1,4 +1,4 @@
-"""Runs several strategies at several batch sizes and budgets and prints one table.
+"""Runs several strategies at several batch sizes, sizes of samples and budgets and prints one table.
 
 Peak and time before and after, predicted and measured, what is recomputed and how many activations are kept.
 All plans of a batch size run in turns with the plain step in one process. A budget that a strategy cannot
@@ -15,6 +15,7 @@ from memfit.cli.options import (
     add_output,
     add_tiers,
     build_example,
+    example_of_size,
     optimizer_factory,
     whole_numbers,
     words,
@@ -31,6 +32,9 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     """Adds the options."""
     add_model(parser, batch=False)
     parser.add_argument("--batch", type=whole_numbers, default=(8,), metavar="N,N,...", help="batch sizes (default: 8)")
+    parser.add_argument(
+        "--size", type=whole_numbers, metavar="N,N,...", help="heights and widths of images, or tokens of sequences"
+    )
     parser.add_argument(
         "--strategy", type=words, default=words(_STRATEGIES), metavar="NAME,...", help=f"(default: {_STRATEGIES})"
     )
@@ -57,9 +61,10 @@ def run(args: argparse.Namespace) -> int:
     factory = optimizer_factory(args.optimizer)
     with progress_bars() as progress:
         result = compare(
-            lambda batch: build_example(args, batch),
+            lambda batch, *size: example_of_size(args, batch, *size) if size else build_example(args, batch),
             strategies=args.strategy,
             batches=args.batch,
+            sizes=args.size or (None,),
             budgets=args.budget,
             optimizer=factory,
             levers=args.levers,

@@ -7,14 +7,14 @@ by one run of the planned step.
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from memfit.cli.options import (
     add_budget,
     add_levers,
     add_model,
     add_output,
-    build_example,
+    example_of_size,
     optimizer_factory,
     whole_number,
 )
@@ -46,16 +46,9 @@ def run(args: argparse.Namespace) -> int:
     from memfit.size_search import max_size
 
     check_output(args)
-    given = args.shape
-
-    def shape_at(size: int) -> tuple[int, ...]:
-        shape = given or _sample_shape(build_example(args, args.batch))
-        return (shape[0], *(size,) * (len(shape) - 1)) if len(shape) > 1 else (size,)
 
     def make(size: int) -> Made:
-        args.shape = given
-        args.shape = shape_at(size)
-        example = build_example(args, args.batch)
+        example = example_of_size(args, args.batch, size)
         return example.model, tuple(example.args), dict(example.kwargs), example.loss_fn
 
     with progress_bars() as progress:
@@ -73,12 +66,3 @@ def run(args: argparse.Namespace) -> int:
         )
     emit(result, args)
     return 0
-
-
-def _sample_shape(example: Any) -> tuple[int, ...]:
-    """Of the first tensor the model takes, without the batch."""
-    import torch
-    from torch.utils import _pytree as pytree
-
-    tensors = (t for t in pytree.tree_leaves((example.args, example.kwargs)) if isinstance(t, torch.Tensor))
-    return tuple(next(tensors).shape[1:])

@@ -25,6 +25,7 @@ __all__ = [
     "add_strategy",
     "add_tiers",
     "build_example",
+    "example_of_size",
     "optimizer_factory",
     "whole_number",
     "whole_numbers",
@@ -127,6 +128,22 @@ def build_example(args: argparse.Namespace, batch: int, *, device: str | None = 
     if where.startswith("cuda") and not torch.cuda.is_available():
         raise SpecError(f"this torch sees no CUDA device; use --device cpu (device: {where!r})")
     return zoo.build(args.model, batch=batch, shape=args.shape, dtype=dtype, device=where)
+
+
+def example_of_size(args: argparse.Namespace, batch: int, size: int) -> Example:
+    """The same with samples of a size: the height and width of images, the tokens of sequences."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    given = args.shape
+    try:
+        example = build_example(args, batch) if given is None else None
+        found = pytree.tree_leaves((example.args, example.kwargs)) if example is not None else []
+        shape = given or next(tuple(t.shape[1:]) for t in found if isinstance(t, torch.Tensor))
+        args.shape = (shape[0], *(size,) * (len(shape) - 1)) if len(shape) > 1 else (size,)
+        return build_example(args, batch)
+    finally:
+        args.shape = given
 
 
 def optimizer_factory(name: str) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None:

@@ -14,9 +14,10 @@ from memfit.step.program import Action, Program, as_they_run
 from memfit.step.simulate import Timeline, live_storages_at, simulate_plain
 from memfit.units import format_bytes
 
-__all__ = ["binding_place", "decisions", "kept_storages", "prediction"]
+__all__ = ["binding_place", "decisions", "ends_of_runs", "kept_storages", "prediction"]
 
 _MOST_BLOCKS = 40
+_MOST_ENDS = 4
 
 
 def prediction(graph: StepGraph, timeline: Timeline, *, bound_seconds: float | None = None) -> Prediction:
@@ -152,6 +153,22 @@ def binding_place(graph: StepGraph, program: Program, timeline: Timeline) -> str
     widest = live_storages_at(graph, program, timeline.peak_position)[:1]
     beside = f", beside {graph.storages[widest[0]].name}" if widest else ""
     return f"{op.module or 'model'} {_short(op.target)} ({op.phase}{beside})"
+
+
+def ends_of_runs(graph: StepGraph) -> str:
+    """What of the forward pass takes whole what could be handed on in slices, for people; empty if nothing does."""
+    sliced: set[int] = set()
+    ends: Counter[str] = Counter()
+    for op in graph.ops:
+        if op.phase is not Phase.FORWARD:
+            break
+        if op.by_slices is not None and op.by_slices.first:
+            sliced.update(s for s in op.writes if s not in op.by_slices.sums)
+        elif not sliced.isdisjoint(op.reads):
+            ends[f"{_short(op.target)} in {op.module or 'the model'}"] += 1
+    found = [name if n == 1 else f"{n} {name}" for name, n in ends.items()]
+    more = [f"{len(found) - _MOST_ENDS} more"] if len(found) > _MOST_ENDS else []
+    return ", ".join(found[:_MOST_ENDS] + more)
 
 
 def _blocks(graph: StepGraph) -> list[tuple[str, list[int]]]:

@@ -74,6 +74,7 @@ def _row(row: Row) -> Record:
     a = row.activations
     return {
         "batch": row.batch,
+        "size": row.size,
         "strategy": row.strategy,
         "budget_bytes": row.budget_bytes,
         "fits": row.fits,

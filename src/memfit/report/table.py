@@ -97,7 +97,7 @@ def _(result: Comparison) -> list[Sheet]:
 def _lines(row: Row) -> list[tuple[str, ...]]:
     """A row of a comparison: what is predicted, and under it what is measured."""
     budget = "-" if row.budget_bytes is None else format_bytes(row.budget_bytes)
-    head = (str(row.batch), row.strategy, budget)
+    head = (str(row.batch) if row.size is None else f"{row.batch} × {row.size}", row.strategy, budget)
     before, plain_seconds = format_bytes(row.plain_peak_bytes), format_seconds(row.plain_seconds)
     if row.error:
         least = f"least {format_bytes(row.least_bytes)}" if row.least_bytes else row.error
