@@ -14,7 +14,6 @@ from torch.utils import _pytree as pytree
 
 from memfit.capture.again import Call, normalise
 from memfit.capture.by_tiles import reaches_of, tiling_of
-from memfit.capture.resizing import gradient_of_repeated, repeat_nearest
 from memfit.capture.rewrite import (
     HOLLOW_PREFIX,
     input_gradient_beside_stand_in,
@@ -159,25 +158,17 @@ def test_what_is_pointwise_takes_the_same_tile(grid: tuple[int, ...]) -> None:
     check(*call_on(normalise, {"a": a, "m": per_channel, "i": per_channel, "w": per_channel, "c": per_channel}), grid)
 
 
-@pytest.mark.parametrize("grid", [(2,), (3, 5)])
-def test_resizing_by_whole_factors(grid: tuple[int, ...]) -> None:
-    a = torch.randn(2, 3, 11, 13, dtype=torch.float64)
-    check(*call_on(repeat_nearest, {"a": a}, 2, 3), grid)
-    check(*call_on(gradient_of_repeated, {"a": torch.randn(2, 3, 22, 39, dtype=torch.float64)}, 2, 3), grid)
-
-
-@given(st.integers(1, 3), st.integers(2, 4), _GRIDS)
-@settings(max_examples=30)
-def test_bilinear_resizing(rows: int, columns: int, grid: tuple[int, ...]) -> None:
+@given(st.integers(1, 3), st.integers(2, 4), st.sampled_from(["nearest2d", "bilinear2d"]), _GRIDS)
+@settings(max_examples=40)
+def test_resizing_by_whole_factors(rows: int, columns: int, way: str, grid: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     data, sizes = torch.randn(2, 3, 7, 11, dtype=torch.float64), [7 * rows, 11 * columns]
-    check(*call_on(_aten.upsample_bilinear2d.default, {"data": data}, sizes, False), grid)
-    check(*call_on(_aten.upsample_bilinear2d.vec, {"data": data}, None, False, [float(rows), float(columns)]), grid)
-    gradient = torch.randn(2, 3, *sizes, dtype=torch.float64)
-    check(
-        *call_on(_aten.upsample_bilinear2d_backward.default, {"gradient": gradient}, sizes, list(data.shape), False),
-        grid,
-    )
+    rest = [False] if way == "bilinear2d" else []
+    check(*call_on(getattr(_aten, f"upsample_{way}").default, {"data": data}, sizes, *rest), grid)
+    given = [*rest, float(rows), float(columns)]
+    check(*call_on(getattr(_aten, f"upsample_{way}").default, {"data": data}, sizes, *given), grid)
+    back, gradient = getattr(_aten, f"upsample_{way}_backward").default, torch.randn(2, 3, *sizes, dtype=torch.float64)
+    check(*call_on(back, {"gradient": gradient}, sizes, list(data.shape), *rest), grid)
 
 
 @pytest.mark.parametrize("settings", [([15, 22], False), ([14, 22], True), ([14, 22], False, 2.1, 2.0)])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional
 
 import memfit
 from memfit.planning import Request
@@ -45,3 +47,32 @@ def test_autocast_is_exact() -> None:
         plain = memfit.plan(model, args, kwargs, budget="1GiB", loss_fn=loss_fn, prove=False).predicted.plain_peak_bytes
         result = verify(model, args, kwargs, Request(budget=int(plain * 0.8), loss_fn=loss_fn), loss_fn=loss_fn)
     assert all(c.equal for c in result.checks)
+
+
+class Resized(nn.Module):
+    """Calls that tracing would take apart into others, with other bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolutions = nn.ModuleList(nn.Conv2d(3, 3, 3, padding=1) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ways = {"bilinear": {"scale_factor": 2}, "bicubic": {"size": 37}, "nearest": {"scale_factor": 1.5}}
+        for convolution, (mode, how) in zip(self.convolutions, ways.items(), strict=False):
+            x = functional.interpolate(convolution(x), mode=mode, **how)
+        x = functional.interpolate(x, size=(40, 41), mode="bilinear", align_corners=True)
+        return functional.hardshrink(self.convolutions[3](x), 0.1)
+
+
+@pytest.mark.smoke
+def test_resizing_has_the_bits_of_its_kernels() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 17, 19, requires_grad=True)
+    request = Request(budget="1GiB", loss_fn=loss, strategy="every-block", prove=False)
+    result = verify(Resized(), (x,), {}, request, loss_fn=loss)
+    assert not result.differing and all(c.equal for c in result.checks)
+    assert result.recomputes_executed == result.recomputes_planned > 0
+
+
+def loss(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()

@@ -25,7 +25,6 @@ from torch._prims_common import suggest_memory_format
 
 from memfit.capture.again import Call, normalise
 from memfit.capture.batch_norm import input_gradient_from_sums, sums_of_data
-from memfit.capture.resizing import gradient_of_repeated, repeat_nearest
 from memfit.capture.rewrite import convolution_input_gradient, input_gradient_beside_stand_in, make_hollow
 from memfit.capture.samples import is_alone, is_pointwise, makes_sums_or_slices, nodes_of
 from memfit.capture.tiles import SPACE, Tile, Window, cropped, inside, padded, read_by, touching
@@ -325,82 +324,73 @@ def _average_pool_backward(call: fx.Node | Call, axes: int) -> Tiling | None:
     )
 
 
-def _repeated(call: fx.Node | Call, axes: int) -> Tiling | None:
-    target: Any = call.target
-    data = cast(fx.Node, call.args[0])
-    times = cast(tuple[int, ...], call.args[1:])[:axes]
+def _resized(*corners: bool) -> Callable[[fx.Node | Call, int], Tiling | None]:
+    """The rule of resizing; `corners` says that they are not aligned, where a kernel that puts pixels between is told.
 
-    def run(data: torch.Tensor, *rest: Any, tile: Tile) -> Any:
-        first = [start // n * n for (start, _), n in zip(tile, times, strict=True)]
-        return cropped(target(data, *rest), first, tile)
+    It then needs one pixel more at each edge of a tile, except at the image's.
+    """
 
-    def needs(tile: Tile) -> tuple[Tile, ...]:
-        return (tuple((start // n, -(-stop // n)) for (start, stop), n in zip(tile, times, strict=True)),)
+    def rule(call: fx.Node | Call, axes: int) -> Tiling | None:
+        kernel: Any = call.target
+        data, _, *settings = cast(tuple[Any, ...], call.args)
+        factors, extents = _whole_factors(data.meta["val"], call.meta["val"], corners, settings), _extents(data, axes)
+        if factors is None:
+            return None
 
-    return Tiling(extents=_extents(call, axes), operands=(data,), needs=needs, run=run)
+        def run(data: torch.Tensor, *_: Any, tile: Tile) -> Any:
+            sizes = [extent * n for extent, n in zip(data.shape[SPACE:], factors, strict=True)]
+            first = [start * n for (start, _), n in zip(needs(tile)[0], factors, strict=False)]
+            return cropped(kernel(data, sizes, *corners), first, tile)
 
+        def needs(tile: Tile) -> tuple[Tile, ...]:
+            small = tuple((start // n, -(-stop // n)) for (start, stop), n in zip(tile, factors, strict=False))
+            return (_beyond(small, extents) if corners else small,)
 
-def _repeated_backward(call: fx.Node | Call, axes: int) -> Tiling | None:
-    target: Any = call.target
-    gradient = cast(fx.Node, call.args[0])
-    times = cast(tuple[int, ...], call.args[1:])[:axes]
+        return Tiling(extents=_extents(call, axes), operands=(data,), needs=needs, run=run)
 
-    def run(*args: Any, tile: Tile) -> Any:
-        return target(*args)
-
-    def needs(tile: Tile) -> tuple[Tile, ...]:
-        return (tuple((start * n, stop * n) for (start, stop), n in zip(tile, times, strict=True)),)
-
-    return Tiling(extents=_extents(call, axes), operands=(gradient,), needs=needs, run=run)
+    return rule
 
 
-def _bilinear(call: fx.Node | Call, axes: int) -> Tiling | None:
-    """Between pixels: what lies at a tile's edge needs one pixel more, except at the image's."""
-    data = cast(fx.Node, call.args[0])
-    factors = _whole_factors(data.meta["val"], call.meta["val"], call.args[3:])
-    extents = _extents(data, axes)
-    if factors is None or call.args[2] is not False:
-        return None
+def _resized_backward(*corners: bool) -> Callable[[fx.Node | Call, int], Tiling | None]:
+    """The rule of its gradient."""
 
-    def run(data: torch.Tensor, *_: Any, tile: Tile) -> Any:
-        sizes = [extent * n for extent, n in zip(data.shape[SPACE:], factors, strict=True)]
-        first = [start * n for (start, _), n in zip(needs(tile)[0], factors, strict=False)]
-        return cropped(_aten.upsample_bilinear2d.default(data, sizes, False), first, tile)
+    def rule(call: fx.Node | Call, axes: int) -> Tiling | None:
+        kernel: Any = call.target
+        gradient, _, _, *settings = cast(tuple[Any, ...], call.args)
+        factors, extents = (
+            _whole_factors(call.meta["val"], gradient.meta["val"], corners, settings),
+            _extents(call, axes),
+        )
+        if factors is None:
+            return None
 
-    def needs(tile: Tile) -> tuple[Tile, ...]:
-        small = tuple((start // n, -(-stop // n)) for (start, stop), n in zip(tile, factors, strict=False))
-        return (_beyond(small, extents),)
+        def run(gradient: torch.Tensor, *_: Any, tile: Tile) -> Any:
+            given = gradient.shape[SPACE:]
+            sizes = [extent // n for extent, n in zip(given, factors, strict=True)]
+            made = kernel(gradient, given, [*gradient.shape[:SPACE], *sizes], *corners)
+            return cropped(made, _starts(reach(tile)), tile)
 
-    return Tiling(extents=_extents(call, axes), operands=(data,), needs=needs, run=run)
+        def reach(tile: Tile) -> Tile:
+            return _beyond(tile, extents) if corners else tile
 
+        def needs(tile: Tile) -> tuple[Tile, ...]:
+            return (tuple((start * n, stop * n) for (start, stop), n in zip(reach(tile), factors, strict=False)),)
 
-def _bilinear_backward(call: fx.Node | Call, axes: int) -> Tiling | None:
-    gradient = cast(fx.Node, call.args[0])
-    factors = _whole_factors(call.meta["val"], gradient.meta["val"], call.args[4:])
-    extents = _extents(call, axes)
-    if factors is None or call.args[3] is not False:
-        return None
+        return Tiling(extents=extents, operands=(gradient,), needs=needs, run=run)
 
-    def run(gradient: torch.Tensor, *_: Any, tile: Tile) -> Any:
-        given = gradient.shape[SPACE:]
-        sizes = [extent // n for extent, n in zip(given, factors, strict=True)]
-        made = _aten.upsample_bilinear2d_backward.default(gradient, given, [*gradient.shape[:SPACE], *sizes], False)
-        return cropped(made, _starts(_beyond(tile, extents)), tile)
-
-    def needs(tile: Tile) -> tuple[Tile, ...]:
-        beyond = _beyond(tile, extents)
-        return (tuple((start * n, stop * n) for (start, stop), n in zip(beyond, factors, strict=False)),)
-
-    return Tiling(extents=extents, operands=(gradient,), needs=needs, run=run)
+    return rule
 
 
-def _whole_factors(small: torch.Tensor, large: torch.Tensor, given: Any) -> tuple[int, ...] | None:
-    """By how much both axes of an image are enlarged; None if not by whole numbers, or others were `given`."""
+def _whole_factors(
+    small: torch.Tensor, large: torch.Tensor, corners: tuple[bool, ...], settings: Sequence[Any]
+) -> tuple[int, ...] | None:
+    """By how much both axes of an image are enlarged; None if not by whole numbers, or the settings ask for others."""
     sizes = list(zip(small.shape[SPACE:], large.shape[SPACE:], strict=True))
     factors = tuple(after // before for before, after in sizes)
-    asked = given[0] if given and isinstance(given[0], list | tuple) else given
+    asked = settings[len(corners) :]
     exact = all(after == before * n for (before, after), n in zip(sizes, factors, strict=True))
-    return factors if exact and all(f is None or f == n for f, n in zip(asked, factors, strict=False)) else None
+    exact = exact and all(f is None or f == n for f, n in zip(asked, factors, strict=False))
+    return factors if exact and tuple(settings[: len(corners)]) == corners else None
 
 
 def _beyond(tile: Tile, extents: Sequence[int]) -> Tile:
@@ -462,9 +452,8 @@ _RULES: dict[Any, Callable[[fx.Node | Call, int], Tiling | None]] = {
     _aten.avg_pool2d.default: _average_pool,
     _aten.avg_pool3d.default: _average_pool,
     _aten.avg_pool2d_backward.default: _average_pool_backward,
-    _aten.upsample_bilinear2d.vec: _bilinear,
-    _aten.upsample_bilinear2d.default: _bilinear,
-    _aten.upsample_bilinear2d_backward.default: _bilinear_backward,
-    repeat_nearest: _repeated,
-    gradient_of_repeated: _repeated_backward,
+    _aten.upsample_nearest2d.default: _resized(),
+    _aten.upsample_nearest2d_backward.default: _resized_backward(),
+    _aten.upsample_bilinear2d.default: _resized(False),
+    _aten.upsample_bilinear2d_backward.default: _resized_backward(False),
 }

@@ -28,6 +28,7 @@ from torch._functorch.partitioners import default_partition
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from memfit.capture.eager_kernels import as_in_eager
 from memfit.capture.joint import JointReading, read_joint
 from memfit.capture.live_bytes import LiveBytes
 from memfit.errors import CaptureError, MemfitError
@@ -154,7 +155,8 @@ def _capture(
         detach_outputs(gm, gradient_outputs)
         results = [n.meta["example_value"] if isinstance(n, fx.Node) else n for n in _outputs_of(gm)]
         original = gm.forward if fake else types.MethodType(type(gm).forward, gm)
-        aot_autograd(fw_compiler=_as_is, bw_compiler=_as_is, partition_fn=partition)(gm, inputs)
+        with as_in_eager():
+            aot_autograd(fw_compiler=_as_is, bw_compiler=_as_is, partition_fn=partition)(gm, inputs)
         if not readings:
             if fake:
                 raise CaptureError("the model has nothing to train: no output of it needs a gradient")

@@ -25,7 +25,7 @@ import torch
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 
-from memfit.capture import concatenations, dropout, resizing, rewrite, rounded, slices
+from memfit.capture import concatenations, dropout, rewrite, rounded, slices
 from memfit.capture.again import Call, from_statistics, without_statistics
 from memfit.capture.by_rows import RUNS_ONCE, rewrite_by_rows
 from memfit.capture.cost_key import tensors_of
@@ -156,7 +156,6 @@ def read_joint(
     rewrite.hollow_shape_operands(module)
     rewrite.hoist_weight_gradients(module)
     if grid:
-        resizing.join_resizing(module)
         rounded.split_batch_norm(module)
         rounded.split_batch_norm_backward(module)
         dropout.split_dropout(module)

@@ -26,7 +26,6 @@ from memfit.capture.again import Call, normalise
 from memfit.capture.batch_norm import input_gradient_from_sums, sums_of_data
 from memfit.capture.by_rows import SUM, product_over_rows
 from memfit.capture.dropout import masked
-from memfit.capture.resizing import gradient_of_repeated, repeat_nearest
 from memfit.capture.rewrite import (
     HOLLOW_PREFIX,
     convolution_input_gradient,
@@ -360,6 +359,8 @@ def _with_hollow_slice(target: Any) -> Callable[..., Any]:
     return run
 
 
+_RESIZING = ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "bicubic2d", "trilinear3d")
+
 _POINTWISE = {
     masked,
     _aten.leaky_relu_backward.default,
@@ -381,15 +382,7 @@ _RULES: dict[Any, Callable[[fx.Node | Call, int], _Axes | None]] = {
             _aten.avg_pool2d.default,
             _aten.avg_pool3d.default,
             _aten._adaptive_avg_pool2d.default,
-            _aten.upsample_nearest2d.vec,
-            _aten.upsample_bilinear2d.vec,
-            _aten.upsample_bicubic2d.vec,
-            _aten.upsample_nearest2d.default,
-            _aten.upsample_bilinear2d.default,
-            _aten.upsample_bicubic2d.default,
             normalise,
-            repeat_nearest,
-            gradient_of_repeated,
             sums_of_data,
             _aten.mm.default,
             convolution_input_gradient,
@@ -433,8 +426,8 @@ _RULES: dict[Any, Callable[[fx.Node | Call, int], _Axes | None]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention(0, 1, 2, 3, 4, 5),
     _aten.slice_backward.default: _padded_back,
     _aten.select_backward.default: _padded_back,
-    _aten.upsample_bilinear2d_backward.default: _resized_back,
-    _aten.upsample_bicubic2d_backward.default: _resized_back,
+    **{getattr(_aten, f"upsample_{way}").default: _rows(0) for way in _RESIZING},
+    **{getattr(_aten, f"upsample_{way}_backward").default: _resized_back for way in _RESIZING},
     **dict.fromkeys((_aten.sum.dim_IntList, _aten.mean.dim, _aten.amax.default, _aten.amin.default), _reduction),
 }
 
@@ -445,7 +438,7 @@ KEEP_BITS = {
     _aten.avg_pool2d.default,
     _aten.avg_pool3d.default,
     _aten._adaptive_avg_pool2d.default,
-    _aten.upsample_nearest2d.vec,
+    _aten.upsample_nearest2d.default,
     _aten.native_layer_norm.default,
     _aten.cat.default,
     normalise,

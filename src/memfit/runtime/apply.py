@@ -19,6 +19,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx.graph import _BoxedCodeGen
 
 from memfit.capture.dynamo import compile_call, detach_outputs
+from memfit.capture.eager_kernels import as_in_eager
 from memfit.capture.joint import JointReading, read_joint
 from memfit.capture.trace import Capture, device_of
 from memfit.errors import OutOfMemoryError, PlanMismatchError
@@ -288,7 +289,8 @@ def compile_planned(
         def boxed(lowered: fx.GraphModule, operands: Any) -> Callable[..., Any]:
             return _boxed(lowered, describe)
 
-        compiled = aot_autograd(fw_compiler=boxed, bw_compiler=boxed, partition_fn=partition)(gm, inputs)
+        with as_in_eager():
+            compiled = aot_autograd(fw_compiler=boxed, bw_compiler=boxed, partition_fn=partition)(gm, inputs)
         return refuse_gradient(compiled, cut) if cut else compiled
 
     return PlannedCall(compile_call(model, backend), tuple(swappers.values()))

@@ -39,8 +39,6 @@ class ExecutedOps(TorchDispatchMode):
 _CALLS = {
     "normalise": ("addcmul", "addcmul"),
     "input_gradient_from_sums": ("sub", "mul", "div", "div", "addcmul", "sub", "mul", "mul"),
-    "repeat_nearest": ("clone",),
-    "gradient_of_repeated": ("sum",),
     "masked": ("mul", "mul"),
     "product_over_rows": ("mm",),
     "share_of_mean": ("eq", "div", "where"),
