@@ -66,7 +66,7 @@ def _in_a_process(**facts: Any) -> dict[str, int] | None:
     command = [sys.executable, "-m", "benchmarks.tile.resident", "--child", json.dumps(facts)]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     if run.returncode:
-        print(run.stderr[-2000:], file=sys.stderr)
+        print(run.stderr.splitlines()[-1], file=sys.stderr)
         return None
     found: dict[str, int] = json.loads(run.stdout.splitlines()[-1])
     return found
@@ -76,7 +76,7 @@ def _growth(spec: str, batch: int, shape: list[int], share: float | None) -> dic
     """What is predicted and what the resident set grows by in one step, gradients made anew."""
     example = build(spec, batch=batch, shape=tuple(shape))
     model, args, loss_fn = example.model, tuple(example.args), example.loss_fn
-    plan = memfit.plan(model, args, example.kwargs, budget="64GiB", loss_fn=loss_fn, prove=False)
+    plan = memfit.plan(model, args, example.kwargs, budget="auto", loss_fn=loss_fn, prove=False)
     plain_bytes = plan.predicted.plain_peak_bytes
     if share is not None:
         budget = int(share * plain_bytes)
