@@ -15,9 +15,10 @@ from torch.nn import functional
 
 from memfit.capture.by_rows import rewrite_by_rows
 from memfit.capture.by_samples import ViewOfSlice, samples_between, view_of_samples
-from memfit.capture.dropout import masked
+from memfit.capture.dropout import masked, split_dropout
 from memfit.capture.rewrite import is_view
-from memfit.capture.samples import results_of, sampling_of, sums_of
+from memfit.capture.samples import looks_alike, results_of, sampling_of, sums_of
+from tests.capture.test_by_tiles import call_on
 
 _BATCH, _LENGTH, _WIDTH = 6, 5, 8
 
@@ -232,6 +233,57 @@ def test_views_that_mix_samples_are_none_of_slices() -> None:
     assert ViewOfSlice.of(base, base.view(8, 3)[1:], 4, 0) is None
     assert ViewOfSlice.of(base, base.view(2, 2, 6), 4, 0) is None
     assert ViewOfSlice.of(base, base.view(torch.int32), 4, 0) is None
+
+
+@pytest.mark.parametrize(
+    ("target", "operands", "settings"),
+    [
+        (torch.ops.aten.nll_loss_forward.default, {"x": torch.randn(6), "y": torch.tensor(3)}, (None, 2, -100)),
+        (torch.ops.aten.sum.dim_IntList, {"x": torch.randn(())}, ([0],)),
+        (
+            torch.ops.aten.native_group_norm_backward.default,
+            {
+                n: torch.randn(s)
+                for n, s in (("g", (6, 4, 9)), ("x", (6, 4, 9)), ("m", (6, 2)), ("r", (6, 2)), ("w", (4,)))
+            },
+            (6, 4, 9, 2, [False, True, True]),
+        ),
+    ],
+    ids=["loss of one sample", "sum of a number", "normalisation of an input"],
+)
+def test_what_has_no_samples_runs_whole(target: Any, operands: dict[str, torch.Tensor], settings: Any) -> None:
+    call, _ = call_on(target, operands, *settings)
+    assert sampling_of(call, 6) is None
+
+
+def test_what_is_added_to_products_may_be_the_same_for_all() -> None:
+    values = {"bias": torch.randn(6, 5), "a": torch.randn(6, 6, 3), "b": torch.randn(6, 3, 5)}
+    call, of = call_on(torch.ops.aten.baddbmm.default, values)
+    sampling = sampling_of(call, 6)
+    assert sampling is not None and [n.name for n in sampling.operands] == ["a", "b"]
+    apart, _ = call_on(torch.ops.aten.baddbmm.default, {**values, "bias": torch.randn(6, 6, 5)})
+    found = sampling_of(apart, 6)
+    assert found is not None and {n.name for n in found.operands} == {"a", "b", "bias"} and len(of) == 3
+
+
+def test_what_is_conjugated_when_it_is_read_is_no_slice() -> None:
+    base = torch.randn(4, 6, dtype=torch.complex64)
+    assert ViewOfSlice.of(base, base, 4, 0) is not None
+    assert ViewOfSlice.of(base, base.conj(), 4, 0) is None
+    assert ViewOfSlice.of(base, base.conj().view(4, 3, 2), 4, 0) is None
+    assert looks_alike(base, base.view(4, 6)) and not looks_alike(base, base.conj())
+
+
+def test_dropout_of_data_laid_out_otherwise_stays_whole() -> None:
+    """Its kernel draws in the order of memory."""
+
+    def dropped(x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.aten.native_dropout.default(x, 0.5, True)[0] * 2
+
+    for x, parts in ((torch.randn(2, 3, 4, 4), 1), (torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last), 0)):
+        graph = make_fx(dropped, tracing_mode="fake")(x)
+        split_dropout(graph)
+        assert len(graph.graph.find_nodes(op="call_function", target=masked)) == parts
 
 
 def test_dropout_in_two_has_the_bits_of_dropout() -> None:

@@ -59,6 +59,23 @@ def test_what_mixes_samples_is_named() -> None:
         memfit.plan(Ranked(), (x,), budget="1GiB", levers="all", strategy="micro-batch:4", loss_fn=torch.sum)
 
 
+class Contrasted(nn.Module):
+    """Each sample is compared with all others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(8, 16), nn.Linear(8, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.one(x) @ self.other(x).t()).log_softmax(1)
+
+
+def test_samples_that_meet_all_others_are_mixed() -> None:
+    x = torch.randn(8, 8)
+    with pytest.raises(memfit.SpecError, match=r"aten.mm.* mixes its samples"):
+        memfit.plan(Contrasted(), (x,), budget="1GiB", levers="all", strategy="micro-batch:4", loss_fn=torch.sum)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_the_loss_is_that_of_the_whole_batch(reduction: str) -> None:
     """However many labels of each part count."""

@@ -106,7 +106,8 @@ class ViewOfSlice:
     def of(base: torch.Tensor, value: torch.Tensor, batch: int, axis: int) -> ViewOfSlice | None:
         """The view of some memory that has samples along an axis; None if it has not, or mixes them."""
         made_axis = outer_axis(base, batch)
-        if made_axis is None or base.dtype is not value.dtype or value.shape[axis] % batch:
+        is_lazy = value.is_conj() or value.is_neg() or base.is_conj() or base.is_neg()
+        if made_axis is None or base.dtype is not value.dtype or value.shape[axis] % batch or is_lazy:
             return None
         sample = base.numel() // batch
         rows = value.shape[axis] // batch

@@ -22,7 +22,7 @@ __all__ = ["CostCache", "cache_directory", "machine_name", "open_cache"]
 
 log = logging.getLogger(__name__)
 
-_VERSION = 5
+_VERSION = 6
 
 
 class CostCache(dict[str, tuple[Way, ...]]):

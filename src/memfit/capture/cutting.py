@@ -20,7 +20,7 @@ from torch import fx
 from memfit.capture.again import Call
 from memfit.capture.by_samples import ViewOfSlice, accumulates, samples_per_slice
 from memfit.capture.by_tiles import Tiling, reaches_of, tiling_of
-from memfit.capture.samples import outer_axis, results_of, sampling_of, sums_of
+from memfit.capture.samples import looks_alike, outer_axis, results_of, sampling_of, sums_of
 from memfit.step.graph import BySlices
 
 __all__ = ["Cutting", "common_batch", "cutting"]
@@ -109,9 +109,7 @@ class Cutting:
 
     def _looks_as_made(self, node: fx.Node) -> bool:
         """Whether a node is what its memory was made for, or a view that looks the same."""
-        one, other = node.meta["val"], self.base_of(node).meta["val"]
-        alike = (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
-        return alike and bool(one.storage_offset() == other.storage_offset())
+        return looks_alike(node.meta["val"], self.base_of(node).meta["val"])
 
     def _are_handed_on(self, call: fx.Node | Call, handed_on: Collection[fx.Node]) -> bool:
         """Whether nothing of which slices are taken is also read whole."""

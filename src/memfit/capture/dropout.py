@@ -4,7 +4,7 @@ A generator gives its numbers in their order, so a kernel that draws and masks a
 draw is a quarter of the data's bytes or less and happens as before, with the same numbers; masking is pointwise and
 runs slice by slice with what comes before and after it.
 
-Known limits: CPU, where the kernel draws in just this way; on CUDA dropout runs whole.
+Known limits: CPU and contiguous data, where the kernel draws in just this way; other dropout runs whole.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def split_dropout(module: fx.GraphModule) -> None:
         data, probability, training = cast(tuple[Any, ...], node.args)
         results = {user.args[1]: user for user in node.users if user.target is operator.getitem}
         value = data.meta["val"]
-        if not training or not 0 < probability < 1 or value.device.type != "cpu" or len(results) != len(node.users):
+        known = len(results) == len(node.users) and value.device.type == "cpu" and value.is_contiguous()
+        if not training or not 0 < probability < 1 or not known:
             continue
         whole = Call(name=node.name, target=node.target, args=node.args, meta=dict(node.meta))
         with graph.inserting_before(node):

@@ -55,10 +55,10 @@ class JointStorage:
         call, value = self.base.args[:1], self.base.meta["val"]
         if self.base.target is not operator.getitem or value.dtype is not torch.bool or value.device.type != "cpu":
             return 0
-        dropout = cast(fx.Node, call[0])
-        if dropout.target is not torch.ops.aten.native_dropout.default:
+        source = cast(fx.Node, call[0])
+        if source.target is not torch.ops.aten.native_dropout.default:
             return 0
-        return int(value.numel() * cast(fx.Node, dropout.args[0]).meta["val"].element_size())
+        return int(value.numel() * cast(fx.Node, source.args[0]).meta["val"].element_size())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

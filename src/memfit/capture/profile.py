@@ -177,7 +177,9 @@ def _measurement(call: fx.Node | Call, slices: BySlices | None, over: int | None
     in_slices = ""
     if slices is not None:
         tiles = f" in {slices.grid} tiles" if slices.grid else ""
-        in_slices = f"{key} by {slices.samples} samples{tiles}" + (", rounded" if slices.first else "")
+        in_slices = f"{key} by {slices.samples} of {slices.batch} samples{tiles}" + (
+            ", rounded" if slices.first else ""
+        )
     return _Measurement(
         keys=(key, in_slices, f"{key} over operand {over}"),
         slices=slices,

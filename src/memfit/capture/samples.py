@@ -38,6 +38,7 @@ __all__ = [
     "Sampling",
     "is_alone",
     "is_pointwise",
+    "looks_alike",
     "makes_sums_or_slices",
     "nodes_of",
     "outer_axis",
@@ -86,7 +87,10 @@ def sampling_of(call: fx.Node | Call, batch: int) -> Sampling | None:
         for place, result in enumerate(results)
     )
     outside = all(axis is None or outer_axis(result, batch) == axis for axis, result in zip(axes, results, strict=True))
-    divides = all(node.meta["val"].shape[axis] % batch == 0 for node, axis in found.operands.items())
+    divides = all(
+        axis < node.meta["val"].dim() and node.meta["val"].shape[axis] % batch == 0
+        for node, axis in found.operands.items()
+    )
     return (
         Sampling(operands=found.operands, axes=axes, run=found.run or cast(Any, call.target))
         if outside and divides
@@ -115,6 +119,13 @@ def outer_axis(tensor: object, batch: int) -> int | None:
         if size > 1 and stride * size == tensor.numel():
             return axis if size % batch == 0 else None
     return None
+
+
+def looks_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one memory are the same view of it, to the bit that conjugates or negates it."""
+    alike = (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+    lazy = (one.is_conj(), one.is_neg()) == (other.is_conj(), other.is_neg())
+    return alike and lazy and bool(one.storage_offset() == other.storage_offset())
 
 
 def is_alone(tensor: torch.Tensor) -> bool:
@@ -249,7 +260,8 @@ def _group_norm(call: fx.Node | Call, batch: int) -> _Axes | None:
     is_backward = call.target is _aten.native_group_norm_backward.default
     sliced = _at(call, (0, 1, 2, 3) if is_backward else (0,))
     place, target = 5 if is_backward else 3, cast(Any, call.target)
-    if sliced is None or call.args[place] != _first_result(call).shape[0]:
+    result = _first_result(call)
+    if sliced is None or not isinstance(result, torch.Tensor) or call.args[place] != result.shape[0]:
         return None
 
     def run(data: torch.Tensor, *rest: Any) -> Any:
@@ -273,7 +285,7 @@ def _reduction(call: fx.Node | Call, batch: int) -> _Axes | None:
 
 def _reduced(call: fx.Node | Call) -> list[int]:
     dims = cast(fx.Node, call.args[0]).meta["val"].dim()
-    given = _argument(call, 1, "dim", None) or range(dims)
+    given = (_argument(call, 1, "dim", None) or range(dims)) if dims else []
     return [axis % dims for axis in ([given] if isinstance(given, int) else cast(Sequence[int], given))]
 
 
@@ -291,6 +303,18 @@ def _axis_kept(call: fx.Node | Call) -> tuple[int, int] | None:
 def _embedding(call: fx.Node | Call, batch: int) -> _Axes | None:
     axis, places = outer_axis(_first_result(call), batch), cast(fx.Node, call.args[1])
     return None if axis is None or axis >= places.meta["val"].dim() else _Axes({places: axis}, axis)
+
+
+def _biased_product(call: fx.Node | Call, batch: int) -> _Axes | None:
+    """A batch of products added to something, which may be the same for all of them."""
+    added, *factors = (cast(fx.Node, a) for a in call.args[:3])
+    value, result = added.meta["val"], _first_result(call)
+    if added in factors or factors[0] is factors[1]:
+        return None
+    operands = dict.fromkeys(factors, 0)
+    if value.dim() == result.dim() and value.shape[0] == result.shape[0]:
+        operands[added] = 0
+    return _Axes(operands, 0)
 
 
 def _attention(*positions: int) -> Callable[[fx.Node | Call, int], _Axes | None]:
@@ -404,7 +428,7 @@ _RULES: dict[Any, Callable[[fx.Node | Call, int], _Axes | None]] = {
         _rows(0, 1),
     ),
     _aten.addmm.default: _rows(1),
-    _aten.baddbmm.default: _rows(0, 1, 2),
+    _aten.baddbmm.default: _biased_product,
     _aten.nll_loss_backward.default: _rows(1, 2),
     _aten.max_pool2d_with_indices_backward.default: _rows(0, 7),
     _aten._to_copy.default: _copy,

@@ -13,7 +13,7 @@ from memfit.capture.again import Call
 from memfit.capture.by_samples import Slice, ViewOfSlice, accumulates, in_slices, view_of_samples
 from memfit.capture.by_tiles import Tiling, tiling_of
 from memfit.capture.joint import JointOp, JointReading, result_index
-from memfit.capture.samples import Sampling, outer_axis, sampling_of
+from memfit.capture.samples import Sampling, looks_alike, outer_axis, sampling_of
 from memfit.capture.tiles import SPACE, Tile, narrowed, tiles_of
 from memfit.runtime.tile_schedule import TiledOp, schedule, within
 
@@ -172,7 +172,7 @@ class _Tiles:
 def _viewed(graph: fx.Graph, made: fx.Node, base: fx.Node, node: fx.Node, batch: int, axis: int) -> fx.Node:
     """What a node is of the samples that were made of its memory."""
     whole, value = base.meta["val"], node.meta["val"]
-    if (value.shape, value.stride(), value.storage_offset()) == (whole.shape, whole.stride(), whole.storage_offset()):
+    if looks_alike(value, whole):
         return made
     view = ViewOfSlice.of(whole, value, batch, axis)
     assert view is not None, f"{node.name} does not have samples where {base.name} has them"

@@ -42,15 +42,21 @@ def program(graph: StepGraph) -> Program:
 def _mixing(graph: StepGraph) -> Op | None:
     """The first forward op that takes samples whole and hands on to what runs on samples; None if there is none."""
     samples: set[int] = set()
+    constant: set[int] = set()  # a mask of attention, say, or what positions are embedded as
     mixed: dict[int, Op] = {}
     for op in graph.ops:
         if op.phase is not Phase.FORWARD:
             break
         slices = op.by_slices
+        if constant.issuperset(op.reads if slices is None else slices.reads):
+            constant.update(op.writes)
+            continue
         if slices is not None and slices.first:
             found = next((mixed[s] for s in op.reads if s in mixed and s in slices.reads), None)
             if found is not None:
                 return found
+            if any(s in samples and s not in slices.reads for s in op.reads):
+                return op
             samples.update(s for s in op.writes if s not in slices.sums)
             continue
         source = next((mixed[s] for s in op.reads if s in mixed), None)
