@@ -275,7 +275,7 @@ def _reduction(call: fx.Node | Call, batch: int) -> _Axes | None:
     data = cast(fx.Node, call.args[0])
     kept = _axis_kept(call)
     if kept is not None:
-        return _Axes({data: kept[0]}, kept[1]) if kept[0] < data.meta["val"].dim() else None
+        return _Axes({data: kept[0]}, kept[1])
     value = data.meta["val"]
     along = [axis for axis in _reduced(call) if value.shape[axis] % batch == 0]
     if call.target is not _aten.sum.dim_IntList or not along:

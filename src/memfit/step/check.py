@@ -235,7 +235,8 @@ def _check_slices(
         if over is None:
             continue
         ours = op.writes[0] not in freed and op.writes[0] not in op.by_slices.sums
-        if over in whole or over in taken or over in written or over in held or not ours or piece_of[over] != op.piece:
+        elsewhere = piece_of.get(over) != op.piece
+        if over in whole or over in taken or over in written or over in held or not ours or elsewhere:
             raise ProgramError(f"{where}: {op.name} cannot run in place slice by slice")
         if not graph.storages[over].reusable:
             raise ProgramError(f"{where}: {op.name} cannot run over {graph.storages[over].name}")
