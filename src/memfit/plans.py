@@ -156,7 +156,7 @@ class Plan:
         if self.is_tiled:
             images, parts = self.grid[:2], self.grid[2:]
             tiles = f", images in {'×'.join(map(str, images))} tiles" if max(images) > 1 else ""
-            tiles += f", the batch in {parts[0]} parts" if parts else ""
+            tiles += f", the batch in up to {parts[0]} parts" if parts else ""
             lines.append(
                 f"      runs slice by slice where that pays{tiles}; gradients are the plain ones up to rounding"
             )

@@ -32,7 +32,7 @@ def test_parts_of_the_batch(spec: str, batch: int, shape: tuple[int, ...]) -> No
     example = build(spec, batch=batch, shape=shape)
     args, loss = tuple(example.args), example.loss_fn
     result = verify(example.model, args, example.kwargs, request("micro-batch:6", loss), loss_fn=loss)
-    assert result.plan.grid == (1, 1, 6) and "the batch in 6 parts" in str(result.plan)
+    assert result.plan.grid == (1, 1, 6) and "the batch in up to 6 parts" in str(result.plan)
     assert not result.differing and result.fits
     assert result.recomputes_executed == result.recomputes_planned
     assert result.peak_bytes == pytest.approx(result.plan.predicted.peak_bytes, rel=0.03)
@@ -76,6 +76,13 @@ def test_samples_that_meet_all_others_are_mixed() -> None:
         memfit.plan(Contrasted(), (x,), budget="1GiB", levers="all", strategy="micro-batch:4", loss_fn=torch.sum)
 
 
+def test_a_plan_names_what_ends_a_run() -> None:
+    plan = memfit.plan(
+        Ranked(), (torch.randn(8, 8),), budget="1GiB", levers="all", strategy="tile:1x1", loss_fn=torch.sum, prove=False
+    )
+    assert "what takes its operands whole: sort in the model" in str(plan)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_the_loss_is_that_of_the_whole_batch(reduction: str) -> None:
     """However many labels of each part count."""
@@ -93,7 +100,7 @@ def test_the_loss_is_that_of_the_whole_batch(reduction: str) -> None:
 
 def test_tight_budgets_cut_single_samples() -> None:
     """What no recomputation reaches, in a model without space or statistics, with dropout."""
-    example = build("zoo:gpt?layers=2&width=64&heads=4", batch=8, shape=(64,))
+    example = build("zoo:gpt?layers=2&width=64&heads=4", batch=8, shape=(256,))
     args, loss = tuple(example.args), example.loss_fn
     with pytest.raises(memfit.BudgetError) as bitwise:
         memfit.plan(example.model, args, budget=1, loss_fn=loss, prove=False)

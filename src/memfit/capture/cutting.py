@@ -20,10 +20,10 @@ from torch import fx
 from memfit.capture.again import Call
 from memfit.capture.by_samples import ViewOfSlice, accumulates, samples_per_slice
 from memfit.capture.by_tiles import Tiling, reaches_of, tiling_of
-from memfit.capture.samples import looks_alike, outer_axis, results_of, sampling_of, sums_of
+from memfit.capture.samples import Sampling, looks_alike, outer_axis, results_of, sampling_of, sums_of
 from memfit.step.graph import BySlices
 
-__all__ = ["Cutting", "common_batch", "cutting"]
+__all__ = ["Cutting", "batches_alike", "cutting"]
 
 _aten = torch.ops.aten
 
@@ -80,7 +80,7 @@ class Cutting:
             )
         batch = self.batches.get(call)
         sampling = None if batch is None else sampling_of(call, batch)
-        if batch is None or sampling is None:
+        if batch is None or sampling is None or not (first or _own_their_memory(sampling, batch)):
             return None
         handed_on = {node for node, axis in sampling.operands.items() if self._has_samples(node, batch, axis)}
         if not self._are_handed_on(call, handed_on):
@@ -126,7 +126,7 @@ def cutting(
     """How calls that may be cut are cut, given the tiles of a grid and perhaps the parts of a batch; see `Cutting`."""
     tiles, parts = grid[:_AXES], grid[_AXES:]
     axes = max((axis for axis, count in enumerate(tiles, 1) if count > 1), default=0)
-    batches = _batches(calls, alike=bool(grid))
+    batches = batches_alike(calls) if grid else _batches(calls, common=0, vocabularies={})
     samples = {batch: -(-batch // parts[0]) for batch in batches.values()} if parts else samples_per_slice(batches)
     return Cutting(
         batches=batches,
@@ -137,15 +137,20 @@ def cutting(
     )
 
 
-def _batches(calls: Sequence[fx.Node | Call], *, alike: bool) -> dict[fx.Node | Call, int]:
-    """Of each call that runs on samples how many there are.
+def _own_their_memory(sampling: Sampling, batch: int) -> bool:
+    """Whether operands lie in memory as the profiler's do, on which every bit may depend."""
+    return all(outer_axis(node.meta["val"], batch) == axis for node, axis in sampling.operands.items())
 
-    Args:
-        calls: that may be cut.
-        alike: whether as many calls as possible have the same batch; otherwise each has its own first axis.
-    """
-    common = common_batch(calls) if alike else 0
-    vocabularies = _vocabularies(calls) if alike else {}
+
+def batches_alike(calls: Sequence[fx.Node | Call]) -> dict[fx.Node | Call, int]:
+    """Of each call that runs on samples how many there are, as many calls as possible alike."""
+    return _batches(calls, common=_common_batch(calls), vocabularies=_vocabularies(calls))
+
+
+def _batches(
+    calls: Sequence[fx.Node | Call], *, common: int, vocabularies: Mapping[int, int]
+) -> dict[fx.Node | Call, int]:
+    """The same; what neither the `common` batch divides nor `vocabularies` know has its own first axis."""
     found: dict[fx.Node | Call, int] = {}
     for call in calls:
         tensors = _tensors(call)
@@ -158,7 +163,7 @@ def _batches(calls: Sequence[fx.Node | Call], *, alike: bool) -> dict[fx.Node | 
     return found
 
 
-def common_batch(calls: Sequence[fx.Node | Call]) -> int:
+def _common_batch(calls: Sequence[fx.Node | Call]) -> int:
     """The number by which most of what the calls make can be divided; 0 if they make nothing but matrices."""
     made = [t for call in calls for t in results_of(call) if isinstance(t, torch.Tensor)]
     samples = {int(t.shape[0]) for t in made if t.dim() > 2} - {0, 1}

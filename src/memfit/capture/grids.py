@@ -2,8 +2,8 @@
 
 Fine tiles take little memory and make their halos again and again; coarse ones take more. So tiles are as coarse as the
 slices that exist at once leave room for. Twice as many along each axis is the next finer grid, since square tiles have
-the least halo for their size. What has no space is cut into as many samples as are best for the cache, or else into
-single ones.
+the least halo for their size. What has no space is cut into as many samples as are best for the cache, or else into as
+few as are worth a call.
 
 Known limits: one grid for a step, chosen by its widest op.
 """
@@ -11,12 +11,15 @@ Known limits: one grid for a step, chosen by its widest op.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
 
+from memfit.capture.by_samples import samples_per_slice
 from memfit.capture.by_tiles import tiling_of
-from memfit.capture.cutting import common_batch
+from memfit.capture.cost_key import tensors_of
+from memfit.capture.cutting import batches_alike
 from memfit.capture.samples import is_pointwise
 from memfit.capture.trace import Capture
 
@@ -49,12 +52,24 @@ def grids(capture: Capture, room_bytes: int) -> list[tuple[int, ...]]:
         ladder.append((count, count if axes > 1 else 1))
         count *= 2
     if ladder in ([], [(1, 1)]):
-        samples = common_batch([op.node for op in capture.joint_ops if op is not None])
-        return [(1, 1), (1, 1, samples)] if samples > 1 else [(1, 1)]
+        parts = _most_parts(capture)
+        return [(1, 1), (1, 1, parts)] if parts > 1 else [(1, 1)]
     slices = _SLICES_AT_ONCE * nbytes
     fitting = (n for n, grid in enumerate(ladder) if slices <= max(1, room_bytes) * math.prod(grid))
     first = next(fitting, len(ladder) - 1)
     return [*ladder[first:], *reversed(ladder[:first])]
+
+
+def _most_parts(capture: Capture) -> int:
+    """Into how many parts the batch can be cut, more than are best for the cache; 0 if that is not worth it."""
+    batches = batches_alike([op.node for op in capture.joint_ops if op is not None])
+    common = max(Counter(batches.values()).items(), key=lambda item: item[1], default=(0, 0))[0]
+    of_common = [call for call, batch in batches.items() if batch == common]
+    widest = max((sum(t.numel() * t.element_size() for t in tensors_of(call)) for call in of_common), default=0)
+    fewest_samples = max(1, -(-_LEAST_BYTES * common // max(1, widest)))
+    if fewest_samples >= samples_per_slice(batches).get(common, 0):
+        return 0
+    return -(-common // fewest_samples)
 
 
 def _widest(capture: Capture) -> tuple[int, int, int, tuple[int, ...]]:

@@ -178,7 +178,7 @@ PLAN_SCHEMA: dict[str, Any] = {
             "program": {key: rule for key, rule in PROGRAM_SCHEMA.items() if key != "$schema"},
         },
         {
-            "grid": _array({"type": "integer", "minimum": 1, "maximum": 65536}, 3),
+            "grid": _array(_PARTS, 3),
             "decisions": _array(
                 _object(
                     {
