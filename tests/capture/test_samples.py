@@ -16,8 +16,11 @@ from torch.nn import functional
 from memfit.capture.by_rows import rewrite_by_rows
 from memfit.capture.by_samples import ViewOfSlice, samples_between, view_of_samples
 from memfit.capture.dropout import masked, split_dropout
+from memfit.capture.profile import _measurement
 from memfit.capture.rewrite import is_view
 from memfit.capture.samples import looks_alike, results_of, sampling_of, sums_of
+from memfit.capture.trace import capture_step
+from memfit.step.graph import BySlices
 from tests.capture.test_by_tiles import call_on
 
 _BATCH, _LENGTH, _WIDTH = 6, 5, 8
@@ -294,3 +297,18 @@ def test_dropout_in_two_has_the_bits_of_dropout() -> None:
         torch.manual_seed(3)
         drawn = torch.ops.aten.bernoulli.p(torch.empty(7, 333, dtype=torch.bool), 1 - 0.3)
         assert torch.equal(drawn, mask) and torch.equal(masked(data, drawn, 1 / (1 - 0.3)), kept)
+
+
+def test_what_rounds_more_than_once_runs_whole_where_bits_count() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GELU(), nn.Conv2d(8, 8, 3), nn.SiLU(), nn.Conv2d(8, 8, 3))
+    capture = capture_step(model, (torch.randn(4, 3, 12, 12),), {}, loss_fn=torch.sum)
+    found = {str(op.node.target): op.by_slices for op in capture.joint_ops if op is not None and op.phase == "forward"}
+    assert found["aten.convolution.default"] is not None
+    assert found["aten.gelu.default"] is found["aten.silu.default"] is None
+
+
+def test_costs_of_slices_are_known_by_how_many_there_are() -> None:
+    call, _ = call_on(torch.ops.aten.mm.default, {"a": torch.randn(64, 4), "b": torch.randn(4, 4)})
+    cuts = [BySlices(batch=n, samples=2, seconds=0.0, workspace_bytes=0, reads=(), first=True) for n in (16, 32)]
+    keys = {_measurement(call, cut, None, torch.device("cpu")).keys[1] for cut in cuts}
+    assert len(keys) == 2
