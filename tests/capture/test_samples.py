@@ -16,9 +16,10 @@ from torch.nn import functional
 from memfit.capture.by_rows import rewrite_by_rows
 from memfit.capture.by_samples import ViewOfSlice, samples_between, view_of_samples
 from memfit.capture.dropout import masked, split_dropout
+from memfit.capture.layout import looks_alike, results_of
 from memfit.capture.profile import _measurement
 from memfit.capture.rewrite import is_view
-from memfit.capture.samples import looks_alike, results_of, sampling_of, sums_of
+from memfit.capture.samples import sampling_of, sums_of
 from memfit.capture.trace import capture_step
 from memfit.step.graph import BySlices
 from tests.capture.test_by_tiles import call_on

@@ -19,7 +19,8 @@ from torch import fx
 
 from memfit.capture.again import Call
 from memfit.capture.by_rows import PRODUCTS, product_over_rows
-from memfit.capture.samples import outer_axis, results_of, sampling_of, sums_of
+from memfit.capture.layout import outer_axis, results_of
+from memfit.capture.samples import sampling_of, sums_of
 from memfit.capture.tiles import Tile, narrowed
 from memfit.step.graph import SMALL_SUM_BYTES
 

@@ -25,8 +25,9 @@ from torch._prims_common import suggest_memory_format
 
 from memfit.capture.again import Call, normalise
 from memfit.capture.batch_norm import input_gradient_from_sums, sums_of_data
+from memfit.capture.layout import is_alone, nodes_of
 from memfit.capture.rewrite import convolution_input_gradient, input_gradient_beside_stand_in, make_hollow
-from memfit.capture.samples import is_alone, is_pointwise, makes_sums_or_slices, nodes_of
+from memfit.capture.samples import is_pointwise, makes_sums_or_slices
 from memfit.capture.tiles import SPACE, Tile, Window, cropped, inside, padded, read_by, touching
 from memfit.step.graph import Reach
 

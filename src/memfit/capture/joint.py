@@ -31,8 +31,9 @@ from memfit.capture.by_rows import RUNS_ONCE, rewrite_by_rows
 from memfit.capture.cost_key import tensors_of
 from memfit.capture.cudnn_norm import take_cudnn_batch_norm
 from memfit.capture.cutting import cutting
+from memfit.capture.layout import owns_memory
 from memfit.capture.repeated import merge_repeated
-from memfit.capture.samples import KEEP_BITS, owns_memory
+from memfit.capture.samples import KEEP_BITS
 from memfit.errors import CaptureError
 from memfit.step.graph import BySlices, Phase, StorageKind
 

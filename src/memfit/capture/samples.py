@@ -26,6 +26,7 @@ from memfit.capture.again import Call, normalise
 from memfit.capture.batch_norm import input_gradient_from_sums, sums_of_data
 from memfit.capture.by_rows import SUM, product_over_rows
 from memfit.capture.dropout import masked
+from memfit.capture.layout import nodes_of, outer_axis, results_of
 from memfit.capture.rewrite import (
     HOLLOW_PREFIX,
     convolution_input_gradient,
@@ -36,14 +37,8 @@ from memfit.capture.rewrite import (
 __all__ = [
     "KEEP_BITS",
     "Sampling",
-    "is_alone",
     "is_pointwise",
-    "looks_alike",
     "makes_sums_or_slices",
-    "nodes_of",
-    "outer_axis",
-    "owns_memory",
-    "results_of",
     "sampling_of",
     "sums_of",
 ]
@@ -103,48 +98,6 @@ def sums_of(call: fx.Node | Call) -> frozenset[int]:
     if call.target is _aten.sum.dim_IntList:
         return frozenset() if _axis_kept(call) is not None else frozenset({0})
     return _SUMS.get(call.target, frozenset())
-
-
-def results_of(call: fx.Node | Call) -> Sequence[object]:
-    """What it returns, in the order of its results."""
-    results = call.meta.get("val")
-    return results if isinstance(results, list | tuple) else [results]
-
-
-def outer_axis(tensor: object, batch: int) -> int | None:
-    """The axis along which a tensor has samples, each dense, in memory that holds nothing else; None if it has not."""
-    if not isinstance(tensor, torch.Tensor) or not is_alone(tensor):
-        return None
-    for axis, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-        if size > 1 and stride * size == tensor.numel():
-            return axis if size % batch == 0 else None
-    return None
-
-
-def looks_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one memory are the same view of it, to the bit that conjugates or negates it."""
-    alike = (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
-    lazy = (one.is_conj(), one.is_neg()) == (other.is_conj(), other.is_neg())
-    return alike and lazy and bool(one.storage_offset() == other.storage_offset())
-
-
-def is_alone(tensor: torch.Tensor) -> bool:
-    """Whether a tensor takes all of its memory."""
-    nbytes = tensor.numel() * tensor.element_size()
-    return bool(tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == nbytes)
-
-
-def owns_memory(node: fx.Node) -> bool:
-    """Whether a result lies in memory that holds nothing else, so that another one fits there when it is gone."""
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.device.type == "cpu" and is_alone(value)
-
-
-def nodes_of(arguments: Any) -> list[fx.Node]:
-    """The operands in order, those in lists too."""
-    found: list[fx.Node] = []
-    fx.map_arg(arguments, lambda node: found.append(node))
-    return found
 
 
 def is_pointwise(call: fx.Node | Call) -> bool:
@@ -383,6 +336,16 @@ def _with_hollow_slice(target: Any) -> Callable[..., Any]:
     return run
 
 
+_WINDOWED = (
+    _aten.convolution.default,
+    _aten.max_pool2d_with_indices.default,
+    _aten.max_pool3d_with_indices.default,
+    _aten.avg_pool2d.default,
+    _aten.avg_pool3d.default,
+    _aten._adaptive_avg_pool2d.default,
+)
+"""Those that make each element of a window of their operand."""
+
 _RESIZING = ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "bicubic2d", "trilinear3d")
 
 _POINTWISE = {
@@ -400,12 +363,7 @@ _POINTWISE = {
 _RULES: dict[Any, Callable[[fx.Node | Call, int], _Axes | None]] = {
     **dict.fromkeys(
         (
-            _aten.convolution.default,
-            _aten.max_pool2d_with_indices.default,
-            _aten.max_pool3d_with_indices.default,
-            _aten.avg_pool2d.default,
-            _aten.avg_pool3d.default,
-            _aten._adaptive_avg_pool2d.default,
+            *_WINDOWED,
             normalise,
             sums_of_data,
             _aten.mm.default,
@@ -456,12 +414,7 @@ _RULES: dict[Any, Callable[[fx.Node | Call, int], _Axes | None]] = {
 }
 
 KEEP_BITS = {
-    _aten.convolution.default,
-    _aten.max_pool2d_with_indices.default,
-    _aten.max_pool3d_with_indices.default,
-    _aten.avg_pool2d.default,
-    _aten.avg_pool3d.default,
-    _aten._adaptive_avg_pool2d.default,
+    *_WINDOWED,
     _aten.upsample_nearest2d.default,
     _aten.native_layer_norm.default,
     _aten.cat.default,

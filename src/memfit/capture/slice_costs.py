@@ -21,9 +21,10 @@ from torch import fx
 from memfit.capture.again import Call
 from memfit.capture.by_samples import accumulates, samples_between
 from memfit.capture.by_tiles import Tiling, tiling_of
+from memfit.capture.layout import results_in, results_of
 from memfit.capture.one_run import equal, measured, timed
 from memfit.capture.operands import operand_values
-from memfit.capture.samples import results_of, sampling_of, sums_of
+from memfit.capture.samples import sampling_of, sums_of
 from memfit.capture.tiles import SPACE, Tile, narrowed, tiles_of
 from memfit.step.graph import BySlices, Way
 
@@ -69,7 +70,8 @@ def same_slices(
     Kernels go by shape and by where operands lie in memory, so the first slice, one in the middle, the last and one
     of each alignment are compared with the whole.
     """
-    run, cuts, axes = _slice_runner(call, slices, values, device), _cuts(slices), _axes_of_results(call, slices)
+    run, cuts, axes = _slice_runner(call, slices, values, device), _cuts(slices), _axes_ofresults_in(call, slices)
+    wholes = results_in(whole)
     _, first = measured(lambda: run(cuts[0]), device)
     times: list[float] = []
     sampling = sampling_of(call, slices.batch)
@@ -78,11 +80,11 @@ def same_slices(
     for cut in dict.fromkeys((*aligned.values(), cuts[0], cuts[len(cuts) // 2], cuts[-1])):
         results = list[object]()
         times.append(timed(functools.partial(_run_into, results, run, cut), device))
-        parts = [cut.of(result, axis) for result, axis in zip(_results(whole), axes, strict=True)]
-        if not equal(parts, list(_results(results[0]))):
+        parts = [cut.of(result, axis) for result, axis in zip(wholes, axes, strict=True)]
+        if not equal(parts, list(results_in(results[0]))):
             return ()
     way = replace(first, seconds=statistics.median(times) * len(cuts))
-    return (way, *_together(_first(whole), axes[0], cuts, device))
+    return (way, *_together(cast(torch.Tensor, wholes[0]), axes[0], cuts, device))
 
 
 def _rounded_slices(
@@ -90,7 +92,7 @@ def _rounded_slices(
 ) -> tuple[Way, ...]:
     """The same for slices that have them up to rounding, sums over slices among them."""
     run, cuts, sums = _slice_runner(call, slices, values, device), _cuts(slices), sums_of(call)
-    wholes, axes = _results(whole), _axes_of_results(call, slices)
+    wholes, axes = results_in(whole), _axes_ofresults_in(call, slices)
     eps = max((torch.finfo(t.dtype).eps for t in values.values() if t.is_floating_point()), default=0.0)
     added: dict[int, torch.Tensor] = {}
     seconds = 0.0
@@ -100,7 +102,7 @@ def _rounded_slices(
     for cut in cuts:
         results = list[object]()
         seconds += timed(functools.partial(_run_into, results, run, cut), device)
-        for place, part in enumerate(_results(results[0])):
+        for place, part in enumerate(results_in(results[0])):
             if accumulates(call):
                 added[place] = cast(torch.Tensor, part)
             elif place in sums and isinstance(part, torch.Tensor):
@@ -118,7 +120,7 @@ def _rounded_slices(
     if wholes[0] is None or 0 in sums:
         free = Way(parts=1, seconds=0.0, workspace_bytes=0)
         return way, free, free
-    return (way, *_together(_first(whole), axes[0], cuts, device))
+    return (way, *_together(cast(torch.Tensor, wholes[0]), axes[0], cuts, device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +184,7 @@ def _slice_runner(
     return run
 
 
-def _axes_of_results(call: fx.Node | Call, slices: BySlices) -> Sequence[int | None]:
+def _axes_ofresults_in(call: fx.Node | Call, slices: BySlices) -> Sequence[int | None]:
     """Along which axis each result has samples."""
     if slices.grid:
         return [0] * len(results_of(call))
@@ -201,10 +203,6 @@ def _run_tile(call: fx.Node | Call, tiling: Tiling, values: Mapping[fx.Node, tor
         return narrowed(cut.samples_of(values[node], 0), needs[node])
 
     return tiling.run(*fx.map_arg(call.args, operand), tile=tile)
-
-
-def _results(result: object) -> Sequence[object]:
-    return result if isinstance(result, tuple | list) else [result]
 
 
 def _close(expected: object, found: object, eps: float) -> bool:
@@ -235,10 +233,6 @@ def _together(whole: torch.Tensor, axis: int | None, cuts: Sequence[_Cut], devic
 
     fresh = timed(copy, device)
     return Way(parts=1, seconds=fresh, workspace_bytes=0), Way(parts=1, seconds=timed(copy, device), workspace_bytes=0)
-
-
-def _first(result: object) -> torch.Tensor:
-    return cast(torch.Tensor, result[0] if isinstance(result, tuple | list) else result)
 
 
 def _run_into(results: list[object], run: Callable[[_Cut], object], cut: _Cut) -> None:
