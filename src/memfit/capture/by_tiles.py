@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -26,34 +25,19 @@ from torch._prims_common import suggest_memory_format
 from memfit.capture.again import Call, normalise
 from memfit.capture.batch_norm import input_gradient_from_sums, sums_of_data
 from memfit.capture.layout import is_alone, nodes_of
+from memfit.capture.resized_tiles import resized, resized_backward
 from memfit.capture.rewrite import convolution_input_gradient, input_gradient_beside_stand_in, make_hollow
 from memfit.capture.samples import is_pointwise, makes_sums_or_slices
 from memfit.capture.tiles import SPACE, Tile, Window, cropped, inside, padded, read_by, touching
+from memfit.capture.tiling import Tiling, extents_of, starts_of
 from memfit.step.graph import Reach
 
-__all__ = ["Tiling", "reaches_of", "tiling_of"]
+__all__ = ["reaches_of", "tiling_of"]
 
 _aten = torch.ops.aten
 
 _POINTS = 16
 """Bands at so many places are looked at to find how far a call reaches."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tiling:
-    """How a call runs on a tile.
-
-    Attributes:
-        extents: along each axis that is cut, of its result or of the gradient it adds up.
-        operands: those of which it takes a tile.
-        needs: which tile of each of these, for a tile of its own.
-        run: the call on its arguments, with these tiles of the operands, and its own `tile` by name.
-    """
-
-    extents: tuple[int, ...]
-    operands: tuple[fx.Node, ...]
-    needs: Callable[[Tile], tuple[Tile, ...]]
-    run: Callable[..., Any]
 
 
 def tiling_of(call: fx.Node | Call, axes: int) -> Tiling | None:
@@ -84,11 +68,6 @@ def reaches_of(tiling: Tiling, place: int) -> tuple[Reach, ...]:
             before, after = max(before, start * scale - first), max(after, last - (start + 1) * scale)
         found.append(Reach(scale=scale, before=before, after=after))
     return tuple(found)
-
-
-def _extents(node: fx.Node | Call, axes: int, result: int | None = None) -> tuple[int, ...]:
-    value = node.meta["val"] if result is None else node.meta["val"][result]
-    return tuple(value.shape[SPACE : SPACE + axes])
 
 
 def _pointwise(*positions: int) -> Callable[[fx.Node | Call, int], Tiling | None]:
@@ -130,7 +109,7 @@ def _concatenation(call: fx.Node | Call, axes: int) -> Tiling | None:
 def _alike(call: fx.Node | Call, axes: int, operands: Sequence[fx.Node]) -> Tiling | None:
     target: Any = call.target
     distinct = tuple(dict.fromkeys(operands))
-    found = {_extents(node, axes) for node in distinct}
+    found = {extents_of(node, axes) for node in distinct}
     if len(found) != 1 or distinct[0].meta["val"].dim() < SPACE + axes:
         return None
 
@@ -145,20 +124,20 @@ def _convolution(call: fx.Node | Call, axes: int) -> Tiling | None:
     data, weight = cast(tuple[fx.Node, fx.Node], call.args[:2])
     stride, padding, dilation, transposed, more, groups = cast(tuple[Any, ...], call.args[3:9])
     windows, inner = _windows_of(weight, stride, padding, dilation, axes), [*[0] * axes, *padding[axes:]]
-    extents, none = _extents(data, axes), [*[0] * axes, *more[axes:]]
+    extents, none = extents_of(data, axes), [*[0] * axes, *more[axes:]]
 
     def convolve(data: torch.Tensor, weight: Any, bias: Any, *_: Any, tile: Tile) -> Any:
         data = padded(data, read_by(windows, tile), extents)
         return target(data, weight, bias, stride, inner, dilation, False, more, groups)
 
     def spread(data: torch.Tensor, weight: Any, bias: Any, *_: Any, tile: Tile) -> Any:
-        first = _starts(read_by(windows, touching(windows, tile, extents)))
+        first = starts_of(read_by(windows, touching(windows, tile, extents)))
         return cropped(target(data, weight, bias, stride, inner, dilation, True, none, groups), first, tile, bias)
 
     def needs(tile: Tile) -> tuple[Tile, ...]:
         return (touching(windows, tile, extents) if transposed else inside(read_by(windows, tile), extents),)
 
-    return Tiling(extents=_extents(call, axes), operands=(data,), needs=needs, run=spread if transposed else convolve)
+    return Tiling(extents=extents_of(call, axes), operands=(data,), needs=needs, run=spread if transposed else convolve)
 
 
 def _input_gradient(call: fx.Node | Call, axes: int) -> Tiling | None:
@@ -166,13 +145,13 @@ def _input_gradient(call: fx.Node | Call, axes: int) -> Tiling | None:
     gradient, hollow, weight = cast(tuple[fx.Node, ...], call.args[:3])
     sizes, stride, padding, dilation, transposed, more, groups = cast(tuple[Any, ...], call.args[3:10])
     windows, inner = _windows_of(weight, stride, padding, dilation, axes), [*[0] * axes, *padding[axes:]]
-    extents, none = _extents(gradient, axes), [*[0] * axes, *more[axes:]]
+    extents, none = extents_of(gradient, axes), [*[0] * axes, *more[axes:]]
 
     def spread(gradient: torch.Tensor, hollow: torch.Tensor, weight: Any, *_: Any, tile: Tile) -> Any:
         reach = read_by(windows, touching(windows, tile, extents))
         like = _hollow_tile(hollow, gradient.shape[0], reach)
         made = target(gradient, like, weight, sizes, stride, inner, dilation, False, none, groups)
-        return cropped(made, _starts(reach), tile)
+        return cropped(made, starts_of(reach), tile)
 
     def convolve(gradient: torch.Tensor, hollow: torch.Tensor, weight: Any, *_: Any, tile: Tile) -> Any:
         like = _hollow_tile(hollow, gradient.shape[0], tile)
@@ -183,7 +162,7 @@ def _input_gradient(call: fx.Node | Call, axes: int) -> Tiling | None:
         return (inside(read_by(windows, tile), extents) if transposed else touching(windows, tile, extents),)
 
     return Tiling(
-        extents=_extents(hollow, axes), operands=(gradient,), needs=needs, run=convolve if transposed else spread
+        extents=extents_of(hollow, axes), operands=(gradient,), needs=needs, run=convolve if transposed else spread
     )
 
 
@@ -196,7 +175,7 @@ def _weight_gradient(call: fx.Node | Call, axes: int) -> Tiling | None:
     sizes, stride, padding, dilation, transposed, more, groups, mask = cast(tuple[Any, ...], call.args[3:11])
     windows, inner = _windows_of(weight, stride, padding, dilation, axes), [*[0] * axes, *padding[axes:]]
     small, large = (data, gradient) if transposed else (gradient, data)
-    cut, extents, none = _extents(small, axes), _extents(large, axes), [*[0] * axes, *more[axes:]]
+    cut, extents, none = extents_of(small, axes), extents_of(large, axes), [*[0] * axes, *more[axes:]]
     apart = all(
         (window.size, window.padding, extent) == (window.stride, 0, count * window.stride)
         for window, count, extent in zip(windows, cut, extents, strict=True)
@@ -224,7 +203,7 @@ def _max_pool(call: fx.Node | Call, axes: int) -> Tiling | None:
     target: Any = call.target
     data = cast(fx.Node, call.args[0])
     kernel, stride, padding, dilation, ceil = _pooling(call.args[1:], data, ([], 0, 1, False))
-    value, extents = data.meta["val"], _extents(data, axes)
+    value, extents = data.meta["val"], extents_of(data, axes)
     space = tuple(value.shape[SPACE:])
     if not value.is_floating_point() or (axes > 1 and len(space) > 2):
         return None
@@ -243,7 +222,7 @@ def _max_pool(call: fx.Node | Call, axes: int) -> Tiling | None:
         return most, rows.mul_(space[1]).add_(columns)
 
     return Tiling(
-        extents=_extents(call, axes, 0),
+        extents=extents_of(call, axes, 0),
         operands=(data,),
         needs=lambda tile: (inside(read_by(windows, tile), extents),),
         run=run,
@@ -257,11 +236,11 @@ def _max_pool_backward(call: fx.Node | Call, axes: int) -> Tiling | None:
     gradient, hollow, places = cast(tuple[fx.Node, ...], (call.args[0], call.args[1], call.args[7]))
     kernel, stride, padding, dilation, ceil = _pooling(call.args[2:7], hollow, ())
     windows, inner = _windows(kernel, stride, padding, dilation, axes), [*[0] * axes, *padding[axes:]]
-    extents, space = _extents(gradient, axes), tuple(hollow.meta["val"].shape[SPACE:])
+    extents, space = extents_of(gradient, axes), tuple(hollow.meta["val"].shape[SPACE:])
 
     def run(gradient: torch.Tensor, hollow: torch.Tensor, *rest: Any, tile: Tile) -> Any:
         reach, places = read_by(windows, touching(windows, tile, extents)), rest[-1]
-        first = _starts(reach)
+        first = starts_of(reach)
         like = _hollow_tile(hollow, gradient.shape[0], reach)
         if axes == 1:
             places = places - first[0] * math.prod(space[1:])
@@ -272,7 +251,7 @@ def _max_pool_backward(call: fx.Node | Call, axes: int) -> Tiling | None:
         return cropped(target(gradient, like, kernel, stride, inner, dilation, ceil, places), first, tile)
 
     return Tiling(
-        extents=_extents(hollow, axes),
+        extents=extents_of(hollow, axes),
         operands=(gradient, places),
         needs=lambda tile: (touching(windows, tile, extents),) * 2,
         run=run,
@@ -284,7 +263,7 @@ def _average_pool(call: fx.Node | Call, axes: int) -> Tiling | None:
     data = cast(fx.Node, call.args[0])
     kernel, stride, padding, ceil, with_padding, divisor = _pooling(call.args[1:], data, ([], 0, False, True, None))
     windows, inner = _windows(kernel, stride, padding, 1, axes), [*[0] * axes, *padding[axes:]]
-    extents = _extents(data, axes)
+    extents = extents_of(data, axes)
     if ceil or (any(padding[:axes]) and not with_padding):
         return None
 
@@ -293,7 +272,7 @@ def _average_pool(call: fx.Node | Call, axes: int) -> Tiling | None:
         return target(data, kernel, stride, inner, ceil, with_padding, divisor)
 
     return Tiling(
-        extents=_extents(call, axes),
+        extents=extents_of(call, axes),
         operands=(data,),
         needs=lambda tile: (inside(read_by(windows, tile), extents),),
         run=run,
@@ -307,7 +286,7 @@ def _average_pool_backward(call: fx.Node | Call, axes: int) -> Tiling | None:
     gradient, hollow = cast(tuple[fx.Node, fx.Node], call.args[:2])
     kernel, stride, padding, ceil, with_padding, divisor = _pooling(call.args[2:], hollow, ())
     windows, inner = _windows(kernel, stride, padding, 1, axes), [*[0] * axes, *padding[axes:]]
-    extents = _extents(gradient, axes)
+    extents = extents_of(gradient, axes)
     if ceil or (any(padding[:axes]) and not with_padding):
         return None
 
@@ -315,89 +294,13 @@ def _average_pool_backward(call: fx.Node | Call, axes: int) -> Tiling | None:
         reach = read_by(windows, touching(windows, tile, extents))
         like = _hollow_tile(hollow, gradient.shape[0], reach)
         made = target(gradient, like, kernel, stride, inner, ceil, with_padding, divisor)
-        return cropped(made, _starts(reach), tile)
+        return cropped(made, starts_of(reach), tile)
 
     return Tiling(
-        extents=_extents(hollow, axes),
+        extents=extents_of(hollow, axes),
         operands=(gradient,),
         needs=lambda tile: (touching(windows, tile, extents),),
         run=run,
-    )
-
-
-def _resized(*corners: bool) -> Callable[[fx.Node | Call, int], Tiling | None]:
-    """The rule of resizing; `corners` says that they are not aligned, where a kernel that puts pixels between is told.
-
-    It then needs one pixel more at each edge of a tile, except at the image's.
-    """
-
-    def rule(call: fx.Node | Call, axes: int) -> Tiling | None:
-        kernel: Any = call.target
-        data, _, *settings = cast(tuple[Any, ...], call.args)
-        factors, extents = _whole_factors(data.meta["val"], call.meta["val"], corners, settings), _extents(data, axes)
-        if factors is None:
-            return None
-
-        def run(data: torch.Tensor, *_: Any, tile: Tile) -> Any:
-            sizes = [extent * n for extent, n in zip(data.shape[SPACE:], factors, strict=True)]
-            first = [start * n for (start, _), n in zip(needs(tile)[0], factors, strict=False)]
-            return cropped(kernel(data, sizes, *corners), first, tile)
-
-        def needs(tile: Tile) -> tuple[Tile, ...]:
-            small = tuple((start // n, -(-stop // n)) for (start, stop), n in zip(tile, factors, strict=False))
-            return (_beyond(small, extents) if corners else small,)
-
-        return Tiling(extents=_extents(call, axes), operands=(data,), needs=needs, run=run)
-
-    return rule
-
-
-def _resized_backward(*corners: bool) -> Callable[[fx.Node | Call, int], Tiling | None]:
-    """The rule of its gradient."""
-
-    def rule(call: fx.Node | Call, axes: int) -> Tiling | None:
-        kernel: Any = call.target
-        gradient, _, _, *settings = cast(tuple[Any, ...], call.args)
-        factors, extents = (
-            _whole_factors(call.meta["val"], gradient.meta["val"], corners, settings),
-            _extents(call, axes),
-        )
-        if factors is None:
-            return None
-
-        def run(gradient: torch.Tensor, *_: Any, tile: Tile) -> Any:
-            given = gradient.shape[SPACE:]
-            sizes = [extent // n for extent, n in zip(given, factors, strict=True)]
-            made = kernel(gradient, given, [*gradient.shape[:SPACE], *sizes], *corners)
-            return cropped(made, _starts(reach(tile)), tile)
-
-        def reach(tile: Tile) -> Tile:
-            return _beyond(tile, extents) if corners else tile
-
-        def needs(tile: Tile) -> tuple[Tile, ...]:
-            return (tuple((start * n, stop * n) for (start, stop), n in zip(reach(tile), factors, strict=False)),)
-
-        return Tiling(extents=extents, operands=(gradient,), needs=needs, run=run)
-
-    return rule
-
-
-def _whole_factors(
-    small: torch.Tensor, large: torch.Tensor, corners: tuple[bool, ...], settings: Sequence[Any]
-) -> tuple[int, ...] | None:
-    """By how much both axes of an image are enlarged; None if not by whole numbers, or the settings ask for others."""
-    sizes = list(zip(small.shape[SPACE:], large.shape[SPACE:], strict=True))
-    factors = tuple(after // before for before, after in sizes)
-    asked = settings[len(corners) :]
-    exact = all(after == before * n for (before, after), n in zip(sizes, factors, strict=True))
-    exact = exact and all(f is None or f == n for f, n in zip(asked, factors, strict=False))
-    return factors if exact and tuple(settings[: len(corners)]) == corners else None
-
-
-def _beyond(tile: Tile, extents: Sequence[int]) -> Tile:
-    """A tile with one pixel more on each side, as far as there are any."""
-    return tuple(
-        (max(0, start - 1), min(extent, stop + 1)) for (start, stop), extent in zip(tile, extents, strict=True)
     )
 
 
@@ -427,10 +330,6 @@ def _for_axes(value: Any, axes: int) -> list[int]:
     return [value] * axes if isinstance(value, int) else list(value) * (axes // len(value))
 
 
-def _starts(tile: Tile) -> tuple[int, ...]:
-    return tuple(start for start, _ in tile)
-
-
 def _hollow_tile(hollow: torch.Tensor, samples: int, tile: Tile) -> torch.Tensor:
     """A tensor of so many samples and as large as a tile, without memory, laid out as the whole is."""
     sizes = [stop - start for start, stop in tile]
@@ -453,8 +352,8 @@ _RULES: dict[Any, Callable[[fx.Node | Call, int], Tiling | None]] = {
     _aten.avg_pool2d.default: _average_pool,
     _aten.avg_pool3d.default: _average_pool,
     _aten.avg_pool2d_backward.default: _average_pool_backward,
-    _aten.upsample_nearest2d.default: _resized(),
-    _aten.upsample_nearest2d_backward.default: _resized_backward(),
-    _aten.upsample_bilinear2d.default: _resized(False),
-    _aten.upsample_bilinear2d_backward.default: _resized_backward(False),
+    _aten.upsample_nearest2d.default: resized(),
+    _aten.upsample_nearest2d_backward.default: resized_backward(),
+    _aten.upsample_bilinear2d.default: resized(False),
+    _aten.upsample_bilinear2d_backward.default: resized_backward(False),
 }

@@ -19,9 +19,10 @@ from torch import fx
 
 from memfit.capture.again import Call
 from memfit.capture.by_samples import ViewOfSlice, accumulates, samples_per_slice
-from memfit.capture.by_tiles import Tiling, reaches_of, tiling_of
+from memfit.capture.by_tiles import reaches_of, tiling_of
 from memfit.capture.layout import looks_alike, outer_axis, results_of
 from memfit.capture.samples import Sampling, sampling_of, sums_of
+from memfit.capture.tiling import Tiling
 from memfit.step.graph import BySlices
 
 __all__ = ["Cutting", "batches_alike", "cutting"]

@@ -20,12 +20,13 @@ from torch import fx
 
 from memfit.capture.again import Call
 from memfit.capture.by_samples import accumulates, samples_between
-from memfit.capture.by_tiles import Tiling, tiling_of
+from memfit.capture.by_tiles import tiling_of
 from memfit.capture.layout import results_in, results_of
 from memfit.capture.one_run import equal, measured, timed
 from memfit.capture.operands import operand_values
 from memfit.capture.samples import sampling_of, sums_of
 from memfit.capture.tiles import SPACE, Tile, narrowed, tiles_of
+from memfit.capture.tiling import Tiling
 from memfit.step.graph import BySlices, Way
 
 __all__ = ["costs_in_slices", "same_slices"]

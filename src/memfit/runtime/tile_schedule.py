@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from memfit.capture.again import Call
-from memfit.capture.by_tiles import Tiling
 from memfit.capture.samples import sums_of
 from memfit.capture.tiles import Tile, tiles_of
+from memfit.capture.tiling import Tiling
 
 __all__ = ["Piece", "TiledOp", "schedule", "within"]
 
