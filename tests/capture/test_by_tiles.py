@@ -20,6 +20,7 @@ from memfit.capture.rewrite import (
     make_hollow,
 )
 from memfit.capture.samples import sums_of
+from memfit.capture.slices import convolution_input_slices
 from memfit.capture.tiles import bands_of, narrowed, tiles_of
 
 _aten = torch.ops.aten
@@ -102,6 +103,7 @@ def test_convolutions_and_their_gradients(case: tuple[Any, ...], grid: tuple[int
     gradient = torch.randn_like(call.meta["val"])
     operands = {"gradient": gradient, f"{HOLLOW_PREFIX}0": make_hollow(data), "weight": weight}
     check(*call_on(input_gradient_beside_stand_in, operands, [channels], *rest), grid)
+    check(*call_on(convolution_input_slices, operands, [channels], *rest, ((1, 4), (0, 1))), grid)
     mask = [False, True, with_bias]
     sums, values = call_on(
         _aten.convolution_backward.default,

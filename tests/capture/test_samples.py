@@ -18,8 +18,9 @@ from memfit.capture.by_samples import ViewOfSlice, samples_between, view_of_samp
 from memfit.capture.dropout import masked, split_dropout
 from memfit.capture.layout import looks_alike, results_of
 from memfit.capture.profile import _measurement
-from memfit.capture.rewrite import is_view
+from memfit.capture.rewrite import HOLLOW_PREFIX, is_view, make_hollow
 from memfit.capture.samples import sampling_of, sums_of
+from memfit.capture.slices import convolution_input_slices
 from memfit.capture.trace import capture_step
 from memfit.step.graph import BySlices
 from tests.capture.test_by_tiles import call_on
@@ -306,6 +307,39 @@ def test_what_rounds_more_than_once_runs_whole_where_bits_count() -> None:
     found = {str(op.node.target): op.by_slices for op in capture.joint_ops if op is not None and op.phase == "forward"}
     assert found["aten.convolution.default"] is not None
     assert found["aten.gelu.default"] is found["aten.silu.default"] is None
+
+
+def test_slices_of_channels_are_made_of_samples() -> None:
+    data, weight = (torch.randn(shape, dtype=torch.float64) for shape in ((_BATCH, 4, 7, 5), (6, 4, 3, 3)))
+    gradient = torch.randn(_BATCH, 6, 7, 5, dtype=torch.float64)
+    rest = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1, ((0, 1), (1, 4)))
+    operands = {"gradient": gradient, f"{HOLLOW_PREFIX}0": make_hollow(data), "weight": weight}
+    call, values = call_on(convolution_input_slices, operands, [6], *rest)
+    sampling = sampling_of(call, _BATCH)
+    assert sampling is not None and sampling.axes == (0, 0)
+    for samples in ((0, 4), (4, 6)):
+        given = {n: samples_between(v, 0, _BATCH, *samples) if n in sampling.operands else v for n, v in values.items()}
+        made = sampling.run(*fx.map_arg(call.args, given.__getitem__))
+        for part, whole in zip(made, call.meta["val"], strict=True):
+            torch.testing.assert_close(part, samples_between(whole, 0, _BATCH, *samples))
+
+
+class Pairs(nn.Module):
+    """Two classes, and a weight whose gradient has two rows; its samples are six."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 64, 3), nn.Conv2d(64, 2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scaled = functional.conv2d(self.first(x).relu(), self.last.weight * 2)
+        return functional.conv2d(self.first(x).relu(), self.last.weight * 2) + scaled
+
+
+def test_a_batch_is_of_samples_whatever_else_is_even() -> None:
+    capture = capture_step(Pairs(), (torch.randn(6, 3, 16, 16),), {}, loss_fn=lambda y: y.sum(), grid=(1, 1))
+    activations = [op.by_slices for op in capture.graph.ops if op.target == "aten.relu.default"]
+    assert [slices and slices.batch for slices in activations] == [6, 6]
 
 
 def test_costs_of_slices_are_known_by_how_many_there_are() -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -28,6 +29,7 @@ from memfit.capture.layout import is_alone, nodes_of
 from memfit.capture.resized_tiles import resized, resized_backward
 from memfit.capture.rewrite import convolution_input_gradient, input_gradient_beside_stand_in, make_hollow
 from memfit.capture.samples import is_pointwise, makes_sums_or_slices
+from memfit.capture.slices import convolution_input_slices
 from memfit.capture.tiles import SPACE, Tile, Window, cropped, inside, padded, read_by, touching
 from memfit.capture.tiling import Tiling, extents_of, starts_of
 from memfit.step.graph import Reach
@@ -140,7 +142,7 @@ def _convolution(call: fx.Node | Call, axes: int) -> Tiling | None:
     return Tiling(extents=extents_of(call, axes), operands=(data,), needs=needs, run=spread if transposed else convolve)
 
 
-def _input_gradient(call: fx.Node | Call, axes: int) -> Tiling | None:
+def _input_gradient(call: fx.Node | Call, axes: int) -> Tiling:
     target: Any = call.target
     gradient, hollow, weight = cast(tuple[fx.Node, ...], call.args[:3])
     sizes, stride, padding, dilation, transposed, more, groups = cast(tuple[Any, ...], call.args[3:10])
@@ -164,6 +166,20 @@ def _input_gradient(call: fx.Node | Call, axes: int) -> Tiling | None:
     return Tiling(
         extents=extents_of(hollow, axes), operands=(gradient,), needs=needs, run=convolve if transposed else spread
     )
+
+
+def _input_slices(call: fx.Node | Call, axes: int) -> Tiling | None:
+    """The same, cut into slices of its channels."""
+    *args, cuts = call.args
+    whole = _input_gradient(
+        Call(name=call.name, target=convolution_input_gradient, args=tuple(args), meta=call.meta), axes
+    )
+
+    def run(*args: Any, tile: Tile) -> tuple[torch.Tensor, ...]:
+        made = whole.run(*args[:-1], tile=tile)
+        return tuple(made[:, start:stop].contiguous() for start, stop in cast(Any, cuts))
+
+    return replace(whole, run=run)
 
 
 def _weight_gradient(call: fx.Node | Call, axes: int) -> Tiling | None:
@@ -344,6 +360,7 @@ _RULES: dict[Any, Callable[[fx.Node | Call, int], Tiling | None]] = {
     _aten.cat.default: _concatenation,
     _aten.convolution.default: _convolution,
     convolution_input_gradient: _input_gradient,
+    convolution_input_slices: _input_slices,
     input_gradient_beside_stand_in: _input_gradient,
     _aten.convolution_backward.default: _weight_gradient,
     _aten.max_pool2d_with_indices.default: _max_pool,

@@ -35,6 +35,9 @@ _AXES = 2
 _LEAST_EXTENT = 2
 """Of a tile."""
 
+_MOST = 0.9
+"""Share of what can be divided by any number: more samples are better than a few bytes that happen to be even."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cutting:
@@ -166,15 +169,22 @@ def _batches(
 
 
 def _common_batch(calls: Sequence[fx.Node | Call]) -> int:
-    """The number by which most of what the calls make can be divided; 0 if they make nothing but matrices."""
-    made = [t for call in calls for t in results_of(call) if isinstance(t, torch.Tensor)]
+    """The largest number by which nearly all can be divided that calls make; 0 if they make nothing but matrices."""
+    made = [
+        t
+        for call in calls
+        for place, t in enumerate(results_of(call))
+        if isinstance(t, torch.Tensor) and place not in sums_of(call)
+    ]
     samples = {int(t.shape[0]) for t in made if t.dim() > 2} - {0, 1}
     tokens = {int(t.shape[1]) for t in made if t.dim() == 3 and t.shape[0] == 1} - {0, 1}
 
-    def divided(batch: int) -> tuple[int, int]:
-        return sum(t.numel() * t.element_size() for t in made if outer_axis(t, batch) is not None), batch
-
-    return max(samples or tokens, key=divided, default=0)
+    divided = {
+        batch: sum(t.numel() * t.element_size() for t in made if outer_axis(t, batch) is not None)
+        for batch in samples or tokens
+    }
+    most = max(divided.values(), default=0)
+    return max((batch for batch, nbytes in divided.items() if nbytes >= _MOST * most), default=0)
 
 
 def _vocabularies(calls: Sequence[fx.Node | Call]) -> dict[int, int]:

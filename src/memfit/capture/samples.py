@@ -33,6 +33,7 @@ from memfit.capture.rewrite import (
     input_gradient_beside_stand_in,
     make_hollow,
 )
+from memfit.capture.slices import convolution_input_slices
 
 __all__ = [
     "KEEP_BITS",
@@ -123,6 +124,7 @@ def makes_sums_or_slices(call: fx.Node | Call) -> bool:
 
 _HOLLOW_SECOND = {
     convolution_input_gradient,
+    convolution_input_slices,
     input_gradient_beside_stand_in,
     _aten.max_pool2d_with_indices_backward.default,
     _aten.avg_pool2d_backward.default,
@@ -368,6 +370,7 @@ _RULES: dict[Any, Callable[[fx.Node | Call, int], _Axes | None]] = {
             sums_of_data,
             _aten.mm.default,
             convolution_input_gradient,
+            convolution_input_slices,
             input_gradient_beside_stand_in,
             _aten.avg_pool2d_backward.default,
             _aten._adaptive_avg_pool2d_backward.default,
