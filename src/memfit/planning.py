@@ -154,8 +154,7 @@ def capture_and_profile(
             progress("profile", done, total)
 
     graph = profile_ops(capture, device, cache, progress=profiling)
-    # What runs as one is not divided by swaps yet.
-    graph = graph if grid else replace(graph, tiers=_tiers(request, device))
+    graph = replace(graph, tiers=_tiers(request, device))
     return replace(capture, graph=graph), graph
 
 

@@ -12,7 +12,8 @@ Known limits: without the lever `tile` CPU only.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -26,6 +27,7 @@ from memfit.step.graph import SMALL_SUM_BYTES
 
 __all__ = [
     "Slice",
+    "SliceStream",
     "ViewOfSlice",
     "accumulates",
     "in_slices",
@@ -149,6 +151,22 @@ def view_of_samples(view: ViewOfSlice, batch: int) -> Callable[[torch.Tensor], t
     return viewed
 
 
+class SliceStream(Protocol):
+    """A tensor that is not in memory: its slices come and go, in their order."""
+
+    def take(self, number: int) -> torch.Tensor:
+        """Some slice, brought back."""
+
+    def room(self, number: int) -> torch.Tensor:
+        """Memory for some slice, to be filled."""
+
+    def send(self) -> None:
+        """Starts moving away what `room` gave last."""
+
+    def close(self) -> None:
+        """Waits until all of it is away."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
     """How ops that run as one are called.
@@ -165,6 +183,9 @@ class Slice:
             serves for nothing else.
         totals: positions of those sums to which slices are added while they are made; `run` takes a list of them first.
         pieces: for each piece in space of samples the tiles to run it with, and the tile of each result it makes.
+        streams: positions of operands that are streams of slices.
+        into: for results that leave slice by slice, the position of the operand that is their stream; they are not
+            among what the call returns.
     """
 
     run: Callable[..., Sequence[torch.Tensor]]
@@ -177,20 +198,26 @@ class Slice:
     sums: Collection[int] = ()
     totals: Sequence[int] = ()
     pieces: Sequence[tuple[Sequence[Tile], Sequence[Tile]]] = ()
+    streams: Collection[int] = ()
+    into: Mapping[int, int] = field(default_factory=dict)
 
 
 def in_slices(how: Slice) -> Callable[..., tuple[torch.Tensor, ...]]:
     """What runs ops as one, slice after slice."""
-    layouts = [(tuple(r.shape), r.stride(), r.dtype) for r in how.results]
+    layouts = [(tuple(r.shape), r.stride(), r.dtype, r.device) for r in how.results]
 
-    def fused(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        results = [
-            torch.empty_strided(shape, stride, dtype=dtype, device=operands[0].device)
-            if over is None
-            # Sample for sample in the same place, whatever the shapes.
-            else operands[over].new_empty(0, dtype=dtype).set_(operands[over].untyped_storage(), 0, shape, stride)
-            for (shape, stride, dtype), over in zip(layouts, how.over, strict=True)
-        ]
+    def memory(place: int, operands: Sequence[Any]) -> torch.Tensor:
+        shape, stride, dtype, device = layouts[place]
+        over = how.over[place]
+        if over is None:
+            return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        # Sample for sample in the same place, whatever the shapes.
+        taken: torch.Tensor = operands[over]
+        return taken.new_empty(0, dtype=dtype).set_(taken.untyped_storage(), 0, shape, stride)
+
+    def fused(*operands: Any) -> tuple[torch.Tensor, ...]:
+        leaving: dict[int, SliceStream] = {place: operands[position] for place, position in how.into.items()}
+        results = {place: memory(place, operands) for place in range(len(layouts)) if place not in leaving}
         wide = {
             place: torch.empty_like(results[place], dtype=torch.float64)
             for place in how.sums
@@ -198,29 +225,44 @@ def in_slices(how: Slice) -> Callable[..., tuple[torch.Tensor, ...]]:
         }
         totals = [[results[place].zero_() for place in how.totals]] if how.totals else []
         is_first = True
-        for start in range(0, how.batch, how.samples):
+        for number, start in enumerate(range(0, how.batch, how.samples)):
             stop = min(start + how.samples, how.batch)
             given = [
-                samples_between(t, how.sliced[i], how.batch, start, stop) if i in how.sliced else t
-                for i, t in enumerate(operands)
+                operand.take(number)
+                if position in how.streams
+                else samples_between(operand, how.sliced[position], how.batch, start, stop)
+                if position in how.sliced
+                else operand
+                for position, operand in enumerate(operands)
             ]
+            there = {
+                place: leaving[place].room(number)
+                if place in leaving
+                else samples_between(results[place], how.axes[place], how.batch, start, stop)
+                for place in range(len(layouts))
+                if place not in how.sums
+            }
             for tiles, made in how.pieces or [((), ())]:
                 parts = how.run(tiles, *given) if how.pieces else how.run(*totals, *given)
-                for place, result in enumerate(results):
+                for place in there:
+                    (narrowed(there[place], made[place]) if how.pieces else there[place]).copy_(parts[place])
+                for place in how.sums:
                     if place in how.totals:
                         continue
-                    if place not in how.sums:
-                        here = samples_between(result, how.axes[place], how.batch, start, stop)
-                        (narrowed(here, made[place]) if how.pieces else here).copy_(parts[place])
-                    elif is_first:
-                        wide.get(place, result).copy_(parts[place])
+                    if is_first:
+                        wide.get(place, results[place]).copy_(parts[place])
                     else:
-                        wide.get(place, result).add_(parts[place])
+                        wide.get(place, results[place]).add_(parts[place])
                 is_first = False
                 del parts  # else the next slice is made beside them
+            del given, there
+            for stream in leaving.values():
+                stream.send()
+        for stream in leaving.values():
+            stream.close()
         for place, total in wide.items():
             results[place].copy_(total)
-        return tuple(results)
+        return tuple(results.values())
 
     return fused
 

@@ -56,7 +56,7 @@ def count_activations(graph: StepGraph, program: Program) -> Activations:
     """Divides the activations of a step by whether a program keeps them through the loss, swaps them or neither."""
     read = {s for op in graph.ops if op.phase is Phase.BACKWARD for s in op.reads}
     all_of_them = {s for s in read if graph.storages[s].kind is StorageKind.FORWARD}
-    swapped = all_of_them & program.swapped().keys()
+    swapped = all_of_them & (program.swapped() | program.streamed()).keys()
     retained = (all_of_them & kept_storages(graph, program)) - swapped
     recomputed = all_of_them - retained - swapped
     return Activations(

@@ -21,6 +21,7 @@ from memfit.errors import BudgetError
 from memfit.planner.auto import CLOSE, Found, Moves, Progress, find_order
 from memfit.planner.bound import relaxed_bound
 from memfit.planner.kept import select_kept
+from memfit.planner.streaming import find_streaming
 from memfit.planner.swapping import placed_on_tiers, swappable, swapping_step
 from memfit.planner.transfers import ahead_of_use, with_transfers
 from memfit.planner.ways import leanest, program_within
@@ -56,6 +57,8 @@ def find_program(
     Raises:
         BudgetError: if none fits, with the least budget that does.
     """
+    if graph.is_tiled and graph.tiers:
+        return find_streaming(graph, budget_bytes, seconds=seconds, progress=progress)
     alone = replace(graph, tiers=())
     if not graph.tiers:
         return find_order(alone, budget_bytes, seconds=seconds, progress=progress)

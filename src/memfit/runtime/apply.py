@@ -40,6 +40,7 @@ from memfit.runtime.unused_output import refuse_gradient
 from memfit.step.graph import Phase, StorageKind
 from memfit.step.links import Tier
 from memfit.step.program import Action, Program
+from memfit.step.streams import tier_bytes
 
 __all__ = ["PieceProgram", "PlannedCall", "compile_planned", "compile_program", "piece_programs", "reading_digest"]
 
@@ -60,7 +61,8 @@ class PieceProgram:
         forward: instructions of its forward pass.
         backward: instructions of its backward pass.
         kept: local storages handed from one to the other.
-        slots: local storages that are swapped, and where to.
+        slots: local storages that go to tiers, and where to.
+        streamed: those of them that live there and pass slice by slice.
     """
 
     digest: str
@@ -70,6 +72,7 @@ class PieceProgram:
     backward: tuple[LocalInstruction | LocalMove, ...]
     kept: tuple[int, ...]
     slots: Mapping[int, Slot] = field(default_factory=dict)
+    streamed: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +184,10 @@ def piece_programs(capture: Capture, program: Program) -> tuple[PieceProgram, ..
                 kept[op.piece][storage] = None
         written_back[op.piece].update(s for s in writes if s not in returned)
         backward[op.piece].append(run)
+    for storage in program.streamed():
+        kept[piece_of[storage]].pop(local[piece_of[storage]][storage], None)
+    swapped = {s: (tier, graph.storages[s].nbytes) for s, tier in program.swapped().items()}
+    streamed = {s: (tier, tier_bytes(graph, s)) for s, tier in program.streamed().items()}
     # Gradients may be forward results as they are.
     for index, piece in enumerate(capture.pieces.pieces):
         for storage in piece.reading.gradient_storages:
@@ -195,10 +202,11 @@ def piece_programs(capture: Capture, program: Program) -> tuple[PieceProgram, ..
             backward=tuple(backward[i]),
             kept=tuple(kept[i]),
             slots={
-                local[i][s]: Slot(tier=tier, nbytes=graph.storages[s].nbytes)
-                for s, tier in program.swapped().items()
+                local[i][s]: Slot(tier=tier, nbytes=nbytes)
+                for s, (tier, nbytes) in (swapped | streamed).items()
                 if piece_of[s] == i
             },
+            streamed=frozenset(local[i][s] for s in streamed if piece_of[s] == i),
         )
         for i, piece in enumerate(capture.pieces.pieces)
     )
@@ -284,7 +292,8 @@ def compile_planned(
             program = by_digest.get(reading_digest(reading))
             if program is None:
                 raise PlanMismatchError("the model now runs a graph that was not planned")
-            return lower(reading, program.forward, program.backward, program.kept, swappers.get(program.digest))
+            swapper = swappers.get(program.digest)
+            return lower(reading, program.forward, program.backward, program.kept, swapper, program.streamed)
 
         def boxed(lowered: fx.GraphModule, operands: Any) -> Callable[..., Any]:
             return _boxed(lowered, describe)

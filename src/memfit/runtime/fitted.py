@@ -101,7 +101,7 @@ def install(
     if plan.planned is not None:
         request = replace(plan.planned.request, budget=plan.budget_bytes)
     else:
-        tiers = ",".join(dict.fromkeys(map(str, plan.program.swapped().values()))) or None
+        tiers = ",".join(map(str, plan.program.tiers())) or None
         request = Request(
             budget=plan.budget_bytes,
             loss_fn=loss_fn,

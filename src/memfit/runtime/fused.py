@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,15 +57,23 @@ class FusedCall:
         target: what is called; it returns a tuple.
         operands: nodes of the joint graph.
         results: storages, one for each item of the tuple.
+        streams: by position of an operand that is a stream of slices (`memfit.runtime.swap.slices`), of which storage.
     """
 
     target: Callable[..., tuple[torch.Tensor, ...]]
     operands: tuple[fx.Node, ...]
     results: tuple[int, ...]
+    streams: Mapping[int, int]
 
 
-def fused_call(reading: JointReading, ops: Sequence[FusedOp]) -> FusedCall:
-    """Builds the call for ops that follow each other."""
+def fused_call(reading: JointReading, ops: Sequence[FusedOp], streamed: Collection[int] = ()) -> FusedCall:
+    """Builds the call for ops that follow each other.
+
+    Args:
+        reading: the piece.
+        ops: what runs as one.
+        streamed: storages that live on tiers.
+    """
     slices = ops[0].op.by_slices
     assert slices is not None
     graph = fx.Graph()
@@ -76,12 +84,18 @@ def fused_call(reading: JointReading, ops: Sequence[FusedOp]) -> FusedCall:
     totals: list[int] = []
     given_totals = graph.placeholder("totals") if any(accumulates(fused.call) for fused in ops) else None
     operands: dict[tuple[fx.Node, int | None], fx.Node] = {}
+    streams: dict[int, int] = {}
     for number, fused in enumerate(ops):
         call = fused.call
         axes = samplings[number].operands if tilings is None else dict.fromkeys(tilings[number].operands, 0)
 
         def value(node: fx.Node, axes: Mapping[fx.Node, int] = axes) -> fx.Node:
             storage = reading.storage_of.get(node)
+            if storage is not None and storage in streamed and storage not in made:
+                base = reading.storages[storage].base
+                made[storage] = graph.placeholder(f"operand_{len(operands)}")
+                streams[len(operands)] = storage
+                operands[base, None] = made[storage]
             if storage in made:
                 base = reading.storages[storage].base
                 return _viewed(graph, made[storage], base, node, slices.batch, axes[node])
@@ -114,7 +128,15 @@ def fused_call(reading: JointReading, ops: Sequence[FusedOp]) -> FusedCall:
             over[fused.writes[0]] = position[fused.over]
     handed_on = {s for fused in ops for s in fused.handed_on}
     sums = {s for fused in ops if fused.op.by_slices is not None for s in fused.op.by_slices.sums}
-    results = tuple(s for s in made if s not in handed_on)
+    written = {s for fused in ops for s in fused.writes}
+    results = tuple(s for s in made if s in written and s not in handed_on)
+    into: dict[int, int] = {}
+    taken = set(streams)
+    for place, storage in enumerate(results):
+        if storage in streamed:
+            into[place] = len(operands)
+            streams[len(operands)] = storage
+            operands[reading.storages[storage].base, None] = graph.placeholder(f"operand_{len(operands)}")
     values = [reading.storages[s].base.meta["val"] for s in results]
     pieces: list[tuple[list[Tile], list[Tile]]] = []
     if tilings is not None and tiles is not None:
@@ -142,9 +164,16 @@ def fused_call(reading: JointReading, ops: Sequence[FusedOp]) -> FusedCall:
             sums={place for place, s in enumerate(results) if s in sums},
             totals=[results.index(s) for s in totals],
             pieces=pieces,
+            streams=taken,
+            into=into,
         )
     )
-    return FusedCall(target=target, operands=tuple(node for node, _ in operands), results=results)
+    return FusedCall(
+        target=target,
+        operands=tuple(node for node, _ in operands),
+        results=tuple(s for s in results if s not in streamed),
+        streams=streams,
+    )
 
 
 class _Tiles:

@@ -19,7 +19,7 @@ A random op that runs more than once saves its generator's state the first time 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, cast
@@ -33,6 +33,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from memfit.capture.again import Call, without_statistics
 from memfit.capture.joint import JointReading
+from memfit.capture.layout import outer_axis
 from memfit.capture.parts import call_in_parts
 from memfit.capture.rewrite import (
     HOLLOW_PREFIX,
@@ -43,6 +44,7 @@ from memfit.capture.rewrite import (
     make_hollow,
 )
 from memfit.runtime.fused import FusedOp, fused_call
+from memfit.runtime.swap.slices import MovingSlices, SliceLayout
 from memfit.runtime.swap.swapper import Swapper
 
 __all__ = [
@@ -101,10 +103,13 @@ class LocalMove:
 class _Emitter:
     """Copies nodes of the joint graph into one new graph, keeping the current copy of every storage."""
 
-    def __init__(self, reading: JointReading, graph: fx.Graph, swapper: Swapper | None = None) -> None:
+    def __init__(
+        self, reading: JointReading, graph: fx.Graph, swapper: Swapper | None, streamed: Collection[int]
+    ) -> None:
         self.reading = reading
         self.graph = graph
         self.swapper = swapper
+        self.streamed = streamed
         self.ticket: fx.Node | None = None
         self.coming: dict[int, fx.Node] = {}
         self.bases: dict[int, fx.Node] = {}
@@ -165,19 +170,36 @@ class _Emitter:
         """Emits a call of the swapper."""
         swapper, storage = self.swapper, instruction.storage
         assert swapper is not None
-        if self.ticket is None:
-            self.ticket = self._call(swapper.begin)
-            self.ticket.meta = {"val": self._fake_ticket(storage)}
+        ticket = self._begun(storage)
         if instruction.move is Move.OUT:
-            self._call(swapper.out, self.ticket, self.bases[storage], storage)
+            self._call(swapper.out, ticket, self.bases[storage], storage)
         elif instruction.move is Move.GONE:
-            self._call(swapper.out_done, self.ticket, storage)
+            self._call(swapper.out_done, ticket, storage)
         else:
             value = self.reading.storages[storage].base.meta["val"]
-            made = self._call(swapper.start_in, self.ticket, storage, value.device)
+            made = self._call(swapper.start_in, ticket, storage, value.device)
             made.meta = dict(self.reading.storages[storage].base.meta)
             self.set_base(storage, made)
             self.coming[storage] = made
+
+    def stream(self, storage: int, batch: int, samples: int) -> fx.Node:
+        """Emits what moves slices of a storage that lives on a tier."""
+        swapper = self.swapper
+        assert swapper is not None
+        layout = _slice_layout(self.reading.storages[storage].base.meta["val"], batch, samples)
+
+        def slices(ticket: torch.Tensor) -> MovingSlices:
+            return swapper.slices(ticket, storage, layout)
+
+        return self._call(slices, self._begun(storage))
+
+    def _begun(self, storage: int) -> fx.Node:
+        """The ticket of the step, which begins with the first move."""
+        if self.ticket is None:
+            assert self.swapper is not None
+            self.ticket = self._call(self.swapper.begin)
+            self.ticket.meta = {"val": self._fake_ticket(storage)}
+        return self.ticket
 
     def end_step(self) -> None:
         """Emits that nothing comes back any more."""
@@ -220,11 +242,21 @@ class _Emitter:
             )
             for instruction in instructions
         ]
-        call = fused_call(self.reading, ops)
+        call = fused_call(self.reading, ops, self.streamed)
+        slices = ops[0].op.by_slices
+        assert slices is not None
+        passing = {s: self.stream(s, slices.batch, slices.samples) for s in call.streams.values()}
         for instruction in instructions:
             if instruction.over is not None:
                 self.bases[instruction.over].meta[OVERWRITTEN] = True
-        made = self.graph.call_function(call.target, tuple(map(self.value, call.operands)))
+        operands = [
+            passing[call.streams[place]] if place in call.streams else self.value(node)
+            for place, node in enumerate(call.operands)
+        ]
+        made = self.graph.call_function(call.target, tuple(operands))
+        if not call.results:  # all of it leaves
+            call.target.__name__ = f"{_SWAP_PREFIX}{call.target.__name__}"
+            fx.node.has_side_effect(call.target)
         bases = [self.reading.storages[s].base for s in call.results]
         made.meta = {"val": tuple(base.meta["val"] for base in bases)}
         for place, (storage, base) in enumerate(zip(call.results, bases, strict=True)):
@@ -297,6 +329,7 @@ def lower(
     backward: Sequence[LocalInstruction | LocalMove],
     kept: Sequence[int],
     swapper: Swapper | None = None,
+    streamed: Collection[int] = (),
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Builds the two graph modules of one piece.
 
@@ -306,6 +339,7 @@ def lower(
         backward: what runs in the backward pass, in order.
         kept: local storages of forward results handed to the backward pass; inputs need not be named.
         swapper: moves what is swapped.
+        streamed: local storages that live on tiers.
 
     Returns:
         Forward and backward graph modules, with the calling convention of AOTAutograd's partitioners.
@@ -317,12 +351,12 @@ def lower(
     placeholders = joint.graph.find_nodes(op="placeholder")
     primals = [n for n in placeholders if not is_tangent(n)]
 
-    in_forward = _Emitter(reading, fx.Graph(), swapper)
+    in_forward = _Emitter(reading, fx.Graph(), swapper, streamed)
     in_forward.place(primals)
     in_forward.place(joint.graph.find_nodes(op="get_attr"))
     in_forward.run_all(forward)
 
-    in_backward = _Emitter(reading, fx.Graph(), swapper)
+    in_backward = _Emitter(reading, fx.Graph(), swapper, streamed)
     in_backward.place(primals)
     for storage in kept:
         in_backward.place([reading.storages[storage].base], as_inputs=True)
@@ -375,6 +409,20 @@ def _drop_unread(graph: fx.Graph) -> None:
         free = node.op == "get_attr" or node.target is operator.getitem
         if free and not node.users:
             graph.erase_node(node)
+
+
+def _slice_layout(value: torch.Tensor, batch: int, samples: int) -> SliceLayout:
+    axis = outer_axis(value, batch)
+    assert axis is not None, "what lives on a tier has its samples outermost"
+    return SliceLayout(
+        shape=tuple(value.shape),
+        stride=value.stride(),
+        dtype=value.dtype,
+        device=value.device,
+        axis=axis,
+        batch=batch,
+        samples=samples,
+    )
 
 
 def _attributes(joint: fx.GraphModule) -> dict[str, Any]:

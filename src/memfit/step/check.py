@@ -4,7 +4,7 @@ A program is right when it computes what the step computes: each op at least onc
 every operand is alive, only recomputable forward ops more than once, each gradient exactly once, nothing
 freed that is not alive, nothing left over but what the caller holds, and each op in a number of parts that is
 known to give its bits. Ops that run as one hand on slices of the same samples only. What is swapped out comes back
-after its memory was given up, and no tier holds more than it may.
+after its memory was given up, what lives on a tier is touched slice by slice, and no tier holds more than it may.
 """
 
 from __future__ import annotations
@@ -15,10 +15,16 @@ from memfit.errors import ProgramError
 from memfit.step.graph import Op, Phase, StepGraph, StorageKind
 from memfit.step.links import Tier, slot_bytes
 from memfit.step.program import Action, Instruction, Program
+from memfit.step.streams import streamable, tier_bytes
 
 __all__ = ["check"]
 
-_VERBS = {Action.FREE: "frees", Action.SWAP_OUT: "swaps out", Action.SWAP_IN: "swaps in"}
+_VERBS = {
+    Action.FREE: "frees",
+    Action.SWAP_OUT: "swaps out",
+    Action.SWAP_IN: "swaps in",
+    Action.STREAM: "keeps on a tier",
+}
 
 
 def check(graph: StepGraph, program: Program) -> None:
@@ -41,6 +47,7 @@ def check(graph: StepGraph, program: Program) -> None:
     piece_running = -1
     sliced = _check_sliced(graph, program)
     _check_swaps(graph, program)
+    streamed = _check_streams(graph, program)
     for position, instruction in enumerate(program.instructions):
         index = instruction.index
         where = f"instruction {position}"
@@ -49,6 +56,8 @@ def check(graph: StepGraph, program: Program) -> None:
             if not 0 <= index < len(storages):
                 raise ProgramError(f"{where} {verb} storage {index}, but the step has {len(storages)} storages")
             name = storages[index].name
+            if instruction.action is Action.STREAM:
+                continue
             if instruction.action is Action.SWAP_IN:
                 if index in alive:
                     raise ProgramError(f"{where} {verb} {name}, which is still alive")
@@ -65,6 +74,8 @@ def check(graph: StepGraph, program: Program) -> None:
         if not 0 <= index < len(graph.ops):
             raise ProgramError(f"{where} runs op {index}, but the step has {len(graph.ops)} ops")
         op = graph.ops[index].later if index in ran else graph.ops[index]
+        if position not in sliced and not streamed.isdisjoint((*op.reads, *op.writes)):
+            raise ProgramError(f"{where}: {op.name} runs whole, but not all it touches is in memory")
         if position not in sliced and instruction.parts not in {op.parts, *(way.parts for way in op.ways)}:
             raise ProgramError(f"{where}: {op.name} cannot run in {instruction.parts} parts with the same bits")
         for storage in op.reads:
@@ -94,8 +105,8 @@ def check(graph: StepGraph, program: Program) -> None:
             )
         over = instruction.over
         if over is not None and position in sliced:
-            if over not in alive:
-                raise ProgramError(f"{where}: {op.name} runs over {storages[over].name}, which is not alive")
+            if over not in alive or over in streamed or op.writes[0] in streamed:
+                raise ProgramError(f"{where}: {op.name} runs over {storages[over].name}, which is not in memory")
             alive.discard(over)
         elif over is not None:
             if op.ways and instruction.parts == 1:
@@ -142,10 +153,36 @@ def _check_swaps(graph: StepGraph, program: Program) -> None:
     for index in out:
         if index not in back:
             raise ProgramError(f"{graph.storages[index].name} is swapped out and never comes back")
+
+
+def _check_streams(graph: StepGraph, program: Program) -> set[int]:
+    """Checks what lives on tiers, and what tiers hold.
+
+    Returns:
+        The storages that live there.
+    """
+    found: set[int] = set()
+    swapped = program.swapped()
+    streaming = True
+    for position, instruction in enumerate(program.instructions):
+        index, where = instruction.index, f"instruction {position}"
+        if instruction.action is not Action.STREAM:
+            streaming = False
+            continue
+        if not 0 <= index < len(graph.storages):
+            raise ProgramError(f"{where} streams storage {index}, but the step has {len(graph.storages)} storages")
+        name = graph.storages[index].name
+        if not streaming or instruction.tier is None or index in found or index in swapped:
+            raise ProgramError(f"{where} has {name} live on a tier too late, twice, on none, or though it is swapped")
+        found.add(index)
+    for index in found.difference(streamable(graph, least_bytes=0)):
+        raise ProgramError(f"{graph.storages[index].name} lives on a tier, but not all ops touch slices of it")
     for links in graph.tiers:
-        nbytes = sum(slot_bytes(graph.storages[s].nbytes) for s, tier in out.items() if tier is links.tier)
+        nbytes = sum(tier_bytes(graph, s) for s, tier in program.streamed().items() if tier is links.tier)
+        nbytes += sum(slot_bytes(graph.storages[s].nbytes) for s, tier in swapped.items() if tier is links.tier)
         if links.limit_bytes is not None and nbytes > links.limit_bytes:
             raise ProgramError(f"{nbytes} bytes are swapped to {links.tier}, which may hold {links.limit_bytes}")
+    return found
 
 
 def _check_given_up(graph: StepGraph, program: Program) -> None:

@@ -277,6 +277,8 @@ def _encoded(instruction: Instruction) -> list[str | int]:
         return [f"o:{instruction.tier}", instruction.index]
     if instruction.action is Action.SWAP_IN:
         return ["i", instruction.index]
+    if instruction.action is Action.STREAM:
+        return [f"t:{instruction.tier}", instruction.index]
     code = "s" if instruction.sliced else "c"
     if instruction.over is not None:
         return [f"{code}!{with_next}", instruction.index, instruction.parts, instruction.over]
@@ -317,6 +319,8 @@ def _decoded(place: int, entry: list[Any]) -> Instruction:
         return Instruction(Action.SWAP_OUT, index, tier=Tier(code.removeprefix("o:")))
     if code == "i":
         return Instruction(Action.SWAP_IN, index)
+    if code.startswith("t:"):
+        return Instruction(Action.STREAM, index, tier=Tier(code.removeprefix("t:")))
     over, parts = rest[1] if len(rest) > 1 else None, rest[0] if rest else 1
     return Instruction(Action.COMPUTE, index, over, parts, fused=fused, sliced=code.startswith("s"))
 

@@ -24,6 +24,7 @@ from math import prod
 
 from memfit.step.graph import Op, StepGraph
 from memfit.step.halo import spreads
+from memfit.step.streams import bytes_in_flight, slices_moving, waited_seconds
 
 __all__ = [
     "Fusion",
@@ -200,12 +201,13 @@ def fuse(graph: StepGraph, run: Run) -> tuple[Fusion, int, float]:
     positions = range(run.start, run.start + len(run.ops))
     dying = {s for dead in run.dying for s in dead}
     seconds = sum(fused_seconds(run.ops, dying, [over.get(position) for position in positions]))
+    seconds += sum(waited_seconds(graph, *slices_moving(graph, run.ops, dying), seconds))
     fusion = Fusion(start=positions.start, stop=positions.stop, over=over)
     return fusion, _fused_bytes(graph, run, over), seconds
 
 
 def fused_seconds(ops: Sequence[Op], handed_on: Collection[int], over: Sequence[int | None]) -> list[float]:
-    """What each op takes in a run as one.
+    """What each op takes in a run as one, without what tiers take.
 
     Args:
         ops: as they run.
@@ -232,12 +234,13 @@ def bytes_beside(graph: StepGraph, ops: Sequence[Op], freed: Sequence[Sequence[i
     """
     sizes = graph.storages
     live = sum(op.by_slices.total_bytes(s, sizes[s].nbytes) for op in ops if op.by_slices for s in op.writes)
+    live += bytes_in_flight(graph, ops, {s for dead in freed for s in dead})
     slice_of: dict[int, int] = {}
     found: list[int] = []
     for op, dead, spread in zip(ops, freed, spreads(ops), strict=True):
         slices = op.by_slices
         assert slices is not None
-        made = {s: slices.slice_bytes(s, sizes[s].nbytes, spread.share) for s in op.writes}
+        made = {s: slices.slice_bytes(s, sizes[s].whole_bytes, spread.share) for s in op.writes}
         slice_of.update(made)
         live += sum(made.values())
         found.append(live + int(slices.workspace_bytes * spread.share * prod(slices.grid)))
@@ -300,9 +303,10 @@ def _taken_over(graph: StepGraph, run: Run) -> dict[int, int]:
     over: dict[int, int] = {}
     for place, (op, dead) in enumerate(zip(run.ops, run.dying, strict=True)):
         free += [s for s in dead if graph.storages[s].reusable and s not in written and s not in must_not]
-        size = graph.storages[op.writes[0]].nbytes
-        taken = next((s for s in free if graph.storages[s].nbytes == size), None)
-        if op.writes[0] not in inner and op.writes[0] not in _sums(op) and taken is not None:
+        made = graph.storages[op.writes[0]]
+        taken = next((s for s in free if graph.storages[s].nbytes == made.nbytes), None)
+        stays = op.writes[0] not in inner and op.writes[0] not in _sums(op) and made.stream is None
+        if stays and taken is not None:
             over[run.start + place] = taken
             free.remove(taken)
     return over

@@ -18,7 +18,18 @@ from math import ceil, prod
 
 from memfit.step.links import Tier, TierLinks
 
-__all__ = ["SMALL_SUM_BYTES", "BySlices", "Op", "Phase", "Reach", "StepGraph", "Storage", "StorageKind", "Way"]
+__all__ = [
+    "SMALL_SUM_BYTES",
+    "BySlices",
+    "Op",
+    "Phase",
+    "Reach",
+    "StepGraph",
+    "Storage",
+    "StorageKind",
+    "Stream",
+    "Way",
+]
 
 
 class Phase(StrEnum):
@@ -50,6 +61,25 @@ class StorageKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stream:
+    """How a storage that lives on a tier moves, slice by slice; see `memfit.step.streams`.
+
+    Attributes:
+        nbytes: its size there.
+        out_seconds: what the link is busy with all of it on the way out.
+        into_seconds: and on the way back.
+        out_compute_seconds: what that takes from compute.
+        into_compute_seconds: and what the way back does.
+    """
+
+    nbytes: int
+    out_seconds: float
+    into_seconds: float
+    out_compute_seconds: float = 0.0
+    into_compute_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:
     """One block of memory.
 
@@ -59,6 +89,8 @@ class Storage:
         kind: who owns it.
         plain_nbytes: its size in the step without memfit where that differs, else 0.
         reusable: whether slices may be put together in its memory once nothing reads it any more.
+        stream: how it moves if it lives on a tier, where it takes none of the memory; only `memfit.step.streams` sets
+            it, and it is not written down.
     """
 
     name: str
@@ -66,6 +98,12 @@ class Storage:
     kind: StorageKind
     plain_nbytes: int = 0
     reusable: bool = False
+    stream: Stream | None = None
+
+    @property
+    def whole_bytes(self) -> int:
+        """Its size, wherever it lives."""
+        return self.nbytes if self.stream is None else self.stream.nbytes
 
 
 SMALL_SUM_BYTES = 1 << 16
@@ -223,6 +261,16 @@ class Op:
         return self.again or self
 
     @property
+    def plain(self) -> Way:
+        """How it runs in the step without memfit."""
+        if self.plain_way is not None:
+            return self.plain_way
+        whole = self.way(1) if self.ways else self.way(self.parts)
+        if self.plain_in_place and self.in_place_seconds is not None:
+            return replace(whole, seconds=self.in_place_seconds)
+        return whole
+
+    @property
     def least_seconds(self) -> float:
         """Time of one run, the quickest way, its results in memory of their own."""
         return min((way.seconds for way in self.ways), default=self.seconds)
@@ -330,7 +378,7 @@ class StepGraph:
     @property
     def plain_seconds(self) -> float:
         """Time of the step without memfit: each op once, whole."""
-        return sum(map(_plain_seconds, self.ops)) + self.after_step_seconds
+        return sum(op.plain.seconds for op in self.ops) + self.after_step_seconds
 
     @property
     def gradient_bytes(self) -> int:
@@ -379,16 +427,7 @@ def _read_in_slices(op: Op) -> tuple[int, ...]:
     return op.by_slices.reads if op.by_slices is not None and op.by_slices.first else ()
 
 
-def _plain_seconds(op: Op) -> float:
-    if op.plain_way is not None:
-        return op.plain_way.seconds
-    if op.plain_in_place and op.in_place_seconds is not None:
-        return op.in_place_seconds
-    return op.way(1).seconds if op.ways else op.seconds
-
-
 def _plain_op(op: Op) -> Op:
-    whole = op.plain_way or (op.way(1) if op.ways else op.way(op.parts))
     return replace(
         op,
         reads=op.reads if op.plain_reads is None else op.plain_reads,
@@ -396,18 +435,18 @@ def _plain_op(op: Op) -> Op:
         plain_way=None,
         again=None,
         in_place_over=(),
-        seconds=_plain_seconds(op),
+        seconds=op.plain.seconds,
         in_place_seconds=None,
         plain_in_place=False,
-        workspace_bytes=whole.workspace_bytes,
-        parts=whole.parts,
+        workspace_bytes=op.plain.workspace_bytes,
+        parts=op.plain.parts,
         ways=(),
         by_slices=None,
     )
 
 
 def _plain_storage(storage: Storage) -> Storage:
-    return replace(storage, nbytes=storage.plain_nbytes or storage.nbytes, plain_nbytes=0)
+    return replace(storage, nbytes=storage.plain_nbytes or storage.nbytes, plain_nbytes=0, stream=None)
 
 
 def total_bytes(graph: StepGraph, storages: Sequence[int]) -> int:

@@ -17,6 +17,7 @@ from enum import StrEnum
 from memfit.step.fusion import Fusion, fusions, overwritten, runs_by_slices
 from memfit.step.graph import Op, StepGraph
 from memfit.step.links import Tier
+from memfit.step.streams import streams
 
 __all__ = [
     "Action",
@@ -44,6 +45,9 @@ class Action(StrEnum):
     SWAP_IN = "swap in"
     """Memory is taken for a storage, which starts on its way back; what reads it waits until it has arrived."""
 
+    STREAM = "stream"
+    """A storage lives on a tier (`memfit.step.streams`); it is said before anything runs."""
+
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
@@ -51,7 +55,7 @@ class Instruction:
 
     An op runs in `parts`, and its first result takes the memory of storage `over` if there is one. What is `sliced`
     runs slice by slice, and what is `fused` does so as one with the next instruction (`memfit.step.fusion`). A storage
-    is swapped out to a `tier`.
+    is swapped out to a `tier`, or lives there.
     """
 
     action: Action
@@ -84,6 +88,14 @@ class Program:
     def swapped(self) -> dict[int, Tier]:
         """Storages that are swapped out, with their tiers, in the order in which they leave."""
         return {i.index: i.tier for i in self.instructions if i.action is Action.SWAP_OUT and i.tier is not None}
+
+    def streamed(self) -> dict[int, Tier]:
+        """Storages that live on tiers."""
+        return {i.index: i.tier for i in self.instructions if i.action is Action.STREAM and i.tier is not None}
+
+    def tiers(self) -> list[Tier]:
+        """Where anything goes, in the order in which it first does."""
+        return list(dict.fromkeys(i.tier for i in self.instructions if i.tier is not None))
 
     def recomputed(self) -> list[int]:
         """Ops that run again, one entry for every extra run, in order."""
@@ -147,9 +159,10 @@ def program_of(graph: StepGraph, order: Sequence[int], *, in_place: bool = True,
 
     def alone(position: int) -> list[Instruction]:
         dead = dying[position]
-        over = overwritten(ops[position], dead) if in_place else None
+        op = ops[position]
+        over = overwritten(op, dead) if in_place else None
         frees = [Instruction(Action.FREE, s) for s in dead if s != over]
-        return [Instruction(Action.COMPUTE, order[position], over, ops[position].parts), *frees]
+        return [Instruction(Action.COMPUTE, order[position], over, op.parts, sliced=streams(graph, op)), *frees]
 
     return assembled(order, ops, dying, runs, alone)
 

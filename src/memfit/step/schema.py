@@ -3,7 +3,7 @@
 A program is compact: `["c", 12]` computes op 12, `["c", 12, 8]` in 8 parts, `["c!", 13, 1, 7]` in
 one part over the memory of storage 7, `["f", 5]` frees storage 5. `["s", 12, 8]` runs op 12 in 8 slices of the batch;
 with a `+` the code says that the instruction does so as one with the next. `["o:disk", 5]` swaps storage 5 out to the
-disk, `["i", 5]` swaps it in.
+disk, `["i", 5]` swaps it in. `["t:disk", 5]` says that storage 5 lives on the disk.
 Fields that have their default value are left out.
 
 Known limits: what a schema cannot say, such as that indices exist, `memfit.step.codec` checks.
@@ -31,6 +31,7 @@ INSTRUCTION_LENGTHS = {
     "f+": (2,),
     **{f"o:{tier}": (2,) for tier in Tier},
     "i": (2,),
+    **{f"t:{tier}": (2,) for tier in Tier},
 }
 """Codes of instructions and how many entries they have."""
 

@@ -21,6 +21,7 @@ from memfit.step.fusion import bytes_beside, fused_seconds
 from memfit.step.graph import Op, Phase, StepGraph
 from memfit.step.links import Lanes, Tier
 from memfit.step.program import Action, Instruction, Program, as_they_run, plain_program
+from memfit.step.streams import slices_moving, streaming_step, waited_seconds
 
 __all__ = ["Timeline", "live_storages_at", "simulate", "simulate_plain"]
 
@@ -87,6 +88,8 @@ def simulate(graph: StepGraph, program: Program, *, wait: bool = True) -> Timeli
     Returns:
         Peak, time and the bytes in use at every instruction.
     """
+    if streamed := program.streamed():
+        graph = streaming_step(graph, streamed)
     ops, storages = graph.ops, graph.storages
     sizes = [s.nbytes for s in storages]
     last_run = {op: n for n, op in enumerate(program.order())}
@@ -96,6 +99,8 @@ def simulate(graph: StepGraph, program: Program, *, wait: bool = True) -> Timeli
     runs = 0
     recompute_seconds = 0.0
     lanes = Lanes(graph.tiers)
+    for storage, tier in streamed.items():
+        lanes.tier_bytes[tier] = lanes.tier_bytes.get(tier, 0) + storages[storage].whole_bytes
     leaving: set[int] = set()
     coming: set[int] = set()
     forward_end_bytes = live
@@ -115,6 +120,7 @@ def simulate(graph: StepGraph, program: Program, *, wait: bool = True) -> Timeli
             bytes_at += [live + nbytes for nbytes in _slices(graph, run, together)]
             seconds = fused_seconds(together, handed_on, [i.over for i in computes])
             lanes.now += sum(seconds)
+            _stream(graph, together, handed_on, lanes, sum(seconds))
             recompute_seconds += sum(took for i, took in zip(computes, seconds, strict=True) if i.index in ran)
             freed = handed_on | {i.over for i in run}
             alive.update(s for op in together for s in op.writes)
@@ -122,6 +128,9 @@ def simulate(graph: StepGraph, program: Program, *, wait: bool = True) -> Timeli
             ran.update(i.index for i in computes)
             continue
         (instruction,) = run
+        if instruction.action is Action.STREAM:
+            bytes_at.append(live)
+            continue
         if instruction.action is Action.FREE:
             live -= sizes[instruction.index]
             alive.discard(instruction.index)
@@ -209,6 +218,24 @@ def _wait(
         if gone in leaving:
             lanes.wait_out(gone)
             leaving.discard(gone)
+
+
+def _stream(graph: StepGraph, ops: Sequence[Op], handed_on: Collection[int], lanes: Lanes, seconds: float) -> None:
+    """Counts what ops that run as one move to tiers and back, slice by slice, and what that takes beside them."""
+    into, out = slices_moving(graph, ops, handed_on)
+    taken, waited = waited_seconds(graph, into, out, seconds)
+    lanes.now += taken + waited
+    for storage in (*into, *out):
+        stream = graph.storages[storage].stream
+        assert stream is not None
+        if storage in out:
+            lanes.out_bytes += stream.nbytes
+            lanes.link_seconds += stream.out_seconds
+        else:
+            lanes.in_bytes += stream.nbytes
+            lanes.link_seconds += stream.into_seconds
+        if waited:
+            lanes.stalls[storage] = lanes.stalls.get(storage, 0.0) + waited / len(into + out)
 
 
 def _slices(graph: StepGraph, run: Sequence[Instruction], ops: Sequence[Op]) -> list[int]:

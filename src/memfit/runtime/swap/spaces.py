@@ -10,6 +10,7 @@ from memfit.runtime.swap.tier import SwapSpace
 from memfit.step.graph import StepGraph
 from memfit.step.links import Tier, slot_bytes
 from memfit.step.program import Program
+from memfit.step.streams import tier_bytes
 
 __all__ = ["open_spaces"]
 
@@ -28,6 +29,8 @@ def open_spaces(graph: StepGraph, program: Program, device: torch.device) -> dic
     nbytes: dict[Tier, int] = {}
     for storage, tier in program.swapped().items():
         nbytes[tier] = nbytes.get(tier, 0) + slot_bytes(graph.storages[storage].nbytes)
+    for storage, tier in program.streamed().items():
+        nbytes[tier] = nbytes.get(tier, 0) + tier_bytes(graph, storage)
     limits = {links.tier: links.limit_bytes for links in graph.tiers}
     spaces: dict[Tier, SwapSpace] = {}
     for tier, wanted in nbytes.items():

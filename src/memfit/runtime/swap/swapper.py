@@ -1,5 +1,7 @@
 """What the graphs of a plan with swaps call: the transfers of one piece, for every step that is under way.
 
+Tensors leave and come back whole, or live on a tier and pass slice by slice (`memfit.runtime.swap.slices`).
+
 A step is known by its *ticket*, a tensor of one number that the forward pass makes and saves for the backward pass as
 it saves any tensor. So several steps may be under way at once, each with its own place on the tiers, and when autograd
 drops a graph whose backward pass never ran, the ticket dies and the place is free again.
@@ -19,6 +21,7 @@ from dataclasses import dataclass, field
 import torch
 
 from memfit.errors import SwapError
+from memfit.runtime.swap.slices import MovingSlices, SliceLayout
 from memfit.runtime.swap.tier import SwapSpace, Transfer
 from memfit.step.links import Tier, slot_bytes
 
@@ -27,7 +30,12 @@ __all__ = ["Slot", "Swapper"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """Where a storage of a piece goes."""
+    """Where a storage of a piece goes.
+
+    Attributes:
+        tier: where to.
+        nbytes: what it takes there.
+    """
 
     tier: Tier
     nbytes: int
@@ -152,6 +160,23 @@ class Swapper:
             coming[0].wait()
             step.transfers.remove(coming[0])
         return tensor
+
+    def slices(self, ticket: torch.Tensor, storage: int, layout: SliceLayout) -> MovingSlices:
+        """Begins to read or to write a tensor that lives on a tier, slice by slice.
+
+        Raises:
+            SwapError: if its slices are larger than planned.
+        """
+        step, slot = self._step(ticket), self._slots[storage]
+        needed = layout.count * layout.slot_bytes
+        if needed > slot.nbytes:
+            raise SwapError(f"a tensor to be moved has {needed} bytes, {slot.nbytes} were planned; fit the model anew")
+        offset = step.places[slot.tier] + self._offsets[storage]
+        return MovingSlices(layout, self._spaces[slot.tier], offset, step.transfers, self._count)
+
+    def _count(self, *, out_bytes: int = 0, in_bytes: int = 0) -> None:
+        self.out_bytes += out_bytes
+        self.in_bytes += in_bytes
 
     def end(self, ticket: torch.Tensor) -> None:
         """The step is over; its place on the tiers is free, unless the graph is kept for another backward pass."""
