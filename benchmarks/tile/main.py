@@ -1,12 +1,13 @@
 """What tiling is worth: the least budget with it and without it, and what the old least budget costs with it.
 
-python -m benchmarks.tile.main --only resnet50 --write
+python -m benchmarks.tile.main --only resnet50 --tiers disk --grid 1,1,24 --write
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,9 @@ from memfit.capture.dynamo import preserved_state
 from memfit.errors import BudgetError
 from memfit.plans import Plan
 from memfit.rounding import in_float64, is_within_rounding, own_rounding
+from memfit.runtime.swap.tiers import tier_links
 from memfit.runtime.training import interleaved_seconds
+from memfit.step.links import TierLinks
 from memfit.zoo import build
 
 DEFAULT = "resnet50,unet,vgg16"
@@ -27,6 +30,7 @@ DEFAULT = "resnet50,unet,vgg16"
 WALL = (
     "model",
     "batch",
+    "tiers",
     "plain peak MiB",
     "parameters and gradients MiB",
     "least without tiling MiB",
@@ -47,7 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = _options(arguments)
     device = torch.device(options.device)
     report = Report(Path(__file__).with_name("README.md"), write=options.write, device=device)
-    table = report.table("The wall", WALL, keys=2)
+    table = report.table("The wall", WALL, keys=3)
     for name in options.only.split(","):
         case = CASES.get(name) or case_of(name)
         _wall(report, table, name if name in CASES else case.name, case, device, options)
@@ -60,6 +64,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", default=DEFAULT, help=f"names out of {', '.join(CASES)}, or SPEC@BATCH@SHAPE")
     parser.add_argument("--wall", type=int, default=3, metavar="N", help="interleaved steps of each that are timed")
     parser.add_argument("--cached", action="store_true", help="use the op costs known for this machine")
+    parser.add_argument("--grid", default="1,1", help="tiles along height and width, and perhaps parts of the batch")
+    parser.add_argument("--tiers", default="none", help="where the tiled steps may swap to, such as disk")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--write", action="store_true", help="put the tables into the README")
     return parser.parse_args(arguments)
@@ -68,12 +74,14 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 def _wall(
     report: Report, table: Table, name: str, case: Case, device: torch.device, options: argparse.Namespace
 ) -> None:
-    bitwise, tiled = (Subject.of(case, device, cached=options.cached, grid=grid) for grid in ((), (1, 1)))
-    before, after = _least_bytes(bitwise), _least_bytes(tiled)
+    cut = tuple(map(int, options.grid.split(",")))
+    bitwise, tiled = (Subject.of(case, device, cached=options.cached, grid=grid) for grid in ((), cut))
+    tiers = tier_links(options.tiers, device)
+    before, after = _least_bytes(bitwise), _least_bytes(tiled, tiers)
     plain = bitwise.run()
-    _, low_run = tiled.proven(tiled.plan(after))
+    _, low_run = tiled.proven(tiled.plan(after, tiers=tiers))
     without, _ = bitwise.proven(bitwise.plan(before))
-    within, within_run = tiled.proven(tiled.plan(before))
+    within, within_run = tiled.proven(tiled.plan(before, tiers=tiers))
     seconds = ["", "", ""]
     if options.wall:
         with preserved_state(bitwise.example.model), preserved_state(tiled.example.model):
@@ -83,7 +91,16 @@ def _wall(
     exact = _exact(case, device)
     beyond = [n for run in (low_run, within_run) for n in _beyond_rounding(plain, run, exact)]
     report.add(
-        *(table, name, str(case.batch), _mib(bitwise.plain.peak_bytes), _mib(fixed), _mib(before), _mib(after)),
+        *(
+            table,
+            name,
+            str(case.batch),
+            options.tiers,
+            _mib(bitwise.plain.peak_bytes),
+            _mib(fixed),
+            _mib(before),
+            _mib(after),
+        ),
         f"{100 * after / before:.1f}",
         f"{100 * (after - fixed) / (before - fixed):.1f}",
         _mib(low_run.peak_bytes),
@@ -92,9 +109,9 @@ def _wall(
     )
 
 
-def _least_bytes(subject: Subject) -> int:
+def _least_bytes(subject: Subject, tiers: Sequence[TierLinks] = ()) -> int:
     try:
-        subject.plan(1)
+        subject.plan(1, tiers=tiers)
     except BudgetError as error:
         return error.least_bytes
     raise AssertionError("a step fits one byte")

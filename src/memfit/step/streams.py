@@ -16,6 +16,7 @@ copy of a storage lives on its tier, until the step ends.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from memfit.step.graph import Op, Phase, StepGraph, Storage, StorageKind, Stream
@@ -46,7 +47,7 @@ def streamable(graph: StepGraph, *, least_bytes: int = _LEAST_BYTES) -> list[int
     large = (s for s, storage in enumerate(graph.storages) if storage.whole_bytes >= least_bytes)
     users = _users(graph)
     held = graph.held_to_the_end()
-    return [s for s in large if s not in held and _moves_in_slices(graph.storages[s], s, users[s])]
+    return [s for s in large if s not in held and _moves_in_slices(graph.storages[s], s, users[s], held)]
 
 
 def streaming_step(graph: StepGraph, placed: Mapping[int, Tier]) -> StepGraph:
@@ -79,7 +80,8 @@ def streaming_step(graph: StepGraph, placed: Mapping[int, Tier]) -> StepGraph:
         static_bytes=graph.static_bytes + graph.buffer_bytes(set(placed.values())),
         tiers=(),
     )
-    return replace(changed, ops=tuple(_in_slices_only(changed, op) for op in graph.ops))
+    held = graph.held_to_the_end()
+    return replace(changed, ops=tuple(_in_slices_only(changed, op, held) for op in graph.ops))
 
 
 def streams(graph: StepGraph, op: Op) -> bool:
@@ -147,11 +149,20 @@ def _users(graph: StepGraph) -> list[list[tuple[Op, bool]]]:
     return found
 
 
-def _moves_in_slices(storage: Storage, number: int, users: Sequence[tuple[Op, bool]]) -> bool:
+def _moves_in_slices(storage: Storage, number: int, users: Sequence[tuple[Op, bool]], held: Collection[int]) -> bool:
     if storage.kind not in (StorageKind.FORWARD, StorageKind.BACKWARD) or not users:
+        return False
+    # What the caller holds is written once, and of what runs slice by slice nothing can be thrown away.
+    if any(_writes_some(op, held) for op, _ in users):
         return False
     cuts = {(op.by_slices and op.by_slices.cut, op.piece) for op, _ in users}
     return len(cuts) == 1 and all(_touches_slices(number, op, again=again) for op, again in users)
+
+
+def _writes_some(op: Op, held: Collection[int]) -> bool:
+    """Whether running an op again would make something new and something that the caller holds."""
+    ours = [s for s in op.writes if s in held]
+    return op.phase is Phase.FORWARD and op.recomputable and 0 < len(ours) < len(op.writes)
 
 
 def _touches_slices(storage: int, op: Op, *, again: bool) -> bool:
@@ -173,9 +184,9 @@ def _stream(nbytes: int, links: TierLinks | None) -> Stream:
     )
 
 
-def _in_slices_only(graph: StepGraph, op: Op) -> Op:
+def _in_slices_only(graph: StepGraph, op: Op, held: AbstractSet[int]) -> Op:
     """An op as it runs beside storages that live on tiers: if it touches one, in slices, with what these take."""
-    again = None if op.again is None else _in_slices_only(graph, op.again)
+    again = None if op.again is None else _in_slices_only(graph, op.again, held)
     if not streams(graph, op):
         return replace(op, again=again)
     slices = op.by_slices
@@ -187,6 +198,7 @@ def _in_slices_only(graph: StepGraph, op: Op) -> Op:
     return replace(
         op,
         again=again,
+        recomputable=op.recomputable and held.isdisjoint(op.writes),
         in_place_over=(),
         in_place_seconds=None,
         plain_way=op.plain,
