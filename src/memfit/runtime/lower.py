@@ -386,6 +386,7 @@ def lower(
     made = in_forward.graph.output((*results, *saved))
     made.meta["desc"] = [*descriptions[:count], *(SavedForBackwardsAOTOutput(i) for i in range(len(saved)))]
 
+    in_backward.graph.call_function(donates_nothing)
     with unset_fake_temporarily():
         attributes = _attributes(joint)
     for graph in (in_forward.graph, in_backward.graph):
@@ -397,8 +398,24 @@ def lower(
     )
 
 
+def donates_nothing() -> None:
+    """Does nothing, under a tag for which AOTAutograd looks.
+
+    It would take saved tensors for memory that the backward pass may write over, and from the second step on refuse to
+    keep the graph. memfit writes over copies then.
+    """
+
+
+donates_nothing.tags = (torch.Tag.inplace_view,)  # type: ignore[attr-defined]
+
+
 def forget_side_effects(graph: fx.Graph) -> None:
-    """Takes a compiled graph's swaps out of FX's global set of functions to keep, which would keep the tiers open."""
+    """Takes out of a graph what only its compilation needed, and its swaps out of FX's global set of functions to keep.
+
+    That set would keep the tiers open.
+    """
+    for node in graph.find_nodes(op="call_function", target=donates_nothing):
+        graph.erase_node(node)
     for node in graph.nodes:
         if getattr(node.target, "__name__", "").startswith(_SWAP_PREFIX):
             fx.node._side_effectful_functions.discard(node.target)

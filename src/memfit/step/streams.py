@@ -42,9 +42,15 @@ _IN_FLIGHT_OUT = 1
 """Slices there are while it is written, beside the one that is made."""
 
 
-def streamable(graph: StepGraph, *, least_bytes: int = _LEAST_BYTES) -> list[int]:
-    """The storages of so many bytes and more that whoever writes or reads them touches slice by slice, all the same."""
-    large = (s for s, storage in enumerate(graph.storages) if storage.whole_bytes >= least_bytes)
+def streamable(graph: StepGraph, *, least_bytes: int | None = None) -> list[int]:
+    """The storages that whoever writes or reads them touches slice by slice, all the same slices.
+
+    Args:
+        graph: a tiled step.
+        least_bytes: smaller ones are left out; None for those whose slices are worth moving.
+    """
+    least = _LEAST_BYTES if least_bytes is None else least_bytes
+    large = (s for s, storage in enumerate(graph.storages) if storage.whole_bytes >= least)
     users = _users(graph)
     held = graph.held_to_the_end()
     return [s for s in large if s not in held and _moves_in_slices(graph.storages[s], s, users[s], held)]

@@ -34,6 +34,7 @@ def small_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     chunk = 2 * SLOT_ALIGNMENT
     buffers = 2 * (chunk + SLOT_ALIGNMENT) + 1024
     monkeypatch.setattr("memfit.planner.swapping._LEAST_BYTES", 1024)
+    monkeypatch.setattr("memfit.step.streams._LEAST_BYTES", 1024)
     monkeypatch.setattr("memfit.runtime.swap.disk._CHUNK_BYTES", chunk)
     monkeypatch.setattr("memfit.runtime.swap.calibrate.BUFFER_BYTES", buffers)
     known = Calibration(tier=Tier.DISK, device="cpu", out=FAST, into=FAST)

@@ -1,0 +1,199 @@
+"""Steps whose storages live on a tier: the gradients of the plain step, in less memory than whole storages take."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memfit
+from memfit.making import prove
+from memfit.planning import Request, capture_and_profile, plan_captured
+from memfit.plans import Plan
+from memfit.runtime.apply import compile_program
+from memfit.runtime.swap.disk import DiskSpace
+from memfit.step.check import check
+from memfit.step.links import Tier
+from memfit.step.program import Action, Instruction, Program, plain_order, program_of
+from memfit.step.streams import streamable, streaming_step
+from memfit.verification import verify
+from memfit.zoo import build
+
+pytestmark = pytest.mark.usefixtures("small_disk")
+
+DEVICE = torch.device("cpu")
+
+
+class Normalised(nn.Module):
+    """Residual blocks with batch normalisation, whose gradients wait for each other whole."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3, padding=1)
+        self.convolutions = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1) for _ in range(4))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(width) for _ in range(4))
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for convolution, norm in zip(self.convolutions, self.norms, strict=True):
+            x = (x + norm(convolution(x))).relu()
+        return self.head(x.mean((2, 3)))
+
+
+def loss_fn(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+def images(dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    return Normalised().to(dtype), (torch.randn(6, 3, 64, 64, dtype=dtype),), {}, loss_fn
+
+
+def spec(name: str, batch: int, shape: tuple[int, ...]) -> tuple[Any, ...]:
+    example = build(name, batch=batch, shape=shape, device=DEVICE)
+    return example.model, example.args, example.kwargs, example.loss_fn
+
+
+CASES: dict[str, tuple[Callable[[], tuple[Any, ...]], tuple[int, ...]]] = {
+    "normalised": (images, (1, 1, 6)),
+    "normalised, in tiles": (images, (2, 2)),
+}
+
+
+def planned(case: tuple[Any, ...], grid: tuple[int, ...], budget: int, tiers: str | None) -> Plan:
+    model, args, kwargs, loss = case
+    request = Request(budget=budget, loss_fn=loss, levers="all", tiers=tiers, search_seconds=0.5)
+    capture, graph = capture_and_profile(model, args, kwargs, request, grid=grid)
+    plan = plan_captured(model, args, kwargs, capture, graph, request, budget)
+    return prove(model, args, kwargs, plan)
+
+
+def least_bytes(case: tuple[Any, ...], grid: tuple[int, ...], tiers: str | None) -> int:
+    with pytest.raises(memfit.BudgetError) as failure:
+        planned(case, grid, 1, tiers)
+    return failure.value.least_bytes
+
+
+def gradients(case: tuple[Any, ...], call: Callable[..., Any]) -> dict[str, torch.Tensor]:
+    model, args, kwargs, loss = case
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(1)
+    output = call(*args, **kwargs)
+    (output if loss is None else loss(output)).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def far_apart(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor], tolerance: float) -> list[str]:
+    """Names of gradients that differ by more than a share of all of them."""
+    scale = torch.stack([g.norm() for g in expected.values()]).norm()
+    return [n for n, g in expected.items() if (g - found[n]).norm() > tolerance * scale]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_less_memory_and_the_same_gradients(name: str) -> None:
+    make, grid = CASES[name]
+    case = make()
+    without, least = least_bytes(case, grid, None), least_bytes(case, grid, "disk")
+    assert least < 0.9 * without
+    plan = planned(case, grid, least, "disk")
+    assert plan.program.streamed() and plan.measured_peak_bytes <= least
+    assert plan.measured_peak_bytes == pytest.approx(plan.predicted.peak_bytes, rel=0.03)
+    assert plan.planned is not None
+    call = compile_program(case[0], plan.planned.capture, plan.program)
+    state = copy.deepcopy(case[0].state_dict())
+    found = gradients(case, call)
+    assert call.moved_bytes == (plan.predicted.out_bytes, plan.predicted.in_bytes)
+    buffers = {n: b.double() for n, b in case[0].named_buffers()}
+    case[0].load_state_dict(state)
+    assert far_apart(gradients(case, case[0]), found, 1e-5) == []
+    expected = {n: b.double() for n, b in case[0].named_buffers()}
+    assert not expected or far_apart(expected, buffers, 1e-5) == []
+
+
+EVERYTHING: dict[str, tuple[Callable[[], tuple[Any, ...]], float]] = {
+    "float64": (lambda: images(torch.float64), 1e-13),
+    "gpt": (lambda: spec("zoo:gpt?layers=2&width=64&heads=4&dropout=0.1", 8, (64,)), 1e-5),
+    "unet": (lambda: spec("zoo:unet?width=8", 6, (3, 32, 32)), 1e-5),
+}
+"""Steps, and by what share of all gradients each may differ."""
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_whatever_streams_the_gradients_are_the_same(name: str) -> None:
+    make, tolerance = EVERYTHING[name]
+    case = make()
+    model, args, kwargs, loss = case
+    request = Request(budget="1GiB", loss_fn=loss, levers="all", tiers="disk")
+    capture, graph = capture_and_profile(model, args, kwargs, request, grid=(1, 1))
+    placed = dict.fromkeys(streamable(graph, least_bytes=1 << 12), Tier.DISK)
+    names = tuple(Instruction(Action.STREAM, s, tier=tier) for s, tier in placed.items())
+    alone = program_of(streaming_step(graph, placed), plain_order(graph), fuse=False)
+    program = Program(instructions=(*names, *alone.instructions))
+    check(graph, program)
+    assert len(placed) > 10
+    found = gradients(case, compile_program(model, capture, program))
+    assert far_apart(gradients(case, model), found, tolerance) == []
+
+
+@pytest.fixture
+def spaces(monkeypatch: pytest.MonkeyPatch) -> list[DiskSpace]:
+    """Every disk that is opened."""
+    opened: list[DiskSpace] = []
+    begin = DiskSpace.__init__
+
+    def noted(self: DiskSpace, *arguments: Any) -> None:
+        begin(self, *arguments)
+        opened.append(self)
+
+    monkeypatch.setattr(DiskSpace, "__init__", noted)
+    return opened
+
+
+def test_a_fitted_model_goes_on_and_leaves_nothing(spaces: list[DiskSpace], tmp_path: Any) -> None:
+    case = images()
+    model, args, _, _ = case
+    twin = copy.deepcopy(model)
+    plan = planned(case, (1, 1, 6), 2_400_000, "disk")
+    assert plan.program.streamed()
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    fitted = Plan.load(path).apply(model, loss_fn=loss_fn)
+    assert memfit.plan_of(fitted).program.streamed() == plan.program.streamed()
+
+    def step(m: nn.Module, times: int = 1) -> dict[str, torch.Tensor]:
+        m.zero_grad()
+        loss = loss_fn(m(*args))
+        for _ in range(times):
+            loss.backward(retain_graph=times > 1)
+        return {name: p.grad.clone() for name, p in m.named_parameters()}
+
+    for times in (1, 2, 1):  # the second time the graph is kept
+        assert far_apart(step(twin, times), step(fitted, times), 1e-5) == []
+    fitted.zero_grad()
+    waiting = fitted(*args)  # and one step whose backward pass never runs
+    assert spaces[-1].reserved_bytes > 0
+    del waiting
+    gc.collect()
+    assert far_apart(step(twin), step(fitted), 1e-5) == []
+    assert all(space.reserved_bytes == 0 for space in spaces)
+
+
+def test_the_whole_road_and_its_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memfit.making.grids", lambda *_: [(1, 1, 6)])
+    model, args, kwargs, loss = images()
+    request = Request(budget=1000, loss_fn=loss, levers="all", tiers="disk", search_seconds=0.5)
+    with pytest.raises(memfit.BudgetError) as failure:
+        verify(model, args, kwargs, request, loss_fn=loss)
+    request = replace(request, budget=failure.value.least_bytes)
+    result = verify(model, args, kwargs, request, loss_fn=loss)
+    assert result.differing == ()
+    assert result.plan.program.streamed() and result.peak_bytes <= request.budget
+    assert result.recomputes_executed == result.recomputes_planned
+    assert result.swapped_executed_bytes == result.swapped_planned_bytes != (0, 0)
