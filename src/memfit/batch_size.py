@@ -347,7 +347,7 @@ def _lowest(steps: _Steps, batch: int, budget_bytes: int) -> _Lowest:
     if batch not in steps.lowest:
         lowest = _Lowest(order=least_order(graph), placed={})
         if graph.tiers:
-            placed = placed_on_tiers(graph, graph.tiers, swappable(graph))
+            placed = placed_on_tiers(graph, swappable(graph))
             swapping = _Lowest(order=least_order(swapping_step(graph, placed)), placed=placed)
             lowest = min(lowest, swapping, key=lambda one: one.peak_bytes(graph))
         steps.lowest[batch] = lowest

@@ -22,8 +22,7 @@ from memfit.capture.library_memory import library_bytes
 from memfit.capture.loss import backward_of
 from memfit.capture.trace import Capture, device_of
 from memfit.errors import BudgetError, MemfitError
-from memfit.planner.least import least_budget, least_order
-from memfit.planner.ways import leanest
+from memfit.planner.streaming import least_streaming
 from memfit.planning import Progress, Request, capture_and_profile, check_request, plan_captured, resolve_budget
 from memfit.plans import Plan
 from memfit.runtime.apply import compile_program
@@ -181,8 +180,7 @@ def _with_all_levers(
     except MemfitError as failure:  # the first error is the one to tell
         log.info("cannot tell from where tiling fits: %s", failure)
         return error
-    lean = leanest(tiled)
-    least = least_budget(lean, least_order(lean))
+    least = least_streaming(tiled)
     if not tiled.is_tiled or least >= error.least_bytes:
         return error
     return BudgetError(

@@ -2,8 +2,8 @@
 
 Fine tiles take little memory and make their halos again and again; coarse ones take more. So tiles are as coarse as the
 slices that exist at once leave room for. Twice as many along each axis is the next finer grid, since square tiles have
-the least halo for their size. What has no space is cut into as many samples as are best for the cache, or else into as
-few as are worth a call.
+the least halo for their size. Samples are cut into as many at once as are best for the cache, or else into as few as
+are worth a call.
 
 Known limits: one grid for a step, chosen by its widest op.
 """
@@ -46,16 +46,17 @@ def grids(capture: Capture, room_bytes: int) -> list[tuple[int, ...]]:
         At least one.
     """
     axes, batch, nbytes, extents = _widest(capture)
-    ladder: list[tuple[int, ...]] = [(1, 1)] if batch > 1 else []
+    parts = _most_parts(capture)
+    samples: list[tuple[int, ...]] = [(1, 1), *([(1, 1, parts)] if parts > 1 else [])]
+    ladder = [*samples] if batch > 1 else []
     count = 2
     while axes and min(extents) >= _LEAST_EXTENT * count and nbytes >= _LEAST_BYTES * count**axes:
         ladder.append((count, count if axes > 1 else 1))
         count *= 2
-    if ladder in ([], [(1, 1)]):
-        parts = _most_parts(capture)
-        return [(1, 1), (1, 1, parts)] if parts > 1 else [(1, 1)]
+    if ladder in ([], samples):
+        return samples
     slices = _SLICES_AT_ONCE * nbytes
-    fitting = (n for n, grid in enumerate(ladder) if slices <= max(1, room_bytes) * math.prod(grid))
+    fitting = (n for n, grid in enumerate(ladder) if slices <= max(1, room_bytes) * math.prod(grid[:2]))
     first = next(fitting, len(ladder) - 1)
     return [*ladder[first:], *reversed(ladder[:first])]
 

@@ -81,7 +81,8 @@ def decisions(graph: StepGraph, program: Program, timeline: Timeline) -> tuple[D
     kept = kept_storages(graph, program)
     again = Counter(program.recomputed())
     again_seconds = _seconds_again(graph, program)
-    swapped = program.swapped()
+    streamed = program.streamed()
+    swapped = program.swapped() | streamed
     in_slices = Counter(i.index for i in program.instructions if i.sliced)
     place = binding_place(graph, program, timeline)
     found: list[Decision] = []
@@ -98,7 +99,7 @@ def decisions(graph: StepGraph, program: Program, timeline: Timeline) -> tuple[D
             again_words = _counted(_short(graph.ops[o].target) for o, n in runs.items() for _ in range(n))
             later.append(f"recompute {again_words}" + (f" ({sliced} in slices)" if sliced else ""))
         if away:
-            later.append(_swap_words(graph, ops, swapped))
+            later.append(_swap_words(graph, ops, swapped) + (", in slices" if streamed.keys() & away else ""))
         found.append(
             Decision(
                 block=str(number),

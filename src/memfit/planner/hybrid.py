@@ -95,7 +95,7 @@ def find_program(
     if without_seconds is None and (not found or fastest() > graph.seconds + bound):
         search_without()
     if not found:
-        everything = placed_on_tiers(graph, graph.tiers, swappable(graph))
+        everything = placed_on_tiers(graph, swappable(graph))
         try:
             found.append(_with(graph, everything, budget_bytes, seconds, progress))
         except BudgetError as error:

@@ -5,8 +5,8 @@ finds an order as in any other; there the least memory is that of slices. Then, 
 to memory where there is room for them, those first for which compute waits longest. The plan without tiers is searched
 for as well, so tiers never make a plan slower.
 
-Known limits: where nothing of a storage is read again but right after it was made, slices never move, so it makes no
-difference; what is moved and what is made again is decided by the same few orders the search starts from.
+Known limits: in a search everything or nothing lives on tiers; what is made again although it could stay there is
+decided by the price of moving it as any price is, and only coming back to memory is tried for each storage.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from dataclasses import replace
 from memfit.errors import BudgetError
 from memfit.planner.auto import CLOSE, Found, Progress, find_order
 from memfit.planner.bound import relaxed_bound
+from memfit.planner.least import least_budget, least_order
 from memfit.planner.swapping import placed_on_tiers
-from memfit.planner.ways import program_within
+from memfit.planner.ways import leanest, program_within
 from memfit.step.graph import StepGraph
 from memfit.step.links import Tier
 from memfit.step.program import Action, Instruction, Program
 from memfit.step.simulate import Timeline, simulate
 from memfit.step.streams import streamable, streaming_step
 
-__all__ = ["find_streaming"]
+__all__ = ["find_streaming", "least_streaming"]
 
 
 def find_streaming(
@@ -49,7 +50,7 @@ def find_streaming(
     found: list[Found] = []
     errors: list[BudgetError] = []
     alone = replace(graph, tiers=())
-    placed = placed_on_tiers(graph, graph.tiers, streamable(graph))
+    placed = _everything(graph)
     away = {s: replace(storage, nbytes=0) for s, storage in enumerate(graph.storages) if s in placed}
     elsewhere = replace(alone, storages=tuple(away.get(s, x) for s, x in enumerate(graph.storages)))
     bound = relaxed_bound(elsewhere, budget_bytes, seconds=seconds / 8)
@@ -66,6 +67,18 @@ def find_streaming(
     if not found:
         raise min(errors, key=lambda error: error.least_bytes)
     return replace(min(found, key=lambda one: one.timeline.step_seconds), bound_seconds=bound)
+
+
+def least_streaming(graph: StepGraph) -> int:
+    """The least budget of a tiled step, with everything on tiers that can be there if that takes less."""
+    steps = [graph, streaming_step(graph, _everything(graph))] if graph.tiers else [graph]
+    return min(least_budget(lean, least_order(lean)) for lean in map(leanest, steps))
+
+
+def _everything(graph: StepGraph) -> dict[int, Tier]:
+    """All that can live on a tier and has room there, the largest first."""
+    able = sorted(streamable(graph), key=lambda s: -graph.storages[s].nbytes)
+    return placed_on_tiers(graph, able, in_slices=True)
 
 
 def _overhead(one: Found, bound: float) -> float:

@@ -14,9 +14,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from memfit.step.graph import Op, Phase, StepGraph, StorageKind
-from memfit.step.links import Tier, TierLinks, slot_bytes
+from memfit.step.links import Tier, slot_bytes
 from memfit.step.program import program_of
 from memfit.step.simulate import simulate
+from memfit.step.streams import tier_bytes
 
 __all__ = ["SWAP_IN", "bring_back", "has_room", "peak_bytes", "placed_on_tiers", "swappable", "swapping_step"]
 
@@ -124,12 +125,18 @@ def bring_back(graph: StepGraph, order: Sequence[int], swapped: Collection[int],
     return [index for place, there in enumerate(order) for index in (*back.get(place, ()), there)]
 
 
-def placed_on_tiers(graph: StepGraph, tiers: Sequence[TierLinks], storages: Iterable[int]) -> dict[int, Tier]:
-    """A tier for each storage, the first one as long as there is room; what has room on none is left out."""
-    room = {links.tier: links.limit_bytes for links in tiers}
+def placed_on_tiers(graph: StepGraph, storages: Iterable[int], *, in_slices: bool = False) -> dict[int, Tier]:
+    """A tier for each storage, the first one as long as there is room; what has room on none is left out.
+
+    Args:
+        graph: the step, with tiers.
+        storages: to be placed, the most wanted first.
+        in_slices: whether they move slice by slice.
+    """
+    room = {links.tier: links.limit_bytes for links in graph.tiers}
     found: dict[int, Tier] = {}
     for storage in storages:
-        nbytes = slot_bytes(graph.storages[storage].nbytes)
+        nbytes = tier_bytes(graph, storage) if in_slices else slot_bytes(graph.storages[storage].nbytes)
         for tier, left in room.items():
             if left is None or left >= nbytes:
                 found[storage] = tier

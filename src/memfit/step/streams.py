@@ -3,7 +3,8 @@
 What runs slice by slice (`memfit.step.fusion`) needs of most operands a slice at a time, and so of a result. A storage
 of which that holds for whoever writes or reads it need not be in memory at all: each slice leaves for the tier when it
 is made and comes back when it is read, one ahead of compute. So gradients that wait for each other whole, which no
-recomputation can free, take the memory of a few slices. This is swapping, at the grain of a slice.
+recomputation can free, take the memory of a few slices. This is swapping, at the grain of a slice; as in out-of-core
+algorithms, the slices that compute works on are all there is in memory.
 
 A program names such storages before anything runs (`Action.STREAM`). What they mean is a step in which they have no
 size, and in which ops that touch them run in slices only (`streaming_step`): planners work on that step as on any

@@ -30,15 +30,15 @@ def swaps(graph: StepGraph, budget_bytes: int | None) -> tuple[list[int], Mappin
     order = memory_order(graph, budget_bytes)
     checkpoints = _checkpoints(graph, order)
     if budget_bytes is None:
-        chosen = placed_on_tiers(graph, graph.tiers, checkpoints)
+        chosen = placed_on_tiers(graph, checkpoints)
         return bring_back(graph, order, chosen), chosen
     low, high = 0, len(checkpoints)
     while low < high:  # the peak falls with every checkpoint that leaves
         middle = (low + high) // 2
-        placed = placed_on_tiers(graph, graph.tiers, checkpoints[:middle])
+        placed = placed_on_tiers(graph, checkpoints[:middle])
         fits = peak_bytes(graph, bring_back(graph, order, placed), placed) <= budget_bytes
         low, high = (low, middle) if fits else (middle + 1, high)
-    chosen = placed_on_tiers(graph, graph.tiers, checkpoints[:low])
+    chosen = placed_on_tiers(graph, checkpoints[:low])
     return bring_back(graph, order, chosen), chosen
 
 

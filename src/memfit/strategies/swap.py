@@ -38,6 +38,6 @@ def swaps(graph: StepGraph, budget_bytes: int | None) -> tuple[list[int], Mappin
     for size in sizes if budget_bytes is not None else sizes[-1:]:
         if budget_bytes is not None and peak_bytes(graph, order, placed) <= budget_bytes:
             break
-        placed = placed_on_tiers(graph, graph.tiers, [s for s in candidates if graph.storages[s].nbytes >= size])
+        placed = placed_on_tiers(graph, [s for s in candidates if graph.storages[s].nbytes >= size])
         order = bring_back(graph, plain_order(graph), placed, ahead=_AHEAD)
     return order, placed
