@@ -145,7 +145,10 @@ def stacks(draw: st.DrawFn) -> tuple[nn.Module, torch.Tensor, tuple[int, int]]:
         more = {"bias": draw(st.booleans()), "groups": groups, "dilation": dilation}
         kind = draw(st.sampled_from([nn.Conv2d, nn.Conv2d, nn.ConvTranspose2d]))
         layers.append(kind(channels, out, kernel, stride, padding, **more))
-        kinds = [nn.BatchNorm2d(out), nn.GroupNorm(1, out), nn.Identity()]
+        kinds = [
+            *(nn.BatchNorm2d(out), nn.Identity(), nn.GroupNorm(1, out), nn.GroupNorm(3, out, affine=False)),
+            *(nn.InstanceNorm2d(out), nn.InstanceNorm2d(out, affine=True)),
+        ]
         layers += [draw(st.sampled_from(kinds)), draw(st.sampled_from([nn.ReLU(), nn.GELU(), nn.Hardswish()]))]
         if draw(st.booleans()):
             layers.append(draw(st.sampled_from([nn.MaxPool2d(2, ceil_mode=True), nn.AvgPool2d(3, 1, 1)])))

@@ -6,8 +6,8 @@ else. The gradient of a convolution's or a pooling's input is made the same way,
 that touch the tile, so that every element is made once and nothing is added up across tiles. The gradient of a weight
 is a sum over tiles of its gradient.
 
-`tiling_of` says how a call runs so, or that it does not: what looks at a whole image (global pooling, normalisation by
-group or instance, flattening, attention) ends a run.
+`tiling_of` says how a call runs so, or that it does not: what looks at a whole image (global pooling, flattening,
+attention) ends a run; normalisation by group or instance is taken apart (`memfit.capture.group_norm`).
 
 Known limits: resizing by whole factors, nearest or bilinear without aligned corners; average pooling without ceil mode.
 """
@@ -25,6 +25,7 @@ from torch._prims_common import suggest_memory_format
 
 from memfit.capture.again import Call, normalise
 from memfit.capture.batch_norm import input_gradient_from_sums, sums_of_data
+from memfit.capture.group_norm import input_gradient, products_over_space, scaled_and_shifted, sums_of_space
 from memfit.capture.layout import is_alone, nodes_of
 from memfit.capture.resized_tiles import resized, resized_backward
 from memfit.capture.rewrite import convolution_input_gradient, input_gradient_beside_stand_in, make_hollow
@@ -80,6 +81,27 @@ def _pointwise(*positions: int) -> Callable[[fx.Node | Call, int], Tiling | None
         if not all(isinstance(n, fx.Node) for n in operands) or not makes_sums_or_slices(call):
             return None
         return _alike(call, axes, cast(list[fx.Node], operands))
+
+    return rule
+
+
+def _beside_numbers(count: int) -> Callable[[fx.Node | Call, int], Tiling | None]:
+    """The rule of calls that take a tile of their first operands, and of the others a number for each channel."""
+
+    def rule(call: fx.Node | Call, axes: int) -> Tiling | None:
+        nodes = cast(tuple[fx.Node, ...], tuple(a for a in call.args if isinstance(a, fx.Node)))
+        if len({extents_of(node, axes) for node in nodes[:count]}) != 1 or len(set(nodes)) != len(nodes):
+            return None
+        target: Any = call.target
+        one: Tile = ((0, 1),) * axes
+
+        def run(*args: Any, tile: Tile) -> Any:
+            return target(*args)
+
+        def needs(tile: Tile) -> tuple[Tile, ...]:
+            return (tile,) * count + (one,) * (len(nodes) - count)
+
+        return Tiling(extents=extents_of(nodes[0], axes), operands=nodes, needs=needs, run=run)
 
     return rule
 
@@ -357,6 +379,8 @@ def _hollow_tile(hollow: torch.Tensor, samples: int, tile: Tile) -> torch.Tensor
 _RULES: dict[Any, Callable[[fx.Node | Call, int], Tiling | None]] = {
     **dict.fromkeys((_aten.native_batch_norm_backward.default, input_gradient_from_sums), _pointwise(0, 1)),
     **dict.fromkeys((normalise, sums_of_data), _pointwise(0)),
+    **dict.fromkeys((sums_of_space, scaled_and_shifted), _beside_numbers(1)),
+    **dict.fromkeys((products_over_space, input_gradient), _beside_numbers(2)),
     _aten.cat.default: _concatenation,
     _aten.convolution.default: _convolution,
     convolution_input_gradient: _input_gradient,

@@ -31,6 +31,7 @@ from memfit.capture.by_rows import RUNS_ONCE, rewrite_by_rows
 from memfit.capture.cost_key import tensors_of
 from memfit.capture.cudnn_norm import take_cudnn_batch_norm
 from memfit.capture.cutting import cutting
+from memfit.capture.group_norm import split_group_norm
 from memfit.capture.layout import owns_memory
 from memfit.capture.repeated import merge_repeated
 from memfit.capture.samples import KEEP_BITS
@@ -157,6 +158,8 @@ def read_joint(
     rewrite.hollow_shape_operands(module)
     rewrite.hoist_weight_gradients(module)
     if grid:
+        if max(grid[:2]) > 1:
+            split_group_norm(module)
         rounded.split_batch_norm(module)
         rounded.split_batch_norm_backward(module)
         dropout.split_dropout(module)

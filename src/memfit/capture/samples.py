@@ -26,6 +26,7 @@ from memfit.capture.again import Call, normalise
 from memfit.capture.batch_norm import input_gradient_from_sums, sums_of_data
 from memfit.capture.by_rows import SUM, product_over_rows
 from memfit.capture.dropout import masked
+from memfit.capture.group_norm import input_gradient, products_over_space, scaled_and_shifted, sums_of_space
 from memfit.capture.layout import nodes_of, outer_axis, results_of
 from memfit.capture.rewrite import (
     HOLLOW_PREFIX,
@@ -134,6 +135,8 @@ _HOLLOW_SECOND = {
 
 _SUMS: dict[Any, frozenset[int]] = {
     sums_of_data: frozenset({0}),
+    sums_of_space: frozenset({0}),
+    products_over_space: frozenset({0}),
     product_over_rows: frozenset({0}),
     _aten.nll_loss_forward.default: frozenset({0, 1}),
     _aten.native_layer_norm_backward.default: frozenset({1, 2}),
@@ -385,9 +388,12 @@ _RULES: dict[Any, Callable[[fx.Node | Call, int], _Axes | None]] = {
             _aten.convolution_backward.default,
             _aten.native_batch_norm_backward.default,
             input_gradient_from_sums,
+            sums_of_space,
         ),
         _rows(0, 1),
     ),
+    **dict.fromkeys((scaled_and_shifted, products_over_space), _rows(0, 1, 2)),
+    input_gradient: _rows(0, 1, 2, 3, 4),
     _aten.addmm.default: _rows(1),
     _aten.baddbmm.default: _biased_product,
     _aten.nll_loss_backward.default: _rows(1, 2),

@@ -38,11 +38,23 @@ class ExecutedOps(TorchDispatchMode):
 
 _CALLS = {
     "normalise": ("addcmul", "addcmul"),
+    "gradients_from_products": (
+        *("mul", "sub", "mul", "mul", "sum", "mul", "sub", "pow", "mul", "mul", "neg", "mul", "mul", "mul", "sub"),
+        *("to_copy",) * 4,
+    ),
+    "input_gradient": ("addcmul", "addcmul"),
     "input_gradient_from_sums": ("sub", "mul", "div", "div", "addcmul", "sub", "mul", "mul"),
     "masked": ("mul", "mul"),
     "product_over_rows": ("mm",),
+    "products_over_space": ("mul", "sum", "sum", "stack", "new_zeros", "index_add"),
+    "scale_and_shift": (
+        *("sum", "div", "mul", "sub", "clamp", "add", "rsqrt", "mul", "mul", "sub"),
+        *("to_copy", "to_copy", "stack"),
+    ),
+    "scaled_and_shifted": ("addcmul",),
     "share_of_mean": ("eq", "div", "where"),
     "sums_of_data": ("mul", "mul", "add", "mul"),
+    "sums_of_space": ("var_mean", "to_copy", "to_copy", "mul", "mul", "add", "mul", "stack", "new_zeros", "index_add"),
     "statistics_from_sums": ("div", "mul", "sub", "add", "mul", "mul", "add", "mul", "mul", "add"),
 }
 """Families of what a target of memfit's own calls, `memfit.capture.again` and `memfit.capture.batch_norm`."""
