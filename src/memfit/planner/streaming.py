@@ -5,8 +5,8 @@ finds an order as in any other; there the least memory is that of slices. Then, 
 to memory where there is room for them, those first for which compute waits longest. The plan without tiers is searched
 for as well, so tiers never make a plan slower.
 
-Known limits: in a search everything or nothing lives on tiers; what is made again although it could stay there is
-decided by the price of moving it as any price is, and only coming back to memory is tried for each storage.
+Known limits: an order is searched for with everything on tiers or with nothing there; which storages are is decided
+afterwards, with the order as it is.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def find_streaming(
         found.append(find_order(alone, budget_bytes, seconds=seconds, progress=progress))
     except BudgetError as error:
         errors.append(error)
-    if placed and all(_overhead(one, bound) > CLOSE for one in found):
+    near = graph.seconds + bound + CLOSE * graph.seconds
+    if placed and all(one.timeline.step_seconds > near for one in found):
         try:
             moved = find_order(streaming_step(graph, placed), budget_bytes, seconds=seconds, progress=progress)
             found.append(_with_room(graph, moved, placed, budget_bytes, seconds))
@@ -79,11 +80,6 @@ def _everything(graph: StepGraph) -> dict[int, Tier]:
     """All that can live on a tier and has room there, the largest first."""
     able = sorted(streamable(graph), key=lambda s: -graph.storages[s].nbytes)
     return placed_on_tiers(graph, able, in_slices=True)
-
-
-def _overhead(one: Found, bound: float) -> float:
-    """How much longer than the bound it takes, as a share of the step."""
-    return (one.timeline.step_seconds - one.timeline.plain_seconds - bound) / one.timeline.plain_seconds
 
 
 def _with_room(graph: StepGraph, moved: Found, placed: Mapping[int, Tier], budget_bytes: int, seconds: float) -> Found:

@@ -12,8 +12,10 @@ from memfit.planning import Request
 from memfit.runtime.swap.disk import DiskSpace
 from memfit.runtime.swap.host import HostSpace
 from memfit.runtime.swap.tier import SwapSpace
-from memfit.verification import verify
+from memfit.verification import Verification, verify
 from tests.models import Residual
+from tests.runtime.swap.test_streams import Normalised
+from tests.runtime.swap.test_streams import loss_fn as mean_of_squares
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -74,3 +76,23 @@ def test_bits_and_budget(tiers: str, strategy: str, monkeypatch: pytest.MonkeyPa
         with pytest.raises(memfit.BudgetError) as error:
             run("1MiB")
         run(error.value.least_bytes)
+
+
+@pytest.mark.parametrize("tiers", ["host", "disk"])
+def test_slices_pass_beside_compute(tiers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memfit.making.grids", lambda *_: [(1, 1, 16)])
+    torch.manual_seed(0)
+    model, x = Normalised().cuda(), torch.randn(16, 3, 128, 128, device="cuda")
+
+    def run(budget: int | str) -> Verification:
+        asked = Request(budget=budget, loss_fn=mean_of_squares, levers="all", tiers=tiers, search_seconds=0.5)
+        return verify(model, (x,), {}, asked, loss_fn=mean_of_squares, steps=3)
+
+    with torch.backends.cudnn.flags(deterministic=True, benchmark=False):
+        with pytest.raises(memfit.BudgetError) as error:
+            run("1MiB")
+        result = run(int(1.05 * error.value.least_bytes))
+    assert result.plan.program.streamed()
+    assert result.differing == ()
+    assert result.swapped_executed_bytes == result.swapped_planned_bytes
+    assert result.peak_bytes <= result.plan.budget_bytes
