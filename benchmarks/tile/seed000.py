@@ -43,8 +43,6 @@ COLUMNS = (
     "predicted overhead %",
 )
 _NO_BUDGET = 1 << 60
-_SHARES = (50, 35)
-"""Budgets below checkpointing's, in percent of the plain peak."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -54,7 +52,7 @@ def main(arguments: list[str] | None = None) -> None:
     where = "" if device.type == "cpu" else f" on {torch.cuda.get_device_name(device)}"
     table = report.table(f"Seed 000: VGG-16's trunk, one image{where}", COLUMNS, keys=2)
     for size in map(int, options.sizes.split(",")):
-        _table(report, table, device, size, options.grids.split(","), options.repeats)
+        _table(report, table, device, size, options)
         torch._dynamo.reset()
         gc.collect()
 
@@ -63,13 +61,14 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tile.seed000", description=__doc__)
     parser.add_argument("--sizes", default="512,1024", help="pixels of a side")
     parser.add_argument("--grids", default="1x1,2x2,4x4", help="of fixed tiles")
+    parser.add_argument("--shares", default="50,35", help="budgets of memfit, in percent of the plain peak, besides")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="interleaved steps of each that are timed")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--write", action="store_true", help="put the table into the README")
     return parser.parse_args(arguments)
 
 
-def _table(report: Report, table: Table, device: torch.device, size: int, grids: list[str], repeats: int) -> None:
+def _table(report: Report, table: Table, device: torch.device, size: int, options: argparse.Namespace) -> None:
     example = build("zoo:vgg16-trunk", batch=1, shape=(3, size, size), device=device)
     calls: list[tuple[str, Callable[..., Any], Plan | None, int]] = []
 
@@ -82,11 +81,12 @@ def _table(report: Report, table: Table, device: torch.device, size: int, grids:
     checkpointed = added(
         "checkpoint_sequential 5", lambda x: checkpoint_sequential(example.model, 5, x, use_reentrant=False)
     )
-    for name, plan in _plans(example, grids, plain, checkpointed):
+    grids, shares = _listed(options.grids), [int(share) for share in _listed(options.shares)]
+    for name, plan in _plans(example, grids, plain, checkpointed, shares):
         assert plan.planned is not None
         added(name, compile_program(example.model, plan.planned.capture, plan.program, describe=plan.__str__), plan)
     with preserved_state(example.model):
-        seconds = _interleaved(example, [call for _, call, _, _ in calls], repeats, device)
+        seconds = _interleaved(example, [call for _, call, _, _ in calls], options.repeats, device)
     for (name, _, plan, peak), (forward, backward) in zip(calls, seconds, strict=True):
         report.add(
             *(table, str(size), name, f"{forward:.3g}", f"{backward:.3g}", f"{forward + backward:.3g}"),
@@ -102,7 +102,13 @@ def _checkpointed(model: Any, x: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def _plans(example: Example, grids: list[str], plain: int, checkpointed: int) -> Iterator[tuple[str, Plan]]:
+def _listed(text: str) -> list[str]:
+    return text.split(",") if text else []
+
+
+def _plans(
+    example: Example, grids: list[str], plain: int, checkpointed: int, shares: list[int]
+) -> Iterator[tuple[str, Plan]]:
     """Fixed grids, then memfit at several budgets."""
     model, args, kwargs = example.model, tuple(example.args), dict(example.kwargs)
     request = Request(budget="auto", loss_fn=example.loss_fn, levers="all", label=example.label, prove=False)
@@ -111,7 +117,7 @@ def _plans(example: Example, grids: list[str], plain: int, checkpointed: int) ->
         fixed = replace(request, strategy=f"tile:{grid}")
         yield f"tile:{grid}", plan_profiled(model, args, kwargs, step, fixed, _NO_BUDGET)
     budgets = {"none's peak": plain, "checkpoint's peak": checkpointed}
-    budgets |= {f"{share} % of the plain peak": plain * share // 100 for share in _SHARES}
+    budgets |= {f"{share} % of the plain peak": plain * share // 100 for share in shares}
     for name, budget in budgets.items():
         try:
             yield f"memfit, {name}", plan_profiled(model, args, kwargs, step, replace(request, prove=True), budget)
