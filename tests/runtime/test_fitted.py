@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
 import memfit
+from memfit.capture.cost_cache import CostCache, open_cache
 from memfit.planning import Request, capture_and_profile
 from memfit.runtime.fitted import fitted_call
 from tests.models import Broken, Frozen, Residual, Tied
@@ -249,3 +252,20 @@ def test_a_model_with_graph_breaks_can_be_planned_often() -> None:
     for _ in range(12):
         made = memfit.plan(model, (x,), budget="1GiB", loss_fn=lambda output: output.square().mean(), prove=False)
         assert made.planned is not None and len(made.planned.capture.pieces.pieces) == 2
+
+
+def test_a_fitted_model_holds_no_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo keeps what a capture was made with; of known costs there may be thousands."""
+    opened: list[weakref.ref[CostCache]] = []
+
+    def noted(device: torch.device) -> CostCache:
+        cache = open_cache(device)
+        opened.append(weakref.ref(cache))
+        return cache
+
+    monkeypatch.setattr("memfit.planning.open_cache", noted)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), torch.randn(4, 8)
+    memfit.fit(model, (x,), budget="1GiB", loss_fn=lambda y: y.sum())
+    model(x).sum().backward()
+    gc.collect()
+    assert opened and [ref() for ref in opened if ref() is not None] == []

@@ -30,6 +30,7 @@ from memfit.capture.rewrite import PLAIN_NBYTES, returned_storages, storage_key
 __all__ = [
     "PLAIN_CALL",
     "is_of_concatenation",
+    "is_separable_key",
     "operands_of_data",
     "separable_key",
     "separable_weight_gradients",
@@ -37,6 +38,8 @@ __all__ = [
 ]
 
 _aten = torch.ops.aten
+
+_FROM = " from "
 
 PLAIN_CALL = "memfit_plain_call"
 """Mark in the `meta` of a node: the call in its place in the step without memfit, None for none."""
@@ -89,7 +92,12 @@ def is_of_concatenation(call: fx.Node | Call) -> bool:
 
 def separable_key(call: fx.Node | Call) -> str:
     """What decides whether the parts have the bits of the whole."""
-    return f"{cost_key(call)} from {describe(operands_of_data(call))}"
+    return f"{cost_key(call)}{_FROM}{describe(operands_of_data(call))}"
+
+
+def is_separable_key(key: str) -> bool:
+    """Whether a key of known costs is one of `separable_key`."""
+    return _FROM in key
 
 
 def separate_weight_gradients(graph: fx.Graph, separate: Callable[[str], bool]) -> frozenset[str]:

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from memfit.capture.again import Call
-from memfit.capture.concatenations import is_of_concatenation, separable_key
+from memfit.capture.concatenations import is_of_concatenation, is_separable_key, separable_key
 from memfit.capture.cost_cache import CostCache
 from memfit.capture.cost_key import cost_key
 from memfit.capture.costs import Costs, costs_again, costs_of, whole_if_separable
@@ -130,7 +130,9 @@ def separated(
         device: where to run what the cache does not know.
         cache: known costs, extended by the new ones.
     """
-    capture = capture_with(lambda key: bool(cache.get(key)))
+    # Dynamo holds on to what is asked while a model is captured, so that is a few keys and not the cache.
+    known = frozenset(key for key, ways in cache.items() if ways and is_separable_key(key))
+    capture = capture_with(known.__contains__)
     keys = _separable_keys(capture, device, cache)
     return capture if keys == capture.separated else capture_with(keys.__contains__)
 
