@@ -29,10 +29,10 @@ from memfit.runtime.lower import (
     LocalMove,
     Move,
     attach_hollow,
-    forget_side_effects,
     lower,
 )
 from memfit.runtime.measure import largest_tensors
+from memfit.runtime.swap.calls import forget_side_effects
 from memfit.runtime.swap.spaces import open_spaces
 from memfit.runtime.swap.swapper import Slot, Swapper
 from memfit.runtime.swap.tier import SwapSpace

@@ -19,7 +19,7 @@ A random op that runs more than once saves its generator's state the first time 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, cast
@@ -33,7 +33,6 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from memfit.capture.again import Call, without_statistics
 from memfit.capture.joint import JointReading
-from memfit.capture.layout import outer_axis
 from memfit.capture.parts import call_in_parts
 from memfit.capture.rewrite import (
     HOLLOW_PREFIX,
@@ -44,8 +43,9 @@ from memfit.capture.rewrite import (
     make_hollow,
 )
 from memfit.runtime.fused import FusedOp, fused_call
-from memfit.runtime.swap.slices import MovingSlices, SliceLayout
+from memfit.runtime.swap.calls import SwapCalls, keep_unread
 from memfit.runtime.swap.swapper import Swapper
+from memfit.step.graph import BySlices
 
 __all__ = [
     "OVERWRITTEN",
@@ -53,11 +53,8 @@ __all__ = [
     "LocalMove",
     "Move",
     "attach_hollow",
-    "forget_side_effects",
     "lower",
 ]
-
-_SWAP_PREFIX = "memfit_swap_"
 
 OVERWRITTEN = "memfit_overwritten"
 """Mark in the `meta` of a node whose memory a later one takes over."""
@@ -108,9 +105,8 @@ class _Emitter:
     ) -> None:
         self.reading = reading
         self.graph = graph
-        self.swapper = swapper
+        self.calls = SwapCalls(graph, swapper) if swapper is not None else None
         self.streamed = streamed
-        self.ticket: fx.Node | None = None
         self.coming: dict[int, fx.Node] = {}
         self.bases: dict[int, fx.Node] = {}
         self.views: dict[fx.Node, fx.Node] = {}
@@ -168,68 +164,25 @@ class _Emitter:
 
     def move(self, instruction: LocalMove) -> None:
         """Emits a call of the swapper."""
-        swapper, storage = self.swapper, instruction.storage
-        assert swapper is not None
-        ticket = self._begun(storage)
+        calls, storage = self.calls, instruction.storage
+        assert calls is not None
         if instruction.move is Move.OUT:
-            self._call(swapper.out, ticket, self.bases[storage], storage)
+            calls.out(storage, self.bases[storage])
         elif instruction.move is Move.GONE:
-            self._call(swapper.out_done, ticket, storage)
+            calls.gone(storage)
         else:
-            value = self.reading.storages[storage].base.meta["val"]
-            made = self._call(swapper.start_in, ticket, storage, value.device)
-            made.meta = dict(self.reading.storages[storage].base.meta)
-            self.set_base(storage, made)
-            self.coming[storage] = made
-
-    def stream(self, storage: int, batch: int, samples: int) -> fx.Node:
-        """Emits what moves slices of a storage that lives on a tier."""
-        swapper = self.swapper
-        assert swapper is not None
-        layout = _slice_layout(self.reading.storages[storage].base.meta["val"], batch, samples)
-
-        def slices(ticket: torch.Tensor) -> MovingSlices:
-            return swapper.slices(ticket, storage, layout)
-
-        return self._call(slices, self._begun(storage))
-
-    def _begun(self, storage: int) -> fx.Node:
-        """The ticket of the step, which begins with the first move."""
-        if self.ticket is None:
-            assert self.swapper is not None
-            self.ticket = self._call(self.swapper.begin)
-            self.ticket.meta = {"val": self._fake_ticket(storage)}
-        return self.ticket
-
-    def end_step(self) -> None:
-        """Emits that nothing comes back any more."""
-        if self.ticket is not None:
-            assert self.swapper is not None
-            self._call(self.swapper.end, self.ticket)
+            self.coming[storage] = calls.start_in(storage, self.reading.storages[storage].base)
+            self.set_base(storage, self.coming[storage])
 
     def wait_for(self, storage: int) -> None:
         """Emits that a storage that is on its way back is waited for."""
-        assert self.swapper is not None and self.ticket is not None
-        started = self.coming.pop(storage)
-        made = self._call(self.swapper.in_done, self.ticket, started, storage)
-        made.meta = dict(started.meta)
-        self.set_base(storage, made)
+        assert self.calls is not None
+        self.set_base(storage, self.calls.wait_in(storage, self.coming.pop(storage)))
 
-    def _fake_ticket(self, storage: int) -> torch.Tensor:
-        mode = detect_fake_mode(_tensors(self.reading.storages[storage].base.meta["val"]))
-        with unset_fake_temporarily():
-            real = torch.zeros((), dtype=torch.int64)
-        return mode.from_tensor(real) if mode is not None else real
-
-    def _call(self, method: Callable[..., object], *args: Any) -> fx.Node:
-        """A call of a bound method; FX wants functions, and until compiled must keep those that nobody reads."""
-
-        def swap(*operands: Any) -> object:
-            return method(*operands)
-
-        swap.__name__ = f"{_SWAP_PREFIX}{method.__name__}"
-        fx.node.has_side_effect(swap)
-        return self.graph.call_function(swap, args)
+    def stream(self, storage: int, cut: BySlices) -> fx.Node:
+        """Emits what moves slices of a storage that lives on a tier."""
+        assert self.calls is not None
+        return self.calls.slices(storage, self.reading.storages[storage].base, cut)
 
     def run_sliced(self, instructions: Sequence[LocalInstruction]) -> None:
         """Emits ops that run slice by slice, then takes their results out."""
@@ -245,7 +198,7 @@ class _Emitter:
         call = fused_call(self.reading, ops, self.streamed)
         slices = ops[0].op.by_slices
         assert slices is not None
-        passing = {s: self.stream(s, slices.batch, slices.samples) for s in call.streams.values()}
+        passing = {s: self.stream(s, slices) for s in call.streams.values()}
         for instruction in instructions:
             if instruction.over is not None:
                 self.bases[instruction.over].meta[OVERWRITTEN] = True
@@ -255,8 +208,7 @@ class _Emitter:
         ]
         made = self.graph.call_function(call.target, tuple(operands))
         if not call.results:  # all of it leaves
-            call.target.__name__ = f"{_SWAP_PREFIX}{call.target.__name__}"
-            fx.node.has_side_effect(call.target)
+            keep_unread(call.target)
         bases = [self.reading.storages[s].base for s in call.results]
         made.meta = {"val": tuple(base.meta["val"] for base in bases)}
         for place, (storage, base) in enumerate(zip(call.results, bases, strict=True)):
@@ -363,13 +315,17 @@ def lower(
     for index, state in in_forward.states.items():
         in_backward.states[index] = in_backward.graph.placeholder(f"random_state_{index}")
         in_backward.states[index].meta = dict(state.meta)
-    if in_forward.ticket is not None:
-        in_backward.ticket = in_backward.graph.placeholder("swap_ticket")
-        in_backward.ticket.meta = dict(in_forward.ticket.meta)
+    tickets = [] if in_forward.calls is None or in_forward.calls.ticket is None else [in_forward.calls.ticket]
+    for ticket in tickets:
+        assert in_backward.calls is not None
+        in_backward.calls.ticket = in_backward.graph.placeholder("swap_ticket")
+        in_backward.calls.ticket.meta = dict(ticket.meta)
     in_backward.place([n for n in placeholders if is_tangent(n)])
     in_backward.place(joint.graph.find_nodes(op="get_attr"))
     in_backward.run_all(backward)
-    in_backward.end_step()
+    if in_backward.calls is not None:
+        in_backward.calls.end()
+    in_backward.graph.call_function(donates_nothing)
     gradients = tuple(in_backward.value(n) if isinstance(n, fx.Node) else n for n in outputs[count:])
     in_backward.graph.output(gradients).meta["desc"] = descriptions[count:]
     unread = [n for n in primals if not in_backward.placed[n].users]
@@ -381,12 +337,11 @@ def lower(
     saved = [in_forward.placed[n] for n in primals if n not in unread]
     saved += [in_forward.bases[s] for s in kept]
     saved += list(in_forward.states.values())
-    saved += [] if in_forward.ticket is None else [in_forward.ticket]
+    saved += tickets
     results = [in_forward.value(n) if isinstance(n, fx.Node) else n for n in outputs[:count]]
     made = in_forward.graph.output((*results, *saved))
     made.meta["desc"] = [*descriptions[:count], *(SavedForBackwardsAOTOutput(i) for i in range(len(saved)))]
 
-    in_backward.graph.call_function(donates_nothing)
     with unset_fake_temporarily():
         attributes = _attributes(joint)
     for graph in (in_forward.graph, in_backward.graph):
@@ -409,37 +364,11 @@ def donates_nothing() -> None:
 donates_nothing.tags = (torch.Tag.inplace_view,)  # type: ignore[attr-defined]
 
 
-def forget_side_effects(graph: fx.Graph) -> None:
-    """Takes out of a graph what only its compilation needed, and its swaps out of FX's global set of functions to keep.
-
-    That set would keep the tiers open.
-    """
-    for node in graph.find_nodes(op="call_function", target=donates_nothing):
-        graph.erase_node(node)
-    for node in graph.nodes:
-        if getattr(node.target, "__name__", "").startswith(_SWAP_PREFIX):
-            fx.node._side_effectful_functions.discard(node.target)
-
-
 def _drop_unread(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         free = node.op == "get_attr" or node.target is operator.getitem
         if free and not node.users:
             graph.erase_node(node)
-
-
-def _slice_layout(value: torch.Tensor, batch: int, samples: int) -> SliceLayout:
-    axis = outer_axis(value, batch)
-    assert axis is not None, "what lives on a tier has its samples outermost"
-    return SliceLayout(
-        shape=tuple(value.shape),
-        stride=value.stride(),
-        dtype=value.dtype,
-        device=value.device,
-        axis=axis,
-        batch=batch,
-        samples=samples,
-    )
 
 
 def _attributes(joint: fx.GraphModule) -> dict[str, Any]:

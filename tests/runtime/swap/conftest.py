@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from memfit.runtime.swap.calibrate import Calibration, LinkSpeed
+from memfit.runtime.swap.disk import DiskSpace
 from memfit.step.links import SLOT_ALIGNMENT, Tier
 
 FAST = LinkSpeed(
@@ -39,6 +41,20 @@ def small_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memfit.runtime.swap.calibrate.BUFFER_BYTES", buffers)
     known = Calibration(tier=Tier.DISK, device="cpu", out=FAST, into=FAST)
     monkeypatch.setattr("memfit.runtime.swap.tiers.calibrated", lambda *_: known)
+
+
+@pytest.fixture
+def spaces(monkeypatch: pytest.MonkeyPatch) -> list[DiskSpace]:
+    """Every disk that is opened."""
+    opened: list[DiskSpace] = []
+    begin = DiskSpace.__init__
+
+    def noted(self: DiskSpace, *arguments: Any) -> None:
+        begin(self, *arguments)
+        opened.append(self)
+
+    monkeypatch.setattr(DiskSpace, "__init__", noted)
+    return opened
 
 
 @pytest.fixture

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import errno
 import gc
+import itertools
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,6 +16,7 @@ import torch
 from torch import nn
 
 import memfit
+from memfit.errors import SwapError
 from memfit.making import prove
 from memfit.planning import Request, capture_and_profile, plan_captured
 from memfit.plans import Plan
@@ -28,6 +32,18 @@ from memfit.zoo import build
 pytestmark = pytest.mark.usefixtures("small_disk")
 
 DEVICE = torch.device("cpu")
+
+
+class Turned(nn.Module):
+    """Between its convolutions channels are outermost in memory, not samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 3, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        turned = self.first(x).transpose(0, 1).contiguous().transpose(0, 1)
+        return self.last(turned.sigmoid().relu() * 2)
 
 
 class Normalised(nn.Module):
@@ -117,43 +133,37 @@ def test_less_memory_and_the_same_gradients(name: str) -> None:
     assert not expected or far_apart(expected, buffers, 1e-5) == []
 
 
-EVERYTHING: dict[str, tuple[Callable[[], tuple[Any, ...]], float]] = {
-    "float64": (lambda: images(torch.float64), 1e-13),
-    "gpt": (lambda: spec("zoo:gpt?layers=2&width=64&heads=4&dropout=0.1", 8, (64,)), 1e-5),
-    "unet": (lambda: spec("zoo:unet?width=8", 6, (3, 32, 32)), 1e-5),
+def turned(batch: int) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    return Turned(), (torch.randn(batch, 3, 64, 64),), {}, loss_fn
+
+
+EVERYTHING: dict[str, tuple[Callable[[], tuple[Any, ...]], tuple[int, ...], float]] = {
+    "float64": (lambda: images(torch.float64), (1, 1), 1e-13),
+    "gpt": (lambda: spec("zoo:gpt?layers=2&width=64&heads=4&dropout=0.1", 8, (64,)), (1, 1), 1e-5),
+    "unet": (lambda: spec("zoo:unet?width=8", 6, (3, 32, 32)), (1, 1), 1e-5),
+    # Channels that the number of samples divides, and such that it does not.
+    "turned": (lambda: turned(4), (2, 2), 1e-5),
+    "turned, other samples": (lambda: turned(3), (2, 2), 1e-5),
 }
-"""Steps, and by what share of all gradients each may differ."""
+"""Steps, grids, and by what share of all gradients each may differ."""
 
 
 @pytest.mark.parametrize("name", EVERYTHING)
 def test_whatever_streams_the_gradients_are_the_same(name: str) -> None:
-    make, tolerance = EVERYTHING[name]
+    make, grid, tolerance = EVERYTHING[name]
     case = make()
     model, args, kwargs, loss = case
     request = Request(budget="1GiB", loss_fn=loss, levers="all", tiers="disk")
-    capture, graph = capture_and_profile(model, args, kwargs, request, grid=(1, 1))
+    capture, graph = capture_and_profile(model, args, kwargs, request, grid=grid)
     placed = dict.fromkeys(streamable(graph, least_bytes=1 << 12), Tier.DISK)
     names = tuple(Instruction(Action.STREAM, s, tier=tier) for s, tier in placed.items())
     alone = program_of(streaming_step(graph, placed), plain_order(graph), fuse=False)
     program = Program(instructions=(*names, *alone.instructions))
     check(graph, program)
-    assert len(placed) > 10
+    assert len(placed) > 5
     found = gradients(case, compile_program(model, capture, program))
     assert far_apart(gradients(case, model), found, tolerance) == []
-
-
-@pytest.fixture
-def spaces(monkeypatch: pytest.MonkeyPatch) -> list[DiskSpace]:
-    """Every disk that is opened."""
-    opened: list[DiskSpace] = []
-    begin = DiskSpace.__init__
-
-    def noted(self: DiskSpace, *arguments: Any) -> None:
-        begin(self, *arguments)
-        opened.append(self)
-
-    monkeypatch.setattr(DiskSpace, "__init__", noted)
-    return opened
 
 
 def test_a_fitted_model_goes_on_and_leaves_nothing(spaces: list[DiskSpace], tmp_path: Any) -> None:
@@ -182,6 +192,46 @@ def test_a_fitted_model_goes_on_and_leaves_nothing(spaces: list[DiskSpace], tmp_
     del waiting
     gc.collect()
     assert far_apart(step(twin), step(fitted), 1e-5) == []
+    assert all(space.reserved_bytes == 0 for space in spaces)
+    for m in (fitted, twin):  # two steps under way together
+        m.zero_grad()
+        first, second = loss_fn(m(*args)), 2 * loss_fn(m(*args))
+        second.backward()
+        first.backward()
+    expected = {name: p.grad for name, p in twin.named_parameters()}
+    assert far_apart(expected, {name: p.grad for name, p in fitted.named_parameters()}, 1e-5) == []
+    assert all(space.reserved_bytes == 0 for space in spaces)
+
+
+@pytest.mark.parametrize(("call", "after"), [("preadv", 3), ("preadv", 30), ("pwrite", 3), ("pwrite", 20)])
+def test_a_disk_that_fails_takes_the_step_and_nothing_else(
+    call: str, after: int, spaces: list[DiskSpace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, args, kwargs, loss = images()
+    request = Request(budget="1GiB", loss_fn=loss, levers="all", tiers="disk")
+    capture, graph = capture_and_profile(model, args, kwargs, request, grid=(1, 1, 6))
+    placed = dict.fromkeys(streamable(graph), Tier.DISK)
+    names = tuple(Instruction(Action.STREAM, s, tier=tier) for s, tier in placed.items())
+    alone = program_of(streaming_step(graph, placed), plain_order(graph))
+    planned_call = compile_program(model, capture, Program(instructions=(*names, *alone.instructions)))
+    state = copy.deepcopy(model.state_dict())
+    expected = gradients((model, args, kwargs, loss), planned_call)
+    real, calls = getattr(os, call), itertools.count()
+
+    def failing(*arguments: Any) -> int:
+        if next(calls) >= after:
+            raise OSError(errno.EIO, "the disk is broken")
+        return int(real(*arguments))
+
+    model.load_state_dict(state)
+    with monkeypatch.context() as broken:
+        broken.setattr(os, call, failing)
+        with pytest.raises(SwapError, match="the disk is broken"):
+            gradients((model, args, kwargs, loss), planned_call)
+    gc.collect()
+    model.load_state_dict(state)
+    found = gradients((model, args, kwargs, loss), planned_call)
+    assert far_apart(expected, found, 1e-6) == []
     assert all(space.reserved_bytes == 0 for space in spaces)
 
 

@@ -64,20 +64,6 @@ def least_budget(model: nn.Module, strategy: str) -> int:
     raise AssertionError("a budget of one MiB should not be enough")
 
 
-@pytest.fixture
-def spaces(monkeypatch: pytest.MonkeyPatch) -> list[DiskSpace]:
-    """Every disk that is opened."""
-    opened: list[DiskSpace] = []
-    begin = DiskSpace.__init__
-
-    def noted(self: DiskSpace, *arguments: Any) -> None:
-        begin(self, *arguments)
-        opened.append(self)
-
-    monkeypatch.setattr(DiskSpace, "__init__", noted)
-    return opened
-
-
 @pytest.mark.parametrize(
     ("strategy", "name"),
     [

@@ -7,6 +7,7 @@ the next one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ __all__ = ["MovingSlices", "SliceLayout"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SliceLayout:
-    """How the slices of a tensor lie in memory: as they do in the tensor, whose samples are outermost.
+    """How the slices of a tensor lie in memory: each dense, its axes in the order in which the tensor has them.
 
     Attributes:
         shape: of the tensor.
@@ -48,19 +49,21 @@ class SliceLayout:
     @property
     def slot_bytes(self) -> int:
         """What a slice takes on a tier."""
-        numel = self._rows(self.samples) * self.stride[self.axis]
-        return slot_bytes(numel * self.dtype.itemsize)
+        return slot_bytes(math.prod(self._shape(self.samples)) * self.dtype.itemsize)
 
     def empty(self, number: int) -> torch.Tensor:
         """Memory for a slice."""
-        here = min(self.samples, self.batch - number * self.samples)
-        shape = list(self.shape)
-        shape[self.axis] = self._rows(here)
-        memory = torch.empty(shape[self.axis] * self.stride[self.axis], dtype=self.dtype, device=self.device)
-        return memory.as_strided(shape, self.stride)
+        shape = self._shape(min(self.samples, self.batch - number * self.samples))
+        stride, step = [0] * len(shape), 1
+        for axis in sorted(range(len(shape)), key=lambda axis: self.stride[axis]):
+            stride[axis] = step
+            step *= shape[axis]
+        return torch.empty_strided(shape, stride, dtype=self.dtype, device=self.device)
 
-    def _rows(self, samples: int) -> int:
-        return self.shape[self.axis] // self.batch * samples
+    def _shape(self, samples: int) -> list[int]:
+        """Of a slice of so many samples."""
+        rows = self.shape[self.axis] // self.batch * samples
+        return [*self.shape[: self.axis], rows, *self.shape[self.axis + 1 :]]
 
 
 class MovingSlices:
