@@ -104,6 +104,9 @@ def test_the_specification_says_what_is_wrong() -> None:
     graph = tiled_chain()
     program = streaming(graph, {3: Tier.DISK}, plain_order(graph))
     names, rest = program.instructions[:1], program.instructions[1:]
+    first, *others = program_of(streaming_step(graph, {3: Tier.DISK}), plain_order(graph), fuse=False).instructions
+    back = Instruction(Action.SWAP_IN, 1), Instruction(Action.FREE, 1)
+    moved_whole = (first, Instruction(Action.SWAP_OUT, 1, tier=Tier.DISK), *others, *back)
     reads_whole = replace(graph.ops[3], by_slices=replace(graph.ops[3].by_slices, reads=()))  # type: ignore[type-var]
     cases = [
         (graph, (*names, *names, *rest), "too late, twice"),
@@ -113,6 +116,7 @@ def test_the_specification_says_what_is_wrong() -> None:
         (graph, (Instruction(Action.STREAM, 3), *rest), "on none"),
         (graph, (*names, *program_of(graph, plain_order(graph), fuse=False).instructions), "runs whole, but not all"),
         (replace(graph, ops=(*graph.ops[:3], reads_whole, *graph.ops[4:])), (*names, *rest), "not all ops touch"),
+        (graph, (*names, *moved_whole), "moved there whole"),
         (tiled_chain(limit_bytes=4 * 4096 - 1), (*names, *rest), "which may hold"),
     ]
     for step, wrong, message in cases:

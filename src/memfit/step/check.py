@@ -175,6 +175,8 @@ def _check_streams(graph: StepGraph, program: Program) -> set[int]:
         if not streaming or instruction.tier is None or index in found or index in swapped:
             raise ProgramError(f"{where} has {name} live on a tier too late, twice, on none, or though it is swapped")
         found.add(index)
+    if found and swapped:
+        raise ProgramError("some storages live on tiers and others are moved there whole, which is not reckoned with")
     for index in found.difference(streamable(graph, least_bytes=0)):
         raise ProgramError(f"{graph.storages[index].name} lives on a tier, but not all ops touch slices of it")
     for links in graph.tiers:

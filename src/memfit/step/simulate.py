@@ -255,7 +255,7 @@ def simulate_plain(graph: StepGraph) -> Timeline:
 
 
 def live_storages_at(graph: StepGraph, program: Program, position: int) -> list[int]:
-    """Storages alive while instruction `position` runs, its results included, largest first."""
+    """Storages in memory while instruction `position` runs, its results included, largest first."""
     ops = iter(as_they_run(graph, program.order()))
     alive: set[int] = set()
     for here, instruction in enumerate(program.instructions[: position + 1]):
@@ -268,4 +268,4 @@ def live_storages_at(graph: StepGraph, program: Program, position: int) -> list[
         alive.update(next(ops).writes)
         if instruction.over is not None:
             alive.discard(instruction.over)
-    return sorted(alive, key=lambda s: -graph.storages[s].nbytes)
+    return sorted(alive - program.streamed().keys(), key=lambda s: -graph.storages[s].nbytes)
