@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 import fcntl
+import gc
 import os
 import signal
 import subprocess
@@ -70,14 +71,18 @@ def failing(call: Callable[..., int], error: int, *, after: int = 0) -> Callable
 @pytest.mark.usefixtures("small_disk")
 @pytest.mark.parametrize("call", ["pwrite", "preadv"])
 @pytest.mark.parametrize("after", [0, 3])
-def test_a_disk_that_fails(call: str, after: int, same_step: SameStep, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails(
+    call: str, after: int, same_step: SameStep, spaces: list[DiskSpace], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, twin = fitted()
     with monkeypatch.context() as patch:
         patch.setattr(os, call, failing(getattr(os, call), errno.EIO, after=after))
         with pytest.raises(SwapError, match=r"moving a tensor to or from the disk failed: .*Input/output error"):
             step(model).backward()
+    gc.collect()
     twin.load_state_dict(model.state_dict())
     same_step(model, twin, step)
+    assert spaces and all(space.reserved_bytes == 0 for space in spaces)
 
 
 @pytest.mark.usefixtures("small_disk")

@@ -45,10 +45,12 @@ class _DiskTransfer:
     future: Future[None]
 
     def wait(self) -> None:
-        try:
-            self.future.result()
-        except OSError as error:
+        # Raised from the future, an error would hold the frames that wait, and with them the ticket of the step.
+        error = self.future.exception()
+        if isinstance(error, OSError):
             raise SwapError(f"moving a tensor to or from the disk failed: {error}; the step is lost") from error
+        if error is not None:
+            raise error
 
     def done(self) -> bool:
         return self.future.done()
