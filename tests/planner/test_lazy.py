@@ -8,8 +8,9 @@ import pytest
 
 from memfit.errors import ProgramError
 from memfit.planner.lazy import lazy_order, tiled_order
+from memfit.step.by_slices import BySlices
 from memfit.step.check import check
-from memfit.step.graph import BySlices, Op, Phase, StepGraph, Storage, StorageKind
+from memfit.step.graph import Op, Phase, StepGraph, Storage, StorageKind
 from memfit.step.program import program_of
 
 

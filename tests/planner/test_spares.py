@@ -7,8 +7,9 @@ from dataclasses import replace
 from hypothesis import given, settings
 
 from memfit.planner.spares import with_spares
+from memfit.step.by_slices import BySlices
 from memfit.step.check import check
-from memfit.step.graph import BySlices, Op, Phase, StepGraph, Storage, StorageKind
+from memfit.step.graph import Op, Phase, StepGraph, Storage, StorageKind
 from memfit.step.program import program_of
 from memfit.step.simulate import simulate
 from tests.step.machine import run_on_machine

@@ -16,8 +16,9 @@ from memfit.capture.slice_costs import same_slices
 from memfit.planner.least import least_order
 from memfit.planner.ways import leanest
 from memfit.planning import Request, capture_and_profile
+from memfit.step.by_slices import BySlices
 from memfit.step.fusion import fuse
-from memfit.step.graph import BySlices, Op, StepGraph, StorageKind
+from memfit.step.graph import Op, StepGraph, StorageKind
 from memfit.step.program import Action, Program, program_of
 from memfit.step.simulate import simulate
 from memfit.verification import verify

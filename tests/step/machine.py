@@ -6,7 +6,8 @@ import math
 from collections import defaultdict
 from collections.abc import Collection
 
-from memfit.step.graph import SMALL_SUM_BYTES, StepGraph, StorageKind
+from memfit.step.by_slices import SMALL_SUM_BYTES
+from memfit.step.graph import StepGraph, StorageKind
 from memfit.step.program import Action, Instruction, Program
 from memfit.step.simulate import simulate
 

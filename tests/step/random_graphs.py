@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from memfit.step.graph import BySlices, Op, Phase, StepGraph, Storage, StorageKind
+from memfit.step.by_slices import BySlices
+from memfit.step.graph import Op, Phase, StepGraph, Storage, StorageKind
 
 __all__ = ["orders", "sliced_step_graphs", "sliced_steps_and_orders", "step_graphs"]
 

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 
 from memfit.errors import ProgramError
+from memfit.step.by_slices import BySlices
 from memfit.step.check import check
-from memfit.step.graph import BySlices, Op, Phase, StepGraph, Storage, StorageKind
+from memfit.step.graph import Op, Phase, StepGraph, Storage, StorageKind
 from memfit.step.program import Action, Instruction, Program, program_of
 from memfit.step.simulate import simulate
 from tests.step.machine import run_on_machine

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from memfit.step.by_slices import BySlices, Reach
 from memfit.step.fusion import bytes_beside, fused_seconds
-from memfit.step.graph import BySlices, Op, Phase, Reach, StepGraph, Storage, StorageKind
+from memfit.step.graph import Op, Phase, StepGraph, Storage, StorageKind
 from memfit.step.halo import Spread, spreads
 
 SAME, CONVOLUTION = Reach(scale=1, before=0, after=0), Reach(scale=1, before=1, after=1)

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from memfit.step.by_slices import BySlices
 from memfit.step.codec import decode_graph, encode_graph
 from memfit.step.fusion import fused_seconds
-from memfit.step.graph import BySlices, Op, Phase, StepGraph, Storage, StorageKind, Way
+from memfit.step.graph import Op, Phase, StepGraph, Storage, StorageKind, Way
 from memfit.step.program import plain_order, program_of
 from memfit.step.simulate import simulate, simulate_plain
 

@@ -23,7 +23,7 @@ from memfit.capture.by_rows import PRODUCTS, product_over_rows
 from memfit.capture.layout import outer_axis, results_of
 from memfit.capture.samples import sampling_of, sums_of
 from memfit.capture.tiles import Tile, narrowed
-from memfit.step.graph import SMALL_SUM_BYTES
+from memfit.step.by_slices import SMALL_SUM_BYTES
 
 __all__ = [
     "Slice",

@@ -23,7 +23,7 @@ from memfit.capture.by_tiles import reaches_of, tiling_of
 from memfit.capture.layout import looks_alike, outer_axis, results_of
 from memfit.capture.samples import Sampling, sampling_of, sums_of
 from memfit.capture.tiling import Tiling
-from memfit.step.graph import BySlices
+from memfit.step.by_slices import BySlices
 
 __all__ = ["Cutting", "batches_alike", "cutting"]
 

@@ -36,7 +36,8 @@ from memfit.capture.layout import owns_memory
 from memfit.capture.repeated import merge_repeated
 from memfit.capture.samples import KEEP_BITS
 from memfit.errors import CaptureError
-from memfit.step.graph import BySlices, Phase, StorageKind
+from memfit.step.by_slices import BySlices
+from memfit.step.graph import Phase, StorageKind
 
 __all__ = ["JointOp", "JointReading", "JointStorage", "is_random", "read_joint", "result_index"]
 

@@ -25,7 +25,8 @@ from memfit.capture.parts import candidate_parts
 from memfit.capture.roofline import roofline_seconds
 from memfit.capture.slice_costs import costs_in_slices
 from memfit.capture.trace import Capture
-from memfit.step.graph import BySlices, Op, StepGraph, Way
+from memfit.step.by_slices import BySlices
+from memfit.step.graph import Op, StepGraph, Way
 
 __all__ = ["profile_ops", "separated", "with_rooflines"]
 

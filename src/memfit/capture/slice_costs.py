@@ -27,7 +27,8 @@ from memfit.capture.operands import operand_values
 from memfit.capture.samples import sampling_of, sums_of
 from memfit.capture.tiles import SPACE, Tile, narrowed, tiles_of
 from memfit.capture.tiling import Tiling
-from memfit.step.graph import BySlices, Way
+from memfit.step.by_slices import BySlices
+from memfit.step.graph import Way
 
 __all__ = ["costs_in_slices", "same_slices"]
 

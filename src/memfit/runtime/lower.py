@@ -45,7 +45,7 @@ from memfit.capture.rewrite import (
 from memfit.runtime.fused import FusedOp, fused_call
 from memfit.runtime.swap.calls import SwapCalls, keep_unread
 from memfit.runtime.swap.swapper import Swapper
-from memfit.step.graph import BySlices
+from memfit.step.by_slices import BySlices
 
 __all__ = [
     "OVERWRITTEN",

@@ -17,7 +17,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from memfit.errors import PlanFileError
-from memfit.step.graph import BySlices, Op, Phase, Reach, StepGraph, Storage, StorageKind, Way
+from memfit.step.by_slices import BySlices, Reach
+from memfit.step.graph import Op, Phase, StepGraph, Storage, StorageKind, Way
 from memfit.step.jsonfile import read_json, validate, write_json
 from memfit.step.links import Link, Tier, TierLinks
 from memfit.step.program import Action, Instruction, Program

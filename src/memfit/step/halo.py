@@ -2,7 +2,7 @@
 
 A convolution reads more than it makes, so of ops that run as one the earlier ones make more than their tile: the halo
 that the later ones read beyond theirs. Neighbouring tiles make it twice. Walked back through the run, each op adds its
-own reach (`memfit.step.graph.Reach`). What stays after the run, and what is added up, is made for each tile once.
+own reach (`memfit.step.by_slices.Reach`). What stays after the run, and what is added up, is made for each tile once.
 
 Receptive-field arithmetic, as in fused-layer accelerators (Alwani et al., MICRO 2016) and SFT (Xu et al., CC 2022).
 
