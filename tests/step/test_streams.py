@@ -15,7 +15,7 @@ from memfit.step.codec import decode_program, encode_program
 from memfit.step.graph import Op, Phase, StepGraph
 from memfit.step.links import Link, Tier, TierLinks
 from memfit.step.program import Action, Instruction, Program, plain_order, program_of
-from memfit.step.simulate import simulate, simulate_plain
+from memfit.step.simulate import live_storages_at, simulate, simulate_plain
 from memfit.step.streams import streamable, streaming_step, tier_bytes
 from tests.step.machine import run_on_machine
 from tests.step.random_graphs import orders, sliced_step_graphs
@@ -88,6 +88,7 @@ def test_a_chain_by_hand() -> None:
     # Two runs read it, the last forward op and the backward op, with 4 s of ops before it leaves: nothing waits.
     whole = simulate(graph, program_of(graph, plain_order(graph)))
     assert timeline.stall_seconds == 0 and timeline.peak_bytes < whole.peak_bytes
+    assert all(3 not in live_storages_at(graph, program, place) for place in range(len(program.instructions)))
     slow = replace(graph.tiers[0], into=Link(bytes_per_second=100.0, compute_seconds_per_byte=0.001))
     slower = simulate(replace(graph, tiers=(slow,)), program)
     # Coming back takes 4 s beside ops of 1 s, of which the copies take 0.4 s.

@@ -227,14 +227,11 @@ def in_slices(how: Slice) -> Callable[..., tuple[torch.Tensor, ...]]:
         is_first = True
         for number, start in enumerate(range(0, how.batch, how.samples)):
             stop = min(start + how.samples, how.batch)
-            given = [
-                operand.take(number)
-                if position in how.streams
-                else samples_between(operand, how.sliced[position], how.batch, start, stop)
-                if position in how.sliced
-                else operand
-                for position, operand in enumerate(operands)
-            ]
+            given = list(operands)
+            for position in how.streams:
+                given[position] = operands[position].take(number)
+            for position, axis in how.sliced.items():
+                given[position] = samples_between(operands[position], axis, how.batch, start, stop)
             there = {
                 place: leaving[place].room(number)
                 if place in leaving
