@@ -71,6 +71,7 @@ class Request:
         prove: run the plan once and correct it.
         label: what is planned, for people.
         search_seconds: roughly how long `"auto"` searches; up to four times that while far from the bound.
+        accumulate: add gradients of parameters to `.grad` when they are made, not after the backward pass.
     """
 
     budget: int | str
@@ -82,6 +83,7 @@ class Request:
     prove: bool = True
     label: str = ""
     search_seconds: float = 8.0
+    accumulate: bool = False
 
     @property
     def tiles(self) -> bool:
@@ -143,6 +145,7 @@ def capture_and_profile(
             label=request.label,
             separate=separate,
             grid=grid,
+            accumulate=request.accumulate,
         )
 
     capture = separated(captured, device, cache)

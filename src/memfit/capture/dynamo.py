@@ -31,14 +31,18 @@ from torch.utils import _pytree as pytree
 from memfit.capture.eager_kernels import as_in_eager
 from memfit.capture.joint import JointReading, read_joint
 from memfit.capture.live_bytes import LiveBytes
+from memfit.capture.one_graph import OneGraph
 from memfit.errors import CaptureError, MemfitError
 
 __all__ = [
     "Piece",
     "Pieces",
+    "accumulated_inputs",
     "capture_pieces",
     "compile_call",
     "detach_outputs",
+    "first_lines",
+    "is_in_place",
     "preserved_attributes",
     "preserved_state",
 ]
@@ -88,6 +92,7 @@ def capture_pieces(
     separate: Callable[[str], bool],
     grid: tuple[int, ...] = (),
     gradient_outputs: frozenset[int] | None = None,
+    accumulate: bool = False,
 ) -> Pieces:
     """Captures the training step of `model(*args, **kwargs)`. Changes nothing.
 
@@ -98,6 +103,7 @@ def capture_pieces(
         separate: see `memfit.capture.joint.read_joint`.
         grid: see there.
         gradient_outputs: which outputs of the last graph receive a gradient; None for all of them.
+        accumulate: whether gradients of parameters are added to `.grad` inside the graph (`memfit.runtime.accumulate`).
 
     Returns:
         The pieces and the output of the module.
@@ -106,14 +112,19 @@ def capture_pieces(
         CaptureError: if Dynamo cannot capture the model, naming the line.
     """
     captured = functools.partial(
-        _capture, model, args, kwargs, separate=separate, grid=grid, gradient_outputs=gradient_outputs
+        _capture,
+        *(model, args, kwargs),
+        separate=separate,
+        grid=grid,
+        gradient_outputs=gradient_outputs,
+        accumulate=accumulate,
     )
     try:
         with preserved_attributes(model):
             return captured(fake=True)
     except torch._dynamo.exc.Unsupported as error:
         log.info("the graph breaks, capturing piece by piece: %s", error)
-        reason = _first_lines(str(error))
+        reason = first_lines(str(error))
     try:
         with preserved_state(model), LiveBytes() as counter:
             pieces = captured(fake=False)
@@ -124,7 +135,7 @@ def capture_pieces(
             }
             between_bytes = max(0, counter.live - sum(returned.values()))
     except torch._dynamo.exc.TorchDynamoException as error:
-        raise CaptureError(f"cannot capture the model: {_first_lines(str(error))}") from error
+        raise CaptureError(f"cannot capture the model: {first_lines(str(error))}") from error
     if not pieces.pieces:
         raise CaptureError(f"nothing of the model can be captured: {reason}")
     return replace(pieces, breaks=(reason,), between_bytes=between_bytes)
@@ -139,6 +150,7 @@ def _capture(
     separate: Callable[[str], bool],
     grid: tuple[int, ...],
     gradient_outputs: frozenset[int] | None,
+    accumulate: bool,
 ) -> Pieces:
     pieces: list[Piece] = []
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -149,9 +161,11 @@ def _capture(
         def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **rest: Any) -> Any:
             halves = default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **rest)
             in_place = in_place_nodes(gm)
-            readings.append(read_joint(joint, num_fwd_outputs, separate=separate, in_place=in_place, grid=grid))
+            reading = functools.partial(read_joint, joint, num_fwd_outputs, separate=separate, grid=grid)
+            readings.append(reading(in_place=in_place, accumulated=accumulated))
             return halves
 
+        accumulated = accumulated_inputs(inputs) if accumulate else frozenset[int]()
         detach_outputs(gm, gradient_outputs)
         results = [n.meta["example_value"] if isinstance(n, fx.Node) else n for n in _outputs_of(gm)]
         original = gm.forward if fake else types.MethodType(type(gm).forward, gm)
@@ -189,7 +203,9 @@ def _capture(
 
 
 def compile_call(model: nn.Module, backend: Callable[..., Any], *, fullgraph: bool = False) -> Callable[..., Any]:
-    """`model`'s call, compiled with `backend` under Dynamo's guards, with a cache of its own."""
+    """`model`'s call, compiled with `backend` under Dynamo's guards, with a cache of its own; of one graph without."""
+    if isinstance(model, OneGraph):
+        return model.compiled(backend)
     impl: Callable[..., Any] = model._call_impl
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -210,12 +226,25 @@ def compile_call(model: nn.Module, backend: Callable[..., Any], *, fullgraph: bo
     return run
 
 
+def accumulated_inputs(inputs: Sequence[Any]) -> frozenset[int]:
+    """Places among a graph's inputs of parameters whose gradients nobody but `.grad` waits for."""
+    return frozenset(
+        place
+        for place, value in enumerate(inputs)
+        if isinstance(value, nn.Parameter)
+        and value.requires_grad
+        and not value._backward_hooks
+        and not value._post_accumulate_grad_hooks
+    )
+
+
 def in_place_nodes(gm: fx.GraphModule) -> frozenset[str]:
     """Names of the nodes of Dynamo's graph that write over their operand."""
-    return frozenset(node.name for node in gm.graph.nodes if _is_in_place(node))
+    return frozenset(node.name for node in gm.graph.nodes if is_in_place(node))
 
 
-def _is_in_place(node: fx.Node) -> bool:
+def is_in_place(node: fx.Node) -> bool:
+    """Whether a call of Dynamo's graph writes over its operand."""
     if node.op == "call_method":
         return str(node.target).endswith("_") and not str(node.target).endswith("__")
     if node.op != "call_function":
@@ -305,7 +334,8 @@ def _twin(value: Any, fake_mode: FakeTensorMode) -> Any:
     return twin.requires_grad_(value.requires_grad)
 
 
-def _first_lines(text: str, count: int = 12) -> str:
+def first_lines(text: str, count: int = 12) -> str:
+    """The first lines of a message that are not empty."""
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     return "\n".join(lines[:count])
 

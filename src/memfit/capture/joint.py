@@ -104,6 +104,7 @@ class JointReading:
         separated: keys of weights' gradients that are made part by part (`memfit.capture.concatenations`).
         separable: those that might be.
         grid: into how many tiles samples may be cut; empty if it was not read for the lever `tile`.
+        accumulated: storages of gradients that are added to what is there when they are made, and returned to nobody.
     """
 
     module: fx.GraphModule
@@ -116,6 +117,7 @@ class JointReading:
     separated: frozenset[str] = frozenset()
     separable: tuple[fx.Node, ...] = ()
     grid: tuple[int, ...] = ()
+    accumulated: frozenset[int] = frozenset()
 
     def is_reusable(self, storage: int) -> bool:
         """Whether something else may be put in its memory once nothing reads it."""
@@ -131,6 +133,7 @@ def read_joint(
     separate: Callable[[str], bool],
     in_place: frozenset[str] = frozenset(),
     grid: tuple[int, ...] = (),
+    accumulated: frozenset[int] = frozenset(),
 ) -> JointReading:
     """Reads a joint graph; the same graph always gives the same reading.
 
@@ -143,6 +146,7 @@ def read_joint(
         grid: for the lever `tile`, into how many tiles samples may be cut along height and width, such as (4, 1), and
             the batch into how many parts, such as (1, 1, 8); without that as is best for the cache. Gradients then have
             the same bits up to rounding only, and ops of both passes can run slice by slice the first time. Else empty.
+        accumulated: which inputs' gradients are added to what is there when made (`memfit.runtime.accumulate`).
 
     Returns:
         Ops, storages and who shares what.
@@ -175,8 +179,9 @@ def read_joint(
 
     storages, storage_of, ops_nodes = _find_storages(graph, forward)
     gradients = tuple(storage_of[n] for n in outputs[num_forward_outputs:] if n in storage_of)
+    added = _accumulated(outputs[num_forward_outputs:], accumulated, storages, storage_of)
     for storage in gradients:
-        if storages[storage].kind is StorageKind.BACKWARD:
+        if storages[storage].kind is StorageKind.BACKWARD and storage not in added:
             old = storages[storage]
             storages[storage] = JointStorage(base=old.base, nbytes=old.nbytes, kind=StorageKind.GRADIENT)
     overwritten = _overwritten_inputs(graph, storage_of)
@@ -198,6 +203,23 @@ def read_joint(
         separated=separated,
         separable=tuple(concatenations.separable_weight_gradients(graph)),
         grid=grid,
+        accumulated=added,
+    )
+
+
+def _accumulated(
+    gradients: list[fx.Node | None],
+    inputs: frozenset[int],
+    storages: list[JointStorage],
+    storage_of: dict[fx.Node, int],
+) -> frozenset[int]:
+    """Storages made by the backward pass that hold gradients of these inputs and of no others."""
+    here = {place: storage_of[node] for place, node in enumerate(gradients) if node in storage_of}
+    returned = {storage for place, storage in here.items() if place not in inputs}
+    return frozenset(
+        storage
+        for storage in here.values()
+        if storage not in returned and storages[storage].kind is StorageKind.BACKWARD
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from memfit.capture.live_bytes import LiveBytes
 
-__all__ = ["OptimizerCost", "optimizer_cost"]
+__all__ = ["OptimizerCost", "optimizer_cost", "part_of"]
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,15 @@ def optimizer_cost(optimizer: torch.optim.Optimizer | None, device_type: str) ->
         # Any user-written optimizer may do anything; the estimate by shape below is the documented fallback.
         log.info("%s cannot step on fake tensors (%s); estimating by shape", type(optimizer).__name__, error)
     return _by_shape(optimizer, device_type)
+
+
+def part_of(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
+    """The optimizer as if it had some of its parameters only; to be asked what it costs, not to be stepped."""
+    mine = {id(p) for p in parameters}
+    part = copy.copy(optimizer)
+    part.param_groups = [{**g, "params": [p for p in g["params"] if id(p) in mine]} for g in optimizer.param_groups]
+    part.state = defaultdict(dict, {p: state for p, state in optimizer.state.items() if id(p) in mine})
+    return part
 
 
 def _twin(optimizer: torch.optim.Optimizer, parameters: dict[int, torch.Tensor]) -> torch.optim.Optimizer:

@@ -6,6 +6,7 @@ storage. The loss op stands between the last forward and the first backward op.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -90,6 +91,7 @@ def capture_step(
     label: str = "",
     separate: Callable[[str], bool] = _never,
     grid: tuple[int, ...] = (),
+    accumulate: bool = False,
 ) -> Capture:
     """Captures one training step without running it (with graph breaks: without saving anything).
 
@@ -102,6 +104,7 @@ def capture_step(
         label: what this is, for people.
         separate: which weights' gradients of concatenations are made part by part (`memfit.capture.concatenations`).
         grid: for the lever `tile`, see `memfit.capture.joint.read_joint`.
+        accumulate: whether gradients of parameters are added to `.grad` inside the step (`memfit.runtime.accumulate`).
 
     Returns:
         The step graph and how to get back from its ops to the captured ones.
@@ -111,11 +114,14 @@ def capture_step(
     """
     _validate(model, args, kwargs)
     device_type = device_of(model).type
-    pieces = capture_pieces(model, args, kwargs, separate=separate, grid=grid)
+    captured = functools.partial(
+        capture_pieces, model, args, kwargs, separate=separate, grid=grid, accumulate=accumulate
+    )
+    pieces = captured()
     loss = read_loss(pieces.output, loss_fn, device_type)
     gradient_outputs = _gradient_outputs(pieces, loss.receives_gradient)
     if gradient_outputs is not None:
-        pieces = capture_pieces(model, args, kwargs, separate=separate, grid=grid, gradient_outputs=gradient_outputs)
+        pieces = captured(gradient_outputs=gradient_outputs)
     graph, joint_ops = _join(pieces, loss.transient_bytes, device_type)
     if not any(op.phase is Phase.BACKWARD for op in graph.ops):
         raise CaptureError(
@@ -129,7 +135,10 @@ def capture_step(
     between_bytes = _between_bytes(model, pieces, device_type)
     graph = replace(
         graph,
-        static_bytes=storage_bytes(static, device_type) + cost.state_bytes + between_bytes,
+        static_bytes=storage_bytes(static, device_type)
+        + cost.state_bytes
+        + between_bytes
+        + _coming_gradient_bytes(model, pieces),
         after_step_bytes=cost.step_bytes,
         label=label or type(model).__name__,
     )
@@ -142,6 +151,13 @@ def capture_step(
         gradient_outputs=gradient_outputs,
         between_bytes=between_bytes,
     )
+
+
+def _coming_gradient_bytes(model: nn.Module, pieces: Pieces) -> int:
+    """Of gradients that are added up and stay, and are not there yet."""
+    if not any(piece.reading.accumulated for piece in pieces.pieces):
+        return 0
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad and p.grad is None)
 
 
 def _between_bytes(model: nn.Module, pieces: Pieces, device_type: str) -> int:

@@ -18,11 +18,12 @@ from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx.graph import _BoxedCodeGen
 
-from memfit.capture.dynamo import compile_call, detach_outputs
+from memfit.capture.dynamo import accumulated_inputs, compile_call, detach_outputs
 from memfit.capture.eager_kernels import as_in_eager
 from memfit.capture.joint import JointReading, read_joint
 from memfit.capture.trace import Capture, device_of
 from memfit.errors import OutOfMemoryError, PlanMismatchError
+from memfit.runtime.accumulate import accumulation
 from memfit.runtime.lower import (
     OVERWRITTEN,
     LocalInstruction,
@@ -63,6 +64,7 @@ class PieceProgram:
         kept: local storages handed from one to the other.
         slots: local storages that go to tiers, and where to.
         streamed: those of them that live there and pass slice by slice.
+        accumulates: whether it adds gradients of parameters to `.grad` itself.
     """
 
     digest: str
@@ -73,6 +75,7 @@ class PieceProgram:
     kept: tuple[int, ...]
     slots: Mapping[int, Slot] = field(default_factory=dict)
     streamed: frozenset[int] = frozenset()
+    accumulates: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +210,7 @@ def piece_programs(capture: Capture, program: Program) -> tuple[PieceProgram, ..
                 if piece_of[s] == i
             },
             streamed=frozenset(local[i][s] for s in streamed if piece_of[s] == i),
+            accumulates=bool(piece.reading.accumulated),
         )
         for i, piece in enumerate(capture.pieces.pieces)
     )
@@ -286,14 +290,18 @@ def compile_planned(
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         cut = detach_outputs(gm, gradient_outputs)
+        accumulated = accumulated_inputs(inputs) if any(p.accumulates for p in programs) else frozenset[int]()
+        adding = {place: accumulation(inputs[place]) for place in accumulated}
 
         def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **rest: Any) -> Any:
-            reading = read_joint(joint, num_fwd_outputs, separate=separated.__contains__, grid=grid)
+            reading = read_joint(
+                joint, num_fwd_outputs, separate=separated.__contains__, grid=grid, accumulated=accumulated
+            )
             program = by_digest.get(reading_digest(reading))
             if program is None:
                 raise PlanMismatchError("the model now runs a graph that was not planned")
             swapper = swappers.get(program.digest)
-            return lower(reading, program.forward, program.backward, program.kept, swapper, program.streamed)
+            return lower(reading, program.forward, program.backward, program.kept, swapper, program.streamed, adding)
 
         def boxed(lowered: fx.GraphModule, operands: Any) -> Callable[..., Any]:
             return _boxed(lowered, describe)

@@ -19,7 +19,7 @@ A random op that runs more than once saves its generator's state the first time 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, cast
@@ -55,6 +55,9 @@ __all__ = [
     "attach_hollow",
     "lower",
 ]
+
+Accumulate = Callable[[torch.Tensor], None]
+"""Adds a gradient to what is there."""
 
 OVERWRITTEN = "memfit_overwritten"
 """Mark in the `meta` of a node whose memory a later one takes over."""
@@ -113,6 +116,8 @@ class _Emitter:
         self.states: dict[int, fx.Node] = {}
         self.placed: dict[fx.Node, fx.Node] = {}
         self.returned = frozenset(reading.output_storages)
+        self.adding: dict[int, list[tuple[fx.Node, Accumulate]]] = {}
+        self.added: dict[fx.Node, fx.Node] = {}
 
     def place(self, nodes: Sequence[fx.Node], *, as_inputs: bool = False) -> None:
         """Copies nodes that need no operand: placeholders and attributes, or results that arrive as inputs."""
@@ -134,6 +139,9 @@ class _Emitter:
         self.bases[storage] = node
         for view in [v for v in self.views if self.reading.storage_of.get(v) == storage]:
             del self.views[view]
+        for gradient, add in self.adding.pop(storage, ()):
+            self.added[gradient] = self.graph.call_function(add, (self.value(gradient),))
+            self.added[gradient].meta = dict(gradient.meta)
 
     def value(self, node: fx.Node) -> fx.Node:
         """The node of this graph that holds what `node` of the joint graph holds."""
@@ -282,6 +290,7 @@ def lower(
     kept: Sequence[int],
     swapper: Swapper | None = None,
     streamed: Collection[int] = (),
+    adding: Mapping[int, Accumulate] | None = None,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Builds the two graph modules of one piece.
 
@@ -292,6 +301,7 @@ def lower(
         kept: local storages of forward results handed to the backward pass; inputs need not be named.
         swapper: moves what is swapped.
         streamed: local storages that live on tiers.
+        adding: for places of gradients what adds them to what is there; those in memory of their own are not returned.
 
     Returns:
         Forward and backward graph modules, with the calling convention of AOTAutograd's partitioners.
@@ -322,11 +332,20 @@ def lower(
         in_backward.calls.ticket.meta = dict(ticket.meta)
     in_backward.place([n for n in placeholders if is_tangent(n)])
     in_backward.place(joint.graph.find_nodes(op="get_attr"))
+    for place, add in (adding or {}).items():
+        gradient = outputs[count + place]
+        held = reading.storage_of.get(gradient)
+        if held is not None and held in reading.accumulated:
+            in_backward.adding.setdefault(held, []).append((gradient, add))
     in_backward.run_all(backward)
     if in_backward.calls is not None:
         in_backward.calls.end()
     in_backward.graph.call_function(donates_nothing)
-    gradients = tuple(in_backward.value(n) if isinstance(n, fx.Node) else n for n in outputs[count:])
+    # An input whose gradient were None here would be cut off from the graph; the calls return none when they run.
+    gradients = tuple(
+        in_backward.added[n] if n in in_backward.added else in_backward.value(n) if isinstance(n, fx.Node) else n
+        for n in outputs[count:]
+    )
     in_backward.graph.output(gradients).meta["desc"] = descriptions[count:]
     unread = [n for n in primals if not in_backward.placed[n].users]
     for node in unread:

@@ -1,0 +1,68 @@
+"""A module that is one graph of calls: a part of a model that Dynamo has traced before.
+
+Captured and compiled it needs no Dynamo, and so no guards: the graph is handed to AOTAutograd as it is. Its calls keep
+what they know of the modules they come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+__all__ = ["OneGraph"]
+
+
+class OneGraph(nn.Module):
+    """A graph and the tensors of a model that it reads.
+
+    Args:
+        graph: its placeholders are first the model's tensors, then the inputs; its output is a tuple.
+        states: the model's tensors, by their names there.
+        alone: whether it returns its only result as it is.
+    """
+
+    def __init__(self, graph: fx.Graph, states: Mapping[str, torch.Tensor], *, alone: bool = False) -> None:
+        super().__init__()
+        self.calls = fx.GraphModule(nn.Module(), graph)
+        self.alone = alone
+        self.names: list[str] = []
+        for name, tensor in states.items():
+            self.names.append(name.replace(".", "__"))
+            if isinstance(tensor, nn.Parameter):
+                self.register_parameter(self.names[-1], tensor)
+            else:
+                self.register_buffer(self.names[-1], tensor)
+
+    def forward(self, *inputs: Any) -> Any:
+        """Runs the calls as they are."""
+        return self._returned(self.calls(*self._operands(inputs)))
+
+    def compiled(self, backend: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]) -> Callable[..., Any]:
+        """Its call, compiled at the first one; the backend may change the graph it is given."""
+        made: list[Callable[..., Any]] = []
+
+        def run(*inputs: Any) -> Any:
+            operands = self._operands(inputs)
+            if not made:
+                made.append(backend(_copy(self.calls), operands))
+            return self._returned(made[0](*operands))
+
+        return run
+
+    def _operands(self, inputs: Sequence[Any]) -> list[Any]:
+        return [*(getattr(self, name) for name in self.names), *inputs]
+
+    def _returned(self, results: Any) -> Any:
+        return results[0] if self.alone else tuple(results)
+
+
+def _copy(module: fx.GraphModule) -> fx.GraphModule:
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    (output,) = module.graph.find_nodes(op="output")
+    (copy,) = graph.find_nodes(op="output")
+    copy.meta = dict(output.meta)
+    return fx.GraphModule(nn.Module(), graph)

@@ -1,0 +1,148 @@
+"""Runs a schedule on PyTorch's pipelining engine.
+
+The engine executes any order of passes (`_PipelineScheduleRuntime`, private but the same since torch 2.10) and puts the
+transfers in. Schedules beyond GPipe and 1F1B are the engine's own: their orders are asked of its classes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.pipelining import schedules as engine
+
+from memfit.errors import SpecError
+from memfit.pipeline.engine_stage import EngineStage
+from memfit.planner.schedule import Action, Pass, Schedule, gpipe, one_forward_one_backward
+
+__all__ = ["SCHEDULES", "make_schedule", "runtime", "step_microbatches"]
+
+SCHEDULES = {
+    "gpipe": 1,
+    "1f1b": 1,
+    "interleaved-1f1b": 2,
+    "zero-bubble": 2,
+    "zbv": 2,
+}
+"""Names of schedules and how many stages a device has at least."""
+
+_ENGINE = {
+    "interleaved-1f1b": "Interleaved1F1B",
+    "zero-bubble": "InterleavedZeroBubble",
+    "zbv": "ZBVZeroBubble",
+}
+
+_PASSES = {
+    "FORWARD": Pass.FORWARD,
+    "FULL_BACKWARD": Pass.BACKWARD,
+    "BACKWARD_INPUT": Pass.BACKWARD_INPUT,
+    "BACKWARD_WEIGHT": Pass.BACKWARD_WEIGHT,
+}
+
+
+def make_schedule(
+    name: str, num_devices: int, num_microbatches: int, *, stages_per_device: int | None = None
+) -> Schedule:
+    """A schedule by name.
+
+    Args:
+        name: one of `SCHEDULES`.
+        num_devices: how many devices work together.
+        num_microbatches: into how many parts the batch is cut.
+        stages_per_device: for interleaved schedules; two by default.
+
+    Raises:
+        SpecError: if there is none of that name, or it cannot do with so few micro-batches.
+    """
+    if name == "gpipe":
+        return gpipe(num_devices, num_microbatches)
+    if name == "1f1b":
+        return one_forward_one_backward(num_devices, num_microbatches)
+    if name not in _ENGINE:
+        raise SpecError(f"unknown schedule {name!r}; there are 'auto', {', '.join(map(repr, SCHEDULES))}")
+    per_device = stages_per_device or SCHEDULES[name]
+    return _from_engine(name, num_devices, num_microbatches, per_device)
+
+
+class _Placeholder:
+    """What the engine's schedules ask of a stage before anything runs."""
+
+    has_backward = True
+
+    def __init__(self, index: int, num_stages: int, num_devices: int) -> None:
+        self.stage_index, self.num_stages = index, num_stages
+        self.group_size, self.group_rank = num_devices, 0
+        self.is_first, self.is_last = index == 0, index == num_stages - 1
+        self.submod = torch.nn.Module()
+        self.stage_index_to_group_rank: dict[int, int] = {}
+
+
+def _from_engine(name: str, num_devices: int, num_microbatches: int, per_device: int) -> Schedule:
+    num_stages = num_devices * per_device
+    indices = [0, num_stages - 1] if name == "zbv" else range(0, num_stages, num_devices)
+    stages: list[Any] = [_Placeholder(i, num_stages, num_devices) for i in indices]
+    kind: Any = engine.get_schedule_class(_ENGINE[name])
+    try:
+        made = kind(stages, num_microbatches, loss_fn=_weighted, scale_grads=False)
+    except ValueError as error:
+        raise SpecError(f"schedule {name!r} cannot run {num_microbatches} micro-batches: {error}") from None
+    orders = tuple(
+        tuple(
+            Action(a.stage_index, _PASSES[a.computation_type.name], a.microbatch_index)
+            for a in made.pipeline_order[device]
+            if a is not None
+        )
+        for device in range(num_devices)
+    )
+    return Schedule(name=name, num_stages=num_stages, num_microbatches=num_microbatches, orders=orders)
+
+
+def runtime(schedule: Schedule, stages: Sequence[EngineStage]) -> Any:
+    """The engine, ready to run a schedule with this process's stages."""
+    logging.getLogger(engine.__name__).setLevel(logging.CRITICAL)  # it logs whole schedules with an error that we raise
+    made = engine._PipelineScheduleRuntime(
+        list(stages), schedule.num_microbatches, loss_fn=_weighted, scale_grads=False
+    )
+    orders: Any = {
+        device: [engine._Action.from_str(str(action)) for action in order]
+        for device, order in enumerate(schedule.orders)
+    }
+    made.pipeline_order = orders
+    made._prepare_schedule_with_comms(orders)
+    return made
+
+
+def step_microbatches(
+    made: Any, stages: Sequence[EngineStage], leaves: Sequence[tuple[Any, ...]], weights: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Runs one step.
+
+    Args:
+        made: the engine of `runtime`.
+        stages: this process's.
+        leaves: for each micro-batch the leaves of the step's inputs.
+        weights: for each micro-batch what its loss counts.
+
+    Returns:
+        The weighted losses, if this process has the last stage.
+    """
+    losses: list[torch.Tensor] = []
+    for stage in stages:
+        stage.has_backward = True
+        stage.clear_runtime_states()
+    made._step_microbatches(
+        arg_mbs=list(leaves),
+        kwarg_mbs=[{} for _ in leaves],
+        target_mbs=list(weights),
+        losses=losses,
+        return_outputs=False,
+    )
+    for stage in stages:
+        stage.finish_sends()
+    return [loss.detach() for loss in losses]
+
+
+def _weighted(loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return loss * weight

@@ -1,0 +1,278 @@
+"""A stage as PyTorch's pipelining engine drives it: what it receives, runs, sends and holds.
+
+The engine's schedules call a stage for each micro-batch; its own `PipelineStage` holds memory that a plan cannot
+afford: receive buffers for all micro-batches of all time, and every result it sent until the backward pass. Here a
+buffer exists from the moment it is received into, a result is held until it is sent, and what autograd needs is what
+the stage's plan keeps. Only the data is handled here; who does what when is up to the engine.
+
+What crosses a cut and only passes through a stage never enters its module, and gradients that come back for it are
+added to the module's own.
+
+Known limits: with NCCL the engine holds what is sent until the step ends, as it batches transfers itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+from memfit.pipeline.random_stream import RandomStream
+from memfit.pipeline.stages import Crossing, Stage
+
+__all__ = ["EngineStage"]
+
+StageCall = Callable[..., Any]
+"""Takes what the stage's module takes, and returns what that does."""
+
+
+class _Root(torch.autograd.Function):
+    """One scalar from which the backward pass of a stage starts, so that nobody holds the results or their gradients.
+
+    `waiting` is filled with the gradients right before; autograd then owns them, and frees each after its last use.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, waiting: list[torch.Tensor | None], *results: torch.Tensor) -> torch.Tensor:
+        ctx.waiting = waiting
+        return results[0].new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        gradients = tuple(ctx.waiting)
+        ctx.waiting.clear()
+        return (None, *gradients)
+
+
+class _UnderWay:
+    """What a stage holds of a micro-batch between its passes."""
+
+    __slots__ = ("arrived", "root", "waiting")
+
+    def __init__(
+        self,
+        arrived: Sequence[torch.Tensor],
+        root: torch.Tensor | None,
+        waiting: list[torch.Tensor | None],
+    ) -> None:
+        self.arrived = arrived
+        self.root = root
+        self.waiting = waiting
+
+
+class EngineStage(_PipelineStageBase):
+    """A stage of the pipeline.
+
+    Args:
+        runs: for each micro-batch the stage, made for its size, and what runs its module by its plan.
+        num_stages: of the pipeline.
+        device: on which it runs.
+        group: of the pipeline's processes; None for the default one.
+        random_stream: which random numbers each micro-batch gets; None if the model takes none.
+    """
+
+    def __init__(
+        self,
+        runs: Sequence[tuple[Stage, StageCall]],
+        num_stages: int,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+        random_stream: RandomStream | None = None,
+    ) -> None:
+        stage, _ = runs[0]
+        super().__init__(stage.module, stage.index, num_stages, device, group)
+        self.runs = runs
+        self.random_stream = random_stream
+        self.posts_sends = dist.get_backend(group) == "gloo"
+        self.arriving: dict[int, tuple[torch.Tensor, ...]] = {}
+        self.to_send: dict[int, tuple[torch.Tensor, ...]] = {}
+        self.returning: dict[int, list[torch.Tensor | None]] = {}
+        self.to_return: dict[int, tuple[torch.Tensor | None, ...]] = {}
+        self.under_way: dict[int, _UnderWay] = {}
+        self.sending: list[dist.Work] = []
+
+    # What the engine prepares for stages of its own: nothing is needed, as everything is known before.
+
+    def _prepare_forward_infra(self, num_microbatches: int, *rest: Any, **more: Any) -> Any:
+        self.chunks = num_microbatches
+        self.args_recv_info = dict.fromkeys(range(num_microbatches), ())
+        return None
+
+    def _prepare_backward_infra(self, num_microbatches: int, *rest: Any, **more: Any) -> Any:
+        return None
+
+    def _create_grad_recv_info(self, act_send_info: dict[int, Any]) -> Any:
+        return ()
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return [] if self.posts_sends or self.group_size == 1 else super()._get_init_p2p_neighbors_ops()
+
+    def clear_runtime_states(self) -> None:
+        """Forgets a step that did not end."""
+        for held in (self.arriving, self.to_send, self.returning, self.to_return, self.under_way):
+            held.clear()
+        self.output_chunks.clear()
+
+    # Transfers.
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Makes room for what arrives and asks for it."""
+        if self.is_first:
+            return []
+        stage, _ = self.runs[fwd_chunk_id]
+        self.arriving[fwd_chunk_id] = (*(c.empty(self.device) for c in stage.arriving), *self._empty_state())
+        return [self._receive(t, self.stage_index - 1) for t in self.arriving[fwd_chunk_id]]
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Sends what leaves, which nobody holds afterwards."""
+        if self.is_last:
+            return []
+        return self._send(self.to_send.pop(fwd_chunk_id), self.stage_index + 1)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Makes room for gradients and asks for them."""
+        if self.is_last or not self.has_backward:
+            return []
+        stage, _ = self.runs[bwd_chunk_id]
+        self.returning[bwd_chunk_id] = [c.empty(self.device) if c.requires_grad else None for c in stage.leaving]
+        return [self._receive(t, self.stage_index + 1) for t in self.returning[bwd_chunk_id] if t is not None]
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Sends gradients back."""
+        if self.is_first or not self.has_backward:
+            return []
+        gradients = self.to_return.pop(bwd_chunk_id)
+        return self._send([g for g in gradients if g is not None], self.stage_index - 1)
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        """Takes what leaves the stage before, on the same device."""
+        self.arriving[mb_index] = tuple(t.detach() for t in prev_stage_outputs)
+
+    def get_local_bwd_output(self, mb_index: int) -> tuple[torch.Tensor | None, ...]:
+        """Gradients for the stage before, on the same device."""
+        return self.to_return.pop(mb_index)
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int) -> None:
+        """Takes gradients from the stage after, on the same device."""
+        self.returning[mb_index] = list(next_stage_bwd_outputs)
+
+    def finish_sends(self) -> None:
+        """Waits until everything is sent."""
+        while self.sending:
+            self.sending.pop().wait()
+
+    def _receive(self, tensor: torch.Tensor, source: int) -> dist.P2POp:
+        return dist.P2POp(dist.irecv, _in_memory_order(tensor), self._rank_of(source), self.group)
+
+    def _send(self, tensors: Sequence[torch.Tensor], target: int) -> list[dist.P2POp]:
+        rank = self._rank_of(target)
+        if not self.posts_sends:
+            return [dist.P2POp(dist.isend, _in_memory_order(t), rank, self.group) for t in tensors]
+        self.sending = [work for work in self.sending if not work.is_completed()]
+        for tensor in tensors:
+            work = dist.isend(_in_memory_order(tensor), rank, self.group)
+            assert work is not None
+            self.sending.append(work)
+        return []
+
+    def _rank_of(self, stage: int) -> int:
+        rank = self.stage_index_to_group_rank[stage]
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+    def _empty_state(self) -> list[torch.Tensor]:
+        """Room for the random state that travels with a micro-batch."""
+        return [] if self.random_stream is None else [self.random_stream.empty_state()]
+
+    # Compute.
+
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+        save_forward_output: bool = True,
+    ) -> Any:
+        """Runs the stage on a micro-batch; `args` are the leaves of the step's inputs."""
+        stage, call = self.runs[fwd_chunk_id]
+        arrived = list(self.arriving.pop(fwd_chunk_id, ()))
+        stream = self.random_stream
+        state = arrived.pop() if stream is not None and not self.is_first else None
+        for tensor, crossing in zip(arrived, stage.arriving, strict=True):
+            tensor.requires_grad_(crossing.requires_grad and self.has_backward)
+        operands = [*(arrived[place] for place in stage.taken), *(args[place] for place in stage.leaves)]
+        if stream is None:
+            output = call(*operands)
+        else:
+            with stream.of(fwd_chunk_id, state, last=self.is_last) as after:
+                output = call(*operands)
+        if self.is_last:
+            self.under_way[fwd_chunk_id] = _UnderWay(arrived, None, [])
+            return output
+        made = iter(output)
+        leaving = [next(made) if place is None else arrived[place] for place in stage.handed_on]
+        waiting: list[torch.Tensor | None] = []
+        roots = [leaving[place] for place in _differentiated(stage)]
+        root = _Root.apply(waiting, *roots) if self.has_backward and roots else None
+        self.under_way[fwd_chunk_id] = _UnderWay(arrived, root, waiting)
+        sent = (*(tensor.detach() for tensor in leaving), *(() if stream is None else after))
+        if self.stage_index_to_group_rank[self.stage_index + 1] != self.group_rank:
+            self.to_send[fwd_chunk_id] = sent
+        return sent
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """Runs the backward pass of a micro-batch."""
+        if not self.has_backward:
+            return
+        stage, _ = self.runs[bwd_chunk_id]
+        held = self.under_way.pop(bwd_chunk_id)
+        gradients = self.returning.pop(bwd_chunk_id, [])
+        if self.is_last:
+            root = loss
+        else:
+            root, held.root = held.root, None
+            held.waiting.extend(gradients[place] for place in _differentiated(stage))
+        passing = [None if place is None else g for place, g in zip(stage.handed_on, gradients, strict=True)]
+        gradients.clear()
+        if root is not None:
+            root.backward()
+        if not self.is_first:
+            self.to_return[bwd_chunk_id] = _gradients(stage, held.arrived, passing)
+
+
+def _differentiated(stage: Stage) -> list[int]:
+    """Places in what leaves of what the module made and a gradient comes back for."""
+    leaving = zip(stage.leaving, stage.handed_on, strict=True)
+    return [place for place, (crossing, handed) in enumerate(leaving) if crossing.requires_grad and handed is None]
+
+
+def _gradients(
+    stage: Stage, arrived: Sequence[torch.Tensor], passing: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor | None, ...]:
+    """For each tensor that arrived its gradient: zeros where none reached it, as the stage before waits for it."""
+    gradients: list[torch.Tensor | None] = []
+    for place, (tensor, crossing) in enumerate(zip(arrived, stage.arriving, strict=True)):
+        own, tensor.grad = tensor.grad, None
+        for handed, gradient in zip(stage.handed_on, passing, strict=True):
+            if handed == place and gradient is not None:
+                own = gradient if own is None else gradient.add_(own)
+        if crossing.requires_grad and own is None:
+            own = crossing.empty(tensor.device).zero_()
+        gradients.append(own if own is None else _laid_out(own, crossing))
+    return tuple(gradients)
+
+
+def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's memory as one row, which every backend can send."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def _laid_out(tensor: torch.Tensor, crossing: Crossing) -> torch.Tensor:
+    """The tensor with the strides that the other side expects."""
+    if tensor.stride() == crossing.stride:
+        return tensor
+    return crossing.empty(tensor.device).copy_(tensor)

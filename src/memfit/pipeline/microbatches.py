@@ -1,0 +1,56 @@
+"""Cuts the inputs of a step into micro-batches.
+
+The batch is the first axis of the first tensor. Every tensor whose first axis is as long is cut along it; all else,
+such as positions or a mask that all samples share, goes whole to each micro-batch.
+
+Known limits: a shared tensor that happens to be as long as the batch is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from memfit.errors import SpecError
+
+__all__ = ["batch_size", "cut_batch", "sizes_of"]
+
+
+def batch_size(leaves: Sequence[Any]) -> int:
+    """The length of the batch.
+
+    Raises:
+        SpecError: if no input is a tensor with an axis.
+    """
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
+            return int(leaf.shape[0])
+    raise SpecError("a pipeline cuts the batch into micro-batches, and no input is a tensor with a first axis")
+
+
+def sizes_of(batch: int, num_microbatches: int) -> list[int]:
+    """The samples of each micro-batch: all alike but the last, which takes what is left.
+
+    Raises:
+        SpecError: if there are fewer samples than micro-batches.
+    """
+    if not 1 <= num_microbatches <= batch:
+        raise SpecError(
+            f"a batch of {batch} samples cannot be cut into {num_microbatches} micro-batches; "
+            f"num_microbatches is from 1 to {batch}"
+        )
+    size = -(-batch // num_microbatches)
+    full, rest = divmod(batch, size)
+    return [size] * full + ([rest] if rest else [])
+
+
+def cut_batch(leaves: Sequence[Any], sizes: Sequence[int]) -> list[tuple[Any, ...]]:
+    """For each micro-batch the leaves of its inputs, views of the batch's."""
+    batch = sum(sizes)
+    parts: list[list[Any]] = []
+    for leaf in leaves:
+        cut = isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch
+        parts.append(list(leaf.split(list(sizes))) if cut else [leaf] * len(sizes))
+    return list(zip(*parts, strict=True))

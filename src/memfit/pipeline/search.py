@@ -1,0 +1,404 @@
+"""Finds cuts, schedule and the plan of each stage: the plan of a pipeline.
+
+Cuts are proposed by times of calls and a guess of what recomputation will take (`memfit.planner.balance`). Each stage
+of a proposal is captured and planned like any step, with as many micro-batches under way as the schedule has there
+(`memfit.planner.under_way`); the schedule is then simulated with the planned times. What a stage takes beyond the
+guess corrects it, and cuts are proposed again, as long as that gets faster.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from memfit.capture.optimizer import optimizer_cost, part_of
+from memfit.capture.trace import Capture, capture_step
+from memfit.errors import BudgetError, CaptureError, SpecError
+from memfit.pipeline.costs import call_costs
+from memfit.pipeline.cuts import Cut, find_cuts
+from memfit.pipeline.engine import SCHEDULES, make_schedule
+from memfit.pipeline.forward_graph import ForwardGraph
+from memfit.pipeline.stages import Stage, cut_into_stages
+from memfit.planner.balance import CutPlace, balance, demands, guessed_seconds
+from memfit.planner.schedule import Schedule, StageTimes, Timeline, most_under_way, simulate_schedule
+from memfit.planner.under_way import PlannedStage, plan_always, plan_never, plan_stage
+from memfit.planning import Request, capture_and_profile
+from memfit.step.graph import StepGraph
+from memfit.units import format_bytes
+
+__all__ = ["POLICIES", "Found", "Question", "StagePlan", "capture_stage", "plan_cuts", "search"]
+
+log = logging.getLogger(__name__)
+
+POLICIES = ("auto", "never", "always", "except_last")
+
+_ROUNDS = 3
+_LINK_BYTES_PER_SECOND = 4e9
+"""What a transfer between devices is reckoned with where nothing is known: enough to prefer narrow cuts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What a pipeline is asked to be.
+
+    Attributes:
+        num_devices: how many devices work together.
+        num_microbatches: into how many parts the batch is cut.
+        budget_bytes: of each device; None for as much as it takes.
+        schedule: a name of `SCHEDULES`, or `"auto"`.
+        policy: `"auto"` for plans within the budget, or one of torchgpipe's: what is kept of each micro-batch.
+        optimizer: of the model's parameters; its state counts.
+        search_seconds: roughly how long each search for a stage's plan takes.
+        tiers: where stages may swap to.
+        levers: as for `memfit.fit`.
+    """
+
+    num_devices: int
+    num_microbatches: int
+    budget_bytes: int | None = None
+    schedule: str = "auto"
+    policy: str = "auto"
+    optimizer: torch.optim.Optimizer | None = None
+    search_seconds: float = 2.0
+    tiers: str | None = None
+    levers: str | tuple[str, ...] = "bitwise"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePlan:
+    """How one stage runs.
+
+    Attributes:
+        stage: its module and what crosses its cuts.
+        capture: of its step.
+        graph: its profiled step of one micro-batch.
+        planned: the program of each micro-batch, or of all but the last.
+        last: the program of the last micro-batch where that is another one.
+        under_way: the most micro-batches that are under way there.
+    """
+
+    stage: Stage
+    capture: Capture
+    graph: StepGraph
+    planned: PlannedStage
+    last: PlannedStage | None = None
+    under_way: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the stage, with all that are under way."""
+        if self.last is None:
+            return self.planned.peak_bytes
+        others = (self.under_way - 1) * self.planned.kept_bytes
+        return max(self.planned.peak_bytes, self.last.timeline.peak_bytes + others)
+
+    @property
+    def times(self) -> StageTimes:
+        """What one micro-batch takes."""
+        crossing = sum(c.nbytes for c in self.stage.leaving)
+        return StageTimes(
+            forward_seconds=self.planned.forward_seconds,
+            backward_seconds=self.planned.backward_seconds,
+            transfer_seconds=crossing / _LINK_BYTES_PER_SECOND,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A pipeline that fits.
+
+    Attributes:
+        schedule: who does what when.
+        cuts: how many calls of the forward graph come before each cut.
+        stages: the plan of each.
+        timeline: of the step, one device a rank.
+        targets: what each call of the forward graph calls.
+    """
+
+    schedule: Schedule
+    cuts: tuple[int, ...]
+    stages: tuple[StagePlan, ...]
+    timeline: Timeline
+    targets: tuple[Any, ...]
+
+    def device_peaks(self) -> list[int]:
+        """Predicted peak of each device."""
+        of = self.schedule.device_of()
+        peaks = [0] * len(self.schedule.orders)
+        for plan in self.stages:
+            peaks[of[plan.stage.index]] += plan.peak_bytes
+        return peaks
+
+
+def search(forward: ForwardGraph, leaves: Sequence[Any], question: Question, device: torch.device) -> Found:
+    """Finds the fastest pipeline that keeps the budget of each device.
+
+    Args:
+        forward: the model and its loss, traced on one micro-batch.
+        leaves: the inputs of that micro-batch.
+        question: what is asked.
+        device: on which stages are profiled.
+
+    Raises:
+        BudgetError: if none fits, with the least budget found to work.
+        SpecError: if the question makes no sense.
+    """
+    searcher = _Searcher(forward, leaves, question, device)
+    names = _schedules(question)
+    best: Found | None = None
+    failure: BudgetError | None = None
+    for name in names:
+        schedule = make_schedule(name, question.num_devices, question.num_microbatches)
+        try:
+            found = searcher.best_of(schedule)
+        except BudgetError as error:
+            failure = error if failure is None or error.least_bytes < failure.least_bytes else failure
+            continue
+        if best is None or found.timeline.step_seconds < best.timeline.step_seconds:
+            best = found
+    if best is None:
+        assert failure is not None
+        raise failure
+    return best
+
+
+def _schedules(question: Question) -> list[str]:
+    if question.policy not in POLICIES:
+        raise SpecError(f"unknown checkpoint policy {question.policy!r}; there are {', '.join(POLICIES)}")
+    if question.schedule != "auto":
+        return [question.schedule]
+    if question.num_devices == 1:
+        return ["1f1b"]
+    names = ["1f1b"]
+    for name in SCHEDULES:
+        if SCHEDULES[name] > 1 and name == "interleaved-1f1b":
+            try:
+                make_schedule(name, question.num_devices, question.num_microbatches)
+            except SpecError:
+                continue
+            names.append(name)
+    return names
+
+
+def plan_cuts(
+    forward: ForwardGraph, leaves: Sequence[Any], like: Found, question: Question, device: torch.device
+) -> tuple[StagePlan, ...]:
+    """Plans the stages for micro-batches of another size, with the cuts of what was found.
+
+    Raises:
+        BudgetError: if a stage does not fit.
+        CaptureError: if the model computes something else for that size.
+    """
+    searcher = _Searcher(forward, leaves, question, device)
+    of_position = {place.position: number for number, place in enumerate(searcher.places)}
+    same = [node.target for node in forward.calls] == list(like.targets) and set(like.cuts) <= set(of_position)
+    if not same:
+        raise CaptureError(
+            "the model computes something else for the last micro-batch, which is smaller than the others; choose a "
+            "number of micro-batches that divides the batch"
+        )
+    try:
+        return searcher.plan(like.schedule, [of_position[cut] for cut in like.cuts]).stages
+    except _DoesNotFit as error:
+        raise error.cause from None
+
+
+def capture_stage(
+    stage: Stage, leaves: Sequence[Any], question: Question, device: torch.device, *, profile: bool = True
+) -> tuple[Capture, StepGraph]:
+    """Captures and profiles a stage's step of one micro-batch, as the engine runs it."""
+    taken = []
+    for place in stage.taken:
+        crossing = stage.arriving[place]
+        tensor = crossing.empty(device) if crossing.dtype.is_floating_point else crossing.empty(device).zero_()
+        taken.append(tensor.requires_grad_(crossing.requires_grad))
+    args = [*taken, *(leaves[place] for place in stage.leaves)]
+    parameters = [p for p in stage.module.parameters() if p.requires_grad]
+    request = Request(
+        budget=0,
+        optimizer=part_of(question.optimizer, parameters) if question.optimizer is not None else None,
+        tiers=question.tiers,
+        levers=question.levers,
+        accumulate=True,
+        label=f"stage {stage.index}",
+    )
+    if profile:
+        capture, graph = capture_and_profile(stage.module, args, {}, request)
+    else:
+        capture = capture_step(stage.module, args, {}, optimizer=request.optimizer, accumulate=True)
+        graph = capture.graph
+    # What leaves is the engine's, which drops it when it is sent.
+    return capture, replace(graph, outputs=())
+
+
+class _Searcher:
+    def __init__(self, forward: ForwardGraph, leaves: Sequence[Any], question: Question, device: torch.device) -> None:
+        self.forward = forward
+        self.leaves = leaves
+        self.question = question
+        self.device = device
+        self.cuts = find_cuts(forward)
+        self.places = [
+            CutPlace(position=0, nbytes=0),
+            *(CutPlace(position=cut.position, nbytes=cut.nbytes) for cut in self.cuts),
+            CutPlace(position=len(forward.calls), nbytes=0),
+        ]
+        self.captured: dict[tuple[int, int], tuple[Stage, Capture, StepGraph]] = {}
+        (whole,) = cut_into_stages(forward, [])
+        capture, graph = capture_stage(whole, leaves, question, device)
+        self.captured[0, len(self.places) - 1] = whole, capture, graph
+        self.demand = demands(call_costs(forward, capture, graph), self.places, self._state_bytes())
+        self.planned: dict[tuple[int, int, int, int | None], StagePlan] = {}
+        self.factors: dict[tuple[int, int], float] = {}
+
+    def best_of(self, schedule: Schedule) -> Found:
+        """The fastest found for one schedule."""
+        if schedule.num_stages > len(self.cuts) + 1:
+            raise SpecError(
+                f"{schedule.num_stages} stages are asked for; the model can be cut into {len(self.cuts) + 1} at most"
+            )
+        under_way = most_under_way(schedule)
+        share = self._share(schedule)
+        best: Found | None = None
+        failure: BudgetError | None = None
+        tried: set[tuple[int, ...]] = set()
+        correction = [1.0] * schedule.num_stages
+        pressure = [1.0] * schedule.num_stages
+        for _ in range(_ROUNDS):
+            places = self._propose(schedule, share, under_way, correction, pressure)
+            if places is None:
+                places = self._propose(schedule, None, under_way, correction, pressure)
+                assert places is not None
+            if tuple(places) in tried:
+                break
+            tried.add(tuple(places))
+            try:
+                found = self.plan(schedule, places)
+            except _DoesNotFit as error:
+                failure = error.cause if failure is None or error.cause.least_bytes < failure.least_bytes else failure
+                pressure[error.stage] *= 0.85  # reckon with less memory there, so that the stage gets smaller
+                continue
+            if best is None or found.timeline.step_seconds < best.timeline.step_seconds:
+                best = found
+            for index, plan in enumerate(found.stages):
+                guess = self._guess(index, places, share, under_way)
+                taken = plan.times.forward_seconds + plan.times.backward_seconds
+                correction[index] = taken / guess if 0 < guess < float("inf") else 1.0
+        if best is None:
+            assert failure is not None
+            raise failure
+        return best
+
+    def _guess(self, index: int, places: Sequence[int], budget: int | None, under_way: Sequence[int]) -> float:
+        ends = [0, *places, len(self.places) - 1]
+        return guessed_seconds(self.demand(ends[index], ends[index + 1]), budget, under_way[index])
+
+    def _propose(
+        self,
+        schedule: Schedule,
+        budget: int | None,
+        under_way: Sequence[int],
+        correction: Sequence[float],
+        pressure: Sequence[float],
+    ) -> list[int] | None:
+        def seconds(stage: int, first: int, last: int) -> float:
+            room = None if budget is None else int(budget * pressure[stage])
+            return correction[stage] * guessed_seconds(self.demand(first, last), room, under_way[stage])
+
+        return balance(
+            schedule.num_stages,
+            len(self.places),
+            seconds,
+            lambda place: 2 * self.places[place].nbytes / _LINK_BYTES_PER_SECOND,
+        )
+
+    def _share(self, schedule: Schedule) -> int | None:
+        """Of a device's budget, what each of its stages may take."""
+        device_of = list(schedule.device_of().values())
+        budget = self.question.budget_bytes
+        return None if budget is None else budget // max(map(device_of.count, device_of))
+
+    def plan(self, schedule: Schedule, places: Sequence[int]) -> Found:
+        """Plans every stage between cuts at places.
+
+        Raises:
+            _DoesNotFit: if one of them does not.
+        """
+        budget, under_way = self._share(schedule), most_under_way(schedule)
+        stages = self._stages(places)
+        ends = [0, *places, len(self.places) - 1]
+        plans = []
+        for stage in stages:
+            key = ends[stage.index], ends[stage.index + 1]
+            if key not in self.captured:
+                self.captured[key] = (stage, *capture_stage(stage, self.leaves, self.question, self.device))
+            _, capture, graph = self.captured[key]
+            try:
+                plans.append(self._plan_stage(stage, capture, graph, budget, under_way[stage.index], key))
+            except BudgetError as error:
+                raise _DoesNotFit(stage.index, error) from error
+        timeline = simulate_schedule(schedule, [plan.times for plan in plans])
+        cuts = tuple(self.places[place].position for place in places)
+        return Found(
+            schedule=schedule,
+            cuts=cuts,
+            stages=tuple(plans),
+            timeline=timeline,
+            targets=tuple(node.target for node in self.forward.calls),
+        )
+
+    def _stages(self, places: Sequence[int]) -> list[Stage]:
+        chosen: list[Cut] = [self.cuts[place - 1] for place in places]
+        return cut_into_stages(self.forward, chosen)
+
+    def _plan_stage(
+        self, stage: Stage, capture: Capture, graph: StepGraph, budget: int | None, under_way: int, key: tuple[int, int]
+    ) -> StagePlan:
+        known = self.planned.get((*key, under_way, budget))
+        if known is not None:
+            return replace(known, stage=stage)
+        received = sum(c.nbytes for c in stage.arriving)
+        plan: Callable[..., PlannedStage]
+        policy, last = self.question.policy, None
+        numbers = {"under_way": under_way, "received_bytes": received}
+        if policy == "auto" and budget is not None:
+            planned = plan_stage(graph, budget, seconds=self.question.search_seconds, **numbers)
+        else:
+            plan = plan_never if policy in ("auto", "never") else plan_always
+            planned = plan(graph, budget, **numbers)
+            last = plan_never(graph, budget, **numbers) if policy == "except_last" else None
+        made = StagePlan(stage=stage, capture=capture, graph=graph, planned=planned, last=last, under_way=under_way)
+        if budget is not None and made.peak_bytes > budget:
+            raise BudgetError(
+                f"stage {stage.index} with policy {policy!r} needs {format_bytes(made.peak_bytes)} of "
+                f"{format_bytes(budget)}; policy 'auto' may need less",
+                budget_bytes=budget,
+                least_bytes=made.peak_bytes,
+            )
+        self.planned[*key, under_way, budget] = made
+        return made
+
+    def _state_bytes(self) -> Mapping[str, int]:
+        optimizer = self.question.optimizer
+        of_optimizer = 0.0
+        if optimizer is not None:
+            mine = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+            total = sum(p.numel() * p.element_size() for p in mine)
+            of_optimizer = optimizer_cost(optimizer, self.device.type).state_bytes / max(1, total)
+        found: dict[str, int] = {}
+        for name, tensor in self.forward.tensors.items():
+            nbytes = tensor.numel() * tensor.element_size()
+            found[name] = int(nbytes * (2 + of_optimizer)) if tensor.requires_grad else nbytes
+        return found
+
+
+@dataclass
+class _DoesNotFit(Exception):
+    """A stage for which no plan was found."""
+
+    stage: int
+    cause: BudgetError = field(repr=False)

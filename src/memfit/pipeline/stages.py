@@ -1,0 +1,166 @@
+"""Cuts a forward graph into stages: modules that take what crosses one cut and return what crosses the next.
+
+A stage shares the model's own parameters and buffers, under their names in the model, so an optimizer or a `state_dict`
+of the model goes on working. Stages read the step's inputs themselves; only what the model computes crosses. A tensor
+that only passes through a stage is not given to its module: the engine hands it on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from memfit.capture.one_graph import OneGraph
+from memfit.pipeline.cuts import Cut, constant_calls
+from memfit.pipeline.forward_graph import ForwardGraph
+
+__all__ = ["Crossing", "Stage", "cut_into_stages"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crossing:
+    """A tensor that crosses a cut.
+
+    Attributes:
+        name: of the call that makes it.
+        shape: its sizes.
+        stride: its strides; it is dense.
+        dtype: of its elements.
+        requires_grad: whether a gradient comes back.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """Memory for it."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One part of the model.
+
+    Attributes:
+        index: its place, from 0.
+        module: takes the `taken` ones of `arriving`, then the `leaves` of the step's inputs; returns the ones of
+            `leaving` that are not handed on, or of the last stage the loss.
+        arriving: what crosses the cut before it.
+        leaving: what crosses the cut after it.
+        taken: places in `arriving` of what the module takes.
+        handed_on: for each of `leaving` its place in `arriving` if it only passes through, else None.
+        leaves: places among the leaves of the step's inputs of what the module takes.
+        states: names of the parameters, buffers and other tensors of the model that it has.
+        calls: names of its calls in the forward graph.
+    """
+
+    index: int
+    module: OneGraph
+    arriving: tuple[Crossing, ...]
+    leaving: tuple[Crossing, ...]
+    taken: tuple[int, ...]
+    handed_on: tuple[int | None, ...]
+    leaves: tuple[int, ...]
+    states: tuple[str, ...]
+    calls: tuple[str, ...]
+
+
+def cut_into_stages(forward: ForwardGraph, cuts: Sequence[Cut]) -> list[Stage]:
+    """The stages between cuts.
+
+    Args:
+        forward: the model and its loss.
+        cuts: one less than there are stages, in order.
+
+    Returns:
+        The stages, which together do what the forward graph does.
+    """
+    calls = forward.calls
+    constant = constant_calls(forward)
+    ends = [cut.position for cut in cuts]
+    borders: list[tuple[fx.Node, ...]] = [(), *(cut.crossing for cut in cuts), ()]
+    stages = []
+    for index, (begin, end) in enumerate(zip([0, *ends], [*ends, len(calls)], strict=True)):
+        own = [node for node in calls[begin:end] if node not in constant]
+        leaving = borders[index + 1] or (forward.loss,)
+        stages.append(_stage(forward, index, own, borders[index], leaving, last=not borders[index + 1]))
+    return stages
+
+
+def _stage(
+    forward: ForwardGraph,
+    index: int,
+    own: Sequence[fx.Node],
+    arriving: tuple[fx.Node, ...],
+    leaving: tuple[fx.Node, ...],
+    *,
+    last: bool,
+) -> Stage:
+    made = set(own)
+    needed = _with_constants(own, made, set(arriving))
+    read = {operand for node in needed for operand in node.all_input_nodes}
+    taken = [place for place, node in enumerate(arriving) if node in read]
+    inputs = [node for node in forward.inputs if node in read]
+    states = [node for node in forward.states if node in read]
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in (*states, *(arriving[place] for place in taken), *inputs):
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in needed:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    handed_on = [None if node in copies and node in made else arriving.index(node) for node in leaving]
+    results = [copies[node] for node, place in zip(leaving, handed_on, strict=True) if place is None]
+    graph.output(tuple(results))
+    return Stage(
+        index=index,
+        module=OneGraph(graph, _tensors(forward, states), alone=last),
+        arriving=tuple(map(_crossing, arriving)),
+        leaving=() if last else tuple(map(_crossing, leaving)),
+        taken=tuple(taken),
+        handed_on=() if last else tuple(handed_on),
+        leaves=tuple(forward.inputs[node] for node in inputs),
+        states=tuple(dict.fromkeys(forward.states[node] for node in states)),
+        calls=tuple(node.name for node in own),
+    )
+
+
+def _with_constants(own: Sequence[fx.Node], made: set[fx.Node], arriving: set[fx.Node]) -> list[fx.Node]:
+    """A stage's calls and the constant ones they read, in an order in which each comes after what it reads."""
+    order: dict[fx.Node, None] = {}
+
+    def visit(node: fx.Node) -> None:
+        for operand in node.all_input_nodes:
+            if operand.op not in ("placeholder", "output") and operand not in made | arriving and operand not in order:
+                visit(operand)
+        order[node] = None
+
+    for node in own:
+        visit(node)
+    return list(order)
+
+
+def _tensors(forward: ForwardGraph, states: Sequence[fx.Node]) -> dict[str, torch.Tensor]:
+    return {forward.states[node]: forward.tensors[forward.states[node]] for node in states}
+
+
+def _crossing(node: fx.Node) -> Crossing:
+    value = node.meta["example_value"]
+    return Crossing(
+        name=node.name,
+        shape=tuple(value.shape),
+        stride=tuple(value.stride()),
+        dtype=value.dtype,
+        requires_grad=value.requires_grad,
+    )

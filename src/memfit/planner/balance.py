@@ -1,0 +1,160 @@
+"""Where to cut a model into stages: by measured time, under memory, not by the number of layers.
+
+A dynamic program over the places at which a cut is possible: the slowest stage decides how long a step takes, so its
+time is made least, and of equal ones the sum. What recomputation a stage will need under its budget is guessed here
+(cheap results are dropped first, so the cost grows with the square of the share that is dropped); the planner of steps
+then plans each stage, and what it finds corrects the guess for another round (`memfit.pipeline.search`).
+
+Sources: torchgpipe balances times of layers alone (block partitions of Barany and Grolmusz); AdaPipe (Sun et al.,
+ASPLOS 2024) has stages of different depth recompute differently much, since they hold differently many micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+__all__ = ["CallCost", "CutPlace", "Demand", "balance", "demands", "guessed_seconds"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallCost:
+    """What one call of the model takes for one micro-batch.
+
+    Attributes:
+        forward_seconds: of what it runs in the forward pass.
+        backward_seconds: of what it runs in the backward pass.
+        kept_bytes: what the backward pass reads of its results.
+        widest_bytes: the least memory for any single op of it.
+        states: the parameters it reads, by name.
+    """
+
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    kept_bytes: int = 0
+    widest_bytes: int = 0
+    states: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutPlace:
+    """A place between calls: how many come before it, and the bytes that would cross."""
+
+    position: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What a run of calls takes as a stage, with nothing run again.
+
+    Attributes:
+        forward_seconds: of one micro-batch.
+        backward_seconds: of one micro-batch.
+        static_bytes: parameters with gradients and optimizer state.
+        kept_bytes: of one micro-batch between its passes.
+        received_bytes: what crosses the cut before it.
+        widest_bytes: the least memory for any single op.
+    """
+
+    forward_seconds: float
+    backward_seconds: float
+    static_bytes: int
+    kept_bytes: int
+    received_bytes: int
+    widest_bytes: int
+
+
+def demands(
+    calls: Sequence[CallCost], places: Sequence[CutPlace], state_bytes: Mapping[str, int]
+) -> Callable[[int, int], Demand]:
+    """What each run of calls between two places takes.
+
+    Args:
+        calls: in order.
+        places: where a cut is possible, in order, with the beginning and the end.
+        state_bytes: for each parameter what it takes with its gradient and optimizer state.
+
+    Returns:
+        From two numbers of places to what the calls between them take.
+    """
+    forward = list(accumulate((c.forward_seconds for c in calls), initial=0.0))
+    backward = list(accumulate((c.backward_seconds for c in calls), initial=0.0))
+    kept = list(accumulate((c.kept_bytes for c in calls), initial=0))
+    known: dict[tuple[int, int], Demand] = {}
+
+    def demand(first: int, last: int) -> Demand:
+        if (first, last) not in known:
+            begin, end = places[first].position, places[last].position
+            inside = calls[begin:end]
+            names = frozenset[str]().union(*(c.states for c in inside))
+            known[first, last] = Demand(
+                forward_seconds=forward[end] - forward[begin],
+                backward_seconds=backward[end] - backward[begin],
+                static_bytes=sum(state_bytes[name] for name in names),
+                kept_bytes=kept[end] - kept[begin],
+                received_bytes=places[first].nbytes,
+                widest_bytes=max((c.widest_bytes for c in inside), default=0),
+            )
+        return known[first, last]
+
+    return demand
+
+
+def guessed_seconds(demand: Demand, budget_bytes: int | None, under_way: int) -> float:
+    """Time of one micro-batch at a stage with the recomputation that its budget will ask for, infinite if it cannot."""
+    plain = demand.forward_seconds + demand.backward_seconds
+    if budget_bytes is None:
+        return plain
+    held = demand.static_bytes + under_way * demand.received_bytes
+    room = budget_bytes - held - demand.widest_bytes
+    if room < 0:
+        return float("inf")
+    over = under_way * demand.kept_bytes - room
+    if over <= 0 or not demand.kept_bytes:
+        return plain
+    dropped = min(1.0, over / (under_way * demand.kept_bytes))
+    return plain + demand.forward_seconds * dropped * dropped
+
+
+def balance(
+    count: int, num_places: int, seconds: Callable[[int, int, int], float], crossing_seconds: Callable[[int], float]
+) -> list[int] | None:
+    """Divides what lies between places into stages.
+
+    Args:
+        count: how many stages.
+        num_places: how many places there are, with the beginning and the end.
+        seconds: of one micro-batch at a stage, given its number and the two places.
+        crossing_seconds: what it costs to send what crosses at a place.
+
+    Returns:
+        The places of the cuts; None if no division is possible.
+    """
+    end = num_places - 1
+    nothing = (float("inf"), float("inf"))
+    best: list[dict[int, tuple[float, float]]] = [{0: (0.0, 0.0)}]
+    came_from: list[dict[int, int]] = [{}]
+    for stage in range(count):
+        reached: dict[int, tuple[float, float]] = {}
+        source: dict[int, int] = {}
+        ends = [end] if stage == count - 1 else range(stage + 1, end)
+        for last in ends:
+            for first, (slowest, total) in best[stage].items():
+                if first >= last or (slowest, total) >= reached.get(last, nothing):
+                    continue
+                here = seconds(stage, first, last) + (crossing_seconds(last) if last != end else 0.0)
+                value = (max(slowest, here), total + here)
+                if value < reached.get(last, nothing):
+                    reached[last], source[last] = value, first
+        best.append(reached)
+        came_from.append(source)
+    if end not in best[count]:
+        return None
+    cuts = []
+    place = end
+    for stage in range(count, 1, -1):
+        place = came_from[stage][place]
+        cuts.append(place)
+    return cuts[::-1]

@@ -1,0 +1,246 @@
+"""The order in which the devices of a pipeline work, and what that costs.
+
+A schedule lists for each device which stage it runs on which micro-batch, forward or backward. Simulated with the times
+of the stages it tells how long a step takes, how much of that devices wait (the bubble), and how many micro-batches are
+under way at each stage: forward done, backward not. That number decides how much memory a stage has for each.
+
+Sources: GPipe (Huang et al. 2019) runs all micro-batches forward and then all back; 1F1B (Narayanan et al. 2019, 2021)
+starts going back as soon as it can, so that a stage has no more under way than there are stages after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+__all__ = [
+    "Action",
+    "Pass",
+    "Schedule",
+    "StageTimes",
+    "Timeline",
+    "gpipe",
+    "most_under_way",
+    "on_one_device",
+    "one_forward_one_backward",
+    "simulate_schedule",
+]
+
+
+class Pass(StrEnum):
+    """What is done with a micro-batch; the letters are those of PyTorch's engine."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+
+
+class Action(NamedTuple):
+    """One thing a device does."""
+
+    stage: int
+    what: Pass
+    microbatch: int
+
+    def __str__(self) -> str:
+        """As PyTorch's engine writes it, such as `2F0`."""
+        return f"{self.stage}{self.what.value}{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """Who does what when.
+
+    Attributes:
+        name: as it is asked for.
+        num_stages: how many stages there are.
+        num_microbatches: into how many parts the batch is cut.
+        orders: for each device what it does, in order.
+    """
+
+    name: str
+    num_stages: int
+    num_microbatches: int
+    orders: tuple[tuple[Action, ...], ...]
+
+    def device_of(self) -> dict[int, int]:
+        """For each stage the device that runs it."""
+        return {action.stage: device for device, order in enumerate(self.orders) for action in order}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTimes:
+    """What one micro-batch takes at one stage.
+
+    Attributes:
+        forward_seconds: of the forward pass.
+        backward_seconds: of the backward pass, recomputation included.
+        weight_seconds: of that, what makes the gradients of weights.
+        transfer_seconds: from this stage to the next one, and back.
+    """
+
+    forward_seconds: float
+    backward_seconds: float
+    weight_seconds: float = 0.0
+    transfer_seconds: float = 0.0
+
+    def of(self, what: Pass) -> float:
+        """What one action takes."""
+        match what:
+            case Pass.FORWARD:
+                return self.forward_seconds
+            case Pass.BACKWARD:
+                return self.backward_seconds
+            case Pass.BACKWARD_INPUT:
+                return self.backward_seconds - self.weight_seconds
+            case Pass.BACKWARD_WEIGHT:
+                return self.weight_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """A simulated step.
+
+    Attributes:
+        step_seconds: from the first action to the end of the last.
+        starts: for each action when it starts.
+        busy_seconds: for each device how long it computes.
+    """
+
+    step_seconds: float
+    starts: Mapping[Action, float]
+    busy_seconds: tuple[float, ...]
+
+    @property
+    def bubble(self) -> float:
+        """Share of the devices' time in which they wait."""
+        if not self.step_seconds:
+            return 0.0
+        return 1.0 - sum(self.busy_seconds) / (self.step_seconds * len(self.busy_seconds))
+
+
+def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
+    """All micro-batches forward, then all back in the same order, as PyTorch's engine does it; a stage a device."""
+    batches = range(num_microbatches)
+    orders = tuple(
+        (*(Action(s, Pass.FORWARD, m) for m in batches), *(Action(s, Pass.BACKWARD, m) for m in batches))
+        for s in range(num_stages)
+    )
+    return Schedule(name="gpipe", num_stages=num_stages, num_microbatches=num_microbatches, orders=orders)
+
+
+def one_forward_one_backward(num_stages: int, num_microbatches: int) -> Schedule:
+    """1F1B: a stage runs ahead by as many micro-batches as there are stages from it to the end; a stage a device."""
+    orders = []
+    for stage in range(num_stages):
+        ahead = min(num_microbatches, num_stages - stage)
+        order = [Action(stage, Pass.FORWARD, m) for m in range(ahead)]
+        for m in range(num_microbatches):
+            order.append(Action(stage, Pass.BACKWARD, m))
+            if m + ahead < num_microbatches:
+                order.append(Action(stage, Pass.FORWARD, m + ahead))
+        orders.append(tuple(order))
+    return Schedule(name="1f1b", num_stages=num_stages, num_microbatches=num_microbatches, orders=tuple(orders))
+
+
+def most_under_way(schedule: Schedule) -> list[int]:
+    """For each stage the most micro-batches that are under way there at once.
+
+    With a backward pass in halves, a micro-batch is under way until the gradients of weights are made.
+    """
+    now = [0] * schedule.num_stages
+    most = [0] * schedule.num_stages
+    for order in schedule.orders:
+        for action in order:
+            if action.what is Pass.FORWARD:
+                now[action.stage] += 1
+                most[action.stage] = max(most[action.stage], now[action.stage])
+            elif action.what in (Pass.BACKWARD, Pass.BACKWARD_WEIGHT):
+                now[action.stage] -= 1
+    return most
+
+
+def simulate_schedule(schedule: Schedule, times: Sequence[StageTimes]) -> Timeline:
+    """Runs a schedule with the times of its stages; transfers go beside compute.
+
+    Args:
+        schedule: who does what.
+        times: for each stage.
+
+    Returns:
+        When everything starts, and how long it takes.
+
+    Raises:
+        ValueError: if the devices wait for each other for ever.
+    """
+    ends: dict[Action, float] = {}
+    starts: dict[Action, float] = {}
+    clocks = [0.0] * len(schedule.orders)
+    busy = [0.0] * len(schedule.orders)
+    next_up = [0] * len(schedule.orders)
+    split = any(a.what is Pass.BACKWARD_INPUT for order in schedule.orders for a in order)
+    device_of = schedule.device_of()
+    waiting = True
+    while waiting:
+        waiting = False
+        for device, order in enumerate(schedule.orders):
+            while next_up[device] < len(order):
+                action = order[next_up[device]]
+                ready = _ready_seconds(action, schedule, times, ends, device_of, split=split)
+                if ready is None:
+                    break
+                start = max(ready, clocks[device])
+                seconds = times[action.stage].of(action.what)
+                starts[action], ends[action] = start, start + seconds
+                clocks[device] = start + seconds
+                busy[device] += seconds
+                next_up[device] += 1
+                waiting = True
+    stuck = [str(order[n]) for n, order in zip(next_up, schedule.orders, strict=True) if n < len(order)]
+    if stuck:
+        raise ValueError(f"the schedule {schedule.name!r} never gets to {', '.join(stuck)}")
+    return Timeline(step_seconds=max(ends.values(), default=0.0), starts=starts, busy_seconds=tuple(busy))
+
+
+def _ready_seconds(
+    action: Action,
+    schedule: Schedule,
+    times: Sequence[StageTimes],
+    ends: Mapping[Action, float],
+    device_of: Mapping[int, int],
+    *,
+    split: bool,
+) -> float | None:
+    """When what an action takes is there; None if nothing has made it yet."""
+    stage, what, microbatch = action
+    if what is Pass.FORWARD:
+        before = Action(stage - 1, Pass.FORWARD, microbatch) if stage else None
+    elif what is Pass.BACKWARD_WEIGHT:
+        before = Action(stage, Pass.BACKWARD_INPUT, microbatch)
+    elif stage == schedule.num_stages - 1:
+        before = Action(stage, Pass.FORWARD, microbatch)
+    else:
+        before = Action(stage + 1, Pass.BACKWARD, microbatch)
+        if split and before not in ends:
+            before = Action(stage + 1, Pass.BACKWARD_INPUT, microbatch)
+    if before is None:
+        return 0.0
+    if before not in ends:
+        return None
+    far = device_of[before.stage] != device_of[stage]
+    return ends[before] + (times[min(before.stage, stage)].transfer_seconds if far else 0.0)
+
+
+def on_one_device(schedule: Schedule, times: Sequence[StageTimes]) -> Schedule:
+    """The same work in one order for a single device: what several would do at the same time, one after the other."""
+    starts = simulate_schedule(schedule, times).starts
+    order = sorted(starts, key=lambda action: (starts[action], action.stage, action.microbatch))
+    return Schedule(
+        name=schedule.name,
+        num_stages=schedule.num_stages,
+        num_microbatches=schedule.num_microbatches,
+        orders=(tuple(order),),
+    )

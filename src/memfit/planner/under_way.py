@@ -1,0 +1,176 @@
+"""Plans a stage of a pipeline, which holds several micro-batches at once.
+
+The step of a stage is that of one micro-batch. While it runs, the others that are under way are between their passes,
+so each of them takes what the plan keeps there, and what the stage received for it. A plan therefore counts what it
+keeps as often as there are micro-batches under way, and all else once:
+
+    static + (under way - 1) x (kept + received) + peak of one micro-batch beyond static <= budget
+
+The planner of single steps minds one number, the peak. So what may be kept is capped by workspace of the loss, as large
+as the room that must be left there, and the others take from the budget; the cap is varied and the fastest plan taken.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from memfit.errors import BudgetError
+from memfit.planner.hybrid import find_program
+from memfit.planner.ways import program_within
+from memfit.step.graph import Op, Phase, StepGraph, StorageKind
+from memfit.step.program import Action, Program, plain_order
+from memfit.step.simulate import Timeline, simulate
+from memfit.strategies.segments import segment_order
+from memfit.units import format_bytes
+
+__all__ = ["PlannedStage", "plan_always", "plan_never", "plan_stage"]
+
+_CAPS = (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)
+"""Of the most that could be kept of each micro-batch, tried in this order until the plans get slower."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedStage:
+    """A program of one micro-batch, and what the stage takes with it.
+
+    Attributes:
+        program: of the stage's step.
+        timeline: of that program alone.
+        kept_bytes: what is held of a micro-batch between its passes, what the stage received included.
+        peak_bytes: of the stage with all that are under way.
+        forward_seconds: of a micro-batch.
+        backward_seconds: of a micro-batch, with what runs again.
+    """
+
+    program: Program
+    timeline: Timeline
+    kept_bytes: int
+    peak_bytes: int
+    forward_seconds: float
+    backward_seconds: float
+
+
+def plan_stage(
+    graph: StepGraph, budget_bytes: int, *, under_way: int, received_bytes: int, seconds: float = 2.0
+) -> PlannedStage:
+    """The fastest plan found with which a stage keeps its budget.
+
+    Args:
+        graph: the step of one micro-batch.
+        budget_bytes: of the stage.
+        under_way: the most micro-batches that are between or in their passes at once.
+        received_bytes: what crosses the cut before the stage.
+        seconds: roughly how long each search takes.
+
+    Raises:
+        BudgetError: if none fits; its least budget is an upper estimate if there are several under way.
+    """
+    never = plan_never(graph, budget_bytes, under_way=under_way, received_bytes=received_bytes)
+    if never.peak_bytes <= budget_bytes:
+        return never
+    if under_way == 1:
+        found = find_program(graph, budget_bytes, seconds=seconds)
+        return _stage(graph, found.program, found.timeline, under_way, received_bytes)
+    room = budget_bytes - graph.static_bytes - (under_way - 1) * received_bytes
+    best: PlannedStage | None = None
+    failure: BudgetError | None = None
+    for share in _CAPS:
+        cap_bytes = int(share * max(0, room) / under_way)
+        capped = _capped(graph, budget_bytes, cap_bytes, under_way, received_bytes)
+        try:
+            found = find_program(capped, budget_bytes, seconds=seconds)
+        except BudgetError as error:
+            failure = error if failure is None or error.least_bytes < failure.least_bytes else failure
+            continue
+        made = _stage(graph, found.program, simulate(graph, found.program), under_way, received_bytes)
+        if made.peak_bytes > budget_bytes:
+            continue
+        if best is not None and made.timeline.step_seconds >= best.timeline.step_seconds:
+            break
+        best = made
+    if best is None:
+        assert failure is not None
+        raise BudgetError(
+            f"a stage with {under_way} micro-batches under way does not fit {format_bytes(budget_bytes)}: {failure}",
+            budget_bytes=budget_bytes,
+            least_bytes=max(failure.least_bytes, budget_bytes + 1),
+            binding=failure.binding,
+        )
+    return best
+
+
+def plan_never(graph: StepGraph, budget_bytes: int | None, *, under_way: int, received_bytes: int) -> PlannedStage:
+    """Nothing runs again; every op in the quickest way for which the budget leaves room."""
+    return _of_order(graph, plain_order(graph), budget_bytes, under_way, received_bytes)
+
+
+def plan_always(graph: StepGraph, budget_bytes: int | None, *, under_way: int, received_bytes: int) -> PlannedStage:
+    """Nothing is kept but what was received: the whole forward pass runs again before the backward pass."""
+    return _of_order(graph, segment_order(graph, ()), budget_bytes, under_way, received_bytes)
+
+
+def _of_order(
+    graph: StepGraph, order: list[int], budget_bytes: int | None, under_way: int, received_bytes: int
+) -> PlannedStage:
+    lean = program_within(graph, order)
+    made = _stage(graph, lean, simulate(graph, lean), under_way, received_bytes)
+    if budget_bytes is not None and made.peak_bytes > budget_bytes:
+        return made
+    others = made.peak_bytes - made.timeline.peak_bytes
+    limit = budget_bytes - others if budget_bytes is not None else 2**62
+    quick = program_within(graph, order, limit)
+    return _stage(graph, quick, simulate(graph, quick), under_way, received_bytes)
+
+
+def _stage(graph: StepGraph, program: Program, timeline: Timeline, under_way: int, received_bytes: int) -> PlannedStage:
+    loss_at = next(
+        place
+        for place, i in enumerate(program.instructions)
+        if i.action is Action.COMPUTE and graph.ops[i.index].phase is Phase.LOSS
+    )
+    kept = _kept_bytes(graph, program, loss_at) + received_bytes
+    forward_seconds = timeline.started_at[loss_at]
+    return PlannedStage(
+        program=program,
+        timeline=timeline,
+        kept_bytes=kept,
+        peak_bytes=timeline.peak_bytes + (under_way - 1) * kept,
+        forward_seconds=forward_seconds,
+        backward_seconds=timeline.step_seconds - forward_seconds - graph.after_step_seconds,
+    )
+
+
+def _kept_bytes(graph: StepGraph, program: Program, loss_at: int) -> int:
+    """What of a micro-batch is in memory between its passes: results that are kept, and states of generators."""
+    alive: set[int] = set()
+    random_bytes: dict[int, int] = {}
+    again = set(program.recomputed())
+    for place, instruction in enumerate(program.instructions):
+        if place > loss_at and instruction.action is not Action.FREE:
+            break
+        if instruction.action is Action.FREE:
+            alive.discard(instruction.index)
+        elif instruction.action is Action.SWAP_IN:
+            alive.add(instruction.index)
+        elif instruction.action is Action.COMPUTE and place != loss_at:
+            op = graph.ops[instruction.index]
+            if instruction.over is not None:
+                alive.discard(instruction.over)
+            alive.update(op.writes)
+            if op.random_state_bytes and instruction.index in again:
+                random_bytes[instruction.index] = op.random_state_bytes
+    kept = sum(graph.storages[s].nbytes for s in alive if graph.storages[s].kind is StorageKind.FORWARD)
+    return kept + sum(random_bytes.values())
+
+
+def _capped(graph: StepGraph, budget_bytes: int, cap_bytes: int, under_way: int, received_bytes: int) -> StepGraph:
+    """The step beside others that keep so much each, in which a plan of the budget keeps no more than that itself."""
+    static_bytes = graph.static_bytes + (under_way - 1) * (cap_bytes + received_bytes)
+    loss = graph.ops[graph.loss_index]
+    beside = sum(graph.storages[s].nbytes for s in {*loss.reads, *loss.writes} if not graph.is_free(s))
+    workspace_bytes = max(loss.workspace_bytes, budget_bytes - static_bytes - cap_bytes - beside)
+
+    def capped(op: Op) -> Op:
+        return replace(op, workspace_bytes=workspace_bytes) if op.phase is Phase.LOSS else op
+
+    return replace(graph, static_bytes=static_bytes, ops=tuple(map(capped, graph.ops)))
