@@ -7,6 +7,7 @@ __all__ = [
     "CaptureError",
     "MemfitError",
     "OutOfMemoryError",
+    "PipelineError",
     "PlanFileError",
     "PlanMismatchError",
     "ProgramError",
@@ -61,3 +62,7 @@ class OutOfMemoryError(MemfitError, RuntimeError):
 
 class SwapError(MemfitError, RuntimeError):
     """Swapped tensors cannot be stored or brought back: no room on the tier, or a failing disk."""
+
+
+class PipelineError(MemfitError, RuntimeError):
+    """Another process of the pipeline failed, or cannot run the plan; names it and its error."""

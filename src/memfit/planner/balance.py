@@ -3,7 +3,7 @@
 A dynamic program over the places at which a cut is possible: the slowest stage decides how long a step takes, so its
 time is made least, and of equal ones the sum. What recomputation a stage will need under its budget is guessed here
 (cheap results are dropped first, so the cost grows with the square of the share that is dropped); the planner of steps
-then plans each stage, and what it finds corrects the guess for another round (`memfit.pipeline.search`).
+then plans each stage, and what it finds corrects the guess for another round (`memfit.pipelining.search`).
 
 Sources: torchgpipe balances times of layers alone (block partitions of Barany and Grolmusz); AdaPipe (Sun et al.,
 ASPLOS 2024) has stages of different depth recompute differently much, since they hold differently many micro-batches.

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from memfit.capture.optimizer import optimizer_cost, part_of
-from memfit.capture.trace import Capture, capture_step
+from memfit.capture.trace import Capture
 from memfit.errors import BudgetError, CaptureError, SpecError
-from memfit.pipeline.costs import call_costs
-from memfit.pipeline.cuts import Cut, find_cuts
-from memfit.pipeline.engine import SCHEDULES, make_schedule
-from memfit.pipeline.forward_graph import ForwardGraph
-from memfit.pipeline.stages import Stage, cut_into_stages
+from memfit.pipelining.costs import call_costs
+from memfit.pipelining.cuts import Cut, find_cuts
+from memfit.pipelining.engine import SCHEDULES, make_schedule
+from memfit.pipelining.forward_graph import ForwardGraph
+from memfit.pipelining.stages import Stage, cut_into_stages, example_inputs
 from memfit.planner.balance import CutPlace, balance, demands, guessed_seconds
 from memfit.planner.schedule import Schedule, StageTimes, Timeline, most_under_way, simulate_schedule
 from memfit.planner.under_way import PlannedStage, plan_always, plan_never, plan_stage
@@ -30,7 +30,7 @@ from memfit.planning import Request, capture_and_profile
 from memfit.step.graph import StepGraph
 from memfit.units import format_bytes
 
-__all__ = ["POLICIES", "Found", "Question", "StagePlan", "capture_stage", "plan_cuts", "search"]
+__all__ = ["POLICIES", "Found", "Question", "StagePlan", "plan_cuts", "search"]
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +55,8 @@ class Question:
         search_seconds: roughly how long each search for a stage's plan takes.
         tiers: where stages may swap to.
         levers: as for `memfit.fit`.
+        allow_batch_norm: whether batch normalisation may take its statistics from each micro-batch.
+        prove: run each device's part alone to measure its peak, and correct the plan.
     """
 
     num_devices: int
@@ -66,6 +68,8 @@ class Question:
     search_seconds: float = 2.0
     tiers: str | None = None
     levers: str | tuple[str, ...] = "bitwise"
+    allow_batch_norm: bool = False
+    prove: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,14 +120,12 @@ class Found:
         cuts: how many calls of the forward graph come before each cut.
         stages: the plan of each.
         timeline: of the step, one device a rank.
-        targets: what each call of the forward graph calls.
     """
 
     schedule: Schedule
     cuts: tuple[int, ...]
     stages: tuple[StagePlan, ...]
     timeline: Timeline
-    targets: tuple[Any, ...]
 
     def device_peaks(self) -> list[int]:
         """Predicted peak of each device."""
@@ -185,38 +187,36 @@ def _schedules(question: Question) -> list[str]:
 
 
 def plan_cuts(
-    forward: ForwardGraph, leaves: Sequence[Any], like: Found, question: Question, device: torch.device
-) -> tuple[StagePlan, ...]:
-    """Plans the stages for micro-batches of another size, with the cuts of what was found.
+    forward: ForwardGraph,
+    leaves: Sequence[Any],
+    schedule: Schedule,
+    cuts: Sequence[int],
+    question: Question,
+    device: torch.device,
+) -> Found:
+    """Plans the stages between given cuts, for micro-batches of another size say.
 
     Raises:
         BudgetError: if a stage does not fit.
-        CaptureError: if the model computes something else for that size.
+        CaptureError: if the model cannot be cut there.
     """
     searcher = _Searcher(forward, leaves, question, device)
     of_position = {place.position: number for number, place in enumerate(searcher.places)}
-    same = [node.target for node in forward.calls] == list(like.targets) and set(like.cuts) <= set(of_position)
-    if not same:
+    if not set(cuts) <= set(of_position):
         raise CaptureError(
-            "the model computes something else for the last micro-batch, which is smaller than the others; choose a "
-            "number of micro-batches that divides the batch"
+            "the model computes something else for micro-batches of another size; choose a number of them that divides "
+            "the batch"
         )
     try:
-        return searcher.plan(like.schedule, [of_position[cut] for cut in like.cuts]).stages
+        return searcher.plan(schedule, [of_position[cut] for cut in cuts])
     except _DoesNotFit as error:
         raise error.cause from None
 
 
-def capture_stage(
-    stage: Stage, leaves: Sequence[Any], question: Question, device: torch.device, *, profile: bool = True
+def _capture_stage(
+    stage: Stage, leaves: Sequence[Any], question: Question, device: torch.device
 ) -> tuple[Capture, StepGraph]:
     """Captures and profiles a stage's step of one micro-batch, as the engine runs it."""
-    taken = []
-    for place in stage.taken:
-        crossing = stage.arriving[place]
-        tensor = crossing.empty(device) if crossing.dtype.is_floating_point else crossing.empty(device).zero_()
-        taken.append(tensor.requires_grad_(crossing.requires_grad))
-    args = [*taken, *(leaves[place] for place in stage.leaves)]
     parameters = [p for p in stage.module.parameters() if p.requires_grad]
     request = Request(
         budget=0,
@@ -226,11 +226,8 @@ def capture_stage(
         accumulate=True,
         label=f"stage {stage.index}",
     )
-    if profile:
-        capture, graph = capture_and_profile(stage.module, args, {}, request)
-    else:
-        capture = capture_step(stage.module, args, {}, optimizer=request.optimizer, accumulate=True)
-        graph = capture.graph
+    args = example_inputs(stage, leaves, device)
+    capture, graph = capture_and_profile(stage.module, args, {}, request)
     # What leaves is the engine's, which drops it when it is sent.
     return capture, replace(graph, outputs=())
 
@@ -249,7 +246,7 @@ class _Searcher:
         ]
         self.captured: dict[tuple[int, int], tuple[Stage, Capture, StepGraph]] = {}
         (whole,) = cut_into_stages(forward, [])
-        capture, graph = capture_stage(whole, leaves, question, device)
+        capture, graph = _capture_stage(whole, leaves, question, device)
         self.captured[0, len(self.places) - 1] = whole, capture, graph
         self.demand = demands(call_costs(forward, capture, graph), self.places, self._state_bytes())
         self.planned: dict[tuple[int, int, int, int | None], StagePlan] = {}
@@ -335,7 +332,7 @@ class _Searcher:
         for stage in stages:
             key = ends[stage.index], ends[stage.index + 1]
             if key not in self.captured:
-                self.captured[key] = (stage, *capture_stage(stage, self.leaves, self.question, self.device))
+                self.captured[key] = (stage, *_capture_stage(stage, self.leaves, self.question, self.device))
             _, capture, graph = self.captured[key]
             try:
                 plans.append(self._plan_stage(stage, capture, graph, budget, under_way[stage.index], key))
@@ -348,7 +345,6 @@ class _Searcher:
             cuts=cuts,
             stages=tuple(plans),
             timeline=timeline,
-            targets=tuple(node.target for node in self.forward.calls),
         )
 
     def _stages(self, places: Sequence[int]) -> list[Stage]:

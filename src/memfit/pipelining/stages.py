@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 
 from memfit.capture.one_graph import OneGraph
-from memfit.pipeline.cuts import Cut, constant_calls
-from memfit.pipeline.forward_graph import ForwardGraph
+from memfit.pipelining.cuts import Cut, constant_calls
+from memfit.pipelining.forward_graph import ForwardGraph
 
-__all__ = ["Crossing", "Stage", "cut_into_stages"]
+__all__ = ["Crossing", "Stage", "cut_into_stages", "example_inputs"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +97,16 @@ def cut_into_stages(forward: ForwardGraph, cuts: Sequence[Cut]) -> list[Stage]:
         leaving = borders[index + 1] or (forward.loss,)
         stages.append(_stage(forward, index, own, borders[index], leaving, last=not borders[index + 1]))
     return stages
+
+
+def example_inputs(stage: Stage, leaves: Sequence[Any], device: torch.device) -> list[Any]:
+    """What a stage's module takes, with room in place of what arrives."""
+    taken = []
+    for place in stage.taken:
+        crossing = stage.arriving[place]
+        tensor = crossing.empty(device) if crossing.dtype.is_floating_point else crossing.empty(device).zero_()
+        taken.append(tensor.requires_grad_(crossing.requires_grad))
+    return [*taken, *(leaves[place] for place in stage.leaves)]
 
 
 def _stage(

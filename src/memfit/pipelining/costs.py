@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from memfit.capture.joint import JointOp
 from memfit.capture.trace import Capture
-from memfit.pipeline.forward_graph import ForwardGraph
+from memfit.pipelining.forward_graph import ForwardGraph
 from memfit.planner.balance import CallCost
 from memfit.planner.ways import leanest
 from memfit.step.graph import Phase, StepGraph, StorageKind

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from memfit.capture.dynamo import preserved_state
 from memfit.errors import CaptureError
-from memfit.pipeline.forward_graph import ForwardGraph
+from memfit.pipelining.forward_graph import ForwardGraph
 
 __all__ = ["check_halves", "refuse_batch_norm"]
 

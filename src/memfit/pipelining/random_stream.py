@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 
 __all__ = ["RandomStream"]
 
@@ -33,10 +34,6 @@ class RandomStream:
         count = self.num_microbatches
         self.seeds = torch.randint(2**63 - 1, (count,)).tolist() if count > 1 else []
 
-    def empty_state(self) -> torch.Tensor:
-        """Room for a state."""
-        return torch.empty_like(self.state(), device=self.device)
-
     def state(self) -> torch.Tensor:
         """The generator's state."""
         return torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else torch.get_rng_state()
@@ -47,6 +44,23 @@ class RandomStream:
             torch.cuda.set_rng_state(state.cpu(), self.device)
         else:
             torch.set_rng_state(state)
+
+    def share(self, source: int) -> None:
+        """Leaves the generator of every process as it is on one: a step of one micro-batch draws from it.
+
+        With several, the first stage has drawn seeds, and its generator counts.
+        """
+        state = self.state().to(self.device)
+        dist.broadcast(state, source if self.num_microbatches == 1 else 0)
+        self.set_state(state)
+
+    def seed(self, seed: int) -> None:
+        """Seeds the generator."""
+        if self.device.type == "cuda":
+            with torch.cuda.device(self.device):
+                torch.cuda.manual_seed(seed)
+        else:
+            torch.default_generator.manual_seed(seed)
 
     @contextlib.contextmanager
     def of(self, microbatch: int, arrived: torch.Tensor | None, *, last: bool) -> Iterator[list[torch.Tensor]]:
@@ -64,9 +78,7 @@ class RandomStream:
         if arrived is not None:
             self.set_state(arrived)
         elif self.seeds:
-            torch.cuda.manual_seed(self.seeds[microbatch]) if self.device.type == "cuda" else torch.manual_seed(
-                self.seeds[microbatch]
-            )
+            self.seed(self.seeds[microbatch])
         after: list[torch.Tensor] = []
         try:
             yield after

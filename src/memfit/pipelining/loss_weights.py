@@ -17,9 +17,12 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 
+from memfit.capture.trace import capture_step
 from memfit.errors import CaptureError
+from memfit.pipelining.forward_graph import ForwardGraph
+from memfit.pipelining.stages import cut_into_stages, example_inputs
 
-__all__ = ["Normaliser", "loss_normalisers", "weights_of"]
+__all__ = ["LossReading", "Normaliser", "loss_normalisers", "loss_shares", "read_loss", "weights_of"]
 
 _aten = torch.ops.aten
 
@@ -239,3 +242,48 @@ def weights_of(
 def _is_scalar(node: fx.Node) -> bool:
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.numel() == 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossReading:
+    """How the loss of micro-batches of one size is read.
+
+    Attributes:
+        normalisers: what it divides by; None for a sum.
+        names: for each leaf of the inputs its placeholder in the graph of the loss.
+    """
+
+    normalisers: list[Normaliser] | None
+    names: Mapping[int, str]
+
+
+def read_loss(forward: ForwardGraph, leaves: Sequence[Any], device: torch.device) -> LossReading:
+    """Reads what the loss of a model divides by.
+
+    Args:
+        forward: the model and its loss, traced on one micro-batch.
+        leaves: the inputs of that micro-batch.
+        device: of the model.
+
+    Raises:
+        CaptureError: if the loss is no sum and no mean over samples.
+    """
+    (whole,) = cut_into_stages(forward, [])
+    capture = capture_step(whole.module, example_inputs(whole, leaves, device), {})
+    (piece,) = capture.pieces.pieces
+    graph = piece.reading.module.graph
+    placeholders = list(graph.find_nodes(op="placeholder"))
+    own = whole.module.names
+    names = {leaf: placeholders[len(own) + place].name for place, leaf in enumerate(whole.leaves)}
+    trained = frozenset(
+        placeholders[place].name for place, name in enumerate(own) if getattr(whole.module, name).requires_grad
+    )
+    return LossReading(normalisers=loss_normalisers(graph, frozenset(names.values()), trained), names=names)
+
+
+def loss_shares(losses: Sequence[LossReading], parts: Sequence[Sequence[Any]], sizes: Sequence[int]) -> list[float]:
+    """What the loss of each micro-batch counts; see `weights_of`."""
+    operands = [
+        {name: part[place] for place, name in loss.names.items()} for loss, part in zip(losses, parts, strict=True)
+    ]
+    return weights_of([loss.normalisers for loss in losses], operands, sizes)

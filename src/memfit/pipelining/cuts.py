@@ -19,7 +19,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from memfit.capture.dynamo import is_in_place
-from memfit.pipeline.forward_graph import ForwardGraph
+from memfit.pipelining.forward_graph import ForwardGraph
 
 __all__ = ["Cut", "constant_calls", "find_cuts"]
 

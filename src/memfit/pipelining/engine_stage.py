@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from memfit.pipeline.random_stream import RandomStream
-from memfit.pipeline.stages import Crossing, Stage
+from memfit.pipelining.random_stream import RandomStream
+from memfit.pipelining.stages import Crossing, Stage
 
 __all__ = ["EngineStage"]
 
@@ -123,7 +123,7 @@ class EngineStage(_PipelineStageBase):
         if self.is_first:
             return []
         stage, _ = self.runs[fwd_chunk_id]
-        self.arriving[fwd_chunk_id] = (*(c.empty(self.device) for c in stage.arriving), *self._empty_state())
+        self.arriving[fwd_chunk_id] = (*(c.empty(self.device) for c in stage.arriving), *self.random_states())
         return [self._receive(t, self.stage_index - 1) for t in self.arriving[fwd_chunk_id]]
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -182,9 +182,9 @@ class EngineStage(_PipelineStageBase):
         rank = self.stage_index_to_group_rank[stage]
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
-    def _empty_state(self) -> list[torch.Tensor]:
-        """Room for the random state that travels with a micro-batch."""
-        return [] if self.random_stream is None else [self.random_stream.empty_state()]
+    def random_states(self) -> list[torch.Tensor]:
+        """Room for the random state that travels with a micro-batch, if one does."""
+        return [] if self.random_stream is None else [self.random_stream.state().to(self.device)]
 
     # Compute.
 

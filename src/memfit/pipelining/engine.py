@@ -14,7 +14,7 @@ import torch
 from torch.distributed.pipelining import schedules as engine
 
 from memfit.errors import SpecError
-from memfit.pipeline.engine_stage import EngineStage
+from memfit.pipelining.engine_stage import EngineStage
 from memfit.planner.schedule import Action, Pass, Schedule, gpipe, one_forward_one_backward
 
 __all__ = ["SCHEDULES", "make_schedule", "runtime", "step_microbatches"]

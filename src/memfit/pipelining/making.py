@@ -1,0 +1,207 @@
+"""Makes the plan of a pipeline: checks that micro-batches give the same gradients, searches, and proves on the machine.
+
+The proof runs each device's part of the schedule alone with made-up tensors, and measures its peak. Where the machine
+takes more than the budget, the difference is taken from what the search may use, and it searches again.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.capture.dynamo import preserved_state
+from memfit.capture.joint import module_of
+from memfit.capture.optimizer import optimizer_cost, part_of
+from memfit.capture.trace import storage_bytes
+from memfit.errors import BudgetError
+from memfit.pipelining import processes
+from memfit.pipelining.alone import run_alone
+from memfit.pipelining.building import build_stages
+from memfit.pipelining.coupling import check_halves, refuse_batch_norm
+from memfit.pipelining.forward_graph import ForwardGraph, PipelineLoss, capture_forward, loss_of
+from memfit.pipelining.loss_weights import loss_shares, read_loss
+from memfit.pipelining.microbatches import cut_batch
+from memfit.pipelining.plan import PipelinePlan, StageProgram, calls_digest
+from memfit.pipelining.random_stream import RandomStream
+from memfit.pipelining.search import Found, Question, StagePlan, plan_cuts, search
+from memfit.runtime.measure import measure
+from memfit.step.codec import graph_digest
+from memfit.units import format_bytes
+
+__all__ = ["make_pipeline_plan", "measured_peaks"]
+
+log = logging.getLogger(__name__)
+
+_PROVING_RUNS = 3
+
+Forwards = Sequence[tuple[ForwardGraph, Sequence[Any]]]
+
+
+def make_pipeline_plan(
+    model: nn.Module,
+    forwards: Forwards,
+    parts: Sequence[Sequence[Any]],
+    sizes: Sequence[int],
+    question: Question,
+    device: torch.device,
+    *,
+    loss_fn: PipelineLoss | None,
+    spec: Any,
+    fixed: PipelinePlan | None = None,
+) -> PipelinePlan:
+    """The plan for batches of one shape.
+
+    Args:
+        model: in training mode.
+        forwards: model and loss, traced on the first micro-batch, with its inputs; and on the last, if that is smaller.
+        parts: for each micro-batch the leaves of its inputs.
+        sizes: the samples of each.
+        question: what is asked.
+        device: of the model.
+        loss_fn: the loss.
+        spec: how leaves make up the inputs.
+        fixed: a plan whose cuts and schedule are kept, if the model is cut already.
+
+    Raises:
+        BudgetError: if nothing fits.
+        CaptureError: if gradients would change.
+    """
+    forward, part = forwards[0]
+    if len(sizes) > 1 and not question.allow_batch_norm:
+        refuse_batch_norm(forward, model)
+        _check_samples(model, parts, spec, loss_fn, device)
+    target = question.budget_bytes
+    for _ in range(_PROVING_RUNS):
+        asked = replace(question, budget_bytes=target)
+        if fixed is None:
+            found = search(forward, part, asked, device)
+        else:
+            found = plan_cuts(forward, part, fixed.schedule, fixed.cuts, asked, device)
+        last = () if len(forwards) == 1 else plan_cuts(*forwards[1], found.schedule, found.cuts, asked, device).stages
+        plan = _plan(forward, found, last, sizes, question)
+        if not question.prove:
+            return plan
+        peaks = measured_peaks(model, plan, forwards, parts, question.optimizer, device)
+        plan = replace(plan, measured_peak_bytes=tuple(peaks))
+        if question.budget_bytes is None or target is None or max(peaks) <= question.budget_bytes:
+            return plan
+        over = max(
+            measured - min(predicted, question.budget_bytes)
+            for measured, predicted in zip(peaks, plan.peak_bytes, strict=True)
+        )
+        log.info("a device took %d bytes more than predicted; planning for less", over)
+        target -= over
+    raise BudgetError(
+        f"measured peaks stay above the budget {format_bytes(question.budget_bytes or 0)} of a device",
+        budget_bytes=question.budget_bytes or 0,
+        least_bytes=max(peaks),
+    )
+
+
+def measured_peaks(
+    model: nn.Module,
+    plan: PipelinePlan,
+    forwards: Forwards,
+    parts: Sequence[Sequence[Any]],
+    optimizer: torch.optim.Optimizer | None,
+    device: torch.device,
+) -> list[int]:
+    """The measured peak of each device, run alone. Leaves the model as it was."""
+    processes.join()
+    of = plan.schedule.device_of()
+    peaks = []
+    for number, order in enumerate(plan.schedule.orders):
+        mine = [stage for stage, holder in of.items() if holder == number]
+        stream = RandomStream(device, len(plan.sizes)) if plan.takes_random else None
+        weights = [torch.tensor(1.0, dtype=torch.float64, device=device) for _ in parts]
+        with preserved_state(model):
+            stages = build_stages(plan, forwards, mine, device, stream)
+            parameters = list({id(p): p for s in stages.values() for p in s.submod.parameters()}.values())
+            for parameter in model.parameters():
+                parameter.grad = None
+            if stream is not None:
+                stream.begin()
+            step = functools.partial(run_alone, order, stages, parts, weights)
+
+            static = [t for s in stages.values() for t in (*s.submod.parameters(), *s.submod.buffers())]
+            leaves = [parts[0][place] for stage in stages.values() for place in stage.runs[0][0].leaves]
+            start = storage_bytes([*static, *leaves], device.type)
+            start += sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
+            if optimizer is not None:
+                start += optimizer_cost(part_of(optimizer, parameters), device.type).state_bytes
+            peaks.append(measure(step, device=device, warmup=1, repeats=0, start_bytes=start).peak_bytes)
+            for parameter in parameters:
+                parameter.grad = None
+    return peaks
+
+
+def _check_samples(
+    model: nn.Module, parts: Sequence[Sequence[Any]], spec: Any, loss_fn: PipelineLoss | None, device: torch.device
+) -> None:
+    """Tries on a few samples whether the loss is made of those of micro-batches."""
+    some, half = parts[0], 2
+    count = next(leaf.shape[0] for leaf in some if isinstance(leaf, torch.Tensor) and leaf.dim())
+    if count < 2:
+        joined = zip(parts[0], parts[1], strict=True)
+        same = [a is b or not isinstance(a, torch.Tensor) or a.dim() == 0 or a.shape[0] != count for a, b in joined]
+        pairs = zip(parts[0], parts[1], same, strict=True)
+        some, count = [a if shared else torch.cat([a, b]) for a, b, shared in pairs], 2
+    half = min(2, count // 2)
+    (some, *_) = cut_batch(some, [2 * half, count - 2 * half] if count > 2 * half else [count])
+    halves = cut_batch(some, [half, half])
+
+    def loss(part: Sequence[Any]) -> torch.Tensor:
+        args, kwargs, target = spec.unflatten(part)
+        return loss_of(model, args, kwargs, target, loss_fn)
+
+    args, kwargs, target = spec.unflatten(halves[0])
+    reading = read_loss(capture_forward(model, args, kwargs, target, loss_fn), halves[0], device)
+    shares = loss_shares([reading, reading], halves, [half, half])
+    check_halves(
+        model,
+        lambda: loss(some),
+        lambda: [loss(part) * share for part, share in zip(halves, shares, strict=True)],
+    )
+
+
+def _plan(
+    forward: ForwardGraph, found: Found, last: Sequence[StagePlan], sizes: Sequence[int], question: Question
+) -> PipelinePlan:
+    calls = forward.calls
+    begins = [module_of(calls[position]) for position in (0, *found.cuts)]
+    return PipelinePlan(
+        sizes=tuple(sizes),
+        schedule=found.schedule,
+        cuts=found.cuts,
+        calls=calls_digest([node.target for node in calls]),
+        stages=tuple(_program(plan, module) for plan, module in zip(found.stages, begins, strict=True)),
+        last_stages=tuple(_program(plan, module) for plan, module in zip(last, begins, strict=False)),
+        takes_random=any(op.random_state_bytes for plan in found.stages for op in plan.graph.ops),
+        budget_bytes=question.budget_bytes,
+        step_seconds=found.timeline.step_seconds,
+        bubble=found.timeline.bubble,
+        peak_bytes=tuple(found.device_peaks()),
+    )
+
+
+def _program(plan: StagePlan, module: str) -> StageProgram:
+    return StageProgram(
+        digest=graph_digest(plan.capture.graph),
+        program=plan.planned.program,
+        last_program=None if plan.last is None else plan.last.program,
+        separated=tuple(sorted(plan.capture.separated)),
+        under_way=plan.under_way,
+        kept_bytes=plan.planned.kept_bytes,
+        static_bytes=plan.graph.static_bytes,
+        peak_bytes=plan.peak_bytes,
+        forward_seconds=plan.planned.forward_seconds,
+        backward_seconds=plan.planned.backward_seconds,
+        again_seconds=plan.planned.timeline.recompute_seconds,
+        begins=module,
+    )

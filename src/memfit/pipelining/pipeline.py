@@ -1,0 +1,236 @@
+"""The pipeline as the caller holds it: planned for its first batch, it runs steps on the engine.
+
+In one process all stages run here, one after the other, for tests and for a single device. With as many processes as
+devices (`torchrun`), each runs its own stages, and all call `step` with the same batch: the processes know its shape,
+and take from it what their stages read.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from memfit.capture.trace import device_of
+from memfit.errors import PipelineError, SpecError
+from memfit.pipelining import processes
+from memfit.pipelining.building import build_stages, planned_cuts
+from memfit.pipelining.engine import runtime, step_microbatches
+from memfit.pipelining.engine_stage import EngineStage
+from memfit.pipelining.forward_graph import ForwardGraph, PipelineLoss, capture_forward, flatten_inputs
+from memfit.pipelining.loss_weights import LossReading, loss_shares, read_loss
+from memfit.pipelining.making import make_pipeline_plan
+from memfit.pipelining.microbatches import batch_size, cut_batch, sizes_of
+from memfit.pipelining.plan import PipelinePlan, decode_pipeline, encode_pipeline
+from memfit.pipelining.random_stream import RandomStream
+from memfit.pipelining.search import Question
+from memfit.pipelining.shared_states import SharedStates, share_out
+from memfit.planner.schedule import StageTimes, on_one_device
+
+__all__ = ["Pipeline"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prepared:
+    """What runs steps of one shape."""
+
+    plan: PipelinePlan
+    stages: Mapping[int, EngineStage]
+    engine: Any
+    losses: tuple[LossReading, ...]
+    stream: RandomStream | None
+    shared: SharedStates
+
+
+class Pipeline:
+    """A model that trains in stages; made by `memfit.pipeline`.
+
+    The model stays the caller's: its parameters receive the gradients, and an optimizer of them is stepped as usual.
+    With several processes each holds the parameters of its own stages only; `state_dict` gathers them.
+
+    Attributes:
+        model: the unmodified module.
+    """
+
+    def __init__(self, model: nn.Module, question: Question, loss_fn: PipelineLoss | None) -> None:
+        if processes.world_size() not in (1, question.num_devices):
+            raise SpecError(
+                f"{processes.world_size()} processes cannot run {question.num_devices} stages; start as many as there "
+                "are stages, or one for all of them"
+            )
+        self.model = model
+        self._question = question
+        self._loss_fn = loss_fn
+        self._device = device_of(model)
+        self._prepared: dict[tuple[Any, ...], _Prepared] = {}
+        self._failed: BaseException | None = None
+
+    @property
+    def plan(self) -> PipelinePlan:
+        """The newest plan.
+
+        Raises:
+            SpecError: if nothing is planned yet.
+        """
+        if not self._prepared:
+            raise SpecError("the pipeline is planned for its first batch; call prepare or step first")
+        return next(reversed(self._prepared.values())).plan
+
+    def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, target: Any = None) -> PipelinePlan:
+        """Plans for batches of this shape, if that is new; nothing is trained.
+
+        Raises:
+            BudgetError: if no plan fits.
+            CaptureError: if the model cannot be cut, or its gradients would change.
+            PipelineError: if another process cannot run the plan.
+        """
+        return self._prepare(args, kwargs or {}, target).plan
+
+    def step(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
+        """Forward and backward pass of a batch; gradients are added to `.grad`.
+
+        Args:
+            args: the model's positional inputs, of the whole batch, the same on every process.
+            target: what the loss takes beside the output.
+            kwargs: the model's keyword inputs.
+
+        Returns:
+            The loss of the batch, detached, on every process.
+
+        Raises:
+            PipelineError: if another process failed; the pipeline cannot be used any more.
+        """
+        if self._failed is not None:
+            raise PipelineError("this pipeline has failed before and cannot go on") from self._failed
+        prepared = self._prepare(args, kwargs, target)
+        try:
+            return self._run(prepared, flatten_inputs(args, kwargs, target)[0])
+        except Exception as error:
+            if processes.world_size() == 1:
+                raise
+            self._failed = error
+            other = processes.failure_elsewhere(error)
+            processes.fail(error)
+            if other is not None:
+                raise other from error
+            raise
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The whole model's, as it would be without a pipeline; on every process."""
+        if not self._prepared:
+            return dict(self.model.state_dict())
+        return self._any().shared.gathered(self.model)
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Loads a whole model's state; each process takes what its stages have.
+
+        Raises:
+            RuntimeError: if names or shapes differ.
+        """
+        if not self._prepared:
+            self.model.load_state_dict(state)
+            return
+        self._any().shared.load(self.model, state)
+
+    def _any(self) -> _Prepared:
+        return next(iter(self._prepared.values()))
+
+    def _run(self, prepared: _Prepared, leaves: Sequence[Any]) -> torch.Tensor:
+        parts = cut_batch(leaves, prepared.plan.sizes)
+        shares = loss_shares(prepared.losses, parts, prepared.plan.sizes)
+        weights = [torch.tensor(share, dtype=torch.float64, device=self._device) for share in shares]
+        stream = prepared.stream
+        if stream is not None:
+            stream.begin()
+        prepared.shared.begin(self.model)
+        losses = step_microbatches(prepared.engine, list(prepared.stages.values()), parts, weights)
+        loss = torch.stack(losses).sum() if losses else torch.zeros((), device=self._device)
+        if processes.world_size() > 1:
+            prepared.shared.add_gradients(self.model)
+            loss = self._tell_loss(prepared, loss)
+        return loss
+
+    def _tell_loss(self, prepared: _Prepared, loss: torch.Tensor) -> torch.Tensor:
+        """The last stage's loss, on every process, and the generator as the unpipelined step would leave it."""
+        source = prepared.plan.schedule.device_of()[prepared.plan.schedule.num_stages - 1]
+        told = loss.double()
+        dist.broadcast(told, source)
+        if prepared.stream is not None:
+            prepared.stream.share(source)
+        return told.to(loss.dtype)
+
+    # Planning.
+
+    def _prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> _Prepared:
+        leaves, spec = flatten_inputs(args, kwargs, target)
+        key = tuple((tuple(t.shape), t.dtype) if isinstance(t, torch.Tensor) else t for t in leaves)
+        if key not in self._prepared:
+            self._prepared[key] = self._make(leaves, spec)
+        return self._prepared[key]
+
+    def _make(self, leaves: list[Any], spec: Any) -> _Prepared:
+        sizes = sizes_of(batch_size(leaves), self._question.num_microbatches)
+        if len(sizes) != self._question.num_microbatches:
+            log.warning("a batch of %d gives %d micro-batches of %d", sum(sizes), len(sizes), sizes[0])
+        parts = cut_batch(leaves, sizes)
+        if self._prepared:
+            self._any().shared.restore(self.model)
+        document: Any = None
+        error: BaseException | None = None
+        forwards: list[tuple[ForwardGraph, Sequence[Any]]] = []
+        try:
+            forwards = [(self._capture(part, spec), part) for part in ([parts[0], parts[-1]][: len(set(sizes))])]
+            if processes.rank() == 0:
+                fixed = self._any().plan if self._prepared else None
+                plan = make_pipeline_plan(
+                    *(self.model, forwards, parts, sizes, self._question, self._device),
+                    loss_fn=self._loss_fn,
+                    spec=spec,
+                    fixed=fixed,
+                )
+                document = encode_pipeline(plan)
+        except Exception as raised:
+            error = raised
+        processes.agree(error, self._device)
+        plan = decode_pipeline(processes.send_document(document, self._device))
+        try:
+            prepared = self._build(plan, forwards)
+        except Exception as raised:
+            error = raised
+        processes.agree(error, self._device)
+        prepared.shared.keep_own(self.model)
+        return prepared
+
+    def _capture(self, part: Sequence[Any], spec: Any) -> ForwardGraph:
+        args, kwargs, target = spec.unflatten(part)
+        return capture_forward(self.model, args, kwargs, target, self._loss_fn)
+
+    def _build(self, plan: PipelinePlan, forwards: list[tuple[ForwardGraph, Sequence[Any]]]) -> _Prepared:
+        processes.join()
+        device_of_stage = plan.schedule.device_of()
+        alone = processes.world_size() == 1
+        mine = [s for s, d in sorted(device_of_stage.items()) if alone or d == processes.rank()]
+        stream = RandomStream(self._device, len(plan.sizes)) if plan.takes_random else None
+        stages = build_stages(plan, forwards, mine, self._device, stream)
+        schedule = plan.schedule
+        if alone:
+            times = [
+                StageTimes(forward_seconds=s.forward_seconds, backward_seconds=s.backward_seconds) for s in plan.stages
+            ]
+            schedule = on_one_device(schedule, times)
+        losses = [read_loss(forward, part, self._device) for forward, part in forwards]
+        return _Prepared(
+            plan=plan,
+            stages=stages,
+            engine=runtime(schedule, list(stages.values())),
+            losses=(*[losses[0]] * (len(plan.sizes) - 1), losses[-1]),
+            stream=stream,
+            shared=share_out(planned_cuts(forwards[0][0], plan), device_of_stage),
+        )

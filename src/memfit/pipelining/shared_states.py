@@ -1,0 +1,144 @@
+"""Which process holds which parameters: gradients of shared ones, the whole model's state, and what is let go.
+
+A parameter that stages of several processes use (tied weights) has a copy in each. After a step its gradients are added
+in the order in which the unpipelined backward pass makes them, from the last stage to the first, and all copies get the
+sum, so that all stay the same under the same optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from memfit.pipelining import processes
+from memfit.pipelining.stages import Stage
+
+__all__ = ["SharedStates", "share_out"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedStates:
+    """Who holds what.
+
+    Attributes:
+        holders: for each parameter and buffer that a stage uses the processes of those stages, in the order of stages.
+        before: gradients of shared parameters from before the step under way.
+    """
+
+    holders: Mapping[str, tuple[int, ...]]
+    before: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def begin(self, model: nn.Module) -> None:
+        """Sets gradients of shared parameters aside, so that only those of this step are added over processes."""
+        if processes.world_size() == 1:
+            return
+        for name, parameter in self._shared(model):
+            if parameter.grad is not None:
+                self.before[name], parameter.grad = parameter.grad, None
+
+    def add_gradients(self, model: nn.Module) -> None:
+        """Adds this step's gradients of shared parameters over the processes that hold them."""
+        for name, parameter in self._shared(model):
+            self._add(parameter, self.holders[name])
+            before = self.before.pop(name, None)
+            if before is not None:
+                parameter.grad = before.add_(parameter.grad) if parameter.grad is not None else before
+
+    def keep_own(self, model: nn.Module) -> None:
+        """Lets go of the memory of parameters that only other processes use; they keep their shape."""
+        if processes.world_size() == 1:
+            return
+        for name, parameter in model.named_parameters():
+            if name in self.holders and processes.rank() not in self.holders[name]:
+                parameter.grad = None
+                parameter.data = parameter.data.new_empty(()).expand(parameter.shape)
+
+    def restore(self, model: nn.Module) -> None:
+        """Gives every process all parameters and buffers again."""
+        for name, tensor in _tensors(model).items():
+            if name not in self.holders or processes.world_size() == 1:
+                continue
+            source = self.holders[name][0]
+            if processes.rank() not in self.holders[name]:
+                tensor.data = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+            data = tensor.data.contiguous()
+            dist.broadcast(data, source)
+            if data.data_ptr() != tensor.data.data_ptr():
+                tensor.data.copy_(data)
+
+    def gathered(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """The state of the whole model, on every process."""
+        first = {id(tensor): name for name, tensor in reversed(_tensors(model).items())}
+        found: dict[str, torch.Tensor] = {}
+        sent: dict[str, torch.Tensor] = {}
+        for key, tensor in model.state_dict(keep_vars=True).items():
+            name = first.get(id(tensor), key)
+            if name not in self.holders or processes.world_size() == 1:
+                found[key] = tensor.detach()
+                continue
+            if name not in sent:
+                here = processes.rank() in self.holders[name]
+                sent[name] = tensor.detach().contiguous() if here else torch.empty(tensor.shape, dtype=tensor.dtype)
+                sent[name] = sent[name].to(tensor.device)
+                dist.broadcast(sent[name], self.holders[name][0])
+            found[key] = sent[name]
+        return found
+
+    def load(self, model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+        """Takes from a whole model's state what this process holds.
+
+        Raises:
+            RuntimeError: if names or shapes differ.
+        """
+        own = model.state_dict(keep_vars=True)
+        wrong = sorted(set(own) ^ set(state)) or [k for k in own if own[k].shape != state[k].shape]
+        if wrong:
+            raise RuntimeError(f"the state is not one of {type(model).__name__}: {', '.join(wrong[:5])} differ")
+        first = {id(tensor): name for name, tensor in reversed(_tensors(model).items())}
+        with torch.no_grad():
+            for key, tensor in own.items():
+                holders = self.holders.get(first.get(id(tensor), key))
+                if holders is None or processes.rank() in holders or processes.world_size() == 1:
+                    tensor.copy_(state[key])
+
+    def _shared(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        """Parameters that this process and others hold."""
+        return [
+            (name, parameter)
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+            and len(self.holders.get(name, ())) > 1
+            and processes.rank() in self.holders[name]
+        ]
+
+    def _add(self, parameter: nn.Parameter, holders: Sequence[int]) -> None:
+        place = holders.index(processes.rank())
+        total = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+        if place + 1 < len(holders):
+            later = torch.empty_like(total, memory_format=torch.contiguous_format)
+            dist.recv(later, holders[place + 1])
+            total = later.add_(total)
+        total = total.contiguous()
+        if place > 0:
+            dist.send(total, holders[place - 1])
+            dist.recv(total, holders[place - 1])
+        if place + 1 < len(holders):
+            dist.send(total, holders[place + 1])
+        parameter.grad = total
+
+
+def share_out(stages: Sequence[Stage], device_of: Mapping[int, int]) -> SharedStates:
+    """Who holds what, given the device of each stage."""
+    holders: dict[str, dict[int, None]] = {}
+    for stage in stages:
+        for name in stage.states:
+            holders.setdefault(name, {})[device_of[stage.index]] = None
+    return SharedStates(holders={name: tuple(devices) for name, devices in holders.items()})
+
+
+def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
