@@ -39,8 +39,10 @@ def run_alone(
         part, _ = stage.runs[number]
         if action.what is Pass.FORWARD:
             if not stage.is_first and number not in stage.arriving:
-                made = tuple(_made_up(c.empty(stage.device)) for c in part.arriving)
-                stage.arriving[number] = (*made, *stage.random_states())
+                stage.arriving[number] = (
+                    *(_made_up(c.empty(stage.device)) for c in part.arriving),
+                    *stage.random_states(),
+                )
             result = stage.forward_one_chunk(number, tuple(leaves[number]))
             if stage.is_last:
                 losses[number] = result * weights[number]
@@ -57,6 +59,7 @@ def run_alone(
             gradients = stage.to_return.pop(number, ())
             if stage.stage_index - 1 in stages:
                 stages[stage.stage_index - 1].set_local_bwd_input(gradients, number)
+            del gradients
 
 
 def _made_up(tensor: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,7 @@ from memfit.pipelining.microbatches import cut_batch
 from memfit.pipelining.plan import PipelinePlan, StageProgram, calls_digest
 from memfit.pipelining.random_stream import RandomStream
 from memfit.pipelining.search import Found, Question, StagePlan, plan_cuts, search
+from memfit.planner.schedule import StageMemory, device_peaks
 from memfit.runtime.measure import measure
 from memfit.step.codec import graph_digest
 from memfit.units import format_bytes
@@ -173,6 +174,10 @@ def _check_samples(
 def _plan(
     forward: ForwardGraph, found: Found, last: Sequence[StagePlan], sizes: Sequence[int], question: Question
 ) -> PipelinePlan:
+    def memory(stage: int, microbatch: int) -> StageMemory:
+        is_last = microbatch == len(sizes) - 1
+        return (last if last and is_last else found.stages)[stage].memory(microbatch, len(sizes))
+
     calls = forward.calls
     begins = [module_of(calls[position]) for position in (0, *found.cuts)]
     return PipelinePlan(
@@ -186,7 +191,7 @@ def _plan(
         budget_bytes=question.budget_bytes,
         step_seconds=found.timeline.step_seconds,
         bubble=found.timeline.bubble,
-        peak_bytes=tuple(found.device_peaks()),
+        peak_bytes=tuple(device_peaks(found.schedule, memory)),
     )
 
 
@@ -199,7 +204,7 @@ def _program(plan: StagePlan, module: str) -> StageProgram:
         under_way=plan.under_way,
         kept_bytes=plan.planned.kept_bytes,
         static_bytes=plan.graph.static_bytes,
-        peak_bytes=plan.peak_bytes,
+        peak_bytes=plan.planned.peak_bytes,
         forward_seconds=plan.planned.forward_seconds,
         backward_seconds=plan.planned.backward_seconds,
         again_seconds=plan.planned.timeline.recompute_seconds,

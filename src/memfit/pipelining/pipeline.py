@@ -47,6 +47,7 @@ class _Prepared:
     losses: tuple[LossReading, ...]
     stream: RandomStream | None
     shared: SharedStates
+    loss_dtype: torch.dtype
 
 
 class Pipeline:
@@ -164,7 +165,7 @@ class Pipeline:
         dist.broadcast(told, source)
         if prepared.stream is not None:
             prepared.stream.share(source)
-        return told.to(loss.dtype)
+        return told.to(prepared.loss_dtype)
 
     # Planning.
 
@@ -232,5 +233,6 @@ class Pipeline:
             engine=runtime(schedule, list(stages.values())),
             losses=(*[losses[0]] * (len(plan.sizes) - 1), losses[-1]),
             stream=stream,
+            loss_dtype=forwards[0][0].loss.meta["example_value"].dtype,
             shared=share_out(planned_cuts(forwards[0][0], plan), device_of_stage),
         )

@@ -24,9 +24,18 @@ from memfit.pipelining.engine import SCHEDULES, make_schedule
 from memfit.pipelining.forward_graph import ForwardGraph
 from memfit.pipelining.stages import Stage, cut_into_stages, example_inputs
 from memfit.planner.balance import CutPlace, balance, demands, guessed_seconds
-from memfit.planner.schedule import Schedule, StageTimes, Timeline, most_under_way, simulate_schedule
+from memfit.planner.schedule import (
+    Schedule,
+    StageMemory,
+    StageTimes,
+    Timeline,
+    device_peaks,
+    most_under_way,
+    simulate_schedule,
+)
 from memfit.planner.under_way import PlannedStage, plan_always, plan_never, plan_stage
 from memfit.planning import Request, capture_and_profile
+from memfit.step.codec import graph_digest
 from memfit.step.graph import StepGraph
 from memfit.units import format_bytes
 
@@ -92,13 +101,10 @@ class StagePlan:
     last: PlannedStage | None = None
     under_way: int
 
-    @property
-    def peak_bytes(self) -> int:
-        """Of the stage, with all that are under way."""
-        if self.last is None:
-            return self.planned.peak_bytes
-        others = (self.under_way - 1) * self.planned.kept_bytes
-        return max(self.planned.peak_bytes, self.last.timeline.peak_bytes + others)
+    def memory(self, microbatch: int, num_microbatches: int) -> StageMemory:
+        """What it takes with a micro-batch."""
+        last = self.last is not None and microbatch == num_microbatches - 1
+        return (self.last if last and self.last is not None else self.planned).memory
 
     @property
     def times(self) -> StageTimes:
@@ -120,20 +126,14 @@ class Found:
         cuts: how many calls of the forward graph come before each cut.
         stages: the plan of each.
         timeline: of the step, one device a rank.
+        peak_bytes: predicted, of each device.
     """
 
     schedule: Schedule
     cuts: tuple[int, ...]
     stages: tuple[StagePlan, ...]
     timeline: Timeline
-
-    def device_peaks(self) -> list[int]:
-        """Predicted peak of each device."""
-        of = self.schedule.device_of()
-        peaks = [0] * len(self.schedule.orders)
-        for plan in self.stages:
-            peaks[of[plan.stage.index]] += plan.peak_bytes
-        return peaks
+    peak_bytes: tuple[int, ...]
 
 
 def search(forward: ForwardGraph, leaves: Sequence[Any], question: Question, device: torch.device) -> Found:
@@ -249,7 +249,7 @@ class _Searcher:
         capture, graph = _capture_stage(whole, leaves, question, device)
         self.captured[0, len(self.places) - 1] = whole, capture, graph
         self.demand = demands(call_costs(forward, capture, graph), self.places, self._state_bytes())
-        self.planned: dict[tuple[int, int, int, int | None], StagePlan] = {}
+        self.planned: dict[tuple[Any, ...], tuple[PlannedStage, PlannedStage | None]] = {}
         self.factors: dict[tuple[int, int], float] = {}
 
     def best_of(self, schedule: Schedule) -> Found:
@@ -335,9 +335,12 @@ class _Searcher:
                 self.captured[key] = (stage, *_capture_stage(stage, self.leaves, self.question, self.device))
             _, capture, graph = self.captured[key]
             try:
-                plans.append(self._plan_stage(stage, capture, graph, budget, under_way[stage.index], key))
+                plans.append(self._plan_stage(stage, capture, graph, budget, under_way[stage.index]))
             except BudgetError as error:
                 raise _DoesNotFit(stage.index, error) from error
+        count = schedule.num_microbatches
+        plans = [self._with_last(plan, schedule, plans) for plan in plans]
+        peaks = device_peaks(schedule, lambda stage, microbatch: plans[stage].memory(microbatch, count))
         timeline = simulate_schedule(schedule, [plan.times for plan in plans])
         cuts = tuple(self.places[place].position for place in places)
         return Found(
@@ -345,19 +348,36 @@ class _Searcher:
             cuts=cuts,
             stages=tuple(plans),
             timeline=timeline,
+            peak_bytes=tuple(peaks),
         )
+
+    def _with_last(self, plan: StagePlan, schedule: Schedule, plans: Sequence[StagePlan]) -> StagePlan:
+        """The plan with nothing run again for the last micro-batch, if that fits beside what the others keep."""
+        budget = self.question.budget_bytes
+        if self.question.policy != "auto" or budget is None or plan.planned.timeline.recompute_seconds == 0.0:
+            return plan
+        received = sum(c.nbytes for c in plan.stage.arriving)
+        last = plan_never(plan.graph, None, under_way=1, received_bytes=received)
+        more = replace(plan, last=last)
+        others = [more if one is plan else one for one in plans]
+        count = schedule.num_microbatches
+        peaks = device_peaks(schedule, lambda stage, microbatch: others[stage].memory(microbatch, count))
+        fits = peaks[schedule.device_of()[plan.stage.index]] <= budget
+        return more if fits and count > 1 else plan
 
     def _stages(self, places: Sequence[int]) -> list[Stage]:
         chosen: list[Cut] = [self.cuts[place - 1] for place in places]
         return cut_into_stages(self.forward, chosen)
 
     def _plan_stage(
-        self, stage: Stage, capture: Capture, graph: StepGraph, budget: int | None, under_way: int, key: tuple[int, int]
+        self, stage: Stage, capture: Capture, graph: StepGraph, budget: int | None, under_way: int
     ) -> StagePlan:
-        known = self.planned.get((*key, under_way, budget))
-        if known is not None:
-            return replace(known, stage=stage)
         received = sum(c.nbytes for c in stage.arriving)
+        # Blocks of a model are alike, and so are stages made of as many of them.
+        alike = graph_digest(graph), graph.static_bytes, received, under_way, budget
+        if alike in self.planned:
+            planned, last = self.planned[alike]
+            return StagePlan(stage=stage, capture=capture, graph=graph, planned=planned, last=last, under_way=under_way)
         plan: Callable[..., PlannedStage]
         policy, last = self.question.policy, None
         numbers = {"under_way": under_way, "received_bytes": received}
@@ -368,14 +388,14 @@ class _Searcher:
             planned = plan(graph, budget, **numbers)
             last = plan_never(graph, budget, **numbers) if policy == "except_last" else None
         made = StagePlan(stage=stage, capture=capture, graph=graph, planned=planned, last=last, under_way=under_way)
-        if budget is not None and made.peak_bytes > budget:
+        if budget is not None and planned.peak_bytes > budget:
             raise BudgetError(
-                f"stage {stage.index} with policy {policy!r} needs {format_bytes(made.peak_bytes)} of "
+                f"stage {stage.index} with policy {policy!r} needs {format_bytes(planned.peak_bytes)} of "
                 f"{format_bytes(budget)}; policy 'auto' may need less",
                 budget_bytes=budget,
-                least_bytes=made.peak_bytes,
+                least_bytes=planned.peak_bytes,
             )
-        self.planned[*key, under_way, budget] = made
+        self.planned[alike] = planned, last
         return made
 
     def _state_bytes(self) -> Mapping[str, int]:

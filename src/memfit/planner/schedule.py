@@ -10,7 +10,7 @@ starts going back as soon as it can, so that a stage has no more under way than 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -19,8 +19,10 @@ __all__ = [
     "Action",
     "Pass",
     "Schedule",
+    "StageMemory",
     "StageTimes",
     "Timeline",
+    "device_peaks",
     "gpipe",
     "most_under_way",
     "on_one_device",
@@ -101,6 +103,25 @@ class StageTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """What a stage takes with one micro-batch.
+
+    Attributes:
+        static_bytes: what is there all the time.
+        kept_bytes: held between the passes of the micro-batch.
+        forward_bytes: at most during its forward pass, beyond what is static.
+        backward_bytes: at most during its backward pass, what is kept included.
+        after_bytes: what the optimizer takes for a moment.
+    """
+
+    static_bytes: int
+    kept_bytes: int
+    forward_bytes: int
+    backward_bytes: int
+    after_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
     """A simulated step.
 
@@ -123,10 +144,13 @@ class Timeline:
 
 
 def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
-    """All micro-batches forward, then all back in the same order, as PyTorch's engine does it; a stage a device."""
+    """All micro-batches forward, then all back, a stage a device.
+
+    The last one goes back first, so that what it keeps is soon gone; PyTorch's own GPipe begins with the first.
+    """
     batches = range(num_microbatches)
     orders = tuple(
-        (*(Action(s, Pass.FORWARD, m) for m in batches), *(Action(s, Pass.BACKWARD, m) for m in batches))
+        (*(Action(s, Pass.FORWARD, m) for m in batches), *(Action(s, Pass.BACKWARD, m) for m in reversed(batches)))
         for s in range(num_stages)
     )
     return Schedule(name="gpipe", num_stages=num_stages, num_microbatches=num_microbatches, orders=orders)
@@ -161,6 +185,34 @@ def most_under_way(schedule: Schedule) -> list[int]:
             elif action.what in (Pass.BACKWARD, Pass.BACKWARD_WEIGHT):
                 now[action.stage] -= 1
     return most
+
+
+def device_peaks(schedule: Schedule, memory: Callable[[int, int], StageMemory]) -> list[int]:
+    """The most memory each device takes.
+
+    Args:
+        schedule: who does what.
+        memory: what a stage takes with a micro-batch.
+
+    Returns:
+        Bytes for each device.
+    """
+    peaks = []
+    for order in schedule.orders:
+        stages = {action.stage for action in order}
+        static = sum(memory(stage, 0).static_bytes for stage in stages)
+        held = peak = 0
+        for stage, what, microbatch in order:
+            here = memory(stage, microbatch)
+            if what is Pass.FORWARD:
+                peak = max(peak, held + here.forward_bytes)
+                held += here.kept_bytes
+            else:
+                peak = max(peak, held - here.kept_bytes + here.backward_bytes)
+                held -= here.kept_bytes if what is not Pass.BACKWARD_INPUT else 0
+        after = max((memory(stage, 0).after_bytes for stage in stages), default=0)
+        peaks.append(static + max(peak, after))
+    return peaks
 
 
 def simulate_schedule(schedule: Schedule, times: Sequence[StageTimes]) -> Timeline:

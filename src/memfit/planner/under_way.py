@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from memfit.errors import BudgetError
 from memfit.planner.hybrid import find_program
+from memfit.planner.schedule import StageMemory
 from memfit.planner.ways import program_within
 from memfit.step.graph import Op, Phase, StepGraph, StorageKind
 from memfit.step.program import Action, Program, plain_order
@@ -25,8 +26,11 @@ from memfit.units import format_bytes
 
 __all__ = ["PlannedStage", "plan_always", "plan_never", "plan_stage"]
 
-_CAPS = (1.0, 0.8, 0.6, 0.4, 0.2, 0.0)
+_CAPS = (1.0, 0.75, 0.5, 0.25, 0.0)
 """Of the most that could be kept of each micro-batch, tried in this order until the plans get slower."""
+
+_GOOD_ENOUGH = 0.02
+"""A plan that runs so little again needs no other cap."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +42,7 @@ class PlannedStage:
         timeline: of that program alone.
         kept_bytes: what is held of a micro-batch between its passes, what the stage received included.
         peak_bytes: of the stage with all that are under way.
+        memory: what it takes with each micro-batch.
         forward_seconds: of a micro-batch.
         backward_seconds: of a micro-batch, with what runs again.
     """
@@ -46,6 +51,7 @@ class PlannedStage:
     timeline: Timeline
     kept_bytes: int
     peak_bytes: int
+    memory: StageMemory
     forward_seconds: float
     backward_seconds: float
 
@@ -88,6 +94,8 @@ def plan_stage(
         if best is not None and made.timeline.step_seconds >= best.timeline.step_seconds:
             break
         best = made
+        if made.timeline.recompute_seconds < _GOOD_ENOUGH * graph.seconds:
+            break
     if best is None:
         assert failure is not None
         raise BudgetError(
@@ -130,11 +138,20 @@ def _stage(graph: StepGraph, program: Program, timeline: Timeline, under_way: in
     )
     kept = _kept_bytes(graph, program, loss_at) + received_bytes
     forward_seconds = timeline.started_at[loss_at]
+    static = graph.static_bytes - received_bytes
+    memory = StageMemory(
+        static_bytes=static,
+        kept_bytes=kept,
+        forward_bytes=max(timeline.bytes_at[: loss_at + 1]) - static,
+        backward_bytes=max(timeline.bytes_at[loss_at:]) - static,
+        after_bytes=graph.after_step_bytes,
+    )
     return PlannedStage(
         program=program,
         timeline=timeline,
         kept_bytes=kept,
         peak_bytes=timeline.peak_bytes + (under_way - 1) * kept,
+        memory=memory,
         forward_seconds=forward_seconds,
         backward_seconds=timeline.step_seconds - forward_seconds - graph.after_step_seconds,
     )
