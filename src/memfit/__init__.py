@@ -26,9 +26,12 @@ if TYPE_CHECKING:
     from memfit.errors import CaptureError as CaptureError
     from memfit.errors import MemfitError as MemfitError
     from memfit.errors import OutOfMemoryError as OutOfMemoryError
+    from memfit.errors import PipelineError as PipelineError
     from memfit.errors import PlanFileError as PlanFileError
     from memfit.errors import PlanMismatchError as PlanMismatchError
     from memfit.errors import SpecError as SpecError
+    from memfit.pipelining.api import pipeline as pipeline
+    from memfit.pipelining.pipeline import Pipeline as Pipeline
 
 __version__ = "0.1.0"
 
@@ -42,6 +45,8 @@ _MODULE_OF = {
     "max_size": "memfit.api",
     "compare": "memfit.api",
     "plan_of": "memfit.api",
+    "pipeline": "memfit.pipelining.api",
+    "Pipeline": "memfit.pipelining.pipeline",
     "Plan": "memfit.api",
     "Estimate": "memfit.api",
     "Measurement": "memfit.api",
@@ -49,6 +54,7 @@ _MODULE_OF = {
     "CaptureError": "memfit.errors",
     "MemfitError": "memfit.errors",
     "OutOfMemoryError": "memfit.errors",
+    "PipelineError": "memfit.errors",
     "PlanFileError": "memfit.errors",
     "PlanMismatchError": "memfit.errors",
     "SpecError": "memfit.errors",

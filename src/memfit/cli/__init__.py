@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from types import MappingProxyType, ModuleType
 
-from memfit.cli import calibrate, compare, demo, estimate, max_batch, max_size, plan, verify
+from memfit.cli import calibrate, compare, demo, estimate, max_batch, max_size, pipeline, plan, verify
 from memfit.cli.output import report_error
 from memfit.errors import BudgetError, MemfitError, OutOfMemoryError
 
@@ -27,6 +27,7 @@ COMMANDS = MappingProxyType(
         "compare": compare,
         "max-batch": max_batch,
         "max-size": max_size,
+        "pipeline": pipeline,
         "calibrate": calibrate,
         "demo": demo,
     }

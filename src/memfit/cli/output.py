@@ -13,7 +13,7 @@ from pathlib import Path
 
 from memfit.errors import BudgetError, SpecError
 
-__all__ = ["check_output", "emit", "report_error"]
+__all__ = ["check_output", "emit", "report_error", "write_text"]
 
 _WIDE = 240
 
@@ -52,7 +52,7 @@ def emit(result: object, args: argparse.Namespace, *, last: str | None = None) -
         show(result, Console(file=sys.stdout) if terminal else Console(file=sys.stdout, width=_WIDE, color_system=None))
     for target, text in ((args.json, json_text), (args.csv, csv_text)):
         if target is not None:
-            _write(target, text(result))
+            write_text(target, text(result))
     print(sentence(result) if last is None else last, file=sys.stderr if taken else sys.stdout)
 
 
@@ -74,12 +74,17 @@ def report_error(error: Exception, args: argparse.Namespace) -> None:
             "least_bytes": getattr(error, "least_bytes", None),
         }
         try:
-            _write(path, json.dumps(facts, indent=2, ensure_ascii=False))
+            write_text(path, json.dumps(facts, indent=2, ensure_ascii=False))
         except SpecError:
             pass  # that the file cannot be written is what is being reported
 
 
-def _write(path: str, text: str) -> None:
+def write_text(path: str, text: str) -> None:
+    """Writes to a file, or to stdout for `-`.
+
+    Raises:
+        SpecError: if the file cannot be written.
+    """
     if path == "-":
         print(text.rstrip("\n"))
         return

@@ -30,7 +30,7 @@ from memfit.pipelining.plan import PipelinePlan, decode_pipeline, encode_pipelin
 from memfit.pipelining.random_stream import RandomStream
 from memfit.pipelining.search import Question
 from memfit.pipelining.shared_states import SharedStates, share_out
-from memfit.planner.schedule import StageTimes, on_one_device
+from memfit.planner.schedule import on_one_device
 
 __all__ = ["Pipeline"]
 
@@ -222,10 +222,7 @@ class Pipeline:
         stages = build_stages(plan, forwards, mine, self._device, stream)
         schedule = plan.schedule
         if alone:
-            times = [
-                StageTimes(forward_seconds=s.forward_seconds, backward_seconds=s.backward_seconds) for s in plan.stages
-            ]
-            schedule = on_one_device(schedule, times)
+            schedule = on_one_device(schedule, plan.times())
         losses = [read_loss(forward, part, self._device) for forward, part in forwards]
         return _Prepared(
             plan=plan,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from memfit.errors import PlanFileError
-from memfit.planner.schedule import Action, Pass, Schedule
+from memfit.planner.schedule import Action, Pass, Schedule, StageTimes
 from memfit.step.codec import decode_program, encode_program, validate
 from memfit.step.program import Program
 from memfit.step.schema import PROGRAM_SCHEMA
@@ -85,6 +85,10 @@ class PipelinePlan:
     bubble: float
     peak_bytes: tuple[int, ...]
     measured_peak_bytes: tuple[int, ...] = ()
+
+    def times(self) -> list[StageTimes]:
+        """What a micro-batch takes at each stage, predicted."""
+        return [StageTimes(forward_seconds=s.forward_seconds, backward_seconds=s.backward_seconds) for s in self.stages]
 
     def __str__(self) -> str:
         """The plan as a table."""

@@ -1,0 +1,96 @@
+"""`memfit.pipeline`: the public call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.capture.trace import device_of
+from memfit.errors import SpecError
+from memfit.pipelining.forward_graph import PipelineLoss
+from memfit.pipelining.pipeline import Pipeline
+from memfit.pipelining.search import Question
+from memfit.planning import resolve_budget
+
+__all__ = ["pipeline"]
+
+_BATCH_NORM = ("refuse", "per-microbatch")
+
+
+def pipeline(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    target: Any = None,
+    num_stages: int,
+    num_microbatches: int,
+    budget_per_device: int | str | None = None,
+    schedule: str = "auto",
+    checkpoint: str = "auto",
+    loss_fn: PipelineLoss | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    batch_norm: str = "refuse",
+    levers: str | tuple[str, ...] = "bitwise",
+    tiers: str | None = None,
+    prove: bool = True,
+    search_seconds: float = 2.0,
+) -> Pipeline:
+    """Trains a model in stages, a device each, many micro-batches at a time.
+
+    With `num_stages` processes (`torchrun --nproc-per-node K`) each runs its part; in a single process all stages run
+    here. The loop is the caller's: `loss = pipe.step(x, target=y); optimizer.step(); optimizer.zero_grad()`.
+
+    Args:
+        model: any module that Dynamo captures as one graph, in training mode.
+        args: positional inputs of a whole batch, the same on every process.
+        kwargs: keyword inputs.
+        target: what the loss takes beside the output.
+        num_stages: how many devices.
+        num_microbatches: into how many parts the batch is cut along its first axis.
+        budget_per_device: bytes or `"8GiB"`; None for as much as it takes.
+        schedule: `"auto"`, or a name of `memfit.pipelining.engine.SCHEDULES`.
+        checkpoint: `"auto"` for a plan within the budget; or `"never"`, `"always"`, `"except_last"`: what of each
+            micro-batch's forward pass runs again.
+        loss_fn: takes the output, and the target if there is one, and returns a scalar that is a sum or a mean over
+            samples; without it the output's own `loss` is taken.
+        optimizer: of the model's parameters; its state counts.
+        batch_norm: `"refuse"` or `"per-microbatch"`, where gradients are not those of the whole batch.
+        levers: as for `memfit.fit`.
+        tiers: as for `memfit.fit`.
+        prove: run each device's part alone, measure its peak, and correct the plan.
+        search_seconds: roughly how long each search for a stage's plan takes.
+
+    Returns:
+        The pipeline, planned for batches of this shape; `pipe.plan` says how.
+
+    Raises:
+        BudgetError: no plan fits; it says how many stages would do.
+        CaptureError: the model cannot be cut, or its gradients would be others.
+        PipelineError: another process cannot run the plan.
+        SpecError: an argument makes no sense.
+    """
+    if num_stages < 1 or num_microbatches < 1:
+        raise SpecError(f"num_stages and num_microbatches are at least 1 ({num_stages=}, {num_microbatches=})")
+    if batch_norm not in _BATCH_NORM:
+        raise SpecError(f"batch_norm is one of {', '.join(map(repr, _BATCH_NORM))} (batch_norm: {batch_norm!r})")
+    budget_bytes = None if budget_per_device is None else resolve_budget(budget_per_device, device_of(model))
+    question = Question(
+        num_devices=num_stages,
+        num_microbatches=num_microbatches,
+        budget_bytes=budget_bytes,
+        schedule=schedule,
+        policy=checkpoint,
+        optimizer=optimizer,
+        search_seconds=search_seconds,
+        tiers=tiers,
+        levers=levers,
+        allow_batch_norm=batch_norm == "per-microbatch",
+        prove=prove,
+    )
+    made = Pipeline(model, question, loss_fn)
+    made.prepare(args, kwargs, target)
+    return made
