@@ -191,7 +191,7 @@ def _plan(
         budget_bytes=question.budget_bytes,
         step_seconds=found.timeline.step_seconds,
         bubble=found.timeline.bubble,
-        peak_bytes=tuple(device_peaks(found.schedule, memory)),
+        peak_bytes=tuple(device_peaks(found.schedule, memory, found.counted_twice)),
     )
 
 

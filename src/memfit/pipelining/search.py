@@ -127,6 +127,7 @@ class Found:
         stages: the plan of each.
         timeline: of the step, one device a rank.
         peak_bytes: predicted, of each device.
+        counted_twice: see `memfit.planner.schedule.device_peaks`.
     """
 
     schedule: Schedule
@@ -134,6 +135,7 @@ class Found:
     stages: tuple[StagePlan, ...]
     timeline: Timeline
     peak_bytes: tuple[int, ...]
+    counted_twice: Callable[[frozenset[int]], int]
 
 
 def search(forward: ForwardGraph, leaves: Sequence[Any], question: Question, device: torch.device) -> Found:
@@ -248,7 +250,8 @@ class _Searcher:
         (whole,) = cut_into_stages(forward, [])
         capture, graph = _capture_stage(whole, leaves, question, device)
         self.captured[0, len(self.places) - 1] = whole, capture, graph
-        self.demand = demands(call_costs(forward, capture, graph), self.places, self._state_bytes())
+        self.state_bytes = self._state_bytes()
+        self.demand = demands(call_costs(forward, capture, graph), self.places, self.state_bytes)
         self.planned: dict[tuple[Any, ...], tuple[PlannedStage, PlannedStage | None]] = {}
         self.factors: dict[tuple[int, int], float] = {}
 
@@ -338,9 +341,8 @@ class _Searcher:
                 plans.append(self._plan_stage(stage, capture, graph, budget, under_way[stage.index]))
             except BudgetError as error:
                 raise _DoesNotFit(stage.index, error) from error
-        count = schedule.num_microbatches
         plans = [self._with_last(plan, schedule, plans) for plan in plans]
-        peaks = device_peaks(schedule, lambda stage, microbatch: plans[stage].memory(microbatch, count))
+        peaks = self._device_peaks(schedule, plans)
         timeline = simulate_schedule(schedule, [plan.times for plan in plans])
         cuts = tuple(self.places[place].position for place in places)
         return Found(
@@ -349,6 +351,7 @@ class _Searcher:
             stages=tuple(plans),
             timeline=timeline,
             peak_bytes=tuple(peaks),
+            counted_twice=self._counted_twice(stages),
         )
 
     def _with_last(self, plan: StagePlan, schedule: Schedule, plans: Sequence[StagePlan]) -> StagePlan:
@@ -360,10 +363,22 @@ class _Searcher:
         last = plan_never(plan.graph, None, under_way=1, received_bytes=received)
         more = replace(plan, last=last)
         others = [more if one is plan else one for one in plans]
+        fits = self._device_peaks(schedule, others)[schedule.device_of()[plan.stage.index]] <= budget
+        return more if fits and schedule.num_microbatches > 1 else plan
+
+    def _device_peaks(self, schedule: Schedule, plans: Sequence[StagePlan]) -> list[int]:
         count = schedule.num_microbatches
-        peaks = device_peaks(schedule, lambda stage, microbatch: others[stage].memory(microbatch, count))
-        fits = peaks[schedule.device_of()[plan.stage.index]] <= budget
-        return more if fits and count > 1 else plan
+        twice = self._counted_twice([plan.stage for plan in plans])
+        return device_peaks(schedule, lambda stage, microbatch: plans[stage].memory(microbatch, count), twice)
+
+    def _counted_twice(self, stages: Sequence[Stage]) -> Callable[[frozenset[int]], int]:
+        state_bytes = self.state_bytes
+
+        def counted_twice(numbers: frozenset[int]) -> int:
+            names = [name for number in numbers for name in stages[number].states]
+            return sum(state_bytes[name] for name in names) - sum(state_bytes[name] for name in set(names))
+
+        return counted_twice
 
     def _stages(self, places: Sequence[int]) -> list[Stage]:
         chosen: list[Cut] = [self.cuts[place - 1] for place in places]

@@ -187,20 +187,25 @@ def most_under_way(schedule: Schedule) -> list[int]:
     return most
 
 
-def device_peaks(schedule: Schedule, memory: Callable[[int, int], StageMemory]) -> list[int]:
+def device_peaks(
+    schedule: Schedule,
+    memory: Callable[[int, int], StageMemory],
+    counted_twice: Callable[[frozenset[int]], int] = lambda stages: 0,
+) -> list[int]:
     """The most memory each device takes.
 
     Args:
         schedule: who does what.
         memory: what a stage takes with a micro-batch.
+        counted_twice: bytes of parameters that several of these stages have in common.
 
     Returns:
         Bytes for each device.
     """
     peaks = []
     for order in schedule.orders:
-        stages = {action.stage for action in order}
-        static = sum(memory(stage, 0).static_bytes for stage in stages)
+        stages = frozenset(action.stage for action in order)
+        static = sum(memory(stage, 0).static_bytes for stage in stages) - counted_twice(stages)
         held = peak = 0
         for stage, what, microbatch in order:
             here = memory(stage, microbatch)

@@ -50,9 +50,8 @@ def schedule_text(schedule: Schedule, times: Sequence[StageTimes], *, width: int
                 offset = place - begin
                 row[place] = cells[offset] if offset < len(cells) else fill
         lines.append(f"device {device} │{''.join(row).rstrip()}")
-    lines.append(
-        f"         {format_seconds(timeline.step_seconds)} predicted, {schedule.name}, devices wait {timeline.bubble:.0%}"
-    )
+    step = format_seconds(timeline.step_seconds)
+    lines.append(f"         {step} predicted, {schedule.name}, devices wait {timeline.bubble:.0%}")
     return "\n".join(lines)
 
 

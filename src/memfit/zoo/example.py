@@ -81,11 +81,9 @@ class Example:
     def loss_and_target(self) -> tuple[Callable[..., Tensor] | None, Any]:
         """The loss with its target apart, where that is a keyword of a `partial`, as in this package; else as it is."""
         if isinstance(self.loss_fn, partial) and "target" in self.loss_fn.keywords:
-            rest = {name: value for name, value in self.loss_fn.keywords.items() if name != "target"}
-            function, args = self.loss_fn.func, self.loss_fn.args
-            return lambda output, target: function(*args, output, target=target, **rest), self.loss_fn.keywords[
-                "target"
-            ]
+            given, function = dict(self.loss_fn.keywords), self.loss_fn.func
+            target = given.pop("target")
+            return lambda output, target: function(output, target=target, **given), target
         return self.loss_fn, None
 
 
