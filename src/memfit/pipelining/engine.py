@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.distributed.pipelining import schedules as engine
+from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from memfit.errors import SpecError
 from memfit.pipelining.engine_stage import EngineStage
@@ -99,12 +100,13 @@ def _from_engine(name: str, num_devices: int, num_microbatches: int, per_device:
     return Schedule(name=name, num_stages=num_stages, num_microbatches=num_microbatches, orders=orders)
 
 
-def runtime(schedule: Schedule, stages: Sequence[EngineStage]) -> Any:
-    """The engine, ready to run a schedule with this process's stages."""
+def runtime(schedule: Schedule, stages: Sequence[_PipelineStageBase], *, loss_fn: Any = None) -> Any:
+    """The engine, ready to run a schedule with this process's stages; losses are weighted unless a loss is given."""
     logging.getLogger(engine.__name__).setLevel(logging.CRITICAL)  # it logs whole schedules with an error that we raise
     made = engine._PipelineScheduleRuntime(
         list(stages), schedule.num_microbatches, loss_fn=_weighted, scale_grads=False
     )
+    made._loss_fn = loss_fn or _weighted
     orders: Any = {
         device: [engine._Action.from_str(str(action)) for action in order]
         for device, order in enumerate(schedule.orders)

@@ -123,6 +123,10 @@ class Pipeline:
                 raise other from error
             raise
 
+    def engine_stages(self) -> list[EngineStage]:
+        """The stages of this process, as the engine drives them for the newest plan."""
+        return list(next(reversed(self._prepared.values())).stages.values())
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The whole model's, as it would be without a pipeline; on every process."""
         if not self._prepared:

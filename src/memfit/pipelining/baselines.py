@@ -1,0 +1,215 @@
+"""What pipelines are compared with: torchgpipe, and PyTorch's engine with as many layers in each stage.
+
+Both run all stages in this process, like the pipeline they are compared with, and take the same micro-batches and loss.
+Checkpointing is theirs: torchgpipe's `except_last`, and `torch.utils.checkpoint` around each stage for the engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.utils.checkpoint import checkpoint
+
+from memfit.errors import SpecError
+from memfit.pipelining import processes
+from memfit.pipelining.engine import runtime
+from memfit.pipelining.sequential import as_sequential
+from memfit.planner.schedule import StageTimes, on_one_device, one_forward_one_backward
+
+__all__ = ["Passes", "Step", "equal_layers", "inline_workers", "time_passes", "torchgpipe"]
+
+
+@dataclass(slots=True)
+class Passes:
+    """What a step took.
+
+    Attributes:
+        forward_seconds: of all forward passes together.
+        backward_seconds: of all backward passes.
+        loss: of the batch.
+    """
+
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    loss: float = 0.0
+
+
+Step = Callable[[], Passes]
+
+
+def torchgpipe(
+    model: nn.Module,
+    inputs: torch.Tensor,
+    target: torch.Tensor,
+    loss_fn: Callable[[Any, Any], torch.Tensor],
+    *,
+    num_stages: int,
+    num_microbatches: int,
+    checkpointed: bool,
+) -> Step:
+    """A step of torchgpipe 0.0.7, its layers balanced by its own measurement.
+
+    Raises:
+        SpecError: if it is not installed, or the model is no list of layers.
+    """
+    try:
+        from torchgpipe import GPipe
+        from torchgpipe.balance import balance_by_time
+    except ImportError as error:
+        raise SpecError("torchgpipe is not installed; install it with pip install 'memfit[bench]'") from error
+    layers = as_sequential(model)
+    sample = inputs[: max(1, len(inputs) // num_microbatches)]
+    if num_stages > 1:
+        balance = balance_by_time(num_stages, layers, sample, timeout=1.0, device=torch.device("cpu"))
+    else:
+        balance = [len(layers)]
+    for parameter in layers.parameters():
+        parameter.grad = None
+    devices = ["cpu"] * num_stages
+    policy = "except_last" if checkpointed else "never"
+    piped = GPipe(layers, balance, devices=devices, chunks=num_microbatches, checkpoint=policy)
+
+    def step() -> Passes:
+        begin = time.perf_counter()
+        loss = loss_fn(piped(inputs), target)
+        middle = time.perf_counter()
+        loss.backward()
+        return Passes(middle - begin, time.perf_counter() - middle, float(loss.detach()))
+
+    return step
+
+
+class _Inline(queue.SimpleQueue[Any]):
+    """A worker's queue that does what it is given at once."""
+
+    def __init__(self, results: queue.SimpleQueue[Any]) -> None:
+        super().__init__()
+        self.results = results
+
+    def put(self, task: Any, *rest: Any) -> None:
+        if task is None:
+            return
+        try:
+            self.results.put((True, (task, task.compute())))
+        except Exception:
+            self.results.put((False, sys.exc_info()))
+
+
+@contextlib.contextmanager
+def inline_workers() -> Iterator[None]:
+    """Has torchgpipe work in the calling thread, where the profiler sees its memory.
+
+    All its devices are the CPU here, and so share one thread anyway.
+    """
+    module = sys.modules.get("torchgpipe.pipeline")
+    if module is None:
+        yield
+        return
+
+    @contextlib.contextmanager
+    def spawn(devices: Sequence[Any]) -> Iterator[Any]:
+        results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        yield [_Inline(results)] * len(devices), [results] * len(devices)
+
+    spawn_workers, module.spawn_workers = module.spawn_workers, spawn  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        module.spawn_workers = spawn_workers  # type: ignore[attr-defined]
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return checkpoint(self.layers, x, use_reentrant=False)
+
+
+def equal_layers(
+    model: nn.Module,
+    inputs: torch.Tensor,
+    target: torch.Tensor,
+    loss_fn: Callable[[Any, Any], torch.Tensor],
+    *,
+    num_stages: int,
+    num_microbatches: int,
+    checkpointed: bool,
+) -> Step:
+    """A step of PyTorch's engine: its own stages, 1F1B, as many layers in each.
+
+    Raises:
+        SpecError: if the model is no list of layers.
+    """
+    processes.join()
+    layers = as_sequential(model)
+    count = len(layers)
+    ends = [round(count * (stage + 1) / num_stages) for stage in range(num_stages)]
+    modules = [layers[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+    device = inputs.device
+    crossing = inputs[: len(inputs) // num_microbatches]
+    stages = []
+    for index, module in enumerate(modules):
+        with torch.no_grad():
+            left = torch.empty_like(module(crossing))
+        run = _Checkpointed(module) if checkpointed else module
+        stages.append(
+            PipelineStage(
+                run,
+                index,
+                num_stages,
+                device,
+                input_args=(crossing.detach().requires_grad_(crossing.is_floating_point() and index > 0),),
+                output_args=(left.requires_grad_(),),
+            )
+        )
+        crossing = left.detach()
+    passes = Passes()
+    time_passes(stages, passes)
+    schedule = one_forward_one_backward(num_stages, num_microbatches)
+    schedule = on_one_device(schedule, [StageTimes(forward_seconds=1.0, backward_seconds=2.0)] * num_stages)
+    engine = runtime(schedule, stages, loss_fn=loss_fn)
+    parts, targets = inputs.chunk(num_microbatches), target.chunk(num_microbatches)
+
+    def step() -> Passes:
+        passes.forward_seconds = passes.backward_seconds = 0.0
+        losses: list[torch.Tensor] = []
+        engine.step(
+            arg_mbs=[(part,) for part in parts],
+            kwarg_mbs=[{} for _ in parts],
+            target_mbs=list(targets),
+            losses=losses,
+            return_outputs=False,
+        )
+        for parameter in model.parameters():  # means of equal micro-batches
+            if parameter.grad is not None:
+                parameter.grad.div_(num_microbatches)
+        passes.loss = float(torch.stack(losses).mean())
+        return passes
+
+    return step
+
+
+def time_passes(stages: Any, passes: Passes) -> None:
+    """Has stages add what their passes take."""
+    for stage in stages:
+        for name, kind in (("forward_one_chunk", "forward_seconds"), ("backward_one_chunk", "backward_seconds")):
+            run = getattr(stage, name)
+
+            def timed(*args: Any, _run: Any = run, _kind: str = kind, **kwargs: Any) -> Any:
+                begin = time.perf_counter()
+                result = _run(*args, **kwargs)
+                setattr(passes, _kind, getattr(passes, _kind) + time.perf_counter() - begin)
+                return result
+
+            setattr(stage, name, timed)

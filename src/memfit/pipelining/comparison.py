@@ -1,0 +1,213 @@
+"""Pipelines side by side, as seed 002 compares them: stages, micro-batches, checkpointing, systems.
+
+Every system trains the same model in this process on the same batch. memfit is given, cell by cell, the least memory
+that any of the others took, so a faster row is faster at no more memory. Peaks are measured in a run of their own,
+times in turns.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.capture.trace import device_of, storage_bytes
+from memfit.errors import BudgetError, MemfitError
+from memfit.pipelining import baselines
+from memfit.pipelining.api import pipeline
+from memfit.pipelining.baselines import Passes
+from memfit.pipelining.pipeline import Pipeline
+from memfit.runtime.measure import measure
+
+__all__ = ["SYSTEMS", "Cell", "PipelineRow", "compare_cell"]
+
+log = logging.getLogger(__name__)
+
+SYSTEMS = ("memfit", "torchgpipe", "equal-layers")
+_ADAM_BYTES = 12
+"""Of memory for each parameter in the seed's total: itself and two moments."""
+_TRIES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """What is compared at once."""
+
+    num_stages: int
+    num_microbatches: int
+    checkpointed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineRow:
+    """One system in one cell.
+
+    Attributes:
+        cell: which.
+        system: whose.
+        activation_bytes: measured peak beyond parameters and gradients.
+        total_bytes: that and twelve bytes a parameter, as the seed counts.
+        stage_bytes: measured peak of each device alone, where that is known.
+        forward_seconds: median over steps of all forward passes of a step.
+        backward_seconds: the same of backward passes.
+        samples_per_second: of the median step.
+        loss: of the last step.
+        note: what else there is to say.
+    """
+
+    cell: Cell
+    system: str
+    activation_bytes: int = 0
+    total_bytes: int = 0
+    stage_bytes: tuple[int, ...] = ()
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    samples_per_second: float = 0.0
+    loss: float = 0.0
+    note: str = ""
+
+
+def compare_cell(
+    make: Callable[[], tuple[nn.Module, torch.Tensor, torch.Tensor, Callable[[Any, Any], torch.Tensor]]],
+    cell: Cell,
+    *,
+    systems: Sequence[str] = SYSTEMS,
+    repeats: int = 3,
+    search_seconds: float = 0.5,
+) -> list[PipelineRow]:
+    """Runs the systems of one cell.
+
+    Args:
+        make: a model with its input, target and loss, always the same.
+        cell: stages, micro-batches, checkpointing.
+        systems: which of `SYSTEMS`.
+        repeats: timed steps of each, in turns.
+        search_seconds: for memfit's plans.
+
+    Returns:
+        A row for each system that could run.
+    """
+    ready: dict[str, tuple[baselines.Step, nn.Module, int, tuple[int, ...], str]] = {}
+    batch = 0
+    for system in sorted(systems, key=lambda name: name == "memfit"):
+        model, inputs, target, loss_fn = make()
+        batch = len(inputs)
+        numbers: dict[str, Any] = {"num_stages": cell.num_stages, "num_microbatches": cell.num_microbatches}
+        stage_bytes: tuple[int, ...] = ()
+        note = ""
+        if system == "memfit":
+            others = [row[2] for row in ready.values()]
+            piped, step = _memfit(model, inputs, target, loss_fn, numbers, min(others, default=None), search_seconds)
+            plan = piped.plan
+            stage_bytes = plan.measured_peak_bytes or plan.peak_bytes
+            again = sum(stage.again_seconds for stage in plan.stages)
+            note = f"{plan.schedule.name}, {again / max(1e-9, sum(s.forward_seconds for s in plan.stages)):.0%} again"
+        else:
+            build = baselines.torchgpipe if system == "torchgpipe" else baselines.equal_layers
+            step = build(model, inputs, target, loss_fn, checkpointed=cell.checkpointed, **numbers)
+        peak = _activation_peak(step, model, inputs, target)
+        ready[system] = step, model, peak, stage_bytes, note
+        gc.collect()
+    passes: dict[str, list[Passes]] = {system: [] for system in ready}
+    for turn in range(repeats):
+        for system in ready if turn % 2 == 0 else reversed(ready):
+            step, model, *_ = ready[system]
+            model.zero_grad()
+            passes[system].append(copy.copy(step()))
+    rows = []
+    for system in [s for s in SYSTEMS if s in ready]:
+        _, model, peak, stage_bytes, note = ready[system]
+        forward = statistics.median(p.forward_seconds for p in passes[system])
+        backward = statistics.median(p.backward_seconds for p in passes[system])
+        whole = statistics.median(p.forward_seconds + p.backward_seconds for p in passes[system])
+        rows.append(
+            PipelineRow(
+                cell=cell,
+                system=system,
+                activation_bytes=peak,
+                total_bytes=peak + _ADAM_BYTES * sum(p.numel() for p in model.parameters()),
+                stage_bytes=stage_bytes,
+                forward_seconds=forward,
+                backward_seconds=backward,
+                samples_per_second=batch / whole,
+                loss=passes[system][-1].loss,
+                note=note,
+            )
+        )
+    return rows
+
+
+def _memfit(
+    model: nn.Module,
+    inputs: torch.Tensor,
+    target: torch.Tensor,
+    loss_fn: Callable[[Any, Any], torch.Tensor],
+    numbers: dict[str, Any],
+    most_bytes: int | None,
+    search_seconds: float,
+) -> tuple[Pipeline, baselines.Step]:
+    """A pipeline that takes no more for activations, all stages together, and a step of it."""
+    static = 2 * storage_bytes(list(model.parameters()), device_of(model).type)
+    stages = numbers["num_stages"]
+    made: Pipeline | None = None
+    share = None
+    for _ in range(_TRIES):
+        budget = None if share is None else int(static / stages + share)
+        try:
+            made = pipeline(
+                *(model, (inputs,)),
+                target=target,
+                loss_fn=loss_fn,
+                batch_norm="per-microbatch",
+                schedule="1f1b",
+                budget_per_device=budget,
+                search_seconds=search_seconds,
+                prove=False,
+                **numbers,
+            )
+        except BudgetError as error:
+            log.info("no pipeline of %s a device: %s", budget, error)
+            break
+        step = _step(made, inputs, target)
+        taken = _activation_peak(step, model, inputs, target)
+        if most_bytes is None or taken <= most_bytes:
+            return made, step
+        held = max(made.plan.peak_bytes) - static / stages
+        share = (held if share is None else min(held, share)) * 0.98 * most_bytes / taken
+    if made is None:
+        raise MemfitError("no pipeline at all fits")
+    return made, _step(made, inputs, target)
+
+
+def _step(made: Pipeline, inputs: torch.Tensor, target: torch.Tensor) -> baselines.Step:
+    passes = Passes()
+    baselines.time_passes(made.engine_stages(), passes)
+
+    def step() -> Passes:
+        passes.forward_seconds = passes.backward_seconds = 0.0
+        passes.loss = float(made.step(inputs, target=target))
+        return passes
+
+    return step
+
+
+def _activation_peak(step: baselines.Step, model: nn.Module, *inputs: torch.Tensor) -> int:
+    """Peak of a step beyond parameters, gradients and inputs."""
+    parameters = list(model.parameters())
+    with baselines.inline_workers():
+        return _beyond(step, parameters, inputs, device_of(model))
+
+
+def _beyond(
+    step: baselines.Step, parameters: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], device: torch.device
+) -> int:
+    step()
+    start = storage_bytes([*parameters, *(p.grad for p in parameters), *inputs], device.type)
+    return measure(step, device=device, warmup=0, repeats=0, start_bytes=start).peak_bytes - start

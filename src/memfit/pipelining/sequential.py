@@ -1,0 +1,46 @@
+"""Models as the list of layers that other pipelines ask for: torchgpipe and cuts by number of layers take nothing else.
+
+Parameters are shared with the model, which is left as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memfit.errors import SpecError
+from memfit.zoo.gpt import GPT
+
+__all__ = ["as_sequential"]
+
+
+class _Embedding(nn.Module):
+    def __init__(self, model: GPT) -> None:
+        super().__init__()
+        self.tokens, self.positions, self.dropout = model.tokens, model.positions, model.dropout
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        out: Tensor = self.dropout(x)
+        return out
+
+
+def as_sequential(model: nn.Module) -> nn.Sequential:
+    """The layers of a GPT of this package or of torchvision's ResNets, one after the other.
+
+    Raises:
+        SpecError: if the model is another one.
+    """
+    if isinstance(model, GPT):
+        return nn.Sequential(_Embedding(model), *model.blocks, model.norm, model.head)
+    if type(model).__name__ == "ResNet" and hasattr(model, "layer4"):
+        parts: Any = model
+        stem = [parts.conv1, parts.bn1, parts.relu, parts.maxpool]
+        blocks = [block for layer in (parts.layer1, parts.layer2, parts.layer3, parts.layer4) for block in layer]
+        return nn.Sequential(*stem, *blocks, parts.avgpool, nn.Flatten(1), parts.fc)
+    raise SpecError(
+        f"torchgpipe and cuts by layers take a list of layers, and {type(model).__name__} is none; compare "
+        "zoo:seed-gpt2, zoo:gpt or torchvision:resnet101"
+    )
