@@ -30,7 +30,7 @@ class OneGraph(nn.Module):
         self.alone = alone
         self.names: list[str] = []
         for name, tensor in states.items():
-            self.names.append(name.replace(".", "__"))
+            self.names.append("state_" + name.replace(".", "_DOT_"))
             if isinstance(tensor, nn.Parameter):
                 self.register_parameter(self.names[-1], tensor)
             else:

@@ -2,13 +2,15 @@
 
 Peak and time before and after, predicted and measured, what is recomputed and how many activations are kept.
 All plans of a batch size run in turns with the plain step in one process. A budget that a strategy cannot
-keep is a row that says so. Here a percentage is one of the plain step's predicted peak.
+keep is a row that says so. Here a percentage is one of the plain step's predicted peak. `memfit compare pipeline` is
+another table (`memfit.cli.compare_pipeline`).
 """
 
 from __future__ import annotations
 
 import argparse
 
+from memfit.cli import compare_pipeline
 from memfit.cli.options import (
     add_levers,
     add_model,
@@ -31,6 +33,7 @@ _BUDGETS = "80%,60%,40%"
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
     """Adds the options."""
     add_model(parser, batch=False)
+    compare_pipeline.prepare_parser(parser)
     parser.add_argument("--batch", type=whole_numbers, default=(8,), metavar="N,N,...", help="batch sizes (default: 8)")
     parser.add_argument(
         "--size", type=whole_numbers, metavar="N,N,...", help="heights and widths of images, or tokens of sequences"
@@ -54,6 +57,8 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compares; does not fit only if nothing does."""
+    if args.model == "pipeline":
+        return compare_pipeline.run(args)
     from memfit.comparison import compare
     from memfit.report.progress import progress_bars
 

@@ -194,7 +194,7 @@ def equal_layers(
         for parameter in model.parameters():  # means of equal micro-batches
             if parameter.grad is not None:
                 parameter.grad.div_(num_microbatches)
-        passes.loss = float(torch.stack(losses).mean())
+        passes.loss = float(torch.stack(losses).mean().detach())
         return passes
 
     return step

@@ -26,7 +26,7 @@ from memfit.pipelining.baselines import Passes
 from memfit.pipelining.pipeline import Pipeline
 from memfit.runtime.measure import measure
 
-__all__ = ["SYSTEMS", "Cell", "PipelineRow", "compare_cell"]
+__all__ = ["SYSTEMS", "Cell", "PipelineComparison", "PipelineRow", "compare_cell"]
 
 log = logging.getLogger(__name__)
 
@@ -74,8 +74,32 @@ class PipelineRow:
     note: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineComparison:
+    """All rows.
+
+    Attributes:
+        label: the model and its batch.
+        rows: in the order in which they were measured.
+    """
+
+    label: str
+    rows: tuple[PipelineRow, ...]
+
+    def ratios(self) -> list[float]:
+        """For each cell memfit's samples a second over the best of the others'."""
+        of: dict[Cell, dict[str, float]] = {}
+        for row in self.rows:
+            of.setdefault(row.cell, {})[row.system] = row.samples_per_second
+        return [
+            cell["memfit"] / max(rate for system, rate in cell.items() if system != "memfit")
+            for cell in of.values()
+            if "memfit" in cell and len(cell) > 1
+        ]
+
+
 def compare_cell(
-    make: Callable[[], tuple[nn.Module, torch.Tensor, torch.Tensor, Callable[[Any, Any], torch.Tensor]]],
+    make: Callable[[], Any],
     cell: Cell,
     *,
     systems: Sequence[str] = SYSTEMS,
@@ -85,7 +109,7 @@ def compare_cell(
     """Runs the systems of one cell.
 
     Args:
-        make: a model with its input, target and loss, always the same.
+        make: gives a model with its input, target and loss, always the same.
         cell: stages, micro-batches, checkpointing.
         systems: which of `SYSTEMS`.
         repeats: timed steps of each, in turns.

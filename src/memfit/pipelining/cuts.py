@@ -4,7 +4,8 @@ A cut is a place between two calls. Every tensor made before it and read after i
 further down is handed on by the stages between (the engine sends to the next stage only). Tensors made of nothing but
 constants, such as positions or a causal mask, do not cross: each stage that reads one makes it.
 
-A place is no cut where that would not be exact or not be possible: inside `no_grad` or autocast, where something that
+A place is no cut where that would not be exact or not be possible: inside `no_grad` or autocast, where the gradient of
+something that crosses is laid out differently in memory than itself (kernels look at that), where something that
 crosses is no tensor, is not dense in memory, or shares memory with a tensor that is written over later.
 """
 
@@ -47,6 +48,7 @@ def find_cuts(forward: ForwardGraph) -> list[Cut]:
     last_read = {node: max((place.get(u, len(calls)) for u in node.users), default=-1) for node in calls}
     written_over = _written_over(calls)
     closed = _closed(calls)
+    turned = _turned_gradients(forward)
     cuts = []
     alive: list[fx.Node] = []
     for position in range(1, len(calls)):
@@ -55,7 +57,7 @@ def find_cuts(forward: ForwardGraph) -> list[Cut]:
             alive.append(made)
         alive = [node for node in alive if last_read[node] >= position]
         values: list[Any] = [node.meta.get("example_value") for node in alive]
-        if closed[position] or not all(_can_cross(value) for value in values):
+        if closed[position] or not turned.isdisjoint(alive) or not all(_can_cross(value) for value in values):
             continue
         if any(written_over.get(value.untyped_storage()._cdata, -1) >= position for value in values):
             continue
@@ -76,6 +78,26 @@ def constant_calls(forward: ForwardGraph) -> frozenset[fx.Node]:
     # What is written over is not the same for every reader.
     shared = _written_over(forward.calls)
     return frozenset(n for n in constant if n.meta["example_value"].untyped_storage()._cdata not in shared)
+
+
+def _turned_gradients(forward: ForwardGraph) -> frozenset[fx.Node]:
+    """Calls of which the gradient of the result is laid out in memory in another way than the result.
+
+    Dynamo's fake tensors know how they were made, so a fake backward pass tells.
+    """
+    loss = forward.loss.meta["example_value"]
+    made = {node: node.meta.get("example_value") for node in forward.calls}
+    values = {n: v for n, v in made.items() if isinstance(v, torch.Tensor) and v.requires_grad}
+    gradients = torch.autograd.grad(loss, list(values.values()), allow_unused=True, retain_graph=True)
+    return frozenset(
+        node
+        for (node, value), gradient in zip(values.items(), gradients, strict=True)
+        if gradient is not None and _strides(gradient) != _strides(value)
+    )
+
+
+def _strides(tensor: torch.Tensor) -> list[int]:
+    return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
 
 
 def _is_random(node: fx.Node) -> bool:

@@ -16,11 +16,11 @@ from typing import Any, cast
 
 import torch
 from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from memfit.capture.trace import capture_step
 from memfit.errors import CaptureError
 from memfit.pipelining.forward_graph import ForwardGraph
-from memfit.pipelining.stages import cut_into_stages, example_inputs
+from memfit.pipelining.stages import cut_into_stages
 
 __all__ = ["LossReading", "Normaliser", "loss_normalisers", "loss_shares", "read_loss", "weights_of"]
 
@@ -251,39 +251,42 @@ class LossReading:
     Attributes:
         normalisers: what it divides by; None for a sum.
         names: for each leaf of the inputs its placeholder in the graph of the loss.
+        states: the model's tensors, by their placeholders.
     """
 
     normalisers: list[Normaliser] | None
     names: Mapping[int, str]
+    states: Mapping[str, torch.Tensor]
 
 
-def read_loss(forward: ForwardGraph, leaves: Sequence[Any], device: torch.device) -> LossReading:
+def read_loss(forward: ForwardGraph, leaves: Sequence[Any]) -> LossReading:
     """Reads what the loss of a model divides by.
 
     Args:
         forward: the model and its loss, traced on one micro-batch.
         leaves: the inputs of that micro-batch.
-        device: of the model.
 
     Raises:
         CaptureError: if the loss is no sum and no mean over samples.
     """
     (whole,) = cut_into_stages(forward, [])
-    capture = capture_step(whole.module, example_inputs(whole, leaves, device), {})
-    (piece,) = capture.pieces.pieces
-    graph = piece.reading.module.graph
-    placeholders = list(graph.find_nodes(op="placeholder"))
-    own = whole.module.names
+    own = [getattr(whole.module, name) for name in whole.module.names]
+    operands = [*own, *(leaves[place] for place in whole.leaves)]
+    traced = make_fx(whole.module.calls, tracing_mode="fake", _allow_non_fake_inputs=True)(*operands)
+    placeholders = list(traced.graph.find_nodes(op="placeholder"))
     names = {leaf: placeholders[len(own) + place].name for place, leaf in enumerate(whole.leaves)}
-    trained = frozenset(
-        placeholders[place].name for place, name in enumerate(own) if getattr(whole.module, name).requires_grad
+    trained = frozenset(node.name for node, tensor in zip(placeholders, own, strict=False) if tensor.requires_grad)
+    return LossReading(
+        normalisers=loss_normalisers(traced.graph, frozenset(names.values()), trained),
+        names=names,
+        states={node.name: tensor for node, tensor in zip(placeholders, own, strict=False)},
     )
-    return LossReading(normalisers=loss_normalisers(graph, frozenset(names.values()), trained), names=names)
 
 
 def loss_shares(losses: Sequence[LossReading], parts: Sequence[Sequence[Any]], sizes: Sequence[int]) -> list[float]:
     """What the loss of each micro-batch counts; see `weights_of`."""
     operands = [
-        {name: part[place] for place, name in loss.names.items()} for loss, part in zip(losses, parts, strict=True)
+        {**loss.states, **{name: part[place] for place, name in loss.names.items()}}
+        for loss, part in zip(losses, parts, strict=True)
     ]
     return weights_of([loss.normalisers for loss in losses], operands, sizes)

@@ -162,7 +162,7 @@ def _check_samples(
         return loss_of(model, args, kwargs, target, loss_fn)
 
     args, kwargs, target = spec.unflatten(halves[0])
-    reading = read_loss(capture_forward(model, args, kwargs, target, loss_fn), halves[0], device)
+    reading = read_loss(capture_forward(model, args, kwargs, target, loss_fn), halves[0])
     shares = loss_shares([reading, reading], halves, [half, half])
     check_halves(
         model,

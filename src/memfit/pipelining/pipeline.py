@@ -157,8 +157,8 @@ class Pipeline:
         prepared.shared.begin(self.model)
         losses = step_microbatches(prepared.engine, list(prepared.stages.values()), parts, weights)
         loss = torch.stack(losses).sum() if losses else torch.zeros((), device=self._device)
+        prepared.shared.add_gradients(self.model)
         if processes.world_size() > 1:
-            prepared.shared.add_gradients(self.model)
             loss = self._tell_loss(prepared, loss)
         return loss
 
@@ -227,7 +227,7 @@ class Pipeline:
         schedule = plan.schedule
         if alone:
             schedule = on_one_device(schedule, plan.times())
-        losses = [read_loss(forward, part, self._device) for forward, part in forwards]
+        losses = [read_loss(forward, part) for forward, part in forwards]
         return _Prepared(
             plan=plan,
             stages=stages,

@@ -26,24 +26,25 @@ class SharedStates:
 
     Attributes:
         holders: for each parameter and buffer that a stage uses the processes of those stages, in the order of stages.
-        before: gradients of shared parameters from before the step under way.
+        several: names of those that several stages use.
+        before: their gradients from before the step under way.
     """
 
     holders: Mapping[str, tuple[int, ...]]
+    several: frozenset[str] = frozenset()
     before: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def begin(self, model: nn.Module) -> None:
-        """Sets gradients of shared parameters aside, so that only those of this step are added over processes."""
-        if processes.world_size() == 1:
-            return
+        """Sets gradients of shared parameters aside: what stages add up is that of this step alone."""
         for name, parameter in self._shared(model):
             if parameter.grad is not None:
                 self.before[name], parameter.grad = parameter.grad, None
 
     def add_gradients(self, model: nn.Module) -> None:
-        """Adds this step's gradients of shared parameters over the processes that hold them."""
+        """Adds this step's gradients of shared parameters over the processes that hold them, and those before it."""
         for name, parameter in self._shared(model):
-            self._add(parameter, self.holders[name])
+            if len(self.holders[name]) > 1 and processes.world_size() > 1:
+                self._add(parameter, self.holders[name])
             before = self.before.pop(name, None)
             if before is not None:
                 parameter.grad = before.add_(parameter.grad) if parameter.grad is not None else before
@@ -106,13 +107,14 @@ class SharedStates:
                     tensor.copy_(state[key])
 
     def _shared(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-        """Parameters that this process and others hold."""
+        """Parameters that several stages use, one of this process among them."""
+        here = processes.rank()
         return [
             (name, parameter)
             for name, parameter in model.named_parameters()
             if parameter.requires_grad
-            and len(self.holders.get(name, ())) > 1
-            and processes.rank() in self.holders[name]
+            and name in self.several
+            and (here in self.holders[name] or processes.world_size() == 1)
         ]
 
     def _add(self, parameter: nn.Parameter, holders: Sequence[int]) -> None:
@@ -137,7 +139,11 @@ def share_out(stages: Sequence[Stage], device_of: Mapping[int, int]) -> SharedSt
     for stage in stages:
         for name in stage.states:
             holders.setdefault(name, {})[device_of[stage.index]] = None
-    return SharedStates(holders={name: tuple(devices) for name, devices in holders.items()})
+    uses = [name for stage in stages for name in stage.states]
+    return SharedStates(
+        holders={name: tuple(devices) for name, devices in holders.items()},
+        several=frozenset(name for name in holders if uses.count(name) > 1),
+    )
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -1,8 +1,10 @@
 """Cuts a forward graph into stages: modules that take what crosses one cut and return what crosses the next.
 
-A stage shares the model's own parameters and buffers, under their names in the model, so an optimizer or a `state_dict`
-of the model goes on working. Stages read the step's inputs themselves; only what the model computes crosses. A tensor
-that only passes through a stage is not given to its module: the engine hands it on.
+A stage shares the model's own parameters and buffers, under their names in the model, so an optimizer or a
+`state_dict` of the model goes on working. Stages read the step's inputs themselves; only what the model computes
+crosses. A tensor that only passes through a stage is not given to its module: the engine hands it on. One that is read
+and passes through is copied by the module, as its last call, so that gradients from further down are the first to be
+added, as they would be.
 """
 
 from __future__ import annotations
@@ -131,7 +133,12 @@ def _stage(
         copies[node].meta = dict(node.meta)
     for node in needed:
         copies[node] = graph.node_copy(node, copies.__getitem__)
-    handed_on = [None if node in copies and node in made else arriving.index(node) for node in leaving]
+    for place in taken:
+        if arriving[place] in leaving:
+            value = arriving[place].meta["example_value"]
+            copies[arriving[place]] = graph.call_method("clone", (copies[arriving[place]],))
+            copies[arriving[place]].meta = {**arriving[place].meta, "example_value": value.clone()}
+    handed_on = [None if node in copies else arriving.index(node) for node in leaving]
     results = [copies[node] for node, place in zip(leaving, handed_on, strict=True) if place is None]
     graph.output(tuple(results))
     return Stage(

@@ -16,6 +16,7 @@ from typing import Any
 
 from memfit.comparison import BatchSize, Comparison, Row
 from memfit.estimation import Estimate
+from memfit.pipelining.comparison import PipelineComparison
 from memfit.plans import Plan
 from memfit.size_search import LargestSize
 from memfit.verification import Verification
@@ -222,6 +223,32 @@ def _(result: LargestSize) -> Record:
         "measured_peak_bytes": result.measured_peak_bytes,
         "overhead_predicted_percent": _percent(result.overhead),
     }
+
+
+@records.register
+def _(result: PipelineComparison) -> list[Record]:
+    return [
+        {
+            "num_stages": row.cell.num_stages,
+            "num_microbatches": row.cell.num_microbatches,
+            "checkpointed": row.cell.checkpointed,
+            "system": row.system,
+            "peak_activation_bytes": row.activation_bytes,
+            "total_bytes": row.total_bytes,
+            "forward_seconds": row.forward_seconds,
+            "backward_seconds": row.backward_seconds,
+            "samples_per_second": row.samples_per_second,
+            "peak_bytes_per_stage": " ".join(map(str, row.stage_bytes)),
+            "loss": row.loss,
+            "note": row.note,
+        }
+        for row in result.rows
+    ]
+
+
+@summary.register
+def _(result: PipelineComparison) -> Record:
+    return {"kind": "pipelines", "label": result.label, "ratios": result.ratios()}
 
 
 @records.register

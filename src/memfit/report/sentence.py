@@ -6,6 +6,7 @@ from functools import singledispatch
 
 from memfit.comparison import BatchSize, Comparison, Row
 from memfit.estimation import Estimate
+from memfit.pipelining.comparison import PipelineComparison
 from memfit.plans import Plan
 from memfit.size_search import LargestSize
 from memfit.units import format_bytes, format_percent
@@ -43,6 +44,17 @@ def _(result: BatchSize) -> str:
     return (
         f"Fits: batch {result.planned} ({against}), {format_bytes(result.predicted_peak_bytes)} predicted{measured}, "
         f"of {format_bytes(result.budget_bytes)}; {format_percent(result.overhead)} step time predicted."
+    )
+
+
+@sentence.register
+def _(result: PipelineComparison) -> str:
+    ratios = result.ratios()
+    if not ratios:
+        return f"{len(result.rows)} rows measured."
+    return (
+        f"memfit over the best other system, samples a second measured: {min(ratios):.2f} to {max(ratios):.2f} in "
+        f"{len(ratios)} cells, {sum(ratio >= 1.0 for ratio in ratios)} of them at least 1."
     )
 
 

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from memfit.comparison import BatchSize, Comparison, Row
 from memfit.estimation import Estimate
+from memfit.pipelining.comparison import PipelineComparison
 from memfit.plans import Plan
 from memfit.report.records import csv_text, json_text
 from memfit.size_search import LargestSize
@@ -209,6 +210,37 @@ def _(result: LargestSize) -> list[Sheet]:
             headers=("size", "plain peak predicted", "least budget predicted", ""),
             rows=rows,
             left=frozenset({3}),
+        )
+    ]
+
+
+@sheets.register
+def _(result: PipelineComparison) -> list[Sheet]:
+    rows = tuple(
+        (
+            str(row.cell.num_stages),
+            str(row.cell.num_microbatches),
+            "on" if row.cell.checkpointed else "off",
+            row.system,
+            format_bytes(row.activation_bytes),
+            format_bytes(row.total_bytes),
+            " ".join(map(format_bytes, row.stage_bytes)),
+            f"{row.forward_seconds:.3f}",
+            f"{row.backward_seconds:.3f}",
+            f"{row.samples_per_second:.1f}",
+            row.note,
+        )
+        for row in result.rows
+    )
+    last = frozenset(place for place, row in enumerate(result.rows[:-1]) if row.cell != result.rows[place + 1].cell)
+    headers = ("K", "M", "checkpoint", "system", "activations", "total", "peak of each stage (predicted)")
+    return [
+        Sheet(
+            title=f"pipelines  {result.label} · measured, all stages in one process",
+            headers=(*headers, "forward s", "backward s", "samples/s", "how"),
+            rows=rows,
+            left=frozenset({2, 3, 6, 10}),
+            rules=last,
         )
     ]
 

@@ -1,0 +1,122 @@
+"""Steps that pipelines are tried on: a model, its inputs, its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from memfit.zoo.gpt import GPT
+from tests import models
+
+__all__ = ["CASES", "Case", "gradients", "plain_step"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is trained."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    target: Any = None
+    loss_fn: Callable[..., Tensor] | None = None
+
+
+def tokens_loss(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def gpt(batch: int, dtype: torch.dtype, *, dropout: float = 0.0, tied: bool = True) -> Case:
+    model = GPT(layers=3, width=32, heads=2, positions=12, vocabulary=40, dropout=dropout, tied=tied).to(dtype)
+    x, y = torch.randint(40, (2, batch, 12))
+    return Case(model=model, args=(x,), target=y, loss_fn=tokens_loss)
+
+
+def some_ignored(batch: int, dtype: torch.dtype) -> Case:
+    case = gpt(batch, dtype)
+    target = case.target.clone()
+    target[torch.rand(target.shape) < 0.4] = -100
+    weight = torch.rand(40, dtype=dtype) + 0.5
+    loss = nn.CrossEntropyLoss(weight=weight, label_smoothing=0.0)
+    return Case(
+        model=case.model, args=case.args, target=target, loss_fn=lambda o, t: loss(o.flatten(0, 1), t.flatten())
+    )
+
+
+def own_loss(batch: int, dtype: torch.dtype) -> Case:
+    """The loss inside, a keyword input, tied weights."""
+    x, y = torch.randint(50, (2, batch, 9))
+    model = models.Tied().to(dtype)
+    model.drop.p = 0.0
+    return Case(model=model, args=(x,), kwargs={"labels": y})
+
+
+def masked(batch: int, dtype: torch.dtype) -> Case:
+    """Constant masks in every layer, one output, no target."""
+    model = models.Masked()
+    model.drop.p = 0.0
+    return Case(
+        model=model.to(dtype), args=(torch.randn(batch, 7, 32, dtype=dtype),), loss_fn=lambda o: o.square().sum()
+    )
+
+
+def images(batch: int, dtype: torch.dtype) -> Case:
+    """Slices, another memory format, frozen weights."""
+    model = models.Layouts().to(dtype)
+    model.left_conv.requires_grad_(False)
+    x, y = torch.randn(batch, 3, 12, 12, dtype=dtype), torch.randint(5, (batch,))
+    return Case(model=model, args=(x,), target=y, loss_fn=functional.cross_entropy)
+
+
+class Skips(nn.Module):
+    """Tensors that are read again several stages later, and one that is used three times."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(8))
+        self.gate = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        first = torch.tanh(self.layers[0](x))
+        y = first
+        for layer in self.layers[1:4]:
+            y = torch.tanh(layer(y))
+        z = y * self.gate + first
+        for layer in self.layers[4:]:
+            z = torch.sigmoid(layer(z)) + first
+        return z * self.gate, y
+
+
+def skips(batch: int, dtype: torch.dtype) -> Case:
+    def loss(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+        return functional.mse_loss(output[0], target) + 0.1 * output[1].abs().mean()
+
+    x, y = torch.randn(2, batch, 16, dtype=dtype)
+    return Case(model=Skips().to(dtype), args=(x,), target=y, loss_fn=loss)
+
+
+CASES = {"gpt": gpt, "ignored": some_ignored, "own": own_loss, "masked": masked, "images": images, "skips": skips}
+
+
+def plain_step(case: Case) -> Tensor:
+    """The unpipelined step; gradients stay in the model."""
+    output = case.model(*case.args, **case.kwargs)
+    if case.loss_fn is None:
+        loss = output["loss"]
+    else:
+        loss = case.loss_fn(output) if case.target is None else case.loss_fn(output, case.target)
+    loss.backward()
+    return loss.detach()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    """The gradients of a model, which loses them."""
+    found = {name: p.grad for name, p in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = None
+    return found

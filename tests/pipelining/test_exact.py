@@ -1,0 +1,213 @@
+"""Gradients of a pipeline are those of the unpipelined step: bitwise with one micro-batch, else up to rounding."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+import memfit
+from memfit.errors import CaptureError
+from memfit.pipelining.cuts import find_cuts
+from memfit.pipelining.engine_stage import EngineStage
+from memfit.pipelining.forward_graph import capture_forward, flatten_inputs
+from memfit.pipelining.pipeline import Pipeline
+from memfit.pipelining.stages import cut_into_stages
+from tests import models
+from tests.pipelining.models import CASES, Case, gpt, gradients, plain_step
+
+_RELATIVE = 1e-12
+
+
+def piped(case: Case, **options: object) -> Pipeline:
+    options = {"prove": False, **options}
+    return memfit.pipeline(
+        case.model,
+        case.args,
+        case.kwargs,
+        target=case.target,
+        loss_fn=case.loss_fn,
+        **options,  # type: ignore[arg-type]
+    )
+
+
+def step(pipe: Pipeline, case: Case) -> torch.Tensor:
+    return pipe.step(*case.args, target=case.target, **case.kwargs)
+
+
+def assert_near(case: Case, expected: dict[str, torch.Tensor | None]) -> None:
+    for name, parameter in case.model.named_parameters():
+        if expected[name] is None:
+            assert parameter.grad is None, name
+            continue
+        scale = expected[name].abs().max()
+        assert (parameter.grad - expected[name]).abs().max() <= _RELATIVE * scale, name
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", CASES)
+def test_one_micro_batch_gives_the_same_bits(name: str) -> None:
+    torch.manual_seed(0)
+    case = CASES[name](4, torch.float32)
+    plain = plain_step(case)
+    expected = gradients(case.model)
+    pipe = piped(case, num_stages=3, num_microbatches=1)
+    for _ in range(2):  # gradients are added to what is there
+        assert torch.equal(step(pipe, case), plain)
+    for key, parameter in case.model.named_parameters():
+        twice = None if expected[key] is None else expected[key] + expected[key]
+        assert parameter.grad is None if twice is None else torch.equal(parameter.grad, twice), key
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("stages", "microbatches", "schedule"), [(1, 3, "1f1b"), (2, 4, "auto"), (3, 2, "gpipe")])
+def test_micro_batches_add_up(name: str, stages: int, microbatches: int, schedule: str) -> None:
+    torch.manual_seed(1)
+    case = CASES[name](10, torch.float64)  # 4 + 4 + 2, or 3 + 3 + 3 + 1, or 5 + 5
+    plain = plain_step(case)
+    expected = gradients(case.model)
+    pipe = piped(case, num_stages=stages, num_microbatches=microbatches, schedule=schedule)
+    torch.testing.assert_close(step(pipe, case), plain, rtol=_RELATIVE, atol=0)
+    assert_near(case, expected)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always", "except_last"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b"])
+def test_policies_and_schedules_change_no_gradient(checkpoint: str, schedule: str) -> None:
+    torch.manual_seed(2)
+    case = gpt(8, torch.float64)
+    plain_step(case)
+    expected = gradients(case.model)
+    pipe = piped(case, num_stages=2, num_microbatches=4, checkpoint=checkpoint, schedule=schedule)
+    step(pipe, case)
+    assert_near(case, expected)
+    again = [stage.again_seconds for stage in pipe.plan.stages]
+    assert any(again) == (checkpoint != "never")
+
+
+def test_dropout_is_that_of_the_unpipelined_step() -> None:
+    torch.manual_seed(3)
+    case = gpt(4, torch.float32, dropout=0.2)
+    state = torch.get_rng_state()
+    plain = plain_step(case)
+    after = torch.rand(3)
+    expected = gradients(case.model)
+    pipe = piped(case, num_stages=3, num_microbatches=1, checkpoint="always")
+    torch.set_rng_state(state)
+    assert torch.equal(step(pipe, case), plain)
+    assert torch.equal(torch.rand(3), after)
+    for name, parameter in case.model.named_parameters():
+        assert torch.equal(parameter.grad, expected[name]), name
+
+
+def test_dropout_of_a_micro_batch_depends_on_nothing_but_its_number() -> None:
+    torch.manual_seed(4)
+    case = gpt(8, torch.float64, dropout=0.2)
+    found = []
+    for stages, schedule, checkpoint in ((1, "1f1b", "never"), (2, "gpipe", "always"), (4, "1f1b", "except_last")):
+        pipe = piped(case, num_stages=stages, num_microbatches=4, schedule=schedule, checkpoint=checkpoint)
+        torch.manual_seed(9)
+        step(pipe, case)
+        found.append(gradients(case.model))
+    for other in found[1:]:
+        for name, gradient in found[0].items():
+            torch.testing.assert_close(other[name], gradient, rtol=1e-10, atol=1e-14)
+
+
+def test_any_cut_gives_the_same_bits() -> None:
+    torch.manual_seed(5)
+    case = CASES["skips"](3, torch.float32)
+    plain = plain_step(case)
+    expected = gradients(case.model)
+    forward = capture_forward(case.model, case.args, case.kwargs, case.target, case.loss_fn)
+    leaves, _ = flatten_inputs(case.args, case.kwargs, case.target)
+    pick = random.Random(0)
+    cuts = find_cuts(forward)
+    pipe = piped(case, num_stages=1, num_microbatches=1)
+    step(pipe, case)
+    gradients(case.model)  # the pipeline has made a process group
+    for _ in range(6):
+        chosen = sorted(pick.sample(cuts, 4), key=lambda cut: cut.position)
+        parts = cut_into_stages(forward, chosen)
+        device = torch.device("cpu")
+        stages = [EngineStage([(part, part.module)], len(parts), device) for part in parts]
+        assert torch.equal(run(stages, leaves), plain)
+        for name, parameter in case.model.named_parameters():
+            assert torch.equal(parameter.grad, expected[name]), (name, [cut.position for cut in chosen])
+        gradients(case.model)
+
+
+def run(stages: list[EngineStage], leaves: list[object]) -> torch.Tensor:
+    """One micro-batch through stages in this process, forward and back."""
+    for stage in stages:
+        stage.has_backward = True
+    for stage in stages:
+        left = stage.forward_one_chunk(0, tuple(leaves))
+        if not stage.is_last:
+            stages[stage.stage_index + 1].set_local_fwd_input(left, 0)
+    for stage in reversed(stages):
+        stage.backward_one_chunk(0, loss=left if stage.is_last else None)
+        if not stage.is_first:
+            stages[stage.stage_index - 1].set_local_bwd_input(stage.get_local_bwd_output(0), 0)
+    return left.detach()
+
+
+def test_a_new_batch_size_is_planned_anew() -> None:
+    torch.manual_seed(6)
+    case, other = gpt(8, torch.float64), gpt(6, torch.float64)
+    other = Case(model=case.model, args=other.args, target=other.target, loss_fn=case.loss_fn)
+    pipe = piped(case, num_stages=2, num_microbatches=2)
+    plain_step(other)
+    expected = gradients(case.model)
+    step(pipe, other)
+    assert_near(other, expected)
+    assert pipe.plan.sizes == (3, 3)
+
+
+def mean_of(model: torch.nn.Module, *shape: int) -> Case:
+    return Case(model=model, args=(torch.randn(4, *shape),), loss_fn=lambda output: output.mean())
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: mean_of(models.Residual(), 3, 8, 8), "blocks.0.1"),
+        (lambda: mean_of(models.Broken(), 16), "one graph"),
+        (lambda: mean_of(models.Frozen(), 16), "not independent"),
+        (
+            lambda: Case(
+                model=torch.nn.Linear(4, 4), args=(torch.randn(4, 4),), loss_fn=lambda o: (o @ o.T).logsumexp(1).mean()
+            ),
+            "not independent",
+        ),
+        (lambda: Case(model=torch.nn.Linear(4, 4), args=(torch.randn(4, 4),), loss_fn=lambda o: o.mean().exp()), "exp"),
+        (lambda: Case(model=torch.nn.Linear(4, 4), args=(torch.randn(4, 4),)), "scalar loss"),
+    ],
+)
+def test_what_would_train_to_something_else_is_refused(make, told: str) -> None:
+    case = make()
+    before = {name: tensor.clone() for name, tensor in case.model.state_dict().items()}
+    with pytest.raises(CaptureError, match=told):
+        piped(case, num_stages=2, num_microbatches=2)
+    for name, tensor in case.model.state_dict().items():
+        assert torch.equal(tensor, before[name])
+    assert all(p.grad is None for p in case.model.parameters())
+
+
+def test_batch_norm_by_micro_batches_is_a_choice() -> None:
+    torch.manual_seed(7)
+    case = Case(
+        model=models.Residual().double(), args=(torch.randn(4, 3, 8, 8).double(),), loss_fn=lambda o: o.square().mean()
+    )
+    expected = {name: torch.zeros_like(p) for name, p in case.model.named_parameters()}
+    twin = models.Residual().double()
+    twin.load_state_dict(case.model.state_dict())
+    for half in case.args[0].split(2):
+        (case.loss_fn(twin(half)) / 2).backward()
+    expected = gradients(twin)
+    pipe = piped(case, num_stages=2, num_microbatches=2, batch_norm="per-microbatch")
+    step(pipe, case)
+    assert_near(case, expected)
+    for name, buffer in case.model.named_buffers():
+        torch.testing.assert_close(buffer, dict(twin.named_buffers())[name])

@@ -1,0 +1,67 @@
+"""What the loss of a micro-batch counts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from memfit.errors import CaptureError
+from memfit.pipelining.forward_graph import capture_forward
+from memfit.pipelining.loss_weights import loss_shares, read_loss
+
+CROSS_ENTROPY = functional.cross_entropy
+LOSSES = {
+    "mean": lambda o, t: CROSS_ENTROPY(o, t),
+    "sum": lambda o, t: CROSS_ENTROPY(o, t, reduction="sum"),
+    "smoothed": lambda o, t: CROSS_ENTROPY(o, t, label_smoothing=0.1),
+    "own mean": lambda o, t: CROSS_ENTROPY(o, t, reduction="none").mean(),
+    "own count": lambda o, t: CROSS_ENTROPY(o, t, reduction="sum") / (t != -100).sum(),
+    "scaled": lambda o, t: 0.5 * CROSS_ENTROPY(o, t) + CROSS_ENTROPY(2 * o, t) / 3,
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_of_parts_add_up_to_that_of_the_whole(name: str) -> None:
+    torch.manual_seed(0)
+    model, loss_fn = torch.nn.Linear(6, 5).double(), LOSSES[name]
+    x, target = torch.randn(9, 6).double(), torch.randint(5, (9,))
+    if name in ("mean", "sum", "own count", "scaled"):
+        target[[0, 1, 5]] = -100
+    parts = [(x[:6], target[:6]), (x[6:], target[6:])]
+    readings = [read_loss(capture_forward(model, (a,), {}, b, loss_fn), [a, b]) for a, b in parts]
+    shares = loss_shares(readings, parts, [6, 3])
+    whole = loss_fn(model(x), target)
+    together = sum(share * loss_fn(model(a), b) for share, (a, b) in zip(shares, parts, strict=True))
+    torch.testing.assert_close(together, whole, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "told"),
+    [
+        (lambda o, t: CROSS_ENTROPY(o, t).sqrt(), "sqrt"),
+        (lambda o, t: CROSS_ENTROPY(o, t) + o.square().sum(), "adds a mean"),
+        (lambda o, t: o.square().sum() / o.detach().abs().sum(), "div"),
+    ],
+)
+def test_other_losses_are_refused(loss_fn, told: str) -> None:
+    model, x, t = torch.nn.Linear(6, 5), torch.randn(4, 6), torch.randint(5, (4,))
+    with pytest.raises(CaptureError, match=told):
+        read_loss(capture_forward(model, (x,), {}, t, loss_fn), [x, t])
+
+
+def test_parts_without_any_target_and_unlike_means_are_refused() -> None:
+    model, x, t = torch.nn.Linear(6, 5), torch.randn(4, 6), torch.randint(5, (4,))
+
+    def shares(loss_fn, target):
+        parts = [(x[:2], target[:2]), (x[2:], target[2:])]
+        readings = [read_loss(capture_forward(model, (a,), {}, b, loss_fn), [a, b]) for a, b in parts]
+        return loss_shares(readings, parts, [2, 2])
+
+    ignored = t.clone()
+    ignored[:2] = -100
+    with pytest.raises(CaptureError, match="micro-batch 0 has no target"):
+        shares(CROSS_ENTROPY, ignored)
+    ignored[1] = 0
+    with pytest.raises(CaptureError, match="different numbers of things"):
+        shares(lambda o, t: CROSS_ENTROPY(o, t) + o.square().mean(), ignored)

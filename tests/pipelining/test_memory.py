@@ -1,0 +1,83 @@
+"""Predicted, measured and asked: what each device of a pipeline takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import memfit
+from memfit.errors import BudgetError, SpecError
+from memfit.zoo.gpt import GPT
+from tests.pipelining.models import Case, gradients, plain_step, tokens_loss
+
+
+def wide(batch: int) -> Case:
+    model = GPT(layers=4, width=64, heads=2, positions=32, vocabulary=200, dropout=0.0, tied=False).double()
+    x, y = torch.randint(200, (2, batch, 32))
+    return Case(model=model, args=(x,), target=y, loss_fn=tokens_loss)
+
+
+def plan(case: Case, **options: object) -> memfit.Pipeline:
+    return memfit.pipeline(case.model, case.args, target=case.target, loss_fn=case.loss_fn, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "schedule"), [(2, 4, "1f1b"), (3, 3, "gpipe"), (2, 4, "interleaved-1f1b")]
+)
+def test_devices_take_what_is_predicted(stages: int, microbatches: int, schedule: str) -> None:
+    torch.manual_seed(0)
+    case = wide(16)
+    optimizer = torch.optim.Adam(case.model.parameters())
+    made = plan(case, num_stages=stages, num_microbatches=microbatches, schedule=schedule, optimizer=optimizer).plan
+    for predicted, measured in zip(made.peak_bytes, made.measured_peak_bytes, strict=True):
+        assert measured == pytest.approx(predicted, rel=0.02)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_budget_is_kept_and_gradients_stay(schedule: str) -> None:
+    torch.manual_seed(1)
+    case = wide(16)
+    plain_step(case)
+    expected = gradients(case.model)
+    free = plan(case, num_stages=2, num_microbatches=4, schedule=schedule, prove=False).plan
+    budget = int(0.8 * max(free.peak_bytes))
+    pipe = plan(case, num_stages=2, num_microbatches=4, schedule=schedule, budget_per_device=budget)
+    assert max(pipe.plan.measured_peak_bytes) <= budget
+    assert any(stage.again_seconds for stage in pipe.plan.stages)
+    pipe.step(*case.args, target=case.target)
+    for name, parameter in case.model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-11, atol=1e-15)
+
+
+def test_one_f_one_b_holds_less_than_gpipe() -> None:
+    case = wide(16)
+    peaks = [
+        plan(case, num_stages=2, num_microbatches=8, schedule=schedule, prove=False).plan.peak_bytes
+        for schedule in ("1f1b", "gpipe")
+    ]
+    assert max(peaks[0]) < 0.8 * max(peaks[1])
+
+
+def test_too_little_memory_is_told_and_nothing_is_lost() -> None:
+    case = wide(4)
+    before = {name: tensor.clone() for name, tensor in case.model.state_dict().items()}
+    with pytest.raises(BudgetError) as told:
+        plan(case, num_stages=2, num_microbatches=2, budget_per_device="300KiB")
+    assert told.value.least_bytes > 300 << 10
+    assert all(torch.equal(tensor, before[name]) for name, tensor in case.model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"num_stages": 0, "num_microbatches": 1}, "at least 1"),
+        ({"num_stages": 2, "num_microbatches": 99}, "99 micro-batches"),
+        ({"num_stages": 2, "num_microbatches": 2, "schedule": "gpip"}, "unknown schedule"),
+        ({"num_stages": 2, "num_microbatches": 2, "checkpoint": "some"}, "unknown checkpoint policy"),
+        ({"num_stages": 2, "num_microbatches": 2, "batch_norm": "some"}, "batch_norm is one of"),
+        ({"num_stages": 500, "num_microbatches": 2}, "can be cut into"),
+    ],
+)
+def test_bad_arguments_are_told(options: dict[str, object], told: str) -> None:
+    with pytest.raises(SpecError, match=told):
+        plan(wide(4), **options)

@@ -1,0 +1,161 @@
+"""Several processes with gloo: the same training, shared weights, checkpoints between numbers of stages, failures."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import memfit
+from memfit.errors import CaptureError, PipelineError
+from memfit.pipelining import engine_stage
+from tests.pipelining.models import Case, gpt
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
+
+
+def start(rank: int, body: Callable[..., None], world: int, rendezvous: str, args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.FileStore(rendezvous, world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    try:
+        body(rank, world, *args)
+    except BaseException:
+        traceback.print_exc(file=sys.stderr)
+        raise
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def run(body: Callable[..., None], world: int, folder: Path, *args: Any) -> None:
+    mp.spawn(start, args=(body, world, str(folder / "rendezvous"), args), nprocs=world, join=True)
+
+
+def case(dropout: float, dtype: torch.dtype) -> Case:
+    torch.manual_seed(0)
+    return gpt(8, dtype, dropout=dropout)
+
+
+def make(made: Case, world: int, **options: Any) -> memfit.Pipeline:
+    return memfit.pipeline(
+        *(made.model, made.args),
+        target=made.target,
+        loss_fn=made.loss_fn,
+        num_stages=world,
+        search_seconds=0.1,
+        prove=False,
+        **options,
+    )
+
+
+def trains_alike(rank: int, world: int, microbatches: int, schedule: str, dropout: float) -> None:
+    dtype = torch.float32 if microbatches == 1 else torch.float64
+    ours, plain = case(dropout, dtype), case(dropout, dtype)
+    optimizers = [torch.optim.Adam(one.model.parameters()) for one in (ours, plain)]
+    pipe = make(ours, world, num_microbatches=microbatches, schedule=schedule, optimizer=optimizers[0])
+    torch.manual_seed(7)
+    losses = []
+    for _ in range(3):
+        losses.append(pipe.step(*ours.args, target=ours.target))
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+    drawn = torch.rand(2)
+    torch.manual_seed(7)
+    for loss in losses:
+        expected = plain.loss_fn(plain.model(*plain.args), plain.target)
+        expected.backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+        torch.testing.assert_close(loss, expected.detach(), rtol=0 if microbatches == 1 else 1e-12, atol=0)
+    if microbatches == 1:
+        assert torch.equal(drawn, torch.rand(2))
+    state = pipe.state_dict()
+    for name, tensor in plain.model.state_dict().items():
+        torch.testing.assert_close(state[name], tensor, rtol=0 if microbatches == 1 else 1e-9, atol=0)
+    held = {id(p): p.untyped_storage().nbytes() for p in ours.model.parameters()}
+    whole = sum(p.numel() * p.element_size() for p in plain.model.parameters())
+    assert sum(held.values()) < 0.8 * whole
+    fresh = case(0.0, dtype)
+    fresh.model.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "schedule", "dropout"), [(1, "auto", 0.2), (4, "1f1b", 0.0), (4, "interleaved-1f1b", 0.0)]
+)
+def test_two_processes_train_as_one(microbatches: int, schedule: str, dropout: float, tmp_path: Path) -> None:
+    run(trains_alike, 2, tmp_path, microbatches, schedule, dropout)
+
+
+def fails(rank: int, world: int) -> None:
+    made = case(0.0, torch.float32)
+    pipe = make(made, world, num_microbatches=4)
+    pipe.step(*made.args, target=made.target)
+    if rank == 1:
+        engine_stage.EngineStage.backward_one_chunk = lambda *_, **__: 1 / 0  # type: ignore[method-assign]
+    told = (ZeroDivisionError, None) if rank == 1 else (PipelineError, "process 1 of the pipeline failed: ZeroDivision")
+    with pytest.raises(told[0], match=told[1]):
+        pipe.step(*made.args, target=made.target)
+    with pytest.raises(PipelineError, match="failed before"):
+        pipe.step(*made.args, target=made.target)
+
+
+@pytest.mark.timeout(90)
+def test_a_process_that_fails_ends_the_others_with_its_error(tmp_path: Path) -> None:
+    run(fails, 2, tmp_path)
+
+
+def differs(rank: int, world: int) -> None:
+    made = case(0.0, torch.float32)
+    if rank == 1:
+        made.model.blocks[0].mlp[1] = torch.nn.ReLU()
+    error = memfit.PlanMismatchError if rank == 1 else PipelineError
+    with pytest.raises(error, match="computes something else"):
+        make(made, world, num_microbatches=2)
+    made.model(*made.args).sum().backward()  # the model is usable as before
+
+
+def breaks(rank: int, world: int) -> None:
+    made = case(0.0, torch.float32)
+    if rank == 0:
+        made.model.eval()
+    with pytest.raises(CaptureError if rank == 0 else PipelineError, match="eval mode"):
+        make(made, world, num_microbatches=2)
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("body", [differs, breaks])
+def test_nothing_runs_where_one_process_disagrees(body: Callable[..., None], tmp_path: Path) -> None:
+    run(body, 2, tmp_path)
+
+
+def moves(rank: int, world: int, path: str) -> None:
+    made = case(0.0, torch.float64)
+    pipe = make(made, world, num_microbatches=2)
+    state = torch.load(path, weights_only=True)
+    pipe.load_state_dict(state)
+    expected = case(0.0, torch.float64)
+    expected.model.load_state_dict(state)
+    loss = pipe.step(*made.args, target=made.target)
+    torch.testing.assert_close(loss, expected.loss_fn(expected.model(*made.args), made.target).detach())
+    gathered = pipe.state_dict()
+    assert all(torch.equal(gathered[name], tensor) for name, tensor in state.items())
+
+
+def test_a_checkpoint_moves_between_numbers_of_stages(tmp_path: Path) -> None:
+    made = case(0.0, torch.float64)
+    for parameter in made.model.parameters():
+        parameter.data.mul_(1.5)
+    pipe = make(made, 4, num_microbatches=2)
+    torch.save(pipe.state_dict(), tmp_path / "state.pt")
+    run(moves, 2, tmp_path, str(tmp_path / "state.pt"))

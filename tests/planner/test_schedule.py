@@ -1,0 +1,97 @@
+"""Schedules: what each device does, how long it takes, how much it holds."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memfit.planner.schedule import (
+    Action,
+    Pass,
+    Schedule,
+    StageMemory,
+    StageTimes,
+    device_peaks,
+    gpipe,
+    most_under_way,
+    on_one_device,
+    one_forward_one_backward,
+    simulate_schedule,
+)
+
+KINDS = {"gpipe": gpipe, "1f1b": one_forward_one_backward}
+shapes = st.tuples(st.sampled_from(sorted(KINDS)), st.integers(1, 6), st.integers(1, 9))
+seconds = st.floats(0.01, 5.0)
+
+
+@given(shapes, st.data())
+def test_a_step_takes_no_less_than_its_busiest_device_and_its_longest_chain(shape, data) -> None:
+    name, stages, microbatches = shape
+    times = [StageTimes(forward_seconds=data.draw(seconds), backward_seconds=data.draw(seconds)) for _ in range(stages)]
+    schedule = KINDS[name](stages, microbatches)
+    timeline = simulate_schedule(schedule, times)
+    busiest = max(microbatches * (t.forward_seconds + t.backward_seconds) for t in times)
+    chain = sum(t.forward_seconds + t.backward_seconds for t in times)
+    assert timeline.step_seconds >= max(busiest, chain) * (1 - 1e-9)
+    assert 0 <= timeline.bubble < 1
+    for action, start in timeline.starts.items():
+        if action.what is Pass.FORWARD and action.stage:
+            before = action._replace(stage=action.stage - 1)
+            assert start >= timeline.starts[before] + times[before.stage].forward_seconds - 1e-9
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (4, 8), (3, 3), (4, 2)])
+def test_equal_stages_wait_as_the_formula_says(stages: int, microbatches: int) -> None:
+    times = [StageTimes(forward_seconds=1.0, backward_seconds=2.0)] * stages
+    for kind in KINDS.values():
+        timeline = simulate_schedule(kind(stages, microbatches), times)
+        assert timeline.step_seconds == pytest.approx(3.0 * (microbatches + stages - 1))
+        assert timeline.bubble == pytest.approx((stages - 1) / (microbatches + stages - 1))
+
+
+@given(st.integers(1, 6), st.integers(1, 9))
+def test_how_many_are_under_way(stages: int, microbatches: int) -> None:
+    assert most_under_way(gpipe(stages, microbatches)) == [microbatches] * stages
+    expected = [min(microbatches, stages - stage) for stage in range(stages)]
+    assert most_under_way(one_forward_one_backward(stages, microbatches)) == expected
+
+
+@given(shapes)
+def test_one_device_does_the_same_work_in_an_order_that_works(shape) -> None:
+    name, stages, microbatches = shape
+    schedule = KINDS[name](stages, microbatches)
+    times = [StageTimes(forward_seconds=1.0, backward_seconds=2.0)] * stages
+    alone = on_one_device(schedule, times)
+    (order,) = alone.orders
+    assert sorted(order) == sorted(action for actions in schedule.orders for action in actions)
+    assert simulate_schedule(alone, times).step_seconds == pytest.approx(3.0 * stages * microbatches)
+    assert most_under_way(alone) == most_under_way(schedule)
+
+
+def test_a_transfer_delays_the_next_stage() -> None:
+    times = [StageTimes(forward_seconds=1.0, backward_seconds=2.0, transfer_seconds=0.5)] * 2
+    assert simulate_schedule(gpipe(2, 1), times).step_seconds == pytest.approx(6.0 + 2 * 0.5)
+
+
+def test_devices_that_wait_for_each_other_are_told() -> None:
+    order = (Action(0, Pass.BACKWARD, 0), Action(0, Pass.FORWARD, 0))
+    stuck = Schedule(name="stuck", num_stages=1, num_microbatches=1, orders=(order,))
+    with pytest.raises(ValueError, match="never gets to 0B0"):
+        simulate_schedule(stuck, [StageTimes(forward_seconds=1.0, backward_seconds=1.0)])
+
+
+def test_a_device_holds_what_is_under_way() -> None:
+    memory = StageMemory(static_bytes=100, kept_bytes=10, forward_bytes=12, backward_bytes=15, after_bytes=1)
+    assert device_peaks(gpipe(1, 4), lambda stage, microbatch: memory) == [100 + 30 + 15]
+    assert device_peaks(one_forward_one_backward(3, 4), lambda *_: memory) == [100 + 20 + 15, 100 + 10 + 15, 115]
+    large = StageMemory(static_bytes=100, kept_bytes=10, forward_bytes=12, backward_bytes=15, after_bytes=999)
+    assert device_peaks(gpipe(1, 4), lambda *_: large) == [1099]
+
+
+def test_what_the_last_micro_batch_keeps_is_gone_first() -> None:
+    def memory(stage: int, microbatch: int) -> StageMemory:
+        kept = 50 if microbatch == 3 else 10
+        return StageMemory(static_bytes=0, kept_bytes=kept, forward_bytes=kept, backward_bytes=kept + 5)
+
+    assert device_peaks(gpipe(1, 4), memory) == [30 + 55]
