@@ -62,7 +62,9 @@ def make(made: Case, world: int, **options: Any) -> memfit.Pipeline:
 def trains_alike(rank: int, world: int, microbatches: int, schedule: str, dropout: float) -> None:
     dtype = torch.float32 if microbatches == 1 else torch.float64
     ours, plain = case(dropout, dtype), case(dropout, dtype)
-    optimizers = [torch.optim.Adam(one.model.parameters()) for one in (ours, plain)]
+    # Adam would divide rounding by rounding where a gradient is zero, such as that of a bias of keys.
+    kind = torch.optim.Adam if microbatches == 1 else torch.optim.SGD
+    optimizers = [kind(one.model.parameters(), lr=0.01) for one in (ours, plain)]
     pipe = make(ours, world, num_microbatches=microbatches, schedule=schedule, optimizer=optimizers[0])
     torch.manual_seed(7)
     losses = []
@@ -82,7 +84,7 @@ def trains_alike(rank: int, world: int, microbatches: int, schedule: str, dropou
         assert torch.equal(drawn, torch.rand(2))
     state = pipe.state_dict()
     for name, tensor in plain.model.state_dict().items():
-        torch.testing.assert_close(state[name], tensor, rtol=0 if microbatches == 1 else 1e-9, atol=0)
+        assert (state[name] - tensor).abs().max() <= (0 if microbatches == 1 else 1e-12) * tensor.abs().max()
     held = {id(p): p.untyped_storage().nbytes() for p in ours.model.parameters()}
     whole = sum(p.numel() * p.element_size() for p in plain.model.parameters())
     assert sum(held.values()) < 0.8 * whole

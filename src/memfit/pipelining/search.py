@@ -157,6 +157,8 @@ def search(forward: ForwardGraph, leaves: Sequence[Any], question: Question, dev
     failure: BudgetError | None = None
     for name in names:
         schedule = make_schedule(name, question.num_devices, question.num_microbatches)
+        if len(names) > 1 and schedule.num_stages > searcher.most_stages:
+            continue
         try:
             found = searcher.best_of(schedule)
         except BudgetError as error:
@@ -165,8 +167,7 @@ def search(forward: ForwardGraph, leaves: Sequence[Any], question: Question, dev
         if best is None or found.timeline.step_seconds < best.timeline.step_seconds:
             best = found
     if best is None:
-        assert failure is not None
-        raise failure
+        raise failure or SpecError(f"the model can be cut into {searcher.most_stages} stages at most")
     return best
 
 
@@ -255,11 +256,16 @@ class _Searcher:
         self.planned: dict[tuple[Any, ...], tuple[PlannedStage, PlannedStage | None]] = {}
         self.factors: dict[tuple[int, int], float] = {}
 
+    @property
+    def most_stages(self) -> int:
+        """How many stages the model can be cut into."""
+        return len(self.cuts) + 1
+
     def best_of(self, schedule: Schedule) -> Found:
         """The fastest found for one schedule."""
-        if schedule.num_stages > len(self.cuts) + 1:
+        if schedule.num_stages > self.most_stages:
             raise SpecError(
-                f"{schedule.num_stages} stages are asked for; the model can be cut into {len(self.cuts) + 1} at most"
+                f"{schedule.num_stages} stages are asked for; the model can be cut into {self.most_stages} at most"
             )
         under_way = most_under_way(schedule)
         share = self._share(schedule)

@@ -1,0 +1,67 @@
+"""`memfit pipeline` and `memfit compare pipeline`, run as a user would."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch.distributed as dist
+
+from memfit.cli import main
+from memfit.pipelining.plan import decode_pipeline, encode_pipeline
+
+_MODEL = "zoo:gpt?layers=2&width=36&positions=16"
+
+
+@pytest.fixture(autouse=True)
+def no_process_group_is_left() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_a_pipeline_is_planned_printed_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    svg, out = tmp_path / "schedule.svg", tmp_path / "plan.json"
+    options = ["--stages", "2", "--microbatches", "4", "--schedule", "1f1b", "--optimizer", "adam"]
+    assert main(["pipeline", _MODEL, *options, "--svg", str(svg), "--json", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "2 devices · 2 stages · 4 micro-batches of 2 · 1f1b" in said
+    assert "peak of device 0" in said and "measured" in said
+    assert "device 0 │0" in said and "b3" in said
+    drawn = ElementTree.fromstring(svg.read_text())
+    assert len(drawn.findall("{http://www.w3.org/2000/svg}rect")) == 2 * 2 * 4
+    document = json.loads(out.read_text())
+    assert document.pop("kind") == "pipeline"
+    assert encode_pipeline(decode_pipeline(document)) == document
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "told"),
+    [
+        (["--stages", "2", "--microbatches", "2", "--budget", "64KiB"], 1, "Does not fit"),
+        (["--stages", "2", "--microbatches", "99"], 2, "99 micro-batches"),
+        (["--stages", "2", "--microbatches", "2", "--schedule", "other"], 2, "unknown schedule"),
+        (["--stages", "2", "--microbatches", "2", "--svg", "no/such/folder.svg"], 2, "no folder"),
+    ],
+)
+def test_what_is_wrong_is_told(options: list[str], code: int, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pipeline", _MODEL, "--no-prove", *options]) == code
+    assert told in capsys.readouterr().err
+
+
+def test_pipelines_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = "zoo:seed-gpt2?layers=2&width=24&heads=2&vocabulary=50&positions=8&dropout=0.0"
+    table = tmp_path / "table.csv"
+    options = ["--batch", "4", "--stages", "2", "--microbatches", "2", "--repeats", "1", "--csv", str(table)]
+    assert main(["compare", "pipeline", model, *options]) == 0
+    assert "memfit over the best other system" in capsys.readouterr().out
+    with table.open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["system"] for row in rows] == ["memfit", "torchgpipe", "equal-layers"] * 2
+    losses = [float(row["loss"]) for row in rows]
+    assert max(losses) - min(losses) < 1e-5
+    assert all(int(row["peak_activation_bytes"]) > 0 for row in rows)
