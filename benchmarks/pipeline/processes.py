@@ -28,7 +28,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 import memfit
 from benchmarks.report import Report
 from memfit import zoo
-from memfit.pipelining.sequential import as_sequential
+from memfit.pipelining.sequential import as_sequential, equal_ends
 from memfit.runtime.measure import measure
 
 COLUMNS = (
@@ -132,8 +132,8 @@ def _equal_layers(rank: int, options: dict[str, Any]) -> tuple[Any, Any]:
     example = zoo.build(options["model"], batch=options["batch"])
     loss_fn, target = example.loss_and_target()
     layers = as_sequential(example.model)
-    world, count = options["stages"], len(layers)
-    ends = [round(count * stage / world) for stage in range(world + 1)]
+    world = options["stages"]
+    ends = [0, *equal_ends(layers, world)]
     part = layers[ends[rank] : ends[rank + 1]]
     crossing = example.args[0].chunk(options["microbatches"])[0]
     with torch.no_grad():

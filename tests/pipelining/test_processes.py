@@ -16,8 +16,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import memfit
+from memfit.capture.trace import storage_bytes
 from memfit.errors import CaptureError, PipelineError
 from memfit.pipelining import engine_stage
+from memfit.runtime.measure import measure
 from tests.pipelining.models import Case, gpt
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
@@ -59,6 +61,21 @@ def make(made: Case, world: int, **options: Any) -> memfit.Pipeline:
     )
 
 
+def measured_peak(pipe: memfit.Pipeline, made: Case, optimizer: torch.optim.Optimizer) -> int:
+    """The peak of a step of this process alone, with what is there before it."""
+
+    def step() -> None:
+        made.model.zero_grad()
+        pipe.step(*made.args, target=made.target)
+
+    step()
+    trained = [p for p in made.model.parameters() if p.grad is not None]
+    made.model.zero_grad()
+    state = [value for one in optimizer.state.values() for value in one.values()]
+    start = storage_bytes([*trained, *state, *made.args, made.target], "cpu")
+    return measure(step, warmup=0, repeats=0, start_bytes=start).peak_bytes
+
+
 def trains_alike(rank: int, world: int, microbatches: int, schedule: str, dropout: float) -> None:
     dtype = torch.float32 if microbatches == 1 else torch.float64
     ours, plain = case(dropout, dtype), case(dropout, dtype)
@@ -82,6 +99,8 @@ def trains_alike(rank: int, world: int, microbatches: int, schedule: str, dropou
         torch.testing.assert_close(loss, expected.detach(), rtol=0 if microbatches == 1 else 1e-12, atol=0)
     if microbatches == 1:
         assert torch.equal(drawn, torch.rand(2))
+    if schedule != "interleaved-1f1b":  # what is being sent there is not counted, and tensors are small here
+        assert measured_peak(pipe, ours, optimizers[0]) <= 1.02 * pipe.plan.peak_bytes[rank]
     state = pipe.state_dict()
     for name, tensor in plain.model.state_dict().items():
         assert (state[name] - tensor).abs().max() <= (0 if microbatches == 1 else 1e-12) * tensor.abs().max()

@@ -10,6 +10,7 @@ from torch import nn
 
 from memfit.capture.trace import device_of
 from memfit.errors import SpecError
+from memfit.pipelining import processes
 from memfit.pipelining.forward_graph import PipelineLoss
 from memfit.pipelining.pipeline import Pipeline
 from memfit.pipelining.search import Question
@@ -90,6 +91,7 @@ def pipeline(
         levers=levers,
         allow_batch_norm=batch_norm == "per-microbatch",
         prove=prove,
+        receives_ahead=processes.world_size() > 1,
     )
     made = Pipeline(model, question, loss_fn)
     made.prepare(args, kwargs, target)

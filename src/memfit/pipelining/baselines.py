@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from memfit.errors import SpecError
 from memfit.pipelining import processes
 from memfit.pipelining.engine import runtime
-from memfit.pipelining.sequential import as_sequential
+from memfit.pipelining.sequential import as_sequential, equal_ends
 from memfit.planner.schedule import StageTimes, on_one_device, one_forward_one_backward
 
 __all__ = ["Passes", "Step", "equal_layers", "inline_workers", "time_passes", "torchgpipe"]
@@ -146,15 +146,14 @@ def equal_layers(
     num_microbatches: int,
     checkpointed: bool,
 ) -> Step:
-    """A step of PyTorch's engine: its own stages, 1F1B, as many layers in each.
+    """A step of PyTorch's engine: its own stages, 1F1B, as many blocks in each.
 
     Raises:
         SpecError: if the model is no list of layers.
     """
     processes.join()
     layers = as_sequential(model)
-    count = len(layers)
-    ends = [round(count * (stage + 1) / num_stages) for stage in range(num_stages)]
+    ends = equal_ends(layers, num_stages)
     modules = [layers[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
     device = inputs.device
     crossing = inputs[: len(inputs) // num_microbatches]

@@ -14,6 +14,7 @@ Known limits: with NCCL the engine holds what is sent until the step ends, as it
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -92,7 +93,9 @@ class EngineStage(_PipelineStageBase):
         self.returning: dict[int, list[torch.Tensor | None]] = {}
         self.to_return: dict[int, tuple[torch.Tensor | None, ...]] = {}
         self.under_way: dict[int, _UnderWay] = {}
-        self.sending: list[dist.Work] = []
+        self.sending: list[tuple[dist.Work, Future[Any]]] = []
+        # gloo knows that a send is over when somebody has waited for it; that must not be who would receive next.
+        self.waiter = ThreadPoolExecutor(max_workers=1) if self.posts_sends and self.group_size > 1 else None
 
     # What the engine prepares for stages of its own: nothing is needed, as everything is known before.
 
@@ -162,20 +165,27 @@ class EngineStage(_PipelineStageBase):
     def finish_sends(self) -> None:
         """Waits until everything is sent."""
         while self.sending:
-            self.sending.pop().wait()
+            _, over = self.sending.pop()
+            over.result()
+
+    def _let_go(self) -> None:
+        """Lets go of what is sent."""
+        for _, over in self.sending:
+            if over.done():
+                over.result()
+        self.sending = [(work, over) for work, over in self.sending if not over.done()]
 
     def _receive(self, tensor: torch.Tensor, source: int) -> dist.P2POp:
         return dist.P2POp(dist.irecv, _in_memory_order(tensor), self._rank_of(source), self.group)
 
     def _send(self, tensors: Sequence[torch.Tensor], target: int) -> list[dist.P2POp]:
         rank = self._rank_of(target)
-        if not self.posts_sends:
+        if self.waiter is None:
             return [dist.P2POp(dist.isend, _in_memory_order(t), rank, self.group) for t in tensors]
-        self.sending = [work for work in self.sending if not work.is_completed()]
         for tensor in tensors:
             work = dist.isend(_in_memory_order(tensor), rank, self.group)
             assert work is not None
-            self.sending.append(work)
+            self.sending.append((work, self.waiter.submit(work.wait)))
         return []
 
     def _rank_of(self, stage: int) -> int:
@@ -196,6 +206,7 @@ class EngineStage(_PipelineStageBase):
         save_forward_output: bool = True,
     ) -> Any:
         """Runs the stage on a micro-batch; `args` are the leaves of the step's inputs."""
+        self._let_go()
         stage, call = self.runs[fwd_chunk_id]
         arrived = list(self.arriving.pop(fwd_chunk_id, ()))
         stream = self.random_stream
@@ -228,6 +239,7 @@ class EngineStage(_PipelineStageBase):
         """Runs the backward pass of a micro-batch."""
         if not self.has_backward:
             return
+        self._let_go()
         stage, _ = self.runs[bwd_chunk_id]
         held = self.under_way.pop(bwd_chunk_id)
         gradients = self.returning.pop(bwd_chunk_id, [])
@@ -240,6 +252,8 @@ class EngineStage(_PipelineStageBase):
         gradients.clear()
         if root is not None:
             root.backward()
+        if self.is_last:
+            loss.detach_()  # the engine keeps all losses, and with their graphs it would keep what arrived
         if not self.is_first:
             self.to_return[bwd_chunk_id] = _gradients(stage, held.arrived, passing)
 

@@ -88,7 +88,7 @@ def make_pipeline_plan(
         plan = _plan(forward, found, last, sizes, question)
         if not question.prove:
             return plan
-        peaks = measured_peaks(model, plan, forwards, parts, question.optimizer, device)
+        peaks = measured_peaks(model, plan, forwards, parts, question, device)
         plan = replace(plan, measured_peak_bytes=tuple(peaks))
         if question.budget_bytes is None or target is None or max(peaks) <= question.budget_bytes:
             return plan
@@ -110,7 +110,7 @@ def measured_peaks(
     plan: PipelinePlan,
     forwards: Forwards,
     parts: Sequence[Sequence[Any]],
-    optimizer: torch.optim.Optimizer | None,
+    question: Question,
     device: torch.device,
 ) -> list[int]:
     """The measured peak of each device, run alone. Leaves the model as it was."""
@@ -133,9 +133,11 @@ def measured_peaks(
             static = [t for s in stages.values() for t in (*s.submod.parameters(), *s.submod.buffers())]
             leaves = [parts[0][place] for stage in stages.values() for place in stage.runs[0][0].leaves]
             start = storage_bytes([*static, *leaves], device.type)
+            if question.receives_ahead:
+                start += sum(c.nbytes for s in stages.values() for c in s.runs[0][0].arriving)
             start += sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
-            if optimizer is not None:
-                start += optimizer_cost(part_of(optimizer, parameters), device.type).state_bytes
+            if question.optimizer is not None:
+                start += optimizer_cost(part_of(question.optimizer, parameters), device.type).state_bytes
             peaks.append(measure(step, device=device, warmup=1, repeats=0, start_bytes=start).peak_bytes)
             for parameter in parameters:
                 parameter.grad = None

@@ -66,6 +66,7 @@ class Question:
         levers: as for `memfit.fit`.
         allow_batch_norm: whether batch normalisation may take its statistics from each micro-batch.
         prove: run each device's part alone to measure its peak, and correct the plan.
+        receives_ahead: whether stages are in several processes, so that what arrives next has its memory already.
     """
 
     num_devices: int
@@ -79,6 +80,7 @@ class Question:
     levers: str | tuple[str, ...] = "bitwise"
     allow_batch_norm: bool = False
     prove: bool = True
+    receives_ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,8 +233,9 @@ def _capture_stage(
     )
     args = example_inputs(stage, leaves, device)
     capture, graph = capture_and_profile(stage.module, args, {}, request)
-    # What leaves is the engine's, which drops it when it is sent.
-    return capture, replace(graph, outputs=())
+    # What leaves is the engine's, which drops it when it is sent; what comes next is received ahead.
+    ahead = sum(c.nbytes for c in stage.arriving) if question.receives_ahead else 0
+    return capture, replace(graph, outputs=(), static_bytes=graph.static_bytes + ahead)
 
 
 class _Searcher:

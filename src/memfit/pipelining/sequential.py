@@ -13,7 +13,19 @@ from torch import Tensor, nn
 from memfit.errors import SpecError
 from memfit.zoo.gpt import GPT
 
-__all__ = ["as_sequential"]
+__all__ = ["as_sequential", "equal_ends"]
+
+
+def equal_ends(layers: nn.Sequential, num_stages: int) -> list[int]:
+    """Where stages end that have as many blocks each.
+
+    Blocks are the layers of the most frequent kind; what comes before them is in the first stage, what comes after in
+    the last.
+    """
+    kinds = [type(layer) for layer in layers]
+    blocks = [place for place, kind in enumerate(kinds) if kind is max(kinds, key=kinds.count)]
+    cuts = [blocks[round(len(blocks) * stage / num_stages)] for stage in range(1, num_stages)]
+    return [*cuts, len(layers)]
 
 
 class _Embedding(nn.Module):
