@@ -24,15 +24,11 @@ SCHEDULES = {
     "gpipe": 1,
     "1f1b": 1,
     "interleaved-1f1b": 2,
-    "zero-bubble": 2,
-    "zbv": 2,
 }
 """Names of schedules and how many stages a device has at least."""
 
 _ENGINE = {
     "interleaved-1f1b": "Interleaved1F1B",
-    "zero-bubble": "InterleavedZeroBubble",
-    "zbv": "ZBVZeroBubble",
 }
 
 _PASSES = {
@@ -82,8 +78,7 @@ class _Placeholder:
 
 def _from_engine(name: str, num_devices: int, num_microbatches: int, per_device: int) -> Schedule:
     num_stages = num_devices * per_device
-    indices = [0, num_stages - 1] if name == "zbv" else range(0, num_stages, num_devices)
-    stages: list[Any] = [_Placeholder(i, num_stages, num_devices) for i in indices]
+    stages: list[Any] = [_Placeholder(i, num_stages, num_devices) for i in range(0, num_stages, num_devices)]
     kind: Any = engine.get_schedule_class(_ENGINE[name])
     try:
         made = kind(stages, num_microbatches, loss_fn=_weighted, scale_grads=False)
