@@ -52,7 +52,7 @@ def test_one_micro_batch_gives_the_same_bits(name: str) -> None:
     case = CASES[name](4, torch.float32)
     plain = plain_step(case)
     expected = gradients(case.model)
-    pipe = piped(case, num_stages=3, num_microbatches=1)
+    pipe = piped(case, num_stages=3, num_microbatches=1, schedule="1f1b")
     for _ in range(2):  # gradients are added to what is there
         assert torch.equal(step(pipe, case), plain)
     for key, parameter in case.model.named_parameters():
@@ -61,10 +61,10 @@ def test_one_micro_batch_gives_the_same_bits(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(("stages", "microbatches", "schedule"), [(1, 3, "1f1b"), (2, 4, "auto"), (3, 2, "gpipe")])
+@pytest.mark.parametrize(("stages", "microbatches", "schedule"), [(2, 4, "1f1b"), (3, 2, "gpipe")])
 def test_micro_batches_add_up(name: str, stages: int, microbatches: int, schedule: str) -> None:
     torch.manual_seed(1)
-    case = CASES[name](10, torch.float64)  # 4 + 4 + 2, or 3 + 3 + 3 + 1, or 5 + 5
+    case = CASES[name](10, torch.float64)  # 3 + 3 + 3 + 1, or 5 + 5
     plain = plain_step(case)
     expected = gradients(case.model)
     pipe = piped(case, num_stages=stages, num_microbatches=microbatches, schedule=schedule)
@@ -72,8 +72,10 @@ def test_micro_batches_add_up(name: str, stages: int, microbatches: int, schedul
     assert_near(case, expected)
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "always", "except_last"])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b"])
+@pytest.mark.parametrize(
+    ("checkpoint", "schedule"),
+    [("always", "gpipe"), ("except_last", "1f1b"), ("never", "interleaved-1f1b"), ("except_last", "interleaved-1f1b")],
+)
 def test_policies_and_schedules_change_no_gradient(checkpoint: str, schedule: str) -> None:
     torch.manual_seed(2)
     case = gpt(8, torch.float64)

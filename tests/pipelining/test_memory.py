@@ -67,6 +67,20 @@ def test_too_little_memory_is_told_and_nothing_is_lost() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in case.model.state_dict().items())
 
 
+def test_the_least_number_of_devices_is_told_and_works() -> None:
+    torch.manual_seed(2)
+    case = wide(8)
+    alone = plan(case, num_stages=1, num_microbatches=4, prove=False).plan.peak_bytes[0]
+    budget = int(0.5 * alone)
+    with pytest.raises(BudgetError, match=r"it fits on (\d) devices") as told:
+        plan(case, num_stages=1, num_microbatches=4, budget_per_device=budget)
+    enough = int(str(told.value).rpartition("it fits on ")[2][0])
+    made = plan(case, num_stages=enough, num_microbatches=4, budget_per_device=budget)
+    assert max(made.plan.measured_peak_bytes) <= budget
+    with pytest.raises(BudgetError):
+        plan(case, num_stages=enough - 1, num_microbatches=4, budget_per_device=budget, schedule="1f1b")
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [

@@ -184,6 +184,12 @@ class Pipeline:
         sizes = sizes_of(batch_size(leaves), self._question.num_microbatches)
         if len(sizes) != self._question.num_microbatches:
             log.warning("a batch of %d gives %d micro-batches of %d", sum(sizes), len(sizes), sizes[0])
+        if len(sizes) < self._question.num_devices:
+            log.warning(
+                "%d micro-batches on %d devices: some of these always wait, and 1f1b runs as gpipe does",
+                len(sizes),
+                self._question.num_devices,
+            )
         parts = cut_batch(leaves, sizes)
         if self._prepared:
             self._any().shared.restore(self.model)

@@ -168,8 +168,18 @@ def search(forward: ForwardGraph, leaves: Sequence[Any], question: Question, dev
             continue
         if best is None or found.timeline.step_seconds < best.timeline.step_seconds:
             best = found
+    if best is None and failure is None:
+        raise SpecError(f"the model can be cut into {searcher.most_stages} stages at most")
     if best is None:
-        raise failure or SpecError(f"the model can be cut into {searcher.most_stages} stages at most")
+        assert failure is not None
+        enough = searcher.enough_stages()
+        more = f"; it fits on {enough} devices" if enough else ""
+        raise BudgetError(
+            f"{failure}{more}",
+            budget_bytes=failure.budget_bytes,
+            least_bytes=failure.least_bytes,
+            binding=failure.binding,
+        ) from failure
     return best
 
 
@@ -263,6 +273,22 @@ class _Searcher:
     def most_stages(self) -> int:
         """How many stages the model can be cut into."""
         return len(self.cuts) + 1
+
+    def enough_stages(self) -> int | None:
+        """The least number of devices, up to twice as many and two, on which 1F1B fits; None if none is found."""
+        asked = self.question.num_devices
+        for count in range(asked + 1, min(2 * asked + 2, self.most_stages) + 1):
+            schedule = make_schedule("1f1b", count, self.question.num_microbatches)
+            under_way = most_under_way(schedule)
+            ones = [1.0] * count
+            if self._propose(schedule, self._share(schedule), under_way, ones, ones) is None:
+                continue
+            try:
+                self.best_of(schedule)
+            except BudgetError:
+                continue
+            return count
+        return None
 
     def best_of(self, schedule: Schedule) -> Found:
         """The fastest found for one schedule."""
