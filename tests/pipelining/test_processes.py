@@ -171,6 +171,8 @@ def moves(rank: int, world: int, path: str) -> None:
     torch.testing.assert_close(loss, expected.loss_fn(expected.model(*made.args), made.target).detach())
     gathered = pipe.state_dict()
     assert all(torch.equal(gathered[name], tensor) for name, tensor in state.items())
+    assert torch.equal(pipe.release()(*made.args), expected.model(*made.args))
+    assert torch.equal(pipe.step(*made.args, target=made.target), loss)  # planned anew
 
 
 def test_a_checkpoint_moves_between_numbers_of_stages(tmp_path: Path) -> None:

@@ -144,6 +144,17 @@ class Pipeline:
             return
         self._any().shared.load(self.model, state)
 
+    def release(self) -> nn.Module:
+        """Gives every process the whole model again, and forgets the plans; gradients stay where they are.
+
+        Returns:
+            The model, to evaluate or train by itself.
+        """
+        if self._prepared:
+            self._any().shared.restore(self.model)
+            self._prepared.clear()
+        return self.model
+
     def _any(self) -> _Prepared:
         return next(iter(self._prepared.values()))
 
