@@ -13,7 +13,7 @@ from memfit.errors import SpecError
 from memfit.pipelining import processes
 from memfit.pipelining.forward_graph import PipelineLoss
 from memfit.pipelining.pipeline import Pipeline
-from memfit.pipelining.search import Question
+from memfit.pipelining.question import Question
 from memfit.planning import resolve_budget
 
 __all__ = ["pipeline"]
@@ -35,7 +35,6 @@ def pipeline(
     loss_fn: PipelineLoss | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     batch_norm: str = "refuse",
-    levers: str | tuple[str, ...] = "bitwise",
     tiers: str | None = None,
     prove: bool = True,
     search_seconds: float = 2.0,
@@ -60,7 +59,6 @@ def pipeline(
             samples; without it the output's own `loss` is taken.
         optimizer: of the model's parameters; its state counts.
         batch_norm: `"refuse"` or `"per-microbatch"`, where gradients are not those of the whole batch.
-        levers: as for `memfit.fit`.
         tiers: as for `memfit.fit`.
         prove: run each device's part alone, measure its peak, and correct the plan.
         search_seconds: roughly how long each search for a stage's plan takes.
@@ -88,7 +86,6 @@ def pipeline(
         optimizer=optimizer,
         search_seconds=search_seconds,
         tiers=tiers,
-        levers=levers,
         allow_batch_norm=batch_norm == "per-microbatch",
         prove=prove,
         receives_ahead=processes.world_size() > 1,

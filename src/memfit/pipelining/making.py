@@ -28,8 +28,9 @@ from memfit.pipelining.forward_graph import ForwardGraph, PipelineLoss, capture_
 from memfit.pipelining.loss_weights import loss_shares, read_loss
 from memfit.pipelining.microbatches import cut_batch
 from memfit.pipelining.plan import PipelinePlan, StageProgram, calls_digest
+from memfit.pipelining.question import Found, Question, StagePlan
 from memfit.pipelining.random_stream import RandomStream
-from memfit.pipelining.search import Found, Question, StagePlan, plan_cuts, search
+from memfit.pipelining.search import plan_cuts, search
 from memfit.planner.schedule import StageMemory, device_peaks
 from memfit.runtime.measure import measure
 from memfit.step.codec import graph_digest

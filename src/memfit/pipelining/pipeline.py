@@ -27,8 +27,8 @@ from memfit.pipelining.loss_weights import LossReading, loss_shares, read_loss
 from memfit.pipelining.making import make_pipeline_plan
 from memfit.pipelining.microbatches import batch_size, cut_batch, sizes_of
 from memfit.pipelining.plan import PipelinePlan, decode_pipeline, encode_pipeline
+from memfit.pipelining.question import Question
 from memfit.pipelining.random_stream import RandomStream
-from memfit.pipelining.search import Question
 from memfit.pipelining.shared_states import SharedStates, share_out
 from memfit.planner.schedule import on_one_device
 

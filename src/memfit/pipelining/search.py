@@ -22,13 +22,11 @@ from memfit.pipelining.costs import call_costs
 from memfit.pipelining.cuts import Cut, find_cuts
 from memfit.pipelining.engine import SCHEDULES, make_schedule
 from memfit.pipelining.forward_graph import ForwardGraph
+from memfit.pipelining.question import LINK_BYTES_PER_SECOND, POLICIES, Found, Question, StagePlan
 from memfit.pipelining.stages import Stage, cut_into_stages, example_inputs
 from memfit.planner.balance import CutPlace, balance, demands, guessed_seconds
 from memfit.planner.schedule import (
     Schedule,
-    StageMemory,
-    StageTimes,
-    Timeline,
     device_peaks,
     most_under_way,
     simulate_schedule,
@@ -39,105 +37,11 @@ from memfit.step.codec import graph_digest
 from memfit.step.graph import StepGraph
 from memfit.units import format_bytes
 
-__all__ = ["POLICIES", "Found", "Question", "StagePlan", "plan_cuts", "search"]
+__all__ = ["plan_cuts", "search"]
 
 log = logging.getLogger(__name__)
 
-POLICIES = ("auto", "never", "always", "except_last")
-
 _ROUNDS = 3
-_LINK_BYTES_PER_SECOND = 4e9
-"""What a transfer between devices is reckoned with where nothing is known: enough to prefer narrow cuts."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """What a pipeline is asked to be.
-
-    Attributes:
-        num_devices: how many devices work together.
-        num_microbatches: into how many parts the batch is cut.
-        budget_bytes: of each device; None for as much as it takes.
-        schedule: a name of `SCHEDULES`, or `"auto"`.
-        policy: `"auto"` for plans within the budget, or one of torchgpipe's: what is kept of each micro-batch.
-        optimizer: of the model's parameters; its state counts.
-        search_seconds: roughly how long each search for a stage's plan takes.
-        tiers: where stages may swap to.
-        levers: as for `memfit.fit`.
-        allow_batch_norm: whether batch normalisation may take its statistics from each micro-batch.
-        prove: run each device's part alone to measure its peak, and correct the plan.
-        receives_ahead: whether stages are in several processes, so that what arrives next has its memory already.
-    """
-
-    num_devices: int
-    num_microbatches: int
-    budget_bytes: int | None = None
-    schedule: str = "auto"
-    policy: str = "auto"
-    optimizer: torch.optim.Optimizer | None = None
-    search_seconds: float = 2.0
-    tiers: str | None = None
-    levers: str | tuple[str, ...] = "bitwise"
-    allow_batch_norm: bool = False
-    prove: bool = True
-    receives_ahead: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagePlan:
-    """How one stage runs.
-
-    Attributes:
-        stage: its module and what crosses its cuts.
-        capture: of its step.
-        graph: its profiled step of one micro-batch.
-        planned: the program of each micro-batch, or of all but the last.
-        last: the program of the last micro-batch where that is another one.
-        under_way: the most micro-batches that are under way there.
-    """
-
-    stage: Stage
-    capture: Capture
-    graph: StepGraph
-    planned: PlannedStage
-    last: PlannedStage | None = None
-    under_way: int
-
-    def memory(self, microbatch: int, num_microbatches: int) -> StageMemory:
-        """What it takes with a micro-batch."""
-        last = self.last is not None and microbatch == num_microbatches - 1
-        return (self.last if last and self.last is not None else self.planned).memory
-
-    @property
-    def times(self) -> StageTimes:
-        """What one micro-batch takes."""
-        crossing = sum(c.nbytes for c in self.stage.leaving)
-        return StageTimes(
-            forward_seconds=self.planned.forward_seconds,
-            backward_seconds=self.planned.backward_seconds,
-            transfer_seconds=crossing / _LINK_BYTES_PER_SECOND,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """A pipeline that fits.
-
-    Attributes:
-        schedule: who does what when.
-        cuts: how many calls of the forward graph come before each cut.
-        stages: the plan of each.
-        timeline: of the step, one device a rank.
-        peak_bytes: predicted, of each device.
-        counted_twice: see `memfit.planner.schedule.device_peaks`.
-    """
-
-    schedule: Schedule
-    cuts: tuple[int, ...]
-    stages: tuple[StagePlan, ...]
-    timeline: Timeline
-    peak_bytes: tuple[int, ...]
-    counted_twice: Callable[[frozenset[int]], int]
 
 
 def search(forward: ForwardGraph, leaves: Sequence[Any], question: Question, device: torch.device) -> Found:
@@ -237,7 +141,6 @@ def _capture_stage(
         budget=0,
         optimizer=part_of(question.optimizer, parameters) if question.optimizer is not None else None,
         tiers=question.tiers,
-        levers=question.levers,
         accumulate=True,
         label=f"stage {stage.index}",
     )
@@ -348,7 +251,7 @@ class _Searcher:
             schedule.num_stages,
             len(self.places),
             seconds,
-            lambda place: 2 * self.places[place].nbytes / _LINK_BYTES_PER_SECOND,
+            lambda place: 2 * self.places[place].nbytes / LINK_BYTES_PER_SECOND,
         )
 
     def _share(self, schedule: Schedule) -> int | None:
