@@ -213,3 +213,53 @@ def test_batch_norm_by_micro_batches_is_a_choice() -> None:
     assert_near(case, expected)
     for name, buffer in case.model.named_buffers():
         torch.testing.assert_close(buffer, dict(twin.named_buffers())[name])
+
+
+def test_a_step_that_failed_leaves_nothing_behind() -> None:
+    torch.manual_seed(8)
+    case = gpt(8, torch.float64)
+    plain_step(case)
+    expected = gradients(case.model)
+    pipe = piped(case, num_stages=2, num_microbatches=4, schedule="gpipe")
+    step(pipe, case)
+    before = {name: p.grad.clone() for name, p in case.model.named_parameters() if name == "tokens.weight"}
+    stage = pipe.engine_stages()[1]
+    backward = stage.backward_one_chunk
+    stage.backward_one_chunk = lambda *_, **__: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        step(pipe, case)
+    assert torch.equal(case.model.tokens.weight.grad, before["tokens.weight"])  # tied, so it was set aside
+    stage.backward_one_chunk = backward
+    gradients(case.model)
+    step(pipe, case)
+    assert_near(case, expected)
+
+
+def test_a_model_that_changed_is_planned_anew() -> None:
+    torch.manual_seed(9)
+    case = gpt(4, torch.float64, dropout=0.1)
+    pipe = piped(case, num_stages=2, num_microbatches=1, schedule="1f1b")
+    step(pipe, case)
+    gradients(case.model)
+    for module in case.model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    for block in case.model.blocks:
+        block.attention.dropout = 0.0
+    case.model.blocks[0].requires_grad_(False)
+    plain = plain_step(case)
+    expected = gradients(case.model)
+    assert torch.equal(step(pipe, case), plain)
+    for name, parameter in case.model.named_parameters():
+        same = parameter.grad is None if expected[name] is None else torch.equal(parameter.grad, expected[name])
+        assert same, name
+    case.model.eval()
+    with pytest.raises(CaptureError, match="eval mode"):
+        step(pipe, case)
+
+
+def test_inputs_that_want_a_gradient_are_refused() -> None:
+    case = CASES["skips"](4, torch.float32)
+    case.args[0].requires_grad_()
+    with pytest.raises(memfit.SpecError, match="requires a gradient"):
+        piped(case, num_stages=2, num_microbatches=2)

@@ -126,6 +126,9 @@ def step_microbatches(
         The weighted losses, if this process has the last stage.
     """
     losses: list[torch.Tensor] = []
+    # A step that failed leaves its losses and transfers behind, and the engine would go on with them.
+    for left in (made._internal_losses, made.fwd_recv_ops, made.bwd_recv_ops):
+        left.clear()
     for stage in stages:
         stage.has_backward = True
         stage.clear_runtime_states()

@@ -30,6 +30,7 @@ from memfit.pipelining.plan import PipelinePlan, decode_pipeline, encode_pipelin
 from memfit.pipelining.question import Question
 from memfit.pipelining.random_stream import RandomStream
 from memfit.pipelining.shared_states import SharedStates, share_out
+from memfit.pipelining.signature import pipeline_signature
 from memfit.planner.schedule import on_one_device
 
 __all__ = ["Pipeline"]
@@ -114,6 +115,7 @@ class Pipeline:
         try:
             return self._run(prepared, flatten_inputs(args, kwargs, target)[0])
         except Exception as error:
+            prepared.shared.give_back(self.model)
             if processes.world_size() == 1:
                 raise
             self._failed = error
@@ -186,10 +188,20 @@ class Pipeline:
 
     def _prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> _Prepared:
         leaves, spec = flatten_inputs(args, kwargs, target)
-        key = tuple((tuple(t.shape), t.dtype) if isinstance(t, torch.Tensor) else t for t in leaves)
+        key = pipeline_signature(self.model, leaves)
         if key not in self._prepared:
-            self._prepared[key] = self._make(leaves, spec)
+            self._refuse_trained_inputs(leaves)
+            try:
+                self._prepared[key] = self._make(leaves, spec)
+            except Exception:
+                if self._prepared:
+                    self._any().shared.keep_own(self.model)
+                raise
         return self._prepared[key]
+
+    def _refuse_trained_inputs(self, leaves: Sequence[Any]) -> None:
+        if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+            raise SpecError("an input of the pipeline requires a gradient, and none would come back; detach it")
 
     def _make(self, leaves: list[Any], spec: Any) -> _Prepared:
         sizes = sizes_of(batch_size(leaves), self._question.num_microbatches)

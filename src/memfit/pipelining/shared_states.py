@@ -40,6 +40,11 @@ class SharedStates:
             if parameter.grad is not None:
                 self.before[name], parameter.grad = parameter.grad, None
 
+    def give_back(self, model: nn.Module) -> None:
+        """After a step that failed: gradients of shared parameters are what they were before it."""
+        for name, parameter in self._shared(model):
+            parameter.grad = self.before.pop(name, None)
+
     def add_gradients(self, model: nn.Module) -> None:
         """Adds this step's gradients of shared parameters over the processes that hold them, and those before it."""
         for name, parameter in self._shared(model):

@@ -1,0 +1,45 @@
+"""What a pipeline was planned for, and a caller may change between two steps.
+
+Stages run without Dynamo, and so without its guards. So what the model's code may look at is compared at every step:
+which modules and parameters there are, what is frozen, hooks, training mode, plain attributes such as a dropout's
+probability, autocast. A model that changed is planned anew.
+
+Known limits: values inside lists and dicts of a module, and globals, are not compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["pipeline_signature"]
+
+_PLAIN = (bool, int, float, str, type(None))
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def pipeline_signature(model: nn.Module, leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """What must be equal for a plan to be run again.
+
+    Args:
+        model: the module.
+        leaves: the inputs of a step.
+    """
+    inputs = tuple((tuple(t.shape), t.stride(), t.dtype) if isinstance(t, torch.Tensor) else t for t in leaves)
+    device = next((t.device.type for t in leaves if isinstance(t, torch.Tensor)), "cpu")
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    modules = tuple(_of_module(module) for module in model.modules())
+    parameters = tuple(
+        (id(p), p.requires_grad, bool(p._backward_hooks), bool(p._post_accumulate_grad_hooks))
+        for p in model.parameters()
+    )
+    return inputs, autocast, modules, parameters
+
+
+def _of_module(module: nn.Module) -> tuple[Any, ...]:
+    attributes = vars(module)
+    plain = tuple((name, value) for name, value in attributes.items() if isinstance(value, _PLAIN))
+    return id(module), plain, tuple(len(attributes[name]) for name in _HOOKS if name in attributes)
