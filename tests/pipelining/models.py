@@ -48,6 +48,17 @@ def some_ignored(batch: int, dtype: torch.dtype) -> Case:
     )
 
 
+def own_size(batch: int, dtype: torch.dtype) -> Case:
+    """A sum that the loss itself divides by the number of samples."""
+    case = skips(batch, dtype)
+    return Case(
+        model=case.model,
+        args=case.args,
+        target=case.target,
+        loss_fn=lambda output, target: (output[0] - target).square().sum() / len(target),
+    )
+
+
 def own_loss(batch: int, dtype: torch.dtype) -> Case:
     """The loss inside, a keyword input, tied weights."""
     x, y = torch.randint(50, (2, batch, 9))
@@ -100,7 +111,15 @@ def skips(batch: int, dtype: torch.dtype) -> Case:
     return Case(model=Skips().to(dtype), args=(x,), target=y, loss_fn=loss)
 
 
-CASES = {"gpt": gpt, "ignored": some_ignored, "own": own_loss, "masked": masked, "images": images, "skips": skips}
+CASES = {
+    "gpt": gpt,
+    "ignored": some_ignored,
+    "size": own_size,
+    "own": own_loss,
+    "masked": masked,
+    "images": images,
+    "skips": skips,
+}
 
 
 def plain_step(case: Case) -> Tensor:

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from math import isclose
 from typing import Any, cast
 
 import torch
@@ -22,7 +24,7 @@ from memfit.errors import CaptureError
 from memfit.pipelining.forward_graph import ForwardGraph
 from memfit.pipelining.stages import cut_into_stages
 
-__all__ = ["LossReading", "Normaliser", "loss_normalisers", "loss_shares", "read_loss", "weights_of"]
+__all__ = ["Kind", "LossReading", "Part", "loss_parts", "loss_shares", "read_loss"]
 
 _aten = torch.ops.aten
 
@@ -42,50 +44,50 @@ _REDUCED = {
 _NLL = (_aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Normaliser:
-    """What a loss divides by.
+class Kind(StrEnum):
+    """What a part of a loss is."""
 
-    Attributes:
-        count: of a micro-batch, from the operands of the graph; None if that is in proportion to its samples.
-    """
+    SUM = "sum"
+    """Over samples: it counts once."""
 
-    count: Callable[[Mapping[str, torch.Tensor]], torch.Tensor] | None = None
+    MEAN = "mean"
+    """Over samples, or in proportion to them."""
 
+    COUNTED = "counted"
+    """Divided by something that is counted from the inputs."""
 
-class _Sum:
-    """A sum over samples: nothing to divide by."""
-
-
-class _Constant:
+    CONSTANT = "constant"
     """Does not depend on the inputs."""
 
 
-_Kind = Normaliser | _Sum | _Constant
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One of the parts that a loss adds.
+
+    Attributes:
+        kind: what it is.
+        scale: what it is multiplied by, where that is a number in the graph; that may be the size of the batch.
+        count: of a micro-batch, from the operands of the graph, what it is divided by.
+    """
+
+    kind: Kind
+    scale: float = 1.0
+    count: Callable[[Mapping[str, torch.Tensor]], torch.Tensor] | None = None
 
 
-def loss_normalisers(graph: fx.Graph, inputs: frozenset[str], trained: frozenset[str]) -> list[Normaliser] | None:
-    """What the parts of a loss divide by.
+def loss_parts(graph: fx.Graph, inputs: frozenset[str], trained: frozenset[str]) -> list[Part]:
+    """The parts of a loss.
 
     Args:
         graph: ops of model and loss; its first output is the loss.
         inputs: names of the placeholders of the step's inputs.
         trained: names of those of parameters that receive a gradient.
 
-    Returns:
-        One for each mean that the loss is made of; None for a sum.
-
     Raises:
-        CaptureError: if the loss is neither, naming the op.
+        CaptureError: if a part is no sum and no mean, naming the op.
     """
-    reader = _Reader(graph, inputs, trained)
     (output,) = graph.find_nodes(op="output")
-    kinds = reader.read(output.args[0][0])
-    if all(isinstance(kind, _Sum) for kind in kinds):
-        return None
-    if any(isinstance(kind, _Sum) for kind in kinds):
-        raise CaptureError(_REFUSED.format("it adds a mean, or what does not depend on the batch, to a sum"))
-    return [kind for kind in kinds if isinstance(kind, Normaliser)]
+    return _Reader(graph, inputs, trained).read(output.args[0][0])
 
 
 _REFUSED = (
@@ -107,21 +109,22 @@ class _Reader:
             self.of_inputs |= {node} if not self.of_inputs.isdisjoint(node.all_input_nodes) else set()
             self.of_trained |= {node} if not self.of_trained.isdisjoint(node.all_input_nodes) else set()
 
-    def read(self, node: Any) -> list[_Kind]:
+    def read(self, node: Any) -> list[Part]:
         """What a scalar is made of."""
         if not isinstance(node, fx.Node) or node not in self.of_inputs:
-            return [_Constant()]
+            return [Part(kind=Kind.CONSTANT)]
         target = node.target
         if target is operator.getitem and node.args[1] == 0 and node.all_input_nodes[0].target in _NLL:
             return self._of_nll(node.all_input_nodes[0])
         if target in _REDUCED:
             place = _REDUCED[target]
             reduction = node.args[place] if len(node.args) > place else _MEAN
-            return [Normaliser()] if reduction == _MEAN else [_Sum()] if reduction == _SUM else self._refuse(node)
+            kinds: dict[Any, Kind] = {_MEAN: Kind.MEAN, _SUM: Kind.SUM}
+            return [Part(kind=kinds[reduction])] if reduction in kinds else self._refuse(node)
         if target is _aten.mean.default or (target is _aten.mean.dim and _is_scalar(node)):
-            return [Normaliser()]
+            return [Part(kind=Kind.MEAN)]
         if target is _aten.sum.default or (target is _aten.sum.dim_IntList and _is_scalar(node)):
-            return [_Sum()]
+            return [Part(kind=Kind.SUM)]
         if not _is_scalar(node):
             return self._refuse(node)
         if target in _SAME:
@@ -132,24 +135,24 @@ class _Reader:
             first, second = node.args[:2]
             constant = first if first not in self.of_inputs else second
             if constant not in self.of_inputs:
-                return self.read(second if constant is first else first)
+                return _scaled(self.read(second if constant is first else first), constant)
         if target in (_aten.div.Tensor, _aten.div.Scalar):
             return self._of_quotient(node)
         return self._refuse(node)
 
-    def _of_quotient(self, node: fx.Node) -> list[_Kind]:
+    def _of_quotient(self, node: fx.Node) -> list[Part]:
         above, below = node.args[:2]
-        kinds = self.read(above)
+        parts = self.read(above)
         if not isinstance(below, fx.Node) or below not in self.of_inputs:
-            return kinds
-        if below in self.of_trained or not all(isinstance(kind, _Sum) for kind in kinds):
+            return _scaled(parts, 1 / below if isinstance(below, int | float) else below)
+        if below in self.of_trained or not all(part.kind is Kind.SUM for part in parts):
             return self._refuse(node)
-        return [Normaliser(count=self._made_of_inputs(below))]
+        return [replace(part, kind=Kind.COUNTED, count=self._made_of_inputs(below)) for part in parts]
 
-    def _of_nll(self, node: fx.Node) -> list[_Kind]:
+    def _of_nll(self, node: fx.Node) -> list[Part]:
         _, target, weight, reduction, ignored = cast(Any, node.args[:5])
         if reduction == _SUM:
-            return [_Sum()]
+            return [Part(kind=Kind.SUM)]
         if reduction != _MEAN or target in self.of_trained or weight in self.of_trained:
             return self._refuse(node)
         targets = self._made_of_inputs(target)
@@ -162,7 +165,7 @@ class _Reader:
                 return counted.sum()
             return weights(operands)[classes.where(counted, 0)].mul(counted).sum()
 
-        return [Normaliser(count=count)]
+        return [Part(kind=Kind.COUNTED, count=count)]
 
     def _made_of_inputs(self, node: Any) -> Callable[[Mapping[str, torch.Tensor]], torch.Tensor]:
         """What computes a node from the graph's operands."""
@@ -190,53 +193,9 @@ class _Reader:
 
         return made
 
-    def _refuse(self, node: fx.Node) -> list[_Kind]:
+    def _refuse(self, node: fx.Node) -> list[Part]:
         where = (node.stack_trace or "").strip().splitlines()[-1:]
         raise CaptureError(_REFUSED.format(f"it ends in {node.target} {' '.join(map(str.strip, where))}".strip()))
-
-
-def weights_of(
-    normalisers: Sequence[Sequence[Normaliser] | None],
-    operands: Sequence[Mapping[str, torch.Tensor]],
-    sizes: Sequence[int],
-) -> list[float]:
-    """What the loss of each micro-batch counts.
-
-    Args:
-        normalisers: for each micro-batch what `loss_normalisers` says of the graph made for its size.
-        operands: for each micro-batch the operands of that graph.
-        sizes: the samples of each micro-batch.
-
-    Returns:
-        One weight each; all 1 for a sum.
-
-    Raises:
-        CaptureError: if parts of the loss divide by different things.
-    """
-    means = [of for of in normalisers if of is not None]
-    if len(means) < len(sizes):
-        return [1.0] * len(sizes)
-    found: list[list[float]] = []
-    for of_each in zip(*means, strict=True):
-        if of_each[0].count is None:
-            counts = [float(size) for size in sizes]
-        else:
-            counts = [float(one.count(here)) for one, here in zip(of_each, operands, strict=True) if one.count]
-            if not all(counts):
-                raise CaptureError(
-                    f"micro-batch {counts.index(0.0)} has no target that counts, so its mean is not defined; shuffle "
-                    "the batch, or use fewer micro-batches"
-                )
-        total = sum(counts)
-        found.append([count / total for count in counts])
-    if not found:
-        return [size / sum(sizes) for size in sizes]
-    for other in found[1:]:
-        if any(abs(a - b) > 1e-12 for a, b in zip(found[0], other, strict=True)):
-            raise CaptureError(
-                _REFUSED.format(f"its parts are means over different numbers of things (shares {found[0]} and {other})")
-            )
-    return found[0]
 
 
 def _is_scalar(node: fx.Node) -> bool:
@@ -244,23 +203,62 @@ def _is_scalar(node: fx.Node) -> bool:
     return isinstance(value, torch.Tensor) and value.numel() == 1
 
 
+def _scaled(parts: list[Part], by: Any) -> list[Part]:
+    """Parts multiplied by a number; a tensor that is the same for all inputs changes nothing that is told here."""
+    return [replace(part, scale=part.scale * by) for part in parts] if isinstance(by, int | float) else parts
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossReading:
     """How the loss of micro-batches of one size is read.
 
     Attributes:
-        normalisers: what it divides by; None for a sum.
+        parts: what it adds.
         names: for each leaf of the inputs its placeholder in the graph of the loss.
         states: the model's tensors, by their placeholders.
     """
 
-    normalisers: list[Normaliser] | None
+    parts: tuple[Part, ...]
     names: Mapping[int, str]
     states: Mapping[str, torch.Tensor]
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing in it could be the size of the batch."""
+        return all(part.scale == 1.0 or part.kind is Kind.CONSTANT for part in self.parts)
+
+    def settled(self, other: LossReading, times: float) -> LossReading:
+        """Tells by the loss of another number of samples which numbers are the size of the batch.
+
+        `cross_entropy(o, y, reduction="sum") / len(y)` is a mean, though the graph has a number there.
+
+        Args:
+            other: the same loss, of `times` as many samples.
+            times: how many times as many.
+
+        Raises:
+            CaptureError: if a number changes with the size in another way.
+        """
+        if len(self.parts) != len(other.parts):
+            raise CaptureError(_REFUSED.format("it is another one for another number of samples"))
+        pairs = zip(self.parts, other.parts, strict=True)
+        return replace(self, parts=tuple(_settled(here, there.scale / here.scale, times) for here, there in pairs))
+
+
+def _settled(part: Part, changes: float, times: float) -> Part:
+    turned = {(Kind.SUM, 1 / times): Kind.MEAN, (Kind.MEAN, times): Kind.SUM}
+    for (kind, change), becomes in turned.items():
+        if part.kind is kind and isclose(changes, change, rel_tol=1e-9):
+            return replace(part, kind=becomes, scale=1.0)
+    if not isclose(changes, 1.0, rel_tol=1e-9) and part.kind is not Kind.CONSTANT:
+        raise CaptureError(
+            _REFUSED.format(f"a number in it changes {changes:.3g} times with {times:.3g} times the samples")
+        )
+    return replace(part, scale=1.0)
+
 
 def read_loss(forward: ForwardGraph, leaves: Sequence[Any]) -> LossReading:
-    """Reads what the loss of a model divides by.
+    """Reads the loss of a model.
 
     Args:
         forward: the model and its loss, traced on one micro-batch.
@@ -277,16 +275,59 @@ def read_loss(forward: ForwardGraph, leaves: Sequence[Any]) -> LossReading:
     names = {leaf: placeholders[len(own) + place].name for place, leaf in enumerate(whole.leaves)}
     trained = frozenset(node.name for node, tensor in zip(placeholders, own, strict=False) if tensor.requires_grad)
     return LossReading(
-        normalisers=loss_normalisers(traced.graph, frozenset(names.values()), trained),
+        parts=tuple(loss_parts(traced.graph, frozenset(names.values()), trained)),
         names=names,
         states={node.name: tensor for node, tensor in zip(placeholders, own, strict=False)},
     )
 
 
 def loss_shares(losses: Sequence[LossReading], parts: Sequence[Sequence[Any]], sizes: Sequence[int]) -> list[float]:
-    """What the loss of each micro-batch counts; see `weights_of`."""
+    """What the loss of each micro-batch counts.
+
+    Args:
+        losses: for each micro-batch how the loss is read, settled.
+        parts: for each the leaves of its inputs.
+        sizes: the samples of each.
+
+    Returns:
+        One weight each; all 1 for a sum.
+
+    Raises:
+        CaptureError: if the loss of the batch is not made of those of its micro-batches.
+    """
     operands = [
         {**loss.states, **{name: part[place] for place, name in loss.names.items()}}
         for loss, part in zip(losses, parts, strict=True)
     ]
-    return weights_of([loss.normalisers for loss in losses], operands, sizes)
+    found: list[list[float]] = []
+    for of_each in zip(*(loss.parts for loss in losses), strict=True):
+        kind = of_each[0].kind
+        if kind is Kind.SUM:
+            found.append([1.0] * len(sizes))
+        elif kind is Kind.MEAN:
+            found.append(_shares([float(size) for size in sizes]))
+        elif kind is Kind.COUNTED:
+            counts = [float(part.count(here)) for part, here in zip(of_each, operands, strict=True) if part.count]
+            found.append(_shares(counts))
+        else:  # it counts once in all, whatever the shares, as long as they add up to one
+            found.append([])
+    shares = next((one for one in found if one), _shares([float(size) for size in sizes]))
+    for other in found:
+        if other and any(abs(a - b) > 1e-12 for a, b in zip(shares, other, strict=True)):
+            raise CaptureError(
+                _REFUSED.format(
+                    f"it adds means over different numbers of things, or a mean and a sum ({shares}, {other})"
+                )
+            )
+    if [] in found and abs(sum(shares) - 1.0) > 1e-9:
+        raise CaptureError(_REFUSED.format("it adds what does not depend on the batch to a sum"))
+    return shares
+
+
+def _shares(counts: list[float]) -> list[float]:
+    if not all(counts):
+        raise CaptureError(
+            f"micro-batch {counts.index(0.0)} has no target that counts, so its mean is not defined; shuffle the "
+            "batch, or use fewer micro-batches"
+        )
+    return [count / sum(counts) for count in counts]

@@ -25,8 +25,8 @@ from memfit.pipelining.alone import run_alone
 from memfit.pipelining.building import build_stages
 from memfit.pipelining.coupling import check_halves, refuse_batch_norm
 from memfit.pipelining.forward_graph import ForwardGraph, PipelineLoss, capture_forward, loss_of
-from memfit.pipelining.loss_weights import loss_shares, read_loss
-from memfit.pipelining.microbatches import cut_batch
+from memfit.pipelining.loss_weights import LossReading, loss_shares, read_loss
+from memfit.pipelining.microbatches import batch_size, cut_batch, first_samples
 from memfit.pipelining.plan import PipelinePlan, StageProgram, calls_digest
 from memfit.pipelining.question import Found, Question, StagePlan
 from memfit.pipelining.random_stream import RandomStream
@@ -48,7 +48,7 @@ Forwards = Sequence[tuple[ForwardGraph, Sequence[Any]]]
 def make_pipeline_plan(
     model: nn.Module,
     forwards: Forwards,
-    parts: Sequence[Sequence[Any]],
+    leaves: Sequence[Any],
     sizes: Sequence[int],
     question: Question,
     device: torch.device,
@@ -62,8 +62,8 @@ def make_pipeline_plan(
     Args:
         model: in training mode.
         forwards: model and loss, traced on the first micro-batch, with its inputs; and on the last, if that is smaller.
-        parts: for each micro-batch the leaves of its inputs.
-        sizes: the samples of each.
+        leaves: the inputs of the batch.
+        sizes: the samples of each micro-batch.
         question: what is asked.
         device: of the model.
         loss_fn: the loss.
@@ -75,9 +75,10 @@ def make_pipeline_plan(
         CaptureError: if gradients would change.
     """
     forward, part = forwards[0]
+    parts = cut_batch(leaves, sizes)
     if len(sizes) > 1 and not question.allow_batch_norm:
         refuse_batch_norm(forward, model)
-        _check_samples(model, parts, spec, loss_fn, device)
+        _check_samples(model, leaves, spec, loss_fn)
     target = question.budget_bytes
     for _ in range(_PROVING_RUNS):
         asked = replace(question, budget_bytes=target)
@@ -145,27 +146,22 @@ def measured_peaks(
     return peaks
 
 
-def _check_samples(
-    model: nn.Module, parts: Sequence[Sequence[Any]], spec: Any, loss_fn: PipelineLoss | None, device: torch.device
-) -> None:
+def _check_samples(model: nn.Module, leaves: Sequence[Any], spec: Any, loss_fn: PipelineLoss | None) -> None:
     """Tries on a few samples whether the loss is made of those of micro-batches."""
-    some, half = parts[0], 2
-    count = next(leaf.shape[0] for leaf in some if isinstance(leaf, torch.Tensor) and leaf.dim())
-    if count < 2:
-        joined = zip(parts[0], parts[1], strict=True)
-        same = [a is b or not isinstance(a, torch.Tensor) or a.dim() == 0 or a.shape[0] != count for a, b in joined]
-        pairs = zip(parts[0], parts[1], same, strict=True)
-        some, count = [a if shared else torch.cat([a, b]) for a, b, shared in pairs], 2
-    half = min(2, count // 2)
-    (some, *_) = cut_batch(some, [2 * half, count - 2 * half] if count > 2 * half else [count])
+    half = 2 if batch_size(leaves) >= 4 else 1
+    some = first_samples(leaves, 2 * half)
     halves = cut_batch(some, [half, half])
 
     def loss(part: Sequence[Any]) -> torch.Tensor:
         args, kwargs, target = spec.unflatten(part)
         return loss_of(model, args, kwargs, target, loss_fn)
 
-    args, kwargs, target = spec.unflatten(halves[0])
-    reading = read_loss(capture_forward(model, args, kwargs, target, loss_fn), halves[0])
+    def read(part: Sequence[Any]) -> LossReading:
+        args, kwargs, target = spec.unflatten(part)
+        return read_loss(capture_forward(model, args, kwargs, target, loss_fn), part)
+
+    reading = read(halves[0])
+    reading = reading if reading.is_settled else reading.settled(read(some), 2.0)
     shares = loss_shares([reading, reading], halves, [half, half])
     check_halves(
         model,

@@ -15,7 +15,7 @@ import torch
 
 from memfit.errors import SpecError
 
-__all__ = ["batch_size", "cut_batch", "sizes_of"]
+__all__ = ["batch_size", "cut_batch", "first_samples", "sizes_of"]
 
 
 def batch_size(leaves: Sequence[Any]) -> int:
@@ -54,3 +54,9 @@ def cut_batch(leaves: Sequence[Any], sizes: Sequence[int]) -> list[tuple[Any, ..
         cut = isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch
         parts.append(list(leaf.split(list(sizes))) if cut else [leaf] * len(sizes))
     return list(zip(*parts, strict=True))
+
+
+def first_samples(leaves: Sequence[Any], count: int) -> tuple[Any, ...]:
+    """The leaves of the inputs of a batch's first samples."""
+    batch = batch_size(leaves)
+    return cut_batch(leaves, [count, batch - count] if count < batch else [count])[0]

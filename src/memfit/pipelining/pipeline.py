@@ -25,7 +25,7 @@ from memfit.pipelining.engine_stage import EngineStage
 from memfit.pipelining.forward_graph import ForwardGraph, PipelineLoss, capture_forward, flatten_inputs
 from memfit.pipelining.loss_weights import LossReading, loss_shares, read_loss
 from memfit.pipelining.making import make_pipeline_plan
-from memfit.pipelining.microbatches import batch_size, cut_batch, sizes_of
+from memfit.pipelining.microbatches import batch_size, cut_batch, first_samples, sizes_of
 from memfit.pipelining.plan import PipelinePlan, decode_pipeline, encode_pipeline
 from memfit.pipelining.question import Question
 from memfit.pipelining.random_stream import RandomStream
@@ -224,7 +224,7 @@ class Pipeline:
             if processes.rank() == 0:
                 fixed = self._any().plan if self._prepared else None
                 plan = make_pipeline_plan(
-                    *(self.model, forwards, parts, sizes, self._question, self._device),
+                    *(self.model, forwards, leaves, sizes, self._question, self._device),
                     loss_fn=self._loss_fn,
                     spec=spec,
                     fixed=fixed,
@@ -235,7 +235,7 @@ class Pipeline:
         processes.agree(error, self._device)
         plan = decode_pipeline(processes.send_document(document, self._device))
         try:
-            prepared = self._build(plan, forwards)
+            prepared = self._build(plan, forwards, self._read_losses(forwards, leaves, sizes, spec))
         except Exception as raised:
             error = raised
         processes.agree(error, self._device)
@@ -246,7 +246,25 @@ class Pipeline:
         args, kwargs, target = spec.unflatten(part)
         return capture_forward(self.model, args, kwargs, target, self._loss_fn)
 
-    def _build(self, plan: PipelinePlan, forwards: list[tuple[ForwardGraph, Sequence[Any]]]) -> _Prepared:
+    def _read_losses(
+        self, forwards: list[tuple[ForwardGraph, Sequence[Any]]], leaves: Sequence[Any], sizes: Sequence[int], spec: Any
+    ) -> tuple[LossReading, ...]:
+        """For each micro-batch how its loss is read."""
+        readings = [read_loss(forward, part) for forward, part in forwards]
+        if len(sizes) > 1 and not all(reading.is_settled for reading in readings):
+            count = 2 if sizes[0] != 2 else 1
+            few = first_samples(leaves, count)
+            other = read_loss(self._capture(few, spec), few)
+            each = (sizes[0], sizes[-1])
+            readings = [reading.settled(other, count / size) for reading, size in zip(readings, each, strict=False)]
+        return (*[readings[0]] * (len(sizes) - 1), readings[-1])
+
+    def _build(
+        self,
+        plan: PipelinePlan,
+        forwards: list[tuple[ForwardGraph, Sequence[Any]]],
+        losses: tuple[LossReading, ...],
+    ) -> _Prepared:
         processes.join()
         device_of_stage = plan.schedule.device_of()
         alone = processes.world_size() == 1
@@ -256,12 +274,11 @@ class Pipeline:
         schedule = plan.schedule
         if alone:
             schedule = on_one_device(schedule, plan.times())
-        losses = [read_loss(forward, part) for forward, part in forwards]
         return _Prepared(
             plan=plan,
             stages=stages,
             engine=runtime(schedule, list(stages.values())),
-            losses=(*[losses[0]] * (len(plan.sizes) - 1), losses[-1]),
+            losses=losses,
             stream=stream,
             loss_dtype=forwards[0][0].loss.meta["example_value"].dtype,
             shared=share_out(planned_cuts(forwards[0][0], plan), device_of_stage),
