@@ -20,6 +20,7 @@ from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
 
 from memfit.capture.dynamo import compile_call
+from memfit.pipelining.sequential import GPTEmbedding
 from memfit.zoo.gpt import GPT
 
 __all__ = ["Rival", "rivals_of"]
@@ -118,25 +119,12 @@ def _units(model: nn.Module) -> list[nn.Module]:
     """The whole model as a sequence whose parts can be cut apart anywhere."""
     blocks, part = _blocks(model), model.get_submodule
     if isinstance(model, GPT):
-        return [_Embedding(model), *blocks, _Head(model)]
+        return [GPTEmbedding(model), *blocks, _Head(model)]
     if hasattr(model, "features"):
         pool = part("avgpool") if hasattr(model, "avgpool") else nn.AdaptiveAvgPool2d(1)
         return [*blocks, nn.Sequential(pool, nn.Flatten(), part("classifier"))]
     stem = nn.Sequential(part("conv1"), part("bn1"), part("relu"), part("maxpool"))
     return [stem, *blocks, nn.Sequential(part("avgpool"), nn.Flatten(), part("fc"))]
-
-
-class _Embedding(nn.Module):
-    """What a GPT does before its layers."""
-
-    def __init__(self, model: GPT) -> None:
-        super().__init__()
-        self.tokens, self.positions, self.dropout = model.tokens, model.positions, model.dropout
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
-        y: Tensor = self.dropout(x)
-        return y
 
 
 class _Head(nn.Module):

@@ -63,7 +63,9 @@ def test_too_little_memory_is_told_and_nothing_is_lost() -> None:
     before = {name: tensor.clone() for name, tensor in case.model.state_dict().items()}
     with pytest.raises(BudgetError) as told:
         plan(case, num_stages=2, num_microbatches=2, budget_per_device="300KiB")
+    assert "bytes) work" in str(told.value)
     assert told.value.least_bytes > 300 << 10
+    plan(case, num_stages=2, num_microbatches=2, budget_per_device=told.value.least_bytes)  # as it says
     assert all(torch.equal(tensor, before[name]) for name, tensor in case.model.state_dict().items())
 
 

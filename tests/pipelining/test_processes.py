@@ -56,8 +56,7 @@ def make(made: Case, world: int, **options: Any) -> memfit.Pipeline:
         loss_fn=made.loss_fn,
         num_stages=world,
         search_seconds=0.1,
-        prove=False,
-        **options,
+        **{"prove": False, **options},
     )
 
 
@@ -116,6 +115,29 @@ def trains_alike(rank: int, world: int, microbatches: int, schedule: str, dropou
 )
 def test_two_processes_train_as_one(microbatches: int, schedule: str, dropout: float, tmp_path: Path) -> None:
     run(trains_alike, 2, tmp_path, microbatches, schedule, dropout)
+
+
+def keeps_budget(rank: int, world: int, schedule: str) -> None:
+    made = case(0.0, torch.float64)
+    optimizer = torch.optim.Adam(made.model.parameters())
+    options = {"num_microbatches": 4, "schedule": schedule, "optimizer": optimizer}
+    free = make(made, world, **options)
+    budget = int(0.93 * max(free.plan.peak_bytes))
+    free.release()
+    before = {name: p.clone() for name, p in made.model.named_parameters()}
+    pipe = make(made, world, **options, prove=True, budget_per_device=budget)
+    assert max(pipe.plan.measured_peak_bytes) <= budget
+    assert all(p.grad is None for p in made.model.parameters())
+    state = pipe.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in before.items())
+    pipe.step(*made.args, target=made.target)
+    optimizer.step()
+    assert measured_peak(pipe, made, optimizer) <= budget
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b"])
+def test_budgets_hold_with_real_transfers(schedule: str, tmp_path: Path) -> None:
+    run(keeps_budget, 2, tmp_path, schedule)
 
 
 def fails(rank: int, world: int) -> None:

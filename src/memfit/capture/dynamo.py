@@ -29,9 +29,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from memfit.capture.eager_kernels import as_in_eager
-from memfit.capture.joint import JointReading, read_joint
+from memfit.capture.joint import read_joint
 from memfit.capture.live_bytes import LiveBytes
 from memfit.capture.one_graph import OneGraph
+from memfit.capture.reading import JointReading
 from memfit.errors import CaptureError, MemfitError
 
 __all__ = [

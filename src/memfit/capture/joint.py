@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -26,104 +26,20 @@ from torch import fx
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 
 from memfit.capture import concatenations, dropout, rewrite, rounded, slices
-from memfit.capture.again import Call, from_statistics, without_statistics
+from memfit.capture.again import from_statistics, without_statistics
 from memfit.capture.by_rows import RUNS_ONCE, rewrite_by_rows
 from memfit.capture.cost_key import tensors_of
 from memfit.capture.cudnn_norm import take_cudnn_batch_norm
 from memfit.capture.cutting import cutting
 from memfit.capture.group_norm import split_group_norm
-from memfit.capture.layout import owns_memory
+from memfit.capture.reading import JointOp, JointReading, JointStorage
 from memfit.capture.repeated import merge_repeated
 from memfit.capture.samples import KEEP_BITS
 from memfit.errors import CaptureError
 from memfit.step.by_slices import BySlices
 from memfit.step.graph import Phase, StorageKind
 
-__all__ = ["JointOp", "JointReading", "JointStorage", "is_random", "read_joint", "result_index"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JointStorage:
-    """Memory of the joint graph: `base` is the node whose result it is."""
-
-    base: fx.Node
-    nbytes: int
-    kind: StorageKind
-
-    @property
-    def plain_nbytes(self) -> int:
-        """Its size without memfit where that differs: eager dropout on CPU keeps a mask of the data's dtype."""
-        if rewrite.PLAIN_NBYTES in self.base.meta:
-            return int(self.base.meta[rewrite.PLAIN_NBYTES])
-        call, value = self.base.args[:1], self.base.meta["val"]
-        if self.base.target is not operator.getitem or value.dtype is not torch.bool or value.device.type != "cpu":
-            return 0
-        source = cast(fx.Node, call[0])
-        if source.target is not torch.ops.aten.native_dropout.default:
-            return 0
-        return int(value.numel() * cast(fx.Node, source.args[0]).meta["val"].element_size())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JointOp:
-    """A node that computes, and what runs in its place later where that is another call (`memfit.capture.again`).
-
-    In the step without memfit it may read other storages, `plain_call` may run in its place, or nothing (`plain_free`).
-    """
-
-    node: fx.Node
-    phase: Phase
-    module: str
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-    plain_reads: tuple[int, ...] | None
-    plain_call: Call | None
-    plain_free: bool
-    in_place_over: tuple[int, ...]
-    in_place_argument: int | None
-    plain_in_place: bool
-    random: bool
-    recomputable: bool
-    again: Call | None = None
-    again_reads: tuple[int, ...] = ()
-    by_slices: BySlices | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JointReading:
-    """A joint graph, read.
-
-    Attributes:
-        module: the graph module, rewritten (see `memfit.capture.rewrite`).
-        num_forward_outputs: how many of its outputs belong to the forward pass.
-        ops: in the order of the graph, forward ones first.
-        storages: what ops index.
-        storage_of: the storage of each node that yields a tensor.
-        output_storages: storages of the forward outputs, one entry per tensor output.
-        gradient_storages: storages of the gradients, one entry per gradient.
-        separated: keys of weights' gradients that are made part by part (`memfit.capture.concatenations`).
-        separable: those that might be.
-        grid: into how many tiles samples may be cut; empty if it was not read for the lever `tile`.
-        accumulated: storages of gradients that are added to what is there when they are made, and returned to nobody.
-    """
-
-    module: fx.GraphModule
-    num_forward_outputs: int
-    ops: tuple[JointOp, ...]
-    storages: tuple[JointStorage, ...]
-    storage_of: dict[fx.Node, int]
-    output_storages: tuple[int, ...]
-    gradient_storages: tuple[int, ...]
-    separated: frozenset[str] = frozenset()
-    separable: tuple[fx.Node, ...] = ()
-    grid: tuple[int, ...] = ()
-    accumulated: frozenset[int] = frozenset()
-
-    def is_reusable(self, storage: int) -> bool:
-        """Whether something else may be put in its memory once nothing reads it."""
-        found = self.storages[storage]
-        ours = storage not in self.output_storages and storage not in self.gradient_storages
-        return ours and found.kind in (StorageKind.FORWARD, StorageKind.BACKWARD) and owns_memory(found.base)
+__all__ = ["is_random", "module_of", "read_joint", "result_index"]
 
 
 def read_joint(

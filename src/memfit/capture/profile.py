@@ -19,9 +19,9 @@ from memfit.capture.concatenations import is_of_concatenation, is_separable_key,
 from memfit.capture.cost_cache import CostCache
 from memfit.capture.cost_key import cost_key
 from memfit.capture.costs import Costs, costs_again, costs_of, whole_if_separable
-from memfit.capture.joint import JointOp
 from memfit.capture.library_memory import library_bytes
 from memfit.capture.parts import candidate_parts
+from memfit.capture.reading import JointOp
 from memfit.capture.roofline import roofline_seconds
 from memfit.capture.slice_costs import costs_in_slices
 from memfit.capture.trace import Capture

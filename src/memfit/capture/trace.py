@@ -16,9 +16,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from memfit.capture.dynamo import Pieces, capture_pieces
-from memfit.capture.joint import JointOp, JointReading
 from memfit.capture.loss import LossFunction, read_loss
 from memfit.capture.optimizer import optimizer_cost
+from memfit.capture.reading import JointOp, JointReading
 from memfit.capture.rewrite import is_tangent
 from memfit.errors import CaptureError
 from memfit.step.graph import Op, Phase, StepGraph, Storage, StorageKind

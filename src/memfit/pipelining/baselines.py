@@ -25,7 +25,7 @@ from memfit.pipelining.engine import runtime
 from memfit.pipelining.sequential import as_sequential, equal_ends
 from memfit.planner.schedule import StageTimes, on_one_device, one_forward_one_backward
 
-__all__ = ["Passes", "Step", "equal_layers", "inline_workers", "time_passes", "torchgpipe"]
+__all__ = ["Passes", "Step", "Trial", "equal_layers", "inline_workers", "time_passes", "torchgpipe"]
 
 
 @dataclass(slots=True)
@@ -46,16 +46,30 @@ class Passes:
 Step = Callable[[], Passes]
 
 
-def torchgpipe(
-    model: nn.Module,
-    inputs: torch.Tensor,
-    target: torch.Tensor,
-    loss_fn: Callable[[Any, Any], torch.Tensor],
-    *,
-    num_stages: int,
-    num_microbatches: int,
-    checkpointed: bool,
-) -> Step:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """What is trained, and in how many parts.
+
+    Attributes:
+        model: whose parameters receive gradients.
+        inputs: a batch.
+        target: of the batch.
+        loss_fn: takes output and target; a mean over samples.
+        num_stages: into how many stages the model is cut.
+        num_microbatches: into how many parts the batch is cut.
+        checkpointed: whether forward passes run again.
+    """
+
+    model: nn.Module
+    inputs: torch.Tensor
+    target: torch.Tensor
+    loss_fn: Callable[[Any, Any], torch.Tensor]
+    num_stages: int
+    num_microbatches: int
+    checkpointed: bool
+
+
+def torchgpipe(trial: Trial) -> Step:
     """A step of torchgpipe 0.0.7, its layers balanced by its own measurement.
 
     Raises:
@@ -66,21 +80,21 @@ def torchgpipe(
         from torchgpipe.balance import balance_by_time
     except ImportError as error:
         raise SpecError("torchgpipe is not installed; install it with pip install 'memfit[bench]'") from error
-    layers = as_sequential(model)
-    sample = inputs[: max(1, len(inputs) // num_microbatches)]
-    if num_stages > 1:
-        balance = balance_by_time(num_stages, layers, sample, timeout=1.0, device=torch.device("cpu"))
+    layers = as_sequential(trial.model)
+    sample = trial.inputs[: max(1, len(trial.inputs) // trial.num_microbatches)]
+    if trial.num_stages > 1:
+        balance = balance_by_time(trial.num_stages, layers, sample, timeout=1.0, device=torch.device("cpu"))
     else:
         balance = [len(layers)]
     for parameter in layers.parameters():
         parameter.grad = None
-    devices = ["cpu"] * num_stages
-    policy = "except_last" if checkpointed else "never"
-    piped = GPipe(layers, balance, devices=devices, chunks=num_microbatches, checkpoint=policy)
+    devices = ["cpu"] * trial.num_stages
+    policy = "except_last" if trial.checkpointed else "never"
+    piped = GPipe(layers, balance, devices=devices, chunks=trial.num_microbatches, checkpoint=policy)
 
     def step() -> Passes:
         begin = time.perf_counter()
-        loss = loss_fn(piped(inputs), target)
+        loss = trial.loss_fn(piped(trial.inputs), trial.target)
         middle = time.perf_counter()
         loss.backward()
         return Passes(middle - begin, time.perf_counter() - middle, float(loss.detach()))
@@ -136,37 +150,28 @@ class _Checkpointed(nn.Module):
         return checkpoint(self.layers, x, use_reentrant=False)
 
 
-def equal_layers(
-    model: nn.Module,
-    inputs: torch.Tensor,
-    target: torch.Tensor,
-    loss_fn: Callable[[Any, Any], torch.Tensor],
-    *,
-    num_stages: int,
-    num_microbatches: int,
-    checkpointed: bool,
-) -> Step:
+def equal_layers(trial: Trial) -> Step:
     """A step of PyTorch's engine: its own stages, 1F1B, as many blocks in each.
 
     Raises:
         SpecError: if the model is no list of layers.
     """
     processes.join()
-    layers = as_sequential(model)
-    ends = equal_ends(layers, num_stages)
+    layers = as_sequential(trial.model)
+    ends = equal_ends(layers, trial.num_stages)
     modules = [layers[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
-    device = inputs.device
-    crossing = inputs[: len(inputs) // num_microbatches]
+    device = trial.inputs.device
+    crossing = trial.inputs[: len(trial.inputs) // trial.num_microbatches]
     stages = []
     for index, module in enumerate(modules):
         with torch.no_grad():
             left = torch.empty_like(module(crossing))
-        run = _Checkpointed(module) if checkpointed else module
+        run = _Checkpointed(module) if trial.checkpointed else module
         stages.append(
             PipelineStage(
                 run,
                 index,
-                num_stages,
+                trial.num_stages,
                 device,
                 input_args=(crossing.detach().requires_grad_(crossing.is_floating_point() and index > 0),),
                 output_args=(left.requires_grad_(),),
@@ -175,10 +180,10 @@ def equal_layers(
         crossing = left.detach()
     passes = Passes()
     time_passes(stages, passes)
-    schedule = one_forward_one_backward(num_stages, num_microbatches)
-    schedule = on_one_device(schedule, [StageTimes(forward_seconds=1.0, backward_seconds=2.0)] * num_stages)
-    engine = runtime(schedule, stages, loss_fn=loss_fn)
-    parts, targets = inputs.chunk(num_microbatches), target.chunk(num_microbatches)
+    schedule = one_forward_one_backward(trial.num_stages, trial.num_microbatches)
+    schedule = on_one_device(schedule, [StageTimes(forward_seconds=1.0, backward_seconds=2.0)] * trial.num_stages)
+    engine = runtime(schedule, stages, loss_fn=trial.loss_fn)
+    parts, targets = trial.inputs.chunk(trial.num_microbatches), trial.target.chunk(trial.num_microbatches)
 
     def step() -> Passes:
         passes.forward_seconds = passes.backward_seconds = 0.0
@@ -190,9 +195,9 @@ def equal_layers(
             losses=losses,
             return_outputs=False,
         )
-        for parameter in model.parameters():  # means of equal micro-batches
+        for parameter in trial.model.parameters():  # means of equal micro-batches
             if parameter.grad is not None:
-                parameter.grad.div_(num_microbatches)
+                parameter.grad.div_(trial.num_microbatches)
         passes.loss = float(torch.stack(losses).mean().detach())
         return passes
 

@@ -22,7 +22,7 @@ from memfit.capture.trace import device_of, storage_bytes
 from memfit.errors import BudgetError, MemfitError
 from memfit.pipelining import baselines
 from memfit.pipelining.api import pipeline
-from memfit.pipelining.baselines import Passes
+from memfit.pipelining.baselines import Passes, Trial
 from memfit.pipelining.pipeline import Pipeline
 from memfit.runtime.measure import measure
 
@@ -123,19 +123,27 @@ def compare_cell(
     for system in sorted(systems, key=lambda name: name == "memfit"):
         model, inputs, target, loss_fn = make()
         batch = len(inputs)
-        numbers: dict[str, Any] = {"num_stages": cell.num_stages, "num_microbatches": cell.num_microbatches}
+        trial = Trial(
+            model=model,
+            inputs=inputs,
+            target=target,
+            loss_fn=loss_fn,
+            num_stages=cell.num_stages,
+            num_microbatches=cell.num_microbatches,
+            checkpointed=cell.checkpointed,
+        )
         stage_bytes: tuple[int, ...] = ()
         note = ""
         if system == "memfit":
             others = [row[2] for row in ready.values()]
-            piped, step = _memfit(model, inputs, target, loss_fn, numbers, min(others, default=None), search_seconds)
+            piped, step = _memfit(trial, min(others, default=None), search_seconds)
             plan = piped.plan
             stage_bytes = plan.measured_peak_bytes or plan.peak_bytes
             again = sum(stage.again_seconds for stage in plan.stages)
             note = f"{plan.schedule.name}, {again / max(1e-9, sum(s.forward_seconds for s in plan.stages)):.0%} again"
         else:
             build = baselines.torchgpipe if system == "torchgpipe" else baselines.equal_layers
-            step = build(model, inputs, target, loss_fn, checkpointed=cell.checkpointed, **numbers)
+            step = build(trial)
         peak = _activation_peak(step, model, inputs, target)
         ready[system] = step, model, peak, stage_bytes, note
         gc.collect()
@@ -168,55 +176,48 @@ def compare_cell(
     return rows
 
 
-def _memfit(
-    model: nn.Module,
-    inputs: torch.Tensor,
-    target: torch.Tensor,
-    loss_fn: Callable[[Any, Any], torch.Tensor],
-    numbers: dict[str, Any],
-    most_bytes: int | None,
-    search_seconds: float,
-) -> tuple[Pipeline, baselines.Step]:
+def _memfit(trial: Trial, most_bytes: int | None, search_seconds: float) -> tuple[Pipeline, baselines.Step]:
     """A pipeline that takes no more for activations, all stages together, and a step of it."""
-    static = 2 * storage_bytes(list(model.parameters()), device_of(model).type)
-    stages = numbers["num_stages"]
+    static = 2 * storage_bytes(list(trial.model.parameters()), device_of(trial.model).type)
+    stages = trial.num_stages
     made: Pipeline | None = None
     share = None
     for _ in range(_TRIES):
         budget = None if share is None else int(static / stages + share)
         try:
             made = pipeline(
-                *(model, (inputs,)),
-                target=target,
-                loss_fn=loss_fn,
+                *(trial.model, (trial.inputs,)),
+                target=trial.target,
+                loss_fn=trial.loss_fn,
+                num_stages=trial.num_stages,
+                num_microbatches=trial.num_microbatches,
                 batch_norm="per-microbatch",
                 schedule="1f1b",
                 budget_per_device=budget,
                 search_seconds=search_seconds,
                 prove=False,
-                **numbers,
             )
         except BudgetError as error:
             log.info("no pipeline of %s a device: %s", budget, error)
             break
-        step = _step(made, inputs, target)
-        taken = _activation_peak(step, model, inputs, target)
+        step = _step(made, trial)
+        taken = _activation_peak(step, trial.model, trial.inputs, trial.target)
         if most_bytes is None or taken <= most_bytes:
             return made, step
         held = max(made.plan.peak_bytes) - static / stages
         share = (held if share is None else min(held, share)) * 0.98 * most_bytes / taken
     if made is None:
         raise MemfitError("no pipeline at all fits")
-    return made, _step(made, inputs, target)
+    return made, _step(made, trial)
 
 
-def _step(made: Pipeline, inputs: torch.Tensor, target: torch.Tensor) -> baselines.Step:
+def _step(made: Pipeline, trial: Trial) -> baselines.Step:
     passes = Passes()
     baselines.time_passes(made.engine_stages(), passes)
 
     def step() -> Passes:
         passes.forward_seconds = passes.backward_seconds = 0.0
-        passes.loss = float(made.step(inputs, target=target))
+        passes.loss = float(made.step(trial.inputs, target=trial.target))
         return passes
 
     return step

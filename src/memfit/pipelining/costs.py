@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
-from memfit.capture.joint import JointOp
+from memfit.capture.reading import JointOp
 from memfit.capture.trace import Capture
 from memfit.pipelining.forward_graph import ForwardGraph
 from memfit.planner.balance import CallCost

@@ -25,30 +25,22 @@ SCHEDULES = {
     "1f1b": 1,
     "interleaved-1f1b": 2,
 }
-"""Names of schedules and how many stages a device has at least."""
+"""Names of schedules and how many stages a device has."""
 
 _ENGINE = {
     "interleaved-1f1b": "Interleaved1F1B",
 }
 
-_PASSES = {
-    "FORWARD": Pass.FORWARD,
-    "FULL_BACKWARD": Pass.BACKWARD,
-    "BACKWARD_INPUT": Pass.BACKWARD_INPUT,
-    "BACKWARD_WEIGHT": Pass.BACKWARD_WEIGHT,
-}
+_PASSES = {"FORWARD": Pass.FORWARD, "FULL_BACKWARD": Pass.BACKWARD}
 
 
-def make_schedule(
-    name: str, num_devices: int, num_microbatches: int, *, stages_per_device: int | None = None
-) -> Schedule:
+def make_schedule(name: str, num_devices: int, num_microbatches: int) -> Schedule:
     """A schedule by name.
 
     Args:
         name: one of `SCHEDULES`.
         num_devices: how many devices work together.
         num_microbatches: into how many parts the batch is cut.
-        stages_per_device: for interleaved schedules; two by default.
 
     Raises:
         SpecError: if there is none of that name, or it cannot do with so few micro-batches.
@@ -59,8 +51,7 @@ def make_schedule(
         return one_forward_one_backward(num_devices, num_microbatches)
     if name not in _ENGINE:
         raise SpecError(f"unknown schedule {name!r}; there are 'auto', {', '.join(map(repr, SCHEDULES))}")
-    per_device = stages_per_device or SCHEDULES[name]
-    return _from_engine(name, num_devices, num_microbatches, per_device)
+    return _from_engine(name, num_devices, num_microbatches, SCHEDULES[name])
 
 
 class _Placeholder:

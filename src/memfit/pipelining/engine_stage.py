@@ -5,8 +5,7 @@ afford: receive buffers for all micro-batches of all time, and every result it s
 buffer exists from the moment it is received into, a result is held until it is sent, and what autograd needs is what
 the stage's plan keeps. Only the data is handled here; who does what when is up to the engine.
 
-What crosses a cut and only passes through a stage never enters its module, and gradients that come back for it are
-added to the module's own.
+What crosses a cut and only passes through a stage never enters its module, and neither does its gradient.
 
 Known limits: with NCCL the engine holds what is sent until the step ends, as it batches transfers itself.
 """
@@ -269,11 +268,9 @@ def _gradients(
 ) -> tuple[torch.Tensor | None, ...]:
     """For each tensor that arrived its gradient: zeros where none reached it, as the stage before waits for it."""
     gradients: list[torch.Tensor | None] = []
+    through = dict(zip(stage.handed_on, passing, strict=True))
     for place, (tensor, crossing) in enumerate(zip(arrived, stage.arriving, strict=True)):
-        own, tensor.grad = tensor.grad, None
-        for handed, gradient in zip(stage.handed_on, passing, strict=True):
-            if handed == place and gradient is not None:
-                own = gradient if own is None else gradient.add_(own)
+        own, tensor.grad = through[place] if place in through else tensor.grad, None
         if crossing.requires_grad and own is None:
             own = crossing.empty(tensor.device).zero_()
         gradients.append(own if own is None else _laid_out(own, crossing))

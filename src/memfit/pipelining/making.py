@@ -24,6 +24,7 @@ from memfit.pipelining import processes
 from memfit.pipelining.alone import run_alone
 from memfit.pipelining.building import build_stages
 from memfit.pipelining.coupling import check_halves, refuse_batch_norm
+from memfit.pipelining.engine_stage import EngineStage
 from memfit.pipelining.forward_graph import ForwardGraph, PipelineLoss, capture_forward, loss_of
 from memfit.pipelining.loss_weights import LossReading, loss_shares, read_loss
 from memfit.pipelining.microbatches import batch_size, cut_batch, first_samples
@@ -36,11 +37,12 @@ from memfit.runtime.measure import measure
 from memfit.step.codec import graph_digest
 from memfit.units import format_bytes
 
-__all__ = ["make_pipeline_plan", "measured_peaks"]
+__all__ = ["PROVING_RUNS", "make_pipeline_plan", "measured_peaks", "resident_bytes"]
 
 log = logging.getLogger(__name__)
 
-_PROVING_RUNS = 3
+PROVING_RUNS = 3
+"""How often a plan is corrected."""
 
 Forwards = Sequence[tuple[ForwardGraph, Sequence[Any]]]
 
@@ -80,7 +82,7 @@ def make_pipeline_plan(
         refuse_batch_norm(forward, model)
         _check_samples(model, leaves, spec, loss_fn)
     target = question.budget_bytes
-    for _ in range(_PROVING_RUNS):
+    for _ in range(PROVING_RUNS):
         asked = replace(question, budget_bytes=target)
         if fixed is None:
             found = search(forward, part, asked, device)
@@ -88,7 +90,7 @@ def make_pipeline_plan(
             found = plan_cuts(forward, part, fixed.schedule, fixed.cuts, asked, device)
         last = () if len(forwards) == 1 else plan_cuts(*forwards[1], found.schedule, found.cuts, asked, device).stages
         plan = _plan(forward, found, last, sizes, question)
-        if not question.prove:
+        if not question.prove or question.receives_ahead:  # several processes prove it together, with real transfers
             return plan
         peaks = measured_peaks(model, plan, forwards, parts, question, device)
         plan = replace(plan, measured_peak_bytes=tuple(peaks))
@@ -125,25 +127,28 @@ def measured_peaks(
         weights = [torch.tensor(1.0, dtype=torch.float64, device=device) for _ in parts]
         with preserved_state(model):
             stages = build_stages(plan, forwards, mine, device, stream)
-            parameters = list({id(p): p for s in stages.values() for p in s.submod.parameters()}.values())
             for parameter in model.parameters():
                 parameter.grad = None
             if stream is not None:
                 stream.begin()
             step = functools.partial(run_alone, order, stages, parts, weights)
 
-            static = [t for s in stages.values() for t in (*s.submod.parameters(), *s.submod.buffers())]
-            leaves = [parts[0][place] for stage in stages.values() for place in stage.runs[0][0].leaves]
-            start = storage_bytes([*static, *leaves], device.type)
-            if question.receives_ahead:
-                start += sum(c.nbytes for s in stages.values() for c in s.runs[0][0].arriving)
-            start += sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
-            if question.optimizer is not None:
-                start += optimizer_cost(part_of(question.optimizer, parameters), device.type).state_bytes
+            start = resident_bytes(list(stages.values()), parts[0], question, device)
             peaks.append(measure(step, device=device, warmup=1, repeats=0, start_bytes=start).peak_bytes)
-            for parameter in parameters:
+            for parameter in model.parameters():
                 parameter.grad = None
     return peaks
+
+
+def resident_bytes(stages: Sequence[EngineStage], part: Sequence[Any], question: Question, device: torch.device) -> int:
+    """What stages hold all the time: parameters, gradients, optimizer state, buffers and the inputs they read."""
+    static = [t for s in stages for t in (*s.submod.parameters(), *s.submod.buffers())]
+    leaves = [part[place] for stage in stages for place in stage.runs[0][0].leaves]
+    parameters = list({id(p): p for s in stages for p in s.submod.parameters() if p.requires_grad}.values())
+    total = storage_bytes([*static, *leaves], device.type) + sum(p.numel() * p.element_size() for p in parameters)
+    if question.optimizer is not None:
+        total += optimizer_cost(part_of(question.optimizer, parameters), device.type).state_bytes
+    return total
 
 
 def _check_samples(model: nn.Module, leaves: Sequence[Any], spec: Any, loss_fn: PipelineLoss | None) -> None:

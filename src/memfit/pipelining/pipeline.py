@@ -7,24 +7,26 @@ and take from it what their stages read.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from memfit.capture.dynamo import preserved_state
 from memfit.capture.trace import device_of
-from memfit.errors import PipelineError, SpecError
+from memfit.errors import BudgetError, PipelineError, SpecError
 from memfit.pipelining import processes
 from memfit.pipelining.building import build_stages, planned_cuts
 from memfit.pipelining.engine import runtime, step_microbatches
 from memfit.pipelining.engine_stage import EngineStage
 from memfit.pipelining.forward_graph import ForwardGraph, PipelineLoss, capture_forward, flatten_inputs
 from memfit.pipelining.loss_weights import LossReading, loss_shares, read_loss
-from memfit.pipelining.making import make_pipeline_plan
+from memfit.pipelining.making import PROVING_RUNS, make_pipeline_plan, resident_bytes
 from memfit.pipelining.microbatches import batch_size, cut_batch, first_samples, sizes_of
 from memfit.pipelining.plan import PipelinePlan, decode_pipeline, encode_pipeline
 from memfit.pipelining.question import Question
@@ -32,6 +34,8 @@ from memfit.pipelining.random_stream import RandomStream
 from memfit.pipelining.shared_states import SharedStates, share_out
 from memfit.pipelining.signature import pipeline_signature
 from memfit.planner.schedule import on_one_device
+from memfit.runtime.measure import measure
+from memfit.units import format_bytes
 
 __all__ = ["Pipeline"]
 
@@ -112,8 +116,12 @@ class Pipeline:
         if self._failed is not None:
             raise PipelineError("this pipeline has failed before and cannot go on") from self._failed
         prepared = self._prepare(args, kwargs, target)
+        return self._run_together(prepared, flatten_inputs(args, kwargs, target)[0])
+
+    def _run_together(self, prepared: _Prepared, leaves: Sequence[Any]) -> torch.Tensor:
+        """A step; if it fails on one process, it ends on all."""
         try:
-            return self._run(prepared, flatten_inputs(args, kwargs, target)[0])
+            return self._run(prepared, leaves)
         except Exception as error:
             prepared.shared.give_back(self.model)
             if processes.world_size() == 1:
@@ -213,21 +221,38 @@ class Pipeline:
                 len(sizes),
                 self._question.num_devices,
             )
-        parts = cut_batch(leaves, sizes)
         if self._prepared:
             self._any().shared.restore(self.model)
+        question = self._question
+        for _ in range(PROVING_RUNS):
+            prepared = self._planned(question, leaves, sizes, spec)
+            prepared = self._proved(prepared, leaves)
+            over = max(prepared.plan.measured_peak_bytes, default=0) - (self._question.budget_bytes or 0)
+            if question.budget_bytes is None or over <= 0:
+                prepared.shared.keep_own(self.model)
+                return prepared
+            log.info("a process took %d bytes more than its budget; planning for less", over)
+            question = replace(question, budget_bytes=question.budget_bytes - over)
+        raise BudgetError(
+            f"measured peaks stay above the budget {format_bytes(self._question.budget_bytes or 0)} of a process",
+            budget_bytes=self._question.budget_bytes or 0,
+            least_bytes=max(prepared.plan.measured_peak_bytes),
+        )
+
+    def _planned(self, question: Question, leaves: list[Any], sizes: list[int], spec: Any) -> _Prepared:
+        """Process 0 plans, all build; if one cannot, none does."""
+        parts = cut_batch(leaves, sizes)
         document: Any = None
         error: BaseException | None = None
         forwards: list[tuple[ForwardGraph, Sequence[Any]]] = []
         try:
             forwards = [(self._capture(part, spec), part) for part in ([parts[0], parts[-1]][: len(set(sizes))])]
             if processes.rank() == 0:
-                fixed = self._any().plan if self._prepared else None
                 plan = make_pipeline_plan(
-                    *(self.model, forwards, leaves, sizes, self._question, self._device),
+                    *(self.model, forwards, leaves, sizes, question, self._device),
                     loss_fn=self._loss_fn,
                     spec=spec,
-                    fixed=fixed,
+                    fixed=self._any().plan if self._prepared else None,
                 )
                 document = encode_pipeline(plan)
         except Exception as raised:
@@ -239,8 +264,24 @@ class Pipeline:
         except Exception as raised:
             error = raised
         processes.agree(error, self._device)
-        prepared.shared.keep_own(self.model)
         return prepared
+
+    def _proved(self, prepared: _Prepared, leaves: Sequence[Any]) -> _Prepared:
+        """With several processes: runs the batch, transfers and all, and measures each; the model stays as it was."""
+        if processes.world_size() == 1 or not self._question.prove:
+            return prepared
+        stages = list(prepared.stages.values())
+        with preserved_state(self.model):
+            for parameter in self.model.parameters():
+                parameter.grad = None
+            start = resident_bytes(stages, leaves, self._question, self._device)
+            run = functools.partial(self._run_together, prepared, leaves)
+            peak = measure(run, device=self._device, warmup=1, repeats=0, start_bytes=start).peak_bytes
+        mine = torch.tensor([peak], device=self._device)
+        peaks = [torch.empty_like(mine) for _ in range(processes.world_size())]
+        dist.all_gather(peaks, mine)
+        plan = replace(prepared.plan, measured_peak_bytes=tuple(int(one) for one in peaks))
+        return replace(prepared, plan=plan)
 
     def _capture(self, part: Sequence[Any], spec: Any) -> ForwardGraph:
         args, kwargs, target = spec.unflatten(part)

@@ -51,13 +51,13 @@ def send_document(document: Any, device: torch.device) -> Any:
     """Sends a JSON document from process 0 to all others, and returns it."""
     if world_size() == 1:
         return document
-    data = torch.tensor(list(json.dumps(document).encode()), dtype=torch.uint8, device=device)
+    data = torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8).to(device)
     length = torch.tensor([data.numel()], device=device)
     dist.broadcast(length, 0)
     if rank() != 0:
         data = torch.empty(int(length), dtype=torch.uint8, device=device)
     dist.broadcast(data, 0)
-    return json.loads(bytes(data.cpu().tolist()).decode())
+    return json.loads(data.cpu().numpy().tobytes().decode())
 
 
 def agree(error: BaseException | None, device: torch.device) -> None:

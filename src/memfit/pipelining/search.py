@@ -20,7 +20,7 @@ from memfit.capture.trace import Capture
 from memfit.errors import BudgetError, CaptureError, SpecError
 from memfit.pipelining.costs import call_costs
 from memfit.pipelining.cuts import Cut, find_cuts
-from memfit.pipelining.engine import SCHEDULES, make_schedule
+from memfit.pipelining.engine import make_schedule
 from memfit.pipelining.forward_graph import ForwardGraph
 from memfit.pipelining.question import LINK_BYTES_PER_SECOND, POLICIES, Found, Question, StagePlan
 from memfit.pipelining.stages import Stage, cut_into_stages, example_inputs
@@ -42,6 +42,9 @@ __all__ = ["plan_cuts", "search"]
 log = logging.getLogger(__name__)
 
 _ROUNDS = 3
+_HALVINGS = 4
+_MARGIN = 0.003
+"""By so much the least budget is stated above the one that was seen to work."""
 
 
 def search(forward: ForwardGraph, leaves: Sequence[Any], question: Question, device: torch.device) -> Found:
@@ -76,12 +79,12 @@ def search(forward: ForwardGraph, leaves: Sequence[Any], question: Question, dev
         raise SpecError(f"the model can be cut into {searcher.most_stages} stages at most")
     if best is None:
         assert failure is not None
-        enough = searcher.enough_stages()
+        enough, least_bytes = searcher.enough_stages(), searcher.least_budget(names)
         more = f"; it fits on {enough} devices" if enough else ""
         raise BudgetError(
-            f"{failure}{more}",
-            budget_bytes=failure.budget_bytes,
-            least_bytes=failure.least_bytes,
+            f"{failure}; {format_bytes(least_bytes)} a device ({least_bytes} bytes) work{more}",
+            budget_bytes=question.budget_bytes or 0,
+            least_bytes=least_bytes,
             binding=failure.binding,
         ) from failure
     return best
@@ -94,15 +97,11 @@ def _schedules(question: Question) -> list[str]:
         return [question.schedule]
     if question.num_devices == 1:
         return ["1f1b"]
-    names = ["1f1b"]
-    for name in SCHEDULES:
-        if SCHEDULES[name] > 1 and name == "interleaved-1f1b":
-            try:
-                make_schedule(name, question.num_devices, question.num_microbatches)
-            except SpecError:
-                continue
-            names.append(name)
-    return names
+    try:
+        make_schedule("interleaved-1f1b", question.num_devices, question.num_microbatches)
+    except SpecError:  # the engine's form of it does not take every number of micro-batches
+        return ["1f1b"]
+    return ["1f1b", "interleaved-1f1b"]
 
 
 def plan_cuts(
@@ -170,7 +169,6 @@ class _Searcher:
         self.state_bytes = self._state_bytes()
         self.demand = demands(call_costs(forward, capture, graph), self.places, self.state_bytes)
         self.planned: dict[tuple[Any, ...], tuple[PlannedStage, PlannedStage | None]] = {}
-        self.factors: dict[tuple[int, int], float] = {}
 
     @property
     def most_stages(self) -> int:
@@ -192,6 +190,32 @@ class _Searcher:
                 continue
             return count
         return None
+
+    def least_budget(self, names: Sequence[str]) -> int:
+        """About the least budget of a device with which a plan is found: bisected down from what takes no budget."""
+        asked = self.question
+        low = asked.budget_bytes or 0
+        high = self._fits_in(names, None)
+        assert high is not None
+        for _ in range(_HALVINGS if asked.policy == "auto" else 0):
+            middle = (low + high) // 2
+            taken = self._fits_in(names, middle)
+            low, high = (low, middle) if taken is not None else (middle, high)
+        self.question = asked
+        return int(high * (1 + _MARGIN)) + 1024
+
+    def _fits_in(self, names: Sequence[str], budget_bytes: int | None) -> int | None:
+        """What the fullest device takes within a budget; None if nothing fits."""
+        self.question = replace(self.question, budget_bytes=budget_bytes)
+        peaks = []
+        for name in names:
+            schedule = make_schedule(name, self.question.num_devices, self.question.num_microbatches)
+            if schedule.num_stages <= self.most_stages:
+                try:
+                    peaks.append(max(self.best_of(schedule).peak_bytes))
+                except BudgetError:
+                    continue
+        return min(peaks, default=None)
 
     def best_of(self, schedule: Schedule) -> Found:
         """The fastest found for one schedule."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from memfit.errors import SpecError
 from memfit.zoo.gpt import GPT
 
-__all__ = ["as_sequential", "equal_ends"]
+__all__ = ["GPTEmbedding", "as_sequential", "equal_ends"]
 
 
 def equal_ends(layers: nn.Sequential, num_stages: int) -> list[int]:
@@ -28,12 +28,15 @@ def equal_ends(layers: nn.Sequential, num_stages: int) -> list[int]:
     return [*cuts, len(layers)]
 
 
-class _Embedding(nn.Module):
+class GPTEmbedding(nn.Module):
+    """What a GPT does before its layers."""
+
     def __init__(self, model: GPT) -> None:
         super().__init__()
         self.tokens, self.positions, self.dropout = model.tokens, model.positions, model.dropout
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """From token ids [N, T] to [N, T, width]."""
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         out: Tensor = self.dropout(x)
         return out
@@ -46,7 +49,7 @@ def as_sequential(model: nn.Module) -> nn.Sequential:
         SpecError: if the model is another one.
     """
     if isinstance(model, GPT):
-        return nn.Sequential(_Embedding(model), *model.blocks, model.norm, model.head)
+        return nn.Sequential(GPTEmbedding(model), *model.blocks, model.norm, model.head)
     if type(model).__name__ == "ResNet" and hasattr(model, "layer4"):
         parts: Any = model
         stem = [parts.conv1, parts.bn1, parts.relu, parts.maxpool]

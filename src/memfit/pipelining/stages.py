@@ -65,7 +65,6 @@ class Stage:
         handed_on: for each of `leaving` its place in `arriving` if it only passes through, else None.
         leaves: places among the leaves of the step's inputs of what the module takes.
         states: names of the parameters, buffers and other tensors of the model that it has.
-        calls: names of its calls in the forward graph.
     """
 
     index: int
@@ -76,7 +75,6 @@ class Stage:
     handed_on: tuple[int | None, ...]
     leaves: tuple[int, ...]
     states: tuple[str, ...]
-    calls: tuple[str, ...]
 
 
 def cut_into_stages(forward: ForwardGraph, cuts: Sequence[Cut]) -> list[Stage]:
@@ -150,7 +148,6 @@ def _stage(
         handed_on=() if last else tuple(handed_on),
         leaves=tuple(forward.inputs[node] for node in inputs),
         states=tuple(dict.fromkeys(forward.states[node] for node in states)),
-        calls=tuple(node.name for node in own),
     )
 
 

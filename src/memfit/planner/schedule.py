@@ -36,8 +36,6 @@ class Pass(StrEnum):
 
     FORWARD = "F"
     BACKWARD = "B"
-    BACKWARD_INPUT = "I"
-    BACKWARD_WEIGHT = "W"
 
 
 class Action(NamedTuple):
@@ -80,26 +78,16 @@ class StageTimes:
     Attributes:
         forward_seconds: of the forward pass.
         backward_seconds: of the backward pass, recomputation included.
-        weight_seconds: of that, what makes the gradients of weights.
         transfer_seconds: from this stage to the next one, and back.
     """
 
     forward_seconds: float
     backward_seconds: float
-    weight_seconds: float = 0.0
     transfer_seconds: float = 0.0
 
     def of(self, what: Pass) -> float:
         """What one action takes."""
-        match what:
-            case Pass.FORWARD:
-                return self.forward_seconds
-            case Pass.BACKWARD:
-                return self.backward_seconds
-            case Pass.BACKWARD_INPUT:
-                return self.backward_seconds - self.weight_seconds
-            case Pass.BACKWARD_WEIGHT:
-                return self.weight_seconds
+        return self.forward_seconds if what is Pass.FORWARD else self.backward_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,10 +159,7 @@ def one_forward_one_backward(num_stages: int, num_microbatches: int) -> Schedule
 
 
 def most_under_way(schedule: Schedule) -> list[int]:
-    """For each stage the most micro-batches that are under way there at once.
-
-    With a backward pass in halves, a micro-batch is under way until the gradients of weights are made.
-    """
+    """For each stage the most micro-batches that are under way there at once."""
     now = [0] * schedule.num_stages
     most = [0] * schedule.num_stages
     for order in schedule.orders:
@@ -182,7 +167,7 @@ def most_under_way(schedule: Schedule) -> list[int]:
             if action.what is Pass.FORWARD:
                 now[action.stage] += 1
                 most[action.stage] = max(most[action.stage], now[action.stage])
-            elif action.what in (Pass.BACKWARD, Pass.BACKWARD_WEIGHT):
+            else:
                 now[action.stage] -= 1
     return most
 
@@ -214,7 +199,7 @@ def device_peaks(
                 held += here.kept_bytes
             else:
                 peak = max(peak, held - here.kept_bytes + here.backward_bytes)
-                held -= here.kept_bytes if what is not Pass.BACKWARD_INPUT else 0
+                held -= here.kept_bytes
         after = max((memory(stage, 0).after_bytes for stage in stages), default=0)
         peaks.append(static + max(peak, after))
     return peaks
@@ -238,7 +223,6 @@ def simulate_schedule(schedule: Schedule, times: Sequence[StageTimes]) -> Timeli
     clocks = [0.0] * len(schedule.orders)
     busy = [0.0] * len(schedule.orders)
     next_up = [0] * len(schedule.orders)
-    split = any(a.what is Pass.BACKWARD_INPUT for order in schedule.orders for a in order)
     device_of = schedule.device_of()
     waiting = True
     while waiting:
@@ -246,7 +230,7 @@ def simulate_schedule(schedule: Schedule, times: Sequence[StageTimes]) -> Timeli
         for device, order in enumerate(schedule.orders):
             while next_up[device] < len(order):
                 action = order[next_up[device]]
-                ready = _ready_seconds(action, schedule, times, ends, device_of, split=split)
+                ready = _ready_seconds(action, schedule, times, ends, device_of)
                 if ready is None:
                     break
                 start = max(ready, clocks[device])
@@ -268,21 +252,15 @@ def _ready_seconds(
     times: Sequence[StageTimes],
     ends: Mapping[Action, float],
     device_of: Mapping[int, int],
-    *,
-    split: bool,
 ) -> float | None:
     """When what an action takes is there; None if nothing has made it yet."""
     stage, what, microbatch = action
     if what is Pass.FORWARD:
         before = Action(stage - 1, Pass.FORWARD, microbatch) if stage else None
-    elif what is Pass.BACKWARD_WEIGHT:
-        before = Action(stage, Pass.BACKWARD_INPUT, microbatch)
     elif stage == schedule.num_stages - 1:
         before = Action(stage, Pass.FORWARD, microbatch)
     else:
         before = Action(stage + 1, Pass.BACKWARD, microbatch)
-        if split and before not in ends:
-            before = Action(stage + 1, Pass.BACKWARD_INPUT, microbatch)
     if before is None:
         return 0.0
     if before not in ends:

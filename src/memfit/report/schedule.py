@@ -1,7 +1,7 @@
 """The timeline of a pipeline's schedule, as text and as SVG: a row for each device, time from left to right.
 
-Forward passes are numbered by micro-batch; in the text a backward pass has its number after the letters `b`, `i` or `w`
-where there is room. Both draw predicted times, with a device for each row.
+Passes are numbered by micro-batch, in the text backward ones after a `b`, where there is room. Both draw predicted
+times.
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ __all__ = ["schedule_svg", "schedule_text"]
 _COLOURS = {
     Pass.FORWARD: ("#7fb3d5", "#5499c7"),
     Pass.BACKWARD: ("#f5b041", "#d68910"),
-    Pass.BACKWARD_INPUT: ("#f5b041", "#d68910"),
-    Pass.BACKWARD_WEIGHT: ("#82c596", "#52a56b"),
 }
 """Of the stages of a device with even and with odd numbers among them."""
-_LETTERS = {Pass.FORWARD: "", Pass.BACKWARD: "b", Pass.BACKWARD_INPUT: "i", Pass.BACKWARD_WEIGHT: "w"}
+_LETTERS = {Pass.FORWARD: "", Pass.BACKWARD: "b"}
 _ROW, _LEFT, _WIDTH = 28, 70, 1100
 
 

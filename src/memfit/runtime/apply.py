@@ -20,7 +20,8 @@ from torch.fx.graph import _BoxedCodeGen
 
 from memfit.capture.dynamo import accumulated_inputs, compile_call, detach_outputs
 from memfit.capture.eager_kernels import as_in_eager
-from memfit.capture.joint import JointReading, read_joint
+from memfit.capture.joint import read_joint
+from memfit.capture.reading import JointReading
 from memfit.capture.trace import Capture, device_of
 from memfit.errors import OutOfMemoryError, PlanMismatchError
 from memfit.runtime.accumulate import accumulation

@@ -12,8 +12,9 @@ from torch import fx
 from memfit.capture.again import Call
 from memfit.capture.by_samples import Slice, ViewOfSlice, accumulates, in_slices, view_of_samples
 from memfit.capture.by_tiles import tiling_of
-from memfit.capture.joint import JointOp, JointReading, result_index
+from memfit.capture.joint import result_index
 from memfit.capture.layout import looks_alike, outer_axis
+from memfit.capture.reading import JointOp, JointReading
 from memfit.capture.samples import Sampling, sampling_of
 from memfit.capture.tiles import SPACE, Tile, narrowed, tiles_of
 from memfit.capture.tiling import Tiling

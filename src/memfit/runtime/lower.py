@@ -32,8 +32,8 @@ from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from memfit.capture.again import Call, without_statistics
-from memfit.capture.joint import JointReading
 from memfit.capture.parts import call_in_parts
+from memfit.capture.reading import JointReading
 from memfit.capture.rewrite import (
     HOLLOW_PREFIX,
     IN_PLACE,
