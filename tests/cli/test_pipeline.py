@@ -65,3 +65,8 @@ def test_pipelines_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[st
     losses = [float(row["loss"]) for row in rows]
     assert max(losses) - min(losses) < 1e-5
     assert all(int(row["peak_activation_bytes"]) > 0 for row in rows)
+
+
+def test_compare_takes_one_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "zoo:mlp", "zoo:gpt"]) == 2
+    assert "takes one model" in capsys.readouterr().err

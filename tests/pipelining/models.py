@@ -111,6 +111,32 @@ def skips(batch: int, dtype: torch.dtype) -> Case:
     return Case(model=Skips().to(dtype), args=(x,), target=y, loss_fn=loss)
 
 
+class Drawn(nn.Module):
+    """A mask that is drawn with assignments, and a view of what is written over before the view is read."""
+
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.zeros(x.shape[1])
+        mask[3:] = 1.0
+        mask[0] = 2.0
+        for number, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x)) * mask
+            if number == 2:
+                total = torch.zeros_like(x)
+                part = total[:, :4]
+                total[:, 1:] = x[:, 1:].detach()
+                x = x + part.mean(1, keepdim=True)
+        return x
+
+
+def drawn(batch: int, dtype: torch.dtype) -> Case:
+    x, y = torch.randn(2, batch, 12, dtype=dtype)
+    return Case(model=Drawn().to(dtype), args=(x,), target=y, loss_fn=functional.mse_loss)
+
+
 CASES = {
     "gpt": gpt,
     "ignored": some_ignored,
@@ -119,6 +145,7 @@ CASES = {
     "masked": masked,
     "images": images,
     "skips": skips,
+    "drawn": drawn,
 }
 
 

@@ -117,9 +117,10 @@ def test_dropout_of_a_micro_batch_depends_on_nothing_but_its_number() -> None:
             torch.testing.assert_close(other[name], gradient, rtol=1e-10, atol=1e-14)
 
 
-def test_any_cut_gives_the_same_bits() -> None:
+@pytest.mark.parametrize("name", ["skips", "drawn"])
+def test_any_cut_gives_the_same_bits(name: str) -> None:
     torch.manual_seed(5)
-    case = CASES["skips"](3, torch.float32)
+    case = CASES[name](3, torch.float32)
     plain = plain_step(case)
     expected = gradients(case.model)
     forward = capture_forward(case.model, case.args, case.kwargs, case.target, case.loss_fn)
@@ -130,14 +131,28 @@ def test_any_cut_gives_the_same_bits() -> None:
     step(pipe, case)
     gradients(case.model)  # the pipeline has made a process group
     for _ in range(6):
-        chosen = sorted(pick.sample(cuts, 4), key=lambda cut: cut.position)
+        chosen = sorted(pick.sample(cuts, min(4, len(cuts))), key=lambda cut: cut.position)
         parts = cut_into_stages(forward, chosen)
         device = torch.device("cpu")
         stages = [EngineStage([(part, part.module)], len(parts), device) for part in parts]
         assert torch.equal(run(stages, leaves), plain)
-        for name, parameter in case.model.named_parameters():
-            assert torch.equal(parameter.grad, expected[name]), (name, [cut.position for cut in chosen])
+        for key, parameter in case.model.named_parameters():
+            assert torch.equal(parameter.grad, expected[key]), (key, [cut.position for cut in chosen])
         gradients(case.model)
+
+
+def test_what_touches_a_buffer_that_changes_stays_together() -> None:
+    """`calls` is counted up before anything else and read by the last product but one."""
+    case = mean_of(models.Frozen(), 16)
+    forward = capture_forward(case.model, case.args, case.kwargs, case.target, case.loss_fn)
+    buffer = next(node for node, name in forward.states.items() if name == "calls")
+    calls = forward.calls
+    touching = [index for index, node in enumerate(calls) if buffer in node.all_input_nodes]
+    reading = max(index for index, node in enumerate(calls) if any(n in calls[: touching[0] + 1] for n in node.args))
+    assert reading - touching[0] > 4
+    cuts = find_cuts(forward)
+    assert cuts
+    assert not any(touching[0] < cut.position <= reading for cut in cuts)
 
 
 def run(stages: list[EngineStage], leaves: list[object]) -> torch.Tensor:

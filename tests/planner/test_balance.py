@@ -52,3 +52,11 @@ def test_less_memory_costs_more_until_nothing_fits() -> None:
     assert guesses[0] == guesses[1] == pytest.approx(3.0)
     assert guesses[1] < guesses[2] < guesses[3] == pytest.approx(4.0)
     assert guesses[4] == float("inf")
+
+
+def test_a_stage_without_a_backward_pass_is_none() -> None:
+    calls = [CallCost(forward_seconds=1.0), CallCost(forward_seconds=1.0, backward_seconds=1.0)]
+    places = [CutPlace(position=place, nbytes=0) for place in range(3)]
+    demand = demands(calls, places, {})
+    assert guessed_seconds(demand(0, 1), None, 1) == float("inf")
+    assert guessed_seconds(demand(0, 2), None, 1) == pytest.approx(3.0)

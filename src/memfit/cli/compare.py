@@ -23,6 +23,7 @@ from memfit.cli.options import (
     words,
 )
 from memfit.cli.output import check_output, emit
+from memfit.errors import SpecError
 
 __all__ = ["prepare_parser", "run"]
 
@@ -59,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
     """Compares; does not fit only if nothing does."""
     if args.model == "pipeline":
         return compare_pipeline.run(args)
+    if args.of is not None:
+        raise SpecError(f"compare takes one model, or `pipeline` and a model (given: {args.model!r} and {args.of!r})")
     from memfit.comparison import compare
     from memfit.report.progress import progress_bars
 

@@ -6,12 +6,14 @@ constants, such as positions or a causal mask, do not cross: each stage that rea
 
 A place is no cut where that would not be exact or not be possible: inside `no_grad` or autocast, where the gradient of
 something that crosses is laid out differently in memory than itself (kernels look at that), where something that
-crosses is no tensor, is not dense in memory, or shares memory with a tensor that is written over later.
+crosses is no tensor, is not dense in memory, or shares memory with a tensor that is written over later; and between
+calls that touch a buffer which the step writes over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +25,23 @@ from memfit.capture.dynamo import is_in_place
 from memfit.pipelining.forward_graph import ForwardGraph
 
 __all__ = ["Cut", "constant_calls", "find_cuts"]
+
+_OPERATORS_IN_PLACE = frozenset(
+    {operator.setitem, operator.delitem}
+    | {getattr(operator, name) for name in dir(operator) if name.startswith("i") and hasattr(operator, name[1:])}
+)
+"""`x[i] = y`, `x += y` and their kin."""
+
+_REPEATABLE = frozenset(
+    (
+        *("arange", "zeros", "ones", "full", "eye", "linspace", "tril", "triu", "zeros_like", "ones_like", "full_like"),
+        *("add", "sub", "rsub", "mul", "truediv", "div", "floordiv", "pow", "neg", "sin", "cos", "exp", "log", "outer"),
+        *("lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not", "invert", "logical_not", "logical_and", "logical_or"),
+        *("view", "reshape", "unsqueeze", "squeeze", "expand", "transpose", "permute", "t", "getitem", "flatten"),
+        *("to", "float", "bool", "int", "long", "type_as", "masked_fill", "where", "cumsum", "cat", "stack", "repeat"),
+    )
+)
+"""Names of calls that give the same every time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +67,8 @@ def find_cuts(forward: ForwardGraph) -> list[Cut]:
     last_read = {node: max((place.get(u, len(calls)) for u in node.users), default=-1) for node in calls}
     written_over = _written_over(calls)
     closed = _closed(calls)
+    for first, last in _touching(forward, written_over):
+        closed[first + 1 : last + 1] = [True] * (last - first)
     turned = _turned_gradients(forward)
     cuts = []
     alive: list[fx.Node] = []
@@ -68,16 +89,23 @@ def find_cuts(forward: ForwardGraph) -> list[Cut]:
 
 
 def constant_calls(forward: ForwardGraph) -> frozenset[fx.Node]:
-    """Calls that no input, parameter or random number has a part in, and that have no effect."""
+    """Calls of which every stage that reads them may make its own: no input, parameter or random number has a part.
+
+    Only calls that are known to give the same every time are; any other crosses, which is always right.
+    """
     constant: set[fx.Node] = set()
+    shared = _written_over(forward.calls)  # what is written over is not the same for every reader
     for node in forward.calls:
         value = node.meta.get("example_value")
-        fixed = isinstance(value, torch.Tensor) and not value.requires_grad and not _is_random(node)
-        if fixed and not is_in_place(node) and all(operand in constant for operand in node.all_input_nodes):
+        if not isinstance(value, torch.Tensor) or value.requires_grad or _name(node) not in _REPEATABLE:
+            continue
+        if value.untyped_storage()._cdata not in shared and constant.issuperset(node.all_input_nodes):
             constant.add(node)
-    # What is written over is not the same for every reader.
-    shared = _written_over(forward.calls)
-    return frozenset(n for n in constant if n.meta["example_value"].untyped_storage()._cdata not in shared)
+    return frozenset(constant)
+
+
+def _name(node: fx.Node) -> str:
+    return str(getattr(node.target, "__name__", node.target)).strip("_")
 
 
 def _turned_gradients(forward: ForwardGraph) -> frozenset[fx.Node]:
@@ -100,11 +128,6 @@ def _strides(tensor: torch.Tensor) -> list[int]:
     return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
 
 
-def _is_random(node: fx.Node) -> bool:
-    name = getattr(node.target, "__name__", str(node.target))
-    return any(word in name for word in ("rand", "dropout", "bernoulli", "normal", "multinomial", "empty"))
-
-
 def _can_cross(value: Any) -> bool:
     if not isinstance(value, torch.Tensor):
         return False
@@ -117,29 +140,54 @@ def _written_over(calls: Sequence[fx.Node]) -> dict[int, int]:
     """For storages that a call writes over the last such call."""
     last: dict[int, int] = {}
     for index, node in enumerate(calls):
-        if is_in_place(node) and node.args and isinstance(node.args[0], fx.Node):
-            value = node.args[0].meta.get("example_value")
+        for written in _written(node):
+            value = written.meta.get("example_value")
             if isinstance(value, torch.Tensor):
                 last[value.untyped_storage()._cdata] = index
-        out = node.kwargs.get("out")
-        for written in pytree.tree_leaves(out):
-            if isinstance(written, fx.Node) and isinstance(written.meta.get("example_value"), torch.Tensor):
-                last[written.meta["example_value"].untyped_storage()._cdata] = index
     return last
 
 
+def _written(node: fx.Node) -> list[fx.Node]:
+    """Operands that a call writes over."""
+    written: list[Any] = pytree.tree_leaves(node.kwargs.get("out"))
+    if is_in_place(node) or node.target in _OPERATORS_IN_PLACE:
+        written += node.args[:1]
+    if isinstance(node.target, torch._ops.OpOverload):
+        arguments = node.target._schema.arguments
+        given = dict(zip((a.name for a in arguments), node.args, strict=False)) | node.kwargs
+        written += [given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    return [one for one in pytree.tree_leaves(written) if isinstance(one, fx.Node)]
+
+
+def _touching(forward: ForwardGraph, written_over: Mapping[int, int]) -> list[tuple[int, int]]:
+    """The first and the last call that touch a buffer which the step writes over: they need the same copy of it."""
+    buffers = {node.meta["example_value"].untyped_storage()._cdata for node in forward.states} & set(written_over)
+    touched: dict[int, list[int]] = {}
+    for index, node in enumerate(forward.calls):
+        for operand in node.all_input_nodes:
+            value = operand.meta.get("example_value")
+            if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata in buffers:
+                touched.setdefault(value.untyped_storage()._cdata, []).append(index)
+    return [(places[0], places[-1]) for places in touched.values()]
+
+
 def _closed(calls: Sequence[fx.Node]) -> list[bool]:
-    """For each position whether it lies between a switch of autograd or autocast and the one that undoes it."""
+    """For each position whether it lies between calls that switch something on and off, autograd or autocast say."""
     closed = [False] * (len(calls) + 1)
-    open_switches = 0
+    depth = 0
     grad_enabled = True
+    unknown: list[int] = []
     for index, node in enumerate(calls):
         name = getattr(node.target, "__name__", "")
-        if name == "_enter_autocast":
-            open_switches += 1
-        elif name == "_exit_autocast":
-            open_switches -= 1
+        if name.startswith("_enter"):
+            depth += 1
+        elif name.startswith("_exit"):
+            depth -= 1
         elif name in ("_set_grad_enabled", "set_grad_enabled"):
             grad_enabled = bool(node.args[0])
-        closed[index + 1] = open_switches > 0 or not grad_enabled
+        elif not node.users and not _written(node):
+            unknown.append(index)  # it gives nothing to anybody, so it is there for what it changes
+        closed[index + 1] = depth > 0 or not grad_enabled
+    if unknown:
+        closed[unknown[0] + 1 : unknown[-1] + 1] = [True] * (unknown[-1] - unknown[0])
     return closed

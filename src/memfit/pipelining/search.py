@@ -66,10 +66,12 @@ def search(forward: ForwardGraph, leaves: Sequence[Any], question: Question, dev
     failure: BudgetError | None = None
     for name in names:
         schedule = make_schedule(name, question.num_devices, question.num_microbatches)
-        if len(names) > 1 and schedule.num_stages > searcher.most_stages:
-            continue
         try:
             found = searcher.best_of(schedule)
+        except SpecError:
+            if len(names) == 1:
+                raise
+            continue
         except BudgetError as error:
             failure = error if failure is None or error.least_bytes < failure.least_bytes else failure
             continue
@@ -210,11 +212,10 @@ class _Searcher:
         peaks = []
         for name in names:
             schedule = make_schedule(name, self.question.num_devices, self.question.num_microbatches)
-            if schedule.num_stages <= self.most_stages:
-                try:
-                    peaks.append(max(self.best_of(schedule).peak_bytes))
-                except BudgetError:
-                    continue
+            try:
+                peaks.append(max(self.best_of(schedule).peak_bytes))
+            except (BudgetError, SpecError):
+                continue
         return min(peaks, default=None)
 
     def best_of(self, schedule: Schedule) -> Found:
@@ -234,7 +235,10 @@ class _Searcher:
             places = self._propose(schedule, share, under_way, correction, pressure)
             if places is None:
                 places = self._propose(schedule, None, under_way, correction, pressure)
-                assert places is not None
+            if places is None:
+                raise SpecError(
+                    f"the model cannot be cut into {schedule.num_stages} stages that each train something; take fewer"
+                )
             if tuple(places) in tried:
                 break
             tried.add(tuple(places))

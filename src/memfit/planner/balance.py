@@ -105,6 +105,8 @@ def demands(
 def guessed_seconds(demand: Demand, budget_bytes: int | None, under_way: int) -> float:
     """Time of one micro-batch at a stage with the recomputation that its budget will ask for, infinite if it cannot."""
     plain = demand.forward_seconds + demand.backward_seconds
+    if not demand.backward_seconds:
+        return float("inf")  # a stage that passes gradients on and has none itself is no step
     if budget_bytes is None:
         return plain
     held = demand.static_bytes + under_way * demand.received_bytes
