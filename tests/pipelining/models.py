@@ -132,6 +132,25 @@ class Drawn(nn.Module):
         return x
 
 
+class Twins(nn.Module):
+    """Weights that are sums of two: the gradients of both are one and the same tensor."""
+
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.left = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+        self.right = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for left, right in zip(self.left, self.right, strict=True):
+            x = torch.tanh(functional.linear(x, left.weight + right.weight, left.bias) + right.bias)
+        return x
+
+
+def twins(batch: int, dtype: torch.dtype) -> Case:
+    x, y = torch.randn(2, batch, 12, dtype=dtype)
+    return Case(model=Twins().to(dtype), args=(x,), target=y, loss_fn=functional.mse_loss)
+
+
 def drawn(batch: int, dtype: torch.dtype) -> Case:
     x, y = torch.randn(2, batch, 12, dtype=dtype)
     return Case(model=Drawn().to(dtype), args=(x,), target=y, loss_fn=functional.mse_loss)
@@ -146,6 +165,7 @@ CASES = {
     "images": images,
     "skips": skips,
     "drawn": drawn,
+    "twins": twins,
 }
 
 

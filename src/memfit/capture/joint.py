@@ -129,13 +129,16 @@ def _accumulated(
     storages: list[JointStorage],
     storage_of: dict[fx.Node, int],
 ) -> frozenset[int]:
-    """Storages made by the backward pass that hold gradients of these inputs and of no others."""
+    """Storages made by the backward pass that hold the gradient of one of these inputs and of no other input.
+
+    Two that are the same tensor (of weights that are added to one, say) are left to autograd, which copies one.
+    """
     here = {place: storage_of[node] for place, node in enumerate(gradients) if node in storage_of}
-    returned = {storage for place, storage in here.items() if place not in inputs}
+    held = list(here.values())
     return frozenset(
         storage
-        for storage in here.values()
-        if storage not in returned and storages[storage].kind is StorageKind.BACKWARD
+        for place, storage in here.items()
+        if place in inputs and held.count(storage) == 1 and storages[storage].kind is StorageKind.BACKWARD
     )
 
 
