@@ -137,3 +137,29 @@ class Layouts(nn.Module):
         pooled = functional.max_pool2d(right, 3, 1, 1) + functional.avg_pool2d(left, 3, 1, 1)
         x = self.last(torch.cat((self.left_conv(left).relu(), pooled), dim=1))
         return self.head(functional.adaptive_avg_pool2d(x[:, :, 1:], 2).mean((2, 3)))
+
+
+class Gate(nn.Module):
+    """A block of two inputs that leaves something to recompute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: Tensor, first: Tensor) -> Tensor:
+        return x + first * self.narrow(nn.functional.gelu(self.wide(x)))
+
+
+class Between(nn.Module):
+    """Graph breaks between blocks that look alike, and a result that several of them take."""
+
+    def __init__(self, blocks: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Gate() for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.blocks[0](x, x)
+        for block in self.blocks[1:]:
+            torch._dynamo.graph_break()
+            x = block(x, first)
+        return x

@@ -16,10 +16,12 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from memfit import strategies
+from memfit.agreement import agreed_peak
 from memfit.capture.dynamo import preserved_state
 from memfit.capture.grids import grids
 from memfit.capture.library_memory import library_bytes
 from memfit.capture.loss import backward_of
+from memfit.capture.replicated import bucket_bytes, unwrapped
 from memfit.capture.trace import Capture, device_of
 from memfit.errors import BudgetError, MemfitError
 from memfit.planner.streaming import least_streaming
@@ -67,6 +69,8 @@ def make_plan(
         CaptureError: if the model cannot be captured.
         BudgetError: if nothing fits.
     """
+    request = replace(request, beside_bytes=bucket_bytes(model) or request.beside_bytes)
+    model = unwrapped(model)
     device = device_of(model)
     check_request(request, device)
     resolve_budget(request.budget, device)
@@ -256,7 +260,7 @@ def _measured_peak(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
             # What code between pieces and libraries hold is measured here, so it is not counted as there already.
             graph, device = plan.planned.graph, device_of(model)
             start = graph.static_bytes - capture.between_bytes - library_bytes(graph, device)
-            return measure(step, device=device, warmup=1, repeats=0, start_bytes=start).peak_bytes
+            return agreed_peak(model, measure(step, device=device, warmup=1, repeats=0, start_bytes=start).peak_bytes)
         finally:
             for tensor, gradient in receiving:
                 tensor.grad = gradient

@@ -15,9 +15,11 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from memfit import strategies
+from memfit.agreement import agreed_program, agreed_step
 from memfit.capture.cost_cache import CostCache, machine_name, open_cache
 from memfit.capture.loss import LossFunction
 from memfit.capture.profile import profile_ops, separated
+from memfit.capture.sharded import is_sharded
 from memfit.capture.trace import Capture, capture_step, device_of
 from memfit.errors import BudgetError, SpecError
 from memfit.planner.bound import relaxed_bound
@@ -72,6 +74,7 @@ class Request:
         label: what is planned, for people.
         search_seconds: roughly how long `"auto"` searches; up to four times that while far from the bound.
         accumulate: add gradients of parameters to `.grad` when they are made, not after the backward pass.
+        beside_bytes: what is in memory beside the module and its inputs, such as DDP's buckets.
     """
 
     budget: int | str
@@ -84,6 +87,7 @@ class Request:
     label: str = ""
     search_seconds: float = 8.0
     accumulate: bool = False
+    beside_bytes: int = 0
 
     @property
     def tiles(self) -> bool:
@@ -148,7 +152,8 @@ def capture_and_profile(
             accumulate=request.accumulate,
         )
 
-    capture = separated(captured, device, cache)
+    # Every capture of a sharded module gathers it, so all processes must make as many: none that costs decide.
+    capture = captured(lambda _: False) if is_sharded(model) else separated(captured, device, cache)
     if progress is not None:
         progress("capture", 1, 1)
 
@@ -157,7 +162,8 @@ def capture_and_profile(
             progress("profile", done, total)
 
     graph = profile_ops(capture, device, cache, progress=profiling)
-    graph = replace(graph, tiers=_tiers(request, device))
+    graph = replace(graph, static_bytes=graph.static_bytes + request.beside_bytes, tiers=_tiers(request, device))
+    graph = agreed_step(model, graph, device)
     return replace(capture, graph=graph), graph
 
 
@@ -181,7 +187,7 @@ def plan_captured(
     """Plans a profiled step; nothing runs."""
     if progress is not None:
         progress("plan", 0, 1)
-    program, bound_seconds = _program(graph, request, budget_bytes)
+    program, bound_seconds = agreed_program(model, lambda: _program(graph, request, budget_bytes), device_of(model))
     check(graph, program)
     if progress is not None:
         progress("plan", 1, 1)

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import memfit
 from memfit.capture.trace import storage_bytes
@@ -21,27 +16,9 @@ from memfit.errors import CaptureError, PipelineError
 from memfit.pipelining import engine_stage
 from memfit.runtime.measure import measure
 from tests.pipelining.models import Case, gpt
+from tests.processes import run
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
-
-
-def start(rank: int, body: Callable[..., None], world: int, rendezvous: str, args: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.FileStore(rendezvous, world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
-    try:
-        body(rank, world, *args)
-    except BaseException:
-        traceback.print_exc(file=sys.stderr)
-        raise
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-def run(body: Callable[..., None], world: int, folder: Path, *args: Any) -> None:
-    mp.spawn(start, args=(body, world, str(folder / "rendezvous"), args), nprocs=world, join=True)
 
 
 def case(dropout: float, dtype: torch.dtype) -> Case:

@@ -16,7 +16,7 @@ import memfit
 from memfit.capture.cost_cache import CostCache, open_cache
 from memfit.planning import Request, capture_and_profile
 from memfit.runtime.fitted import fitted_call
-from tests.models import Broken, Frozen, Residual, Tied
+from tests.models import Between, Broken, Frozen, Residual, Tied
 
 X = torch.randn(8, 3, 24, 24, generator=torch.Generator().manual_seed(0))
 Y = torch.arange(8) % 5
@@ -252,6 +252,31 @@ def test_a_model_with_graph_breaks_can_be_planned_often() -> None:
     for _ in range(12):
         made = memfit.plan(model, (x,), budget="1GiB", loss_fn=lambda output: output.square().mean(), prove=False)
         assert made.planned is not None and len(made.planned.capture.pieces.pieces) == 2
+
+
+def test_every_run_of_a_graph_that_repeats_has_its_own_program() -> None:
+    """Dynamo compiles blocks that look alike once; kept is what each of them is planned to keep."""
+    model, x = Between(), torch.randn(2048, 64)
+    twin = copy.deepcopy(model)
+
+    def loss_fn(output: torch.Tensor) -> torch.Tensor:
+        return output.square().mean()
+
+    ample = memfit.plan(model, (x,), budget="2GiB", loss_fn=loss_fn)
+    assert ample.planned is not None and len(ample.planned.capture.pieces.pieces) == 4
+    assert len({id(piece.reading) for piece in ample.planned.capture.pieces.pieces}) < 4
+    assert ample.measured_peak_bytes == pytest.approx(ample.predicted.peak_bytes, rel=0.01)
+    for share in (0.85, 0.7):
+        budget = int(share * ample.predicted.peak_bytes)
+        memfit.fit(model, (x,), budget=budget, loss_fn=loss_fn, search_seconds=0.1)
+        plan = memfit.plan_of(model)
+        assert plan.predicted.peak_bytes <= budget  # what is planned is what runs: nothing was corrected
+        assert plan.measured_peak_bytes == pytest.approx(plan.predicted.peak_bytes, rel=0.01)
+        for each in (model, twin):
+            each.zero_grad()
+            for number in range(2):
+                loss_fn(each(x + number)).backward()
+        assert same_gradients(model, twin)
 
 
 def test_a_fitted_model_holds_no_costs(monkeypatch: pytest.MonkeyPatch) -> None:

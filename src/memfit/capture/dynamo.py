@@ -24,6 +24,7 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.external_utils import wrap_inline
 from torch._functorch.partitioners import default_partition
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
@@ -33,6 +34,7 @@ from memfit.capture.joint import read_joint
 from memfit.capture.live_bytes import LiveBytes
 from memfit.capture.one_graph import OneGraph
 from memfit.capture.reading import JointReading
+from memfit.capture.sharded import Gathered, gathering, is_sharded, resharded
 from memfit.errors import CaptureError, MemfitError
 
 __all__ = [
@@ -61,11 +63,13 @@ class Piece:
         reading: its joint graph.
         inputs: the real tensors it takes, in the order of its placeholders.
         outputs: what it returned while capturing, fake or real.
+        gathered: the units of a sharded module that were gathered while it ran.
     """
 
     reading: JointReading
     inputs: tuple[Any, ...]
     outputs: tuple[Any, ...]
+    gathered: tuple[Gathered, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,12 +81,14 @@ class Pieces:
         output: the module's output, fake or real.
         breaks: why the graph breaks, if it does.
         between_bytes: what plain autograd saves for the code between pieces.
+        staying: the units of a sharded module that were gathered when it had run.
     """
 
     pieces: tuple[Piece, ...]
     output: Any
     breaks: tuple[str, ...] = ()
     between_bytes: int = 0
+    staying: tuple[Gathered, ...] = ()
 
 
 def capture_pieces(
@@ -127,7 +133,7 @@ def capture_pieces(
         log.info("the graph breaks, capturing piece by piece: %s", error)
         reason = first_lines(str(error))
     try:
-        with preserved_state(model), LiveBytes() as counter:
+        with preserved_state(model), resharded(model), LiveBytes() as counter:
             pieces = captured(fake=False)
             returned = {
                 t.untyped_storage()._cdata: int(t.untyped_storage().nbytes())
@@ -139,6 +145,8 @@ def capture_pieces(
         raise CaptureError(f"cannot capture the model: {first_lines(str(error))}") from error
     if not pieces.pieces:
         raise CaptureError(f"nothing of the model can be captured: {reason}")
+    if is_sharded(model):  # what its hooks hold is told by `memfit.capture.sharded`
+        between_bytes = 0
     return replace(pieces, breaks=(reason,), between_bytes=between_bytes)
 
 
@@ -155,6 +163,7 @@ def _capture(
 ) -> Pieces:
     pieces: list[Piece] = []
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    gathered = gathering(model)
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         readings: list[JointReading] = []
@@ -186,12 +195,12 @@ def _capture(
                 for output, result in zip(outputs, results, strict=True):
                     if isinstance(output, torch.Tensor) and result.requires_grad and not output.requires_grad:
                         output.requires_grad_()
-            pieces.append(Piece(reading=readings[0], inputs=tuple(real_inputs), outputs=outputs))
+            pieces.append(Piece(reading=readings[0], inputs=tuple(real_inputs), outputs=outputs, gathered=gathered()))
             return outputs
 
         return run
 
-    call = compile_call(model, backend, fullgraph=fake)
+    call = compile_call(model, backend, fullgraph=fake, in_pieces=not fake)
     try:
         output = call(*args, **kwargs)
     except torch._dynamo.exc.BackendCompilerFailed as error:
@@ -200,10 +209,12 @@ def _capture(
         raise
     captured = tuple(pieces)
     pieces.clear()  # Dynamo keeps the backend, and with it this list
-    return Pieces(pieces=captured, output=output)
+    return Pieces(pieces=captured, output=output, staying=gathered())
 
 
-def compile_call(model: nn.Module, backend: Callable[..., Any], *, fullgraph: bool = False) -> Callable[..., Any]:
+def compile_call(
+    model: nn.Module, backend: Callable[..., Any], *, fullgraph: bool = False, in_pieces: bool = False
+) -> Callable[..., Any]:
     """`model`'s call, compiled with `backend` under Dynamo's guards, with a cache of its own; of one graph without."""
     if isinstance(model, OneGraph):
         return model.compiled(backend)
@@ -217,14 +228,43 @@ def compile_call(model: nn.Module, backend: Callable[..., Any], *, fullgraph: bo
         call.__code__.replace(co_name="fitted_call"), call.__globals__, "fitted_call", None, call.__closure__
     )
     compiled: Callable[..., Any] = torch.compile(own, backend=backend, fullgraph=fullgraph, dynamic=False)
+    forwards = _forwards_of_torch(model) if in_pieces else []
 
     def run(*args: Any, **kwargs: Any) -> Any:
         # Where the graph breaks, pieces are cached with the model's own code, which every plan of it shares. At
         # its limit Dynamo would run them plainly, without a plan and over the budget, and say nothing.
-        with torch._dynamo.config.patch(recompile_limit=_MOST_PLANS, accumulated_recompile_limit=_MOST_PLANS):
+        with (
+            torch._dynamo.config.patch(recompile_limit=_MOST_PLANS, accumulated_recompile_limit=_MOST_PLANS),
+            _replaced(forwards),
+        ):
             return compiled(*args, **kwargs)
 
     return run
+
+
+def _forwards_of_torch(model: nn.Module) -> list[tuple[dict[str, Any], Callable[..., Any]]]:
+    """Attributes of the modules that are torch's own, and forward passes of theirs that Dynamo looks into.
+
+    It looks into an `nn.Linear` from code that it traces. Where a break keeps it out of that (any in a loop does), it
+    would leave the layer to eager.
+    """
+    return [
+        (vars(module), wrap_inline(module.forward))
+        for module in model.modules()
+        if type(module).forward.__module__.startswith("torch.nn.modules") and "forward" not in vars(module)
+    ]
+
+
+@contextlib.contextmanager
+def _replaced(forwards: Sequence[tuple[dict[str, Any], Callable[..., Any]]]) -> Iterator[None]:
+    """Puts forward passes into modules, for the time of one call."""
+    for attributes, forward in forwards:
+        attributes["forward"] = forward
+    try:
+        yield
+    finally:
+        for attributes, _ in forwards:
+            del attributes["forward"]
 
 
 def accumulated_inputs(inputs: Sequence[Any]) -> frozenset[int]:

@@ -116,6 +116,7 @@ def read_joint(
         storage_of=storage_of,
         output_storages=tuple(storage_of[n] for n in outputs[:num_forward_outputs] if n in storage_of),
         gradient_storages=gradients,
+        gradient_of_input=tuple(None if n is None else storage_of.get(n) for n in outputs[num_forward_outputs:]),
         separated=separated,
         separable=tuple(concatenations.separable_weight_gradients(graph)),
         grid=grid,

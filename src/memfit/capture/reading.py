@@ -77,6 +77,7 @@ class JointReading:
         storage_of: the storage of each node that yields a tensor.
         output_storages: storages of the forward outputs, one entry per tensor output.
         gradient_storages: storages of the gradients, one entry per gradient.
+        gradient_of_input: for each input the storage of its gradient, None without one.
         separated: keys of weights' gradients that are made part by part (`memfit.capture.concatenations`).
         separable: those that might be.
         grid: into how many tiles samples may be cut; empty if it was not read for the lever `tile`.
@@ -90,6 +91,7 @@ class JointReading:
     storage_of: dict[fx.Node, int]
     output_storages: tuple[int, ...]
     gradient_storages: tuple[int, ...]
+    gradient_of_input: tuple[int | None, ...] = ()
     separated: frozenset[str] = frozenset()
     separable: tuple[fx.Node, ...] = ()
     grid: tuple[int, ...] = ()

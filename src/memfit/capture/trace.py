@@ -1,8 +1,4 @@
-"""From a module to a step graph: captures the pieces, reads the loss, and joins everything into one step.
-
-Every piece brings its own numbering; here they get one. What piece 1 returns and piece 2 takes is one
-storage. The loss op stands between the last forward and the first backward op.
-"""
+"""From a module to a step graph: captures the pieces, reads the loss, joins them, and adds what is there anyway."""
 
 from __future__ import annotations
 
@@ -16,19 +12,15 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from memfit.capture.dynamo import Pieces, capture_pieces
+from memfit.capture.join import join
 from memfit.capture.loss import LossFunction, read_loss
 from memfit.capture.optimizer import optimizer_cost
-from memfit.capture.reading import JointOp, JointReading
-from memfit.capture.rewrite import is_tangent
+from memfit.capture.reading import JointOp
+from memfit.capture.sharded import local
 from memfit.errors import CaptureError
-from memfit.step.graph import Op, Phase, StepGraph, Storage, StorageKind
+from memfit.step.graph import Phase, StepGraph
 
 __all__ = ["Capture", "capture_step", "device_of", "storage_bytes"]
-
-_RANDOM_STATE_BYTES = {"cpu": 5056, "cuda": 16}
-
-_FREES_TANGENTS = hasattr(torch.autograd.Function, "boxed_grads_call")
-"""Older torch passes tangents in a tuple that its caller holds until the backward pass ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +30,7 @@ class Capture:
     Attributes:
         graph: the step, with no times yet.
         pieces: where it came from.
-        joint_ops: for each op of the graph its joint op; None for the loss.
+        joint_ops: for each op of the graph its joint op; None for the loss and what hooks do between pieces.
         gradient_outputs: which outputs of the last piece receive gradients; None for all.
         between_bytes: the part of the graph's static bytes that plain code between pieces holds.
     """
@@ -72,12 +64,9 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def storage_bytes(tensors: Sequence[Any], device_type: str) -> int:
-    """Bytes of the distinct storages of the tensors on one device type."""
-    sizes = {
-        t.untyped_storage()._cdata: int(t.untyped_storage().nbytes())
-        for t in tensors
-        if isinstance(t, torch.Tensor) and t.device.type == device_type
-    }
+    """Bytes that the distinct storages of the tensors take of one device type here; of distributed ones a shard."""
+    held = [local(t) for t in tensors if isinstance(t, torch.Tensor) and t.device.type == device_type]
+    sizes = {t.untyped_storage()._cdata: int(t.untyped_storage().nbytes()) for t in held}
     return sum(sizes.values())
 
 
@@ -122,7 +111,7 @@ def capture_step(
     gradient_outputs = _gradient_outputs(pieces, loss.receives_gradient)
     if gradient_outputs is not None:
         pieces = captured(gradient_outputs=gradient_outputs)
-    graph, joint_ops = _join(pieces, loss.transient_bytes, device_type)
+    graph, joint_ops = join(pieces, loss.transient_bytes, device_type)
     if not any(op.phase is Phase.BACKWARD for op in graph.ops):
         raise CaptureError(
             f"no gradient of the loss reaches a parameter or an input of {type(model).__name__}, so there is no "
@@ -165,7 +154,12 @@ def _between_bytes(model: nn.Module, pieces: Pieces, device_type: str) -> int:
     if not pieces.breaks:
         return 0
     used = {t.untyped_storage()._cdata for p in pieces.pieces for t in p.inputs if isinstance(t, torch.Tensor)}
-    outside = [p for p in model.parameters() if p.requires_grad and p.untyped_storage()._cdata not in used]
+    gathered = any(piece.gathered for piece in pieces.pieces)
+    outside = [
+        p
+        for p in model.parameters()
+        if p.requires_grad and p.untyped_storage()._cdata not in used and not (gathered and local(p) is not p)
+    ]
     return pieces.between_bytes + storage_bytes(outside, device_type)
 
 
@@ -203,134 +197,3 @@ def _gradient_outputs(pieces: Pieces, receives: Sequence[bool]) -> frozenset[int
     wanted = frozenset(i for i, o in enumerate(last) if id(o) in reached)
     possible = frozenset(i for i, o in enumerate(last) if isinstance(o, torch.Tensor) and o.requires_grad)
     return None if wanted == possible else wanted
-
-
-def _join(pieces: Pieces, loss_bytes: int, device_type: str) -> tuple[StepGraph, tuple[JointOp | None, ...]]:
-    storages: list[Storage] = []
-    numbers: list[dict[int, int]] = []
-    returned: dict[int, int] = {}
-    for index, piece in enumerate(pieces.pieces):
-        reading = piece.reading
-        number = _incoming(reading, piece.inputs, returned)
-        for local, storage in enumerate(reading.storages):
-            if local not in number:
-                number[local] = len(storages)
-                storages.append(
-                    Storage(
-                        name=storage.base.name if index == 0 else f"{storage.base.name}@{index}",
-                        nbytes=storage.nbytes,
-                        kind=storage.kind,
-                        plain_nbytes=storage.plain_nbytes,
-                        reusable=reading.is_reusable(local),
-                    )
-                )
-        numbers.append(number)
-        returned.update(_outgoing(reading, piece.outputs, number))
-    last = len(pieces.pieces) - 1
-    forward: list[tuple[Op, JointOp | None]] = []
-    backward: list[tuple[Op, JointOp | None]] = []
-    for index, piece in enumerate(pieces.pieces):
-        here = [(_op(op, numbers[index], index, device_type), op) for op in piece.reading.ops]
-        forward += [pair for pair in here if pair[0].phase is Phase.FORWARD]
-        backward = [pair for pair in here if pair[0].phase is Phase.BACKWARD] + backward
-    outputs = tuple(dict.fromkeys(numbers[last][s] for s in pieces.pieces[last].reading.output_storages))
-    outputs = tuple(s for s in outputs if storages[s].kind is not StorageKind.STATIC)
-    # A piece can only run its own ops again, so what crosses from one to another stays once it is made.
-    crossing = {
-        numbers[i][s]
-        for i, p in enumerate(pieces.pieces)
-        for s, storage in enumerate(p.reading.storages)
-        if storage.kind is StorageKind.STATIC and storages[numbers[i][s]].kind is StorageKind.FORWARD
-    }
-    forward = [
-        (replace(op, recomputable=False) if crossing.intersection(op.writes) else op, joint) for op, joint in forward
-    ]
-    tangents = tuple(
-        numbers[i][p.reading.storage_of[node]]
-        for i, p in enumerate(pieces.pieces)
-        for node in p.reading.module.graph.find_nodes(op="placeholder")
-        if is_tangent(node) and node in p.reading.storage_of
-    )
-    final = tuple(numbers[last][s] for s in dict.fromkeys(pieces.pieces[last].reading.output_storages))
-    loss = Op(
-        name="loss",
-        target="loss",
-        phase=Phase.LOSS,
-        piece=last,
-        reads=tuple(s for s in final if storages[s].kind is not StorageKind.STATIC),
-        writes=tangents,
-        workspace_bytes=loss_bytes,
-        recomputable=False,
-    )
-    pairs = [*forward, (loss, None), *backward]
-    returned_tangents = tuple(
-        numbers[i][s]
-        for i, p in enumerate(pieces.pieces)
-        for s in p.reading.gradient_storages
-        if storages[numbers[i][s]].kind is StorageKind.TANGENT
-    )
-    graph = StepGraph(
-        ops=tuple(op for op, _ in pairs),
-        storages=tuple(storages),
-        outputs=tuple(dict.fromkeys((*outputs, *(returned_tangents if _FREES_TANGENTS else tangents)))),
-    )
-    return graph, tuple(joint for _, joint in pairs)
-
-
-def _op(op: JointOp, number: dict[int, int], piece: int, device_type: str) -> Op:
-    target = op.node.target
-    made = Op(
-        name=op.node.name if piece == 0 else f"{op.node.name}@{piece}",
-        target=str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target)),
-        module=op.module,
-        phase=op.phase,
-        piece=piece,
-        reads=tuple(dict.fromkeys(number[s] for s in op.reads)),
-        writes=tuple(number[s] for s in op.writes),
-        plain_reads=None if op.plain_reads is None else tuple(dict.fromkeys(number[s] for s in op.plain_reads)),
-        in_place_over=tuple(number[s] for s in op.in_place_over),
-        plain_in_place=op.plain_in_place,
-        random_state_bytes=_RANDOM_STATE_BYTES.get(device_type, 16) if op.random else 0,
-        recomputable=op.recomputable,
-    )
-    slices = op.by_slices and replace(
-        op.by_slices,
-        reads=tuple(dict.fromkeys(number[s] for s in op.by_slices.reads)),
-        sums=tuple(number[s] for s in op.by_slices.sums),
-    )
-    if op.again is None:
-        return replace(made, by_slices=slices)
-    again = replace(
-        made,
-        by_slices=slices,
-        target=op.again.target.__name__,
-        reads=tuple(dict.fromkeys(number[s] for s in op.again_reads)),
-        writes=made.writes[:1],
-        plain_reads=None,
-    )
-    return replace(made, again=again)
-
-
-def _incoming(reading: JointReading, inputs: Sequence[Any], returned: dict[int, int]) -> dict[int, int]:
-    """Local storages of a piece's inputs that an earlier piece returned."""
-    number: dict[int, int] = {}
-    primals = [n for n in reading.module.graph.find_nodes(op="placeholder") if not is_tangent(n)]
-    for node, value in zip(primals, inputs, strict=False):
-        if isinstance(value, torch.Tensor) and node in reading.storage_of:
-            known = returned.get(value.untyped_storage()._cdata)
-            if known is not None:
-                number[reading.storage_of[node]] = known
-    return number
-
-
-def _outgoing(reading: JointReading, outputs: Sequence[Any], number: dict[int, int]) -> dict[int, int]:
-    """Real storages a piece returned, by identity, with their number in the step."""
-    (output,) = reading.module.graph.find_nodes(op="output")
-    nodes = list(output.args[0])[: reading.num_forward_outputs]
-    # The graph returns new values of mutated inputs first, then what the piece returns.
-    nodes = nodes[len(nodes) - len(outputs) :] if len(nodes) >= len(outputs) else []
-    return {
-        value.untyped_storage()._cdata: number[reading.storage_of[node]]
-        for node, value in zip(nodes, outputs, strict=False)
-        if isinstance(value, torch.Tensor) and node in reading.storage_of
-    }

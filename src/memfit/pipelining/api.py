@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from memfit import processes
 from memfit.capture.trace import device_of
 from memfit.errors import SpecError
-from memfit.pipelining import processes
 from memfit.pipelining.forward_graph import PipelineLoss
 from memfit.pipelining.pipeline import Pipeline
 from memfit.pipelining.question import Question

@@ -19,8 +19,8 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.utils.checkpoint import checkpoint
 
+from memfit import processes
 from memfit.errors import SpecError
-from memfit.pipelining import processes
 from memfit.pipelining.engine import runtime
 from memfit.pipelining.sequential import as_sequential, equal_ends
 from memfit.planner.schedule import StageTimes, on_one_device, one_forward_one_backward

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from memfit import processes
 from memfit.capture.dynamo import preserved_state
 from memfit.capture.joint import module_of
 from memfit.capture.optimizer import optimizer_cost, part_of
 from memfit.capture.trace import storage_bytes
 from memfit.errors import BudgetError
-from memfit.pipelining import processes
 from memfit.pipelining.alone import run_alone
 from memfit.pipelining.building import build_stages
 from memfit.pipelining.coupling import check_halves, refuse_batch_norm

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from memfit import processes
 from memfit.capture.dynamo import preserved_state
 from memfit.capture.trace import device_of
 from memfit.errors import BudgetError, PipelineError, SpecError
-from memfit.pipelining import processes
 from memfit.pipelining.building import build_stages, planned_cuts
 from memfit.pipelining.engine import runtime, step_microbatches
 from memfit.pipelining.engine_stage import EngineStage

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from memfit.pipelining import processes
+from memfit import processes
 from memfit.pipelining.stages import Stage
 
 __all__ = ["SharedStates", "share_out"]

@@ -44,7 +44,7 @@ def swappable(graph: StepGraph) -> list[int]:
     crossing = {s for op in graph.ops for s in op.reads if piece.get(s, op.piece) != op.piece}
     if len(set(piece.values())) > 1:
         crossing |= {s for op in graph.ops if not op.recomputable for s in op.writes}
-    held |= crossing
+    held |= crossing | {s for op in graph.ops if op.is_hook for s in op.writes}
     return [
         s
         for s, storage in enumerate(graph.storages)

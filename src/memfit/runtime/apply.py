@@ -7,8 +7,10 @@ caller plan anew.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -159,8 +161,8 @@ def piece_programs(capture: Capture, program: Program) -> tuple[PieceProgram, ..
             continue
         position += 1
         op, joint = graph.ops[index], capture.joint_ops[index]
-        if op.phase is Phase.LOSS or joint is None:
-            past_loss = True
+        past_loss = past_loss or op.phase is Phase.LOSS
+        if joint is None:
             continue
         random = op.random_state_bytes > 0 and index in runs_again
         from_statistics = index in seen and op.again is not None
@@ -284,8 +286,11 @@ def compile_planned(
     Raises:
         PlanMismatchError: from the call, before anything ran, if the model is not the planned one.
     """
-    by_digest = {p.digest: p for p in programs}
-    swappers = {p.digest: Swapper(p.slots, spaces or {}) for p in programs if p.slots}
+    swappers = [Swapper(p.slots, spaces or {}) if p.slots else None for p in programs]
+    of_graph: dict[str, list[int]] = {}
+    for place, program in enumerate(programs):
+        of_graph.setdefault(program.digest, []).append(place)
+    runs: Counter[str] = Counter()
     separated = frozenset[str]().union(*(p.separated for p in programs))
     grid = max((p.grid for p in programs), default=())
 
@@ -294,24 +299,53 @@ def compile_planned(
         accumulated = accumulated_inputs(inputs) if any(p.accumulates for p in programs) else frozenset[int]()
         adding = {place: accumulation(inputs[place]) for place in accumulated}
 
-        def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **rest: Any) -> Any:
+        digest = ""
+
+        def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, turn: int, **rest: Any) -> Any:
+            nonlocal digest
             reading = read_joint(
                 joint, num_fwd_outputs, separate=separated.__contains__, grid=grid, accumulated=accumulated
             )
-            program = by_digest.get(reading_digest(reading))
-            if program is None:
+            digest = reading_digest(reading)
+            if digest not in of_graph:
                 raise PlanMismatchError("the model now runs a graph that was not planned")
-            swapper = swappers.get(program.digest)
+            place = of_graph[digest][turn]
+            program, swapper = programs[place], swappers[place]
             return lower(reading, program.forward, program.backward, program.kept, swapper, program.streamed, adding)
 
         def boxed(lowered: fx.GraphModule, operands: Any) -> Callable[..., Any]:
             return _boxed(lowered, describe)
 
-        with as_in_eager():
-            compiled = aot_autograd(fw_compiler=boxed, bw_compiler=boxed, partition_fn=partition)(gm, inputs)
-        return refuse_gradient(compiled, cut) if cut else compiled
+        def compiled(turn: int) -> Callable[..., Any]:
+            split = functools.partial(partition, turn=turn)
+            with as_in_eager():
+                call = aot_autograd(fw_compiler=boxed, bw_compiler=boxed, partition_fn=split)(gm, inputs)
+            return refuse_gradient(call, cut) if cut else call
 
-    return PlannedCall(compile_call(model, backend), tuple(swappers.values()))
+        first = compiled(0)
+        turns = len(of_graph.get(digest, ()))
+        if turns < 2:
+            return first
+        return _in_turn([first, *(compiled(turn) for turn in range(1, turns))], runs, digest)
+
+    call = compile_call(model, backend, in_pieces=len(programs) > 1)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        runs.clear()
+        return call(*args, **kwargs)
+
+    return PlannedCall(run, tuple(s for s in swappers if s is not None))
+
+
+def _in_turn(variants: Sequence[Callable[..., Any]], runs: Counter[str], digest: str) -> Callable[..., Any]:
+    """Of a graph that runs several times in a step, each time the program of that time."""
+
+    def run(*operands: Any) -> Any:
+        turn = runs[digest]
+        runs[digest] += 1
+        return variants[min(turn, len(variants) - 1)](*operands)
+
+    return run
 
 
 def _boxed(gm: fx.GraphModule, describe: Callable[[], str]) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from memfit.capture.replicated import bucket_bytes, unwrapped
 from memfit.errors import MemfitError, PlanMismatchError
 from memfit.runtime.apply import PlannedCall, compile_program
 from memfit.runtime.signature import Signature, signature
@@ -98,6 +99,7 @@ def install(
     """Puts a plan into a module; see `memfit.plans.Plan.apply`."""
     from memfit.planning import Request, fingerprint
 
+    given, model = model, unwrapped(model)
     if plan.planned is not None:
         request = replace(plan.planned.request, budget=plan.budget_bytes)
     else:
@@ -109,6 +111,7 @@ def install(
             strategy=plan.strategy,
             levers="all" if plan.is_tiled else "bitwise",
             tiers=tiers,
+            beside_bytes=bucket_bytes(given),
         )
     here = fingerprint(model, (), {})
     difference = fingerprint_difference(
@@ -122,7 +125,7 @@ def install(
     else:
         fitted.adopt(model, plan.planned.signature, plan)
     model._compiled_call_impl = fitted
-    return model
+    return given
 
 
 def verified(plan: Plan, model: nn.Module, args: Any, kwargs: Any, request: Request) -> Plan:
@@ -151,7 +154,7 @@ def fitted_call(model: nn.Module) -> Fitted:
     Raises:
         MemfitError: if the module is not fitted.
     """
-    call = getattr(model, "_compiled_call_impl", None)
+    call = getattr(unwrapped(model), "_compiled_call_impl", None)
     if not isinstance(call, Fitted):
         raise MemfitError(f"{type(model).__name__} is not fitted; call memfit.fit(model, ...) first")
     return call
@@ -159,6 +162,7 @@ def fitted_call(model: nn.Module) -> Fitted:
 
 def release(model: nn.Module) -> nn.Module:
     """Makes a fitted module plain again; a plain one stays as it is."""
-    if isinstance(getattr(model, "_compiled_call_impl", None), Fitted):
-        model._compiled_call_impl = None
+    inner = unwrapped(model)
+    if isinstance(getattr(inner, "_compiled_call_impl", None), Fitted):
+        inner._compiled_call_impl = None
     return model

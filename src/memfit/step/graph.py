@@ -172,6 +172,11 @@ class Op:
     reckoned_seconds: float | None = None
 
     @property
+    def is_hook(self) -> bool:
+        """Whether the module's own hooks run it, between pieces; then a program only says what it takes, and when."""
+        return self.target.startswith("hook.")
+
+    @property
     def later(self) -> Op:
         """The op as it runs after the first time."""
         return self.again or self

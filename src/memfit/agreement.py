@@ -1,0 +1,89 @@
+"""What the processes that share a sharded module agree on before one of them goes on.
+
+Every forward pass of such a module is a collective, so all processes must capture and prove equally often. The first
+one's costs and programs are therefore everybody's, its failure is everybody's, and a peak is the largest of all.
+
+Known limits: all processes must come here together: a new input shape that only one of them sees leaves it waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.capture.sharded import mesh_groups
+from memfit.capture.trace import device_of
+from memfit.errors import BudgetError, MemfitError, PlanMismatchError
+from memfit.step.codec import decode_graph, decode_program, encode_graph, encode_program, graph_digest
+from memfit.step.graph import StepGraph
+from memfit.step.program import Program
+
+__all__ = ["agreed_peak", "agreed_program", "agreed_step"]
+
+
+def agreed_step(model: nn.Module, graph: StepGraph, device: torch.device) -> StepGraph:
+    """The step with the first process's costs, where the module is sharded.
+
+    Raises:
+        PlanMismatchError: if its step is another one than here.
+        PipelineError: if it is so on another process.
+    """
+    groups = mesh_groups(model)
+    if not groups:
+        return graph
+    from memfit import processes
+
+    theirs = decode_graph(processes.send_document(encode_graph(graph), device, groups))
+    differs = graph_digest(theirs) != graph_digest(graph)
+    error = PlanMismatchError("the first process trains on another step: inputs of other shapes, or another model")
+    processes.agree(error if differs else None, device, groups)
+    return replace(theirs, label=graph.label)
+
+
+def agreed_program(
+    model: nn.Module, find: Callable[[], tuple[Program, float]], device: torch.device
+) -> tuple[Program, float]:
+    """The program the first process finds, where the module is sharded, and the bound of its time.
+
+    Raises:
+        BudgetError: if it finds none.
+        MemfitError: if it fails otherwise.
+    """
+    groups = mesh_groups(model)
+    if not groups:
+        return find()
+    from memfit import processes
+
+    document: Any = None
+    if processes.is_first(groups):
+        try:
+            program, bound_seconds = find()
+            document = {"program": encode_program(program), "bound_seconds": bound_seconds}
+        except BudgetError as error:
+            document = {
+                "error": str(error),
+                "budget": {"budget_bytes": error.budget_bytes, "least_bytes": error.least_bytes},
+                "binding": error.binding,
+            }
+        except Exception as error:
+            document = {"error": f"the first process cannot plan: {type(error).__name__}: {error}"}
+    document = processes.send_document(document, device, groups)
+    if "budget" in document:
+        raise BudgetError(document["error"], **document["budget"], binding=document["binding"])
+    if "error" in document:
+        raise MemfitError(document["error"])
+    return decode_program(document["program"]), float(document["bound_seconds"])
+
+
+def agreed_peak(model: nn.Module, peak_bytes: int) -> int:
+    """The largest peak of all processes, where the module is sharded."""
+    groups = mesh_groups(model)
+    if not groups:
+        return peak_bytes
+    from memfit import processes
+
+    return processes.largest(peak_bytes, device_of(model), groups)

@@ -1,0 +1,32 @@
+"""A module in `DistributedDataParallel`: what is planned is the module inside, beside the buckets that are reduced.
+
+Known limits: with `gradient_as_bucket_view` gradients count twice until the first step has run, as DDP copies each into
+its bucket when it is made; hooks that compress what is sent take more.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["bucket_bytes", "unwrapped"]
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside `DistributedDataParallel`; any other module as it is."""
+    if isinstance(model, DistributedDataParallel):
+        inner: nn.Module = model.module
+        return inner
+    return model
+
+
+def bucket_bytes(model: nn.Module) -> int:
+    """What `DistributedDataParallel` holds to reduce gradients, where they are not counted as gradients already."""
+    if not isinstance(model, DistributedDataParallel):
+        return 0
+    reduced = [
+        p for name, p in model.module.named_parameters() if p.requires_grad and name not in model.parameters_to_ignore
+    ]
+    if model.gradient_as_bucket_view and any(p.grad is not None for p in reduced):
+        return 0
+    return sum(p.nbytes for p in reduced)

@@ -1,0 +1,201 @@
+"""A module sharded by `fully_shard` and fitted: FSDP's own gradients, to the bit, reduced once, within the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import memfit
+from memfit.errors import BudgetError, PipelineError, PlanMismatchError
+from tests.processes import run
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
+
+_WIDTH = 64
+_SAMPLES = 2048
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(_WIDTH, 4 * _WIDTH)
+        self.drop = nn.Dropout(0.1)
+        self.narrow = nn.Linear(4 * _WIDTH, _WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.narrow(self.drop(nn.functional.gelu(self.wide(x))))
+
+
+class Stack(nn.Module):
+    """Blocks that look alike, so that one compiled graph runs for all, between layers of the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(_WIDTH, _WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(_WIDTH, 3 * _WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def loss_fn(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def data(rank: int, samples: int = _SAMPLES) -> Tensor:
+    return torch.randn(samples, _WIDTH, generator=torch.Generator().manual_seed(rank))
+
+
+def whole() -> Stack:
+    torch.manual_seed(0)
+    return Stack()
+
+
+def in_blocks(model: Stack, **options: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    for block in model.blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+
+
+def with_its_head(model: Stack) -> None:
+    """An output layer of its own is one of torch's modules, which Dynamo does not look into by itself."""
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model.head)
+    in_blocks(model)
+
+
+def kept_whole(model: Stack) -> None:
+    in_blocks(model, reshard_after_forward=False)
+
+
+def partly_frozen(model: Stack) -> None:
+    model.first.requires_grad_(False)
+    model.blocks[1].requires_grad_(False)
+    in_blocks(model)
+
+
+SHARDINGS = (in_blocks, with_its_head, kept_whole, partly_frozen)
+
+
+def shards(model: nn.Module) -> int:
+    return sum(p.to_local().nbytes for p in model.parameters())
+
+
+def step(model: nn.Module, x: Tensor) -> None:
+    torch.manual_seed(7)
+    loss_fn(model(x)).backward()
+
+
+def fits(rank: int, world: int, shard: Callable[[Stack], None], share: float) -> None:
+    plain, fitted = whole(), whole()
+    shard(plain)
+    shard(fitted)
+    x = data(rank)
+    ample = memfit.plan(fitted, (x,), budget="2GiB", loss_fn=loss_fn)
+    assert ample.planned is not None
+    assert ample.planned.graph.static_bytes == shards(fitted) + x.nbytes
+    assert ample.measured_peak_bytes == pytest.approx(ample.predicted.peak_bytes, rel=0.02)
+    budget = int(share * ample.predicted.peak_bytes)
+    assert memfit.fit(fitted, (x,), budget=budget, loss_fn=loss_fn, search_seconds=0.1) is fitted
+    plan = memfit.plan_of(fitted)
+    assert plan.measured_peak_bytes is not None and plan.measured_peak_bytes <= budget
+    assert plan.predicted.overhead > ample.predicted.overhead
+    assert len({str(plan) for plan in everywhere(plan.program)}) == 1
+    counts: dict[str, int] = {}
+    trained = {name: p for name, p in fitted.named_parameters() if p.requires_grad}
+    for name, parameter in trained.items():
+        parameter.register_post_accumulate_grad_hook(
+            lambda _, name=name: counts.update({name: counts.get(name, 0) + 1})
+        )
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (plain, fitted)]
+    for number in range(3):
+        x = data(rank + 2 * number)
+        counts.clear()
+        for model, optimizer in zip((plain, fitted), optimizers, strict=True):
+            step(model, x)
+            assert any(p.grad is not None for p in model.parameters())
+            optimizer.step()
+        assert counts == dict.fromkeys(trained, 1)
+        for one, other in zip(fitted.parameters(), plain.parameters(), strict=True):
+            assert (one.grad is None) == (other.grad is None)
+            assert one.grad is None or torch.equal(one.grad.to_local(), other.grad.to_local())
+            assert torch.equal(one.to_local(), other.to_local())
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+
+def everywhere(value: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("shard", SHARDINGS)
+def test_gradients_are_those_of_fsdp_within_the_budget(shard: Callable[[Stack], None], tmp_path: Path) -> None:
+    run(fits, 2, tmp_path, shard, 0.75)
+
+
+def sums_up_as_one(rank: int, world: int) -> None:
+    """Against the same model in one process: the mean of the gradients of all data."""
+    model, alone = whole().eval(), whole()
+    for module in (*model.modules(), *alone.modules()):
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    in_blocks(model.train())
+    memfit.fit(model, (data(rank),), budget="30%", loss_fn=loss_fn, search_seconds=0.1)
+    step(model, data(rank))
+    for other in range(world):
+        (loss_fn(alone(data(other))) / world).backward()
+    for one, expected in zip(model.parameters(), alone.parameters(), strict=True):
+        assert one.grad is not None and expected.grad is not None
+        torch.testing.assert_close(one.grad.full_tensor(), expected.grad, rtol=1e-4, atol=1e-7)
+
+
+def test_gradients_are_the_mean_of_all_processes(tmp_path: Path) -> None:
+    run(sums_up_as_one, 2, tmp_path)
+
+
+def refuses_together(rank: int, world: int) -> None:
+    model = whole()
+    in_blocks(model)
+    x = data(rank)
+    at_rest = [type(p) for p in model.parameters()]
+    ample = memfit.plan(model, (x,), budget="2GiB", loss_fn=loss_fn)
+    with pytest.raises(BudgetError) as told:
+        memfit.plan(model, (x,), budget=shards(model) + x.nbytes, loss_fn=loss_fn)
+    assert len(set(everywhere((told.value.least_bytes, str(told.value))))) == 1
+    with pytest.raises(PipelineError if rank == 0 else PlanMismatchError, match="another step"):
+        memfit.plan(model, (data(rank, _SAMPLES + rank),), budget="2GiB", loss_fn=loss_fn)
+    assert [type(p) for p in model.parameters()] == at_rest
+    # It trains on as before, and for inputs of another shape it is planned again.
+    memfit.fit(model, (x,), budget=ample.predicted.peak_bytes, loss_fn=loss_fn, search_seconds=0.1)
+    for samples in (_SAMPLES, _SAMPLES // 2):
+        model.zero_grad()
+        plain = whole()
+        in_blocks(plain)
+        step(model, data(rank, samples))
+        step(plain, data(rank, samples))
+        assert all(
+            torch.equal(one.grad.to_local(), other.grad.to_local())
+            for one, other in zip(model.parameters(), plain.parameters(), strict=True)
+        )
+    memfit.release(model)
+    step(model, x)
+
+
+def test_what_one_process_cannot_do_none_does(tmp_path: Path) -> None:
+    run(refuses_together, 2, tmp_path)
