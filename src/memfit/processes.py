@@ -14,7 +14,7 @@ import contextlib
 import datetime
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,18 @@ from torch._C._distributed_c10d import HashStore
 
 from memfit.errors import PipelineError
 
-__all__ = ["agree", "fail", "failure_elsewhere", "is_first", "join", "largest", "rank", "send_document", "world_size"]
+__all__ = [
+    "agree",
+    "average_gradients",
+    "fail",
+    "failure_elsewhere",
+    "is_first",
+    "join",
+    "largest",
+    "rank",
+    "send_document",
+    "world_size",
+]
 
 log = logging.getLogger(__name__)
 
@@ -42,14 +53,22 @@ def join() -> None:
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
 
 
-def rank() -> int:
+def rank(group: dist.ProcessGroup | None = None) -> int:
     """This process's number."""
-    return dist.get_rank() if dist.is_initialized() else 0
+    return dist.get_rank(group) if dist.is_initialized() else 0
 
 
-def world_size() -> int:
+def world_size(group: dist.ProcessGroup | None = None) -> int:
     """How many processes there are."""
-    return dist.get_world_size() if dist.is_initialized() else 1
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def average_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Replaces every gradient by the mean of those of a group, in place."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad, group=group)
+            parameter.grad.div_(dist.get_world_size(group))
 
 
 def is_first(groups: Groups = (None,)) -> bool:

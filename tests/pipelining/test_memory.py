@@ -22,7 +22,8 @@ def plan(case: Case, **options: object) -> memfit.Pipeline:
 
 
 @pytest.mark.parametrize(
-    ("stages", "microbatches", "schedule"), [(2, 4, "1f1b"), (3, 3, "gpipe"), (2, 4, "interleaved-1f1b")]
+    ("stages", "microbatches", "schedule"),
+    [(2, 4, "1f1b"), (3, 3, "gpipe"), (2, 4, "interleaved-1f1b"), (3, 6, "zero-bubble"), (2, 4, "zero-bubble-v")],
 )
 def test_devices_take_what_is_predicted(stages: int, microbatches: int, schedule: str) -> None:
     torch.manual_seed(0)
@@ -30,10 +31,12 @@ def test_devices_take_what_is_predicted(stages: int, microbatches: int, schedule
     optimizer = torch.optim.Adam(case.model.parameters())
     made = plan(case, num_stages=stages, num_microbatches=microbatches, schedule=schedule, optimizer=optimizer).plan
     for predicted, measured in zip(made.peak_bytes, made.measured_peak_bytes, strict=True):
-        assert measured == pytest.approx(predicted, rel=0.04)  # small tensors: one kernel's scratch is percents
+        # Small tensors: one kernel's scratch is percents. What arrived counts until gradients of weights are made.
+        least = 0.92 if "zero" in schedule else 0.96
+        assert least * predicted <= measured <= 1.04 * predicted
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero-bubble"])
 def test_a_budget_is_kept_and_gradients_stay(schedule: str) -> None:
     torch.manual_seed(1)
     case = wide(16)

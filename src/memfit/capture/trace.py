@@ -18,9 +18,10 @@ from memfit.capture.optimizer import optimizer_cost
 from memfit.capture.reading import JointOp
 from memfit.capture.sharded import local
 from memfit.errors import CaptureError
+from memfit.planner.deferral import deferrable, deferred_last
 from memfit.step.graph import Phase, StepGraph
 
-__all__ = ["Capture", "capture_step", "device_of", "storage_bytes"]
+__all__ = ["Capture", "capture_step", "device_of", "storage_bytes", "with_deferred"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,7 @@ class Capture:
         joint_ops: for each op of the graph its joint op; None for the loss and what hooks do between pieces.
         gradient_outputs: which outputs of the last piece receive gradients; None for all.
         between_bytes: the part of the graph's static bytes that plain code between pieces holds.
+        deferred: ops of the backward pass that come last and can wait (`memfit.planner.deferral`).
     """
 
     graph: StepGraph
@@ -40,6 +42,7 @@ class Capture:
     joint_ops: tuple[JointOp | None, ...]
     gradient_outputs: frozenset[int] | None
     between_bytes: int = 0
+    deferred: frozenset[int] = frozenset()
 
     @property
     def separated(self) -> frozenset[str]:
@@ -50,6 +53,18 @@ class Capture:
     def grid(self) -> tuple[int, ...]:
         """Into how many tiles samples may be cut; empty if it was not captured for the lever `tile`."""
         return max((piece.reading.grid for piece in self.pieces.pieces), default=())
+
+
+def with_deferred(capture: Capture) -> Capture:
+    """The step with the gradients of weights last, which then can wait."""
+    order = deferred_last(capture.graph)
+    count = len(deferrable(capture.graph))
+    return replace(
+        capture,
+        graph=replace(capture.graph, ops=tuple(capture.graph.ops[i] for i in order)),
+        joint_ops=tuple(capture.joint_ops[i] for i in order),
+        deferred=frozenset(range(len(order) - count, len(order))),
+    )
 
 
 def _never(_: str) -> bool:

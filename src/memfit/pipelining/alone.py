@@ -50,12 +50,15 @@ def run_alone(
                 stages[stage.stage_index + 1].set_local_fwd_input(result, number)
             stage.to_send.pop(number, None)
             del result
+        elif action.what is Pass.WEIGHT:
+            stage.backward_weight_one_chunk(number)
         else:
             if not stage.is_last and number not in stage.returning:
                 stage.returning[number] = [
                     _made_up(c.empty(stage.device)) if c.requires_grad else None for c in part.leaving
                 ]
-            stage.backward_one_chunk(number, loss=losses.pop(number, None))
+            whole = action.what is Pass.BACKWARD
+            stage.backward_one_chunk(number, loss=losses.pop(number, None), full_backward=whole)
             gradients = stage.to_return.pop(number, ())
             if stage.stage_index - 1 in stages:
                 stages[stage.stage_index - 1].set_local_bwd_input(gradients, number)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from memfit import processes
@@ -38,6 +39,8 @@ def pipeline(
     tiers: str | None = None,
     prove: bool = True,
     search_seconds: float = 2.0,
+    group: dist.ProcessGroup | None = None,
+    data_group: dist.ProcessGroup | None = None,
 ) -> Pipeline:
     """Trains a model in stages, a device each, many micro-batches at a time.
 
@@ -62,6 +65,9 @@ def pipeline(
         tiers: as for `memfit.fit`.
         prove: run each device's part alone, measure its peak, and correct the plan.
         search_seconds: roughly how long each search for a stage's plan takes.
+        group: the processes of this pipeline, if they are not all.
+        data_group: those that run the same stage of other replicas, on other batches: all replicas take one plan, and
+            gradients are averaged over them after each step.
 
     Returns:
         The pipeline, planned for batches of this shape; `pipe.plan` says how.
@@ -88,8 +94,8 @@ def pipeline(
         tiers=tiers,
         allow_batch_norm=batch_norm == "per-microbatch",
         prove=prove,
-        receives_ahead=processes.world_size() > 1,
+        receives_ahead=processes.world_size(group) > 1,
     )
-    made = Pipeline(model, question, loss_fn)
+    made = Pipeline(model, question, loss_fn, group, data_group)
     made.prepare(args, kwargs, target)
     return made

@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from memfit.capture.trace import Capture, capture_step
+from memfit.capture.trace import Capture, capture_step, with_deferred
 from memfit.errors import PlanMismatchError
 from memfit.pipelining.cuts import find_cuts
 from memfit.pipelining.engine_stage import EngineStage, StageCall
@@ -20,6 +21,7 @@ from memfit.pipelining.plan import PipelinePlan, StageProgram, calls_digest
 from memfit.pipelining.random_stream import RandomStream
 from memfit.pipelining.stages import Stage, cut_into_stages, example_inputs
 from memfit.runtime.apply import compile_program
+from memfit.runtime.later import Later
 from memfit.step.codec import graph_digest
 from memfit.step.graph import StepGraph
 from memfit.step.program import Program
@@ -47,6 +49,7 @@ def build_stages(
     mine: Sequence[int],
     device: torch.device,
     stream: RandomStream | None,
+    group: dist.ProcessGroup | None = None,
 ) -> dict[int, EngineStage]:
     """Compiles stages.
 
@@ -57,6 +60,7 @@ def build_stages(
         mine: the stages that this process runs.
         device: where.
         stream: of random numbers.
+        group: the processes of the pipeline; None for all.
 
     Returns:
         The stages, by number.
@@ -70,20 +74,21 @@ def build_stages(
     built = {}
     for index in mine:
         runs: list[tuple[Stage, StageCall]] = []
+        later: Later = []
         for stages, of_size, (_, leaves) in zip(cut, programs, forwards, strict=True):
             stage, program = stages[index], of_size[index]
-            capture, _ = capture_planned(stage, program, leaves, device)
-            runs.append((stage, _compiled(stage.module, capture, program.program)))
+            capture, _ = capture_planned(stage, program, leaves, device, defer=plan.schedule.splits_backward)
+            runs.append((stage, _compiled(stage.module, capture, program.program, later)))
             if program.last_program is not None:
-                last = stage, _compiled(stage.module, capture, program.last_program)
+                last = stage, _compiled(stage.module, capture, program.last_program, later)
                 runs.append(last)
         each = [runs[0]] * (count - 1) + [runs[-1]]
-        built[index] = EngineStage(each, plan.schedule.num_stages, device, random_stream=stream)
+        built[index] = EngineStage(each, plan.schedule.num_stages, device, group, random_stream=stream, later=later)
     return built
 
 
 def capture_planned(
-    stage: Stage, program: StageProgram, leaves: Sequence[Any], device: torch.device
+    stage: Stage, program: StageProgram, leaves: Sequence[Any], device: torch.device, *, defer: bool
 ) -> tuple[Capture, StepGraph]:
     """Captures a stage as it was captured when it was planned.
 
@@ -93,10 +98,11 @@ def capture_planned(
     args = example_inputs(stage, leaves, device)
     separate: Mapping[str, None] = dict.fromkeys(program.separated)
     capture = capture_step(stage.module, args, {}, separate=separate.__contains__, accumulate=True)
+    capture = with_deferred(capture) if defer else capture
     if graph_digest(capture.graph) != program.digest:
         raise PlanMismatchError(f"stage {stage.index} of the pipeline is not the step that was planned")
     return capture, capture.graph
 
 
-def _compiled(module: nn.Module, capture: Capture, program: Program) -> StageCall:
-    return compile_program(module, capture, program).run
+def _compiled(module: nn.Module, capture: Capture, program: Program, later: Later) -> StageCall:
+    return compile_program(module, capture, program, later=later).run

@@ -24,14 +24,25 @@ SCHEDULES = {
     "gpipe": 1,
     "1f1b": 1,
     "interleaved-1f1b": 2,
+    "zero-bubble": 1,
+    "interleaved-zero-bubble": 2,
+    "zero-bubble-v": 2,
 }
 """Names of schedules and how many stages a device has."""
 
 _ENGINE = {
     "interleaved-1f1b": "Interleaved1F1B",
+    "zero-bubble": "InterleavedZeroBubble",
+    "interleaved-zero-bubble": "InterleavedZeroBubble",
+    "zero-bubble-v": "ZBVZeroBubble",
 }
 
-_PASSES = {"FORWARD": Pass.FORWARD, "FULL_BACKWARD": Pass.BACKWARD}
+_PASSES = {
+    "FORWARD": Pass.FORWARD,
+    "FULL_BACKWARD": Pass.BACKWARD,
+    "BACKWARD_INPUT": Pass.INPUT,
+    "BACKWARD_WEIGHT": Pass.WEIGHT,
+}
 
 
 def make_schedule(name: str, num_devices: int, num_microbatches: int) -> Schedule:
@@ -69,7 +80,8 @@ class _Placeholder:
 
 def _from_engine(name: str, num_devices: int, num_microbatches: int, per_device: int) -> Schedule:
     num_stages = num_devices * per_device
-    stages: list[Any] = [_Placeholder(i, num_stages, num_devices) for i in range(0, num_stages, num_devices)]
+    mine = (0, num_stages - 1) if name == "zero-bubble-v" else range(0, num_stages, num_devices)
+    stages: list[Any] = [_Placeholder(i, num_stages, num_devices) for i in mine]
     kind: Any = engine.get_schedule_class(_ENGINE[name])
     try:
         made = kind(stages, num_microbatches, loss_fn=_weighted, scale_grads=False)

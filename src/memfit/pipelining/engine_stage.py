@@ -22,6 +22,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from memfit.pipelining.random_stream import RandomStream
 from memfit.pipelining.stages import Crossing, Stage
+from memfit.runtime.later import Later
 
 __all__ = ["EngineStage"]
 
@@ -72,6 +73,7 @@ class EngineStage(_PipelineStageBase):
         device: on which it runs.
         group: of the pipeline's processes; None for the default one.
         random_stream: which random numbers each micro-batch gets; None if the model takes none.
+        later: where `runs` leave the second parts of backward passes (`memfit.runtime.later`).
     """
 
     def __init__(
@@ -81,11 +83,14 @@ class EngineStage(_PipelineStageBase):
         device: torch.device,
         group: dist.ProcessGroup | None = None,
         random_stream: RandomStream | None = None,
+        later: Later | None = None,
     ) -> None:
         stage, _ = runs[0]
         super().__init__(stage.module, stage.index, num_stages, device, group)
         self.runs = runs
         self.random_stream = random_stream
+        self.later: Later = [] if later is None else later
+        self.deferred: dict[int, Later] = {}
         self.posts_sends = dist.get_backend(group) == "gloo"
         self.arriving: dict[int, tuple[torch.Tensor, ...]] = {}
         self.to_send: dict[int, tuple[torch.Tensor, ...]] = {}
@@ -114,8 +119,9 @@ class EngineStage(_PipelineStageBase):
 
     def clear_runtime_states(self) -> None:
         """Forgets a step that did not end."""
-        for held in (self.arriving, self.to_send, self.returning, self.to_return, self.under_way):
+        for held in (self.arriving, self.to_send, self.returning, self.to_return, self.under_way, self.deferred):
             held.clear()
+        self.later.clear()
         self.output_chunks.clear()
 
     # Transfers.
@@ -235,7 +241,7 @@ class EngineStage(_PipelineStageBase):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """Runs the backward pass of a micro-batch."""
+        """Runs the backward pass of a micro-batch, or the part of it that the stage before waits for."""
         if not self.has_backward:
             return
         self._let_go()
@@ -255,6 +261,15 @@ class EngineStage(_PipelineStageBase):
             loss.detach_()  # the engine keeps all losses, and with their graphs it would keep what arrived
         if not self.is_first:
             self.to_return[bwd_chunk_id] = _gradients(stage, held.arrived, passing)
+        self.deferred[bwd_chunk_id] = list(self.later)
+        self.later.clear()
+        if full_backward:
+            self.backward_weight_one_chunk(bwd_chunk_id)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """Runs what is left of the backward pass of a micro-batch."""
+        for rest in self.deferred.pop(bwd_chunk_id, ()):
+            rest()
 
 
 def _differentiated(stage: Stage) -> list[int]:

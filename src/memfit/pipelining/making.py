@@ -211,6 +211,7 @@ def _program(plan: StagePlan, module: str) -> StageProgram:
         peak_bytes=plan.planned.peak_bytes,
         forward_seconds=plan.planned.forward_seconds,
         backward_seconds=plan.planned.backward_seconds,
+        weight_seconds=plan.planned.weight_seconds,
         again_seconds=plan.planned.timeline.recompute_seconds,
         begins=module,
     )

@@ -65,11 +65,18 @@ class Pipeline:
         model: the unmodified module.
     """
 
-    def __init__(self, model: nn.Module, question: Question, loss_fn: PipelineLoss | None) -> None:
-        if processes.world_size() not in (1, question.num_devices):
+    def __init__(
+        self,
+        model: nn.Module,
+        question: Question,
+        loss_fn: PipelineLoss | None,
+        group: dist.ProcessGroup | None = None,
+        data_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if processes.world_size(group) not in (1, question.num_devices):
             raise SpecError(
-                f"{processes.world_size()} processes cannot run {question.num_devices} stages; start as many as there "
-                "are stages, or one for all of them"
+                f"{processes.world_size(group)} processes cannot run {question.num_devices} stages; start as many as "
+                "there are stages, or one for all of them"
             )
         self.model = model
         self._question = question
@@ -77,6 +84,9 @@ class Pipeline:
         self._device = device_of(model)
         self._prepared: dict[tuple[Any, ...], _Prepared] = {}
         self._failed: BaseException | None = None
+        self._group = group
+        self._data_group = data_group
+        self._groups = (group,) if data_group is None else (data_group, group)
 
     @property
     def plan(self) -> PipelinePlan:
@@ -124,7 +134,7 @@ class Pipeline:
             return self._run(prepared, leaves)
         except Exception as error:
             prepared.shared.give_back(self.model)
-            if processes.world_size() == 1:
+            if processes.world_size(self._group) == 1:
                 raise
             self._failed = error
             other = processes.failure_elsewhere(error)
@@ -179,7 +189,10 @@ class Pipeline:
         losses = step_microbatches(prepared.engine, list(prepared.stages.values()), parts, weights)
         loss = torch.stack(losses).sum() if losses else torch.zeros((), device=self._device)
         prepared.shared.add_gradients(self.model)
-        if processes.world_size() > 1:
+        if self._data_group is not None:
+            held = {id(p): p for stage in prepared.stages.values() for p in stage.submod.parameters()}
+            processes.average_gradients(held.values(), self._data_group)
+        if processes.world_size(self._group) > 1:
             loss = self._tell_loss(prepared, loss)
         return loss
 
@@ -187,9 +200,9 @@ class Pipeline:
         """The last stage's loss, on every process, and the generator as the unpipelined step would leave it."""
         source = prepared.plan.schedule.device_of()[prepared.plan.schedule.num_stages - 1]
         told = loss.double()
-        dist.broadcast(told, source)
+        dist.broadcast(told, group=self._group, group_src=source)
         if prepared.stream is not None:
-            prepared.stream.share(source)
+            prepared.stream.share(source, self._group)
         return told.to(prepared.loss_dtype)
 
     # Planning.
@@ -247,7 +260,7 @@ class Pipeline:
         forwards: list[tuple[ForwardGraph, Sequence[Any]]] = []
         try:
             forwards = [(self._capture(part, spec), part) for part in ([parts[0], parts[-1]][: len(set(sizes))])]
-            if processes.rank() == 0:
+            if processes.is_first(self._groups):
                 plan = make_pipeline_plan(
                     *(self.model, forwards, leaves, sizes, question, self._device),
                     loss_fn=self._loss_fn,
@@ -257,18 +270,18 @@ class Pipeline:
                 document = encode_pipeline(plan)
         except Exception as raised:
             error = raised
-        processes.agree(error, self._device)
-        plan = decode_pipeline(processes.send_document(document, self._device))
+        processes.agree(error, self._device, self._groups)
+        plan = decode_pipeline(processes.send_document(document, self._device, self._groups))
         try:
             prepared = self._build(plan, forwards, self._read_losses(forwards, leaves, sizes, spec))
         except Exception as raised:
             error = raised
-        processes.agree(error, self._device)
+        processes.agree(error, self._device, self._groups)
         return prepared
 
     def _proved(self, prepared: _Prepared, leaves: Sequence[Any]) -> _Prepared:
         """With several processes: runs the batch, transfers and all, and measures each; the model stays as it was."""
-        if processes.world_size() == 1 or not self._question.prove:
+        if processes.world_size(self._group) == 1 or not self._question.prove:
             return prepared
         stages = list(prepared.stages.values())
         with preserved_state(self.model):
@@ -278,8 +291,11 @@ class Pipeline:
             run = functools.partial(self._run_together, prepared, leaves)
             peak = measure(run, device=self._device, warmup=1, repeats=0, start_bytes=start).peak_bytes
         mine = torch.tensor([peak], device=self._device)
-        peaks = [torch.empty_like(mine) for _ in range(processes.world_size())]
-        dist.all_gather(peaks, mine)
+        peaks = [torch.empty_like(mine) for _ in range(processes.world_size(self._group))]
+        dist.all_gather(peaks, mine, group=self._group)
+        if self._data_group is not None:
+            for one in peaks:
+                dist.all_reduce(one, dist.ReduceOp.MAX, group=self._data_group)
         plan = replace(prepared.plan, measured_peak_bytes=tuple(int(one) for one in peaks))
         return replace(prepared, plan=plan)
 
@@ -308,10 +324,10 @@ class Pipeline:
     ) -> _Prepared:
         processes.join()
         device_of_stage = plan.schedule.device_of()
-        alone = processes.world_size() == 1
-        mine = [s for s, d in sorted(device_of_stage.items()) if alone or d == processes.rank()]
+        alone = processes.world_size(self._group) == 1
+        mine = [s for s, d in sorted(device_of_stage.items()) if alone or d == processes.rank(self._group)]
         stream = RandomStream(self._device, len(plan.sizes)) if plan.takes_random else None
-        stages = build_stages(plan, forwards, mine, self._device, stream)
+        stages = build_stages(plan, forwards, mine, self._device, stream, self._group)
         schedule = plan.schedule
         if alone:
             schedule = on_one_device(schedule, plan.times())
@@ -322,5 +338,5 @@ class Pipeline:
             losses=losses,
             stream=stream,
             loss_dtype=forwards[0][0].loss.meta["example_value"].dtype,
-            shared=share_out(planned_cuts(forwards[0][0], plan), device_of_stage),
+            shared=share_out(planned_cuts(forwards[0][0], plan), device_of_stage, self._group),
         )

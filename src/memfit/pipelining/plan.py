@@ -36,6 +36,7 @@ class StageProgram:
         peak_bytes: predicted, with all that are under way.
         forward_seconds: predicted, of one micro-batch.
         backward_seconds: predicted, of one micro-batch, with what runs again.
+        weight_seconds: the part of it that can wait, where the schedule lets it.
         again_seconds: the part of it that runs again.
         begins: the module with which it begins.
     """
@@ -50,6 +51,7 @@ class StageProgram:
     peak_bytes: int
     forward_seconds: float
     backward_seconds: float
+    weight_seconds: float = 0.0
     again_seconds: float = 0.0
     begins: str = ""
 
@@ -88,7 +90,12 @@ class PipelinePlan:
 
     def times(self) -> list[StageTimes]:
         """What a micro-batch takes at each stage, predicted."""
-        return [StageTimes(forward_seconds=s.forward_seconds, backward_seconds=s.backward_seconds) for s in self.stages]
+        return [
+            StageTimes(
+                forward_seconds=s.forward_seconds, backward_seconds=s.backward_seconds, weight_seconds=s.weight_seconds
+            )
+            for s in self.stages
+        ]
 
     def __str__(self) -> str:
         """The plan as a table."""
@@ -146,7 +153,7 @@ _STAGE_FIELDS: dict[str, Any] = {
     "program": _PROGRAM,
     "separated": _list(_TEXT),
     **dict.fromkeys(("under_way", "kept_bytes", "static_bytes", "peak_bytes"), _COUNT),
-    **dict.fromkeys(("forward_seconds", "backward_seconds", "again_seconds"), _SECONDS),
+    **dict.fromkeys(("forward_seconds", "backward_seconds", "weight_seconds", "again_seconds"), _SECONDS),
     "begins": _TEXT,
 }
 _STAGE = {

@@ -84,6 +84,7 @@ class StagePlan:
         return StageTimes(
             forward_seconds=self.planned.forward_seconds,
             backward_seconds=self.planned.backward_seconds,
+            weight_seconds=self.planned.weight_seconds,
             transfer_seconds=crossing / LINK_BYTES_PER_SECOND,
         )
 

@@ -45,13 +45,13 @@ class RandomStream:
         else:
             torch.set_rng_state(state)
 
-    def share(self, source: int) -> None:
+    def share(self, source: int, group: dist.ProcessGroup | None = None) -> None:
         """Leaves the generator of every process as it is on one: a step of one micro-batch draws from it.
 
         With several, the first stage has drawn seeds, and its generator counts.
         """
         state = self.state().to(self.device)
-        dist.broadcast(state, source if self.num_microbatches == 1 else 0)
+        dist.broadcast(state, group=group, group_src=source if self.num_microbatches == 1 else 0)
         self.set_state(state)
 
     def seed(self, seed: int) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from memfit.capture.optimizer import optimizer_cost, part_of
-from memfit.capture.trace import Capture
+from memfit.capture.trace import Capture, with_deferred
 from memfit.errors import BudgetError, CaptureError, SpecError
 from memfit.pipelining.costs import call_costs
 from memfit.pipelining.cuts import Cut, find_cuts
@@ -102,8 +102,8 @@ def _schedules(question: Question) -> list[str]:
     try:
         make_schedule("interleaved-1f1b", question.num_devices, question.num_microbatches)
     except SpecError:  # the engine's form of it does not take every number of micro-batches
-        return ["1f1b"]
-    return ["1f1b", "interleaved-1f1b"]
+        return ["1f1b", "zero-bubble"]
+    return ["1f1b", "interleaved-1f1b", "zero-bubble"]
 
 
 def plan_cuts(
@@ -152,6 +152,12 @@ def _capture_stage(
     return capture, replace(graph, outputs=(), static_bytes=graph.static_bytes + ahead)
 
 
+def _deferring(capture: Capture, graph: StepGraph) -> tuple[Capture, StepGraph]:
+    """A profiled stage with the gradients of its weights last."""
+    deferring = with_deferred(capture)
+    return deferring, replace(graph, ops=deferring.graph.ops)
+
+
 class _Searcher:
     def __init__(self, forward: ForwardGraph, leaves: Sequence[Any], question: Question, device: torch.device) -> None:
         self.forward = forward
@@ -165,6 +171,7 @@ class _Searcher:
             CutPlace(position=len(forward.calls), nbytes=0),
         ]
         self.captured: dict[tuple[int, int], tuple[Stage, Capture, StepGraph]] = {}
+        self.deferred: dict[tuple[int, int], tuple[Capture, StepGraph]] = {}
         (whole,) = cut_into_stages(forward, [])
         capture, graph = _capture_stage(whole, leaves, question, device)
         self.captured[0, len(self.places) - 1] = whole, capture, graph
@@ -294,31 +301,61 @@ class _Searcher:
         Raises:
             _DoesNotFit: if one of them does not.
         """
-        budget, under_way = self._share(schedule), most_under_way(schedule)
         stages = self._stages(places)
-        ends = [0, *places, len(self.places) - 1]
-        plans = []
-        for stage in stages:
-            key = ends[stage.index], ends[stage.index + 1]
-            if key not in self.captured:
-                self.captured[key] = (stage, *_capture_stage(stage, self.leaves, self.question, self.device))
-            _, capture, graph = self.captured[key]
-            try:
-                plans.append(self._plan_stage(stage, capture, graph, budget, under_way[stage.index]))
-            except BudgetError as error:
-                raise _DoesNotFit(stage.index, error) from error
+        plans = self._plans(schedule, stages, places)
         plans = [self._with_last(plan, schedule, plans) for plan in plans]
-        peaks = self._device_peaks(schedule, plans)
-        timeline = simulate_schedule(schedule, [plan.times for plan in plans])
-        cuts = tuple(self.places[place].position for place in places)
         return Found(
             schedule=schedule,
-            cuts=cuts,
+            cuts=tuple(self.places[place].position for place in places),
             stages=tuple(plans),
-            timeline=timeline,
-            peak_bytes=tuple(peaks),
+            timeline=simulate_schedule(schedule, [plan.times for plan in plans]),
+            peak_bytes=tuple(self._device_peaks(schedule, plans)),
             counted_twice=self._counted_twice(stages),
         )
+
+    def _plans(self, schedule: Schedule, stages: Sequence[Stage], places: Sequence[int]) -> list[StagePlan]:
+        """Plans of stages that keep the budgets of their devices.
+
+        A stage's plan counts what micro-batches hold between their passes. Where backward passes are split they hold
+        something between the parts too; what that takes too much is taken from what the stages may plan with.
+        """
+        whole, budget, under_way = self.question.budget_bytes, self._share(schedule), most_under_way(schedule)
+        device_of = schedule.device_of()
+        taken = dict.fromkeys(device_of.values(), 0)
+        for _ in range(_ROUNDS):
+            plans: list[StagePlan] = []
+            for stage in stages:
+                room = None if budget is None else budget - taken[device_of[stage.index]]
+                try:
+                    plans.append(self._stage_plan(schedule, stage, places, room, under_way[stage.index]))
+                except BudgetError as error:
+                    raise _DoesNotFit(stage.index, error) from error
+            peaks = self._device_peaks(schedule, plans)
+            if whole is None or not schedule.splits_backward or max(peaks) <= whole:
+                return plans
+            for device, peak in enumerate(peaks):
+                sharing = list(device_of.values()).count(device)
+                taken[device] += max(0, peak - whole) // sharing
+        assert whole is not None
+        full = peaks.index(max(peaks))
+        too_much = BudgetError(
+            f"{schedule.name} takes {format_bytes(max(peaks))} of device {full}; '1f1b' may take less",
+            budget_bytes=whole,
+            least_bytes=max(peaks),
+        )
+        raise _DoesNotFit(max(stage for stage, device in device_of.items() if device == full), too_much)
+
+    def _stage_plan(
+        self, schedule: Schedule, stage: Stage, places: Sequence[int], budget: int | None, under_way: int
+    ) -> StagePlan:
+        ends = [0, *places, len(self.places) - 1]
+        key = ends[stage.index], ends[stage.index + 1]
+        if key not in self.captured:
+            self.captured[key] = (stage, *_capture_stage(stage, self.leaves, self.question, self.device))
+        _, capture, graph = self.captured[key]
+        if schedule.splits_backward:
+            capture, graph = self.deferred.setdefault(key, _deferring(capture, graph))
+        return self._plan_stage(stage, capture, graph, budget, under_way)
 
     def _with_last(self, plan: StagePlan, schedule: Schedule, plans: Sequence[StagePlan]) -> StagePlan:
         """The plan with nothing run again for the last micro-batch, if that fits beside what the others keep."""
@@ -326,7 +363,7 @@ class _Searcher:
         if self.question.policy != "auto" or budget is None or plan.planned.timeline.recompute_seconds == 0.0:
             return plan
         received = sum(c.nbytes for c in plan.stage.arriving)
-        last = plan_never(plan.graph, None, under_way=1, received_bytes=received)
+        last = plan_never(plan.graph, None, under_way=1, received_bytes=received, deferred=plan.capture.deferred)
         more = replace(plan, last=last)
         others = [more if one is plan else one for one in plans]
         fits = self._device_peaks(schedule, others)[schedule.device_of()[plan.stage.index]] <= budget
@@ -355,13 +392,17 @@ class _Searcher:
     ) -> StagePlan:
         received = sum(c.nbytes for c in stage.arriving)
         # Blocks of a model are alike, and so are stages made of as many of them.
-        alike = graph_digest(graph), graph.static_bytes, received, under_way, budget
+        alike = graph_digest(graph), graph.static_bytes, received, under_way, budget, bool(capture.deferred)
         if alike in self.planned:
             planned, last = self.planned[alike]
             return StagePlan(stage=stage, capture=capture, graph=graph, planned=planned, last=last, under_way=under_way)
         plan: Callable[..., PlannedStage]
         policy, last = self.question.policy, None
-        numbers = {"under_way": under_way, "received_bytes": received}
+        numbers: dict[str, Any] = {
+            "under_way": under_way,
+            "received_bytes": received,
+            "deferred": capture.deferred,
+        }
         if policy == "auto" and budget is not None:
             planned = plan_stage(graph, budget, seconds=self.question.search_seconds, **numbers)
         else:

@@ -28,11 +28,13 @@ class SharedStates:
         holders: for each parameter and buffer that a stage uses the processes of those stages, in the order of stages.
         several: names of those that several stages use.
         before: their gradients from before the step under way.
+        group: the processes of the pipeline; None for all.
     """
 
     holders: Mapping[str, tuple[int, ...]]
     several: frozenset[str] = frozenset()
     before: dict[str, torch.Tensor] = field(default_factory=dict)
+    group: dist.ProcessGroup | None = None
 
     def begin(self, model: nn.Module) -> None:
         """Sets gradients of shared parameters aside: what stages add up is that of this step alone."""
@@ -48,7 +50,7 @@ class SharedStates:
     def add_gradients(self, model: nn.Module) -> None:
         """Adds this step's gradients of shared parameters over the processes that hold them, and those before it."""
         for name, parameter in self._shared(model):
-            if len(self.holders[name]) > 1 and processes.world_size() > 1:
+            if len(self.holders[name]) > 1 and processes.world_size(self.group) > 1:
                 self._add(parameter, self.holders[name])
             before = self.before.pop(name, None)
             if before is not None:
@@ -56,23 +58,23 @@ class SharedStates:
 
     def keep_own(self, model: nn.Module) -> None:
         """Lets go of the memory of parameters that only other processes use; they keep their shape."""
-        if processes.world_size() == 1:
+        if processes.world_size(self.group) == 1:
             return
         for name, parameter in model.named_parameters():
-            if name in self.holders and processes.rank() not in self.holders[name]:
+            if name in self.holders and processes.rank(self.group) not in self.holders[name]:
                 parameter.grad = None
                 parameter.data = parameter.data.new_empty(()).expand(parameter.shape)
 
     def restore(self, model: nn.Module) -> None:
         """Gives every process all parameters and buffers again."""
         for name, tensor in _tensors(model).items():
-            if name not in self.holders or processes.world_size() == 1:
+            if name not in self.holders or processes.world_size(self.group) == 1:
                 continue
             source = self.holders[name][0]
-            if processes.rank() not in self.holders[name]:
+            if processes.rank(self.group) not in self.holders[name]:
                 tensor.data = torch.empty_like(tensor, memory_format=torch.contiguous_format)
             data = tensor.data.contiguous()
-            dist.broadcast(data, source)
+            dist.broadcast(data, group=self.group, group_src=source)
             if data.data_ptr() != tensor.data.data_ptr():
                 tensor.data.copy_(data)
 
@@ -83,14 +85,14 @@ class SharedStates:
         sent: dict[str, torch.Tensor] = {}
         for key, tensor in model.state_dict(keep_vars=True).items():
             name = first.get(id(tensor), key)
-            if name not in self.holders or processes.world_size() == 1:
+            if name not in self.holders or processes.world_size(self.group) == 1:
                 found[key] = tensor.detach()
                 continue
             if name not in sent:
-                here = processes.rank() in self.holders[name]
+                here = processes.rank(self.group) in self.holders[name]
                 sent[name] = tensor.detach().contiguous() if here else torch.empty(tensor.shape, dtype=tensor.dtype)
                 sent[name] = sent[name].to(tensor.device)
-                dist.broadcast(sent[name], self.holders[name][0])
+                dist.broadcast(sent[name], group=self.group, group_src=self.holders[name][0])
             found[key] = sent[name]
         return found
 
@@ -108,37 +110,39 @@ class SharedStates:
         with torch.no_grad():
             for key, tensor in own.items():
                 holders = self.holders.get(first.get(id(tensor), key))
-                if holders is None or processes.rank() in holders or processes.world_size() == 1:
+                if holders is None or processes.rank(self.group) in holders or processes.world_size(self.group) == 1:
                     tensor.copy_(state[key])
 
     def _shared(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
         """Parameters that several stages use, one of this process among them."""
-        here = processes.rank()
+        here = processes.rank(self.group)
         return [
             (name, parameter)
             for name, parameter in model.named_parameters()
             if parameter.requires_grad
             and name in self.several
-            and (here in self.holders[name] or processes.world_size() == 1)
+            and (here in self.holders[name] or processes.world_size(self.group) == 1)
         ]
 
     def _add(self, parameter: nn.Parameter, holders: Sequence[int]) -> None:
-        place = holders.index(processes.rank())
+        place = holders.index(processes.rank(self.group))
         total = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
         if place + 1 < len(holders):
             later = torch.empty_like(total, memory_format=torch.contiguous_format)
-            dist.recv(later, holders[place + 1])
+            dist.recv(later, group=self.group, group_src=holders[place + 1])
             total = later.add_(total)
         total = total.contiguous()
         if place > 0:
-            dist.send(total, holders[place - 1])
-            dist.recv(total, holders[place - 1])
+            dist.send(total, group=self.group, group_dst=holders[place - 1])
+            dist.recv(total, group=self.group, group_src=holders[place - 1])
         if place + 1 < len(holders):
-            dist.send(total, holders[place + 1])
+            dist.send(total, group=self.group, group_dst=holders[place + 1])
         parameter.grad = total
 
 
-def share_out(stages: Sequence[Stage], device_of: Mapping[int, int]) -> SharedStates:
+def share_out(
+    stages: Sequence[Stage], device_of: Mapping[int, int], group: dist.ProcessGroup | None = None
+) -> SharedStates:
     """Who holds what, given the device of each stage."""
     holders: dict[str, dict[int, None]] = {}
     for stage in stages:
@@ -148,6 +152,7 @@ def share_out(stages: Sequence[Stage], device_of: Mapping[int, int]) -> SharedSt
     return SharedStates(
         holders={name: tuple(devices) for name, devices in holders.items()},
         several=frozenset(name for name in holders if uses.count(name) > 1),
+        group=group,
     )
 
 

@@ -36,6 +36,10 @@ class Pass(StrEnum):
 
     FORWARD = "F"
     BACKWARD = "B"
+    INPUT = "I"
+    """The part of the backward pass that the stage before waits for (`memfit.planner.deferral`)."""
+    WEIGHT = "W"
+    """The rest of it."""
 
 
 class Action(NamedTuple):
@@ -66,6 +70,11 @@ class Schedule:
     num_microbatches: int
     orders: tuple[tuple[Action, ...], ...]
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of weights are made later than those of inputs."""
+        return any(action.what is Pass.WEIGHT for order in self.orders for action in order)
+
     def device_of(self) -> dict[int, int]:
         """For each stage the device that runs it."""
         return {action.stage: device for device, order in enumerate(self.orders) for action in order}
@@ -78,16 +87,23 @@ class StageTimes:
     Attributes:
         forward_seconds: of the forward pass.
         backward_seconds: of the backward pass, recomputation included.
+        weight_seconds: the part of it that nobody waits for.
         transfer_seconds: from this stage to the next one, and back.
     """
 
     forward_seconds: float
     backward_seconds: float
+    weight_seconds: float = 0.0
     transfer_seconds: float = 0.0
 
     def of(self, what: Pass) -> float:
         """What one action takes."""
-        return self.forward_seconds if what is Pass.FORWARD else self.backward_seconds
+        return {
+            Pass.FORWARD: self.forward_seconds,
+            Pass.BACKWARD: self.backward_seconds,
+            Pass.INPUT: self.backward_seconds - self.weight_seconds,
+            Pass.WEIGHT: self.weight_seconds,
+        }[what]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +114,10 @@ class StageMemory:
         static_bytes: what is there all the time.
         kept_bytes: held between the passes of the micro-batch.
         forward_bytes: at most during its forward pass, beyond what is static.
-        backward_bytes: at most during its backward pass, what is kept included.
+        backward_bytes: at most during its backward pass, or the part that is waited for, what is kept included.
         after_bytes: what the optimizer takes for a moment.
+        deferred_bytes: held between the two parts of its backward pass.
+        weight_bytes: at most during the second one, what is held included.
     """
 
     static_bytes: int
@@ -107,6 +125,8 @@ class StageMemory:
     forward_bytes: int
     backward_bytes: int
     after_bytes: int = 0
+    deferred_bytes: int = 0
+    weight_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +187,7 @@ def most_under_way(schedule: Schedule) -> list[int]:
             if action.what is Pass.FORWARD:
                 now[action.stage] += 1
                 most[action.stage] = max(most[action.stage], now[action.stage])
-            else:
+            elif action.what is not Pass.INPUT:
                 now[action.stage] -= 1
     return most
 
@@ -197,9 +217,13 @@ def device_peaks(
             if what is Pass.FORWARD:
                 peak = max(peak, held + here.forward_bytes)
                 held += here.kept_bytes
+            elif what is Pass.WEIGHT:
+                peak = max(peak, held - here.deferred_bytes + here.weight_bytes)
+                held -= here.deferred_bytes
             else:
                 peak = max(peak, held - here.kept_bytes + here.backward_bytes)
                 held -= here.kept_bytes
+                held += here.deferred_bytes if what is Pass.INPUT else 0
         after = max((memory(stage, 0).after_bytes for stage in stages), default=0)
         peaks.append(static + max(peak, after))
     return peaks
@@ -257,10 +281,12 @@ def _ready_seconds(
     stage, what, microbatch = action
     if what is Pass.FORWARD:
         before = Action(stage - 1, Pass.FORWARD, microbatch) if stage else None
+    elif what is Pass.WEIGHT:
+        before = Action(stage, Pass.INPUT, microbatch)
     elif stage == schedule.num_stages - 1:
         before = Action(stage, Pass.FORWARD, microbatch)
     else:
-        before = Action(stage + 1, Pass.BACKWARD, microbatch)
+        before = Action(stage + 1, what, microbatch)
     if before is None:
         return 0.0
     if before not in ends:

@@ -45,6 +45,7 @@ class PlannedStage:
         memory: what it takes with each micro-batch.
         forward_seconds: of a micro-batch.
         backward_seconds: of a micro-batch, with what runs again.
+        weight_seconds: the part of it that can wait.
     """
 
     program: Program
@@ -54,10 +55,17 @@ class PlannedStage:
     memory: StageMemory
     forward_seconds: float
     backward_seconds: float
+    weight_seconds: float = 0.0
 
 
 def plan_stage(
-    graph: StepGraph, budget_bytes: int, *, under_way: int, received_bytes: int, seconds: float = 2.0
+    graph: StepGraph,
+    budget_bytes: int,
+    *,
+    under_way: int,
+    received_bytes: int,
+    deferred: frozenset[int] = frozenset(),
+    seconds: float = 2.0,
 ) -> PlannedStage:
     """The fastest plan found with which a stage keeps its budget.
 
@@ -66,17 +74,19 @@ def plan_stage(
         budget_bytes: of the stage.
         under_way: the most micro-batches that are between or in their passes at once.
         received_bytes: what crosses the cut before the stage.
+        deferred: the ops of the backward pass that come last and can wait (`memfit.planner.deferral`).
         seconds: roughly how long each search takes.
 
     Raises:
         BudgetError: if none fits; its least budget is an upper estimate if there are several under way.
     """
-    never = plan_never(graph, budget_bytes, under_way=under_way, received_bytes=received_bytes)
+    numbers = under_way, received_bytes, deferred
+    never = plan_never(graph, budget_bytes, under_way=under_way, received_bytes=received_bytes, deferred=deferred)
     if never.peak_bytes <= budget_bytes:
         return never
     if under_way == 1:
         found = find_program(graph, budget_bytes, seconds=seconds)
-        return _stage(graph, found.program, found.timeline, under_way, received_bytes)
+        return _stage(graph, found.program, found.timeline, *numbers)
     room = budget_bytes - graph.static_bytes - (under_way - 1) * received_bytes
     best: PlannedStage | None = None
     failure: BudgetError | None = None
@@ -88,7 +98,7 @@ def plan_stage(
         except BudgetError as error:
             failure = error if failure is None or error.least_bytes < failure.least_bytes else failure
             continue
-        made = _stage(graph, found.program, simulate(graph, found.program), under_way, received_bytes)
+        made = _stage(graph, found.program, simulate(graph, found.program), *numbers)
         if made.peak_bytes > budget_bytes:
             continue
         if best is not None and made.timeline.step_seconds >= best.timeline.step_seconds:
@@ -107,30 +117,57 @@ def plan_stage(
     return best
 
 
-def plan_never(graph: StepGraph, budget_bytes: int | None, *, under_way: int, received_bytes: int) -> PlannedStage:
+def plan_never(
+    graph: StepGraph,
+    budget_bytes: int | None,
+    *,
+    under_way: int,
+    received_bytes: int,
+    deferred: frozenset[int] = frozenset(),
+) -> PlannedStage:
     """Nothing runs again; every op in the quickest way for which the budget leaves room."""
-    return _of_order(graph, plain_order(graph), budget_bytes, under_way, received_bytes)
+    return _of_order(graph, plain_order(graph), budget_bytes, under_way, received_bytes, deferred)
 
 
-def plan_always(graph: StepGraph, budget_bytes: int | None, *, under_way: int, received_bytes: int) -> PlannedStage:
+def plan_always(
+    graph: StepGraph,
+    budget_bytes: int | None,
+    *,
+    under_way: int,
+    received_bytes: int,
+    deferred: frozenset[int] = frozenset(),
+) -> PlannedStage:
     """Nothing is kept but what was received: the whole forward pass runs again before the backward pass."""
-    return _of_order(graph, segment_order(graph, ()), budget_bytes, under_way, received_bytes)
+    return _of_order(graph, segment_order(graph, ()), budget_bytes, under_way, received_bytes, deferred)
 
 
 def _of_order(
-    graph: StepGraph, order: list[int], budget_bytes: int | None, under_way: int, received_bytes: int
+    graph: StepGraph,
+    order: list[int],
+    budget_bytes: int | None,
+    under_way: int,
+    received_bytes: int,
+    deferred: frozenset[int],
 ) -> PlannedStage:
+    numbers = under_way, received_bytes, deferred
     lean = program_within(graph, order)
-    made = _stage(graph, lean, simulate(graph, lean), under_way, received_bytes)
+    made = _stage(graph, lean, simulate(graph, lean), *numbers)
     if budget_bytes is not None and made.peak_bytes > budget_bytes:
         return made
     others = made.peak_bytes - made.timeline.peak_bytes
     limit = budget_bytes - others if budget_bytes is not None else 2**62
     quick = program_within(graph, order, limit)
-    return _stage(graph, quick, simulate(graph, quick), under_way, received_bytes)
+    return _stage(graph, quick, simulate(graph, quick), *numbers)
 
 
-def _stage(graph: StepGraph, program: Program, timeline: Timeline, under_way: int, received_bytes: int) -> PlannedStage:
+def _stage(
+    graph: StepGraph,
+    program: Program,
+    timeline: Timeline,
+    under_way: int,
+    received_bytes: int,
+    deferred: frozenset[int],
+) -> PlannedStage:
     loss_at = next(
         place
         for place, i in enumerate(program.instructions)
@@ -139,12 +176,16 @@ def _stage(graph: StepGraph, program: Program, timeline: Timeline, under_way: in
     kept = _kept_bytes(graph, program, loss_at) + received_bytes
     forward_seconds = timeline.started_at[loss_at]
     static = graph.static_bytes - received_bytes
+    waits_until = _waits_until(graph, program, deferred)
+    gone = static + graph.gradient_bytes  # what is handed back is not held while the rest waits
     memory = StageMemory(
         static_bytes=static,
         kept_bytes=kept,
         forward_bytes=max(timeline.bytes_at[: loss_at + 1]) - static,
-        backward_bytes=max(timeline.bytes_at[loss_at:]) - static,
+        backward_bytes=max(timeline.bytes_at[loss_at:waits_until]) - static,
         after_bytes=graph.after_step_bytes,
+        deferred_bytes=timeline.bytes_at[waits_until - 1] - gone if deferred else 0,
+        weight_bytes=max(timeline.bytes_at[waits_until:], default=0) - gone if deferred else 0,
     )
     return PlannedStage(
         program=program,
@@ -154,7 +195,25 @@ def _stage(graph: StepGraph, program: Program, timeline: Timeline, under_way: in
         memory=memory,
         forward_seconds=forward_seconds,
         backward_seconds=timeline.step_seconds - forward_seconds - graph.after_step_seconds,
+        weight_seconds=timeline.step_seconds - graph.after_step_seconds - timeline.started_at[waits_until]
+        if deferred
+        else 0.0,
     )
+
+
+def _waits_until(graph: StepGraph, program: Program, deferred: frozenset[int]) -> int:
+    """With how many instructions the part of the backward pass ends that is waited for; frees behind it included."""
+    instructions = program.instructions
+    if not deferred:
+        return len(instructions)
+    last = max(
+        place
+        for place, i in enumerate(instructions)
+        if i.action is Action.COMPUTE and graph.ops[i.index].phase is Phase.BACKWARD and i.index not in deferred
+    )
+    while instructions[last + 1].action is Action.FREE:
+        last += 1
+    return last + 1
 
 
 def _kept_bytes(graph: StepGraph, program: Program, loss_at: int) -> int:

@@ -1,7 +1,7 @@
 """The timeline of a pipeline's schedule, as text and as SVG: a row for each device, time from left to right.
 
-Passes are numbered by micro-batch, in the text backward ones after a `b`, where there is room. Both draw predicted
-times.
+Passes are numbered by micro-batch, in the text backward ones after a `b`, and after a `w` what of them waited, where
+there is room. Both draw predicted times.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ __all__ = ["schedule_svg", "schedule_text"]
 _COLOURS = {
     Pass.FORWARD: ("#7fb3d5", "#5499c7"),
     Pass.BACKWARD: ("#f5b041", "#d68910"),
+    Pass.INPUT: ("#f5b041", "#d68910"),
+    Pass.WEIGHT: ("#82c99a", "#52a672"),
 }
 """Of the stages of a device with even and with odd numbers among them."""
-_LETTERS = {Pass.FORWARD: "", Pass.BACKWARD: "b"}
+_LETTERS = {Pass.FORWARD: "", Pass.BACKWARD: "b", Pass.INPUT: "b", Pass.WEIGHT: "w"}
+_FILLS = {Pass.FORWARD: "─", Pass.BACKWARD: "═", Pass.INPUT: "═", Pass.WEIGHT: "┄"}
 _ROW, _LEFT, _WIDTH = 28, 70, 1100
 
 
@@ -43,7 +46,7 @@ def schedule_text(schedule: Schedule, times: Sequence[StageTimes], *, width: int
             begin, end = _span(action, timeline.starts[action], times, scale)
             label = f"{_LETTERS[action.what]}{action.microbatch}"
             cells = label if len(label) <= end - begin else label[: max(1, end - begin)]
-            fill = "─" if action.what is Pass.FORWARD else "═"
+            fill = _FILLS[action.what]
             for place in range(begin, min(end, width)):
                 offset = place - begin
                 row[place] = cells[offset] if offset < len(cells) else fill

@@ -27,6 +27,7 @@ from memfit.capture.reading import JointReading
 from memfit.capture.trace import Capture, device_of
 from memfit.errors import OutOfMemoryError, PlanMismatchError
 from memfit.runtime.accumulate import accumulation
+from memfit.runtime.later import LATER, Later, in_two
 from memfit.runtime.lower import (
     OVERWRITTEN,
     LocalInstruction,
@@ -68,6 +69,7 @@ class PieceProgram:
         slots: local storages that go to tiers, and where to.
         streamed: those of them that live there and pass slice by slice.
         accumulates: whether it adds gradients of parameters to `.grad` itself.
+        waits_until: with how many instructions of its backward pass the part ends that is waited for; None for all.
     """
 
     digest: str
@@ -79,6 +81,7 @@ class PieceProgram:
     slots: Mapping[int, Slot] = field(default_factory=dict)
     streamed: frozenset[int] = frozenset()
     accumulates: bool = False
+    waits_until: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +134,7 @@ def piece_programs(capture: Capture, program: Program) -> tuple[PieceProgram, ..
     backward: list[list[LocalInstruction | LocalMove]] = [[] for _ in range(count)]
     kept: list[dict[int, None]] = [{} for _ in range(count)]
     past_loss = False
+    waits_until: list[int | None] = [None] * count
     seen: set[int] = set()
     leaving: set[int] = set()
     written_back: list[set[int]] = [set() for _ in range(count)]
@@ -190,6 +194,8 @@ def piece_programs(capture: Capture, program: Program) -> tuple[PieceProgram, ..
                 kept[op.piece][storage] = None
         written_back[op.piece].update(s for s in writes if s not in returned)
         backward[op.piece].append(run)
+        if capture.deferred and op.phase is Phase.BACKWARD and index not in capture.deferred:
+            waits_until[op.piece] = len(backward[op.piece])
     for storage in program.streamed():
         kept[piece_of[storage]].pop(local[piece_of[storage]][storage], None)
     swapped = {s: (tier, graph.storages[s].nbytes) for s, tier in program.swapped().items()}
@@ -214,6 +220,7 @@ def piece_programs(capture: Capture, program: Program) -> tuple[PieceProgram, ..
             },
             streamed=frozenset(local[i][s] for s in streamed if piece_of[s] == i),
             accumulates=bool(piece.reading.accumulated),
+            waits_until=waits_until[i],
         )
         for i, piece in enumerate(capture.pieces.pieces)
     )
@@ -242,7 +249,12 @@ def _local_storages(capture: Capture) -> list[dict[int | None, int]]:
 
 
 def compile_program(
-    model: nn.Module, capture: Capture, program: Program, *, describe: Callable[[], str] = str
+    model: nn.Module,
+    capture: Capture,
+    program: Program,
+    *,
+    describe: Callable[[], str] = str,
+    later: Later | None = None,
 ) -> PlannedCall:
     """Compiles the module's call so that it runs a program of its captured step.
 
@@ -251,6 +263,7 @@ def compile_program(
         capture: its step.
         program: a checked program of that step.
         describe: words about the plan, for an out-of-memory error.
+        later: where the second part of a backward pass is put that can wait, see `memfit.runtime.later`.
 
     Returns:
         See `compile_planned`.
@@ -260,7 +273,7 @@ def compile_program(
     """
     spaces = open_spaces(capture.graph, program, device_of(model))
     programs = piece_programs(capture, program)
-    return compile_planned(model, programs, capture.gradient_outputs, spaces=spaces, describe=describe)
+    return compile_planned(model, programs, capture.gradient_outputs, spaces=spaces, describe=describe, later=later)
 
 
 def compile_planned(
@@ -270,6 +283,7 @@ def compile_planned(
     *,
     spaces: Mapping[Tier, SwapSpace] | None = None,
     describe: Callable[[], str] = str,
+    later: Later | None = None,
 ) -> PlannedCall:
     """Compiles the module's call so that it runs a plan.
 
@@ -279,6 +293,7 @@ def compile_planned(
         gradient_outputs: which outputs of the last piece receive gradients; None for all.
         spaces: the tiers that the programs swap to.
         describe: words about the plan, for an out-of-memory error.
+        later: see `compile_program`.
 
     Returns:
         A callable with the signature of the module; compiles on its first call.
@@ -311,10 +326,16 @@ def compile_planned(
                 raise PlanMismatchError("the model now runs a graph that was not planned")
             place = of_graph[digest][turn]
             program, swapper = programs[place], swappers[place]
-            return lower(reading, program.forward, program.backward, program.kept, swapper, program.streamed, adding)
+            return lower(
+                *(reading, program.forward, program.backward, program.kept),
+                swapper=swapper,
+                streamed=program.streamed,
+                adding=adding,
+                waits_until=program.waits_until,
+            )
 
         def boxed(lowered: fx.GraphModule, operands: Any) -> Callable[..., Any]:
-            return _boxed(lowered, describe)
+            return _boxed(lowered, describe, later)
 
         def compiled(turn: int) -> Callable[..., Any]:
             split = functools.partial(partition, turn=turn)
@@ -348,15 +369,18 @@ def _in_turn(variants: Sequence[Callable[..., Any]], runs: Counter[str], digest:
     return run
 
 
-def _boxed(gm: fx.GraphModule, describe: Callable[[], str]) -> Callable[..., Any]:
+def _boxed(gm: fx.GraphModule, describe: Callable[[], str], later: Later | None) -> Callable[..., Any]:
     """The generated code itself, taking its arguments in a list that it empties as it goes."""
     attach_hollow(gm)
     forget_side_effects(gm.graph)
     placeholders = gm.graph.find_nodes(op="placeholder")
     overwritten = [i for i, node in enumerate(placeholders) if node.meta.get(OVERWRITTEN)]
-    gm.graph.set_codegen(_BoxedCodeGen())
-    gm.recompile()
-    forward = gm.forward
+    if later is not None and any(node.meta.get(LATER) for node in gm.graph.nodes):
+        forward = in_two(gm, later)
+    else:
+        gm.graph.set_codegen(_BoxedCodeGen())
+        gm.recompile()
+        forward = gm.forward
 
     def run(operands: list[Any]) -> Any:
         first = operands[:_TOLD]

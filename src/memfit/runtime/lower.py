@@ -43,6 +43,7 @@ from memfit.capture.rewrite import (
     make_hollow,
 )
 from memfit.runtime.fused import FusedOp, fused_call
+from memfit.runtime.later import LATER
 from memfit.runtime.swap.calls import SwapCalls, keep_unread
 from memfit.runtime.swap.swapper import Swapper
 from memfit.step.by_slices import BySlices
@@ -118,6 +119,10 @@ class _Emitter:
         self.returned = frozenset(reading.output_storages)
         self.adding: dict[int, list[tuple[fx.Node, Accumulate]]] = {}
         self.added: dict[fx.Node, fx.Node] = {}
+
+    def awaited_sums(self) -> set[fx.Node]:
+        """Gradients that are not made yet, and then added to what is there."""
+        return {gradient for waiting in self.adding.values() for gradient, _ in waiting}
 
     def place(self, nodes: Sequence[fx.Node], *, as_inputs: bool = False) -> None:
         """Copies nodes that need no operand: placeholders and attributes, or results that arrive as inputs."""
@@ -291,6 +296,7 @@ def lower(
     swapper: Swapper | None = None,
     streamed: Collection[int] = (),
     adding: Mapping[int, Accumulate] | None = None,
+    waits_until: int | None = None,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Builds the two graph modules of one piece.
 
@@ -302,6 +308,7 @@ def lower(
         swapper: moves what is swapped.
         streamed: local storages that live on tiers.
         adding: for places of gradients what adds them to what is there; those in memory of their own are not returned.
+        waits_until: after so many instructions of the backward pass the rest can wait (`memfit.runtime.later`).
 
     Returns:
         Forward and backward graph modules, with the calling convention of AOTAutograd's partitioners.
@@ -337,7 +344,15 @@ def lower(
         held = reading.storage_of.get(gradient)
         if held is not None and held in reading.accumulated:
             in_backward.adding.setdefault(held, []).append((gradient, add))
-    in_backward.run_all(backward)
+    in_backward.run_all(backward[:waits_until])
+    if waits_until is not None:
+        for gradient in outputs[count:]:
+            if isinstance(gradient, fx.Node) and gradient not in in_backward.awaited_sums():
+                in_backward.value(gradient)
+        waited = set(in_backward.graph.nodes)
+        in_backward.run_all(backward[waits_until:])
+        for node in in_backward.graph.nodes:
+            node.meta[LATER] = node not in waited and node.op != "get_attr"
     if in_backward.calls is not None:
         in_backward.calls.end()
     in_backward.graph.call_function(donates_nothing)

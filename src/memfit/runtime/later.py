@@ -1,0 +1,64 @@
+"""Runs the second part of a backward pass later: autograd gets the gradients it waits for, the rest is handed on.
+
+The generated backward graph is one; here it is cut in two, and what the second part reads is returned by the first.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.graph import _BoxedCodeGen
+
+__all__ = ["LATER", "Later", "in_two"]
+
+LATER = "memfit_later"
+"""Mark in the `meta` of a node of the second part."""
+
+Later = list[Callable[[], object]]
+"""Where second parts are put when the first has run."""
+
+
+def in_two(module: fx.GraphModule, later: Later) -> Callable[[list[Any]], Any]:
+    """A backward graph's first part, which leaves the second in `later`; takes its arguments in a list it empties."""
+    first, second = fx.Graph(), fx.Graph()
+    of_first: dict[fx.Node, fx.Node] = {}
+    of_second: dict[fx.Node, fx.Node] = {}
+    (output,) = module.graph.find_nodes(op="output")
+    behind = [node for node in module.graph.nodes if node.meta.get(LATER)]
+    read = dict.fromkeys(n for node in behind for n in node.all_input_nodes if not n.meta.get(LATER))
+    held = [node for node in read if node.op != "get_attr"]
+    for node in held:
+        of_second[node] = second.placeholder(node.name)
+    for node in read:
+        if node.op == "get_attr":
+            of_second[node] = second.node_copy(node)
+    for node in module.graph.nodes:
+        if node is output:
+            continue
+        graph, copies = (second, of_second) if node.meta.get(LATER) else (first, of_first)
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    results = [None if isinstance(n, fx.Node) and n.meta.get(LATER) else n for n in output.args[0]]
+    count = len(results)
+    first.output(tuple(of_first[n] if isinstance(n, fx.Node) else n for n in (*results, *held)))
+    second.output(())
+    run_first = _boxed(module, first)
+    run_second = torch.no_grad()(_boxed(module, second))  # as within the backward pass
+
+    def run(operands: list[Any]) -> Any:
+        made = list(run_first(operands))
+        rest = made[count:]
+        del made[count:]
+        later.append(functools.partial(run_second, rest))
+        return made
+
+    return run
+
+
+def _boxed(module: fx.GraphModule, graph: fx.Graph) -> Callable[[list[Any]], Any]:
+    graph.set_codegen(_BoxedCodeGen())
+    forward: Callable[[list[Any]], Any] = fx.GraphModule(module, graph).forward
+    return forward
