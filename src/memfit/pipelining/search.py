@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 
 _ROUNDS = 3
 _HALVINGS = 4
+_SHORT_SECONDS = 0.5
+"""A search that only tells whether something fits takes no longer."""
 _MARGIN = 0.003
 """By so much the least budget is stated above the one that was seen to work."""
 
@@ -81,7 +83,7 @@ def search(forward: ForwardGraph, leaves: Sequence[Any], question: Question, dev
         raise SpecError(f"the model can be cut into {searcher.most_stages} stages at most")
     if best is None:
         assert failure is not None
-        enough, least_bytes = searcher.enough_stages(), searcher.least_budget(names)
+        enough, least_bytes = searcher.enough_stages(), searcher.least_budget(names[0])
         more = f"; it fits on {enough} devices" if enough else ""
         raise BudgetError(
             f"{failure}; {format_bytes(least_bytes)} a device ({least_bytes} bytes) work{more}",
@@ -200,30 +202,28 @@ class _Searcher:
             return count
         return None
 
-    def least_budget(self, names: Sequence[str]) -> int:
+    def least_budget(self, name: str) -> int:
         """About the least budget of a device with which a plan is found: bisected down from what takes no budget."""
         asked = self.question
+        self.question = replace(asked, search_seconds=min(asked.search_seconds, _SHORT_SECONDS))
         low = asked.budget_bytes or 0
-        high = self._fits_in(names, None)
+        high = self._fits_in(name, None)
         assert high is not None
         for _ in range(_HALVINGS if asked.policy == "auto" else 0):
             middle = (low + high) // 2
-            taken = self._fits_in(names, middle)
+            taken = self._fits_in(name, middle)
             low, high = (low, middle) if taken is not None else (middle, high)
         self.question = asked
         return int(high * (1 + _MARGIN)) + 1024
 
-    def _fits_in(self, names: Sequence[str], budget_bytes: int | None) -> int | None:
+    def _fits_in(self, name: str, budget_bytes: int | None) -> int | None:
         """What the fullest device takes within a budget; None if nothing fits."""
         self.question = replace(self.question, budget_bytes=budget_bytes)
-        peaks = []
-        for name in names:
-            schedule = make_schedule(name, self.question.num_devices, self.question.num_microbatches)
-            try:
-                peaks.append(max(self.best_of(schedule).peak_bytes))
-            except (BudgetError, SpecError):
-                continue
-        return min(peaks, default=None)
+        schedule = make_schedule(name, self.question.num_devices, self.question.num_microbatches)
+        try:
+            return max(self.best_of(schedule).peak_bytes)
+        except BudgetError:
+            return None
 
     def best_of(self, schedule: Schedule) -> Found:
         """The fastest found for one schedule."""
