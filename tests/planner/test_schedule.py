@@ -95,3 +95,37 @@ def test_what_the_last_micro_batch_keeps_is_gone_first() -> None:
         return StageMemory(static_bytes=0, kept_bytes=kept, forward_bytes=kept, backward_bytes=kept + 5)
 
     assert device_peaks(gpipe(1, 4), memory) == [30 + 55]
+
+
+def zero_bubble_of_two() -> Schedule:
+    """What PyTorch's engine makes of two stages and four micro-batches."""
+    said = (
+        "0F0 0F1 0I0 0W0 0F2 0I1 0W1 0F3 0I2 0W2 0I3 0W3",
+        "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1F3 1I3 1W2 1W3",
+    )
+    orders = tuple(tuple(Action(int(a[0]), Pass(a[1]), int(a[2])) for a in order.split()) for order in said)
+    return Schedule(name="zero-bubble", num_stages=2, num_microbatches=4, orders=orders)
+
+
+def test_gradients_of_weights_fill_the_wait() -> None:
+    times = [StageTimes(forward_seconds=1.0, backward_seconds=2.0, weight_seconds=1.0)] * 2
+    schedule = zero_bubble_of_two()
+    timeline = simulate_schedule(schedule, times)
+    assert schedule.splits_backward and not gpipe(2, 4).splits_backward
+    assert timeline.busy_seconds == (12.0, 12.0)
+    whole = simulate_schedule(one_forward_one_backward(2, 4), times)
+    assert 12.0 < timeline.step_seconds < whole.step_seconds == 15.0
+    for stage in range(2):
+        for m in range(4):
+            of = {what: timeline.starts[Action(stage, what, m)] for what in (Pass.FORWARD, Pass.INPUT, Pass.WEIGHT)}
+            assert of[Pass.FORWARD] + 1.0 <= of[Pass.INPUT] and of[Pass.INPUT] + 1.0 <= of[Pass.WEIGHT]
+    assert timeline.starts[Action(0, Pass.INPUT, 0)] >= timeline.starts[Action(1, Pass.INPUT, 0)] + 1.0
+
+
+def test_what_waits_takes_memory() -> None:
+    memory = StageMemory(
+        static_bytes=100, kept_bytes=10, forward_bytes=12, backward_bytes=15, deferred_bytes=8, weight_bytes=9
+    )
+    # Device 0 has one other under way at most; device 1 goes back again while one waits, and one is under way.
+    assert device_peaks(zero_bubble_of_two(), lambda stage, microbatch: memory) == [100 + 10 + 15, 100 + 8 + 15]
+    assert most_under_way(zero_bubble_of_two()) == [2, 2]

@@ -18,10 +18,9 @@ from memfit.capture.optimizer import optimizer_cost
 from memfit.capture.reading import JointOp
 from memfit.capture.sharded import local
 from memfit.errors import CaptureError
-from memfit.planner.deferral import deferrable, deferred_last
 from memfit.step.graph import Phase, StepGraph
 
-__all__ = ["Capture", "capture_step", "device_of", "storage_bytes", "with_deferred"]
+__all__ = ["Capture", "capture_step", "device_of", "storage_bytes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,18 +52,6 @@ class Capture:
     def grid(self) -> tuple[int, ...]:
         """Into how many tiles samples may be cut; empty if it was not captured for the lever `tile`."""
         return max((piece.reading.grid for piece in self.pieces.pieces), default=())
-
-
-def with_deferred(capture: Capture) -> Capture:
-    """The step with the gradients of weights last, which then can wait."""
-    order = deferred_last(capture.graph)
-    count = len(deferrable(capture.graph))
-    return replace(
-        capture,
-        graph=replace(capture.graph, ops=tuple(capture.graph.ops[i] for i in order)),
-        joint_ops=tuple(capture.joint_ops[i] for i in order),
-        deferred=frozenset(range(len(order) - count, len(order))),
-    )
 
 
 def _never(_: str) -> bool:

@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from memfit.capture.trace import Capture, capture_step, with_deferred
+from memfit.capture.trace import Capture, capture_step
 from memfit.errors import PlanMismatchError
 from memfit.pipelining.cuts import find_cuts
 from memfit.pipelining.engine_stage import EngineStage, StageCall
 from memfit.pipelining.forward_graph import ForwardGraph
 from memfit.pipelining.plan import PipelinePlan, StageProgram, calls_digest
 from memfit.pipelining.random_stream import RandomStream
+from memfit.pipelining.split_backward import with_deferred
 from memfit.pipelining.stages import Stage, cut_into_stages, example_inputs
 from memfit.runtime.apply import compile_program
 from memfit.runtime.later import Later

@@ -16,13 +16,14 @@ from typing import Any
 import torch
 
 from memfit.capture.optimizer import optimizer_cost, part_of
-from memfit.capture.trace import Capture, with_deferred
+from memfit.capture.trace import Capture
 from memfit.errors import BudgetError, CaptureError, SpecError
 from memfit.pipelining.costs import call_costs
 from memfit.pipelining.cuts import Cut, find_cuts
 from memfit.pipelining.engine import make_schedule
 from memfit.pipelining.forward_graph import ForwardGraph
 from memfit.pipelining.question import LINK_BYTES_PER_SECOND, POLICIES, Found, Question, StagePlan
+from memfit.pipelining.split_backward import with_deferred
 from memfit.pipelining.stages import Stage, cut_into_stages, example_inputs
 from memfit.planner.balance import CutPlace, balance, demands, guessed_seconds
 from memfit.planner.schedule import (
