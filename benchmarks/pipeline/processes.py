@@ -54,6 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--budget", help="of each device for memfit: bytes, 8GiB")
     parser.add_argument("--schedules", default="1f1b", help="of memfit, with commas")
+    parser.add_argument("--alone", action="store_true", help="without cuts by layers")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args(arguments)
     report = Report(Path(__file__).with_name("README.md"), write=options.write, device=torch.device("cpu"))
@@ -87,7 +88,7 @@ def _process(rank: int, options: dict[str, Any], folder: str) -> None:
     for schedule in options["schedules"].split(","):
         name = f"memfit {schedule}"
         models[name], steps[name], predicted[name] = _planned(rank, schedule, options)
-    if options["budget"] is None:
+    if not options["alone"]:
         models["equal-layers"], steps["equal-layers"] = _equal_layers(rank, options)
     found: dict[str, Any] = {}
     for system, step in steps.items():

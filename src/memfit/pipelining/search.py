@@ -9,13 +9,12 @@ guess corrects it, and cuts are proposed again, as long as that gets faster.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from memfit.capture.optimizer import optimizer_cost, part_of
 from memfit.capture.trace import Capture
 from memfit.errors import BudgetError, CaptureError, SpecError
 from memfit.pipelining.costs import call_costs
@@ -23,8 +22,8 @@ from memfit.pipelining.cuts import Cut, find_cuts
 from memfit.pipelining.engine import make_schedule
 from memfit.pipelining.forward_graph import ForwardGraph
 from memfit.pipelining.question import LINK_BYTES_PER_SECOND, POLICIES, Found, Question, StagePlan
-from memfit.pipelining.split_backward import with_deferred
-from memfit.pipelining.stages import Stage, cut_into_stages, example_inputs
+from memfit.pipelining.stage_steps import capture_stage, deferring, state_bytes
+from memfit.pipelining.stages import Stage, cut_into_stages
 from memfit.planner.balance import CutPlace, balance, demands, guessed_seconds
 from memfit.planner.schedule import (
     Schedule,
@@ -33,7 +32,6 @@ from memfit.planner.schedule import (
     simulate_schedule,
 )
 from memfit.planner.under_way import PlannedStage, plan_always, plan_never, plan_stage
-from memfit.planning import Request, capture_and_profile
 from memfit.step.codec import graph_digest
 from memfit.step.graph import StepGraph
 from memfit.units import format_bytes
@@ -136,31 +134,6 @@ def plan_cuts(
         raise error.cause from None
 
 
-def _capture_stage(
-    stage: Stage, leaves: Sequence[Any], question: Question, device: torch.device
-) -> tuple[Capture, StepGraph]:
-    """Captures and profiles a stage's step of one micro-batch, as the engine runs it."""
-    parameters = [p for p in stage.module.parameters() if p.requires_grad]
-    request = Request(
-        budget=0,
-        optimizer=part_of(question.optimizer, parameters) if question.optimizer is not None else None,
-        tiers=question.tiers,
-        accumulate=True,
-        label=f"stage {stage.index}",
-    )
-    args = example_inputs(stage, leaves, device)
-    capture, graph = capture_and_profile(stage.module, args, {}, request)
-    # What leaves is the engine's, which drops it when it is sent; what comes next is received ahead.
-    ahead = sum(c.nbytes for c in stage.arriving) if question.receives_ahead else 0
-    return capture, replace(graph, outputs=(), static_bytes=graph.static_bytes + ahead)
-
-
-def _deferring(capture: Capture, graph: StepGraph) -> tuple[Capture, StepGraph]:
-    """A profiled stage with the gradients of its weights last."""
-    deferring = with_deferred(capture)
-    return deferring, replace(graph, ops=deferring.graph.ops)
-
-
 class _Searcher:
     def __init__(self, forward: ForwardGraph, leaves: Sequence[Any], question: Question, device: torch.device) -> None:
         self.forward = forward
@@ -176,9 +149,9 @@ class _Searcher:
         self.captured: dict[tuple[int, int], tuple[Stage, Capture, StepGraph]] = {}
         self.deferred: dict[tuple[int, int], tuple[Capture, StepGraph]] = {}
         (whole,) = cut_into_stages(forward, [])
-        capture, graph = _capture_stage(whole, leaves, question, device)
+        capture, graph = capture_stage(whole, leaves, question, device)
         self.captured[0, len(self.places) - 1] = whole, capture, graph
-        self.state_bytes = self._state_bytes()
+        self.state_bytes = state_bytes(forward, question, device)
         self.demand = demands(call_costs(forward, capture, graph), self.places, self.state_bytes)
         self.planned: dict[tuple[Any, ...], tuple[PlannedStage, PlannedStage | None]] = {}
 
@@ -352,10 +325,10 @@ class _Searcher:
         ends = [0, *places, len(self.places) - 1]
         key = ends[stage.index], ends[stage.index + 1]
         if key not in self.captured:
-            self.captured[key] = (stage, *_capture_stage(stage, self.leaves, self.question, self.device))
+            self.captured[key] = (stage, *capture_stage(stage, self.leaves, self.question, self.device))
         _, capture, graph = self.captured[key]
         if schedule.splits_backward:
-            capture, graph = self.deferred.setdefault(key, _deferring(capture, graph))
+            capture, graph = self.deferred.setdefault(key, deferring(capture, graph))
         return self._plan_stage(stage, capture, graph, budget, under_way)
 
     def _with_last(self, plan: StagePlan, schedule: Schedule, plans: Sequence[StagePlan]) -> StagePlan:
@@ -420,19 +393,6 @@ class _Searcher:
             )
         self.planned[alike] = planned, last
         return made
-
-    def _state_bytes(self) -> Mapping[str, int]:
-        optimizer = self.question.optimizer
-        of_optimizer = 0.0
-        if optimizer is not None:
-            mine = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-            total = sum(p.numel() * p.element_size() for p in mine)
-            of_optimizer = optimizer_cost(optimizer, self.device.type).state_bytes / max(1, total)
-        found: dict[str, int] = {}
-        for name, tensor in self.forward.tensors.items():
-            nbytes = tensor.numel() * tensor.element_size()
-            found[name] = int(nbytes * (2 + of_optimizer)) if tensor.requires_grad else nbytes
-        return found
 
 
 @dataclass

@@ -1,0 +1,60 @@
+"""The steps of stages, captured and profiled, and what parameters take of a device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from memfit.capture.optimizer import optimizer_cost, part_of
+from memfit.capture.trace import Capture
+from memfit.pipelining.forward_graph import ForwardGraph
+from memfit.pipelining.question import Question
+from memfit.pipelining.split_backward import with_deferred
+from memfit.pipelining.stages import Stage, example_inputs
+from memfit.planning import Request, capture_and_profile
+from memfit.step.graph import StepGraph
+
+__all__ = ["capture_stage", "deferring", "state_bytes"]
+
+
+def capture_stage(
+    stage: Stage, leaves: Sequence[Any], question: Question, device: torch.device
+) -> tuple[Capture, StepGraph]:
+    """Captures and profiles a stage's step of one micro-batch, as the engine runs it."""
+    parameters = [p for p in stage.module.parameters() if p.requires_grad]
+    request = Request(
+        budget=0,
+        optimizer=part_of(question.optimizer, parameters) if question.optimizer is not None else None,
+        tiers=question.tiers,
+        accumulate=True,
+        label=f"stage {stage.index}",
+    )
+    args = example_inputs(stage, leaves, device)
+    capture, graph = capture_and_profile(stage.module, args, {}, request)
+    # What leaves is the engine's, which drops it when it is sent; what comes next is received ahead.
+    ahead = sum(c.nbytes for c in stage.arriving) if question.receives_ahead else 0
+    return capture, replace(graph, outputs=(), static_bytes=graph.static_bytes + ahead)
+
+
+def deferring(capture: Capture, graph: StepGraph) -> tuple[Capture, StepGraph]:
+    """A profiled stage with the gradients of its weights last."""
+    deferring = with_deferred(capture)
+    return deferring, replace(graph, ops=deferring.graph.ops)
+
+
+def state_bytes(forward: ForwardGraph, question: Question, device: torch.device) -> Mapping[str, int]:
+    """By name what a parameter or buffer takes with its gradient and its share of the optimizer's state."""
+    optimizer = question.optimizer
+    of_optimizer = 0.0
+    if optimizer is not None:
+        mine = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        total = sum(p.numel() * p.element_size() for p in mine)
+        of_optimizer = optimizer_cost(optimizer, device.type).state_bytes / max(1, total)
+    found: dict[str, int] = {}
+    for name, tensor in forward.tensors.items():
+        nbytes = tensor.numel() * tensor.element_size()
+        found[name] = int(nbytes * (2 + of_optimizer)) if tensor.requires_grad else nbytes
+    return found
