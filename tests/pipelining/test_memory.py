@@ -18,6 +18,7 @@ def wide(batch: int) -> Case:
 
 
 def plan(case: Case, **options: object) -> memfit.Pipeline:
+    options = {"search_seconds": 0.3, **options}
     return memfit.pipeline(case.model, case.args, target=case.target, loss_fn=case.loss_fn, **options)  # type: ignore[arg-type]
 
 
