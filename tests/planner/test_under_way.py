@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memfit.errors import BudgetError
-from memfit.planner.under_way import plan_always, plan_never, plan_stage
+from memfit.planner.under_way import Traffic, plan_always, plan_never, plan_stage
 from memfit.step.check import check
 from memfit.step.program import program_of
 from memfit.step.simulate import simulate
@@ -15,7 +15,7 @@ from tests.planner.chains import chain
 @pytest.mark.parametrize("under_way", [1, 2, 4])
 def test_what_is_kept_counts_for_each_that_is_under_way(under_way: int) -> None:
     graph = chain(8)
-    plan = plan_never(graph, None, under_way=under_way, received_bytes=3)
+    plan = plan_never(graph, None, Traffic(under_way=under_way, received_bytes=3))
     alone = simulate(graph, plan.program).peak_bytes
     assert plan.kept_bytes == 8 * 10 + 3
     assert plan.peak_bytes == alone + (under_way - 1) * plan.kept_bytes
@@ -25,7 +25,7 @@ def test_what_is_kept_counts_for_each_that_is_under_way(under_way: int) -> None:
 
 def test_always_keeps_nothing_but_what_was_received() -> None:
     graph = chain(8)
-    plan = plan_always(graph, None, under_way=4, received_bytes=3)
+    plan = plan_always(graph, None, Traffic(under_way=4, received_bytes=3))
     check(graph, plan.program)
     assert plan.kept_bytes == 3
     assert plan.timeline.recompute_seconds == pytest.approx(8.0)
@@ -35,10 +35,10 @@ def test_always_keeps_nothing_but_what_was_received() -> None:
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.55])
 def test_a_plan_keeps_the_budget_of_its_stage(under_way: int, share: float) -> None:
     graph = chain(12)
-    never = plan_never(graph, None, under_way=under_way, received_bytes=0)
-    always = plan_always(graph, None, under_way=under_way, received_bytes=0)
+    never = plan_never(graph, None, Traffic(under_way=under_way, received_bytes=0))
+    always = plan_always(graph, None, Traffic(under_way=under_way, received_bytes=0))
     budget = int(share * never.peak_bytes)
-    plan = plan_stage(graph, budget, under_way=under_way, received_bytes=0, seconds=0.1)
+    plan = plan_stage(graph, budget, Traffic(under_way=under_way, received_bytes=0), seconds=0.1)
     check(graph, plan.program)
     assert plan.peak_bytes <= budget
     assert 0 < plan.timeline.recompute_seconds
@@ -48,12 +48,12 @@ def test_a_plan_keeps_the_budget_of_its_stage(under_way: int, share: float) -> N
 
 def test_room_for_everything_runs_nothing_again() -> None:
     graph = chain(6)
-    never = plan_never(graph, None, under_way=3, received_bytes=5)
-    plan = plan_stage(graph, never.peak_bytes, under_way=3, received_bytes=5)
+    never = plan_never(graph, None, Traffic(under_way=3, received_bytes=5))
+    plan = plan_stage(graph, never.peak_bytes, Traffic(under_way=3, received_bytes=5))
     assert plan.timeline.recompute_seconds == 0
     assert plan.program.order() == program_of(graph, range(len(graph.ops))).order()
 
 
 def test_too_little_is_told() -> None:
     with pytest.raises(BudgetError, match="3 micro-batches under way"):
-        plan_stage(chain(6), 15, under_way=3, received_bytes=0, seconds=0.1)
+        plan_stage(chain(6), 15, Traffic(under_way=3, received_bytes=0), seconds=0.1)

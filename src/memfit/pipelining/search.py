@@ -31,7 +31,7 @@ from memfit.planner.schedule import (
     most_under_way,
     simulate_schedule,
 )
-from memfit.planner.under_way import PlannedStage, plan_always, plan_never, plan_stage
+from memfit.planner.under_way import PlannedStage, Traffic, plan_always, plan_never, plan_stage
 from memfit.step.codec import graph_digest
 from memfit.step.graph import StepGraph
 from memfit.units import format_bytes
@@ -337,7 +337,7 @@ class _Searcher:
         if self.question.policy != "auto" or budget is None or plan.planned.timeline.recompute_seconds == 0.0:
             return plan
         received = sum(c.nbytes for c in plan.stage.arriving)
-        last = plan_never(plan.graph, None, under_way=1, received_bytes=received, deferred=plan.capture.deferred)
+        last = plan_never(plan.graph, None, Traffic(received_bytes=received, deferred=plan.capture.deferred))
         more = replace(plan, last=last)
         others = [more if one is plan else one for one in plans]
         fits = self._device_peaks(schedule, others)[schedule.device_of()[plan.stage.index]] <= budget
@@ -365,24 +365,20 @@ class _Searcher:
         self, stage: Stage, capture: Capture, graph: StepGraph, budget: int | None, under_way: int
     ) -> StagePlan:
         received = sum(c.nbytes for c in stage.arriving)
+        traffic = Traffic(under_way=under_way, received_bytes=received, deferred=capture.deferred)
         # Blocks of a model are alike, and so are stages made of as many of them.
-        alike = graph_digest(graph), graph.static_bytes, received, under_way, budget, bool(capture.deferred)
+        alike = graph_digest(graph), graph.static_bytes, traffic, budget
         if alike in self.planned:
             planned, last = self.planned[alike]
             return StagePlan(stage=stage, capture=capture, graph=graph, planned=planned, last=last, under_way=under_way)
         plan: Callable[..., PlannedStage]
         policy, last = self.question.policy, None
-        numbers: dict[str, Any] = {
-            "under_way": under_way,
-            "received_bytes": received,
-            "deferred": capture.deferred,
-        }
         if policy == "auto" and budget is not None:
-            planned = plan_stage(graph, budget, seconds=self.question.search_seconds, **numbers)
+            planned = plan_stage(graph, budget, traffic, seconds=self.question.search_seconds)
         else:
             plan = plan_never if policy in ("auto", "never") else plan_always
-            planned = plan(graph, budget, **numbers)
-            last = plan_never(graph, budget, **numbers) if policy == "except_last" else None
+            planned = plan(graph, budget, traffic)
+            last = plan_never(graph, budget, traffic) if policy == "except_last" else None
         made = StagePlan(stage=stage, capture=capture, graph=graph, planned=planned, last=last, under_way=under_way)
         if budget is not None and planned.peak_bytes > budget:
             raise BudgetError(

@@ -24,13 +24,28 @@ from memfit.step.simulate import Timeline, simulate
 from memfit.strategies.segments import segment_order
 from memfit.units import format_bytes
 
-__all__ = ["PlannedStage", "plan_always", "plan_never", "plan_stage"]
+__all__ = ["PlannedStage", "Traffic", "plan_always", "plan_never", "plan_stage"]
 
 _CAPS = (1.0, 0.75, 0.5, 0.25, 0.0)
 """Of the most that could be kept of each micro-batch, tried in this order until the plans get slower."""
 
 _GOOD_ENOUGH = 0.02
 """A plan that runs so little again needs no other cap."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """What passes through a stage beside the micro-batch whose step is planned.
+
+    Attributes:
+        under_way: the most micro-batches that are between or in their passes at once.
+        received_bytes: what crosses the cut before the stage.
+        deferred: the ops of the backward pass that come last and can wait (`memfit.planner.deferral`).
+    """
+
+    under_way: int = 1
+    received_bytes: int = 0
+    deferred: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,47 +73,37 @@ class PlannedStage:
     weight_seconds: float = 0.0
 
 
-def plan_stage(
-    graph: StepGraph,
-    budget_bytes: int,
-    *,
-    under_way: int,
-    received_bytes: int,
-    deferred: frozenset[int] = frozenset(),
-    seconds: float = 2.0,
-) -> PlannedStage:
+def plan_stage(graph: StepGraph, budget_bytes: int, traffic: Traffic, *, seconds: float = 2.0) -> PlannedStage:
     """The fastest plan found with which a stage keeps its budget.
 
     Args:
         graph: the step of one micro-batch.
         budget_bytes: of the stage.
-        under_way: the most micro-batches that are between or in their passes at once.
-        received_bytes: what crosses the cut before the stage.
-        deferred: the ops of the backward pass that come last and can wait (`memfit.planner.deferral`).
+        traffic: what passes through the stage.
         seconds: roughly how long each search takes.
 
     Raises:
         BudgetError: if none fits; its least budget is an upper estimate if there are several under way.
     """
-    numbers = under_way, received_bytes, deferred
-    never = plan_never(graph, budget_bytes, under_way=under_way, received_bytes=received_bytes, deferred=deferred)
+    under_way = traffic.under_way
+    never = plan_never(graph, budget_bytes, traffic)
     if never.peak_bytes <= budget_bytes:
         return never
     if under_way == 1:
         found = find_program(graph, budget_bytes, seconds=seconds)
-        return _stage(graph, found.program, found.timeline, *numbers)
-    room = budget_bytes - graph.static_bytes - (under_way - 1) * received_bytes
+        return _stage(graph, found.program, found.timeline, traffic)
+    room = budget_bytes - graph.static_bytes - (under_way - 1) * traffic.received_bytes
     best: PlannedStage | None = None
     failure: BudgetError | None = None
     for share in _CAPS:
         cap_bytes = int(share * max(0, room) / under_way)
-        capped = _capped(graph, budget_bytes, cap_bytes, under_way, received_bytes)
+        capped = _capped(graph, budget_bytes, cap_bytes, traffic)
         try:
             found = find_program(capped, budget_bytes, seconds=seconds)
         except BudgetError as error:
             failure = error if failure is None or error.least_bytes < failure.least_bytes else failure
             continue
-        made = _stage(graph, found.program, simulate(graph, found.program), *numbers)
+        made = _stage(graph, found.program, simulate(graph, found.program), traffic)
         if made.peak_bytes > budget_bytes:
             continue
         if best is not None and made.timeline.step_seconds >= best.timeline.step_seconds:
@@ -117,57 +122,29 @@ def plan_stage(
     return best
 
 
-def plan_never(
-    graph: StepGraph,
-    budget_bytes: int | None,
-    *,
-    under_way: int,
-    received_bytes: int,
-    deferred: frozenset[int] = frozenset(),
-) -> PlannedStage:
+def plan_never(graph: StepGraph, budget_bytes: int | None, traffic: Traffic) -> PlannedStage:
     """Nothing runs again; every op in the quickest way for which the budget leaves room."""
-    return _of_order(graph, plain_order(graph), budget_bytes, under_way, received_bytes, deferred)
+    return _of_order(graph, plain_order(graph), budget_bytes, traffic)
 
 
-def plan_always(
-    graph: StepGraph,
-    budget_bytes: int | None,
-    *,
-    under_way: int,
-    received_bytes: int,
-    deferred: frozenset[int] = frozenset(),
-) -> PlannedStage:
+def plan_always(graph: StepGraph, budget_bytes: int | None, traffic: Traffic) -> PlannedStage:
     """Nothing is kept but what was received: the whole forward pass runs again before the backward pass."""
-    return _of_order(graph, segment_order(graph, ()), budget_bytes, under_way, received_bytes, deferred)
+    return _of_order(graph, segment_order(graph, ()), budget_bytes, traffic)
 
 
-def _of_order(
-    graph: StepGraph,
-    order: list[int],
-    budget_bytes: int | None,
-    under_way: int,
-    received_bytes: int,
-    deferred: frozenset[int],
-) -> PlannedStage:
-    numbers = under_way, received_bytes, deferred
+def _of_order(graph: StepGraph, order: list[int], budget_bytes: int | None, traffic: Traffic) -> PlannedStage:
     lean = program_within(graph, order)
-    made = _stage(graph, lean, simulate(graph, lean), *numbers)
+    made = _stage(graph, lean, simulate(graph, lean), traffic)
     if budget_bytes is not None and made.peak_bytes > budget_bytes:
         return made
     others = made.peak_bytes - made.timeline.peak_bytes
     limit = budget_bytes - others if budget_bytes is not None else 2**62
     quick = program_within(graph, order, limit)
-    return _stage(graph, quick, simulate(graph, quick), *numbers)
+    return _stage(graph, quick, simulate(graph, quick), traffic)
 
 
-def _stage(
-    graph: StepGraph,
-    program: Program,
-    timeline: Timeline,
-    under_way: int,
-    received_bytes: int,
-    deferred: frozenset[int],
-) -> PlannedStage:
+def _stage(graph: StepGraph, program: Program, timeline: Timeline, traffic: Traffic) -> PlannedStage:
+    received_bytes, deferred = traffic.received_bytes, traffic.deferred
     loss_at = next(
         place
         for place, i in enumerate(program.instructions)
@@ -191,7 +168,7 @@ def _stage(
         program=program,
         timeline=timeline,
         kept_bytes=kept,
-        peak_bytes=timeline.peak_bytes + (under_way - 1) * kept,
+        peak_bytes=timeline.peak_bytes + (traffic.under_way - 1) * kept,
         memory=memory,
         forward_seconds=forward_seconds,
         backward_seconds=timeline.step_seconds - forward_seconds - graph.after_step_seconds,
@@ -239,9 +216,9 @@ def _kept_bytes(graph: StepGraph, program: Program, loss_at: int) -> int:
     return kept + sum(random_bytes.values())
 
 
-def _capped(graph: StepGraph, budget_bytes: int, cap_bytes: int, under_way: int, received_bytes: int) -> StepGraph:
+def _capped(graph: StepGraph, budget_bytes: int, cap_bytes: int, traffic: Traffic) -> StepGraph:
     """The step beside others that keep so much each, in which a plan of the budget keeps no more than that itself."""
-    static_bytes = graph.static_bytes + (under_way - 1) * (cap_bytes + received_bytes)
+    static_bytes = graph.static_bytes + (traffic.under_way - 1) * (cap_bytes + traffic.received_bytes)
     loss = graph.ops[graph.loss_index]
     beside = sum(graph.storages[s].nbytes for s in {*loss.reads, *loss.writes} if not graph.is_free(s))
     workspace_bytes = max(loss.workspace_bytes, budget_bytes - static_bytes - cap_bytes - beside)
