@@ -151,6 +151,26 @@ def twins(batch: int, dtype: torch.dtype) -> Case:
     return Case(model=Twins().to(dtype), args=(x,), target=y, loss_fn=functional.mse_loss)
 
 
+class Shifted(nn.Module):
+    """Blocks that begin by adding a parameter."""
+
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.shifts = nn.ParameterList(torch.randn(width) for _ in range(6))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for shift, layer in zip(self.shifts, self.layers, strict=True):
+            x = x + shift
+            x = torch.tanh(layer(x)) + x
+        return x
+
+
+def shifted(batch: int, dtype: torch.dtype) -> Case:
+    x, y = torch.randn(2, batch, 12, dtype=dtype)
+    return Case(model=Shifted().to(dtype), args=(x,), target=y, loss_fn=functional.mse_loss)
+
+
 def drawn(batch: int, dtype: torch.dtype) -> Case:
     x, y = torch.randn(2, batch, 12, dtype=dtype)
     return Case(model=Drawn().to(dtype), args=(x,), target=y, loss_fn=functional.mse_loss)

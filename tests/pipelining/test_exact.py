@@ -15,7 +15,7 @@ from memfit.pipelining.forward_graph import capture_forward, flatten_inputs
 from memfit.pipelining.pipeline import Pipeline
 from memfit.pipelining.stages import cut_into_stages
 from tests import models
-from tests.pipelining.models import CASES, Case, gpt, gradients, plain_step
+from tests.pipelining.models import CASES, Case, gpt, gradients, plain_step, shifted
 
 _RELATIVE = 1e-12
 
@@ -86,6 +86,20 @@ def test_gradients_of_weights_that_wait_have_the_same_bits(name: str) -> None:
     for key, parameter in case.model.named_parameters():
         assert parameter.grad is None if expected[key] is None else torch.equal(parameter.grad, expected[key]), key
         assert parameter.grad is None or not parameter.grad.requires_grad
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_what_is_handed_back_may_still_be_read(checkpoint: str) -> None:
+    """Where a stage begins by adding a parameter, that one's gradient is the sum of the gradient handed back."""
+    torch.manual_seed(0)
+    case = shifted(12, torch.float64)
+    plain_step(case)
+    expected = gradients(case.model)
+    pipe = piped(case, num_stages=3, num_microbatches=6, schedule="zero-bubble", checkpoint=checkpoint)
+    for _ in range(2):
+        case.model.zero_grad()
+        step(pipe, case)
+        assert_near(case, expected)
 
 
 @pytest.mark.parametrize(
