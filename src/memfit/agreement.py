@@ -3,7 +3,8 @@
 Every forward pass of such a module is a collective, so all processes must capture and prove equally often. The first
 one's costs and programs are therefore everybody's, its failure is everybody's, and a peak is the largest of all.
 
-Known limits: all processes must come here together: a new input shape that only one of them sees leaves it waiting.
+Known limits: all processes must come here together: a new input shape that only one of them sees leaves it waiting, and
+so does one that runs out of memory while it measures, until the process group gives up.
 """
 
 from __future__ import annotations
@@ -15,14 +16,34 @@ from typing import Any
 import torch
 from torch import nn
 
+from memfit import processes
 from memfit.capture.sharded import mesh_groups
 from memfit.capture.trace import device_of
-from memfit.errors import BudgetError, MemfitError, PlanMismatchError
+from memfit.errors import BudgetError, CaptureError, MemfitError, PlanMismatchError
 from memfit.step.codec import decode_graph, decode_program, encode_graph, encode_program, graph_digest
 from memfit.step.graph import StepGraph
 from memfit.step.program import Program
 
-__all__ = ["agreed_peak", "agreed_program", "agreed_step"]
+__all__ = ["agreed_peak", "agreed_program", "agreed_start", "agreed_step"]
+
+
+def agreed_start(model: nn.Module, check: Callable[[], None]) -> None:
+    """Checks here what can be captured, before any process waits for another's forward pass.
+
+    Raises:
+        CaptureError: if it cannot be captured here.
+        PipelineError: if it cannot on another process, where the module is sharded.
+    """
+    error: Exception | None = None
+    try:
+        check()
+    except CaptureError as raised:
+        error = raised
+    groups = mesh_groups(model)
+    if groups:
+        processes.agree(error, device_of(model), groups)
+    elif error is not None:
+        raise error
 
 
 def agreed_step(model: nn.Module, graph: StepGraph, device: torch.device) -> StepGraph:
@@ -35,8 +56,6 @@ def agreed_step(model: nn.Module, graph: StepGraph, device: torch.device) -> Ste
     groups = mesh_groups(model)
     if not groups:
         return graph
-    from memfit import processes
-
     theirs = decode_graph(processes.send_document(encode_graph(graph), device, groups))
     differs = graph_digest(theirs) != graph_digest(graph)
     error = PlanMismatchError("the first process trains on another step: inputs of other shapes, or another model")
@@ -56,8 +75,6 @@ def agreed_program(
     groups = mesh_groups(model)
     if not groups:
         return find()
-    from memfit import processes
-
     document: Any = None
     if processes.is_first(groups):
         try:
@@ -84,6 +101,4 @@ def agreed_peak(model: nn.Module, peak_bytes: int) -> int:
     groups = mesh_groups(model)
     if not groups:
         return peak_bytes
-    from memfit import processes
-
     return processes.largest(peak_bytes, device_of(model), groups)

@@ -15,12 +15,12 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from memfit import strategies
-from memfit.agreement import agreed_program, agreed_step
+from memfit.agreement import agreed_program, agreed_start, agreed_step
 from memfit.capture.cost_cache import CostCache, machine_name, open_cache
 from memfit.capture.loss import LossFunction
 from memfit.capture.profile import profile_ops, separated
 from memfit.capture.sharded import is_sharded
-from memfit.capture.trace import Capture, capture_step, device_of
+from memfit.capture.trace import Capture, capture_step, check_step, device_of
 from memfit.errors import BudgetError, SpecError
 from memfit.planner.bound import relaxed_bound
 from memfit.planner.explain import decisions, prediction
@@ -140,6 +140,7 @@ def capture_and_profile(
     if progress is not None:
         progress("capture", 0, 1)
     cache = open_cache(device) if cache is None else cache
+    agreed_start(model, lambda: check_step(model, args, kwargs))
 
     def captured(separate: Callable[[str], bool]) -> Capture:
         return capture_step(

@@ -15,11 +15,10 @@ import datetime
 import json
 import logging
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
 from memfit.errors import PipelineError
 
@@ -43,13 +42,15 @@ _FAILED = "memfit/pipeline/failed"
 _BROKEN = ("connection", "peer", "gloo", "nccl", "timed out", "socket")
 _PATIENCE = datetime.timedelta(seconds=5)
 
-Groups = Sequence[dist.ProcessGroup | None]
+Groups: TypeAlias = "Sequence[dist.ProcessGroup | None]"
 """Process groups, one for each dimension of a mesh; None is all processes."""
 
 
 def join() -> None:
     """Makes a process group of one where there is none; the engine asks for one."""
     if not dist.is_initialized():
+        from torch._C._distributed_c10d import HashStore  # not in every build of torch
+
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
 
 

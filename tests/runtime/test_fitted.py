@@ -279,6 +279,30 @@ def test_every_run_of_a_graph_that_repeats_has_its_own_program() -> None:
         assert same_gradients(model, twin)
 
 
+def test_layers_that_dynamo_leaves_alone_keep_their_kernels() -> None:
+    """An LSTM between blocks in a loop stays with eager, with eager's bits, and its forward pass is its own again."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(16, 32), nn.LSTM(32, 32, batch_first=True), nn.Linear(32, 16)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)[0] if isinstance(layer, nn.LSTM) else torch.tanh(layer(x))
+            return x
+
+    model, x = Mixed(), torch.randn(64, 12, 16)
+    twin = copy.deepcopy(model)
+    plan = memfit.plan(model, (x,), budget="1GiB", loss_fn=lambda output: output.square().mean())
+    plan.apply(model)
+    for each in (model, twin):
+        each(x).square().mean().backward()
+    assert same_gradients(model, twin)
+    assert not any("forward" in vars(module) for module in model.modules())
+    copy.deepcopy(model)
+
+
 def test_a_fitted_model_holds_no_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo keeps what a capture was made with; of known costs there may be thousands."""
     opened: list[weakref.ref[CostCache]] = []

@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import memfit
-from memfit.errors import BudgetError, PipelineError, PlanMismatchError
+from memfit.errors import BudgetError, CaptureError, PipelineError, PlanMismatchError
 from tests.processes import run
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
@@ -87,11 +88,21 @@ def partly_frozen(model: Stack) -> None:
     in_blocks(model)
 
 
-SHARDINGS = (in_blocks, with_its_head, kept_whole, partly_frozen)
+def partly_left_alone(model: Stack) -> None:
+    """Parameters that FSDP is told to ignore stay whole, and are never gathered."""
+    model.first.requires_grad_(False)
+    in_blocks(model, ignored_params=set(model.first.parameters()))
+
+
+SHARDINGS = (in_blocks, with_its_head, kept_whole, partly_frozen, partly_left_alone)
 
 
 def shards(model: nn.Module) -> int:
-    return sum(p.to_local().nbytes for p in model.parameters())
+    return sum(held(p).nbytes for p in model.parameters())
+
+
+def held(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def step(model: nn.Module, x: Tensor) -> None:
@@ -107,6 +118,8 @@ def fits(rank: int, world: int, shard: Callable[[Stack], None], share: float) ->
     ample = memfit.plan(fitted, (x,), budget="2GiB", loss_fn=loss_fn)
     assert ample.planned is not None
     assert ample.planned.graph.static_bytes == shards(fitted) + x.nbytes
+    buffers = [s.nbytes for s in ample.planned.graph.storages if s.name.startswith("buffer") and "again" not in s.name]
+    assert sum(buffers) == sum(p.nbytes for p in fitted.parameters() if isinstance(p, DTensor))
     assert ample.measured_peak_bytes == pytest.approx(ample.predicted.peak_bytes, rel=0.02)
     budget = int(share * ample.predicted.peak_bytes)
     assert memfit.fit(fitted, (x,), budget=budget, loss_fn=loss_fn, search_seconds=0.1) is fitted
@@ -131,8 +144,8 @@ def fits(rank: int, world: int, shard: Callable[[Stack], None], share: float) ->
         assert counts == dict.fromkeys(trained, 1)
         for one, other in zip(fitted.parameters(), plain.parameters(), strict=True):
             assert (one.grad is None) == (other.grad is None)
-            assert one.grad is None or torch.equal(one.grad.to_local(), other.grad.to_local())
-            assert torch.equal(one.to_local(), other.to_local())
+            assert one.grad is None or torch.equal(held(one.grad), held(other.grad))
+            assert torch.equal(held(one), held(other))
         for optimizer in optimizers:
             optimizer.zero_grad()
 
@@ -180,6 +193,10 @@ def refuses_together(rank: int, world: int) -> None:
     assert len(set(everywhere((told.value.least_bytes, str(told.value))))) == 1
     with pytest.raises(PipelineError if rank == 0 else PlanMismatchError, match="another step"):
         memfit.plan(model, (data(rank, _SAMPLES + rank),), budget="2GiB", loss_fn=loss_fn)
+    model.train(rank == 0)
+    with pytest.raises(PipelineError if rank == 0 else CaptureError, match="eval mode"):
+        memfit.plan(model, (x,), budget="2GiB", loss_fn=loss_fn)
+    model.train()
     assert [type(p) for p in model.parameters()] == at_rest
     # It trains on as before, and for inputs of another shape it is planned again.
     memfit.fit(model, (x,), budget=ample.predicted.peak_bytes, loss_fn=loss_fn, search_seconds=0.1)

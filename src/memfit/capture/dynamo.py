@@ -145,7 +145,7 @@ def capture_pieces(
         raise CaptureError(f"cannot capture the model: {first_lines(str(error))}") from error
     if not pieces.pieces:
         raise CaptureError(f"nothing of the model can be captured: {reason}")
-    if is_sharded(model):  # what its hooks hold is told by `memfit.capture.sharded`
+    if is_sharded(model):  # what its hooks hold is told by `memfit.capture.communication`
         between_bytes = 0
     return replace(pieces, breaks=(reason,), between_bytes=between_bytes)
 
@@ -264,7 +264,7 @@ def _replaced(forwards: Sequence[tuple[dict[str, Any], Callable[..., Any]]]) -> 
         yield
     finally:
         for attributes, _ in forwards:
-            del attributes["forward"]
+            attributes.pop("forward", None)  # a fitted module inside this one may have taken it out
 
 
 def accumulated_inputs(inputs: Sequence[Any]) -> frozenset[int]:

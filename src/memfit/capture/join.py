@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from memfit.capture.communication import Communication, communication
 from memfit.capture.dynamo import Piece, Pieces
 from memfit.capture.reading import JointOp, JointReading
 from memfit.capture.rewrite import is_tangent
-from memfit.capture.sharded import Communication, communication
 from memfit.step.graph import Op, Phase, StepGraph, Storage, StorageKind
 
 __all__ = ["join"]
@@ -226,7 +226,7 @@ def _end(piece: Piece, number: dict[int, int], index: int, last: int) -> tuple[O
 def _between(what: str, phase: Phase, piece: int, reads: Sequence[int]) -> Op:
     return Op(
         name=f"{what}@{piece}",
-        target=f"hook.{what}",
+        target=f"hook.{what}.default",
         phase=phase,
         piece=piece,
         reads=tuple(reads),

@@ -20,7 +20,7 @@ from memfit.capture.sharded import local
 from memfit.errors import CaptureError
 from memfit.step.graph import Phase, StepGraph
 
-__all__ = ["Capture", "capture_step", "device_of", "storage_bytes"]
+__all__ = ["Capture", "capture_step", "check_step", "device_of", "storage_bytes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,7 @@ def capture_step(
     Raises:
         CaptureError: if the model is not in training mode, cannot be captured, or its inputs are elsewhere.
     """
-    _validate(model, args, kwargs)
+    check_step(model, args, kwargs)
     device_type = device_of(model).type
     captured = functools.partial(
         capture_pieces, model, args, kwargs, separate=separate, grid=grid, accumulate=accumulate
@@ -165,7 +165,12 @@ def _between_bytes(model: nn.Module, pieces: Pieces, device_type: str) -> int:
     return pieces.between_bytes + storage_bytes(outside, device_type)
 
 
-def _validate(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+def check_step(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Refuses what cannot be captured for a reason that can be seen without running it.
+
+    Raises:
+        CaptureError: saying what to do.
+    """
     if not model.training:
         raise CaptureError(
             f"{type(model).__name__} is in eval mode; call model.train() first, memfit plans training steps"
