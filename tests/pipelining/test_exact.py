@@ -88,6 +88,18 @@ def test_gradients_of_weights_that_wait_have_the_same_bits(name: str) -> None:
         assert parameter.grad is None or not parameter.grad.requires_grad
 
 
+def test_auto_takes_any_number_of_micro_batches() -> None:
+    """Some schedules of the engine do not; five on two devices are neither even nor a multiple of its rounds."""
+    torch.manual_seed(1)
+    case = CASES["skips"](10, torch.float64)
+    plain = plain_step(case)
+    expected = gradients(case.model)
+    pipe = piped(case, num_stages=2, num_microbatches=5)
+    assert len(pipe.plan.sizes) == 5
+    torch.testing.assert_close(step(pipe, case), plain, rtol=_RELATIVE, atol=0)
+    assert_near(case, expected)
+
+
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_what_is_handed_back_may_still_be_read(checkpoint: str) -> None:
     """Where a stage begins by adding a parameter, that one's gradient is the sum of the gradient handed back."""

@@ -40,6 +40,9 @@ __all__ = ["plan_cuts", "search"]
 
 log = logging.getLogger(__name__)
 
+_TRIED = ("1f1b", "interleaved-1f1b", "zero-bubble")
+"""By `"auto"`; the first takes the least memory, and any number of micro-batches."""
+
 _ROUNDS = 3
 _HALVINGS = 4
 _SHORT_SECONDS = 0.5
@@ -100,11 +103,16 @@ def _schedules(question: Question) -> list[str]:
         return [question.schedule]
     if question.num_devices == 1:
         return ["1f1b"]
+    return [name for name in _TRIED if _can_run(name, question)]
+
+
+def _can_run(name: str, question: Question) -> bool:
+    """The engine's forms of some schedules do not take every number of micro-batches."""
     try:
-        make_schedule("interleaved-1f1b", question.num_devices, question.num_microbatches)
-    except SpecError:  # the engine's form of it does not take every number of micro-batches
-        return ["1f1b", "zero-bubble"]
-    return ["1f1b", "interleaved-1f1b", "zero-bubble"]
+        make_schedule(name, question.num_devices, question.num_microbatches)
+    except SpecError:
+        return False
+    return True
 
 
 def plan_cuts(
