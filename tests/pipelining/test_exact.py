@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -98,6 +99,22 @@ def test_auto_takes_any_number_of_micro_batches() -> None:
     assert len(pipe.plan.sizes) == 5
     torch.testing.assert_close(step(pipe, case), plain, rtol=_RELATIVE, atol=0)
     assert_near(case, expected)
+
+
+def test_a_batch_may_give_fewer_micro_batches_than_asked() -> None:
+    """Nine samples in four parts are three of three; a later batch of ten gives four, on the same cuts."""
+    torch.manual_seed(1)
+    nine = CASES["skips"](9, torch.float64)
+    ten = replace(CASES["skips"](10, torch.float64), model=nine.model)
+    pipe = piped(nine, num_stages=2, num_microbatches=4, schedule="1f1b")
+    cuts = pipe.plan.cuts
+    for case, sizes in ((nine, (3, 3, 3)), (ten, (3, 3, 3, 1))):
+        plain = plain_step(case)
+        expected = gradients(case.model)
+        torch.testing.assert_close(step(pipe, case), plain, rtol=_RELATIVE, atol=0)
+        assert_near(case, expected)
+        case.model.zero_grad()
+        assert pipe.plan.sizes == sizes and pipe.plan.cuts == cuts
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])

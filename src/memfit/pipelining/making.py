@@ -24,6 +24,7 @@ from memfit.errors import BudgetError
 from memfit.pipelining.alone import run_alone
 from memfit.pipelining.building import build_stages
 from memfit.pipelining.coupling import check_halves, refuse_batch_norm
+from memfit.pipelining.engine import make_schedule
 from memfit.pipelining.engine_stage import EngineStage
 from memfit.pipelining.forward_graph import ForwardGraph, PipelineLoss, capture_forward, loss_of
 from memfit.pipelining.loss_weights import LossReading, loss_shares, read_loss
@@ -87,7 +88,8 @@ def make_pipeline_plan(
         if fixed is None:
             found = search(forward, part, asked, device)
         else:
-            found = plan_cuts(forward, part, fixed.schedule, fixed.cuts, asked, device)
+            schedule = make_schedule(fixed.schedule.name, question.num_devices, len(sizes))
+            found = plan_cuts(forward, part, schedule, fixed.cuts, asked, device)
         last = () if len(forwards) == 1 else plan_cuts(*forwards[1], found.schedule, found.cuts, asked, device).stages
         plan = _plan(forward, found, last, sizes, question)
         if not question.prove or question.receives_ahead:  # several processes prove it together, with real transfers

@@ -236,7 +236,7 @@ class Pipeline:
             )
         if self._prepared:
             self._any().shared.restore(self.model)
-        question = self._question
+        question = replace(self._question, num_microbatches=len(sizes))
         for _ in range(PROVING_RUNS):
             prepared = self._planned(question, leaves, sizes, spec)
             prepared = self._proved(prepared, leaves)
