@@ -118,6 +118,12 @@ def fits(rank: int, world: int, shard: Callable[[Stack], None], share: float) ->
     ample = memfit.plan(fitted, (x,), budget="2GiB", loss_fn=loss_fn)
     assert ample.planned is not None
     assert ample.planned.graph.static_bytes == shards(fitted) + x.nbytes
+    adam = torch.optim.Adam(fitted.parameters())
+    trained_bytes = sum(held(p).nbytes for p in fitted.parameters() if p.requires_grad)
+    trained_count = sum(p.requires_grad for p in fitted.parameters())
+    with_state = memfit.plan(fitted, (x,), budget="2GiB", loss_fn=loss_fn, optimizer=adam, prove=False)
+    state_bytes = with_state.predicted.peak_bytes - ample.predicted.peak_bytes
+    assert state_bytes == 2 * trained_bytes + 4 * trained_count  # two averages of each shard, and a count
     buffers = [s.nbytes for s in ample.planned.graph.storages if s.name.startswith("buffer") and "again" not in s.name]
     assert sum(buffers) == sum(p.nbytes for p in fitted.parameters() if isinstance(p, DTensor))
     assert ample.measured_peak_bytes == pytest.approx(ample.predicted.peak_bytes, rel=0.02)

@@ -1,8 +1,8 @@
 """What an optimizer will hold from its second step on, and what its step takes for a moment.
 
-State is created at the end of the first step, so a profile of one step misses it. Here a copy of the
-optimizer steps once on fake parameters; nothing is allocated. An optimizer that looks at values cannot run
-on fakes; then it steps on one-element parameters, and a state tensor of the parameter's shape counts in full.
+State is created at the end of the first step, so a profile of one step misses it. Here a copy of the optimizer steps
+once on fake parameters, of distributed ones on shards; nothing is allocated. An optimizer that looks at values cannot
+run on fakes; then it steps on one-element parameters, and a state tensor of the parameter's shape counts in full.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from memfit.capture.live_bytes import LiveBytes
+from memfit.capture.sharded import local
 
 __all__ = ["OptimizerCost", "optimizer_cost", "part_of"]
 
@@ -81,7 +82,8 @@ def _on_fakes(optimizer: torch.optim.Optimizer, device_type: str) -> OptimizerCo
         fakes: dict[int, torch.Tensor] = {}
         for group in optimizer.param_groups:
             for p in group["params"]:
-                fake = torch.empty_strided(tuple(p.shape), p.stride(), dtype=p.dtype, device=p.device)
+                held = local(p)
+                fake = torch.empty_strided(tuple(held.shape), held.stride(), dtype=p.dtype, device=p.device)
                 fake.requires_grad_(p.requires_grad)
                 if p.requires_grad:
                     fake.grad = torch.empty_like(fake)
@@ -109,7 +111,7 @@ def _by_shape(optimizer: torch.optim.Optimizer, device_type: str) -> OptimizerCo
     by_id = {id(t): p for p in _parameters(optimizer) for t in [tiny[id(p)]]}
     total = 0
     for parameter, state in twin.state.items():
-        real = by_id[id(parameter)]
+        real = local(by_id[id(parameter)])
         for value in pytree.tree_leaves(state):
             if isinstance(value, torch.Tensor):
                 like_parameter = value.shape == parameter.shape and value.dim() > 0
@@ -122,5 +124,6 @@ def _state_bytes(optimizer: torch.optim.Optimizer, device_type: str) -> int:
     values: list[Any] = pytree.tree_leaves(list(optimizer.state.values()))
     for value in values:
         if isinstance(value, torch.Tensor) and value.device.type == device_type:
-            storages[value.untyped_storage()._cdata] = int(value.untyped_storage().nbytes())
+            storage = local(value).untyped_storage()
+            storages[storage._cdata] = int(storage.nbytes())
     return sum(storages.values())

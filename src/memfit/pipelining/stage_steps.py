@@ -41,8 +41,8 @@ def capture_stage(
 
 def deferring(capture: Capture, graph: StepGraph) -> tuple[Capture, StepGraph]:
     """A profiled stage with the gradients of its weights last."""
-    deferring = with_deferred(capture)
-    return deferring, replace(graph, ops=deferring.graph.ops)
+    moved = with_deferred(capture)
+    return moved, replace(graph, ops=moved.graph.ops)
 
 
 def state_bytes(forward: ForwardGraph, question: Question, device: torch.device) -> Mapping[str, int]:
