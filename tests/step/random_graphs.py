@@ -25,7 +25,7 @@ def step_graphs(
         draw: given by hypothesis.
         min_forward: fewest forward ops.
         max_forward: most forward ops.
-        max_pieces: most pieces between graph breaks.
+        max_pieces: most pieces between graph breaks; what crosses from one to another is made once, as in a capture.
         exact: whether every forward op may be recomputed.
     """
     storages: list[Storage] = []
@@ -89,6 +89,11 @@ def step_graphs(
             recomputable=exact or draw(st.sampled_from([True, True, True, False])),
         )
         values += writes
+    piece_of = {s: made.piece for made in ops for s in made.writes}
+    crossing = {s for made in ops for s in made.reads if piece_of.get(s, made.piece) != made.piece}
+    ops[:] = [
+        made if crossing.isdisjoint(made.writes) else replace(made, recomputable=False, again=None) for made in ops
+    ]
     forward = list(ops)
 
     outputs = sorted({values[-1], *some(values, 0, 2)})
@@ -167,18 +172,23 @@ def orders(draw: st.DrawFn, graph: StepGraph, *, max_again: int = 8) -> list[int
     """A valid order of a step: everything as captured, and forward ops again at places where that is allowed.
 
     Whatever is read was written before, because every op stands after the first run of those it depends on;
-    so any insertion is right that repeats only recomputable ops, after their first run, and none of a piece
-    whose backward pass is over.
+    so any insertion is right that repeats only recomputable ops, after their first run, and after the loss only those
+    of the piece whose backward pass is running, or about to.
     """
     order = list(range(len(graph.ops)))
     for _ in range(draw(st.integers(0, max_again))):
         place = draw(st.integers(1, len(order)))
         backward = [graph.ops[i] for i in order[:place] if graph.ops[i].phase is Phase.BACKWARD]
         piece_reached = backward[-1].piece if backward else max(op.piece for op in graph.ops)
+        coming = [graph.ops[i].piece for i in order[place:] if graph.ops[i].phase is Phase.BACKWARD]
+        is_past_loss = graph.loss_index in order[:place]
+        piece_coming = max(coming, default=0) if is_past_loss else 0
         candidates = [
             i
             for i in dict.fromkeys(order[:place])
-            if graph.ops[i].phase is Phase.FORWARD and graph.ops[i].recomputable and graph.ops[i].piece <= piece_reached
+            if graph.ops[i].phase is Phase.FORWARD
+            and graph.ops[i].recomputable
+            and piece_coming <= graph.ops[i].piece <= piece_reached
         ]
         if candidates:
             order.insert(place, draw(st.sampled_from(candidates)))
@@ -194,5 +204,7 @@ def sliced_steps_and_orders(draw: st.DrawFn) -> tuple[StepGraph, list[int]]:
     first = draw(st.integers(0, len(forward) // 2))
     last = draw(st.integers(len(forward) // 2, len(forward)))
     place = order.index(graph.loss_index) + 1
-    order[place:place] = [i for i in forward[first:last] if graph.ops[i].recomputable]
+    backward = [op.piece for op in graph.ops if op.phase is Phase.BACKWARD]
+    again = (i for i in forward[first:last] if graph.ops[i].recomputable)
+    order[place:place] = [i for i in again if graph.ops[i].piece >= max(backward, default=0)]
     return graph, order

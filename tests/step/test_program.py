@@ -11,8 +11,18 @@ from hypothesis import strategies as st
 from memfit.errors import ProgramError
 from memfit.step.check import check
 from memfit.step.graph import Op, Phase, StepGraph, Storage, StorageKind
-from memfit.step.program import Action, Instruction, Program, as_they_run, plain_order, plain_program, program_of
+from memfit.step.program import (
+    Action,
+    Instruction,
+    Program,
+    as_they_run,
+    in_their_pieces,
+    plain_order,
+    plain_program,
+    program_of,
+)
 from memfit.step.simulate import live_storages_at, simulate
+from tests.planner.chains import chain as long_chain
 from tests.step.random_graphs import orders, step_graphs
 
 
@@ -333,3 +343,16 @@ def without(program: Program, place: int) -> Program:
 
 def having(program: Program, place: int, instruction: Instruction) -> Program:
     return Program(instructions=(*program.instructions[:place], instruction, *program.instructions[place:]))
+
+
+def test_what_runs_again_before_its_piece_is_reached_waits_for_it() -> None:
+    graph = long_chain(4)
+    graph = replace(graph, ops=tuple(replace(op, piece=int(op.name in ("f2", "f3", "b2", "b3"))) for op in graph.ops))
+    loss, plain = graph.loss_index, plain_order(graph)
+    early = [*plain[: loss + 1], 1, *plain[loss + 1 :]]
+    with pytest.raises(ProgramError, match="of piece 0 ran again before the backward pass of piece 1 ended"):
+        check(graph, program_of(graph, early))
+    moved = in_their_pieces(graph, early)
+    check(graph, program_of(graph, moved))
+    assert moved == [*plain[: loss + 3], 1, *plain[loss + 3 :]]
+    assert in_their_pieces(graph, moved) == moved

@@ -34,6 +34,8 @@ def choices(graph: StepGraph) -> list[tuple[int, int]]:
         before = graph.ops[stage - 1]
         for index, op in enumerate(graph.ops[:stage]):
             closed = before.phase is Phase.BACKWARD and op.piece > before.piece
+            coming = graph.ops[stage]
+            closed = closed or (coming.phase is Phase.BACKWARD and op.piece < coming.piece)
             if op.phase is Phase.FORWARD and op.recomputable and not closed:
                 found.append((stage, index))
     return found

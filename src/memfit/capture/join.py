@@ -82,7 +82,8 @@ def join(pieces: Pieces, loss_bytes: int, device_type: str) -> tuple[StepGraph, 
         if storage.kind is StorageKind.STATIC and storages[numbers[i][s]].kind is StorageKind.FORWARD
     }
     forward = [
-        (replace(op, recomputable=False) if crossing.intersection(op.writes) else op, joint) for op, joint in forward
+        (replace(op, recomputable=False, again=None) if crossing.intersection(op.writes) else op, joint)
+        for op, joint in forward
     ]
     tangents = tuple(
         dict.fromkeys(

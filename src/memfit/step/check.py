@@ -45,6 +45,7 @@ def check(graph: StepGraph, program: Program) -> None:
     past_loss = False
     drawn = -1
     piece_running = -1
+    rerun: list[int] = []  # after the loss
     sliced = _check_sliced(graph, program)
     _check_swaps(graph, program)
     streamed = _check_streams(graph, program)
@@ -97,12 +98,19 @@ def check(graph: StepGraph, program: Program) -> None:
             if not past_loss:
                 raise ProgramError(f"{where}: backward op {op.name} runs before the loss")
             piece_running = op.piece
+            for early in (graph.ops[i] for i in rerun if graph.ops[i].piece < op.piece):
+                raise ProgramError(
+                    f"{where}: {early.name} of piece {early.piece} ran again before the backward pass of piece "
+                    f"{op.piece} ended"
+                )
         past_loss = past_loss or op.phase is Phase.LOSS
         if past_loss and op.phase is Phase.FORWARD and -1 < piece_running < op.piece:
             raise ProgramError(
                 f"{where}: {op.name} of piece {op.piece} runs again after the backward pass "
                 f"reached piece {piece_running}"
             )
+        if past_loss and op.phase is Phase.FORWARD:
+            rerun.append(index)
         over = instruction.over
         if over is not None and position in sliced:
             if over not in alive or over in streamed or op.writes[0] in streamed:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from memfit.step.fusion import Fusion, fusions, overwritten, runs_by_slices
-from memfit.step.graph import Op, StepGraph
+from memfit.step.graph import Op, Phase, StepGraph
 from memfit.step.links import Tier
 from memfit.step.streams import streams
 
@@ -26,6 +26,7 @@ __all__ = [
     "as_they_run",
     "assembled",
     "dying_after",
+    "in_their_pieces",
     "plain_order",
     "plain_program",
     "program_of",
@@ -136,6 +137,29 @@ def run_again(order: Sequence[int]) -> list[bool]:
     """For each position whether its op ran before."""
     first = dict(zip(reversed(order), reversed(range(len(order))), strict=True))
     return [first[index] < position for position, index in enumerate(order)]
+
+
+def in_their_pieces(graph: StepGraph, order: Sequence[int]) -> list[int]:
+    """An order in which ops do not run again before the backward pass reaches their piece, but as soon as it does.
+
+    A piece runs its own ops only, so they cannot run earlier.
+    """
+    found: list[int] = []
+    waiting: list[int] = []
+    running = max(op.piece for op in graph.ops)
+    past_loss = False
+    for index in order:
+        op = graph.ops[index]
+        if past_loss and op.phase is Phase.FORWARD and op.piece < running:
+            waiting.append(index)
+            continue
+        if op.phase is Phase.BACKWARD and op.piece < running:
+            running = op.piece
+            found += [i for i in waiting if graph.ops[i].piece >= running]
+            waiting = [i for i in waiting if graph.ops[i].piece < running]
+        past_loss = past_loss or op.phase is Phase.LOSS
+        found.append(index)
+    return found
 
 
 def program_of(graph: StepGraph, order: Sequence[int], *, in_place: bool = True, fuse: bool = True) -> Program:

@@ -123,9 +123,10 @@ def _runs(graph: StepGraph, problem: Milp) -> dict[_Moment, int]:
     """A variable for every op that may run again in a stage; see `memfit.step.check` for the pieces."""
     run: dict[_Moment, int] = {}
     for stage in range(1, len(graph.ops)):
-        before = graph.ops[stage - 1]
+        before, coming = graph.ops[stage - 1], graph.ops[stage]
         for index, op in enumerate(graph.ops[:stage]):
             closed = before.phase is Phase.BACKWARD and op.piece > before.piece
+            closed = closed or (coming.phase is Phase.BACKWARD and op.piece < coming.piece)
             if op.phase is Phase.FORWARD and op.recomputable and not closed:
                 run[stage, index] = problem.variable()
     return run

@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from memfit.planner.chain import Block, pinned_storages
 from memfit.planner.kept import backward_reads
 from memfit.step.graph import Phase, StepGraph
+from memfit.step.program import in_their_pieces
 
 __all__ = ["segment_order", "storages_across"]
 
@@ -62,7 +63,7 @@ def segment_order(
                 alive.update(s for o in again for s in graph.ops[o].writes)
         order.append(index)
         alive.update(op.writes)
-    return order
+    return in_their_pieces(graph, order)
 
 
 def _needed_of_segment(

@@ -24,7 +24,7 @@ from memfit.errors import BudgetError
 from memfit.planner.bound import op_wall_bytes
 from memfit.planner.chain import cut_chain
 from memfit.step.graph import Phase, StepGraph
-from memfit.step.program import plain_order, program_of
+from memfit.step.program import in_their_pieces, plain_order, program_of
 from memfit.step.simulate import simulate
 from memfit.strategies.rotor.table import Table, fill, order_at
 from memfit.strategies.rotor.ways import Site, site_of
@@ -86,7 +86,7 @@ def _first_fitting(graph: StepGraph, table: Table, amounts: Sequence[int], budge
     """The order of the first amount that fits, near the first one in strides that does."""
 
     def fitting(slots: int) -> list[int] | None:
-        found = order_at(table, slots)
+        found = in_their_pieces(graph, order_at(table, slots))
         return found if _is_legal(graph, found) and _peak(graph, found) <= budget_bytes else None
 
     reached = next((n for n in range(0, len(amounts), _STRIDE) if fitting(amounts[n]) is not None), len(amounts))
@@ -109,7 +109,7 @@ def _least_order(graph: StepGraph) -> tuple[int, ...]:
     limit = op_wall_bytes(graph) - graph.static_bytes
     while not (amounts := _amounts(table := _table(graph, limit))):
         limit += limit // 4 + 1
-    found = [plain_order(graph), *(order_at(table, slots) for slots in amounts[:_LOWEST])]
+    found = [plain_order(graph), *(in_their_pieces(graph, order_at(table, slots)) for slots in amounts[:_LOWEST])]
     lowest = min((one for one in found if _is_legal(graph, one)), key=lambda one: _peak(graph, one))
     return tuple(lowest)
 
