@@ -109,10 +109,7 @@ def fit(
     Returns:
         The same object. `memfit.plan_of(model)` is its plan, `memfit.release(model)` undoes it.
     """
-    made = plan(
-        model,
-        args,
-        kwargs,
+    request = Request(
         budget=budget,
         loss_fn=loss_fn,
         optimizer=optimizer,
@@ -121,8 +118,8 @@ def fit(
         tiers=tiers,
         prove=prove,
         search_seconds=search_seconds,
-        progress=progress,
     )
+    made = make_plan(model, tuple(args), dict(kwargs or {}), request, progress=progress, keep_call=True)
     return made.apply(model)
 
 

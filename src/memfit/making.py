@@ -27,7 +27,7 @@ from memfit.errors import BudgetError, MemfitError
 from memfit.planner.streaming import least_streaming
 from memfit.planning import Progress, Request, capture_and_profile, check_request, plan_captured, resolve_budget
 from memfit.plans import Plan
-from memfit.runtime.apply import compile_program
+from memfit.runtime.apply import PlannedCall, compile_program
 from memfit.runtime.measure import measure
 from memfit.step.graph import StepGraph
 from memfit.units import format_bytes
@@ -51,6 +51,7 @@ def make_plan(
     request: Request,
     *,
     progress: Progress | None = None,
+    keep_call: bool = False,
 ) -> Plan:
     """Captures, profiles, plans and proves one training step.
 
@@ -60,6 +61,7 @@ def make_plan(
         kwargs: keyword inputs.
         request: budget and the rest.
         progress: told how far it is.
+        keep_call: the plan goes into this module now, which goes on with what the proving run compiled.
 
     Returns:
         The plan; the model is as it was.
@@ -77,7 +79,7 @@ def make_plan(
     step = capture_and_profile(model, args, kwargs, request, progress=progress)
     budget_bytes = resolve_budget(request.budget, device, step[1].static_bytes)
     try:
-        return plan_profiled(model, args, kwargs, step, request, budget_bytes, progress=progress)
+        return plan_profiled(model, args, kwargs, step, request, budget_bytes, progress=progress, keep_call=keep_call)
     except BudgetError as error:
         told = _with_measured_least(error, model, args, kwargs, step, request)
         if not request.tiles:
@@ -96,6 +98,7 @@ def plan_profiled(
     budget_bytes: int,
     *,
     progress: Progress | None = None,
+    keep_call: bool = False,
 ) -> Plan:
     """The rest of `make_plan` for a step that is captured and profiled without tiles; it may be so again with them.
 
@@ -105,7 +108,9 @@ def plan_profiled(
 
     def made(of: Step) -> Plan:
         plan = plan_captured(model, args, kwargs, *of, request, budget_bytes, progress=progress)
-        return prove(model, args, kwargs, plan, progress=progress) if request.prove else plan
+        if not request.prove:
+            return plan
+        return prove(model, args, kwargs, plan, progress=progress, keep_call=keep_call)
 
     def in_tiles(failure: BudgetError | None) -> Plan:
         """With tiles as coarse as the budget allows; of all that fail the error of the one that takes the least."""
@@ -152,7 +157,9 @@ def _with_measured_least(
         return error
     try:
         plan = plan_captured(model, args, kwargs, *step, request, error.least_bytes)
-        peak = _measured_peak(model, args, kwargs, plan)
+        assert plan.planned is not None
+        call = compile_program(model, plan.planned.capture, plan.program)
+        peak = _measured_peak(model, args, kwargs, plan, call)
     except (MemfitError, torch.OutOfMemoryError) as failure:  # the first error is the one to tell
         log.info("cannot measure the least budget: %s", failure)
         return error
@@ -196,12 +203,18 @@ def _with_all_levers(
 
 
 def prove(
-    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], plan: Plan, *, progress: Progress | None = None
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    plan: Plan,
+    *,
+    progress: Progress | None = None,
+    keep_call: bool = False,
 ) -> Plan:
     """Runs the plan once; if the measured peak exceeds the budget, plans again for less.
 
     Returns:
-        The plan with its measured peak.
+        The plan with its measured peak; with `keep_call` it keeps what was compiled for that (`Planned.call`).
 
     Raises:
         BudgetError: if no correction fits.
@@ -210,13 +223,16 @@ def prove(
     budget_bytes = plan.budget_bytes
     target = budget_bytes
     for attempt in range(_PROVING_RUNS):
+        assert plan.planned is not None
         if progress is not None:
             progress("prove", attempt, _PROVING_RUNS)
-        peak = _measured_peak(model, args, kwargs, plan)
+        call = compile_program(model, plan.planned.capture, plan.program, describe=plan.__str__)
+        peak = _measured_peak(model, args, kwargs, plan, call)
         if progress is not None:
             progress("prove", _PROVING_RUNS, _PROVING_RUNS)
         if peak <= budget_bytes:
-            return replace(plan, budget_bytes=budget_bytes, measured_peak_bytes=peak)
+            planned = replace(plan.planned, call=call) if keep_call else plan.planned
+            return replace(plan, budget_bytes=budget_bytes, measured_peak_bytes=peak, planned=planned)
         # What the model of memory misses is taken from what the planner may use.
         target -= max(peak - budget_bytes, peak - plan.predicted.peak_bytes)
         log.info("measured %d bytes, predicted %d; planning for %d", peak, plan.predicted.peak_bytes, target)
@@ -240,11 +256,10 @@ def prove(
     )
 
 
-def _measured_peak(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], plan: Plan) -> int:
+def _measured_peak(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], plan: Plan, call: PlannedCall) -> int:
     """Peak of one planned forward and backward pass; gradients that exist stay and count, new ones go."""
     assert plan.planned is not None
     capture, request = plan.planned.capture, plan.planned.request
-    call = compile_program(model, capture, plan.program)
     leaves = [t for t in pytree.tree_leaves((list(args), kwargs)) if isinstance(t, torch.Tensor) and t.is_leaf]
     receiving = [(t, t.grad) for t in (*model.parameters(), *leaves) if t.requires_grad]
 

@@ -28,6 +28,7 @@ from memfit.planner.hybrid import find_program
 from memfit.planner.least import least_budget, least_order
 from memfit.planner.ways import leanest
 from memfit.plans import Plan
+from memfit.runtime.apply import PlannedCall
 from memfit.runtime.device_memory import free_bytes, total_bytes
 from memfit.runtime.signature import Signature, signature
 from memfit.runtime.swap.tiers import parse_tiers, tier_links
@@ -97,12 +98,21 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """What a plan was made from, and for calls of which signature."""
+    """What a plan was made from, and for calls of which signature.
+
+    Attributes:
+        capture: of the step.
+        graph: the same, profiled.
+        request: what was asked.
+        signature: of the inputs.
+        call: what the proving run compiled, for the same module to go on with; it holds on to the module.
+    """
 
     capture: Capture
     graph: StepGraph
     request: Request
     signature: Signature
+    call: PlannedCall | None = None
 
 
 def resolve_budget(budget: int | str, device: torch.device, static_bytes: int = 0) -> int:

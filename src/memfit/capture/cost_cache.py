@@ -1,7 +1,8 @@
-"""Measured op costs, kept per machine in a private JSON file.
+"""Measured op costs, kept per machine in a private file of JSON lines.
 
-A cost depends on the device, the torch version and the number of threads; each combination has its own file.
-The file is data: anything in it that is not a cost is ignored, and a damaged file is measured anew.
+A cost depends on the device, the torch version and the number of threads; each combination has its own file. What is
+measured is appended, so processes that measure at the same time lose nothing of each other's. The file is data: lines
+that are no costs are ignored, and what is missing is measured anew.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import logging
 import os
 import platform
-import tempfile
+from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 
 import torch
@@ -22,31 +23,70 @@ __all__ = ["CostCache", "cache_directory", "machine_name", "open_cache"]
 
 log = logging.getLogger(__name__)
 
-_VERSION = 6
+_VERSION = 7
 
 
-class CostCache(dict[str, tuple[Way, ...]]):
+class CostCache(MutableMapping[str, tuple[Way, ...]]):
     """What each way to run an op costs, whole first, by key; saved to a file (None: kept in memory only).
 
     No way at all means that the call has other bits than what it would stand for.
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        super().__init__()
         self.path = path
+        self._costs: dict[str, tuple[Way, ...]] = {}
+        self._unread: dict[str, object] = {}  # a file has thousands of entries, and a step needs few
+        self._new: list[str] = []
 
-    def save(self) -> None:
-        """Writes the file, readable by its owner only; a file that cannot be written is not an error."""
+    def __getitem__(self, key: str) -> tuple[Way, ...]:
+        if key in self._unread:
+            ways = _ways(self._unread.pop(key))
+            if ways is not None:
+                self._costs[key] = ways
+        return self._costs[key]
+
+    def __setitem__(self, key: str, ways: tuple[Way, ...]) -> None:
+        self._unread.pop(key, None)
+        self._costs[key] = ways
+        self._new.append(key)
+
+    def __delitem__(self, key: str) -> None:
+        del self._costs[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self._costs, *self._unread])
+
+    def __len__(self) -> int:
+        return len(self._costs) + len(self._unread)
+
+    def read(self) -> None:
+        """Takes up what the file knows; without a file nothing."""
         if self.path is None:
             return
-        costs = {key: [[w.parts, w.seconds, w.workspace_bytes] for w in ways] for key, ways in self.items()}
-        document = {"version": _VERSION, "costs": costs}
+        try:
+            lines = self.path.read_text().splitlines()
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError) as error:
+            log.warning("cannot read measured costs from %s: %s", self.path, error)
+            return
+        for entry in _parsed(lines):
+            match entry:
+                case [str(key), value]:
+                    self._unread[key] = value
+
+    def save(self) -> None:
+        """Appends what is new, readable by the owner only; a file that cannot be written is not an error."""
+        new, self._new = dict.fromkeys(self._new), []
+        if self.path is None or not new:
+            return
+        entries = ([key, [[w.parts, w.seconds, w.workspace_bytes] for w in self[key]]] for key in new)
+        text = "".join(f"\n{json.dumps(entry)}" for entry in entries) + "\n"
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self.path.parent)
-            with os.fdopen(handle, "w") as file:
-                json.dump(document, file)
-            Path(name).replace(self.path)
+            handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            with os.fdopen(handle, "ab", buffering=0) as file:
+                file.write(text.encode())
         except OSError as error:
             log.warning("cannot save measured costs to %s: %s", self.path, error)
 
@@ -72,22 +112,31 @@ def machine_name(device: torch.device) -> str:
 def open_cache(device: torch.device) -> CostCache:
     """The costs known for this machine."""
     digest = hashlib.sha256(machine_name(device).encode()).hexdigest()[:16]
-    cache = CostCache(cache_directory() / f"costs-{digest}.json")
-    assert cache.path is not None
-    try:
-        document = json.loads(cache.path.read_text())
-    except FileNotFoundError:
-        return cache
-    except (OSError, ValueError) as error:
-        log.warning("ignoring damaged cost file %s: %s", cache.path, error)
-        return cache
-    costs = document.get("costs") if isinstance(document, dict) and document.get("version") == _VERSION else None
-    for key, value in costs.items() if isinstance(costs, dict) else ():
-        ways = [_way(entry) for entry in value] if isinstance(value, list) else []
-        known = tuple(way for way in ways if way is not None)
-        if isinstance(value, list) and len(known) == len(value) and all(way.parts == 1 for way in known[:1]):
-            cache[key] = known
+    cache = CostCache(cache_directory() / f"costs-{_VERSION}-{digest}.jsonl")
+    cache.read()
     return cache
+
+
+def _parsed(lines: list[str]) -> list[object]:
+    """What is on the lines of a file; at once, or line by line where one of them is damaged."""
+    written = [line for line in lines if line]
+    try:
+        found: list[object] = json.loads(f"[{','.join(written)}]")
+    except (ValueError, RecursionError):
+        found = []
+        for line in written:
+            try:
+                found.append(json.loads(line))
+            except (ValueError, RecursionError):
+                log.warning("ignoring a damaged line of measured costs: %.80s", line)
+    return found
+
+
+def _ways(value: object) -> tuple[Way, ...] | None:
+    """Costs as they were written; None for anything else."""
+    ways = [_way(entry) for entry in value] if isinstance(value, list) else [None]
+    known = tuple(way for way in ways if way is not None)
+    return known if len(known) == len(ways) and all(way.parts == 1 for way in known[:1]) else None
 
 
 def _way(entry: object) -> Way | None:

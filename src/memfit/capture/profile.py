@@ -132,7 +132,7 @@ def separated(
         cache: known costs, extended by the new ones.
     """
     # Dynamo holds on to what is asked while a model is captured, so that is a few keys and not the cache.
-    known = frozenset(key for key, ways in cache.items() if ways and is_separable_key(key))
+    known = frozenset(key for key in cache if is_separable_key(key) and cache.get(key))
     capture = capture_with(known.__contains__)
     keys = _separable_keys(capture, device, cache)
     return capture if keys == capture.separated else capture_with(keys.__contains__)

@@ -78,13 +78,15 @@ class Fitted:
             waiting, self.unsigned = self.unsigned, None
             return self.adopt(model, key, verified(waiting, model, args, kwargs, self.request))
         log.info("planning for inputs %s", key)
-        return self.adopt(model, key, make_plan(model, args, kwargs, self.request))
+        return self.adopt(model, key, make_plan(model, args, kwargs, self.request, keep_call=True))
 
     def adopt(self, model: nn.Module, key: Signature, plan: Plan) -> PlannedCall:
         """Runs `plan` for the inputs of this signature from now on."""
         assert plan.planned is not None
-        call = compile_program(model, plan.planned.capture, plan.program, describe=plan.__str__)
-        self.plans[key] = plan
+        call = plan.planned.call
+        if call is None:
+            call = compile_program(model, plan.planned.capture, plan.program, describe=plan.__str__)
+        self.plans[key] = replace(plan, planned=replace(plan.planned, call=None))
         self.calls[key] = call
         return call
 
