@@ -6,7 +6,7 @@ import functools
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,15 @@ def no_hint_of_all_levers(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
     """That a budget is too small says also what tiling would need, after another capture; few tests are about that."""
     if "memfit.making" in sys.modules and request.node.get_closest_marker("all_levers") is None:
         monkeypatch.setattr("memfit.making._with_all_levers", lambda error, *_: error)
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_stays() -> Iterator[None]:
+    """Dynamo keeps what it compiled; over a thousand tests that makes every garbage collection take seconds."""
+    yield
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    if dynamo is not None:
+        dynamo.reset()
 
 
 def _briefly(search: Callable[..., Any], most: float, *arguments: Any, seconds: float, **rest: Any) -> Any:

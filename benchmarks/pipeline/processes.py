@@ -28,8 +28,10 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 import memfit
 from benchmarks.report import Report
 from memfit import zoo
+from memfit.capture.trace import storage_bytes
 from memfit.pipelining.sequential import as_sequential, equal_ends
 from memfit.runtime.measure import measure
+from memfit.runtime.training import training_step
 
 COLUMNS = (
     "model",
@@ -55,6 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--budget", help="of each device for memfit: bytes, 8GiB")
     parser.add_argument("--schedules", default="1f1b", help="of memfit, with commas")
     parser.add_argument("--alone", action="store_true", help="without cuts by layers")
+    parser.add_argument("--plain", action="store_true", help="with the step on one device, unplanned")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args(arguments)
     report = Report(Path(__file__).with_name("README.md"), write=options.write, device=torch.device("cpu"))
@@ -111,6 +114,8 @@ def _process(rank: int, options: dict[str, Any], folder: str) -> None:
             found[system]["all"].append(time.perf_counter() - begin)
     for row in found.values():
         row["seconds"] = statistics.median(row.pop("all"))
+    if rank == 0 and options["plain"]:
+        found["plain, one device"] = _plain(options)
     if rank == 0:
         (Path(folder) / "result.json").write_text(json.dumps(found))
     dist.barrier()
@@ -134,6 +139,16 @@ def _planned(rank: int, schedule: str, options: dict[str, Any]) -> tuple[torch.n
     if rank == 0:
         print(pipe.plan, file=sys.stderr)
     return ours.model, lambda: pipe.step(*ours.args, target=target), list(pipe.plan.peak_bytes)
+
+
+def _plain(options: dict[str, Any]) -> dict[str, Any]:
+    """The unplanned step on one device."""
+    example = zoo.build(options["model"], batch=options["batch"])
+    loss_fn, target = example.loss_and_target()
+    step = training_step(example.model, example.model, example.args, {}, loss_fn=lambda output: loss_fn(output, target))
+    start = storage_bytes([*example.model.parameters(), *example.args, target], "cpu")
+    measured = measure(step, warmup=1, repeats=1, start_bytes=start)
+    return {"peaks": [measured.peak_bytes], "seconds": measured.step_seconds}
 
 
 def _equal_layers(rank: int, options: dict[str, Any]) -> tuple[Any, Any]:

@@ -68,9 +68,7 @@ def test_less_memory_and_the_same_gradients() -> None:
     ("spec", "batch", "shape", "grid"),
     [
         ("torchvision:resnet18?num_classes=4", 6, (3, 64, 64), (1, 1)),
-        ("zoo:unet?width=8", 4, (3, 32, 32), (1, 1)),
         ("zoo:unet?width=8", 2, (3, 64, 64), (3, 5)),
-        ("zoo:vgg16-trunk?classes=8", 1, (3, 128, 96), (4, 1)),
         ("zoo:vgg16-trunk?classes=8", 1, (3, 128, 96), (2, 2)),
     ],
 )
@@ -220,8 +218,8 @@ def test_the_backward_pass_runs_in_slices_and_adds_up() -> None:
     assert {"aten.native_batch_norm_backward.default", "aten.threshold_backward.default"} <= backward
 
 
-@pytest.mark.parametrize("grid", [(1, 1), (2, 3)])
-def test_a_plan_file_of_a_tiled_step(grid: tuple[int, ...], tmp_path: Path) -> None:
+def test_a_plan_file_of_a_tiled_step(tmp_path: Path) -> None:
+    grid = (2, 3)
     torch.manual_seed(0)
     model, x = channels_last(), torch.randn(5, 3, 40, 40)
     plan = tiled_plan(model, (x,), {}, loss_fn, grid)

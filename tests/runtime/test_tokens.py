@@ -51,9 +51,16 @@ def tiled_request(**more: Any) -> Request:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"bias": True}, {"tied": True}, {"reduction": "sum"}, {"bias": True, "tied": True}], ids=str
+    ("options", "dtype"),
+    [
+        ({}, torch.float32),
+        ({"bias": True}, torch.float32),
+        ({"tied": True}, torch.float32),
+        ({"reduction": "sum"}, torch.float64),
+        ({"bias": True, "tied": True}, torch.float64),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_less_memory_and_the_same_gradients(options: dict[str, Any], dtype: torch.dtype) -> None:
     model, args = Language(**options).to(dtype), inputs(4, 67)
     with pytest.raises(memfit.BudgetError) as bitwise:
@@ -138,11 +145,10 @@ class Weighted(nn.Module):
         return {"loss": loss + 0.1 * likely.exp().square().mean()}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_loss_beside_others_and_with_weights(dtype: torch.dtype) -> None:
+def test_a_loss_beside_others_and_with_weights() -> None:
     torch.manual_seed(0)
-    model = Weighted().to(dtype)
-    args = (torch.randn(90, 16, dtype=dtype, requires_grad=True), torch.randint(0, 300, (90,)))
+    model = Weighted()
+    args = (torch.randn(90, 16, requires_grad=True), torch.randint(0, 300, (90,)))
     with pytest.raises(memfit.BudgetError) as tiled:
         memfit.plan(model, args, budget=1, levers="all", prove=False)
     request = Request(budget=tiled.value.least_bytes, levers="all", search_seconds=0.1)

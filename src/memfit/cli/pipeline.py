@@ -10,7 +10,7 @@ import argparse
 import json
 from pathlib import Path
 
-from memfit.cli.options import add_model, add_tiers, build_example, optimizer_factory, whole_number
+from memfit.cli.options import add_levers, add_model, add_tiers, build_example, optimizer_factory, whole_number
 from memfit.cli.output import write_text
 from memfit.errors import SpecError
 
@@ -39,6 +39,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
         help="per-microbatch: accept statistics of micro-batches, and other gradients (default: refuse)",
     )
     add_tiers(parser)
+    add_levers(parser)
     parser.add_argument("--no-prove", action="store_true", help="run nothing but single ops; everything is predicted")
     parser.add_argument("--svg", metavar="PATH", help="draw the timeline of the schedule into a file")
     parser.add_argument("--json", nargs="?", const="-", metavar="PATH", help="write the plan as JSON, - for stdout")
@@ -70,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
         optimizer=None if factory is None else factory(example.model.parameters()),
         batch_norm=args.batch_norm,
         tiers=args.tiers,
+        levers=args.levers,
         prove=not args.no_prove,
     )
     plan = made.plan

@@ -37,6 +37,7 @@ def pipeline(
     optimizer: torch.optim.Optimizer | None = None,
     batch_norm: str = "refuse",
     tiers: str | None = None,
+    levers: str | tuple[str, ...] = "bitwise",
     prove: bool = True,
     search_seconds: float = 2.0,
     group: dist.ProcessGroup | None = None,
@@ -62,7 +63,9 @@ def pipeline(
             samples; without it the output's own `loss` is taken.
         optimizer: of the model's parameters; its state counts.
         batch_norm: `"refuse"` or `"per-microbatch"`, where gradients are not those of the whole batch.
-        tiers: as for `memfit.fit`.
+        tiers: as for `memfit.fit`; what a process may swap there, all micro-batches together.
+        levers: as for `memfit.fit`; `"all"` lets a stage that fits in no other way run slice by slice: gradients up to
+            rounding.
         prove: run each device's part alone, measure its peak, and correct the plan.
         search_seconds: roughly how long each search for a stage's plan takes.
         group: the processes of this pipeline, if they are not all.
@@ -92,6 +95,7 @@ def pipeline(
         optimizer=optimizer,
         search_seconds=search_seconds,
         tiers=tiers,
+        levers=levers,
         allow_batch_norm=batch_norm == "per-microbatch",
         prove=prove,
         receives_ahead=processes.world_size(group) > 1,

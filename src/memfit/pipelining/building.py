@@ -98,7 +98,7 @@ def capture_planned(
     """
     args = example_inputs(stage, leaves, device)
     separate: Mapping[str, None] = dict.fromkeys(program.separated)
-    capture = capture_step(stage.module, args, {}, separate=separate.__contains__, accumulate=True)
+    capture = capture_step(stage.module, args, {}, separate=separate.__contains__, grid=program.grid, accumulate=True)
     capture = with_deferred(capture) if defer else capture
     if graph_digest(capture.graph) != program.digest:
         raise PlanMismatchError(f"stage {stage.index} of the pipeline is not the step that was planned")

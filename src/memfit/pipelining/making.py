@@ -207,6 +207,7 @@ def _program(plan: StagePlan, module: str) -> StageProgram:
         program=plan.planned.program,
         last_program=None if plan.last is None else plan.last.program,
         separated=tuple(sorted(plan.capture.separated)),
+        grid=plan.capture.grid,
         under_way=plan.under_way,
         kept_bytes=plan.planned.kept_bytes,
         static_bytes=plan.graph.static_bytes,

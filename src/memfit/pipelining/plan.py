@@ -30,6 +30,7 @@ class StageProgram:
         program: of every micro-batch, or of all but the last.
         last_program: of the last one where that is another.
         separated: see `memfit.capture.trace.Capture`.
+        grid: see there; empty where nothing runs slice by slice that changes the order of sums.
         under_way: the most micro-batches that are under way there.
         kept_bytes: what is held of each between its passes.
         static_bytes: parameters, gradients, optimizer state, buffers and inputs.
@@ -45,6 +46,7 @@ class StageProgram:
     program: Program
     last_program: Program | None = None
     separated: tuple[str, ...] = ()
+    grid: tuple[int, ...] = ()
     under_way: int
     kept_bytes: int
     static_bytes: int
@@ -152,6 +154,7 @@ _STAGE_FIELDS: dict[str, Any] = {
     "digest": _TEXT,
     "program": _PROGRAM,
     "separated": _list(_TEXT),
+    "grid": {"type": "array", "items": _COUNT, "maxItems": 3},
     **dict.fromkeys(("under_way", "kept_bytes", "static_bytes", "peak_bytes"), _COUNT),
     **dict.fromkeys(("forward_seconds", "backward_seconds", "weight_seconds", "again_seconds"), _SECONDS),
     "begins": _TEXT,
@@ -206,7 +209,7 @@ def _encoded(stage: StageProgram) -> dict[str, Any]:
     document = {f.name: getattr(stage, f.name) for f in fields(stage)}
     for name in ("program", "last_program"):
         document[name] = None if document[name] is None else encode_program(document[name])
-    document["separated"] = list(stage.separated)
+    document |= {"separated": list(stage.separated), "grid": list(stage.grid)}
     return {name: value for name, value in document.items() if value is not None}
 
 
@@ -235,5 +238,5 @@ def _decoded(document: Mapping[str, Any]) -> StageProgram:
     for name in ("program", "last_program"):
         if name in values:
             values[name] = decode_program(values[name])
-    values["separated"] = tuple(values["separated"])
+    values |= {name: tuple(values[name]) for name in ("separated", "grid")}
     return StageProgram(**values)

@@ -34,6 +34,7 @@ class Question:
         optimizer: of the model's parameters; its state counts.
         search_seconds: roughly how long each search for a stage's plan takes.
         tiers: where stages may swap to.
+        levers: as for `memfit.fit`.
         allow_batch_norm: whether batch normalisation may take its statistics from each micro-batch.
         prove: run each device's part alone to measure its peak, and correct the plan.
         receives_ahead: whether stages are in several processes, so that what arrives next has its memory already.
@@ -47,6 +48,7 @@ class Question:
     optimizer: torch.optim.Optimizer | None = None
     search_seconds: float = 2.0
     tiers: str | None = None
+    levers: str | tuple[str, ...] = "bitwise"
     allow_batch_norm: bool = False
     prove: bool = True
     receives_ahead: bool = False

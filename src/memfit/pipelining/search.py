@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from memfit.capture.grids import grids
 from memfit.capture.trace import Capture
 from memfit.errors import BudgetError, CaptureError, SpecError
 from memfit.pipelining.costs import call_costs
@@ -85,6 +86,7 @@ def search(forward: ForwardGraph, leaves: Sequence[Any], question: Question, dev
         raise SpecError(f"the model can be cut into {searcher.most_stages} stages at most")
     if best is None:
         assert failure is not None
+        searcher.question = replace(question, search_seconds=min(question.search_seconds, _SHORT_SECONDS))
         enough, least_bytes = searcher.enough_stages(), searcher.least_budget(names[0])
         more = f"; it fits on {enough} devices" if enough else ""
         raise BudgetError(
@@ -154,11 +156,11 @@ class _Searcher:
             *(CutPlace(position=cut.position, nbytes=cut.nbytes) for cut in self.cuts),
             CutPlace(position=len(forward.calls), nbytes=0),
         ]
-        self.captured: dict[tuple[int, int], tuple[Stage, Capture, StepGraph]] = {}
-        self.deferred: dict[tuple[int, int], tuple[Capture, StepGraph]] = {}
+        self.captured: dict[tuple[int, ...], tuple[Capture, StepGraph]] = {}  # by ends, and a grid
+        self.deferred: dict[tuple[int, ...], tuple[Capture, StepGraph]] = {}
         (whole,) = cut_into_stages(forward, [])
         capture, graph = capture_stage(whole, leaves, question, device)
-        self.captured[0, len(self.places) - 1] = whole, capture, graph
+        self.captured[0, len(self.places) - 1] = capture, graph
         self.state_bytes = state_bytes(forward, question, device)
         self.demand = demands(call_costs(forward, capture, graph), self.places, self.state_bytes)
         self.planned: dict[tuple[Any, ...], tuple[PlannedStage, PlannedStage | None]] = {}
@@ -187,7 +189,6 @@ class _Searcher:
     def least_budget(self, name: str) -> int:
         """About the least budget of a device with which a plan is found: bisected down from what takes no budget."""
         asked = self.question
-        self.question = replace(asked, search_seconds=min(asked.search_seconds, _SHORT_SECONDS))
         low = asked.budget_bytes or 0
         high = self._fits_in(name, None)
         assert high is not None
@@ -332,12 +333,45 @@ class _Searcher:
     ) -> StagePlan:
         ends = [0, *places, len(self.places) - 1]
         key = ends[stage.index], ends[stage.index + 1]
+        capture, graph = self._captured(stage, key, schedule)
+        may_tile = self.question.levers == "all" or "tile" in self.question.levers
+        try:
+            return self._plan_stage(stage, capture, graph, budget, under_way)
+        except BudgetError as error:
+            if not may_tile or budget is None or self.question.policy != "auto":
+                raise
+            return self._in_tiles(stage, key, schedule, budget, under_way, error)
+
+    def _in_tiles(
+        self,
+        stage: Stage,
+        ends: tuple[int, int],
+        schedule: Schedule,
+        budget: int,
+        under_way: int,
+        failure: BudgetError,
+    ) -> StagePlan:
+        """In tiles as coarse as the budget allows; of all that fail the error of the one that takes the least."""
+        capture, graph = self.captured[ends]
+        for grid in grids(capture, budget - graph.static_bytes - graph.gradient_bytes):
+            tiled = self._captured(stage, (*ends, *grid), schedule)
+            if not tiled[1].is_tiled:
+                continue
+            try:
+                return self._plan_stage(stage, *tiled, budget, under_way)
+            except BudgetError as error:
+                failure = min(failure, error, key=lambda one: one.least_bytes)
+        raise failure
+
+    def _captured(self, stage: Stage, key: tuple[int, ...], schedule: Schedule) -> tuple[Capture, StepGraph]:
+        """The step of a stage between two ends, perhaps in tiles of the grid that follows these."""
         if key not in self.captured:
-            self.captured[key] = (stage, *capture_stage(stage, self.leaves, self.question, self.device))
-        _, capture, graph = self.captured[key]
-        if schedule.splits_backward:
-            capture, graph = self.deferred.setdefault(key, deferring(capture, graph))
-        return self._plan_stage(stage, capture, graph, budget, under_way)
+            self.captured[key] = capture_stage(stage, self.leaves, self.question, self.device, grid=key[2:])
+        if not schedule.splits_backward:
+            return self.captured[key]
+        if key not in self.deferred:
+            self.deferred[key] = deferring(*self.captured[key])
+        return self.deferred[key]
 
     def _with_last(self, plan: StagePlan, schedule: Schedule, plans: Sequence[StagePlan]) -> StagePlan:
         """The plan with nothing run again for the last micro-batch, if that fits beside what the others keep."""

@@ -21,19 +21,20 @@ __all__ = ["capture_stage", "deferring", "state_bytes"]
 
 
 def capture_stage(
-    stage: Stage, leaves: Sequence[Any], question: Question, device: torch.device
+    stage: Stage, leaves: Sequence[Any], question: Question, device: torch.device, *, grid: tuple[int, ...] = ()
 ) -> tuple[Capture, StepGraph]:
-    """Captures and profiles a stage's step of one micro-batch, as the engine runs it."""
+    """Captures and profiles a stage's step of one micro-batch, as the engine runs it; perhaps in tiles of a grid."""
     parameters = [p for p in stage.module.parameters() if p.requires_grad]
     request = Request(
         budget=0,
         optimizer=part_of(question.optimizer, parameters) if question.optimizer is not None else None,
         tiers=question.tiers,
+        levers=question.levers,
         accumulate=True,
         label=f"stage {stage.index}",
     )
     args = example_inputs(stage, leaves, device)
-    capture, graph = capture_and_profile(stage.module, args, {}, request)
+    capture, graph = capture_and_profile(stage.module, args, {}, request, grid=grid)
     # What leaves is the engine's, which drops it when it is sent; what comes next is received ahead.
     ahead = sum(c.nbytes for c in stage.arriving) if question.receives_ahead else 0
     return capture, replace(graph, outputs=(), static_bytes=graph.static_bytes + ahead)

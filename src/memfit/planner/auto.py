@@ -25,7 +25,7 @@ from memfit.planner.explain import binding_place
 from memfit.planner.improve import Pool, varied
 from memfit.planner.kept import select_kept
 from memfit.planner.lazy import lazy_order, tiled_order
-from memfit.planner.least import least_budget, least_order
+from memfit.planner.least import LEAST_TRIES, least_budget, least_order
 from memfit.planner.polish import fill, spill
 from memfit.planner.selection import select_over_time
 from memfit.planner.ways import leanest, program_within, quicker
@@ -110,6 +110,7 @@ def find_order(
     seconds: float = 8.0,
     progress: Progress | None = None,
     moves: Moves | None = None,
+    least_tries: int = LEAST_TRIES,
 ) -> Found:
     """Finds a fast order within a budget; swaps nothing.
 
@@ -120,6 +121,7 @@ def find_order(
             for a large step, up to twice that while very far.
         progress: told what is being tried.
         moves: what to do for swaps, if second runs stand for them.
+        least_tries: how often the interval of the least budget is halved that an error tells.
 
     Returns:
         The fastest one found.
@@ -181,7 +183,7 @@ def find_order(
         try_filled(fitting)
         in_vain = in_vain + 1 if best is before else 0
     if best is None:
-        least = least_order(lean)
+        least = least_order(lean, tries=least_tries, enough_bytes=budget_bytes)
         if _peak(lean, least) > budget_bytes:
             raise _no_plan(lean, budget_bytes, least)
         best = found(fill(lean, least, budget_bytes))

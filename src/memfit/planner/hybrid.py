@@ -21,6 +21,7 @@ from memfit.errors import BudgetError
 from memfit.planner.auto import CLOSE, Found, Moves, Progress, find_order
 from memfit.planner.bound import relaxed_bound
 from memfit.planner.kept import select_kept
+from memfit.planner.least import LEAST_TRIES
 from memfit.planner.streaming import find_streaming
 from memfit.planner.swapping import placed_on_tiers, swappable, swapping_step
 from memfit.planner.transfers import ahead_of_use, with_transfers
@@ -40,7 +41,12 @@ _SPILLED = 0.96
 
 
 def find_program(
-    graph: StepGraph, budget_bytes: int, *, seconds: float = 8.0, progress: Progress | None = None
+    graph: StepGraph,
+    budget_bytes: int,
+    *,
+    seconds: float = 8.0,
+    progress: Progress | None = None,
+    least_tries: int = LEAST_TRIES,
 ) -> Found:
     """Finds a fast program within a budget, with swaps where the step has tiers.
 
@@ -50,6 +56,7 @@ def find_program(
         seconds: roughly how long the search without swaps takes, see `find_order`; with tiers all of it takes up to
             twice as long.
         progress: told what is being tried.
+        least_tries: see `find_order`; for a step without tiers.
 
     Returns:
         The fastest one found; its bound is for plans that may swap if the step has tiers.
@@ -61,7 +68,7 @@ def find_program(
         return find_streaming(graph, budget_bytes, seconds=seconds, progress=progress)
     alone = replace(graph, tiers=())
     if not graph.tiers:
-        return find_order(alone, budget_bytes, seconds=seconds, progress=progress)
+        return find_order(alone, budget_bytes, seconds=seconds, progress=progress, least_tries=least_tries)
     bound = relaxed_bound(alone, budget_bytes, seconds=seconds / 8)
     found: list[Found] = []
     errors: list[BudgetError] = []

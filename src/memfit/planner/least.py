@@ -16,7 +16,10 @@ from memfit.step.graph import StepGraph
 from memfit.step.program import program_of
 from memfit.step.simulate import simulate
 
-__all__ = ["least_budget", "least_order"]
+__all__ = ["LEAST_TRIES", "least_budget", "least_order"]
+
+LEAST_TRIES = 12
+"""How often the interval of the least peak is halved; often enough to come near any."""
 
 _WINDOWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 _NEAR = 0.004
@@ -43,15 +46,16 @@ def least_budget(graph: StepGraph, order: Sequence[int]) -> int:
     return int(_peak(graph, order) * (1 + _MARGIN)) + 1024
 
 
-def least_order(graph: StepGraph, *, tries: int = 12) -> list[int]:
+def least_order(graph: StepGraph, *, tries: int = LEAST_TRIES, enough_bytes: int = 0) -> list[int]:
     """An order of about the least peak.
 
     Args:
         graph: the step.
         tries: how often the interval is halved.
+        enough_bytes: a peak that need not be lowered further.
 
     Returns:
-        A valid order; its simulated peak is the least budget.
+        A valid order; its simulated peak is the least budget, or enough.
     """
     starts = _low_starts(graph)
     best = starts[0]
@@ -60,12 +64,18 @@ def least_order(graph: StepGraph, *, tries: int = 12) -> list[int]:
     near = _NEAR if len(graph.ops) <= LARGE_STEP else _NEAR_IF_LARGE
     count = _STARTS_IF_TILED if graph.is_tiled else _STARTS
     rounds = min(400, _ROUNDS // len(graph.ops))
+
+    def reach(target: int) -> list[int] | None:
+        spilled = (spill(graph, start, target, rounds=rounds) for start in [best, *starts[:count]])
+        return next((order for order in spilled if order is not None), None)
+
+    if low < enough_bytes < high and (reached := reach(enough_bytes)) is not None:
+        return reached
     for _ in range(tries):
-        if high - low < near * high:
+        if high <= enough_bytes or high - low < near * high:
             break
         target = (high + low) // 2
-        spilled = (spill(graph, start, target, rounds=rounds) for start in [best, *starts[:count]])
-        reached = next((order for order in spilled if order is not None), None)
+        reached = reach(target)
         if reached is None:
             low = target
         else:

@@ -19,6 +19,7 @@ from memfit.planner.hybrid import find_program
 from memfit.planner.schedule import StageMemory
 from memfit.planner.ways import program_within
 from memfit.step.graph import Op, Phase, StepGraph, StorageKind
+from memfit.step.links import TierLinks
 from memfit.step.program import Action, Program, plain_order
 from memfit.step.simulate import Timeline, simulate
 from memfit.strategies.segments import segment_order
@@ -28,6 +29,9 @@ __all__ = ["PlannedStage", "Traffic", "plan_always", "plan_never", "plan_stage"]
 
 _CAPS = (1.0, 0.75, 0.5, 0.25, 0.0)
 """Of the most that could be kept of each micro-batch, tried in this order until the plans get slower."""
+
+_LEAST_TRIES = 0
+"""What an error says that one of several caps needs at least is an upper estimate anyway."""
 
 _GOOD_ENOUGH = 0.02
 """A plan that runs so little again needs no other cap."""
@@ -86,25 +90,33 @@ def plan_stage(graph: StepGraph, budget_bytes: int, traffic: Traffic, *, seconds
         BudgetError: if none fits; its least budget is an upper estimate if there are several under way.
     """
     under_way = traffic.under_way
+    graph = replace(graph, tiers=tuple(_share_of(links, under_way) for links in graph.tiers))
     never = plan_never(graph, budget_bytes, traffic)
     if never.peak_bytes <= budget_bytes:
         return never
     if under_way == 1:
-        found = find_program(graph, budget_bytes, seconds=seconds)
+        found = find_program(graph, budget_bytes, seconds=seconds, least_tries=_LEAST_TRIES)
         return _stage(graph, found.program, found.timeline, traffic)
     room = budget_bytes - graph.static_bytes - (under_way - 1) * traffic.received_bytes
     best: PlannedStage | None = None
     failure: BudgetError | None = None
-    for share in _CAPS:
+    caps = list(_CAPS)
+    while caps:
+        share = caps.pop(0)
         cap_bytes = int(share * max(0, room) / under_way)
         capped = _capped(graph, budget_bytes, cap_bytes, traffic)
         try:
-            found = find_program(capped, budget_bytes, seconds=seconds)
+            found = find_program(capped, budget_bytes, seconds=seconds, least_tries=_LEAST_TRIES)
         except BudgetError as error:
             failure = error if failure is None or error.least_bytes < failure.least_bytes else failure
+            if share == min(_CAPS) and best is None:
+                break  # nothing fits where next to nothing is kept
+            if share == max(_CAPS):
+                caps.insert(0, caps.pop())
             continue
         made = _stage(graph, found.program, simulate(graph, found.program), traffic)
         if made.peak_bytes > budget_bytes:
+            failure = failure or _too_much(made.peak_bytes, budget_bytes)
             continue
         if best is not None and made.timeline.step_seconds >= best.timeline.step_seconds:
             break
@@ -130,6 +142,15 @@ def plan_never(graph: StepGraph, budget_bytes: int | None, traffic: Traffic) -> 
 def plan_always(graph: StepGraph, budget_bytes: int | None, traffic: Traffic) -> PlannedStage:
     """Nothing is kept but what was received: the whole forward pass runs again before the backward pass."""
     return _of_order(graph, segment_order(graph, ()), budget_bytes, traffic)
+
+
+def _too_much(peak_bytes: int, budget_bytes: int) -> BudgetError:
+    return BudgetError(f"its plan takes {format_bytes(peak_bytes)}", budget_bytes=budget_bytes, least_bytes=peak_bytes)
+
+
+def _share_of(links: TierLinks, under_way: int) -> TierLinks:
+    """What a tier has room for of each micro-batch."""
+    return links if links.limit_bytes is None else replace(links, limit_bytes=links.limit_bytes // under_way)
 
 
 def _of_order(graph: StepGraph, order: list[int], budget_bytes: int | None, traffic: Traffic) -> PlannedStage:
@@ -198,6 +219,7 @@ def _kept_bytes(graph: StepGraph, program: Program, loss_at: int) -> int:
     alive: set[int] = set()
     random_bytes: dict[int, int] = {}
     again = set(program.recomputed())
+    elsewhere = program.streamed()
     for place, instruction in enumerate(program.instructions):
         if place > loss_at and instruction.action is not Action.FREE:
             break
@@ -209,7 +231,7 @@ def _kept_bytes(graph: StepGraph, program: Program, loss_at: int) -> int:
             op = graph.ops[instruction.index]
             if instruction.over is not None:
                 alive.discard(instruction.over)
-            alive.update(op.writes)
+            alive.update(s for s in op.writes if s not in elsewhere)
             if op.random_state_bytes and instruction.index in again:
                 random_bytes[instruction.index] = op.random_state_bytes
     kept = sum(graph.storages[s].nbytes for s in alive if graph.storages[s].kind is StorageKind.FORWARD)

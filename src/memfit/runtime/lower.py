@@ -349,12 +349,14 @@ def lower(
         for gradient in outputs[count:]:
             if isinstance(gradient, fx.Node) and gradient not in in_backward.awaited_sums():
                 in_backward.value(gradient)
-        waited = set(in_backward.graph.nodes)
+    waited = set(in_backward.graph.nodes)
+    if waits_until is not None:
         in_backward.run_all(backward[waits_until:])
-        for node in in_backward.graph.nodes:
-            node.meta[LATER] = node not in waited and node.op != "get_attr"
     if in_backward.calls is not None:
         in_backward.calls.end()
+    if waits_until is not None:
+        for node in in_backward.graph.nodes:
+            node.meta[LATER] = node not in waited and node.op != "get_attr"
     in_backward.graph.call_function(donates_nothing)
     # An input whose gradient were None here would be cut off from the graph; the calls return none when they run.
     gradients = tuple(

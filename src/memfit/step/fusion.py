@@ -65,7 +65,7 @@ class Run:
     Attributes:
         start: position of the first in an order.
         ops: as they run.
-        dying: storages whose copy is last read by each.
+        dying: storages whose copy is last read by each; without sums that nobody reads, which are whole until the end.
     """
 
     start: int
@@ -121,7 +121,10 @@ def runs_by_slices(
         if stop < len(ops) and able[stop]:
             stop = _narrowest(graph, ops, again, dying, start, stop)
         if stop - start > 1:
-            found.append(Run(start=start, ops=ops[start:stop], dying=dying[start:stop]))
+            made = ops[start:stop]
+            # A sum is whole until all are done, also where nobody in the step reads it.
+            dead = [[s for s in of if s not in _sums(op)] for op, of in zip(made, dying[start:stop], strict=True)]
+            found.append(Run(start=start, ops=made, dying=dead))
         start = max(stop, start + 1)
     return found
 

@@ -261,7 +261,7 @@ def _as_one(run: Fusion, order: Sequence[int], ops: Sequence[Op], dying: Sequenc
             )
         )
         for storage in dying[position]:
-            if storage in written:
+            if storage in written and storage not in op.by_slices.sums:
                 fused.append(Instruction(Action.FREE, storage, fused=True))
             elif storage not in taken:
                 after.append(Instruction(Action.FREE, storage))

@@ -1,0 +1,58 @@
+"""Stages that swap or run slice by slice: the same gradients, within the budget of each device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import memfit
+from memfit.pipelining.plan import decode_pipeline, encode_pipeline
+from memfit.zoo.gpt import GPT
+from tests.pipelining.models import Case, gradients, plain_step, tokens_loss
+from tests.pipelining.test_memory import plan, wide
+from tests.small_disk import make_small_disk
+
+
+def assert_trains_within(pipe: memfit.Pipeline, case: Case, expected: dict[str, torch.Tensor], budget: int) -> None:
+    assert max(pipe.plan.measured_peak_bytes) <= budget
+    for _ in range(2):
+        case.model.zero_grad()
+        pipe.step(*case.args, target=case.target)
+        for name, parameter in case.model.named_parameters():
+            torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-11, atol=1e-15)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero-bubble"])
+def test_stages_swap(schedule: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Several micro-batches are under way, each with a place of its own on the disk."""
+    make_small_disk(monkeypatch)
+    monkeypatch.setenv("MEMFIT_SWAP_DIR", str(tmp_path))
+    torch.manual_seed(1)
+    case = wide(16)
+    plain_step(case)
+    expected = gradients(case.model)
+    free = plan(case, num_stages=2, num_microbatches=4, schedule=schedule, prove=False).plan
+    budget = int((0.85 if schedule == "zero-bubble" else 0.7) * max(free.peak_bytes))
+    options = {"num_stages": 2, "num_microbatches": 4, "schedule": schedule, "tiers": "disk"}
+    pipe = plan(case, budget_per_device=budget, **options)
+    assert any(stage.program.swapped() for stage in pipe.plan.stages)
+    assert_trains_within(pipe, case, expected, budget)
+
+
+def test_a_stage_that_fits_in_no_other_way_runs_slice_by_slice() -> None:
+    """A large vocabulary: the widest ops are far above what else there is."""
+    torch.manual_seed(1)
+    model = GPT(layers=2, width=32, heads=2, positions=64, vocabulary=1500, dropout=0.0, tied=False).double()
+    x, y = torch.randint(1500, (2, 8, 64))
+    case = Case(model=model, args=(x,), target=y, loss_fn=tokens_loss)
+    plain_step(case)
+    expected = gradients(case.model)
+    options = {"num_stages": 1, "num_microbatches": 2, "schedule": "1f1b"}
+    free = plan(case, prove=False, **options).plan
+    budget = int(0.6 * max(free.peak_bytes))
+    pipe = plan(case, budget_per_device=budget, levers="all", **options)
+    assert pipe.plan.stages[-1].grid
+    assert decode_pipeline(encode_pipeline(pipe.plan)) == pipe.plan
+    assert_trains_within(pipe, case, expected, budget)
