@@ -42,7 +42,7 @@ def test_a_pipeline_is_planned_printed_and_drawn(tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize(
     ("options", "code", "told"),
     [
-        (["--stages", "2", "--microbatches", "2", "--budget", "64KiB"], 1, "Does not fit"),
+        (["--stages", "2", "--microbatches", "2", "--schedule", "1f1b", "--budget", "64KiB"], 1, "Does not fit"),
         (["--stages", "2", "--microbatches", "99"], 2, "99 micro-batches"),
         (["--stages", "2", "--microbatches", "2", "--schedule", "other"], 2, "unknown schedule"),
         (["--stages", "2", "--microbatches", "2", "--svg", "no/such/folder.svg"], 2, "no folder"),
