@@ -11,6 +11,7 @@ import copy
 import gc
 import logging
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,7 +58,7 @@ class PipelineRow:
         stage_bytes: measured peak of each device alone, where that is known.
         forward_seconds: median over steps of all forward passes of a step.
         backward_seconds: the same of backward passes.
-        samples_per_second: of the median step.
+        samples_per_second: of the median step, gradients made into those of the batch.
         loss: of the last step.
         note: what else there is to say.
     """
@@ -148,17 +149,19 @@ def compare_cell(
         ready[system] = step, model, peak, stage_bytes, note
         gc.collect()
     passes: dict[str, list[Passes]] = {system: [] for system in ready}
+    seconds: dict[str, list[float]] = {system: [] for system in ready}
     for turn in range(repeats):
         for system in ready if turn % 2 == 0 else reversed(ready):
             step, model, *_ = ready[system]
             model.zero_grad()
+            begin = time.perf_counter()
             passes[system].append(copy.copy(step()))
+            seconds[system].append(time.perf_counter() - begin)
     rows = []
     for system in [s for s in SYSTEMS if s in ready]:
         _, model, peak, stage_bytes, note = ready[system]
         forward = statistics.median(p.forward_seconds for p in passes[system])
         backward = statistics.median(p.backward_seconds for p in passes[system])
-        whole = statistics.median(p.forward_seconds + p.backward_seconds for p in passes[system])
         rows.append(
             PipelineRow(
                 cell=cell,
@@ -168,7 +171,7 @@ def compare_cell(
                 stage_bytes=stage_bytes,
                 forward_seconds=forward,
                 backward_seconds=backward,
-                samples_per_second=batch / whole,
+                samples_per_second=batch / statistics.median(seconds[system]),
                 loss=passes[system][-1].loss,
                 note=note,
             )
