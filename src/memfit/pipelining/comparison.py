@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 SYSTEMS = ("memfit", "torchgpipe", "equal-layers")
 _ADAM_BYTES = 12
 """Of memory for each parameter in the seed's total: itself and two moments."""
-_TRIES = 4
+_TRIES = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
