@@ -138,11 +138,11 @@ def verify(
         MemfitError: what planning or applying the plan raises.
     """
     inputs = dict(kwargs or {})
-    asked = _asked(request, loss_fn, optimizer)
-    loss_fn, optimizer = asked.loss_fn, asked.optimizer
+    plan = _plan(model, args, inputs, request, loss_fn, optimizer, progress)
+    assert plan.planned is not None
+    loss_fn, optimizer = plan.planned.request.loss_fn, plan.planned.request.optimizer
     device = device_of(model)
     plain, planned = _Runner(model, optimizer, args, inputs, loss_fn), _Runner(model, optimizer, args, inputs, loss_fn)
-    plan = _plan(planned.model, args, inputs, request, asked, progress)
     plan.apply(planned.model)
     reference = _reference(model, optimizer, args, inputs, plan)
     checks: list[Check] = []
@@ -334,29 +334,22 @@ def _plan(
     args: Sequence[Any],
     kwargs: dict[str, Any],
     request: Request | Plan,
-    asked: Request,
+    loss_fn: LossFunction | None,
+    optimizer: torch.optim.Optimizer | None,
     progress: Progress | None,
 ) -> Plan:
     if isinstance(request, Request):
-        return make_plan(model, args, kwargs, asked, progress=progress, keep_call=True)
+        return make_plan(model, args, kwargs, request, progress=progress)
     if request.planned is not None:
         return request
-    return verified(request, model, args, kwargs, asked)
-
-
-def _asked(request: Request | Plan, loss_fn: LossFunction | None, optimizer: torch.optim.Optimizer | None) -> Request:
-    """The request, that of a plan, or one that fits a plan from a file."""
-    if isinstance(request, Request):
-        return request
-    if request.planned is not None:
-        return request.planned.request
-    return Request(
+    again = Request(
         budget=request.budget_bytes,
         loss_fn=loss_fn,
         optimizer=optimizer,
         strategy=request.strategy,
         label=request.label,
     )
+    return verified(request, model, args, kwargs, again)
 
 
 def _compare(

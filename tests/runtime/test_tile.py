@@ -96,7 +96,7 @@ def test_one_large_image_runs_in_tiles() -> None:
     assert max(result.plan.grid) > 1
     assert not result.differing
     assert result.fits
-    assert result.peak_bytes > 0.75 * result.plan.predicted.peak_bytes  # tiles of a few rows are uneven
+    assert result.peak_bytes > 0.85 * result.plan.predicted.peak_bytes  # tiles of a few rows are uneven
 
 
 class Resized(nn.Module):
