@@ -27,6 +27,7 @@ from memfit.capture.reading import JointReading
 from memfit.capture.trace import Capture, device_of
 from memfit.errors import OutOfMemoryError, PlanMismatchError
 from memfit.runtime.accumulate import accumulation
+from memfit.runtime.bindings import call_cheaply
 from memfit.runtime.later import LATER, Later, in_two
 from memfit.runtime.lower import (
     OVERWRITTEN,
@@ -373,6 +374,7 @@ def _boxed(gm: fx.GraphModule, describe: Callable[[], str], later: Later | None)
     """The generated code itself, taking its arguments in a list that it empties as it goes."""
     attach_hollow(gm)
     forget_side_effects(gm.graph)
+    call_cheaply(gm.graph)
     placeholders = gm.graph.find_nodes(op="placeholder")
     overwritten = [i for i, node in enumerate(placeholders) if node.meta.get(OVERWRITTEN)]
     if later is not None and any(node.meta.get(LATER) for node in gm.graph.nodes):
