@@ -1,11 +1,13 @@
 """From the plan of a pipeline to the stages that one process runs.
 
 Every process traces and cuts the model itself, and compares what it gets with what was planned before anything runs.
+The process that planned goes on with what it captured for that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,10 +26,22 @@ from memfit.pipelining.stages import Stage, cut_into_stages, example_inputs
 from memfit.runtime.apply import compile_program
 from memfit.runtime.later import Later
 from memfit.step.codec import graph_digest
-from memfit.step.graph import StepGraph
 from memfit.step.program import Program
 
-__all__ = ["build_stages", "capture_planned", "planned_cuts"]
+__all__ = ["CompiledStage", "capture_stages", "compile_stage", "engine_stages", "planned_cuts"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledStage:
+    """What runs a stage.
+
+    Attributes:
+        each: for each micro-batch the stage, made for its size, and what runs its module by its plan.
+        later: where these leave the second parts of backward passes.
+    """
+
+    each: tuple[tuple[Stage, StageCall], ...]
+    later: Later
 
 
 def planned_cuts(forward: ForwardGraph, plan: PipelinePlan) -> list[Stage]:
@@ -44,15 +58,13 @@ def planned_cuts(forward: ForwardGraph, plan: PipelinePlan) -> list[Stage]:
     return cut_into_stages(forward, [cuts[position] for position in plan.cuts])
 
 
-def build_stages(
+def capture_stages(
     plan: PipelinePlan,
     forwards: Sequence[tuple[ForwardGraph, Sequence[Any]]],
     mine: Sequence[int],
     device: torch.device,
-    stream: RandomStream | None,
-    group: dist.ProcessGroup | None = None,
-) -> dict[int, EngineStage]:
-    """Compiles stages.
+) -> dict[int, CompiledStage]:
+    """Captures stages as they were captured when they were planned, and compiles them.
 
     Args:
         plan: what to run.
@@ -60,8 +72,6 @@ def build_stages(
             another size.
         mine: the stages that this process runs.
         device: where.
-        stream: of random numbers.
-        group: the processes of the pipeline; None for all.
 
     Returns:
         The stages, by number.
@@ -70,27 +80,59 @@ def build_stages(
         PlanMismatchError: if the model here is not the planned one.
     """
     cut = [planned_cuts(forward, plan) for forward, _ in forwards]
-    programs = [plan.stages, plan.last_stages][: len(forwards)]
-    count = len(plan.sizes)
     built = {}
     for index in mine:
-        runs: list[tuple[Stage, StageCall]] = []
-        later: Later = []
-        for stages, of_size, (_, leaves) in zip(cut, programs, forwards, strict=True):
-            stage, program = stages[index], of_size[index]
-            capture, _ = capture_planned(stage, program, leaves, device, defer=plan.schedule.splits_backward)
-            runs.append((stage, _compiled(stage.module, capture, program.program, later)))
-            if program.last_program is not None:
-                last = stage, _compiled(stage.module, capture, program.last_program, later)
-                runs.append(last)
-        each = [runs[0]] * (count - 1) + [runs[-1]]
-        built[index] = EngineStage(each, plan.schedule.num_stages, device, group, random_stream=stream, later=later)
+        sizes = []
+        for stages, (_, leaves), programs in zip(cut, forwards, (plan.stages, plan.last_stages), strict=False):
+            program = programs[index]
+            capture = _capture_planned(stages[index], program, leaves, device, defer=plan.schedule.splits_backward)
+            sizes.append((stages[index], capture, program))
+        built[index] = compile_stage(sizes, len(plan.sizes))
     return built
 
 
-def capture_planned(
+def compile_stage(sizes: Sequence[tuple[Stage, Capture, StageProgram]], num_microbatches: int) -> CompiledStage:
+    """Compiles a stage; nothing runs before its first micro-batch.
+
+    Args:
+        sizes: stage, capture and program for the size of all micro-batches; and for that of the last, if it is another.
+        num_microbatches: of a batch.
+    """
+    runs: list[tuple[Stage, StageCall]] = []
+    later: Later = []
+    for stage, capture, program in sizes:
+        runs.append((stage, _compiled(stage.module, capture, program.program, later)))
+        if program.last_program is not None:
+            runs.append((stage, _compiled(stage.module, capture, program.last_program, later)))
+    return CompiledStage(each=(*[runs[0]] * (num_microbatches - 1), runs[-1]), later=later)
+
+
+def engine_stages(
+    plan: PipelinePlan,
+    compiled: Mapping[int, CompiledStage],
+    device: torch.device,
+    stream: RandomStream | None,
+    group: dist.ProcessGroup | None = None,
+) -> dict[int, EngineStage]:
+    """Stages as the engine drives them.
+
+    Args:
+        plan: what to run.
+        compiled: the stages that run here, by number.
+        device: where.
+        stream: of random numbers.
+        group: the processes of the pipeline; None for all.
+    """
+    count = plan.schedule.num_stages
+    return {
+        index: EngineStage(stage.each, count, device, group, random_stream=stream, later=stage.later)
+        for index, stage in compiled.items()
+    }
+
+
+def _capture_planned(
     stage: Stage, program: StageProgram, leaves: Sequence[Any], device: torch.device, *, defer: bool
-) -> tuple[Capture, StepGraph]:
+) -> Capture:
     """Captures a stage as it was captured when it was planned.
 
     Raises:
@@ -102,7 +144,7 @@ def capture_planned(
     capture = with_deferred(capture) if defer else capture
     if graph_digest(capture.graph) != program.digest:
         raise PlanMismatchError(f"stage {stage.index} of the pipeline is not the step that was planned")
-    return capture, capture.graph
+    return capture
 
 
 def _compiled(module: nn.Module, capture: Capture, program: Program, later: Later) -> StageCall:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from memfit.capture.optimizer import optimizer_cost, part_of
 from memfit.capture.trace import storage_bytes
 from memfit.errors import BudgetError
 from memfit.pipelining.alone import run_alone
-from memfit.pipelining.building import build_stages
+from memfit.pipelining.building import CompiledStage, compile_stage, engine_stages
 from memfit.pipelining.coupling import check_halves, refuse_batch_norm
 from memfit.pipelining.engine import make_schedule
 from memfit.pipelining.engine_stage import EngineStage
@@ -38,7 +38,7 @@ from memfit.runtime.measure import measure
 from memfit.step.codec import graph_digest
 from memfit.units import format_bytes
 
-__all__ = ["PROVING_RUNS", "make_pipeline_plan", "measured_peaks", "resident_bytes"]
+__all__ = ["PROVING_RUNS", "Made", "make_pipeline_plan", "resident_bytes"]
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +46,19 @@ PROVING_RUNS = 3
 """How often a plan is corrected."""
 
 Forwards = Sequence[tuple[ForwardGraph, Sequence[Any]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """A plan, and what the process that made it goes on with.
+
+    Attributes:
+        plan: for batches of one shape.
+        compiled: its stages that run in this process, by number.
+    """
+
+    plan: PipelinePlan
+    compiled: Mapping[int, CompiledStage]
 
 
 def make_pipeline_plan(
@@ -59,8 +72,8 @@ def make_pipeline_plan(
     loss_fn: PipelineLoss | None,
     spec: Any,
     fixed: PipelinePlan | None = None,
-) -> PipelinePlan:
-    """The plan for batches of one shape.
+) -> Made:
+    """Plans batches of one shape.
 
     Args:
         model: in training mode.
@@ -92,12 +105,13 @@ def make_pipeline_plan(
             found = plan_cuts(forward, part, schedule, fixed.cuts, asked, device)
         last = () if len(forwards) == 1 else plan_cuts(*forwards[1], found.schedule, found.cuts, asked, device).stages
         plan = _plan(forward, found, last, sizes, question)
+        made = Made(plan=plan, compiled=_compiled(plan, found.stages, last, first_only=question.receives_ahead))
         if not question.prove or question.receives_ahead:  # several processes prove it together, with real transfers
-            return plan
-        peaks = measured_peaks(model, plan, forwards, parts, question, device)
-        plan = replace(plan, measured_peak_bytes=tuple(peaks))
+            return made
+        peaks = _measured_peaks(model, made, parts, question, device)
+        made = replace(made, plan=replace(plan, measured_peak_bytes=tuple(peaks)))
         if question.budget_bytes is None or target is None or max(peaks) <= question.budget_bytes:
-            return plan
+            return made
         over = max(
             measured - min(predicted, question.budget_bytes)
             for measured, predicted in zip(peaks, plan.peak_bytes, strict=True)
@@ -111,24 +125,39 @@ def make_pipeline_plan(
     )
 
 
-def measured_peaks(
+def _compiled(
+    plan: PipelinePlan, stages: Sequence[StagePlan], last: Sequence[StagePlan], *, first_only: bool
+) -> dict[int, CompiledStage]:
+    """The stages as they were captured for the search; of several processes those of the first, which plans."""
+    compiled = {}
+    for index, device in plan.schedule.device_of().items():
+        if first_only and device != 0:
+            continue
+        sizes = [(stages[index].stage, stages[index].capture, plan.stages[index])]
+        if last:
+            sizes.append((last[index].stage, last[index].capture, plan.last_stages[index]))
+        compiled[index] = compile_stage(sizes, len(plan.sizes))
+    return compiled
+
+
+def _measured_peaks(
     model: nn.Module,
-    plan: PipelinePlan,
-    forwards: Forwards,
+    made: Made,
     parts: Sequence[Sequence[Any]],
     question: Question,
     device: torch.device,
 ) -> list[int]:
     """The measured peak of each device, run alone. Leaves the model as it was."""
     processes.join()
+    plan = made.plan
     of = plan.schedule.device_of()
     peaks = []
     for number, order in enumerate(plan.schedule.orders):
-        mine = [stage for stage, holder in of.items() if holder == number]
+        mine = {stage: compiled for stage, compiled in made.compiled.items() if of[stage] == number}
         stream = RandomStream(device, len(plan.sizes)) if plan.takes_random else None
         weights = [torch.tensor(1.0, dtype=torch.float64, device=device) for _ in parts]
         with preserved_state(model):
-            stages = build_stages(plan, forwards, mine, device, stream)
+            stages = engine_stages(plan, mine, device, stream)
             for parameter in model.parameters():
                 parameter.grad = None
             if stream is not None:

@@ -21,7 +21,7 @@ from memfit import processes
 from memfit.capture.dynamo import preserved_state
 from memfit.capture.trace import device_of
 from memfit.errors import BudgetError, PipelineError, SpecError
-from memfit.pipelining.building import build_stages, planned_cuts
+from memfit.pipelining.building import CompiledStage, capture_stages, engine_stages, planned_cuts
 from memfit.pipelining.engine import runtime, step_microbatches
 from memfit.pipelining.engine_stage import EngineStage
 from memfit.pipelining.forward_graph import ForwardGraph, PipelineLoss, capture_forward, flatten_inputs
@@ -258,22 +258,23 @@ class Pipeline:
         document: Any = None
         error: BaseException | None = None
         forwards: list[tuple[ForwardGraph, Sequence[Any]]] = []
+        compiled: Mapping[int, CompiledStage] = {}
         try:
             forwards = [(self._capture(part, spec), part) for part in ([parts[0], parts[-1]][: len(set(sizes))])]
             if processes.is_first(self._groups):
-                plan = make_pipeline_plan(
+                made = make_pipeline_plan(
                     *(self.model, forwards, leaves, sizes, question, self._device),
                     loss_fn=self._loss_fn,
                     spec=spec,
                     fixed=self._any().plan if self._prepared else None,
                 )
-                document = encode_pipeline(plan)
+                compiled, document = made.compiled, encode_pipeline(made.plan)
         except Exception as raised:
             error = raised
         processes.agree(error, self._device, self._groups)
         plan = decode_pipeline(processes.send_document(document, self._device, self._groups))
         try:
-            prepared = self._build(plan, forwards, self._read_losses(forwards, leaves, sizes, spec))
+            prepared = self._build(plan, forwards, self._read_losses(forwards, leaves, sizes, spec), compiled)
         except Exception as raised:
             error = raised
         processes.agree(error, self._device, self._groups)
@@ -321,13 +322,16 @@ class Pipeline:
         plan: PipelinePlan,
         forwards: list[tuple[ForwardGraph, Sequence[Any]]],
         losses: tuple[LossReading, ...],
+        compiled: Mapping[int, CompiledStage],
     ) -> _Prepared:
+        """What runs the plan; `compiled` are its stages if they are known here."""
         processes.join()
         device_of_stage = plan.schedule.device_of()
         alone = processes.world_size(self._group) == 1
         mine = [s for s, d in sorted(device_of_stage.items()) if alone or d == processes.rank(self._group)]
         stream = RandomStream(self._device, len(plan.sizes)) if plan.takes_random else None
-        stages = build_stages(plan, forwards, mine, self._device, stream, self._group)
+        compiled = compiled or capture_stages(plan, forwards, mine, self._device)
+        stages = engine_stages(plan, compiled, self._device, stream, self._group)
         schedule = plan.schedule
         if alone:
             schedule = on_one_device(schedule, plan.times())

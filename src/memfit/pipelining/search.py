@@ -8,6 +8,7 @@ guess corrects it, and cuts are proposed again, as long as that gets faster.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,7 +26,7 @@ from memfit.pipelining.forward_graph import ForwardGraph
 from memfit.pipelining.question import LINK_BYTES_PER_SECOND, POLICIES, Found, Question, StagePlan
 from memfit.pipelining.stage_steps import capture_stage, deferring, state_bytes
 from memfit.pipelining.stages import Stage, cut_into_stages
-from memfit.planner.balance import CutPlace, balance, demands, guessed_seconds
+from memfit.planner.balance import CutPlace, Demand, balance, demands, guessed_seconds
 from memfit.planner.schedule import (
     Schedule,
     device_peaks,
@@ -158,12 +159,16 @@ class _Searcher:
         ]
         self.captured: dict[tuple[int, ...], tuple[Capture, StepGraph]] = {}  # by ends, and a grid
         self.deferred: dict[tuple[int, ...], tuple[Capture, StepGraph]] = {}
-        (whole,) = cut_into_stages(forward, [])
-        capture, graph = capture_stage(whole, leaves, question, device)
-        self.captured[0, len(self.places) - 1] = capture, graph
         self.state_bytes = state_bytes(forward, question, device)
-        self.demand = demands(call_costs(forward, capture, graph), self.places, self.state_bytes)
         self.planned: dict[tuple[Any, ...], tuple[PlannedStage, PlannedStage | None]] = {}
+
+    @functools.cached_property
+    def demand(self) -> Callable[[int, int], Demand]:
+        """Between two places what a stage takes, reckoned from the step of the whole model; given cuts need none."""
+        (whole,) = cut_into_stages(self.forward, [])
+        capture, graph = capture_stage(whole, self.leaves, self.question, self.device)
+        self.captured[0, len(self.places) - 1] = capture, graph
+        return demands(call_costs(self.forward, capture, graph), self.places, self.state_bytes)
 
     @property
     def most_stages(self) -> int:
