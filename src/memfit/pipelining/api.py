@@ -98,7 +98,7 @@ def pipeline(
         levers=levers,
         allow_batch_norm=batch_norm == "per-microbatch",
         prove=prove,
-        receives_ahead=processes.world_size(group) > 1,
+        in_processes=processes.world_size(group) > 1,
     )
     made = Pipeline(model, question, loss_fn, group, data_group)
     made.prepare(args, kwargs, target)

@@ -105,8 +105,8 @@ def make_pipeline_plan(
             found = plan_cuts(forward, part, schedule, fixed.cuts, asked, device)
         last = () if len(forwards) == 1 else plan_cuts(*forwards[1], found.schedule, found.cuts, asked, device).stages
         plan = _plan(forward, found, last, sizes, question)
-        made = Made(plan=plan, compiled=_compiled(plan, found.stages, last, first_only=question.receives_ahead))
-        if not question.prove or question.receives_ahead:  # several processes prove it together, with real transfers
+        made = Made(plan=plan, compiled=_compiled(plan, found.stages, last, first_only=question.in_processes))
+        if not question.prove or question.in_processes:  # several processes prove it together, with real transfers
             return made
         peaks = _measured_peaks(model, made, parts, question, device)
         made = replace(made, plan=replace(plan, measured_peak_bytes=tuple(peaks)))

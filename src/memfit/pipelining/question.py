@@ -37,7 +37,7 @@ class Question:
         levers: as for `memfit.fit`.
         allow_batch_norm: whether batch normalisation may take its statistics from each micro-batch.
         prove: run each device's part alone to measure its peak, and correct the plan.
-        receives_ahead: whether stages are in several processes, so that what arrives next has its memory already.
+        in_processes: whether each device has a process of its own, and what is on its way between them takes memory.
     """
 
     num_devices: int
@@ -51,7 +51,7 @@ class Question:
     levers: str | tuple[str, ...] = "bitwise"
     allow_batch_norm: bool = False
     prove: bool = True
-    receives_ahead: bool = False
+    in_processes: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,9 +35,17 @@ def capture_stage(
     )
     args = example_inputs(stage, leaves, device)
     capture, graph = capture_and_profile(stage.module, args, {}, request, grid=grid)
-    # What leaves is the engine's, which drops it when it is sent; what comes next is received ahead.
-    ahead = sum(c.nbytes for c in stage.arriving) if question.receives_ahead else 0
-    return capture, replace(graph, outputs=(), static_bytes=graph.static_bytes + ahead)
+    # What leaves is the engine's, which drops it when it is sent.
+    beside = _transfer_bytes(stage) if question.in_processes else 0
+    return capture, replace(graph, outputs=(), static_bytes=graph.static_bytes + beside)
+
+
+def _transfer_bytes(stage: Stage) -> int:
+    """What is on its way while the stage computes: the next to arrive, the last that left, and its last gradients."""
+    received_ahead = sum(c.nbytes for c in stage.arriving)
+    being_sent = sum(c.nbytes for c in stage.leaving)
+    being_sent_back = sum(c.nbytes for c in stage.arriving if c.requires_grad)
+    return received_ahead + being_sent + being_sent_back
 
 
 def deferring(capture: Capture, graph: StepGraph) -> tuple[Capture, StepGraph]:
