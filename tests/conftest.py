@@ -13,6 +13,13 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+_SHORT = (
+    ("memfit.planning", "find_program", 0.4),
+    ("memfit.planning", "relaxed_bound", 0.1),
+    ("memfit.planner.under_way", "find_program", 0.2),
+)
+"""Searches, where they are called from, and how many seconds they may take in tests."""
+
 # A busy machine is no bug: examples may be slow, only the time of a whole test is limited (pyproject.toml).
 settings.register_profile("memfit", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("memfit")
@@ -24,10 +31,10 @@ os.environ["MEMFIT_CACHE"] = str(Path(tempfile.gettempdir()) / f"memfit-tests-{o
 @pytest.fixture(autouse=True)
 def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is tested here holds of any plan; how good plans are is measured in benchmarks and in tests/planner."""
-    planning: Any = sys.modules.get("memfit.planning")
-    if planning is not None:
-        for name, most in (("find_program", 0.4), ("relaxed_bound", 0.1)):
-            monkeypatch.setattr(planning, name, functools.partial(_briefly, getattr(planning, name), most))
+    for where, name, most in _SHORT:
+        module: Any = sys.modules.get(where)
+        if module is not None:
+            monkeypatch.setattr(module, name, functools.partial(_briefly, getattr(module, name), most))
 
 
 @pytest.fixture(autouse=True)
