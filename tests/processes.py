@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 import traceback
@@ -15,6 +16,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 __all__ = ["run"]
+
+_PRELOADED = ("memfit", "torch._dynamo", "torch.distributed.tensor", "torch.testing")
 
 
 def start(rank: int, body: Callable[..., None], world: int, rendezvous: str, args: tuple[Any, ...]) -> None:
@@ -33,4 +36,7 @@ def start(rank: int, body: Callable[..., None], world: int, rendezvous: str, arg
 
 
 def run(body: Callable[..., None], world: int, folder: Path, *args: Any) -> None:
-    mp.spawn(start, args=(body, world, str(folder / "rendezvous"), args), nprocs=world, join=True)
+    # A server that has imported what takes seconds to import forks each of them.
+    multiprocessing.set_forkserver_preload(["tests.processes", *_PRELOADED])
+    start_args = body, world, str(folder / "rendezvous"), args
+    mp.start_processes(start, args=start_args, nprocs=world, join=True, start_method="forkserver")
