@@ -96,6 +96,10 @@ def read_joint(
     storages, storage_of, ops_nodes = _find_storages(graph, forward)
     gradients = tuple(storage_of[n] for n in outputs[num_forward_outputs:] if n in storage_of)
     added = _accumulated(outputs[num_forward_outputs:], accumulated, storages, storage_of)
+    addable = frozenset[int]() if grid else added
+    products = _products(graph, outputs[num_forward_outputs:], addable, storages, storage_of)
+    for storage in products:
+        storages[storage] = replace(storages[storage], nbytes=0)
     for storage in gradients:
         if storages[storage].kind is StorageKind.BACKWARD and storage not in added:
             old = storages[storage]
@@ -121,6 +125,7 @@ def read_joint(
         separable=tuple(concatenations.separable_weight_gradients(graph)),
         grid=grid,
         accumulated=added,
+        products=products,
     )
 
 
@@ -141,6 +146,33 @@ def _accumulated(
         for place, storage in here.items()
         if place in inputs and held.count(storage) == 1 and storages[storage].kind is StorageKind.BACKWARD
     )
+
+
+def _products(
+    graph: fx.Graph,
+    gradients: list[fx.Node | None],
+    accumulated: frozenset[int],
+    storages: list[JointStorage],
+    storage_of: dict[fx.Node, int],
+) -> frozenset[int]:
+    """Of the gradients that are added to what is there the products of matrices, laid out like their parameters.
+
+    Nothing else reads them, so the multiplication itself can add to what is there.
+    """
+    found: set[int] = set()
+    parameters = graph.find_nodes(op="placeholder")
+    for parameter, gradient in zip(parameters, gradients, strict=False):
+        storage = storage_of.get(gradient) if gradient is not None else None
+        if storage not in accumulated or gradient is None or storage is None:
+            continue
+        made = storages[storage].base
+        readers = {user for view in storage_of if storage_of[view] == storage for user in view.users}
+        alone = all(user.op == "output" or storage_of.get(user) == storage for user in readers)
+        values = [node.meta["val"] for node in (made, gradient, parameter)]
+        layouts = {(value.shape, value.stride(), value.dtype) for value in values}
+        if made.target is torch.ops.aten.mm.default and alone and len(layouts) == 1:
+            found.add(storage)
+    return frozenset(found)
 
 
 def _output_nodes(graph: fx.Graph) -> list[fx.Node | None]:

@@ -82,6 +82,7 @@ class JointReading:
         separable: those that might be.
         grid: into how many tiles samples may be cut; empty if it was not read for the lever `tile`.
         accumulated: storages of gradients that are added to what is there when they are made, and returned to nobody.
+        products: those of them that are products of matrices and never there, as each is added as it is multiplied.
     """
 
     module: fx.GraphModule
@@ -96,6 +97,7 @@ class JointReading:
     separable: tuple[fx.Node, ...] = ()
     grid: tuple[int, ...] = ()
     accumulated: frozenset[int] = frozenset()
+    products: frozenset[int] = frozenset()
 
     def is_reusable(self, storage: int) -> bool:
         """Whether something else may be put in its memory once nothing reads it."""

@@ -19,7 +19,7 @@ A random op that runs more than once saves its generator's state the first time 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, cast
@@ -33,7 +33,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from memfit.capture.again import Call, without_statistics
 from memfit.capture.parts import call_in_parts
-from memfit.capture.reading import JointReading
+from memfit.capture.reading import JointOp, JointReading
 from memfit.capture.rewrite import (
     HOLLOW_PREFIX,
     IN_PLACE,
@@ -42,6 +42,7 @@ from memfit.capture.rewrite import (
     is_tangent,
     make_hollow,
 )
+from memfit.runtime.accumulate import Accumulation
 from memfit.runtime.fused import FusedOp, fused_call
 from memfit.runtime.later import LATER
 from memfit.runtime.swap.calls import SwapCalls, keep_unread
@@ -56,9 +57,6 @@ __all__ = [
     "attach_hollow",
     "lower",
 ]
-
-Accumulate = Callable[[torch.Tensor], None]
-"""Adds a gradient to what is there."""
 
 OVERWRITTEN = "memfit_overwritten"
 """Mark in the `meta` of a node whose memory a later one takes over."""
@@ -117,7 +115,7 @@ class _Emitter:
         self.states: dict[int, fx.Node] = {}
         self.placed: dict[fx.Node, fx.Node] = {}
         self.returned = frozenset(reading.output_storages)
-        self.adding: dict[int, list[tuple[fx.Node, Accumulate]]] = {}
+        self.adding: dict[int, list[tuple[fx.Node, Accumulation]]] = {}
         self.added: dict[fx.Node, fx.Node] = {}
 
     def awaited_sums(self) -> set[fx.Node]:
@@ -144,8 +142,8 @@ class _Emitter:
         self.bases[storage] = node
         for view in [v for v in self.views if self.reading.storage_of.get(v) == storage]:
             del self.views[view]
-        for gradient, add in self.adding.pop(storage, ()):
-            self.added[gradient] = self.graph.call_function(add, (self.value(gradient),))
+        for gradient, accumulation in self.adding.pop(storage, ()):
+            self.added[gradient] = self.graph.call_function(accumulation.add, (self.value(gradient),))
             self.added[gradient].meta = dict(gradient.meta)
 
     def value(self, node: fx.Node) -> fx.Node:
@@ -232,6 +230,9 @@ class _Emitter:
     def run(self, instruction: LocalInstruction) -> None:
         """Emits one op, then takes its results out."""
         op = self.reading.ops[instruction.index]
+        if op.writes and op.writes[0] in self.adding and op.writes[0] in self.reading.products:
+            self.add_product(op)
+            return
         call: fx.Node | Call = op.node
         writes = op.writes
         if instruction.from_statistics:
@@ -254,6 +255,13 @@ class _Emitter:
             made = self.graph.call_function(target, fx.map_arg(args, self.value), fx.map_arg(kwargs, self.value))
             made.meta = dict(call.meta)
         self._take_results(made, writes)
+
+    def add_product(self, op: JointOp) -> None:
+        """Emits a multiplication that adds to the gradient that is there."""
+        ((gradient, accumulation),) = self.adding.pop(op.writes[0])
+        factors = fx.map_arg(op.node.args, self.value)
+        self.added[gradient] = self.graph.call_function(accumulation.add_product, factors)
+        self.added[gradient].meta = dict(gradient.meta)
 
     def _random(self, instruction: LocalInstruction, node: fx.Node) -> fx.Node:
         args = fx.map_arg(node.args, self.value)
@@ -295,7 +303,7 @@ def lower(
     kept: Sequence[int],
     swapper: Swapper | None = None,
     streamed: Collection[int] = (),
-    adding: Mapping[int, Accumulate] | None = None,
+    adding: Mapping[int, Accumulation] | None = None,
     waits_until: int | None = None,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Builds the two graph modules of one piece.
@@ -339,11 +347,11 @@ def lower(
         in_backward.calls.ticket.meta = dict(ticket.meta)
     in_backward.place([n for n in placeholders if is_tangent(n)])
     in_backward.place(joint.graph.find_nodes(op="get_attr"))
-    for place, add in (adding or {}).items():
+    for place, accumulation in (adding or {}).items():
         gradient = outputs[count + place]
         held = reading.storage_of.get(gradient)
         if held is not None and held in reading.accumulated:
-            in_backward.adding.setdefault(held, []).append((gradient, add))
+            in_backward.adding.setdefault(held, []).append((gradient, accumulation))
     in_backward.run_all(backward[:waits_until])
     if waits_until is not None:
         for gradient in outputs[count:]:
