@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from memfit import strategies
 from memfit.agreement import agreed_program, agreed_start, agreed_step
+from memfit.capture.adding import Accumulate
 from memfit.capture.cost_cache import CostCache, machine_name, open_cache
 from memfit.capture.loss import LossFunction
 from memfit.capture.profile import profile_ops, separated
@@ -74,7 +75,7 @@ class Request:
         prove: run the plan once and correct it.
         label: what is planned, for people.
         search_seconds: roughly how long `"auto"` searches; up to four times that while far from the bound.
-        accumulate: add gradients of parameters to `.grad` when they are made, not after the backward pass.
+        accumulate: how gradients of parameters are added to `.grad` when made; None for after the backward pass.
         beside_bytes: what is in memory beside the module and its inputs, such as DDP's buckets.
     """
 
@@ -87,7 +88,7 @@ class Request:
     prove: bool = True
     label: str = ""
     search_seconds: float = 8.0
-    accumulate: bool = False
+    accumulate: Accumulate | None = None
     beside_bytes: int = 0
 
     @property

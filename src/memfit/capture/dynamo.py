@@ -29,6 +29,7 @@ from torch._functorch.partitioners import default_partition
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from memfit.capture.adding import Accumulate
 from memfit.capture.eager_kernels import as_in_eager
 from memfit.capture.joint import read_joint
 from memfit.capture.live_bytes import LiveBytes
@@ -99,7 +100,7 @@ def capture_pieces(
     separate: Callable[[str], bool],
     grid: tuple[int, ...] = (),
     gradient_outputs: frozenset[int] | None = None,
-    accumulate: bool = False,
+    accumulate: Accumulate | None = None,
 ) -> Pieces:
     """Captures the training step of `model(*args, **kwargs)`. Changes nothing.
 
@@ -110,7 +111,7 @@ def capture_pieces(
         separate: see `memfit.capture.joint.read_joint`.
         grid: see there.
         gradient_outputs: which outputs of the last graph receive a gradient; None for all of them.
-        accumulate: whether gradients of parameters are added to `.grad` inside the graph (`memfit.runtime.accumulate`).
+        accumulate: how gradients of parameters are added to `.grad` inside the graph; None if that is left to autograd.
 
     Returns:
         The pieces and the output of the module.
@@ -159,7 +160,7 @@ def _capture(
     separate: Callable[[str], bool],
     grid: tuple[int, ...],
     gradient_outputs: frozenset[int] | None,
-    accumulate: bool,
+    accumulate: Accumulate | None,
 ) -> Pieces:
     pieces: list[Piece] = []
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -172,7 +173,8 @@ def _capture(
             halves = default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **rest)
             in_place = in_place_nodes(gm)
             reading = functools.partial(read_joint, joint, num_fwd_outputs, separate=separate, grid=grid)
-            readings.append(reading(in_place=in_place, accumulated=accumulated))
+            as_made = accumulate is Accumulate.AS_MADE
+            readings.append(reading(in_place=in_place, accumulated=accumulated, as_made=as_made))
             return halves
 
         accumulated = accumulated_inputs(inputs) if accumulate else frozenset[int]()

@@ -26,6 +26,7 @@ from torch import fx
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 
 from memfit.capture import concatenations, dropout, rewrite, rounded, slices
+from memfit.capture.adding import can_add
 from memfit.capture.again import from_statistics, without_statistics
 from memfit.capture.by_rows import RUNS_ONCE, rewrite_by_rows
 from memfit.capture.cost_key import tensors_of
@@ -50,6 +51,7 @@ def read_joint(
     in_place: frozenset[str] = frozenset(),
     grid: tuple[int, ...] = (),
     accumulated: frozenset[int] = frozenset(),
+    as_made: bool = False,
 ) -> JointReading:
     """Reads a joint graph; the same graph always gives the same reading.
 
@@ -63,6 +65,7 @@ def read_joint(
             the batch into how many parts, such as (1, 1, 8); without that as is best for the cache. Gradients then have
             the same bits up to rounding only, and ops of both passes can run slice by slice the first time. Else empty.
         accumulated: which inputs' gradients are added to what is there when made (`memfit.runtime.accumulate`).
+        as_made: whether ops that can add them do (`memfit.capture.adding`).
 
     Returns:
         Ops, storages and who shares what.
@@ -96,9 +99,10 @@ def read_joint(
     storages, storage_of, ops_nodes = _find_storages(graph, forward)
     gradients = tuple(storage_of[n] for n in outputs[num_forward_outputs:] if n in storage_of)
     added = _accumulated(outputs[num_forward_outputs:], accumulated, storages, storage_of)
-    addable = frozenset[int]() if grid else added
-    products = _products(graph, outputs[num_forward_outputs:], addable, storages, storage_of)
-    for storage in products:
+    added_as_made = frozenset[int]()
+    if as_made and not grid:  # slices of such a gradient are added to each other
+        added_as_made = _added_as_made(graph, outputs[num_forward_outputs:], added, storages, storage_of)
+    for storage in added_as_made:
         storages[storage] = replace(storages[storage], nbytes=0)
     for storage in gradients:
         if storages[storage].kind is StorageKind.BACKWARD and storage not in added:
@@ -125,7 +129,7 @@ def read_joint(
         separable=tuple(concatenations.separable_weight_gradients(graph)),
         grid=grid,
         accumulated=added,
-        products=products,
+        added_as_made=added_as_made,
     )
 
 
@@ -148,29 +152,28 @@ def _accumulated(
     )
 
 
-def _products(
+def _added_as_made(
     graph: fx.Graph,
     gradients: list[fx.Node | None],
     accumulated: frozenset[int],
     storages: list[JointStorage],
     storage_of: dict[fx.Node, int],
 ) -> frozenset[int]:
-    """Of the gradients that are added to what is there the products of matrices, laid out like their parameters.
+    """Of the gradients that are added to what is there those that an op can add, laid out like their parameters.
 
-    Nothing else reads them, so the multiplication itself can add to what is there.
+    Nothing else may read them, as they are never there.
     """
     found: set[int] = set()
-    parameters = graph.find_nodes(op="placeholder")
-    for parameter, gradient in zip(parameters, gradients, strict=False):
-        storage = storage_of.get(gradient) if gradient is not None else None
-        if storage not in accumulated or gradient is None or storage is None:
+    for parameter, gradient in zip(graph.find_nodes(op="placeholder"), gradients, strict=False):
+        storage = None if gradient is None else storage_of.get(gradient)
+        if gradient is None or storage is None or storage not in accumulated:
             continue
         made = storages[storage].base
         readers = {user for view in storage_of if storage_of[view] == storage for user in view.users}
-        alone = all(user.op == "output" or storage_of.get(user) == storage for user in readers)
+        unread = all(user.op == "output" or storage_of.get(user) == storage for user in readers)
         values = [node.meta["val"] for node in (made, gradient, parameter)]
         layouts = {(value.shape, value.stride(), value.dtype) for value in values}
-        if made.target is torch.ops.aten.mm.default and alone and len(layouts) == 1:
+        if can_add(made) and unread and len(layouts) == 1:
             found.add(storage)
     return frozenset(found)
 

@@ -82,7 +82,7 @@ class JointReading:
         separable: those that might be.
         grid: into how many tiles samples may be cut; empty if it was not read for the lever `tile`.
         accumulated: storages of gradients that are added to what is there when they are made, and returned to nobody.
-        products: those of them that are products of matrices and never there, as each is added as it is multiplied.
+        added_as_made: those of them that are never there, as ops add them as they make them (`memfit.capture.adding`).
     """
 
     module: fx.GraphModule
@@ -97,7 +97,7 @@ class JointReading:
     separable: tuple[fx.Node, ...] = ()
     grid: tuple[int, ...] = ()
     accumulated: frozenset[int] = frozenset()
-    products: frozenset[int] = frozenset()
+    added_as_made: frozenset[int] = frozenset()
 
     def is_reusable(self, storage: int) -> bool:
         """Whether something else may be put in its memory once nothing reads it."""

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from memfit.capture.adding import Accumulate
 from memfit.capture.dynamo import Pieces, capture_pieces
 from memfit.capture.join import join
 from memfit.capture.loss import LossFunction, read_loss
@@ -82,7 +83,7 @@ def capture_step(
     label: str = "",
     separate: Callable[[str], bool] = _never,
     grid: tuple[int, ...] = (),
-    accumulate: bool = False,
+    accumulate: Accumulate | None = None,
 ) -> Capture:
     """Captures one training step without running it (with graph breaks: without saving anything).
 
@@ -95,7 +96,7 @@ def capture_step(
         label: what this is, for people.
         separate: which weights' gradients of concatenations are made part by part (`memfit.capture.concatenations`).
         grid: for the lever `tile`, see `memfit.capture.joint.read_joint`.
-        accumulate: whether gradients of parameters are added to `.grad` inside the step (`memfit.runtime.accumulate`).
+        accumulate: how gradients of parameters are added to `.grad` inside the step; None if that is left to autograd.
 
     Returns:
         The step graph and how to get back from its ops to the captured ones.

@@ -22,6 +22,7 @@ from memfit.pipelining.forward_graph import ForwardGraph
 from memfit.pipelining.plan import PipelinePlan, StageProgram, calls_digest
 from memfit.pipelining.random_stream import RandomStream
 from memfit.pipelining.split_backward import with_deferred
+from memfit.pipelining.stage_steps import accumulation_of
 from memfit.pipelining.stages import Stage, cut_into_stages, example_inputs
 from memfit.runtime.apply import compile_program
 from memfit.runtime.later import Later
@@ -85,7 +86,7 @@ def capture_stages(
         sizes = []
         for stages, (_, leaves), programs in zip(cut, forwards, (plan.stages, plan.last_stages), strict=False):
             program = programs[index]
-            capture = _capture_planned(stages[index], program, leaves, device, defer=plan.schedule.splits_backward)
+            capture = _capture_planned(plan, stages[index], program, leaves, device)
             sizes.append((stages[index], capture, program))
         built[index] = compile_stage(sizes, len(plan.sizes))
     return built
@@ -131,7 +132,7 @@ def engine_stages(
 
 
 def _capture_planned(
-    stage: Stage, program: StageProgram, leaves: Sequence[Any], device: torch.device, *, defer: bool
+    plan: PipelinePlan, stage: Stage, program: StageProgram, leaves: Sequence[Any], device: torch.device
 ) -> Capture:
     """Captures a stage as it was captured when it was planned.
 
@@ -140,8 +141,13 @@ def _capture_planned(
     """
     args = example_inputs(stage, leaves, device)
     separate: Mapping[str, None] = dict.fromkeys(program.separated)
-    capture = capture_step(stage.module, args, {}, separate=separate.__contains__, grid=program.grid, accumulate=True)
-    capture = with_deferred(capture) if defer else capture
+    capture = capture_step(
+        *(stage.module, args, {}),
+        separate=separate.__contains__,
+        grid=program.grid,
+        accumulate=accumulation_of(len(plan.sizes)),
+    )
+    capture = with_deferred(capture) if plan.schedule.splits_backward else capture
     if graph_digest(capture.graph) != program.digest:
         raise PlanMismatchError(f"stage {stage.index} of the pipeline is not the step that was planned")
     return capture

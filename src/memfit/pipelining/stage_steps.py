@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from memfit.capture.adding import Accumulate
 from memfit.capture.optimizer import optimizer_cost, part_of
 from memfit.capture.trace import Capture
 from memfit.pipelining.forward_graph import ForwardGraph
@@ -15,9 +16,9 @@ from memfit.pipelining.question import Question
 from memfit.pipelining.split_backward import with_deferred
 from memfit.pipelining.stages import Stage, example_inputs
 from memfit.planning import Request, capture_and_profile
-from memfit.step.graph import StepGraph
+from memfit.step.graph import Phase, StepGraph
 
-__all__ = ["capture_stage", "deferring", "state_bytes"]
+__all__ = ["accumulation_of", "capture_stage", "deferring", "state_bytes"]
 
 
 def capture_stage(
@@ -30,14 +31,15 @@ def capture_stage(
         optimizer=part_of(question.optimizer, parameters) if question.optimizer is not None else None,
         tiers=question.tiers,
         levers=question.levers,
-        accumulate=True,
+        accumulate=accumulation_of(question.num_microbatches),
         label=f"stage {stage.index}",
     )
     args = example_inputs(stage, leaves, device)
     capture, graph = capture_and_profile(stage.module, args, {}, request, grid=grid)
-    # What leaves is the engine's, which drops it when it is sent.
     beside = _transfer_bytes(stage) if question.in_processes else 0
-    return capture, replace(graph, outputs=(), static_bytes=graph.static_bytes + beside)
+    # What leaves is the engine's, which drops it when it is sent, long before gradients come back for it.
+    ops = tuple(replace(op, reads=()) if op.phase is Phase.LOSS else op for op in graph.ops)
+    return capture, replace(graph, ops=ops, outputs=(), static_bytes=graph.static_bytes + beside)
 
 
 def _transfer_bytes(stage: Stage) -> int:
@@ -46,6 +48,11 @@ def _transfer_bytes(stage: Stage) -> int:
     being_sent = sum(c.nbytes for c in stage.leaving)
     being_sent_back = sum(c.nbytes for c in stage.arriving if c.requires_grad)
     return received_ahead + being_sent + being_sent_back
+
+
+def accumulation_of(num_microbatches: int) -> Accumulate:
+    """How a stage adds its gradients: those of one micro-batch are the unpipelined step's to the bit."""
+    return Accumulate.AS_MADE if num_microbatches > 1 else Accumulate.WHOLE
 
 
 def deferring(capture: Capture, graph: StepGraph) -> tuple[Capture, StepGraph]:

@@ -4,9 +4,8 @@ Autograd adds the gradients that a graph returns after all of it has run, so ove
 would hold every gradient twice. Here the graph adds each one itself and returns none.
 
 The first gradient is that of `torch::autograd::AccumulateGrad`, bit for bit: it is taken as it is if it has the
-parameter's layout and memory of its own, else copied; later ones are added in place. A gradient that is a product of
-matrices, as that of every linear layer's weight, is added by the multiplication itself (BLAS's `beta`): it needs no
-memory of its own, and is not written and read once more. So the sum over several micro-batches is rounded otherwise.
+parameter's layout and memory of its own, else copied. Later ones are added in place, where possible by the op that
+makes them (`memfit.capture.adding`); a sum over several micro-batches is then rounded otherwise than autograd's.
 
 Parameters with hooks on their gradient are left to autograd.
 """
@@ -15,9 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
+
+from memfit.capture.adding import ADDING
 
 __all__ = ["Accumulation", "accumulation"]
 
@@ -28,11 +30,11 @@ class Accumulation:
 
     Attributes:
         add: takes a gradient.
-        add_product: takes two matrices, whose product is one that is laid out like the parameter.
+        add_made_by: of a call like this one, what takes its operands and adds its result, laid out like the parameter.
     """
 
     add: Callable[[torch.Tensor], None]
-    add_product: Callable[[torch.Tensor, torch.Tensor], None]
+    add_made_by: Callable[[Any], Callable[..., None]]
 
 
 def accumulation(parameter: nn.Parameter) -> Accumulation:
@@ -48,10 +50,15 @@ def accumulation(parameter: nn.Parameter) -> Accumulation:
         else:
             parameter.grad = torch.empty_like(parameter).copy_(gradient)
 
-    def add_product(left: torch.Tensor, right: torch.Tensor) -> None:
-        if parameter.grad is not None:
-            parameter.grad.addmm_(left, right)
-        else:
-            add(torch.mm(left, right))
+    def add_made_by(target: Callable[..., torch.Tensor]) -> Callable[..., None]:
+        add_result = ADDING[target]
 
-    return Accumulation(add=add, add_product=add_product)
+        def made(*operands: Any) -> None:
+            if parameter.grad is not None:
+                add_result(parameter.grad, *operands)
+            else:
+                add(target(*operands))
+
+        return made
+
+    return Accumulation(add=add, add_made_by=add_made_by)

@@ -20,6 +20,7 @@ from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx.graph import _BoxedCodeGen
 
+from memfit.capture.adding import Accumulate
 from memfit.capture.dynamo import accumulated_inputs, compile_call, detach_outputs
 from memfit.capture.eager_kernels import as_in_eager
 from memfit.capture.joint import read_joint
@@ -69,7 +70,7 @@ class PieceProgram:
         kept: local storages handed from one to the other.
         slots: local storages that go to tiers, and where to.
         streamed: those of them that live there and pass slice by slice.
-        accumulates: whether it adds gradients of parameters to `.grad` itself.
+        accumulate: how it adds gradients of parameters to `.grad` itself; None if it does not.
         waits_until: with how many instructions of its backward pass the part ends that is waited for; None for all.
     """
 
@@ -81,7 +82,7 @@ class PieceProgram:
     kept: tuple[int, ...]
     slots: Mapping[int, Slot] = field(default_factory=dict)
     streamed: frozenset[int] = frozenset()
-    accumulates: bool = False
+    accumulate: Accumulate | None = None
     waits_until: int | None = None
 
 
@@ -220,11 +221,17 @@ def piece_programs(capture: Capture, program: Program) -> tuple[PieceProgram, ..
                 if piece_of[s] == i
             },
             streamed=frozenset(local[i][s] for s in streamed if piece_of[s] == i),
-            accumulates=bool(piece.reading.accumulated),
+            accumulate=_accumulation(piece.reading),
             waits_until=waits_until[i],
         )
         for i, piece in enumerate(capture.pieces.pieces)
     )
+
+
+def _accumulation(reading: JointReading) -> Accumulate | None:
+    if reading.added_as_made:
+        return Accumulate.AS_MADE
+    return Accumulate.WHOLE if reading.accumulated else None
 
 
 def _fused(program: Program) -> tuple[list[bool], list[list[int]]]:
@@ -312,7 +319,8 @@ def compile_planned(
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         cut = detach_outputs(gm, gradient_outputs)
-        accumulated = accumulated_inputs(inputs) if any(p.accumulates for p in programs) else frozenset[int]()
+        accumulated = accumulated_inputs(inputs) if any(p.accumulate for p in programs) else frozenset[int]()
+        as_made = any(p.accumulate is Accumulate.AS_MADE for p in programs)
         adding = {place: accumulation(inputs[place]) for place in accumulated}
 
         digest = ""
@@ -320,7 +328,11 @@ def compile_planned(
         def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, turn: int, **rest: Any) -> Any:
             nonlocal digest
             reading = read_joint(
-                joint, num_fwd_outputs, separate=separated.__contains__, grid=grid, accumulated=accumulated
+                *(joint, num_fwd_outputs),
+                separate=separated.__contains__,
+                grid=grid,
+                accumulated=accumulated,
+                as_made=as_made,
             )
             digest = reading_digest(reading)
             if digest not in of_graph:

@@ -230,8 +230,8 @@ class _Emitter:
     def run(self, instruction: LocalInstruction) -> None:
         """Emits one op, then takes its results out."""
         op = self.reading.ops[instruction.index]
-        if op.writes and op.writes[0] in self.adding and op.writes[0] in self.reading.products:
-            self.add_product(op)
+        if op.writes and op.writes[0] in self.adding and op.writes[0] in self.reading.added_as_made:
+            self.add(op)
             return
         call: fx.Node | Call = op.node
         writes = op.writes
@@ -256,11 +256,11 @@ class _Emitter:
             made.meta = dict(call.meta)
         self._take_results(made, writes)
 
-    def add_product(self, op: JointOp) -> None:
-        """Emits a multiplication that adds to the gradient that is there."""
+    def add(self, op: JointOp) -> None:
+        """Emits an op that adds its result to the gradient that is there."""
         ((gradient, accumulation),) = self.adding.pop(op.writes[0])
-        factors = fx.map_arg(op.node.args, self.value)
-        self.added[gradient] = self.graph.call_function(accumulation.add_product, factors)
+        operands = fx.map_arg(op.node.args, self.value)
+        self.added[gradient] = self.graph.call_function(accumulation.add_made_by(op.node.target), operands)
         self.added[gradient].meta = dict(gradient.meta)
 
     def _random(self, instruction: LocalInstruction, node: fx.Node) -> fx.Node:
