@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import logging
 import statistics
 import time
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 
 from memfit.capture.trace import device_of, storage_bytes
-from memfit.errors import BudgetError, MemfitError
+from memfit.errors import BudgetError
 from memfit.pipelining import baselines
 from memfit.pipelining.api import pipeline
 from memfit.pipelining.baselines import Passes, Trial
@@ -150,8 +151,9 @@ def compare_cell(
         gc.collect()
     passes: dict[str, list[Passes]] = {system: [] for system in ready}
     seconds: dict[str, list[float]] = {system: [] for system in ready}
-    for turn in range(repeats):
-        for system in ready if turn % 2 == 0 else reversed(ready):
+    orders = itertools.cycle(itertools.permutations(ready))  # a step finds memory as the one before it left that
+    for order in itertools.islice(orders, repeats):
+        for system in order:
             step, model, *_ = ready[system]
             model.zero_grad()
             begin = time.perf_counter()
@@ -180,26 +182,18 @@ def compare_cell(
 
 
 def _memfit(trial: Trial, most_bytes: int | None, search_seconds: float) -> tuple[Pipeline, baselines.Step]:
-    """A pipeline that takes no more for activations, all stages together, and a step of it."""
+    """A pipeline that takes no more for activations, all stages together, and a step of it.
+
+    One budget for all devices cannot tell a light stage to keep less than a heavy one, so where no budget gets there,
+    everything runs again.
+    """
     static = 2 * storage_bytes(list(trial.model.parameters()), device_of(trial.model).type)
     stages = trial.num_stages
-    made: Pipeline | None = None
     share = None
     for _ in range(_TRIES):
         budget = None if share is None else int(static / stages + share)
         try:
-            made = pipeline(
-                *(trial.model, (trial.inputs,)),
-                target=trial.target,
-                loss_fn=trial.loss_fn,
-                num_stages=trial.num_stages,
-                num_microbatches=trial.num_microbatches,
-                batch_norm="per-microbatch",
-                schedule="1f1b",
-                budget_per_device=budget,
-                search_seconds=search_seconds,
-                prove=False,
-            )
+            made = _pipeline(trial, search_seconds, budget_per_device=budget)
         except BudgetError as error:
             log.info("no pipeline of %s a device: %s", budget, error)
             break
@@ -209,9 +203,23 @@ def _memfit(trial: Trial, most_bytes: int | None, search_seconds: float) -> tupl
             return made, step
         held = max(made.plan.peak_bytes) - static / stages
         share = (held if share is None else min(held, share)) * 0.98 * most_bytes / taken
-    if made is None:
-        raise MemfitError("no pipeline at all fits")
+    made = _pipeline(trial, search_seconds, checkpoint="always")
     return made, _step(made, trial)
+
+
+def _pipeline(trial: Trial, search_seconds: float, **options: Any) -> Pipeline:
+    return pipeline(
+        *(trial.model, (trial.inputs,)),
+        target=trial.target,
+        loss_fn=trial.loss_fn,
+        num_stages=trial.num_stages,
+        num_microbatches=trial.num_microbatches,
+        batch_norm="per-microbatch",
+        schedule="1f1b",
+        search_seconds=search_seconds,
+        prove=False,
+        **options,
+    )
 
 
 def _step(made: Pipeline, trial: Trial) -> baselines.Step:
