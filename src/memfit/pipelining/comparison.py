@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from memfit.capture.trace import device_of, storage_bytes
-from memfit.errors import BudgetError
+from memfit.errors import BudgetError, MemfitError
 from memfit.pipelining import baselines
 from memfit.pipelining.api import pipeline
 from memfit.pipelining.baselines import Passes, Trial
@@ -184,11 +184,12 @@ def compare_cell(
 def _memfit(trial: Trial, most_bytes: int | None, search_seconds: float) -> tuple[Pipeline, baselines.Step]:
     """A pipeline that takes no more for activations, all stages together, and a step of it.
 
-    One budget for all devices cannot tell a light stage to keep less than a heavy one, so where no budget gets there,
-    everything runs again.
+    One budget for all devices cannot tell a light stage to keep less than a heavy one needs, so there may be none; then
+    the one of the least budget that works.
     """
     static = 2 * storage_bytes(list(trial.model.parameters()), device_of(trial.model).type)
     stages = trial.num_stages
+    made: Pipeline | None = None
     share = None
     for _ in range(_TRIES):
         budget = None if share is None else int(static / stages + share)
@@ -203,7 +204,8 @@ def _memfit(trial: Trial, most_bytes: int | None, search_seconds: float) -> tupl
             return made, step
         held = max(made.plan.peak_bytes) - static / stages
         share = (held if share is None else min(held, share)) * 0.98 * most_bytes / taken
-    made = _pipeline(trial, search_seconds, checkpoint="always")
+    if made is None:
+        raise MemfitError("no pipeline at all fits")
     return made, _step(made, trial)
 
 
