@@ -29,8 +29,10 @@ os.environ["MEMFIT_CACHE"] = str(Path(tempfile.gettempdir()) / f"memfit-tests-{o
 
 
 @pytest.fixture(autouse=True)
-def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_search(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is tested here holds of any plan; how good plans are is measured in benchmarks and in tests/planner."""
+    if request.node.get_closest_marker("full_search") is not None:
+        return
     for where, name, most in _SHORT:
         module: Any = sys.modules.get(where)
         if module is not None:

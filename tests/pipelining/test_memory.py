@@ -62,6 +62,7 @@ def test_one_f_one_b_holds_less_than_gpipe() -> None:
     assert max(peaks[0]) < 0.8 * max(peaks[1])
 
 
+@pytest.mark.full_search
 def test_too_little_memory_is_told_and_nothing_is_lost() -> None:
     case = wide(4)
     before = {name: tensor.clone() for name, tensor in case.model.state_dict().items()}
@@ -73,6 +74,7 @@ def test_too_little_memory_is_told_and_nothing_is_lost() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in case.model.state_dict().items())
 
 
+@pytest.mark.full_search
 def test_the_least_number_of_devices_is_told_and_works() -> None:
     torch.manual_seed(2)
     case = wide(8)

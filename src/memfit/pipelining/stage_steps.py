@@ -16,7 +16,7 @@ from memfit.pipelining.question import Question
 from memfit.pipelining.split_backward import with_deferred
 from memfit.pipelining.stages import Stage, example_inputs
 from memfit.planning import Request, capture_and_profile
-from memfit.step.graph import Phase, StepGraph
+from memfit.step.graph import StepGraph
 
 __all__ = ["accumulation_of", "capture_stage", "deferring", "state_bytes"]
 
@@ -37,9 +37,8 @@ def capture_stage(
     args = example_inputs(stage, leaves, device)
     capture, graph = capture_and_profile(stage.module, args, {}, request, grid=grid)
     beside = _transfer_bytes(stage) if question.in_processes else 0
-    # What leaves is the engine's, which drops it when it is sent, long before gradients come back for it.
-    ops = tuple(replace(op, reads=()) if op.phase is Phase.LOSS else op for op in graph.ops)
-    return capture, replace(graph, ops=ops, outputs=(), static_bytes=graph.static_bytes + beside)
+    # What leaves is the engine's, which drops it when it is sent.
+    return capture, replace(graph, outputs=(), static_bytes=graph.static_bytes + beside)
 
 
 def _transfer_bytes(stage: Stage) -> int:
