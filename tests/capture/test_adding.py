@@ -83,7 +83,7 @@ def test_a_wide_head_keeps_its_gradients_and_its_memory(options: dict[str, Any])
     model.zero_grad()
     pipe = memfit.pipeline(model, (x,), target=y, loss_fn=loss_fn, num_stages=2, num_microbatches=4, schedule="1f1b")
     for measured, predicted in zip(pipe.plan.measured_peak_bytes, pipe.plan.peak_bytes, strict=True):
-        assert measured <= 1.02 * predicted
+        assert 0.98 * predicted <= measured <= predicted
     pipe.step(x, target=y)
     for name, parameter in model.named_parameters():
         assert expected[name] is not None and parameter.grad is not None

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
+
 import pytest
 import torch
+from torch import nn
 
 import memfit
 from memfit.errors import BudgetError, SpecError
+from memfit.pipelining.cuts import find_cuts
+from memfit.pipelining.forward_graph import capture_forward, flatten_inputs
+from memfit.pipelining.making import make_pipeline_plan
+from memfit.pipelining.microbatches import cut_batch, sizes_of
+from memfit.pipelining.question import Question
 from memfit.zoo.gpt import GPT
 from tests.pipelining.models import Case, gradients, plain_step, tokens_loss
 
@@ -35,6 +44,45 @@ def test_devices_take_what_is_predicted(stages: int, microbatches: int, schedule
         # Small tensors: one kernel's scratch is percents. What arrived counts until gradients of weights are made.
         least = 0.92 if "zero" in schedule else 0.96
         assert least * predicted <= measured <= 1.04 * predicted
+
+
+class Words(nn.Module):
+    """Its head is wide, and what crosses after it too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(600, 64)
+        self.norm = nn.LayerNorm(64)
+        self.head = nn.Linear(64, 600)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        embedded = self.embed(x)
+        made: torch.Tensor = self.head(embedded + self.norm(embedded).relu())
+        return made
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_wherever_it_is_cut_devices_take_what_is_predicted(checkpoint: str) -> None:
+    torch.manual_seed(0)
+    model, count = Words().double(), 4
+    x, y = torch.randint(600, (2, 8, 24))
+    leaves, spec = flatten_inputs((x,), {}, y)
+    sizes = sizes_of(len(x), count)
+    part = cut_batch(leaves, sizes)[0]
+    args, _, target = spec.unflatten(part)
+    forward = capture_forward(model, args, {}, target, tokens_loss)
+    question = Question(num_devices=2, num_microbatches=count, schedule="1f1b", policy=checkpoint)
+    make = functools.partial(
+        *(make_pipeline_plan, model, [(forward, part)], leaves, sizes), device=x.device, loss_fn=tokens_loss, spec=spec
+    )
+    free = make(question=replace(question, prove=False)).plan
+    for cut in find_cuts(forward):
+        made = make(question=question, fixed=replace(free, cuts=(cut.position,))).plan
+        assert made.cuts == (cut.position,)
+        for predicted, measured in zip(made.peak_bytes, made.measured_peak_bytes, strict=True):
+            assert 0.99 * predicted <= measured <= predicted, cut
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero-bubble"])

@@ -19,6 +19,7 @@ from memfit.errors import PlanMismatchError
 from memfit.pipelining.cuts import find_cuts
 from memfit.pipelining.engine_stage import EngineStage, StageCall
 from memfit.pipelining.forward_graph import ForwardGraph
+from memfit.pipelining.handing_over import handing_over
 from memfit.pipelining.plan import PipelinePlan, StageProgram, calls_digest
 from memfit.pipelining.random_stream import RandomStream
 from memfit.pipelining.split_backward import with_deferred
@@ -141,12 +142,13 @@ def _capture_planned(
     """
     args = example_inputs(stage, leaves, device)
     separate: Mapping[str, None] = dict.fromkeys(program.separated)
-    capture = capture_step(
+    captured = capture_step(
         *(stage.module, args, {}),
         separate=separate.__contains__,
         grid=program.grid,
         accumulate=accumulation_of(len(plan.sizes)),
     )
+    capture = handing_over(captured)
     capture = with_deferred(capture) if plan.schedule.splits_backward else capture
     if graph_digest(capture.graph) != program.digest:
         raise PlanMismatchError(f"stage {stage.index} of the pipeline is not the step that was planned")

@@ -49,8 +49,6 @@ _ROUNDS = 3
 _HALVINGS = 4
 _SHORT_SECONDS = 0.5
 """A search that only tells whether something fits takes no longer."""
-_MARGIN = 0.003
-"""By so much the least budget is stated above the one that was seen to work."""
 
 
 def search(forward: ForwardGraph, leaves: Sequence[Any], question: Question, device: torch.device) -> Found:
@@ -192,19 +190,29 @@ class _Searcher:
         return None
 
     def least_budget(self, name: str) -> int:
-        """About the least budget of a device with which a plan is found: bisected down from what takes no budget."""
+        """About the least budget of a device with which a plan is found: bisected down from what takes no budget.
+
+        A search finds again what it found, so the budget is told, not what its plan takes: with that much only, the
+        search goes another way.
+        """
         asked = self.question
         low = asked.budget_bytes or 0
-        high = self._fits_in(name, None)
-        assert high is not None
+        taken = self._taken_within(name, None)
+        assert taken is not None
+        high = taken
+        while self._taken_within(name, high) is None:
+            high += high // 8
         for _ in range(_HALVINGS if asked.policy == "auto" else 0):
-            middle = (low + high) // 2
-            taken = self._fits_in(name, middle)
-            low, high = (low, middle) if taken is not None else (middle, high)
+            middle = (low + min(taken, high)) // 2
+            found = self._taken_within(name, middle)
+            if found is None:
+                low = middle
+            else:
+                high, taken = middle, found
         self.question = asked
-        return int(high * (1 + _MARGIN)) + 1024
+        return high
 
-    def _fits_in(self, name: str, budget_bytes: int | None) -> int | None:
+    def _taken_within(self, name: str, budget_bytes: int | None) -> int | None:
         """What the fullest device takes within a budget; None if nothing fits."""
         self.question = replace(self.question, budget_bytes=budget_bytes)
         schedule = make_schedule(name, self.question.num_devices, self.question.num_microbatches)

@@ -12,6 +12,7 @@ from memfit.capture.adding import Accumulate
 from memfit.capture.optimizer import optimizer_cost, part_of
 from memfit.capture.trace import Capture
 from memfit.pipelining.forward_graph import ForwardGraph
+from memfit.pipelining.handing_over import handing_over
 from memfit.pipelining.question import Question
 from memfit.pipelining.split_backward import with_deferred
 from memfit.pipelining.stages import Stage, example_inputs
@@ -19,6 +20,10 @@ from memfit.planning import Request, capture_and_profile
 from memfit.step.graph import StepGraph
 
 __all__ = ["accumulation_of", "capture_stage", "deferring", "state_bytes"]
+
+_SCALAR_BYTES = 16
+"""What the engine holds of each micro-batch beside tensors that cross cuts: its loss, and where its backward pass
+starts."""
 
 
 def capture_stage(
@@ -35,10 +40,12 @@ def capture_stage(
         label=f"stage {stage.index}",
     )
     args = example_inputs(stage, leaves, device)
-    capture, graph = capture_and_profile(stage.module, args, {}, request, grid=grid)
-    beside = _transfer_bytes(stage) if question.in_processes else 0
-    # What leaves is the engine's, which drops it when it is sent.
-    return capture, replace(graph, outputs=(), static_bytes=graph.static_bytes + beside)
+    captured, _ = capture_and_profile(stage.module, args, {}, request, grid=grid)
+    capture = handing_over(captured)
+    beside = _SCALAR_BYTES * (question.num_microbatches + 1)
+    if question.in_processes:
+        beside += _transfer_bytes(stage)
+    return capture, replace(capture.graph, static_bytes=capture.graph.static_bytes + beside)
 
 
 def _transfer_bytes(stage: Stage) -> int:

@@ -68,6 +68,7 @@ class PieceProgram:
         forward: instructions of its forward pass.
         backward: instructions of its backward pass.
         kept: local storages handed from one to the other.
+        held: local storages of results that the caller holds to the end of the step.
         slots: local storages that go to tiers, and where to.
         streamed: those of them that live there and pass slice by slice.
         accumulate: how it adds gradients of parameters to `.grad` itself; None if it does not.
@@ -80,6 +81,7 @@ class PieceProgram:
     forward: tuple[LocalInstruction | LocalMove, ...]
     backward: tuple[LocalInstruction | LocalMove, ...]
     kept: tuple[int, ...]
+    held: frozenset[int] = frozenset()
     slots: Mapping[int, Slot] = field(default_factory=dict)
     streamed: frozenset[int] = frozenset()
     accumulate: Accumulate | None = None
@@ -142,6 +144,7 @@ def piece_programs(capture: Capture, program: Program) -> tuple[PieceProgram, ..
     written_back: list[set[int]] = [set() for _ in range(count)]
     fused, handed_on = _fused(program)
     local = _local_storages(capture)
+    held = [frozenset(numbers[s] for s in graph.outputs if s in numbers) for numbers in local]
     piece_of = {s: op.piece for op in graph.ops for s in op.writes}
 
     def move(kind: Move, storage: int) -> None:
@@ -189,12 +192,11 @@ def piece_programs(capture: Capture, program: Program) -> tuple[PieceProgram, ..
             forward[op.piece].append(run)
             continue
         storages = capture.pieces.pieces[op.piece].reading.storages
-        returned = set(capture.pieces.pieces[op.piece].reading.output_storages)
         reads, writes = (joint.again_reads, joint.writes[:1]) if from_statistics else (joint.reads, joint.writes)
         for storage in reads if run.over is None else (*reads, run.over):
             if storages[storage].kind is StorageKind.FORWARD and storage not in written_back[op.piece]:
                 kept[op.piece][storage] = None
-        written_back[op.piece].update(s for s in writes if s not in returned)
+        written_back[op.piece].update(s for s in writes if s not in held[op.piece])
         backward[op.piece].append(run)
         if capture.deferred and op.phase is Phase.BACKWARD and index not in capture.deferred:
             waits_until[op.piece] = len(backward[op.piece])
@@ -215,6 +217,7 @@ def piece_programs(capture: Capture, program: Program) -> tuple[PieceProgram, ..
             forward=tuple(forward[i]),
             backward=tuple(backward[i]),
             kept=tuple(kept[i]),
+            held=held[i],
             slots={
                 local[i][s]: Slot(tier=tier, nbytes=nbytes)
                 for s, (tier, nbytes) in (swapped | streamed).items()
@@ -341,6 +344,7 @@ def compile_planned(
             program, swapper = programs[place], swappers[place]
             return lower(
                 *(reading, program.forward, program.backward, program.kept),
+                held=program.held,
                 swapper=swapper,
                 streamed=program.streamed,
                 adding=adding,

@@ -100,10 +100,18 @@ class LocalMove:
 
 
 class _Emitter:
-    """Copies nodes of the joint graph into one new graph, keeping the current copy of every storage."""
+    """Copies nodes of the joint graph into one new graph, keeping the current copy of every storage.
+
+    Of those the caller holds, `held`, that is the first one.
+    """
 
     def __init__(
-        self, reading: JointReading, graph: fx.Graph, swapper: Swapper | None, streamed: Collection[int]
+        self,
+        reading: JointReading,
+        graph: fx.Graph,
+        swapper: Swapper | None,
+        streamed: Collection[int],
+        held: Collection[int],
     ) -> None:
         self.reading = reading
         self.graph = graph
@@ -114,7 +122,7 @@ class _Emitter:
         self.views: dict[fx.Node, fx.Node] = {}
         self.states: dict[int, fx.Node] = {}
         self.placed: dict[fx.Node, fx.Node] = {}
-        self.returned = frozenset(reading.output_storages)
+        self.held = held
         self.adding: dict[int, list[tuple[fx.Node, Accumulation]]] = {}
         self.added: dict[fx.Node, fx.Node] = {}
 
@@ -285,8 +293,8 @@ class _Emitter:
     def _take_results(self, made: fx.Node, writes: Sequence[int]) -> None:
         alone = isinstance(made.meta["val"], torch.Tensor)
         for storage in writes:
-            if storage in self.returned and storage in self.bases:
-                continue  # the caller holds the first copy; a second one is thrown away
+            if storage in self.held and storage in self.bases:
+                continue  # a second copy is thrown away
             if alone:
                 self.set_base(storage, made)
             else:
@@ -301,6 +309,7 @@ def lower(
     forward: Sequence[LocalInstruction | LocalMove],
     backward: Sequence[LocalInstruction | LocalMove],
     kept: Sequence[int],
+    held: Collection[int],
     swapper: Swapper | None = None,
     streamed: Collection[int] = (),
     adding: Mapping[int, Accumulation] | None = None,
@@ -313,6 +322,7 @@ def lower(
         forward: what runs in the forward pass, in order.
         backward: what runs in the backward pass, in order.
         kept: local storages of forward results handed to the backward pass; inputs need not be named.
+        held: local storages of results that the caller holds to the end of the step.
         swapper: moves what is swapped.
         streamed: local storages that live on tiers.
         adding: for places of gradients what adds them to what is there; those in memory of their own are not returned.
@@ -328,12 +338,12 @@ def lower(
     placeholders = joint.graph.find_nodes(op="placeholder")
     primals = [n for n in placeholders if not is_tangent(n)]
 
-    in_forward = _Emitter(reading, fx.Graph(), swapper, streamed)
+    in_forward = _Emitter(reading, fx.Graph(), swapper, streamed, reading.output_storages)
     in_forward.place(primals)
     in_forward.place(joint.graph.find_nodes(op="get_attr"))
     in_forward.run_all(forward)
 
-    in_backward = _Emitter(reading, fx.Graph(), swapper, streamed)
+    in_backward = _Emitter(reading, fx.Graph(), swapper, streamed, held)
     in_backward.place(primals)
     for storage in kept:
         in_backward.place([reading.storages[storage].base], as_inputs=True)
@@ -349,9 +359,9 @@ def lower(
     in_backward.place(joint.graph.find_nodes(op="get_attr"))
     for place, accumulation in (adding or {}).items():
         gradient = outputs[count + place]
-        held = reading.storage_of.get(gradient)
-        if held is not None and held in reading.accumulated:
-            in_backward.adding.setdefault(held, []).append((gradient, accumulation))
+        storage_of_gradient = reading.storage_of.get(gradient)
+        if storage_of_gradient is not None and storage_of_gradient in reading.accumulated:
+            in_backward.adding.setdefault(storage_of_gradient, []).append((gradient, accumulation))
     in_backward.run_all(backward[:waits_until])
     if waits_until is not None:
         for gradient in outputs[count:]:
