@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from memfit.pipelining import search
+from memfit.pipelining import search, stage_planner
 
 
 @pytest.fixture(autouse=True)
@@ -23,6 +23,6 @@ def short_stage_search(monkeypatch: pytest.MonkeyPatch) -> None:
     def briefly(*args: Any, seconds: float, **rest: Any) -> Any:
         return plan_stage(*args, seconds=min(seconds, 0.05), **rest)
 
-    plan_stage = search.plan_stage
-    monkeypatch.setattr(search, "plan_stage", briefly)
+    plan_stage = stage_planner.plan_stage
+    monkeypatch.setattr(stage_planner, "plan_stage", briefly)
     monkeypatch.setattr(search, "_ROUNDS", 2)

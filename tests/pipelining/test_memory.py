@@ -15,13 +15,14 @@ from memfit.pipelining.cuts import find_cuts
 from memfit.pipelining.forward_graph import capture_forward, flatten_inputs
 from memfit.pipelining.making import make_pipeline_plan
 from memfit.pipelining.microbatches import cut_batch, sizes_of
+from memfit.pipelining.plan import decode_pipeline, encode_pipeline
 from memfit.pipelining.question import Question
 from memfit.zoo.gpt import GPT
 from tests.pipelining.models import Case, gradients, plain_step, tokens_loss
 
 
-def wide(batch: int) -> Case:
-    model = GPT(layers=4, width=64, heads=2, positions=32, vocabulary=200, dropout=0.0, tied=False).double()
+def wide(batch: int, layers: int = 4) -> Case:
+    model = GPT(layers=layers, width=64, heads=2, positions=32, vocabulary=200, dropout=0.0, tied=False).double()
     x, y = torch.randint(200, (2, batch, 32))
     return Case(model=model, args=(x,), target=y, loss_fn=tokens_loss)
 
@@ -101,6 +102,35 @@ def test_a_budget_is_kept_and_gradients_stay(schedule: str) -> None:
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-11, atol=1e-15)
 
 
+def test_each_device_keeps_its_own_budget() -> None:
+    torch.manual_seed(1)
+    case = wide(16)
+    plain_step(case)
+    expected = gradients(case.model)
+    options = {"num_stages": 2, "num_microbatches": 4, "schedule": "1f1b"}
+    free = plan(case, prove=False, **options).plan
+    for shares in ((0.7, 1.0), (1.3, 0.6)):
+        budgets = [int(share * peak) for share, peak in zip(shares, free.peak_bytes, strict=True)]
+        pipe = plan(case, budget_per_device=budgets, **options)
+        assert pipe.plan.budget_bytes == tuple(budgets)
+        assert all(peak <= budget for peak, budget in zip(pipe.plan.measured_peak_bytes, budgets, strict=True))
+        assert pipe.plan.measured_peak_bytes[0] > 0.8 * budgets[0] or shares[0] > 1
+        assert decode_pipeline(encode_pipeline(pipe.plan)) == pipe.plan
+        case.model.zero_grad()
+        pipe.step(*case.args, target=case.target)
+        for name, parameter in case.model.named_parameters():
+            torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-11, atol=1e-15)
+
+
+def test_uneven_budgets_that_do_not_fit_are_told_in_their_proportion() -> None:
+    case = wide(4, layers=2)
+    with pytest.raises(BudgetError, match=r"for device 0, .* for device 1 \(\d+, \d+ bytes\) work") as told:
+        plan(case, num_stages=2, num_microbatches=2, budget_per_device=["300KiB", "200KiB"], schedule="1f1b")
+    most = told.value.least_bytes
+    pipe = plan(case, num_stages=2, num_microbatches=2, budget_per_device=[most, -(-most * 2 // 3)], schedule="1f1b")
+    assert pipe.plan.measured_peak_bytes[1] <= -(-most * 2 // 3)
+
+
 def test_one_f_one_b_holds_less_than_gpipe() -> None:
     case = wide(16)
     peaks = [
@@ -145,6 +175,7 @@ def test_the_least_number_of_devices_is_told_and_works() -> None:
         ({"num_stages": 2, "num_microbatches": 2, "schedule": "gpip"}, "unknown schedule"),
         ({"num_stages": 2, "num_microbatches": 2, "checkpoint": "some"}, "unknown checkpoint policy"),
         ({"num_stages": 2, "num_microbatches": 2, "batch_norm": "some"}, "batch_norm is one of"),
+        ({"num_stages": 2, "num_microbatches": 2, "budget_per_device": ["1GiB"]}, "one budget for each device"),
         ({"num_stages": 500, "num_microbatches": 2}, "can be cut into"),
     ],
 )

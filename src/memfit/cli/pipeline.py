@@ -10,7 +10,7 @@ import argparse
 import json
 from pathlib import Path
 
-from memfit.cli.options import add_levers, add_model, add_tiers, build_example, optimizer_factory, whole_number
+from memfit.cli.options import add_levers, add_model, add_tiers, build_example, optimizer_factory, whole_number, words
 from memfit.cli.output import write_text
 from memfit.errors import SpecError
 
@@ -22,7 +22,12 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("--stages", type=whole_number, required=True, metavar="K", help="devices, a stage each")
     parser.add_argument("--microbatches", type=whole_number, required=True, metavar="M", help="parts of the batch")
-    parser.add_argument("--budget", metavar="BYTES", help="of each device: bytes, 8GiB, 60%% (default: none)")
+    parser.add_argument(
+        "--budget",
+        type=words,
+        metavar="BYTES",
+        help="of every device, or K of them with commas: bytes, 8GiB, 60%% (default: none)",
+    )
     parser.add_argument(
         "--schedule", default="auto", metavar="NAME", help="auto, gpipe, 1f1b, interleaved-1f1b (default: auto)"
     )
@@ -64,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         target=target,
         num_stages=args.stages,
         num_microbatches=args.microbatches,
-        budget_per_device=args.budget,
+        budget_per_device=args.budget and (args.budget if len(args.budget) > 1 else args.budget[0]),
         schedule=args.schedule,
         checkpoint=args.checkpoint,
         loss_fn=loss_fn,

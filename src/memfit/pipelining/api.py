@@ -12,10 +12,10 @@ from torch import nn
 from memfit import processes
 from memfit.capture.trace import device_of
 from memfit.errors import SpecError
+from memfit.pipelining.budgets import Amount, resolve_budgets
 from memfit.pipelining.forward_graph import PipelineLoss
 from memfit.pipelining.pipeline import Pipeline
 from memfit.pipelining.question import Question
-from memfit.planning import resolve_budget
 
 __all__ = ["pipeline"]
 
@@ -30,7 +30,7 @@ def pipeline(
     target: Any = None,
     num_stages: int,
     num_microbatches: int,
-    budget_per_device: int | str | None = None,
+    budget_per_device: Amount | Sequence[Amount] | None = None,
     schedule: str = "auto",
     checkpoint: str = "auto",
     loss_fn: PipelineLoss | None = None,
@@ -55,7 +55,7 @@ def pipeline(
         target: what the loss takes beside the output.
         num_stages: how many devices.
         num_microbatches: into how many parts the batch is cut along its first axis.
-        budget_per_device: bytes or `"8GiB"`; None for as much as it takes.
+        budget_per_device: bytes or `"8GiB"`, of every device or a list of one for each; None for as much as it takes.
         schedule: `"auto"`, or a name of `memfit.pipelining.engine.SCHEDULES`.
         checkpoint: `"auto"` for a plan within the budget; or `"never"`, `"always"`, `"except_last"`: what of each
             micro-batch's forward pass runs again.
@@ -85,11 +85,10 @@ def pipeline(
         raise SpecError(f"num_stages and num_microbatches are at least 1 ({num_stages=}, {num_microbatches=})")
     if batch_norm not in _BATCH_NORM:
         raise SpecError(f"batch_norm is one of {', '.join(map(repr, _BATCH_NORM))} (batch_norm: {batch_norm!r})")
-    budget_bytes = None if budget_per_device is None else resolve_budget(budget_per_device, device_of(model))
     question = Question(
         num_devices=num_stages,
         num_microbatches=num_microbatches,
-        budget_bytes=budget_bytes,
+        budget_bytes=resolve_budgets(budget_per_device, num_stages, device_of(model)),
         schedule=schedule,
         policy=checkpoint,
         optimizer=optimizer,

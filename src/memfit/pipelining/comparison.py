@@ -21,11 +21,12 @@ import torch
 from torch import nn
 
 from memfit.capture.trace import device_of, storage_bytes
-from memfit.errors import BudgetError, MemfitError
+from memfit.errors import BudgetError
 from memfit.pipelining import baselines
 from memfit.pipelining.api import pipeline
 from memfit.pipelining.baselines import Passes, Trial
 from memfit.pipelining.pipeline import Pipeline
+from memfit.pipelining.plan import PipelinePlan
 from memfit.runtime.measure import measure
 
 __all__ = ["SYSTEMS", "Cell", "PipelineComparison", "PipelineRow", "compare_cell"]
@@ -36,6 +37,8 @@ SYSTEMS = ("memfit", "torchgpipe", "equal-layers")
 _ADAM_BYTES = 12
 """Of memory for each parameter in the seed's total: itself and two moments."""
 _TRIES = 6
+_ENOUGH = 1.05
+"""Of what a device takes where everything runs again, with which it can do that, quicker ways included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,31 +185,59 @@ def compare_cell(
 
 
 def _memfit(trial: Trial, most_bytes: int | None, search_seconds: float) -> tuple[Pipeline, baselines.Step]:
-    """A pipeline that takes no more for activations, all stages together, and a step of it.
+    """The quickest pipeline found that takes no more for activations, all stages together, and a step of it.
 
-    One budget for all devices cannot tell a light stage to keep less than a heavy one needs, so there may be none; then
-    the one of the least budget that works.
+    What all stages take at once is no budget that can be given, so those of the devices are varied: what they take
+    where everything runs again, times a factor; if the fullest cannot do with less, those of the others. If nothing
+    takes as little, the one that takes the least.
     """
-    static = 2 * storage_bytes(list(trial.model.parameters()), device_of(trial.model).type)
-    stages = trial.num_stages
-    made: Pipeline | None = None
-    share = None
+    made, step, taken = _tried(trial, search_seconds)
+    if most_bytes is None or taken <= most_bytes:
+        return made, step
+    lean, lean_step, lean_taken = _tried(trial, search_seconds, checkpoint="always")
+    found = [(lean_taken, lean, lean_step)]
+    static = _static_bytes(lean.plan)
+    beyond = [peak - s for s, peak in zip(static, lean.plan.peak_bytes, strict=True)]
+    least_of_fullest = 0
+    low, high, factor = 0.0, float("inf"), most_bytes / lean_taken
     for _ in range(_TRIES):
-        budget = None if share is None else int(static / stages + share)
+        room = [int(factor * one) for one in beyond]
+        room[beyond.index(max(beyond))] = max(*room, least_of_fullest)
+        budgets = [one + more for one, more in zip(static, room, strict=True)]
         try:
-            made = _pipeline(trial, search_seconds, budget_per_device=budget)
+            made, step, taken = _tried(trial, search_seconds, budget_per_device=budgets)
         except BudgetError as error:
-            log.info("no pipeline of %s a device: %s", budget, error)
-            break
-        step = _step(made, trial)
-        taken = _activation_peak(step, trial.model, trial.inputs, trial.target)
-        if most_bytes is None or taken <= most_bytes:
-            return made, step
-        held = max(made.plan.peak_bytes) - static / stages
-        share = (held if share is None else min(held, share)) * 0.98 * most_bytes / taken
-    if made is None:
-        raise MemfitError("no pipeline at all fits")
-    return made, _step(made, trial)
+            log.info("no pipeline of %s: %s", budgets, error)
+            low, growth = (factor, 1.25) if least_of_fullest else (low, 1.0)
+            least_of_fullest = int(_ENOUGH * max(beyond))
+        else:
+            found.append((taken, made, step))
+            low, high = (factor, high) if taken <= most_bytes else (low, factor)
+            growth = min(2.0, max(1.1, 0.98 * most_bytes / taken))
+        if high == float("inf") or growth == 1.0:
+            factor *= growth
+        else:
+            factor = (low + high) / 2
+    fitting = [one for one in found if one[0] <= most_bytes]
+    _, made, step = (
+        min(fitting, key=lambda one: one[1].plan.step_seconds) if fitting else min(found, key=lambda o: o[0])
+    )
+    return made, step
+
+
+def _static_bytes(plan: PipelinePlan) -> list[int]:
+    """Of each device."""
+    static = [0] * len(plan.peak_bytes)
+    for stage, device in plan.schedule.device_of().items():
+        static[device] += plan.stages[stage].static_bytes
+    return static
+
+
+def _tried(trial: Trial, search_seconds: float, **options: Any) -> tuple[Pipeline, baselines.Step, int]:
+    """A pipeline, a step of it, and what that takes for activations."""
+    made = _pipeline(trial, search_seconds, **options)
+    step = _step(made, trial)
+    return made, step, _activation_peak(step, trial.model, trial.inputs, trial.target)
 
 
 def _pipeline(trial: Trial, search_seconds: float, **options: Any) -> Pipeline:

@@ -20,8 +20,8 @@ from memfit.capture.dynamo import preserved_state
 from memfit.capture.joint import module_of
 from memfit.capture.optimizer import optimizer_cost, part_of
 from memfit.capture.trace import storage_bytes
-from memfit.errors import BudgetError
 from memfit.pipelining.alone import run_alone
+from memfit.pipelining.budgets import above_budget, fits
 from memfit.pipelining.building import CompiledStage, compile_stage, engine_stages
 from memfit.pipelining.coupling import check_halves, refuse_batch_norm
 from memfit.pipelining.engine import make_schedule
@@ -36,7 +36,6 @@ from memfit.pipelining.search import plan_cuts, search
 from memfit.planner.schedule import StageMemory, device_peaks
 from memfit.runtime.measure import measure
 from memfit.step.codec import graph_digest
-from memfit.units import format_bytes
 
 __all__ = ["PROVING_RUNS", "Made", "make_pipeline_plan", "resident_bytes"]
 
@@ -110,19 +109,16 @@ def make_pipeline_plan(
             return made
         peaks = _measured_peaks(model, made, parts, question, device)
         made = replace(made, plan=replace(plan, measured_peak_bytes=tuple(peaks)))
-        if question.budget_bytes is None or target is None or max(peaks) <= question.budget_bytes:
+        if question.budget_bytes is None or target is None or fits(peaks, question.budget_bytes):
             return made
-        over = max(
-            measured - min(predicted, question.budget_bytes)
-            for measured, predicted in zip(peaks, plan.peak_bytes, strict=True)
-        )
-        log.info("a device took %d bytes more than predicted; planning for less", over)
-        target -= over
-    raise BudgetError(
-        f"measured peaks stay above the budget {format_bytes(question.budget_bytes or 0)} of a device",
-        budget_bytes=question.budget_bytes or 0,
-        least_bytes=max(peaks),
-    )
+        over = [
+            measured - min(predicted, budget) if measured > budget else 0
+            for measured, predicted, budget in zip(peaks, plan.peak_bytes, question.budget_bytes, strict=True)
+        ]
+        log.info("devices took %s bytes more than predicted; planning for less", over)
+        target = tuple(budget - more for budget, more in zip(target, over, strict=True))
+    assert question.budget_bytes is not None
+    raise above_budget(peaks, question.budget_bytes)
 
 
 def _compiled(

@@ -20,7 +20,8 @@ from torch import nn
 from memfit import processes
 from memfit.capture.dynamo import preserved_state
 from memfit.capture.trace import device_of
-from memfit.errors import BudgetError, PipelineError, SpecError
+from memfit.errors import PipelineError, SpecError
+from memfit.pipelining.budgets import above_budget, fits
 from memfit.pipelining.building import CompiledStage, capture_stages, engine_stages, planned_cuts
 from memfit.pipelining.engine import runtime, step_microbatches
 from memfit.pipelining.engine_stage import EngineStage
@@ -35,7 +36,6 @@ from memfit.pipelining.shared_states import SharedStates, share_out
 from memfit.pipelining.signature import pipeline_signature
 from memfit.planner.schedule import on_one_device
 from memfit.runtime.measure import measure
-from memfit.units import format_bytes
 
 __all__ = ["Pipeline"]
 
@@ -240,17 +240,16 @@ class Pipeline:
         for _ in range(PROVING_RUNS):
             prepared = self._planned(question, leaves, sizes, spec)
             prepared = self._proved(prepared, leaves)
-            over = max(prepared.plan.measured_peak_bytes, default=0) - (self._question.budget_bytes or 0)
-            if question.budget_bytes is None or over <= 0:
+            peaks, budgets = prepared.plan.measured_peak_bytes, self._question.budget_bytes
+            if not peaks or budgets is None or question.budget_bytes is None or fits(peaks, budgets):
                 prepared.shared.keep_own(self.model)
                 return prepared
-            log.info("a process took %d bytes more than its budget; planning for less", over)
-            question = replace(question, budget_bytes=question.budget_bytes - over)
-        raise BudgetError(
-            f"measured peaks stay above the budget {format_bytes(self._question.budget_bytes or 0)} of a process",
-            budget_bytes=self._question.budget_bytes or 0,
-            least_bytes=max(prepared.plan.measured_peak_bytes),
-        )
+            over = [max(0, peak - budget) for peak, budget in zip(peaks, budgets, strict=True)]
+            log.info("processes took %s bytes more than their budgets; planning for less", over)
+            less = tuple(budget - more for budget, more in zip(question.budget_bytes, over, strict=True))
+            question = replace(question, budget_bytes=less)
+        assert budgets is not None
+        raise above_budget(peaks, budgets)
 
     def _planned(self, question: Question, leaves: list[Any], sizes: list[int], spec: Any) -> _Prepared:
         """Process 0 plans, all build; if one cannot, none does."""

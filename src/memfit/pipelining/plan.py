@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from memfit.errors import PlanFileError
+from memfit.pipelining.budgets import budget_text
 from memfit.planner.schedule import Action, Pass, Schedule, StageTimes
 from memfit.step.codec import decode_program, encode_program, validate
 from memfit.step.program import Program
@@ -84,7 +85,7 @@ class PipelinePlan:
     stages: tuple[StageProgram, ...]
     last_stages: tuple[StageProgram, ...] = ()
     takes_random: bool = False
-    budget_bytes: int | None = None
+    budget_bytes: tuple[int, ...] | None = None
     step_seconds: float
     bubble: float
     peak_bytes: tuple[int, ...]
@@ -102,7 +103,7 @@ class PipelinePlan:
     def __str__(self) -> str:
         """The plan as a table."""
         devices = self.schedule.device_of()
-        budget = "no budget" if self.budget_bytes is None else f"budget {format_bytes(self.budget_bytes)} a device"
+        budget = "no budget" if self.budget_bytes is None else f"budget {budget_text(self.budget_bytes)}"
         lines = [
             f"pipeline  {len(self.peak_bytes)} devices · {len(self.stages)} stages · {len(self.sizes)} micro-batches "
             f"of {self.sizes[0]} · {self.schedule.name} · {budget}",
@@ -187,10 +188,13 @@ _FIELDS: dict[str, Any] = {
 }
 PIPELINE_SCHEMA: dict[str, Any] = {
     "type": "object",
-    "properties": {**_FIELDS, "budget_bytes": _COUNT},
+    "properties": {**_FIELDS, "budget_bytes": _list(_COUNT)},
     "required": list(_FIELDS),
     "additionalProperties": False,
 }
+
+
+_OF_DEVICES = ("sizes", "cuts", "budget_bytes", "peak_bytes", "measured_peak_bytes")
 
 
 def encode_pipeline(plan: PipelinePlan) -> dict[str, Any]:
@@ -200,7 +204,7 @@ def encode_pipeline(plan: PipelinePlan) -> dict[str, Any]:
         **{name: getattr(plan.schedule, name) for name in ("name", "num_stages", "num_microbatches")},
         "orders": [[[a.stage, a.what.value, a.microbatch] for a in order] for order in plan.schedule.orders],
     }
-    document |= {name: list(document[name]) for name in ("sizes", "cuts", "peak_bytes", "measured_peak_bytes")}
+    document |= {name: list(document[name]) for name in _OF_DEVICES if document[name] is not None}
     document |= {name: [_encoded(stage) for stage in document[name]] for name in ("stages", "last_stages")}
     return {name: value for name, value in document.items() if value is not None}
 
@@ -228,7 +232,7 @@ def decode_pipeline(document: object) -> PipelinePlan:
         raise PlanFileError("the schedule of the pipeline has an unknown action; the plan is damaged: make it anew")
     orders = tuple(tuple(Action(s, Pass(what), m) for s, what, m in order) for order in schedule["orders"])
     values["schedule"] = Schedule(**{**schedule, "orders": orders})
-    values |= {name: tuple(values[name]) for name in ("sizes", "cuts", "peak_bytes", "measured_peak_bytes")}
+    values |= {name: tuple(values[name]) for name in _OF_DEVICES if name in values}
     values |= {name: tuple(_decoded(stage) for stage in values[name]) for name in ("stages", "last_stages")}
     return PipelinePlan(**values)
 

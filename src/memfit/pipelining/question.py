@@ -42,7 +42,7 @@ class Question:
 
     num_devices: int
     num_microbatches: int
-    budget_bytes: int | None = None
+    budget_bytes: tuple[int, ...] | None = None
     schedule: str = "auto"
     policy: str = "auto"
     optimizer: torch.optim.Optimizer | None = None

@@ -52,9 +52,9 @@ def as_sequential(model: nn.Module) -> nn.Sequential:
         return nn.Sequential(GPTEmbedding(model), *model.blocks, model.norm, model.head)
     if type(model).__name__ == "ResNet" and hasattr(model, "layer4"):
         parts: Any = model
-        stem = [parts.conv1, parts.bn1, parts.relu, parts.maxpool]
+        stem = nn.Sequential(parts.conv1, parts.bn1, parts.relu, parts.maxpool)  # its ReLU writes over what it reads
         blocks = [block for layer in (parts.layer1, parts.layer2, parts.layer3, parts.layer4) for block in layer]
-        return nn.Sequential(*stem, *blocks, parts.avgpool, nn.Flatten(1), parts.fc)
+        return nn.Sequential(stem, *blocks, parts.avgpool, nn.Flatten(1), parts.fc)
     raise SpecError(
         f"torchgpipe and cuts by layers take a list of layers, and {type(model).__name__} is none; compare "
         "zoo:seed-gpt2, zoo:gpt or torchvision:resnet101"
