@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import sys
 import tempfile
@@ -26,6 +27,12 @@ settings.load_profile("memfit")
 
 # Measured costs belong to the tests, not to the user who runs them; all workers share them.
 os.environ["MEMFIT_CACHE"] = str(Path(tempfile.gettempdir()) / f"memfit-tests-{os.getuid()}")
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now is no garbage; every collection of a long run would look through it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -10,11 +10,12 @@ seen on CPU.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -73,9 +74,11 @@ def measure(
         if start_bytes is not None:  # what else is in memory is not the step's
             peak, start = start_bytes + peak - start, start_bytes
     else:
-        gc.collect()
+        if start_bytes is None:
+            gc.collect()
         start = live_tensor_bytes(device.type) if start_bytes is None else start_bytes
-        peak = reserved = start + allocation_peak(step)
+        with _nothing_collected():
+            peak = reserved = start + allocation_peak(step)
     seconds = []
     for _ in range(repeats):
         _synchronize(device)
@@ -109,6 +112,18 @@ def allocation_peak(run: Callable[[], object]) -> int:
         live += event.nbytes()
         peak = max(peak, live)
     return peak
+
+
+@contextlib.contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Keeps the garbage collector from freeing what was there before, which would count as memory given back."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def quiet_profiler() -> None:
