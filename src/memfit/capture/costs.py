@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from memfit.capture.adding import ADDING
 from memfit.capture.again import Call
 from memfit.capture.concatenations import operands_of_data
 from memfit.capture.one_run import equal, measured, timed
@@ -29,7 +30,7 @@ from memfit.capture.slices import Cuts, convolution_input_slices
 from memfit.errors import CaptureError
 from memfit.step.graph import Way
 
-__all__ = ["Costs", "costs_again", "costs_of", "ways_of", "whole_if_separable"]
+__all__ = ["Costs", "costs_added", "costs_again", "costs_of", "ways_of", "whole_if_separable"]
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,21 @@ def costs_again(node: fx.Node, again: Call, over: int | None, device: torch.devi
         log.info("cannot run %s again from its statistics (%s)", node.name, error)
         return Costs(ways=())
     return costs_of(again, over, device) if same else Costs(ways=())
+
+
+def costs_added(node: fx.Node, device: torch.device) -> Costs:
+    """What a call costs that adds its result to a gradient that is there."""
+    try:
+        values = operand_values(node, device)
+        args = fx.map_arg(node.args, values.__getitem__)
+        made = node.meta["val"]
+        total = torch.empty_strided(made.shape, made.stride(), dtype=made.dtype, device=device).zero_()
+        run = functools.partial(ADDING[node.target], total, *args)
+        _, way = measured(run, device)
+    except (RuntimeError, TypeError, IndexError, ValueError) as error:
+        log.info("cannot time %s alone (%s); using its roofline", node.name, error)
+        return Costs(ways=(Way(parts=1, seconds=roofline_seconds(node), workspace_bytes=0),))
+    return Costs(ways=(replace(way, seconds=_seconds(run, way.seconds, device)),))
 
 
 def whole_if_separable(node: fx.Node, device: torch.device) -> tuple[Way, ...]:

@@ -18,7 +18,7 @@ from memfit.capture.again import Call
 from memfit.capture.concatenations import is_of_concatenation, is_separable_key, separable_key
 from memfit.capture.cost_cache import CostCache
 from memfit.capture.cost_key import cost_key
-from memfit.capture.costs import Costs, costs_again, costs_of, whole_if_separable
+from memfit.capture.costs import Costs, costs_added, costs_again, costs_of, whole_if_separable
 from memfit.capture.library_memory import library_bytes
 from memfit.capture.parts import candidate_parts
 from memfit.capture.reading import JointOp
@@ -90,7 +90,16 @@ def profile_ops(
         The step graph of the capture with its costs set, and what libraries hold among its static bytes.
     """
     joints = [joint for joint in capture.joint_ops if joint is not None]
-    measurements = {joint.node: _measurements(joint, device) for joint in joints}
+    added = {
+        id(op)
+        for piece in capture.pieces.pieces
+        for op in piece.reading.ops
+        if not piece.reading.added_as_made.isdisjoint(op.writes)
+    }
+    measurements = {
+        joint.node: [_measurement_added(joint.node, device)] if id(joint) in added else _measurements(joint, device)
+        for joint in joints
+    }
     plain_ones = [
         _measurement(joint.plain_call, None, None, device)
         for joint in joints
@@ -189,6 +198,18 @@ def _measurement(call: fx.Node | Call, slices: BySlices | None, over: int | None
         over=over,
         run=functools.partial(costs_of, call, over, device),
         run_slices=lambda: () if slices is None else costs_in_slices(call, slices, device),
+    )
+
+
+def _measurement_added(node: fx.Node, device: torch.device) -> _Measurement:
+    """Of an op that adds what it makes to a gradient."""
+    key = f"{cost_key(node)} added to a gradient"
+    return _Measurement(
+        keys=(key, "", f"{key} over operand None"),
+        slices=None,
+        over=None,
+        run=functools.partial(costs_added, node, device),
+        run_slices=tuple,
     )
 
 

@@ -37,6 +37,7 @@ SYSTEMS = ("memfit", "torchgpipe", "equal-layers")
 _ADAM_BYTES = 12
 """Of memory for each parameter in the seed's total: itself and two moments."""
 _TRIES = 6
+_MORE = 1.3
 _ENOUGH = 1.05
 """Of what a device takes where everything runs again, with which it can do that, quicker ways included."""
 
@@ -208,21 +209,21 @@ def _memfit(trial: Trial, most_bytes: int | None, search_seconds: float) -> tupl
             made, step, taken = _tried(trial, search_seconds, budget_per_device=budgets)
         except BudgetError as error:
             log.info("no pipeline of %s: %s", budgets, error)
-            low, growth = (factor, 1.25) if least_of_fullest else (low, 1.0)
-            least_of_fullest = int(_ENOUGH * max(beyond))
+            if not least_of_fullest:
+                least_of_fullest = int(_ENOUGH * max(beyond))
+                continue
+            low = factor
         else:
             found.append((taken, made, step))
             low, high = (factor, high) if taken <= most_bytes else (low, factor)
-            growth = min(2.0, max(1.1, 0.98 * most_bytes / taken))
-        if high == float("inf") or growth == 1.0:
-            factor *= growth
-        else:
-            factor = (low + high) / 2
+        factor = factor * _MORE if high == float("inf") else (low + high) / 2
     fitting = [one for one in found if one[0] <= most_bytes]
-    _, made, step = (
-        min(fitting, key=lambda one: one[1].plan.step_seconds) if fitting else min(found, key=lambda o: o[0])
-    )
+    _, made, step = min(fitting, key=lambda one: one[1].plan.step_seconds) if fitting else min(found, key=_taken)
     return made, step
+
+
+def _taken(tried: tuple[int, Pipeline, baselines.Step]) -> int:
+    return tried[0]
 
 
 def _static_bytes(plan: PipelinePlan) -> list[int]:
