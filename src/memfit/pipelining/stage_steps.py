@@ -49,8 +49,8 @@ def capture_stage(
 
 
 def _transfer_bytes(stage: Stage) -> int:
-    """What is on its way while the stage computes: the next to arrive, the last that left, and its last gradients."""
-    received_ahead = sum(c.nbytes for c in stage.arriving)
+    """What is on its way while the stage computes: the next to arrive from both sides, and the last sent to both."""
+    received_ahead = sum(c.nbytes for c in stage.arriving) + sum(c.nbytes for c in stage.leaving if c.requires_grad)
     being_sent = sum(c.nbytes for c in stage.leaving)
     being_sent_back = sum(c.nbytes for c in stage.arriving if c.requires_grad)
     return received_ahead + being_sent + being_sent_back
