@@ -38,8 +38,6 @@ _ADAM_BYTES = 12
 """Of memory for each parameter in the seed's total: itself and two moments."""
 _TRIES = 6
 _MORE = 1.3
-_ENOUGH = 1.05
-"""Of what a device takes where everything runs again, with which it can do that, quicker ways included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,8 +187,7 @@ def _memfit(trial: Trial, most_bytes: int | None, search_seconds: float) -> tupl
     """The quickest pipeline found that takes no more for activations, all stages together, and a step of it.
 
     What all stages take at once is no budget that can be given, so those of the devices are varied: what they take
-    where everything runs again, times a factor; if the fullest cannot do with less, those of the others. If nothing
-    takes as little, the one that takes the least.
+    where everything runs again, times a factor. If nothing takes as little, the one that takes the least.
     """
     made, step, taken = _tried(trial, search_seconds)
     if most_bytes is None or taken <= most_bytes:
@@ -199,19 +196,13 @@ def _memfit(trial: Trial, most_bytes: int | None, search_seconds: float) -> tupl
     found = [(lean_taken, lean, lean_step)]
     static = _static_bytes(lean.plan)
     beyond = [peak - s for s, peak in zip(static, lean.plan.peak_bytes, strict=True)]
-    least_of_fullest = 0
     low, high, factor = 0.0, float("inf"), most_bytes / lean_taken
     for _ in range(_TRIES):
-        room = [int(factor * one) for one in beyond]
-        room[beyond.index(max(beyond))] = max(*room, least_of_fullest)
-        budgets = [one + more for one, more in zip(static, room, strict=True)]
+        budgets = [one + int(factor * more) for one, more in zip(static, beyond, strict=True)]
         try:
             made, step, taken = _tried(trial, search_seconds, budget_per_device=budgets)
         except BudgetError as error:
             log.info("no pipeline of %s: %s", budgets, error)
-            if not least_of_fullest:
-                least_of_fullest = int(_ENOUGH * max(beyond))
-                continue
             low = factor
         else:
             found.append((taken, made, step))
