@@ -38,6 +38,7 @@ _ADAM_BYTES = 12
 """Of memory for each parameter in the seed's total: itself and two moments."""
 _TRIES = 6
 _MORE = 1.3
+"""By so much budgets grow while none has been too large."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
