@@ -131,7 +131,7 @@ def fits(rank: int, world: int, shard: Callable[[Stack], None], share: float) ->
     assert memfit.fit(fitted, (x,), budget=budget, loss_fn=loss_fn, search_seconds=0.1) is fitted
     plan = memfit.plan_of(fitted)
     assert plan.measured_peak_bytes is not None and plan.measured_peak_bytes <= budget
-    assert plan.predicted.overhead > ample.predicted.overhead
+    assert plan.program != ample.program  # by time the two may come either way, where slices are quicker than wholes
     assert len({str(plan) for plan in everywhere(plan.program)}) == 1
     counts: dict[str, int] = {}
     trained = {name: p for name, p in fitted.named_parameters() if p.requires_grad}
