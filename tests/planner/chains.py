@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from memfit.step.graph import Op, Phase, StepGraph, Storage, StorageKind
 
-__all__ = ["chain"]
+__all__ = ["chain", "stage"]
 
 
 def chain(length: int, *, nbytes: int = 10, seconds: float = 1.0) -> StepGraph:
@@ -35,3 +37,12 @@ def chain(length: int, *, nbytes: int = 10, seconds: float = 1.0) -> StepGraph:
         ops.append(Op(name=f"b{i}", target="b", phase=Phase.BACKWARD, reads=reads, writes=writes, seconds=2 * seconds))
         gradient = writes[0]
     return StepGraph(ops=tuple(ops), storages=tuple(storages))
+
+
+def stage(length: int, *, received_bytes: int = 0) -> StepGraph:
+    """A chain whose result is handed over in front of the loss, which reads nothing, as in a pipeline."""
+    plain = chain(length)
+    loss = plain.loss_index
+    handed = Op(name="over", target="over", phase=Phase.FORWARD, reads=(length,), writes=(), recomputable=False)
+    ops = (*plain.ops[:loss], handed, replace(plain.ops[loss], reads=()), *plain.ops[loss + 1 :])
+    return replace(plain, ops=ops, static_bytes=received_bytes)

@@ -62,7 +62,7 @@ def test_one_device_does_the_same_work_in_an_order_that_works(shape) -> None:
     name, stages, microbatches = shape
     schedule = KINDS[name](stages, microbatches)
     times = [StageTimes(forward_seconds=1.0, backward_seconds=2.0)] * stages
-    alone = on_one_device(schedule, times)
+    alone = on_one_device(schedule)
     (order,) = alone.orders
     assert sorted(order) == sorted(action for actions in schedule.orders for action in actions)
     assert simulate_schedule(alone, times).step_seconds == pytest.approx(3.0 * stages * microbatches)

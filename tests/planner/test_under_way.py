@@ -9,7 +9,7 @@ from memfit.planner.under_way import Traffic, plan_always, plan_never, plan_stag
 from memfit.step.check import check
 from memfit.step.program import program_of
 from memfit.step.simulate import simulate
-from tests.planner.chains import chain
+from tests.planner.chains import chain, stage
 
 
 @pytest.mark.parametrize("under_way", [1, 2, 4])
@@ -31,29 +31,27 @@ def test_always_keeps_nothing_but_what_was_received() -> None:
     assert plan.timeline.recompute_seconds == pytest.approx(8.0)
 
 
-@pytest.mark.parametrize("under_way", [2, 3, 4])
-@pytest.mark.parametrize("share", [0.9, 0.7, 0.55])
-def test_a_plan_keeps_the_budget_of_its_stage(under_way: int, share: float) -> None:
-    graph = chain(12)
-    never = plan_never(graph, None, Traffic(under_way=under_way, received_bytes=0))
-    always = plan_always(graph, None, Traffic(under_way=under_way, received_bytes=0))
-    budget = int(share * never.peak_bytes)
-    plan = plan_stage(graph, budget, Traffic(under_way=under_way, received_bytes=0), seconds=0.1)
+@pytest.mark.parametrize("limit", [60, 30, 0])
+def test_a_plan_keeps_no_more_than_it_may(limit: int) -> None:
+    graph = stage(12, received_bytes=3)
+    traffic = Traffic(under_way=2, received_bytes=3)
+    plan = plan_stage(graph, 150, traffic, kept_limit_bytes=limit, seconds=0.1)
     check(graph, plan.program)
-    assert plan.peak_bytes <= budget
-    assert 0 < plan.timeline.recompute_seconds
-    if always.peak_bytes <= budget:
-        assert plan.timeline.recompute_seconds <= always.timeline.recompute_seconds + 1e-9
+    assert plan.timeline.peak_bytes <= 150
+    assert plan.kept_bytes <= limit + 3
+    assert plan.peak_bytes == plan.timeline.peak_bytes + plan.kept_bytes
+    assert plan.timeline.recompute_seconds >= (120 - limit) / 10 - 1  # the last result need not be kept for the loss
 
 
 def test_room_for_everything_runs_nothing_again() -> None:
     graph = chain(6)
-    never = plan_never(graph, None, Traffic(under_way=3, received_bytes=5))
-    plan = plan_stage(graph, never.peak_bytes, Traffic(under_way=3, received_bytes=5))
+    traffic = Traffic(under_way=3, received_bytes=5)
+    never = plan_never(graph, None, traffic)
+    plan = plan_stage(graph, never.timeline.peak_bytes, traffic, kept_limit_bytes=never.kept_bytes)
     assert plan.timeline.recompute_seconds == 0
     assert plan.program.order() == program_of(graph, range(len(graph.ops))).order()
 
 
 def test_too_little_is_told() -> None:
-    with pytest.raises(BudgetError, match="3 micro-batches under way"):
-        plan_stage(chain(6), 15, Traffic(under_way=3, received_bytes=0), seconds=0.1)
+    with pytest.raises(BudgetError):
+        plan_stage(chain(6), 15, Traffic(under_way=3, received_bytes=0), kept_limit_bytes=0, seconds=0.1)

@@ -29,6 +29,9 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
         help="of every device, or K of them with commas: bytes, 8GiB, 60%% (default: none)",
     )
     parser.add_argument(
+        "--one-device", action="store_true", help="the stages take turns on one device, the budget is for all of them"
+    )
+    parser.add_argument(
         "--schedule", default="auto", metavar="NAME", help="auto, gpipe, 1f1b, interleaved-1f1b (default: auto)"
     )
     parser.add_argument(
@@ -70,6 +73,7 @@ def run(args: argparse.Namespace) -> int:
         num_stages=args.stages,
         num_microbatches=args.microbatches,
         budget_per_device=args.budget and (args.budget if len(args.budget) > 1 else args.budget[0]),
+        one_device=args.one_device,
         schedule=args.schedule,
         checkpoint=args.checkpoint,
         loss_fn=loss_fn,

@@ -31,6 +31,7 @@ def pipeline(
     num_stages: int,
     num_microbatches: int,
     budget_per_device: Amount | Sequence[Amount] | None = None,
+    one_device: bool = False,
     schedule: str = "auto",
     checkpoint: str = "auto",
     loss_fn: PipelineLoss | None = None,
@@ -56,6 +57,7 @@ def pipeline(
         num_stages: how many devices.
         num_microbatches: into how many parts the batch is cut along its first axis.
         budget_per_device: bytes or `"8GiB"`, of every device or a list of one for each; None for as much as it takes.
+        one_device: the stages take turns on this process's one device, and the budget is for all of them together.
         schedule: `"auto"`, or a name of `memfit.pipelining.engine.SCHEDULES`.
         checkpoint: `"auto"` for a plan within the budget; or `"never"`, `"always"`, `"except_last"`: what of each
             micro-batch's forward pass runs again.
@@ -85,10 +87,17 @@ def pipeline(
         raise SpecError(f"num_stages and num_microbatches are at least 1 ({num_stages=}, {num_microbatches=})")
     if batch_norm not in _BATCH_NORM:
         raise SpecError(f"batch_norm is one of {', '.join(map(repr, _BATCH_NORM))} (batch_norm: {batch_norm!r})")
+    if one_device and processes.world_size(group) > 1:
+        raise SpecError(
+            f"with one_device=True all stages run in one process, and there are {processes.world_size(group)}; leave "
+            "it out, and give the budget of each device"
+        )
+    num_budgets = 1 if one_device else num_stages
     question = Question(
         num_devices=num_stages,
         num_microbatches=num_microbatches,
-        budget_bytes=resolve_budgets(budget_per_device, num_stages, device_of(model)),
+        one_device=one_device,
+        budget_bytes=resolve_budgets(budget_per_device, num_budgets, device_of(model)),
         schedule=schedule,
         policy=checkpoint,
         optimizer=optimizer,

@@ -23,7 +23,7 @@ from memfit import processes
 from memfit.errors import SpecError
 from memfit.pipelining.engine import runtime
 from memfit.pipelining.sequential import as_sequential, equal_ends
-from memfit.planner.schedule import StageTimes, on_one_device, one_forward_one_backward
+from memfit.planner.schedule import on_one_device, one_forward_one_backward
 
 __all__ = ["Passes", "Step", "Trial", "equal_layers", "inline_workers", "time_passes", "torchgpipe"]
 
@@ -181,8 +181,7 @@ def equal_layers(trial: Trial) -> Step:
     passes = Passes()
     time_passes(stages, passes)
     schedule = one_forward_one_backward(trial.num_stages, trial.num_microbatches)
-    schedule = on_one_device(schedule, [StageTimes(forward_seconds=1.0, backward_seconds=2.0)] * trial.num_stages)
-    engine = runtime(schedule, stages, loss_fn=trial.loss_fn)
+    engine = runtime(on_one_device(schedule), stages, loss_fn=trial.loss_fn)
     parts, targets = trial.inputs.chunk(trial.num_microbatches), trial.target.chunk(trial.num_microbatches)
 
     def step() -> Passes:

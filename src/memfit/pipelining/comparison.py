@@ -26,7 +26,6 @@ from memfit.pipelining import baselines
 from memfit.pipelining.api import pipeline
 from memfit.pipelining.baselines import Passes, Trial
 from memfit.pipelining.pipeline import Pipeline
-from memfit.pipelining.plan import PipelinePlan
 from memfit.runtime.measure import measure
 
 __all__ = ["SYSTEMS", "Cell", "PipelineComparison", "PipelineRow", "compare_cell"]
@@ -36,9 +35,8 @@ log = logging.getLogger(__name__)
 SYSTEMS = ("memfit", "torchgpipe", "equal-layers")
 _ADAM_BYTES = 12
 """Of memory for each parameter in the seed's total: itself and two moments."""
-_TRIES = 6
-_MORE = 1.3
-"""By so much budgets grow while none has been too large."""
+_TRIES = 3
+"""How often a plan that takes more than predicted is made again for less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +57,7 @@ class PipelineRow:
         system: whose.
         activation_bytes: measured peak beyond parameters and gradients.
         total_bytes: that and twelve bytes a parameter, as the seed counts.
-        stage_bytes: measured peak of each device alone, where that is known.
+        stage_bytes: predicted peak of each stage alone, where that is known.
         forward_seconds: median over steps of all forward passes of a step.
         backward_seconds: the same of backward passes.
         samples_per_second: of the median step, gradients made into those of the batch.
@@ -143,7 +141,7 @@ def compare_cell(
             others = [row[2] for row in ready.values()]
             piped, step = _memfit(trial, min(others, default=None), search_seconds)
             plan = piped.plan
-            stage_bytes = plan.measured_peak_bytes or plan.peak_bytes
+            stage_bytes = tuple(stage.peak_bytes for stage in plan.stages)
             again = sum(stage.again_seconds for stage in plan.stages)
             note = f"{plan.schedule.name}, {again / max(1e-9, sum(s.forward_seconds for s in plan.stages)):.0%} again"
         else:
@@ -185,45 +183,22 @@ def compare_cell(
 
 
 def _memfit(trial: Trial, most_bytes: int | None, search_seconds: float) -> tuple[Pipeline, baselines.Step]:
-    """The quickest pipeline found that takes no more for activations, all stages together, and a step of it.
-
-    What all stages take at once is no budget that can be given, so those of the devices are varied: what they take
-    where everything runs again, times a factor. If nothing takes as little, the one that takes the least.
-    """
+    """The quickest pipeline found that takes no more for activations, and a step of it; if none, one of the least."""
     made, step, taken = _tried(trial, search_seconds)
     if most_bytes is None or taken <= most_bytes:
         return made, step
-    lean, lean_step, lean_taken = _tried(trial, search_seconds, checkpoint="always")
-    found = [(lean_taken, lean, lean_step)]
-    static = _static_bytes(lean.plan)
-    beyond = [peak - s for s, peak in zip(static, lean.plan.peak_bytes, strict=True)]
-    low, high, factor = 0.0, float("inf"), most_bytes / lean_taken
+    (peak_bytes,) = made.plan.peak_bytes
+    target = peak_bytes - (taken - most_bytes)
     for _ in range(_TRIES):
-        budgets = [one + int(factor * more) for one, more in zip(static, beyond, strict=True)]
         try:
-            made, step, taken = _tried(trial, search_seconds, budget_per_device=budgets)
+            made, step, taken = _tried(trial, search_seconds, budget_per_device=target)
         except BudgetError as error:
-            log.info("no pipeline of %s: %s", budgets, error)
-            low = factor
-        else:
-            found.append((taken, made, step))
-            low, high = (factor, high) if taken <= most_bytes else (low, factor)
-        factor = factor * _MORE if high == float("inf") else (low + high) / 2
-    fitting = [one for one in found if one[0] <= most_bytes]
-    _, made, step = min(fitting, key=lambda one: one[1].plan.step_seconds) if fitting else min(found, key=_taken)
+            log.info("no pipeline of %d bytes: %s", target, error)
+            return _tried(trial, search_seconds, budget_per_device=error.least_bytes)[:2]
+        if taken <= most_bytes:
+            break
+        target -= taken - most_bytes
     return made, step
-
-
-def _taken(tried: tuple[int, Pipeline, baselines.Step]) -> int:
-    return tried[0]
-
-
-def _static_bytes(plan: PipelinePlan) -> list[int]:
-    """Of each device."""
-    static = [0] * len(plan.peak_bytes)
-    for stage, device in plan.schedule.device_of().items():
-        static[device] += plan.stages[stage].static_bytes
-    return static
 
 
 def _tried(trial: Trial, search_seconds: float, **options: Any) -> tuple[Pipeline, baselines.Step, int]:
@@ -242,6 +217,7 @@ def _pipeline(trial: Trial, search_seconds: float, **options: Any) -> Pipeline:
         num_microbatches=trial.num_microbatches,
         batch_norm="per-microbatch",
         schedule="1f1b",
+        one_device=True,
         search_seconds=search_seconds,
         prove=False,
         **options,

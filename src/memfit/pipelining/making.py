@@ -24,7 +24,6 @@ from memfit.pipelining.alone import run_alone
 from memfit.pipelining.budgets import above_budget, fits
 from memfit.pipelining.building import CompiledStage, compile_stage, engine_stages
 from memfit.pipelining.coupling import check_halves, refuse_batch_norm
-from memfit.pipelining.engine import make_schedule
 from memfit.pipelining.engine_stage import EngineStage
 from memfit.pipelining.forward_graph import ForwardGraph, PipelineLoss, capture_forward, loss_of
 from memfit.pipelining.loss_weights import LossReading, loss_shares, read_loss
@@ -32,7 +31,7 @@ from memfit.pipelining.microbatches import batch_size, cut_batch, first_samples
 from memfit.pipelining.plan import PipelinePlan, StageProgram, calls_digest
 from memfit.pipelining.question import Found, Question, StagePlan
 from memfit.pipelining.random_stream import RandomStream
-from memfit.pipelining.search import plan_cuts, search
+from memfit.pipelining.search import asked_schedule, plan_cuts, search
 from memfit.planner.schedule import StageMemory, device_peaks
 from memfit.runtime.measure import measure
 from memfit.step.codec import graph_digest
@@ -100,7 +99,7 @@ def make_pipeline_plan(
         if fixed is None:
             found = search(forward, part, asked, device)
         else:
-            schedule = make_schedule(fixed.schedule.name, question.num_devices, len(sizes))
+            schedule = asked_schedule(fixed.schedule.name, asked)
             found = plan_cuts(forward, part, schedule, fixed.cuts, asked, device)
         last = () if len(forwards) == 1 else plan_cuts(*forwards[1], found.schedule, found.cuts, asked, device).stages
         plan = _plan(forward, found, last, sizes, question)

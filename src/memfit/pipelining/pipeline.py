@@ -228,7 +228,7 @@ class Pipeline:
         sizes = sizes_of(batch_size(leaves), self._question.num_microbatches)
         if len(sizes) != self._question.num_microbatches:
             log.warning("a batch of %d gives %d micro-batches of %d", sum(sizes), len(sizes), sizes[0])
-        if len(sizes) < self._question.num_devices:
+        if len(sizes) < self._question.num_devices and not self._question.one_device:
             log.warning(
                 "%d micro-batches on %d devices: some of these always wait, and 1f1b runs as gpipe does",
                 len(sizes),
@@ -331,9 +331,7 @@ class Pipeline:
         stream = RandomStream(self._device, len(plan.sizes)) if plan.takes_random else None
         compiled = compiled or capture_stages(plan, forwards, mine, self._device)
         stages = engine_stages(plan, compiled, self._device, stream, self._group)
-        schedule = plan.schedule
-        if alone:
-            schedule = on_one_device(schedule, plan.times())
+        schedule = on_one_device(plan.schedule) if alone else plan.schedule
         return _Prepared(
             plan=plan,
             stages=stages,

@@ -27,6 +27,7 @@ class Question:
 
     Attributes:
         num_devices: how many devices work together.
+        one_device: whether they are all the same one, where stages take turns and the budget is for all of them.
         num_microbatches: into how many parts the batch is cut.
         budget_bytes: of each device; None for as much as it takes.
         schedule: a name of `SCHEDULES`, or `"auto"`.
@@ -42,6 +43,7 @@ class Question:
 
     num_devices: int
     num_microbatches: int
+    one_device: bool = False
     budget_bytes: tuple[int, ...] | None = None
     schedule: str = "auto"
     policy: str = "auto"

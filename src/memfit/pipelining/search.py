@@ -21,16 +21,20 @@ from memfit.pipelining.costs import call_costs
 from memfit.pipelining.engine import make_schedule
 from memfit.pipelining.forward_graph import ForwardGraph
 from memfit.pipelining.question import LINK_BYTES_PER_SECOND, POLICIES, Found, Question
-from memfit.pipelining.stage_planner import DoesNotFit, StagePlanner
+from memfit.pipelining.stage_planner import StagePlanner
 from memfit.planner.balance import Demand, balance, demands, guessed_seconds
-from memfit.planner.schedule import Schedule, most_under_way
+from memfit.planner.schedule import Schedule, most_under_way, on_one_device
+from memfit.planner.sharing import DoesNotFit
 
-__all__ = ["plan_cuts", "search"]
+__all__ = ["asked_schedule", "plan_cuts", "search"]
 
 log = logging.getLogger(__name__)
 
 _TRIED = ("1f1b", "interleaved-1f1b", "zero-bubble")
 """By `"auto"`; the first takes the least memory, and any number of micro-batches."""
+
+_WAITING_BYTES_PER_SECOND = 1e6
+"""On one device what crosses a cut waits in memory, and little is gained by balance: only the narrowest cuts."""
 
 _ROUNDS = 3
 _HALVINGS = 4
@@ -56,7 +60,7 @@ def search(forward: ForwardGraph, leaves: Sequence[Any], question: Question, dev
     best: Found | None = None
     failure: BudgetError | None = None
     for name in names:
-        schedule = make_schedule(name, question.num_devices, question.num_microbatches)
+        schedule = asked_schedule(name, question)
         try:
             found = searcher.best_of(schedule)
         except SpecError:
@@ -89,7 +93,7 @@ def _schedules(question: Question) -> list[str]:
         raise SpecError(f"unknown checkpoint policy {question.policy!r}; there are {', '.join(POLICIES)}")
     if question.schedule != "auto":
         return [question.schedule]
-    if question.num_devices == 1:
+    if question.num_devices == 1 or question.one_device:
         return ["1f1b"]
     return [name for name in _TRIED if _can_run(name, question)]
 
@@ -97,10 +101,20 @@ def _schedules(question: Question) -> list[str]:
 def _can_run(name: str, question: Question) -> bool:
     """The engine's forms of some schedules do not take every number of micro-batches."""
     try:
-        make_schedule(name, question.num_devices, question.num_microbatches)
+        asked_schedule(name, question)
     except SpecError:
         return False
     return True
+
+
+def asked_schedule(name: str, question: Question) -> Schedule:
+    """The schedule of a name for the devices there are.
+
+    Raises:
+        SpecError: see `memfit.pipelining.engine.make_schedule`.
+    """
+    made = make_schedule(name, question.num_devices, question.num_microbatches)
+    return on_one_device(made) if question.one_device else made
 
 
 def plan_cuts(
@@ -149,6 +163,8 @@ class _Searcher:
     def enough_stages(self) -> int | None:
         """The least number of devices, up to twice as many and two, on which 1F1B fits; None if none is found."""
         asked = self.planner.question
+        if asked.one_device:
+            return None
         found = None
         for count in range(asked.num_devices + 1, min(2 * asked.num_devices + 2, self.most_stages) + 1):
             self.planner.question = replace(asked, budget_bytes=extended(asked.budget_bytes, count))
@@ -192,7 +208,7 @@ class _Searcher:
     def _taken_within(self, name: str, budgets: tuple[int, ...] | None, proportion: Sequence[int]) -> int | None:
         """Within budgets, how large the largest in some proportion must be for what is taken; None if nothing fits."""
         self.planner.question = replace(self.planner.question, budget_bytes=budgets)
-        schedule = make_schedule(name, self.planner.question.num_devices, self.planner.question.num_microbatches)
+        schedule = asked_schedule(name, self.planner.question)
         try:
             peaks = self.best_of(schedule).peak_bytes
         except BudgetError:
@@ -257,12 +273,14 @@ class _Searcher:
             room = None if budget is None else int(budget * pressure[stage])
             return correction[stage] * guessed_seconds(self.demand(first, last), room, under_way[stage])
 
-        return balance(
-            schedule.num_stages,
-            len(self.places),
-            seconds,
-            lambda place: 2 * self.places[place].nbytes / LINK_BYTES_PER_SECOND,
-        )
+        return balance(schedule.num_stages, len(self.places), seconds, self._crossing_seconds)
+
+    def _crossing_seconds(self, place: int) -> float:
+        nbytes = self.places[place].nbytes
+        if not self.planner.question.one_device:
+            return 2 * nbytes / LINK_BYTES_PER_SECOND
+        return (nbytes - min(one.nbytes for one in self.places[1:-1])) / _WAITING_BYTES_PER_SECOND
 
     def _shares(self, schedule: Schedule) -> list[int | None]:
-        return shares(self.planner.question.budget_bytes, schedule)
+        question = self.planner.question
+        return shares(None if question.one_device else question.budget_bytes, schedule)

@@ -1,13 +1,14 @@
 """Plans the stages between given cuts, each within the budget of its device.
 
 Every stage is captured and planned like any step, with as many micro-batches under way as the schedule has there
-(`memfit.planner.under_way`); the schedule is then simulated with the planned times.
+(`memfit.planner.under_way`), and with the share of its device's budget that the other stages there leave it
+(`memfit.planner.sharing`); the schedule is then simulated with the planned times.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,31 +16,41 @@ import torch
 from memfit.capture.grids import grids
 from memfit.capture.trace import Capture
 from memfit.errors import BudgetError
-from memfit.pipelining.budgets import fits, shares
+from memfit.pipelining.budgets import fits
 from memfit.pipelining.cuts import Cut, find_cuts
 from memfit.pipelining.forward_graph import ForwardGraph
 from memfit.pipelining.question import Found, Question, StagePlan
 from memfit.pipelining.stage_steps import capture_stage, deferring, state_bytes
 from memfit.pipelining.stages import Stage, cut_into_stages
 from memfit.planner.balance import CutPlace
-from memfit.planner.schedule import Schedule, device_peaks, most_under_way, simulate_schedule
+from memfit.planner.schedule import Action, Schedule, device_peaks, most_under_way, simulate_schedule
+from memfit.planner.sharing import DoesNotFit, rooms, share_budget
 from memfit.planner.under_way import PlannedStage, Traffic, plan_always, plan_never, plan_stage
 from memfit.step.codec import graph_digest
 from memfit.step.graph import StepGraph
 from memfit.units import format_bytes
 
-__all__ = ["DoesNotFit", "StagePlanner"]
+__all__ = ["StagePlanner"]
 
 _ROUNDS = 3
 """How often what backward passes in two parts take too much is taken from what stages may plan with."""
 
 
-@dataclass
-class DoesNotFit(Exception):
-    """A stage for which no plan was found."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """What is asked of the plan of a stage.
 
-    stage: int
-    cause: BudgetError = field(repr=False)
+    Attributes:
+        policy: what is kept, see `memfit.pipelining.question.Question`.
+        room_bytes: what a micro-batch may take; None for as much as it does.
+        kept_limit_bytes: what may be kept of it between its passes; None for any number.
+        under_way: the most micro-batches that are under way there.
+    """
+
+    policy: str
+    room_bytes: int | None
+    kept_limit_bytes: int | None
+    under_way: int
 
 
 class StagePlanner:
@@ -95,68 +106,89 @@ class StagePlanner:
     def _plans(self, schedule: Schedule, stages: Sequence[Stage], places: Sequence[int]) -> list[StagePlan]:
         """Plans of stages that keep the budgets of their devices.
 
-        A stage's plan counts what micro-batches hold between their passes. Where backward passes are split they hold
-        something between the parts too; what that takes too much is taken from what the stages may plan with.
+        Where backward passes are split, what stages hold between the parts is known only afterwards; what that takes
+        too much is taken from what they may plan with.
         """
-        whole, under_way = self.question.budget_bytes, most_under_way(schedule)
-        budgets = shares(whole, schedule)
-        device_of = schedule.device_of()
-        taken = dict.fromkeys(device_of.values(), 0)
+        whole, taken = self.question.budget_bytes, [0] * len(schedule.orders)
         for _ in range(_ROUNDS):
-            plans: list[StagePlan] = []
-            for stage in stages:
-                budget = budgets[stage.index]
-                room = None if budget is None else budget - taken[device_of[stage.index]]
-                try:
-                    plans.append(self._stage_plan(schedule, stage, places, room, under_way[stage.index]))
-                except BudgetError as error:
-                    raise DoesNotFit(stage.index, error) from error
-            peaks = self._device_peaks(schedule, plans)
-            if whole is None or not schedule.splits_backward or fits(peaks, whole):
-                return plans
-            over = [max(0, peak - budget) for peak, budget in zip(peaks, whole, strict=True)]
-            for device, more in enumerate(over):
-                taken[device] += more // list(device_of.values()).count(device)
+            plans: dict[int, StagePlan] = {}
+            for device, order in enumerate(schedule.orders):
+                own = [stages[number] for number in sorted({action.stage for action in order})]
+                budget = None if whole is None else whole[device] - taken[device]
+                plans |= self._device_plans(schedule, order, own, places, budget)
+            made = [plans[stage.index] for stage in stages]
+            peaks = self._device_peaks(schedule, made)
+            if whole is None or fits(peaks, whole):
+                return made
+            taken = [less + max(0, peak - one) for less, peak, one in zip(taken, peaks, whole, strict=True)]
+            if not schedule.splits_backward:
+                break
         assert whole is not None
+        over = [peak - budget for peak, budget in zip(peaks, whole, strict=True)]
         full = over.index(max(over))
+        way = "schedule '1f1b'" if self.question.policy == "auto" else "policy 'auto'"
         too_much = BudgetError(
-            f"{schedule.name} takes {format_bytes(peaks[full])} of device {full}; '1f1b' may take less",
+            f"schedule {schedule.name!r} with policy {self.question.policy!r} takes {format_bytes(peaks[full])} of "
+            f"device {full} and its {format_bytes(whole[full])}; {way} may take less",
             budget_bytes=whole[full],
             least_bytes=peaks[full],
         )
-        raise DoesNotFit(max(stage for stage, device in device_of.items() if device == full), too_much)
+        raise DoesNotFit(max(action.stage for action in schedule.orders[full]), too_much)
 
-    def _stage_plan(
-        self, schedule: Schedule, stage: Stage, places: Sequence[int], budget: int | None, under_way: int
-    ) -> StagePlan:
+    def _device_plans(
+        self,
+        schedule: Schedule,
+        order: Sequence[Action],
+        stages: Sequence[Stage],
+        places: Sequence[int],
+        budget: int | None,
+    ) -> dict[int, StagePlan]:
+        """Plans of the stages of one device."""
+        under_way = most_under_way(schedule)
         ends = [0, *places, len(self.places) - 1]
-        key = ends[stage.index], ends[stage.index + 1]
-        capture, graph = self._captured(stage, key, schedule)
+        of = {stage.index: stage for stage in stages}
+
+        def plan(number: int, room: int | None, limit: int | None = None, policy: str | None = None) -> StagePlan:
+            asked = _Asked(
+                policy=policy or self.question.policy,
+                room_bytes=room,
+                kept_limit_bytes=limit,
+                under_way=under_way[number],
+            )
+            return self._stage_plan(schedule, of[number], (ends[number], ends[number + 1]), asked)
+
+        if budget is None:
+            return {number: plan(number, None) for number in of}
+        twice = self._counted_twice(stages)(frozenset(range(len(stages))))
+        received = {number: sum(c.nbytes for c in stage.arriving) for number, stage in of.items()}
+        if self.question.policy == "auto":
+            wanted = {number: plan(number, 0, policy="never").planned.memory for number in of}
+            return share_budget(order, wanted, received, budget + twice, plan)
+        lean = {number: plan(number, 0).planned.memory for number in of}
+        return {number: plan(number, room) for number, room in rooms(order, lean, budget + twice).items()}
+
+    def _stage_plan(self, schedule: Schedule, stage: Stage, ends: tuple[int, int], asked: _Asked) -> StagePlan:
+        capture, graph = self._captured(stage, ends, schedule)
         may_tile = self.question.levers == "all" or "tile" in self.question.levers
         try:
-            return self._plan_stage(stage, capture, graph, budget, under_way)
+            return self._plan_stage(stage, capture, graph, asked)
         except BudgetError as error:
-            if not may_tile or budget is None or self.question.policy != "auto":
+            if not may_tile:
                 raise
-            return self._in_tiles(stage, key, schedule, budget, under_way, error)
+            return self._in_tiles(stage, ends, schedule, asked, error)
 
     def _in_tiles(
-        self,
-        stage: Stage,
-        ends: tuple[int, int],
-        schedule: Schedule,
-        budget: int,
-        under_way: int,
-        failure: BudgetError,
+        self, stage: Stage, ends: tuple[int, int], schedule: Schedule, asked: _Asked, failure: BudgetError
     ) -> StagePlan:
         """In tiles as coarse as the budget allows; of all that fail the error of the one that takes the least."""
         capture, graph = self._captures[ends]
-        for grid in grids(capture, budget - graph.static_bytes - graph.gradient_bytes):
+        assert asked.room_bytes is not None
+        for grid in grids(capture, asked.room_bytes - graph.static_bytes - graph.gradient_bytes):
             tiled = self._captured(stage, (*ends, *grid), schedule)
             if not tiled[1].is_tiled:
                 continue
             try:
-                return self._plan_stage(stage, *tiled, budget, under_way)
+                return self._plan_stage(stage, *tiled, asked)
             except BudgetError as error:
                 failure = min(failure, error, key=lambda one: one.least_bytes)
         raise failure
@@ -176,8 +208,7 @@ class StagePlanner:
         budgets = self.question.budget_bytes
         if self.question.policy != "auto" or budgets is None or plan.planned.timeline.recompute_seconds == 0.0:
             return plan
-        received = sum(c.nbytes for c in plan.stage.arriving)
-        last = plan_never(plan.graph, None, Traffic(received_bytes=received, deferred=plan.capture.deferred))
+        last = plan_never(plan.graph, None, _traffic(plan.stage, plan.capture, plan.graph))
         more = replace(plan, last=last)
         others = [more if one is plan else one for one in plans]
         device = schedule.device_of()[plan.stage.index]
@@ -202,31 +233,37 @@ class StagePlanner:
         chosen: list[Cut] = [self._cuts[place - 1] for place in places]
         return cut_into_stages(self._forward, chosen)
 
-    def _plan_stage(
-        self, stage: Stage, capture: Capture, graph: StepGraph, budget: int | None, under_way: int
-    ) -> StagePlan:
-        received = sum(c.nbytes for c in stage.arriving)
-        traffic = Traffic(under_way=under_way, received_bytes=received, deferred=capture.deferred)
+    def _plan_stage(self, stage: Stage, capture: Capture, graph: StepGraph, asked: _Asked) -> StagePlan:
+        traffic = _traffic(stage, capture, graph, under_way=asked.under_way)
         # Blocks of a model are alike, and so are stages made of as many of them.
-        alike = graph_digest(graph), graph.static_bytes, traffic, budget
-        if alike in self._planned:
-            planned, last = self._planned[alike]
-            return StagePlan(stage=stage, capture=capture, graph=graph, planned=planned, last=last, under_way=under_way)
-        plan: Callable[..., PlannedStage]
-        policy, last = self.question.policy, None
-        if policy == "auto" and budget is not None:
-            planned = plan_stage(graph, budget, traffic, seconds=self.question.search_seconds)
-        else:
-            plan = plan_never if policy in ("auto", "never") else plan_always
-            planned = plan(graph, budget, traffic)
-            last = plan_never(graph, budget, traffic) if policy == "except_last" else None
-        made = StagePlan(stage=stage, capture=capture, graph=graph, planned=planned, last=last, under_way=under_way)
-        if budget is not None and planned.peak_bytes > budget:
-            raise BudgetError(
-                f"stage {stage.index} with policy {policy!r} needs {format_bytes(planned.peak_bytes)} of "
-                f"{format_bytes(budget)}; policy 'auto' may need less",
-                budget_bytes=budget,
-                least_bytes=planned.peak_bytes,
-            )
-        self._planned[alike] = planned, last
-        return made
+        alike = graph_digest(graph), graph.static_bytes, traffic, asked
+        if alike not in self._planned:
+            self._planned[alike] = self._planned_as(graph, traffic, asked)
+        planned, last = self._planned[alike]
+        return StagePlan(
+            stage=stage, capture=capture, graph=graph, planned=planned, last=last, under_way=asked.under_way
+        )
+
+    def _planned_as(
+        self, graph: StepGraph, traffic: Traffic, asked: _Asked
+    ) -> tuple[PlannedStage, PlannedStage | None]:
+        """The plan of each micro-batch, and of the last where that is another."""
+        room = asked.room_bytes
+        if asked.policy == "auto" and room is not None:
+            seconds = self.question.search_seconds
+            planned = plan_stage(graph, room, traffic, kept_limit_bytes=asked.kept_limit_bytes, seconds=seconds)
+            return planned, None
+        plan = plan_never if asked.policy in ("auto", "never") else plan_always
+        last = plan_never(graph, room, traffic) if asked.policy == "except_last" else None
+        return plan(graph, room, traffic), last
+
+
+def _traffic(stage: Stage, capture: Capture, graph: StepGraph, *, under_way: int = 1) -> Traffic:
+    return Traffic(
+        under_way=under_way,
+        received_bytes=sum(c.nbytes for c in stage.arriving),
+        deferred=capture.deferred,
+        handed=frozenset(graph.ops[graph.loss_index - 1].reads) if stage.leaving else frozenset(),
+        sent_bytes=sum(c.nbytes for c in stage.leaving),
+        returned_bytes=sum(c.nbytes for c in stage.arriving if c.requires_grad),
+    )

@@ -10,8 +10,8 @@ starts going back as soon as it can, so that a stage has no more under way than 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -22,11 +22,13 @@ __all__ = [
     "StageMemory",
     "StageTimes",
     "Timeline",
+    "beside_each",
     "device_peaks",
     "gpipe",
     "most_under_way",
     "on_one_device",
     "one_forward_one_backward",
+    "order_peak",
     "simulate_schedule",
 ]
 
@@ -118,6 +120,9 @@ class StageMemory:
         after_bytes: what the optimizer takes for a moment.
         deferred_bytes: held between the two parts of its backward pass.
         weight_bytes: at most during the second one, what is held included.
+        handed_bytes: of what is kept, what the next stage received and keeps as well: one copy on one device.
+        sent_bytes: what the next stage receives.
+        returned_bytes: of gradients for the stage before.
     """
 
     static_bytes: int
@@ -127,6 +132,18 @@ class StageMemory:
     after_bytes: int = 0
     deferred_bytes: int = 0
     weight_bytes: int = 0
+    handed_bytes: int = 0
+    sent_bytes: int = 0
+    returned_bytes: int = 0
+
+    def without(self, counted_bytes: int) -> StageMemory:
+        """The same where so much of what it received is counted elsewhere until its backward pass ends."""
+        return replace(
+            self,
+            kept_bytes=self.kept_bytes - counted_bytes,
+            forward_bytes=self.forward_bytes - counted_bytes,
+            backward_bytes=self.backward_bytes - counted_bytes,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,23 +227,49 @@ def device_peaks(
     peaks = []
     for order in schedule.orders:
         stages = frozenset(action.stage for action in order)
-        static = sum(memory(stage, 0).static_bytes for stage in stages) - counted_twice(stages)
-        held = peak = 0
-        for stage, what, microbatch in order:
-            here = memory(stage, microbatch)
-            if what is Pass.FORWARD:
-                peak = max(peak, held + here.forward_bytes)
-                held += here.kept_bytes
-            elif what is Pass.WEIGHT:
-                peak = max(peak, held - here.deferred_bytes + here.weight_bytes)
-                held -= here.deferred_bytes
-            else:
-                peak = max(peak, held - here.kept_bytes + here.backward_bytes)
-                held -= here.kept_bytes
-                held += here.deferred_bytes if what is Pass.INPUT else 0
-        after = max((memory(stage, 0).after_bytes for stage in stages), default=0)
-        peaks.append(static + max(peak, after))
+        peaks.append(order_peak(order, memory) - counted_twice(stages))
     return peaks
+
+
+def order_peak(order: Sequence[Action], memory: Callable[[int, int], StageMemory]) -> int:
+    """The most memory that a device takes which does things in an order; see `device_peaks`."""
+    peak = 0
+    for action, here, beside in beside_each(order, memory):
+        own = {Pass.FORWARD: here.forward_bytes, Pass.WEIGHT: here.weight_bytes}.get(action.what, here.backward_bytes)
+        peak = max(peak, beside + own)
+    each = [memory(stage, 0) for stage in {action.stage for action in order}]
+    after = max((one.after_bytes for one in each), default=0)
+    return sum(one.static_bytes for one in each) + max(peak, after)
+
+
+def beside_each(
+    order: Sequence[Action], memory: Callable[[int, int], StageMemory]
+) -> Iterator[tuple[Action, StageMemory, int]]:
+    """For each thing a device does what its stage takes, and what else is held beside what is static.
+
+    Where the next stage is on the same device, results wait there for it and gradients for this one; and what a stage
+    received may be the very tensor that the stage before keeps.
+    """
+    stages = {action.stage for action in order}
+    held = 0
+    for action in order:
+        stage, what, microbatch = action
+        here = memory(stage, microbatch)
+        before = memory(stage - 1, microbatch) if stage - 1 in stages else None
+        after = memory(stage + 1, microbatch) if stage + 1 in stages else None
+        counted = here if before is None else here.without(before.handed_bytes)
+        if what is Pass.FORWARD:
+            held -= 0 if before is None else before.sent_bytes - before.handed_bytes
+            yield action, counted, held
+            held += counted.kept_bytes + (0 if after is None else here.sent_bytes - here.handed_bytes)
+        elif what is Pass.WEIGHT:
+            held -= counted.deferred_bytes
+            yield action, counted, held
+        else:
+            held -= counted.kept_bytes + (0 if after is None else after.returned_bytes)
+            yield action, counted, held
+            held += counted.deferred_bytes if what is Pass.INPUT else 0
+            held += 0 if before is None else here.returned_bytes
 
 
 def simulate_schedule(schedule: Schedule, times: Sequence[StageTimes]) -> Timeline:
@@ -278,30 +321,38 @@ def _ready_seconds(
     device_of: Mapping[int, int],
 ) -> float | None:
     """When what an action takes is there; None if nothing has made it yet."""
-    stage, what, microbatch = action
-    if what is Pass.FORWARD:
-        before = Action(stage - 1, Pass.FORWARD, microbatch) if stage else None
-    elif what is Pass.WEIGHT:
-        before = Action(stage, Pass.INPUT, microbatch)
-    elif stage == schedule.num_stages - 1:
-        before = Action(stage, Pass.FORWARD, microbatch)
-    else:
-        before = Action(stage + 1, what, microbatch)
+    before = _before(action, schedule)
     if before is None:
         return 0.0
     if before not in ends:
         return None
-    far = device_of[before.stage] != device_of[stage]
-    return ends[before] + (times[min(before.stage, stage)].transfer_seconds if far else 0.0)
+    far = device_of[before.stage] != device_of[action.stage]
+    return ends[before] + (times[min(before.stage, action.stage)].transfer_seconds if far else 0.0)
 
 
-def on_one_device(schedule: Schedule, times: Sequence[StageTimes]) -> Schedule:
-    """The same work in one order for a single device: what several would do at the same time, one after the other."""
-    starts = simulate_schedule(schedule, times).starts
-    order = sorted(starts, key=lambda action: (starts[action], action.stage, action.microbatch))
-    return Schedule(
-        name=schedule.name,
-        num_stages=schedule.num_stages,
-        num_microbatches=schedule.num_microbatches,
-        orders=(tuple(order),),
-    )
+def _before(action: Action, schedule: Schedule) -> Action | None:
+    """What makes what an action takes."""
+    stage, what, microbatch = action
+    if what is Pass.FORWARD:
+        return Action(stage - 1, Pass.FORWARD, microbatch) if stage else None
+    if what is Pass.WEIGHT:
+        return Action(stage, Pass.INPUT, microbatch)
+    if stage == schedule.num_stages - 1:
+        return Action(stage, Pass.FORWARD, microbatch)
+    return Action(stage + 1, what, microbatch)
+
+
+def on_one_device(schedule: Schedule) -> Schedule:
+    """The same work in one order for a single device, which holds as little as the order of each stage allows.
+
+    Whatever goes back goes first, then what is furthest on its way forward.
+    """
+    waiting = [list(reversed(order)) for order in schedule.orders]
+    order: list[Action] = []
+    done: set[Action | None] = {None}
+    while any(waiting):
+        ready = [queue for queue in waiting if queue and _before(queue[-1], schedule) in done]
+        queue = max(ready, key=lambda queue: (queue[-1].what is not Pass.FORWARD, queue[-1].stage))
+        order.append(queue.pop())
+        done.add(order[-1])
+    return replace(schedule, orders=(tuple(order),))

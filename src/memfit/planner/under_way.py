@@ -1,20 +1,17 @@
 """Plans a stage of a pipeline, which holds several micro-batches at once.
 
 The step of a stage is that of one micro-batch. While it runs, the others that are under way are between their passes,
-so each of them takes what the plan keeps there, and what the stage received for it. A plan therefore counts what it
-keeps as often as there are micro-batches under way, and all else once:
-
-    static + (under way - 1) x (kept + received) + peak of one micro-batch beyond static <= budget
+so each of them takes what the plan keeps there, and what the stage received for it. How much a micro-batch may take
+with that in mind, and how much of it may be kept, is decided for all stages of a device (`memfit.planner.sharing`).
 
 The planner of single steps minds one number, the peak. So what may be kept is capped by workspace of the loss, as large
-as the room that must be left there, and the others take from the budget; the cap is varied and the fastest plan taken.
+as the room that must be left there.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from memfit.errors import BudgetError
 from memfit.planner.hybrid import find_program
 from memfit.planner.schedule import StageMemory
 from memfit.planner.ways import program_within
@@ -23,18 +20,11 @@ from memfit.step.links import TierLinks
 from memfit.step.program import Action, Program, plain_order
 from memfit.step.simulate import Timeline, simulate
 from memfit.strategies.segments import segment_order
-from memfit.units import format_bytes
 
 __all__ = ["PlannedStage", "Traffic", "plan_always", "plan_never", "plan_stage"]
 
-_CAPS = (1.0, 0.75, 0.5, 0.25, 0.0)
-"""Of the most that could be kept of each micro-batch, tried in this order until the plans get slower."""
-
 _LEAST_TRIES = 0
-"""What an error says that one of several caps needs at least is an upper estimate anyway."""
-
-_GOOD_ENOUGH = 0.02
-"""A plan that runs so little again needs no other cap."""
+"""What an error says that one of several limits needs at least is an upper estimate anyway."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +35,17 @@ class Traffic:
         under_way: the most micro-batches that are between or in their passes at once.
         received_bytes: what crosses the cut before the stage.
         deferred: the ops of the backward pass that come last and can wait (`memfit.planner.deferral`).
+        handed: the storages that go to the next stage.
+        sent_bytes: what the next stage receives.
+        returned_bytes: of gradients for the stage before.
     """
 
     under_way: int = 1
     received_bytes: int = 0
     deferred: frozenset[int] = frozenset()
+    handed: frozenset[int] = frozenset()
+    sent_bytes: int = 0
+    returned_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,61 +73,34 @@ class PlannedStage:
     weight_seconds: float = 0.0
 
 
-def plan_stage(graph: StepGraph, budget_bytes: int, traffic: Traffic, *, seconds: float = 2.0) -> PlannedStage:
-    """The fastest plan found with which a stage keeps its budget.
+def plan_stage(
+    graph: StepGraph,
+    budget_bytes: int,
+    traffic: Traffic,
+    *,
+    kept_limit_bytes: int | None = None,
+    seconds: float = 2.0,
+) -> PlannedStage:
+    """The fastest plan found for a stage.
 
     Args:
         graph: the step of one micro-batch.
-        budget_bytes: of the stage.
+        budget_bytes: of a micro-batch, without what is held of others.
         traffic: what passes through the stage.
-        seconds: roughly how long each search takes.
+        kept_limit_bytes: what may be kept of it between its passes, beside what was received; None for any number.
+        seconds: roughly how long the search takes.
 
     Raises:
-        BudgetError: if none fits; its least budget is an upper estimate if there are several under way.
+        BudgetError: if none fits; its least budget is an upper estimate if what is kept is limited.
     """
-    under_way = traffic.under_way
-    graph = replace(graph, tiers=tuple(_share_of(links, under_way) for links in graph.tiers))
+    graph = replace(graph, tiers=tuple(_share_of(links, traffic.under_way) for links in graph.tiers))
     never = plan_never(graph, budget_bytes, traffic)
-    if never.peak_bytes <= budget_bytes:
+    keeps_too_much = kept_limit_bytes is not None and never.kept_bytes - traffic.received_bytes > kept_limit_bytes
+    if never.timeline.peak_bytes <= budget_bytes and not keeps_too_much:
         return never
-    if under_way == 1:
-        found = find_program(graph, budget_bytes, seconds=seconds, least_tries=_LEAST_TRIES)
-        return _stage(graph, found.program, found.timeline, traffic)
-    room = budget_bytes - graph.static_bytes - (under_way - 1) * traffic.received_bytes
-    best: PlannedStage | None = None
-    failure: BudgetError | None = None
-    caps = list(_CAPS)
-    while caps:
-        share = caps.pop(0)
-        cap_bytes = int(share * max(0, room) / under_way)
-        capped = _capped(graph, budget_bytes, cap_bytes, traffic)
-        try:
-            found = find_program(capped, budget_bytes, seconds=seconds, least_tries=_LEAST_TRIES)
-        except BudgetError as error:
-            failure = error if failure is None or error.least_bytes < failure.least_bytes else failure
-            if share == min(_CAPS) and best is None:
-                break  # nothing fits where next to nothing is kept
-            if share == max(_CAPS):
-                caps.insert(0, caps.pop())
-            continue
-        made = _stage(graph, found.program, simulate(graph, found.program), traffic)
-        if made.peak_bytes > budget_bytes:
-            failure = failure or _too_much(made.peak_bytes, budget_bytes)
-            continue
-        if best is not None and made.timeline.step_seconds >= best.timeline.step_seconds:
-            break
-        best = made
-        if made.timeline.recompute_seconds < _GOOD_ENOUGH * graph.seconds:
-            break
-    if best is None:
-        assert failure is not None
-        raise BudgetError(
-            f"a stage with {under_way} micro-batches under way does not fit {format_bytes(budget_bytes)}: {failure}",
-            budget_bytes=budget_bytes,
-            least_bytes=max(failure.least_bytes, budget_bytes + 1),
-            binding=failure.binding,
-        )
-    return best
+    limited = graph if kept_limit_bytes is None else _limited(graph, budget_bytes, kept_limit_bytes)
+    found = find_program(limited, budget_bytes, seconds=seconds, least_tries=_LEAST_TRIES)
+    return _stage(graph, found.program, simulate(graph, found.program), traffic)
 
 
 def plan_never(graph: StepGraph, budget_bytes: int | None, traffic: Traffic) -> PlannedStage:
@@ -144,10 +113,6 @@ def plan_always(graph: StepGraph, budget_bytes: int | None, traffic: Traffic) ->
     return _of_order(graph, segment_order(graph, ()), budget_bytes, traffic)
 
 
-def _too_much(peak_bytes: int, budget_bytes: int) -> BudgetError:
-    return BudgetError(f"its plan takes {format_bytes(peak_bytes)}", budget_bytes=budget_bytes, least_bytes=peak_bytes)
-
-
 def _share_of(links: TierLinks, under_way: int) -> TierLinks:
     """What a tier has room for of each micro-batch."""
     return links if links.limit_bytes is None else replace(links, limit_bytes=links.limit_bytes // under_way)
@@ -156,11 +121,9 @@ def _share_of(links: TierLinks, under_way: int) -> TierLinks:
 def _of_order(graph: StepGraph, order: list[int], budget_bytes: int | None, traffic: Traffic) -> PlannedStage:
     lean = program_within(graph, order)
     made = _stage(graph, lean, simulate(graph, lean), traffic)
-    if budget_bytes is not None and made.peak_bytes > budget_bytes:
+    if budget_bytes is not None and made.timeline.peak_bytes > budget_bytes:
         return made
-    others = made.peak_bytes - made.timeline.peak_bytes
-    limit = budget_bytes - others if budget_bytes is not None else 2**62
-    quick = program_within(graph, order, limit)
+    quick = program_within(graph, order, 2**62 if budget_bytes is None else budget_bytes)
     return _stage(graph, quick, simulate(graph, quick), traffic)
 
 
@@ -171,7 +134,8 @@ def _stage(graph: StepGraph, program: Program, timeline: Timeline, traffic: Traf
         for place, i in enumerate(program.instructions)
         if i.action is Action.COMPUTE and graph.ops[i.index].phase is Phase.LOSS
     )
-    kept = _kept_bytes(graph, program, loss_at) + received_bytes
+    results, random_bytes = _kept(graph, program, loss_at)
+    kept = sum(graph.storages[s].nbytes for s in results) + random_bytes + received_bytes
     forward_seconds = timeline.started_at[loss_at]
     static = graph.static_bytes - received_bytes
     waits_until = _waits_until(graph, program, deferred)
@@ -182,6 +146,9 @@ def _stage(graph: StepGraph, program: Program, timeline: Timeline, traffic: Traf
         forward_bytes=max(timeline.bytes_at[: loss_at + 1]) - static,
         backward_bytes=max(timeline.bytes_at[loss_at:waits_until]) - static,
         after_bytes=graph.after_step_bytes,
+        handed_bytes=sum(graph.storages[s].nbytes for s in results & traffic.handed),
+        sent_bytes=traffic.sent_bytes,
+        returned_bytes=traffic.returned_bytes,
         deferred_bytes=timeline.bytes_at[waits_until - 1] - gone if deferred else 0,
         weight_bytes=max(timeline.bytes_at[waits_until:], default=0) - gone if deferred else 0,
     )
@@ -214,8 +181,8 @@ def _waits_until(graph: StepGraph, program: Program, deferred: frozenset[int]) -
     return last + 1
 
 
-def _kept_bytes(graph: StepGraph, program: Program, loss_at: int) -> int:
-    """What of a micro-batch is in memory between its passes: results that are kept, and states of generators."""
+def _kept(graph: StepGraph, program: Program, loss_at: int) -> tuple[set[int], int]:
+    """What of a micro-batch is in memory between its passes: results that are kept, and bytes of generators' states."""
     alive: set[int] = set()
     random_bytes: dict[int, int] = {}
     again = set(program.recomputed())
@@ -234,18 +201,16 @@ def _kept_bytes(graph: StepGraph, program: Program, loss_at: int) -> int:
             alive.update(s for s in op.writes if s not in elsewhere)
             if op.random_state_bytes and instruction.index in again:
                 random_bytes[instruction.index] = op.random_state_bytes
-    kept = sum(graph.storages[s].nbytes for s in alive if graph.storages[s].kind is StorageKind.FORWARD)
-    return kept + sum(random_bytes.values())
+    return {s for s in alive if graph.storages[s].kind is StorageKind.FORWARD}, sum(random_bytes.values())
 
 
-def _capped(graph: StepGraph, budget_bytes: int, cap_bytes: int, traffic: Traffic) -> StepGraph:
-    """The step beside others that keep so much each, in which a plan of the budget keeps no more than that itself."""
-    static_bytes = graph.static_bytes + (traffic.under_way - 1) * (cap_bytes + traffic.received_bytes)
+def _limited(graph: StepGraph, budget_bytes: int, kept_limit_bytes: int) -> StepGraph:
+    """The step in which a plan within the budget keeps no more than a limit when it comes to the loss."""
     loss = graph.ops[graph.loss_index]
-    beside = sum(graph.storages[s].nbytes for s in {*loss.reads, *loss.writes} if not graph.is_free(s))
-    workspace_bytes = max(loss.workspace_bytes, budget_bytes - static_bytes - cap_bytes - beside)
+    made_bytes = sum(graph.storages[s].nbytes for s in loss.writes if not graph.is_free(s))
+    workspace_bytes = max(loss.workspace_bytes, budget_bytes - graph.static_bytes - kept_limit_bytes - made_bytes)
 
-    def capped(op: Op) -> Op:
+    def limited(op: Op) -> Op:
         return replace(op, workspace_bytes=workspace_bytes) if op.phase is Phase.LOSS else op
 
-    return replace(graph, static_bytes=static_bytes, ops=tuple(map(capped, graph.ops)))
+    return replace(graph, ops=tuple(map(limited, graph.ops)))

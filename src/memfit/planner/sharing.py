@@ -1,0 +1,220 @@
+"""How what a device may take is divided among its stages and their micro-batches.
+
+What a stage keeps of a micro-batch between its passes takes from the room of everything that runs meanwhile: from its
+own next micro-batches, and from other stages on the same device. So a stage gets two numbers, what it may keep of each
+micro-batch and what the rest leaves for the passes of one:
+
+    parameters of all + what is held meanwhile + peak of one micro-batch beyond parameters <= budget
+
+All stages of a device may keep the same share of what they would with nothing run again; the share is varied, from the
+largest for which that is no more than there is, and the fastest plans are taken. A stage whose backward pass follows
+its forward pass at once holds nothing meanwhile, and has no limit. What waits between the parts of a backward pass is
+reckoned to shrink alike, and is known when a plan is made.
+
+Known limits: with one share for all, a stage whose results are dear to make again keeps no more than one where they
+are cheap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Generic, Protocol, TypeVar
+
+from memfit.errors import BudgetError
+from memfit.planner.schedule import Action, Pass, StageMemory, beside_each, order_peak
+from memfit.planner.under_way import PlannedStage
+
+__all__ = ["DoesNotFit", "Planned", "rooms", "share_budget"]
+
+_BETWEEN = (0.75, 0.5, 0.25)
+"""Shares of the most that could be kept, tried in this order until the plans get slower."""
+
+_FINER = 2
+"""How often the share is halved between the best and the next larger one."""
+
+_STEPS = 20
+"""To find the most that could be kept."""
+
+_GOOD_ENOUGH = 0.02
+"""Plans that run so little again need no other share."""
+
+
+@dataclass
+class DoesNotFit(Exception):
+    """A stage for which no plan was found."""
+
+    stage: int
+    cause: BudgetError = field(repr=False)
+
+
+class Planned(Protocol):
+    """What is made of a stage."""
+
+    @property
+    def planned(self) -> PlannedStage:
+        """The plan of a micro-batch."""
+
+
+P = TypeVar("P", bound=Planned)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tried(Generic[P]):
+    """Plans of all stages.
+
+    Attributes:
+        plans: by stage.
+        cost: bytes above the budget, if what waits between the parts of backward passes was reckoned too low; seconds.
+        is_good: whether next to nothing runs again.
+    """
+
+    plans: dict[int, P]
+    cost: tuple[int, float]
+    is_good: bool
+
+
+def rooms(order: Sequence[Action], memory: Mapping[int, StageMemory], budget_bytes: int) -> dict[int, int]:
+    """What is left for one micro-batch of each stage, its own parameters and what it keeps itself included.
+
+    Args:
+        order: what the device does, in order.
+        memory: of its stages, of which only what is static, kept and deferred counts.
+        budget_bytes: of the device, without what stages have in common and is counted twice.
+    """
+    left: dict[int, int] = {}
+    static = sum(one.static_bytes for one in memory.values())
+    for action, counted, beside in beside_each(order, lambda stage, microbatch: memory[stage]):
+        own = memory[action.stage]
+        elsewhere = own.kept_bytes - counted.kept_bytes
+        room = budget_bytes - (static - own.static_bytes) - beside + elsewhere
+        left[action.stage] = min(room, left.get(action.stage, room))
+    return left
+
+
+def share_budget(
+    order: Sequence[Action],
+    wanted: Mapping[int, StageMemory],
+    received: Mapping[int, int],
+    budget_bytes: int,
+    plan: Callable[[int, int, int | None], P],
+) -> dict[int, P]:
+    """The fastest plans found with which the stages of a device keep its budget together.
+
+    Args:
+        order: what the device does, in order.
+        wanted: what its stages take with nothing run again.
+        received: for each of them what crosses the cut before it, which is kept in any case.
+        budget_bytes: of the device, with what stages have in common and is counted twice.
+        plan: plans a stage, given what a micro-batch may take, and what may be kept of it if that matters.
+
+    Raises:
+        DoesNotFit: if none do; the least budget told is an upper estimate.
+    """
+    lasting = _lasting(order)
+    most = _most_kept(order, wanted, received, budget_bytes, lasting)
+    seen: list[float] = []
+    fitting: dict[float, _Tried[P]] = {}
+    failures: list[DoesNotFit] = []
+
+    def fits(share: float) -> bool:
+        seen.append(share)
+        memory = {stage: _keeping(one, received[stage], share * most) for stage, one in wanted.items()}
+        try:
+            made = _planned(order, memory, received, lasting, budget_bytes, plan)
+        except DoesNotFit as error:
+            failures.append(error)
+            return False
+        fitting[share] = _tried(order, made, budget_bytes)
+        return True
+
+    if fits(1.0) and (not lasting or fitting[1.0].is_good):
+        return fitting[1.0].plans
+    if not fitting and not (lasting and fits(0.0)):
+        raise min(failures, key=lambda error: error.cause.least_bytes)
+    for share in _BETWEEN:
+        best = min(tried.cost for tried in fitting.values())
+        if fits(share) and (fitting[share].is_good or fitting[share].cost >= best):
+            break
+    for _ in range(_FINER):
+        best_share = min(fitting, key=lambda share: fitting[share].cost)
+        larger = [share for share in seen if share > best_share]
+        if larger and not fitting[best_share].is_good:
+            fits((best_share + min(larger)) / 2)
+    return min(fitting.values(), key=lambda tried: tried.cost).plans
+
+
+def _planned(
+    order: Sequence[Action],
+    memory: Mapping[int, StageMemory],
+    received: Mapping[int, int],
+    lasting: Collection[int],
+    budget_bytes: int,
+    plan: Callable[[int, int, int | None], P],
+) -> dict[int, P]:
+    """Plans of stages that keep no more than told; what one leaves is for those after it."""
+    memory = dict(memory)
+    made = {}
+    for stage in sorted(memory):
+        room = rooms(order, memory, budget_bytes)[stage]
+        limit = memory[stage].kept_bytes - received[stage] if stage in lasting else None
+        try:
+            made[stage] = plan(stage, room, limit)
+        except BudgetError as error:
+            least = budget_bytes + error.least_bytes - room
+            cause = BudgetError(str(error), budget_bytes=budget_bytes, least_bytes=least, binding=error.binding)
+            raise DoesNotFit(stage, cause) from error
+        memory[stage] = made[stage].planned.memory
+    return made
+
+
+def _keeping(memory: StageMemory, received_bytes: int, share: float) -> StageMemory:
+    kept_bytes = received_bytes + int(share * (memory.kept_bytes - received_bytes))
+    handed_bytes = memory.handed_bytes if share == 1.0 else 0  # perhaps it is not among what is kept
+    deferred_bytes = int(share * memory.deferred_bytes)
+    return replace(memory, kept_bytes=kept_bytes, deferred_bytes=deferred_bytes, handed_bytes=handed_bytes)
+
+
+def _most_kept(
+    order: Sequence[Action],
+    wanted: Mapping[int, StageMemory],
+    received: Mapping[int, int],
+    budget_bytes: int,
+    lasting: Collection[int],
+) -> float:
+    """The largest share of what stages want to keep that takes no more than there is."""
+
+    def fits(share: float) -> bool:
+        memory = {stage: _keeping(one, received[stage], share) for stage, one in wanted.items()}
+        left = rooms(order, memory, budget_bytes)
+        return all(left[stage] >= memory[stage].static_bytes + memory[stage].kept_bytes for stage in lasting)
+
+    low, high = 0.0, 1.0
+    if fits(high):
+        return high
+    for _ in range(_STEPS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _lasting(order: Sequence[Action]) -> set[int]:
+    """Stages that hold something while anything else runs on the device."""
+    found = set()
+    begun: dict[tuple[int, int], int] = {}
+    for place, (stage, what, microbatch) in enumerate(order):
+        if what is not Pass.FORWARD and place > begun[stage, microbatch] + 1:
+            found.add(stage)
+        begun[stage, microbatch] = place
+    return found
+
+
+def _tried(order: Sequence[Action], made: Mapping[int, P], budget_bytes: int) -> _Tried[P]:
+    peak_bytes = order_peak(order, lambda stage, microbatch: made[stage].planned.memory)
+    timelines = [one.planned.timeline for one in made.values()]
+    seconds = sum(timeline.step_seconds for timeline in timelines)
+    over_bytes = max(0, peak_bytes - budget_bytes)
+    again = sum(timeline.recompute_seconds for timeline in timelines)
+    return _Tried(
+        plans=dict(made), cost=(over_bytes, seconds), is_good=again < _GOOD_ENOUGH * seconds and not over_bytes
+    )
