@@ -187,9 +187,8 @@ def _memfit(trial: Trial, most_bytes: int | None, search_seconds: float) -> tupl
     made, step, taken = _tried(trial, search_seconds)
     if most_bytes is None or taken <= most_bytes:
         return made, step
-    (peak_bytes,) = made.plan.peak_bytes
-    target = peak_bytes - (taken - most_bytes)
     for _ in range(_TRIES):
+        target = made.plan.peak_bytes[0] - (taken - most_bytes)
         try:
             made, step, taken = _tried(trial, search_seconds, budget_per_device=target)
         except BudgetError as error:
@@ -197,7 +196,6 @@ def _memfit(trial: Trial, most_bytes: int | None, search_seconds: float) -> tupl
             return _tried(trial, search_seconds, budget_per_device=error.least_bytes)[:2]
         if taken <= most_bytes:
             break
-        target -= taken - most_bytes
     return made, step
 
 

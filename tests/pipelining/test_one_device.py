@@ -1,0 +1,62 @@
+"""All stages take turns on one device, and keep one budget together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from memfit.errors import BudgetError, SpecError
+from tests.pipelining.models import gradients, plain_step
+from tests.pipelining.test_memory import plan, wide
+
+
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "options"),
+    [
+        (3, 1, {}),
+        (3, 4, {}),
+        (4, 4, {"checkpoint": "always"}),
+        (2, 4, {"schedule": "gpipe"}),
+        (2, 3, {"checkpoint": "except_last"}),
+    ],
+)
+def test_all_stages_together_take_what_is_predicted(stages: int, microbatches: int, options: dict[str, str]) -> None:
+    """A tensor that a stage keeps and the next one received counts once, and one that waits for the next stage counts."""
+    torch.manual_seed(0)
+    made = plan(wide(16), num_stages=stages, num_microbatches=microbatches, one_device=True, **options).plan
+    assert len(made.schedule.orders) == 1 and len(made.stages) == stages
+    (predicted,), (measured,) = made.peak_bytes, made.measured_peak_bytes
+    assert 0.99 * predicted <= measured <= 1.01 * predicted
+
+
+@pytest.mark.parametrize(("microbatches", "share"), [(1, 0.75), (4, 0.75), (4, 0.6)])
+def test_the_budget_is_that_of_all_stages_and_gradients_stay(microbatches: int, share: float) -> None:
+    torch.manual_seed(1)
+    case = wide(16)
+    plain_step(case)
+    expected = gradients(case.model)
+    options = {"num_stages": 3, "num_microbatches": microbatches, "one_device": True}
+    free = plan(case, prove=False, **options).plan
+    budget = int(share * free.peak_bytes[0])
+    pipe = plan(case, budget_per_device=budget, **options)
+    assert pipe.plan.budget_bytes == (budget,)
+    assert 0.85 * budget < pipe.plan.measured_peak_bytes[0] <= budget
+    again = sum(stage.again_seconds for stage in pipe.plan.stages)
+    assert 0 < again < 0.9 * sum(stage.forward_seconds for stage in pipe.plan.stages)
+    pipe.step(*case.args, target=case.target)
+    for name, parameter in case.model.named_parameters():
+        if microbatches == 1:
+            assert torch.equal(parameter.grad, expected[name])
+        else:
+            torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-11, atol=1e-15)
+
+
+def test_what_does_not_fit_is_told() -> None:
+    case = wide(4, layers=2)
+    options = {"num_stages": 2, "num_microbatches": 2, "one_device": True}
+    with pytest.raises(BudgetError, match=r"bytes\) work$") as told:
+        plan(case, budget_per_device="300KiB", **options)
+    made = plan(case, budget_per_device=told.value.least_bytes, **options).plan
+    assert made.measured_peak_bytes[0] <= told.value.least_bytes
+    with pytest.raises(SpecError, match="one budget for each device"):
+        plan(case, budget_per_device=["1GiB", "1GiB"], **options)
