@@ -21,7 +21,7 @@ from tests.pipelining.test_memory import plan, wide
     ],
 )
 def test_all_stages_together_take_what_is_predicted(stages: int, microbatches: int, options: dict[str, str]) -> None:
-    """A tensor that a stage keeps and the next one received counts once, and one that waits for the next stage counts."""
+    """A tensor that a stage keeps and the next one received counts once; one that waits for the next stage counts."""
     torch.manual_seed(0)
     made = plan(wide(16), num_stages=stages, num_microbatches=microbatches, one_device=True, **options).plan
     assert len(made.schedule.orders) == 1 and len(made.stages) == stages
