@@ -51,6 +51,20 @@ def test_the_budget_is_that_of_all_stages_and_gradients_stay(microbatches: int, 
             torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-11, atol=1e-15)
 
 
+@pytest.mark.parametrize(
+    ("share", "options"),
+    [(0.85, {"schedule": "1f1b", "one_device": True}), (0.8, {"schedule": "interleaved-1f1b"})],
+)
+def test_no_device_is_planned_beyond_its_budget(share: float, options: dict[str, object]) -> None:
+    """Stages that keep everything of the last micro-batch do so one beside the other."""
+    case = wide(16)
+    options = {"num_stages": 2, "num_microbatches": 4, "prove": False, **options}
+    budget = int(share * max(plan(case, **options).plan.peak_bytes))
+    made = plan(case, budget_per_device=budget, **options).plan
+    assert max(made.peak_bytes) <= budget
+    assert any(stage.again_seconds for stage in made.stages)
+
+
 def test_what_does_not_fit_is_told() -> None:
     case = wide(4, layers=2)
     options = {"num_stages": 2, "num_microbatches": 2, "one_device": True}

@@ -33,7 +33,7 @@ def make(made: Case, world: int, **options: Any) -> memfit.Pipeline:
         loss_fn=made.loss_fn,
         num_stages=world,
         search_seconds=0.1,
-        **{"prove": False, **options},
+        **{"prove": False, "schedule": "1f1b", **options},
     )
 
 

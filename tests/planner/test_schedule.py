@@ -97,6 +97,24 @@ def test_what_the_last_micro_batch_keeps_is_gone_first() -> None:
     assert device_peaks(gpipe(1, 4), memory) == [30 + 55]
 
 
+def test_what_passes_between_stages_of_one_device_counts_once_and_while_it_waits() -> None:
+    first = StageMemory(
+        static_bytes=100, kept_bytes=10, forward_bytes=12, backward_bytes=15, handed_bytes=6, sent_bytes=8
+    )
+    second = StageMemory(static_bytes=200, kept_bytes=30, forward_bytes=32, backward_bytes=35, returned_bytes=4)
+    in_turn = tuple(Action(s, what, 0) for what, s in ((Pass.FORWARD, 0), (Pass.FORWARD, 1)))
+    back = tuple(Action(s, Pass.BACKWARD, m) for m in range(2) for s in (1, 0))
+    both = (first, second)
+
+    def peak(order: tuple[Action, ...], count: int) -> int:
+        schedule = Schedule(name="one", num_stages=2, num_microbatches=count, orders=(order,))
+        return device_peaks(schedule, lambda stage, microbatch: both[stage])[0]
+
+    assert peak((*in_turn, *back[:2]), 1) == 300 + 10 + 35 - 6
+    other = Action(0, Pass.FORWARD, 1)  # one waits for the second stage meanwhile, with the two bytes that are not kept
+    assert peak((*in_turn, other, back[0], back[1], Action(1, Pass.FORWARD, 1), *back[2:]), 2) == 300 + 20 + 2 + 35 - 6
+
+
 def zero_bubble_of_two() -> Schedule:
     """What PyTorch's engine makes of two stages and four micro-batches."""
     said = (

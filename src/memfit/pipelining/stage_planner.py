@@ -92,8 +92,7 @@ class StagePlanner:
             DoesNotFit: if one of them does not.
         """
         stages = self._stages(places)
-        plans = self._plans(schedule, stages, places)
-        plans = [self._with_last(plan, schedule, plans) for plan in plans]
+        plans = self._with_last(schedule, self._plans(schedule, stages, places))
         return Found(
             schedule=schedule,
             cuts=tuple(self.places[place].position for place in places),
@@ -203,17 +202,17 @@ class StagePlanner:
             self._deferred[key] = deferring(*self._captures[key])
         return self._deferred[key]
 
-    def _with_last(self, plan: StagePlan, schedule: Schedule, plans: Sequence[StagePlan]) -> StagePlan:
-        """The plan with nothing run again for the last micro-batch, if that fits beside what the others keep."""
-        budgets = self.question.budget_bytes
-        if self.question.policy != "auto" or budgets is None or plan.planned.timeline.recompute_seconds == 0.0:
-            return plan
-        last = plan_never(plan.graph, None, _traffic(plan.stage, plan.capture, plan.graph))
-        more = replace(plan, last=last)
-        others = [more if one is plan else one for one in plans]
-        device = schedule.device_of()[plan.stage.index]
-        has_room = self._device_peaks(schedule, others)[device] <= budgets[device]
-        return more if has_room and schedule.num_microbatches > 1 else plan
+    def _with_last(self, schedule: Schedule, plans: Sequence[StagePlan]) -> list[StagePlan]:
+        """The plans with nothing run again for the last micro-batch, as far as that fits beside what all keep."""
+        plans, budgets = list(plans), self.question.budget_bytes
+        if self.question.policy != "auto" or budgets is None or schedule.num_microbatches == 1:
+            return plans
+        for place, plan in enumerate(plans):
+            if plan.planned.timeline.recompute_seconds:
+                last = plan_never(plan.graph, None, _traffic(plan.stage, plan.capture, plan.graph))
+                more = [*plans[:place], replace(plan, last=last), *plans[place + 1 :]]
+                plans = more if fits(self._device_peaks(schedule, more), budgets) else plans
+        return plans
 
     def _device_peaks(self, schedule: Schedule, plans: Sequence[StagePlan]) -> list[int]:
         count = schedule.num_microbatches

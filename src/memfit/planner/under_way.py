@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from memfit.errors import BudgetError
 from memfit.planner.hybrid import find_program
 from memfit.planner.schedule import StageMemory
 from memfit.planner.ways import program_within
@@ -94,12 +95,24 @@ def plan_stage(
         BudgetError: if none fits; its least budget is an upper estimate if what is kept is limited.
     """
     graph = replace(graph, tiers=tuple(_share_of(links, traffic.under_way) for links in graph.tiers))
+
+    def fits(planned: PlannedStage) -> bool:
+        kept_bytes = planned.kept_bytes - traffic.received_bytes
+        return planned.timeline.peak_bytes <= budget_bytes and (
+            kept_limit_bytes is None or kept_bytes <= kept_limit_bytes
+        )
+
     never = plan_never(graph, budget_bytes, traffic)
-    keeps_too_much = kept_limit_bytes is not None and never.kept_bytes - traffic.received_bytes > kept_limit_bytes
-    if never.timeline.peak_bytes <= budget_bytes and not keeps_too_much:
+    if fits(never):
         return never
     limited = graph if kept_limit_bytes is None else _limited(graph, budget_bytes, kept_limit_bytes)
-    found = find_program(limited, budget_bytes, seconds=seconds, least_tries=_LEAST_TRIES)
+    try:
+        found = find_program(limited, budget_bytes, seconds=seconds, least_tries=_LEAST_TRIES)
+    except BudgetError:
+        always = plan_always(graph, budget_bytes, traffic)  # a short search may miss it
+        if fits(always):
+            return always
+        raise
     return _stage(graph, found.program, simulate(graph, found.program), traffic)
 
 
@@ -146,7 +159,7 @@ def _stage(graph: StepGraph, program: Program, timeline: Timeline, traffic: Traf
         forward_bytes=max(timeline.bytes_at[: loss_at + 1]) - static,
         backward_bytes=max(timeline.bytes_at[loss_at:waits_until]) - static,
         after_bytes=graph.after_step_bytes,
-        handed_bytes=sum(graph.storages[s].nbytes for s in results & traffic.handed),
+        handed_bytes=min(traffic.sent_bytes, sum(graph.storages[s].nbytes for s in results & traffic.handed)),
         sent_bytes=traffic.sent_bytes,
         returned_bytes=traffic.returned_bytes,
         deferred_bytes=timeline.bytes_at[waits_until - 1] - gone if deferred else 0,
