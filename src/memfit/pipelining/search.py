@@ -25,6 +25,7 @@ from memfit.pipelining.stage_planner import StagePlanner
 from memfit.planner.balance import Demand, balance, demands, guessed_seconds
 from memfit.planner.schedule import Schedule, most_under_way, on_one_device
 from memfit.planner.sharing import DoesNotFit
+from memfit.planner.turns import cuts_holding_least
 
 __all__ = ["asked_schedule", "plan_cuts", "search"]
 
@@ -32,9 +33,6 @@ log = logging.getLogger(__name__)
 
 _TRIED = ("1f1b", "interleaved-1f1b", "zero-bubble")
 """By `"auto"`; the first takes the least memory, and any number of micro-batches."""
-
-_WAITING_BYTES_PER_SECOND = 1e6
-"""On one device what crosses a cut waits in memory, and little is gained by balance: only the narrowest cuts."""
 
 _ROUNDS = 3
 _HALVINGS = 4
@@ -273,13 +271,13 @@ class _Searcher:
             room = None if budget is None else int(budget * pressure[stage])
             return correction[stage] * guessed_seconds(self.demand(first, last), room, under_way[stage])
 
-        return balance(schedule.num_stages, len(self.places), seconds, self._crossing_seconds)
+        even = balance(schedule.num_stages, len(self.places), seconds, self._crossing_seconds)
+        if even is None or not self.planner.question.one_device:
+            return even
+        return cuts_holding_least(schedule.orders[0], len(self.places), self.demand, even)
 
     def _crossing_seconds(self, place: int) -> float:
-        nbytes = self.places[place].nbytes
-        if not self.planner.question.one_device:
-            return 2 * nbytes / LINK_BYTES_PER_SECOND
-        return (nbytes - min(one.nbytes for one in self.places[1:-1])) / _WAITING_BYTES_PER_SECOND
+        return 2 * self.places[place].nbytes / LINK_BYTES_PER_SECOND
 
     def _shares(self, schedule: Schedule) -> list[int | None]:
         question = self.planner.question
