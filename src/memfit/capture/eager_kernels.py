@@ -3,7 +3,7 @@
 memfit asks for no decompositions, but some are part of the ops themselves: under the Python dispatcher, resizing of
 images runs as index arithmetic, gathers and sums, and a few losses and activations as formulas. Eager PyTorch runs a
 kernel with other bits, and less memory. While a graph is made these Python kernels are put aside, so that what autograd
-records is the kernel and its own backward kernel.
+records is the kernel and its own backward kernel. Results are laid out as kernels do (`memfit.capture.kernel_strides`).
 
 Known limits: the ops are the process's, so other graphs that are made meanwhile, in another thread, are whole too.
 """
@@ -15,6 +15,8 @@ from contextlib import contextmanager
 
 import torch
 from torch._C import DispatchKey
+
+from memfit.capture.kernel_strides import strides_of_kernels
 
 __all__ = ["as_in_eager"]
 
@@ -41,7 +43,8 @@ def as_in_eager() -> Iterator[None]:
     for overload, _, _ in aside:
         overload._dispatch_cache.clear()
     try:
-        yield
+        with strides_of_kernels():
+            yield
     finally:
         for overload, key, kernel in aside:
             overload.py_kernels[key] = kernel
