@@ -33,6 +33,7 @@ from memfit.capture.adding import Accumulate
 from memfit.capture.eager_kernels import as_in_eager
 from memfit.capture.joint import read_joint
 from memfit.capture.live_bytes import LiveBytes
+from memfit.capture.log_calls import logs_left_out
 from memfit.capture.one_graph import OneGraph
 from memfit.capture.reading import JointReading
 from memfit.capture.sharded import Gathered, gathering, is_sharded, resharded
@@ -237,6 +238,7 @@ def compile_call(
         # its limit Dynamo would run them plainly, without a plan and over the budget, and say nothing.
         with (
             torch._dynamo.config.patch(recompile_limit=_MOST_PLANS, accumulated_recompile_limit=_MOST_PLANS),
+            logs_left_out(),
             _replaced(forwards),
         ):
             return compiled(*args, **kwargs)

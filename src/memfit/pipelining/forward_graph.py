@@ -18,6 +18,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from memfit.capture.dynamo import compile_call, first_lines, preserved_attributes
+from memfit.capture.log_calls import logs_left_out
 from memfit.capture.loss import scalar_loss
 from memfit.errors import CaptureError
 
@@ -114,7 +115,7 @@ def capture_forward(
 
     whole = _WithLoss(model, loss_fn)
     try:
-        with preserved_attributes(model):
+        with preserved_attributes(model), logs_left_out(all_calls=True):
             loss = compile_call(whole, backend, fullgraph=True)(list(args), dict(kwargs), target)
     except torch._dynamo.exc.TorchDynamoException as error:
         if "no loss" in str(error):

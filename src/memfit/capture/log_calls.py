@@ -1,0 +1,30 @@
+"""What a model logs while it runs: no reason to break its graph.
+
+Dynamo breaks the graph at a call of a logger. Messages of models are mostly told once (`logger.warning_once` of
+transformers), and the steps that capture ran before have told them; these calls are left out of captured graphs. A
+pipeline needs one graph, so there all calls of loggers are, and `warnings.warn`.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from contextlib import AbstractContextManager
+
+import torch
+
+__all__ = ["logs_left_out"]
+
+_LEVELS = ("debug", "info", "warning", "warn", "error", "critical", "exception", "log")
+
+
+def logs_left_out(*, all_calls: bool = False) -> AbstractContextManager[None]:
+    """While it lasts, Dynamo leaves out calls that log once, or all that log."""
+    methods = vars(logging.Logger)
+    names = [name for name in methods if name.endswith("_once")]
+    left_out: set[object] = {methods[name] for name in (*names, *(_LEVELS if all_calls else ()))}
+    config = torch._dynamo.config
+    option = "ignore_logging_functions" if hasattr(config, "ignore_logging_functions") else "ignore_logger_methods"
+    left_out |= {*getattr(config, option), *((warnings.warn,) if all_calls else ())}
+    patched: AbstractContextManager[None] = config.patch({option: left_out})
+    return patched
