@@ -55,7 +55,7 @@ def run_alone(
         else:
             if not stage.is_last and number not in stage.returning:
                 stage.returning[number] = [
-                    _made_up(c.empty(stage.device)) if c.requires_grad else None for c in part.leaving
+                    _made_up(c.empty_gradient(stage.device)) if c.requires_grad else None for c in part.leaving
                 ]
             whole = action.what is Pass.BACKWARD
             stage.backward_one_chunk(number, loss=losses.pop(number, None), full_backward=whole)

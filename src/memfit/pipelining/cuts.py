@@ -4,25 +4,28 @@ A cut is a place between two calls. Every tensor made before it and read after i
 further down is handed on by the stages between (the engine sends to the next stage only). Tensors made of nothing but
 constants, such as positions or a causal mask, do not cross: each stage that reads one makes it.
 
-A place is no cut where that would not be exact or not be possible: inside `no_grad` or autocast, where the gradient of
-something that crosses is laid out differently in memory than itself (kernels look at that), where something that
-crosses is no tensor, is not dense in memory, or shares memory with a tensor that is written over later; and between
-calls that touch a buffer which the step writes over.
+A place is no cut where that would not be exact or not be possible: inside `no_grad` or autocast, where something that
+crosses or its gradient is not dense in memory, where it is no tensor or shares memory with a tensor that is written
+over later; and between calls that touch a buffer which the step writes over.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+from torch._guards import detect_fake_mode
 from torch.utils import _pytree as pytree
 
 from memfit.capture.dynamo import is_in_place
+from memfit.capture.kernel_strides import strides_of_kernels
 from memfit.pipelining.forward_graph import ForwardGraph
+from memfit.pipelining.layout import is_dense
 
 __all__ = ["Cut", "constant_calls", "find_cuts"]
 
@@ -52,11 +55,13 @@ class Cut:
         position: how many calls come before it.
         crossing: the tensors that cross, in the order in which they are made.
         nbytes: their size.
+        gradient_strides: of the gradients of those of them that receive one.
     """
 
     position: int
     crossing: tuple[fx.Node, ...]
     nbytes: int
+    gradient_strides: Mapping[fx.Node, tuple[int, ...]]
 
 
 def find_cuts(forward: ForwardGraph) -> list[Cut]:
@@ -69,7 +74,8 @@ def find_cuts(forward: ForwardGraph) -> list[Cut]:
     closed = _closed(calls)
     for first, last in _touching(forward, written_over):
         closed[first + 1 : last + 1] = [True] * (last - first)
-    turned = _turned_gradients(forward)
+    strides = _gradient_strides(forward)
+    scattered = {node for node, stride in strides.items() if not is_dense(node.meta["example_value"].shape, stride)}
     cuts = []
     alive: list[fx.Node] = []
     for position in range(1, len(calls)):
@@ -78,13 +84,14 @@ def find_cuts(forward: ForwardGraph) -> list[Cut]:
             alive.append(made)
         alive = [node for node in alive if last_read[node] >= position]
         values: list[Any] = [node.meta.get("example_value") for node in alive]
-        if closed[position] or not turned.isdisjoint(alive) or not all(_can_cross(value) for value in values):
+        if closed[position] or not scattered.isdisjoint(alive) or not all(_can_cross(value) for value in values):
             continue
         if any(written_over.get(value.untyped_storage()._cdata, -1) >= position for value in values):
             continue
         if any(value.requires_grad for value in values):
             nbytes = sum(value.numel() * value.element_size() for value in values)
-            cuts.append(Cut(position=position, crossing=tuple(alive), nbytes=nbytes))
+            own = {node: strides[node] for node in alive if node in strides}
+            cuts.append(Cut(position=position, crossing=tuple(alive), nbytes=nbytes, gradient_strides=own))
     return cuts
 
 
@@ -104,36 +111,32 @@ def constant_calls(forward: ForwardGraph) -> frozenset[fx.Node]:
     return frozenset(constant)
 
 
+def _is_unneeded(node: fx.Node) -> bool:
+    """Whether a call that gives nothing to anybody may be anywhere: it counts uses, checks, or is left over."""
+    return _name(node) in ("log_api_usage_once", "assert") or _name(node) in _REPEATABLE
+
+
 def _name(node: fx.Node) -> str:
     return str(getattr(node.target, "__name__", node.target)).strip("_")
 
 
-def _turned_gradients(forward: ForwardGraph) -> frozenset[fx.Node]:
-    """Calls of which the gradient of the result is laid out in memory in another way than the result.
+def _gradient_strides(forward: ForwardGraph) -> dict[fx.Node, tuple[int, ...]]:
+    """How the gradients of calls' results are laid out in memory.
 
     Dynamo's fake tensors know how they were made, so a fake backward pass tells.
     """
     loss = forward.loss.meta["example_value"]
     made = {node: node.meta.get("example_value") for node in forward.calls}
     values = {n: v for n, v in made.items() if isinstance(v, torch.Tensor) and v.requires_grad}
-    gradients = torch.autograd.grad(loss, list(values.values()), allow_unused=True, retain_graph=True)
-    return frozenset(
-        node
-        for (node, value), gradient in zip(values.items(), gradients, strict=True)
-        if gradient is not None and _strides(gradient) != _strides(value)
-    )
-
-
-def _strides(tensor: torch.Tensor) -> list[int]:
-    return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+    # Formulas of gradients make tensors of their own, zeros say; these must be fake too.
+    with detect_fake_mode(loss) or nullcontext(), strides_of_kernels():
+        gradients = torch.autograd.grad(loss, list(values.values()), allow_unused=True, retain_graph=True)
+    found = zip(values, gradients, strict=True)
+    return {node: tuple(gradient.stride()) for node, gradient in found if gradient is not None}
 
 
 def _can_cross(value: Any) -> bool:
-    if not isinstance(value, torch.Tensor):
-        return False
-    strides = value.stride()
-    outermost_first = sorted(range(value.dim()), key=lambda axis: -strides[axis])
-    return value.permute(outermost_first).is_contiguous()
+    return isinstance(value, torch.Tensor) and is_dense(value.shape, value.stride())
 
 
 def _written_over(calls: Sequence[fx.Node]) -> dict[int, int]:
@@ -185,7 +188,7 @@ def _closed(calls: Sequence[fx.Node]) -> list[bool]:
             depth -= 1
         elif name in ("_set_grad_enabled", "set_grad_enabled"):
             grad_enabled = bool(node.args[0])
-        elif not node.users and not _written(node):
+        elif not node.users and not _written(node) and not _is_unneeded(node):
             unknown.append(index)  # it gives nothing to anybody, so it is there for what it changes
         closed[index + 1] = depth > 0 or not grad_enabled
     if unknown:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
+from memfit.pipelining.layout import in_memory_order, same_layout
 from memfit.pipelining.random_stream import RandomStream
 from memfit.pipelining.stages import Crossing, Stage
 from memfit.runtime.later import Later
@@ -145,7 +146,9 @@ class EngineStage(_PipelineStageBase):
         if self.is_last or not self.has_backward:
             return []
         stage, _ = self.runs[bwd_chunk_id]
-        self.returning[bwd_chunk_id] = [c.empty(self.device) if c.requires_grad else None for c in stage.leaving]
+        self.returning[bwd_chunk_id] = [
+            c.empty_gradient(self.device) if c.requires_grad else None for c in stage.leaving
+        ]
         return [self._receive(t, self.stage_index + 1) for t in self.returning[bwd_chunk_id] if t is not None]
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -181,14 +184,14 @@ class EngineStage(_PipelineStageBase):
         self.sending = [(work, over) for work, over in self.sending if not over.done()]
 
     def _receive(self, tensor: torch.Tensor, source: int) -> dist.P2POp:
-        return dist.P2POp(dist.irecv, _in_memory_order(tensor), self._rank_of(source), self.group)
+        return dist.P2POp(dist.irecv, in_memory_order(tensor), self._rank_of(source), self.group)
 
     def _send(self, tensors: Sequence[torch.Tensor], target: int) -> list[dist.P2POp]:
         rank = self._rank_of(target)
         if self.waiter is None:
-            return [dist.P2POp(dist.isend, _in_memory_order(t), rank, self.group) for t in tensors]
+            return [dist.P2POp(dist.isend, in_memory_order(t), rank, self.group) for t in tensors]
         for tensor in tensors:
-            work = dist.isend(_in_memory_order(tensor), rank, self.group)
+            work = dist.isend(in_memory_order(tensor), rank, self.group)
             assert work is not None
             self.sending.append((work, self.waiter.submit(work.wait)))
         return []
@@ -233,7 +236,10 @@ class EngineStage(_PipelineStageBase):
         roots = [leaving[place] for place in _differentiated(stage)]
         root = _Root.apply(waiting, *roots) if self.has_backward and roots else None
         self.under_way[fwd_chunk_id] = _UnderWay(arrived, root, waiting)
-        sent = (*(tensor.detach() for tensor in leaving), *(() if stream is None else after))
+        sent = (
+            *(_shaped(tensor, crossing) for tensor, crossing in zip(leaving, stage.leaving, strict=True)),
+            *(() if stream is None else after),
+        )
         if self.stage_index_to_group_rank[self.stage_index + 1] != self.group_rank:
             self.to_send[fwd_chunk_id] = sent
         return sent
@@ -252,7 +258,9 @@ class EngineStage(_PipelineStageBase):
             root = loss
         else:
             root, held.root = held.root, None
-            held.waiting.extend(gradients[place] for place in _differentiated(stage))
+            held.waiting.extend(
+                _as_returned(gradients[place], stage.leaving[place]) for place in _differentiated(stage)
+            )
         passing = [None if place is None else g for place, g in zip(stage.handed_on, gradients, strict=True)]
         gradients.clear()
         if root is not None:
@@ -272,6 +280,20 @@ class EngineStage(_PipelineStageBase):
             rest()
 
 
+def _shaped(result: torch.Tensor, crossing: Crossing) -> torch.Tensor:
+    """What a stage returned, or only handed on, as the next one takes it."""
+    if result.dim() != len(crossing.shape):
+        return result.detach().as_strided(crossing.shape, crossing.stride)
+    if same_layout(crossing.shape, result.stride(), crossing.stride):
+        return result.detach()
+    return crossing.empty(result.device).copy_(result.detach())
+
+
+def _as_returned(gradient: torch.Tensor | None, crossing: Crossing) -> torch.Tensor | None:
+    """A gradient as the backward pass of what was returned takes it."""
+    return in_memory_order(gradient) if crossing.is_flat and gradient is not None else gradient
+
+
 def _differentiated(stage: Stage) -> list[int]:
     """Places in what leaves of what the module made and a gradient comes back for."""
     leaving = zip(stage.leaving, stage.handed_on, strict=True)
@@ -287,18 +309,13 @@ def _gradients(
     for place, (tensor, crossing) in enumerate(zip(arrived, stage.arriving, strict=True)):
         own, tensor.grad = through[place] if place in through else tensor.grad, None
         if crossing.requires_grad and own is None:
-            own = crossing.empty(tensor.device).zero_()
+            own = crossing.empty_gradient(tensor.device).zero_()
         gradients.append(own if own is None else _laid_out(own, crossing))
     return tuple(gradients)
 
 
-def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor's memory as one row, which every backend can send."""
-    return tensor.detach().as_strided((tensor.numel(),), (1,))
-
-
 def _laid_out(tensor: torch.Tensor, crossing: Crossing) -> torch.Tensor:
-    """The tensor with the strides that the other side expects."""
-    if tensor.stride() == crossing.stride:
+    """The gradient with the strides that the other side expects."""
+    if same_layout(crossing.shape, tensor.stride(), crossing.gradient_stride):
         return tensor
-    return crossing.empty(tensor.device).copy_(tensor)
+    return crossing.empty_gradient(tensor.device).copy_(tensor)

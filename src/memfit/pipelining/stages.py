@@ -9,7 +9,7 @@ added, as they would be.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import fx
 from memfit.capture.one_graph import OneGraph
 from memfit.pipelining.cuts import Cut, constant_calls
 from memfit.pipelining.forward_graph import ForwardGraph
+from memfit.pipelining.layout import flattened, same_layout
 
 __all__ = ["Crossing", "Stage", "cut_into_stages", "example_inputs"]
 
@@ -33,6 +34,7 @@ class Crossing:
         stride: its strides; it is dense.
         dtype: of its elements.
         requires_grad: whether a gradient comes back.
+        gradient_stride: the strides of that.
     """
 
     name: str
@@ -40,6 +42,12 @@ class Crossing:
     stride: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    gradient_stride: tuple[int, ...]
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether a stage returns it, and takes its gradient, as a row of numbers; see `memfit.pipelining.layout`."""
+        return self.requires_grad and not same_layout(self.shape, self.stride, self.gradient_stride)
 
     @property
     def nbytes(self) -> int:
@@ -50,6 +58,10 @@ class Crossing:
         """Memory for it."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
+    def empty_gradient(self, device: torch.device) -> torch.Tensor:
+        """Memory for its gradient."""
+        return torch.empty_strided(self.shape, self.gradient_stride, dtype=self.dtype, device=device)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
@@ -58,7 +70,7 @@ class Stage:
     Attributes:
         index: its place, from 0.
         module: takes the `taken` ones of `arriving`, then the `leaves` of the step's inputs; returns the ones of
-            `leaving` that are not handed on, or of the last stage the loss.
+            `leaving` that are not handed on, flat where they are so, or of the last stage the loss.
         arriving: what crosses the cut before it.
         leaving: what crosses the cut after it.
         taken: places in `arriving` of what the module takes.
@@ -90,12 +102,13 @@ def cut_into_stages(forward: ForwardGraph, cuts: Sequence[Cut]) -> list[Stage]:
     calls = forward.calls
     constant = constant_calls(forward)
     ends = [cut.position for cut in cuts]
-    borders: list[tuple[fx.Node, ...]] = [(), *(cut.crossing for cut in cuts), ()]
+    strides = {node: stride for cut in cuts for node, stride in cut.gradient_strides.items()}
+    crossings = {node: _crossing(node, strides.get(node)) for cut in cuts for node in cut.crossing}
+    borders = [{}, *({node: crossings[node] for node in cut.crossing} for cut in cuts), {}]
     stages = []
     for index, (begin, end) in enumerate(zip([0, *ends], [*ends, len(calls)], strict=True)):
         own = [node for node in calls[begin:end] if node not in constant]
-        leaving = borders[index + 1] or (forward.loss,)
-        stages.append(_stage(forward, index, own, borders[index], leaving, last=not borders[index + 1]))
+        stages.append(_stage(forward, index, own, borders[index], borders[index + 1]))
     return stages
 
 
@@ -113,42 +126,50 @@ def _stage(
     forward: ForwardGraph,
     index: int,
     own: Sequence[fx.Node],
-    arriving: tuple[fx.Node, ...],
-    leaving: tuple[fx.Node, ...],
-    *,
-    last: bool,
+    arriving: Mapping[fx.Node, Crossing],
+    leaving: Mapping[fx.Node, Crossing],
 ) -> Stage:
     made = set(own)
     needed = _with_constants(own, made, set(arriving))
     read = {operand for node in needed for operand in node.all_input_nodes}
-    taken = [place for place, node in enumerate(arriving) if node in read]
+    taken = [node for node in arriving if node in read]
     inputs = [node for node in forward.inputs if node in read]
     states = [node for node in forward.states if node in read]
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    for node in (*states, *(arriving[place] for place in taken), *inputs):
+    for node in (*states, *taken, *inputs):
         copies[node] = graph.placeholder(node.name)
         copies[node].meta = dict(node.meta)
     for node in needed:
         copies[node] = graph.node_copy(node, copies.__getitem__)
-    for place in taken:
-        if arriving[place] in leaving:
-            value = arriving[place].meta["example_value"]
-            copies[arriving[place]] = graph.call_method("clone", (copies[arriving[place]],))
-            copies[arriving[place]].meta = {**arriving[place].meta, "example_value": value.clone()}
-    handed_on = [None if node in copies else arriving.index(node) for node in leaving]
-    results = [copies[node] for node, place in zip(leaving, handed_on, strict=True) if place is None]
-    graph.output(tuple(results))
+    for node in taken:
+        if node in leaving:
+            value = node.meta["example_value"].clone()
+            copies[node] = graph.call_method("clone", (copies[node],))
+            copies[node].meta = {**node.meta, "example_value": value}
+    places = {node: place for place, node in enumerate(arriving)}
+    results = [_returned(graph, copies[node], crossing) for node, crossing in leaving.items() if node in copies]
+    graph.output(tuple(results) if leaving else (copies[forward.loss],))
     return Stage(
         index=index,
-        module=OneGraph(graph, _tensors(forward, states), alone=last),
-        arriving=tuple(map(_crossing, arriving)),
-        leaving=() if last else tuple(map(_crossing, leaving)),
-        taken=tuple(taken),
-        handed_on=() if last else tuple(handed_on),
+        module=OneGraph(graph, _tensors(forward, states), alone=not leaving),
+        arriving=tuple(arriving.values()),
+        leaving=tuple(leaving.values()),
+        taken=tuple(places[node] for node in taken),
+        handed_on=tuple(None if node in copies else places[node] for node in leaving),
         leaves=tuple(forward.inputs[node] for node in inputs),
         states=tuple(dict.fromkeys(forward.states[node] for node in states)),
     )
+
+
+def _returned(graph: fx.Graph, made: fx.Node, crossing: Crossing) -> fx.Node:
+    """What a stage's graph returns for something that leaves."""
+    if not crossing.is_flat:
+        return made
+    flat = graph.call_function(flattened, (made, crossing.gradient_stride))
+    value = made.meta["example_value"].detach()
+    flat.meta = {**made.meta, "example_value": value.new_empty(value.numel()).requires_grad_()}
+    return flat
 
 
 def _with_constants(own: Sequence[fx.Node], made: set[fx.Node], arriving: set[fx.Node]) -> list[fx.Node]:
@@ -170,7 +191,7 @@ def _tensors(forward: ForwardGraph, states: Sequence[fx.Node]) -> dict[str, torc
     return {forward.states[node]: forward.tensors[forward.states[node]] for node in states}
 
 
-def _crossing(node: fx.Node) -> Crossing:
+def _crossing(node: fx.Node, gradient_stride: tuple[int, ...] | None) -> Crossing:
     value = node.meta["example_value"]
     return Crossing(
         name=node.name,
@@ -178,4 +199,5 @@ def _crossing(node: fx.Node) -> Crossing:
         stride=tuple(value.stride()),
         dtype=value.dtype,
         requires_grad=value.requires_grad,
+        gradient_stride=gradient_stride or tuple(value.stride()),
     )

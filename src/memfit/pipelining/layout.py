@@ -1,0 +1,58 @@
+"""Tensors that cross a cut as they lie in memory, and gradients that lie otherwise than what they are gradients of.
+
+Kernels look at strides, so a gradient that comes back has to be laid out as it would be without the cut. A compiled
+backward pass takes gradients laid out as its results are. Where these differ (a transposition between two layers
+does that), a stage returns its result flat, as the row of numbers that its memory is, takes the gradient as such a
+row, and reads that in the order in which the gradient lies. Both are views, so nothing is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["flattened", "in_memory_order", "is_dense", "same_layout"]
+
+
+def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether a tensor fills its memory without gaps and overlaps, in any order of its axes."""
+    expected = 1
+    for axis in sorted((a for a in range(len(shape)) if shape[a] != 1), key=lambda a: stride[a]):
+        if stride[axis] != expected:
+            return False
+        expected *= shape[axis]
+    return True
+
+
+def same_layout(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether two strides of a shape mean the same places in memory."""
+    return all(a == b for size, a, b in zip(shape, one, other, strict=True) if size > 1)
+
+
+def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's memory as one row, which every backend can send."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def flattened(tensor: torch.Tensor, gradient_stride: Sequence[int]) -> torch.Tensor:
+    """A dense tensor as the row of its memory; the gradient that comes back is read in the order of other strides."""
+    flat: torch.Tensor = _Flattened.apply(tensor, _outermost_first(gradient_stride))
+    return flat
+
+
+class _Flattened(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, axes: list[int]) -> torch.Tensor:
+        ctx.axes, ctx.sizes = axes, [tensor.shape[axis] for axis in axes]
+        return tensor.permute(_outermost_first(tensor.stride())).view(-1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        back = sorted(range(len(ctx.axes)), key=lambda place: ctx.axes[place])
+        return gradients[0].view(ctx.sizes).permute(back), None
+
+
+def _outermost_first(stride: Sequence[int]) -> list[int]:
+    return sorted(range(len(stride)), key=lambda axis: -stride[axis])
