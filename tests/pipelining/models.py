@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,8 @@ from memfit.zoo.gpt import GPT
 from tests import models
 
 __all__ = ["CASES", "Case", "gradients", "plain_step"]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +154,33 @@ def twins(batch: int, dtype: torch.dtype) -> Case:
     return Case(model=Twins().to(dtype), args=(x,), target=y, loss_fn=functional.mse_loss)
 
 
+class Mixer(nn.Module):
+    """Layers along two axes in turns, so gradients lie otherwise in memory than what they are gradients of.
+
+    It clamps, and it does what models do beside computing: it logs, counts its use, and makes what nobody reads.
+    """
+
+    def __init__(self, tokens: int = 6, width: int = 10) -> None:
+        super().__init__()
+        self.across = nn.ModuleList(nn.Linear(tokens, tokens) for _ in range(3))
+        self.along = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.head = nn.Linear(width, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for across, along in zip(self.across, self.along, strict=True):
+            torch._C._log_api_usage_once("tests.mixer")
+            torch.arange(3)
+            log.warning("a mixer mixes")
+            x = x + functional.hardtanh(across(x.transpose(1, 2)).transpose(1, 2), -0.5, 0.5)
+            x = torch.tanh(along(x)).clamp_min(-0.25)
+        return self.head(x[:, 0])
+
+
+def mixer(batch: int, dtype: torch.dtype) -> Case:
+    x, y = torch.randn(batch, 6, 10, dtype=dtype), torch.rand(batch, 4, dtype=dtype)
+    return Case(model=Mixer().to(dtype), args=(x,), target=y, loss_fn=functional.binary_cross_entropy_with_logits)
+
+
 class Shifted(nn.Module):
     """Blocks that begin by adding a parameter."""
 
@@ -186,6 +216,7 @@ CASES = {
     "skips": skips,
     "drawn": drawn,
     "twins": twins,
+    "mixer": mixer,
 }
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn import functional
 
 import memfit
 from memfit.errors import CaptureError
@@ -186,7 +188,7 @@ def test_dropout_of_a_micro_batch_depends_on_nothing_but_its_number() -> None:
             torch.testing.assert_close(other[name], gradient, rtol=1e-10, atol=1e-14)
 
 
-@pytest.mark.parametrize("name", ["skips", "drawn"])
+@pytest.mark.parametrize("name", ["skips", "drawn", "mixer"])
 def test_any_cut_gives_the_same_bits(name: str) -> None:
     torch.manual_seed(5)
     case = CASES[name](3, torch.float32)
@@ -208,6 +210,29 @@ def test_any_cut_gives_the_same_bits(name: str) -> None:
         for key, parameter in case.model.named_parameters():
             assert torch.equal(parameter.grad, expected[key]), (key, [cut.position for cut in chosen])
         gradients(case.model)
+
+
+def test_transposed_gradients_and_calls_without_effect_are_no_reason_not_to_cut() -> None:
+    case = CASES["mixer"](3, torch.float32)
+    forward = capture_forward(case.model, case.args, case.kwargs, case.target, case.loss_fn)
+    cuts = find_cuts(forward)
+    assert len(cuts) > 0.8 * len(forward.calls)
+    crossings = [crossing for stage in cut_into_stages(forward, cuts) for crossing in stage.leaving]
+    assert 3 < sum(crossing.is_flat for crossing in crossings) < len(crossings)
+
+
+@pytest.mark.parametrize(
+    "loss_fn", [lambda o, t: functional.mse_loss(o[0], t).sqrt(), lambda o, t: (o[0] @ t.T).logsumexp(1).amax()]
+)
+def test_one_micro_batch_takes_any_loss(loss_fn) -> None:
+    torch.manual_seed(11)
+    case = replace(CASES["skips"](4, torch.float32), loss_fn=loss_fn)
+    plain = plain_step(case)
+    expected = gradients(case.model)
+    pipe = piped(case, num_stages=2, num_microbatches=1, schedule="1f1b")
+    assert torch.equal(step(pipe, case), plain)
+    for key, parameter in case.model.named_parameters():
+        assert parameter.grad is None if expected[key] is None else torch.equal(parameter.grad, expected[key]), key
 
 
 def test_what_touches_a_buffer_that_changes_stays_together() -> None:
@@ -255,6 +280,11 @@ def mean_of(model: torch.nn.Module, *shape: int) -> Case:
     return Case(model=model, args=(torch.randn(4, *shape),), loss_fn=lambda output: output.mean())
 
 
+def small(term: Callable[[torch.Tensor], torch.Tensor]) -> Case:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    return Case(model=model, args=(torch.randn(4, 4),), loss_fn=lambda o: o.square().mean() + 1e-6 * term(o))
+
+
 @pytest.mark.parametrize(
     ("make", "told"),
     [
@@ -268,6 +298,9 @@ def mean_of(model: torch.nn.Module, *shape: int) -> Case:
             "not independent",
         ),
         (lambda: Case(model=torch.nn.Linear(4, 4), args=(torch.randn(4, 4),), loss_fn=lambda o: o.mean().exp()), "exp"),
+        # Terms too small to be seen in the loss.
+        (lambda: small(lambda o: o.mean(0).square().mean()), "mean.dim makes one result of several samples"),
+        (lambda: small(lambda o: (o @ o.T).tanh().mean()), "mm.default compares samples"),
         (lambda: Case(model=torch.nn.Linear(4, 4), args=(torch.randn(4, 4),)), "scalar loss"),
     ],
 )

@@ -8,7 +8,8 @@ from torch.nn import functional
 
 from memfit.errors import CaptureError
 from memfit.pipelining.forward_graph import capture_forward
-from memfit.pipelining.loss_weights import loss_shares, read_loss
+from memfit.pipelining.loss_weights import LossReading, loss_shares, read_loss
+from memfit.pipelining.traced_loss import trace_loss
 
 CROSS_ENTROPY = functional.cross_entropy
 LOSSES = {
@@ -20,8 +21,17 @@ LOSSES = {
     "own size": lambda o, t: CROSS_ENTROPY(o, t, reduction="sum") / len(t),
     "undone mean": lambda o, t: CROSS_ENTROPY(o, t, reduction="none").mean() * o.shape[0] * 0.5,
     "soft targets": lambda o, t: CROSS_ENTROPY(o, functional.one_hot(t, 5).to(o.dtype) * 0.9 + 0.02),
+    "with logits": lambda o, t: functional.binary_cross_entropy_with_logits(o, functional.one_hot(t, 5).to(o.dtype)),
+    "margins": lambda o, t: (
+        functional.multi_margin_loss(o, t)
+        + functional.multilabel_margin_loss(o, functional.pad(t[:, None], (0, 4), value=-1))
+    ),
     "scaled": lambda o, t: 0.5 * CROSS_ENTROPY(o, t) + CROSS_ENTROPY(2 * o, t) / 3,
 }
+
+
+def reading_of(model, loss_fn, x: torch.Tensor, target: torch.Tensor) -> LossReading:
+    return read_loss(trace_loss(capture_forward(model, (x,), {}, target, loss_fn), [x, target]))
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -32,7 +42,7 @@ def test_losses_of_parts_add_up_to_that_of_the_whole(name: str) -> None:
     if name in ("mean", "sum", "own count", "scaled"):
         target[[0, 1, 5]] = -100
     parts = [(x[:6], target[:6]), (x[6:], target[6:])]
-    readings = [read_loss(capture_forward(model, (a,), {}, b, loss_fn), [a, b]) for a, b in parts]
+    readings = [reading_of(model, loss_fn, a, b) for a, b in parts]
     if name in ("own size", "undone mean", "soft targets", "scaled"):
         assert not all(reading.is_settled for reading in readings)
         readings = [readings[0].settled(readings[1], 0.5), readings[1].settled(readings[0], 2.0)]
@@ -52,7 +62,7 @@ def test_losses_of_parts_add_up_to_that_of_the_whole(name: str) -> None:
 def test_other_losses_are_refused(loss_fn, told: str) -> None:
     model, x, t = torch.nn.Linear(6, 5), torch.randn(4, 6), torch.randint(5, (4,))
     with pytest.raises(CaptureError, match=told):
-        read_loss(capture_forward(model, (x,), {}, t, loss_fn), [x, t])
+        reading_of(model, loss_fn, x, t)
 
 
 def test_parts_without_any_target_and_unlike_means_are_refused() -> None:
@@ -60,7 +70,7 @@ def test_parts_without_any_target_and_unlike_means_are_refused() -> None:
 
     def shares(loss_fn, target):
         parts = [(x[:2], target[:2]), (x[2:], target[2:])]
-        readings = [read_loss(capture_forward(model, (a,), {}, b, loss_fn), [a, b]) for a, b in parts]
+        readings = [reading_of(model, loss_fn, a, b) for a, b in parts]
         return loss_shares(readings, parts, [2, 2])
 
     ignored = t.clone()

@@ -1,28 +1,37 @@
 """Refuses models whose samples are not independent: in micro-batches they would train to something else.
 
 Batch normalisation in training mode takes its statistics from the micro-batch. It is found in the graph, and refused
-unless the caller says that this is meant. What else couples samples (a contrastive loss, a mean over the batch inside
-the model) is found by trying: without dropout, the loss of some samples must be made of those of two halves of them.
+unless the caller says that this is meant. What else couples samples is found in two ways:
 
-Known limits: the trial is not made where the model draws random numbers by itself, or the batch is a single sample.
+- *By shapes.* The ops of model and loss are traced for two numbers of samples. Whatever is computed from samples is as
+  long as there are samples, but for what the loss adds up and counts; a result that stays as it is was made of all of
+  them together (a mean over the batch, the share of tokens that an expert gets), and one that grows along two axes
+  compares them (a contrastive loss). However little such a term weighs, it is found.
+- *By trying.* What moves between samples leaves no trace in shapes. So without dropout the loss of some samples must
+  be made of those of two halves of them.
+
+Known limits: shapes tell nothing where a model computes something else for another number of samples, as in a Python
+loop over them; the trial is not made where the model draws random numbers by itself, or the batch is a single sample.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from memfit.capture.dynamo import preserved_state
 from memfit.errors import CaptureError
 from memfit.pipelining.forward_graph import ForwardGraph
+from memfit.pipelining.loss_weights import totals
+from memfit.pipelining.traced_loss import TracedLoss
 
-__all__ = ["check_halves", "refuse_batch_norm"]
+__all__ = ["check_halves", "refuse_batch_norm", "refuse_mixing"]
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +67,71 @@ def refuse_batch_norm(forward: ForwardGraph, model: nn.Module) -> None:
 def _takes_statistics(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     given = dict(zip(("input", "running_mean", "running_var", "weight", "bias", "training"), args, strict=False))
     return bool({**given, **kwargs}.get("training", False))
+
+
+_aten = torch.ops.aten
+
+_ONLY_SHAPED = {
+    *(_aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default, _aten.empty_like.default),
+    *(_aten.new_zeros.default, _aten.new_ones.default, _aten.new_full.default, _aten.new_empty.default),
+    *(_aten.rand_like.default, _aten.randn_like.default),
+}
+"""They look at nothing of their operand but its shape."""
+
+
+def refuse_mixing(few: TracedLoss, more: TracedLoss, samples: Collection[int]) -> None:
+    """Refuses a model in which a result is made of several samples, beside the loss.
+
+    Args:
+        few: model and loss for some samples.
+        more: the same for another number of them.
+        samples: leaves of the inputs that have a sample a row.
+
+    Raises:
+        CaptureError: naming the op.
+    """
+    here, there = list(few.graph.nodes), list(more.graph.nodes)
+    if [node.target for node in here if node.op != "placeholder"] != [
+        node.target for node in there if node.op != "placeholder"
+    ]:
+        log.info("the model computes something else for another number of samples, so shapes do not tell what it mixes")
+        return
+    added = totals(few)
+    read = _read_by_loss(few.loss)
+    of_samples = {node for leaf, node in few.leaves.items() if leaf in samples}
+    for node, other in zip(here, there, strict=True):
+        if of_samples.isdisjoint(node.all_input_nodes) or node.target in _ONLY_SHAPED:
+            continue
+        of_samples.add(node)
+        if node not in read or node in added or not _is_floating(node):
+            continue
+        sizes = zip(node.meta["val"].shape, other.meta["val"].shape, strict=True)
+        growing = sum(one != two for one, two in sizes)
+        if growing != 1:
+            how = "compares samples with each other" if growing else "makes one result of several samples"
+            where = " ".join(map(str.strip, (node.stack_trace or "").strip().splitlines()[-1:]))
+            raise CaptureError(
+                f"the samples of a batch are not independent: {node.target} {how} (shape "
+                f"{tuple(node.meta['val'].shape)}){': ' + where if where else ''}; with more than one micro-batch "
+                "gradients would be others"
+            )
+
+
+def _read_by_loss(loss: fx.Node) -> set[fx.Node]:
+    """The ops of whose values a loss is made."""
+    read: set[fx.Node] = set()
+    waiting = [loss]
+    while waiting:
+        node = waiting.pop()
+        if node not in read:
+            read.add(node)
+            waiting += [] if node.target in _ONLY_SHAPED else node.all_input_nodes
+    return read
+
+
+def _is_floating(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() > 0
 
 
 class _WithoutDropout(TorchFunctionMode):

@@ -18,13 +18,11 @@ from typing import Any, cast
 
 import torch
 from torch import fx, nn
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from memfit.errors import CaptureError
-from memfit.pipelining.forward_graph import ForwardGraph
-from memfit.pipelining.stages import cut_into_stages
+from memfit.pipelining.traced_loss import TracedLoss
 
-__all__ = ["Kind", "LossReading", "Part", "loss_parts", "loss_shares", "read_loss"]
+__all__ = ["Kind", "LossReading", "Part", "loss_shares", "read_loss", "totals"]
 
 _aten = torch.ops.aten
 
@@ -33,14 +31,6 @@ _SAME = {
     *(_aten.alias.default, _aten.reshape.default, _aten.unsqueeze.default, _aten.squeeze.dim, _aten.squeeze.dims),
 }
 _MEAN, _SUM = 1, 2
-_REDUCED = {
-    _aten.mse_loss.default: 2,
-    _aten.smooth_l1_loss.default: 2,
-    _aten.huber_loss.default: 2,
-    _aten.binary_cross_entropy.default: 3,
-    _aten.soft_margin_loss.default: 2,
-}
-"""Ops with a reduction, and the place of that argument."""
 _NLL = (_aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default)
 
 
@@ -75,21 +65,6 @@ class Part:
     count: Callable[[Mapping[str, torch.Tensor]], torch.Tensor] | None = None
 
 
-def loss_parts(graph: fx.Graph, inputs: frozenset[str], trained: frozenset[str]) -> list[Part]:
-    """The parts of a loss.
-
-    Args:
-        graph: ops of model and loss; its first output is the loss.
-        inputs: names of the placeholders of the step's inputs.
-        trained: names of those of parameters that receive a gradient.
-
-    Raises:
-        CaptureError: if a part is no sum and no mean, naming the op.
-    """
-    (output,) = graph.find_nodes(op="output")
-    return _Reader(graph, inputs, trained).read(output.args[0][0])
-
-
 _REFUSED = (
     "the loss of a batch is not made of those of its micro-batches: {}; a pipeline takes sums and means over samples, "
     "or one micro-batch"
@@ -97,29 +72,39 @@ _REFUSED = (
 
 
 class _Reader:
-    def __init__(self, graph: fx.Graph, inputs: frozenset[str], trained: frozenset[str]) -> None:
-        self.graph = graph
-        self.of_inputs: set[fx.Node] = set()
+    """Reads the parts of a loss.
+
+    Attributes:
+        parts: of the loss.
+        totals: the ops in which it is added up, and those that count what it is divided by.
+    """
+
+    def __init__(self, traced: TracedLoss) -> None:
+        self.totals: set[fx.Node] = set()
+        self.of_inputs: set[fx.Node] = set(traced.leaves.values())
         self.of_trained: set[fx.Node] = set()
-        for node in graph.nodes:
+        trained = traced.trained()
+        for node in traced.graph.nodes:
             if node.op == "placeholder":
-                self.of_inputs |= {node} if node.name in inputs else set()
                 self.of_trained |= {node} if node.name in trained else set()
                 continue
             self.of_inputs |= {node} if not self.of_inputs.isdisjoint(node.all_input_nodes) else set()
             self.of_trained |= {node} if not self.of_trained.isdisjoint(node.all_input_nodes) else set()
+        self.parts = self.read(traced.loss)
 
     def read(self, node: Any) -> list[Part]:
         """What a scalar is made of."""
         if not isinstance(node, fx.Node) or node not in self.of_inputs:
             return [Part(kind=Kind.CONSTANT)]
+        self.totals.add(node)
         target = node.target
-        if target is operator.getitem and node.args[1] == 0 and node.all_input_nodes[0].target in _NLL:
-            return self._of_nll(node.all_input_nodes[0])
-        if target in _REDUCED:
-            place = _REDUCED[target]
-            reduction = node.args[place] if len(node.args) > place else _MEAN
-            kinds: dict[Any, Kind] = {_MEAN: Kind.MEAN, _SUM: Kind.SUM}
+        if target is operator.getitem and node.args[1] == 0:
+            return self.read(node.args[0])
+        if target in _NLL:
+            return self._of_nll(node)
+        reduction = _reduction(node)
+        if reduction is not None:
+            kinds = {_MEAN: Kind.MEAN, _SUM: Kind.SUM}
             return [Part(kind=kinds[reduction])] if reduction in kinds else self._refuse(node)
         if target is _aten.mean.default or (target is _aten.mean.dim and _is_scalar(node)):
             return [Part(kind=Kind.MEAN)]
@@ -178,6 +163,7 @@ class _Reader:
             needed[one] = None
 
         visit(node)
+        self.totals.update(needed)
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         names = [one.name for one in needed if one.op == "placeholder"]
@@ -196,6 +182,16 @@ class _Reader:
     def _refuse(self, node: fx.Node) -> list[Part]:
         where = (node.stack_trace or "").strip().splitlines()[-1:]
         raise CaptureError(_REFUSED.format(f"it ends in {node.target} {' '.join(map(str.strip, where))}".strip()))
+
+
+def _reduction(node: fx.Node) -> int | None:
+    """How a loss of PyTorch's own adds up what it makes of each element; None if the op is none."""
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
+        return None
+    arguments = node.target._schema.arguments
+    given: dict[str, Any] = dict(zip((argument.name for argument in arguments), node.args, strict=False))
+    given |= node.kwargs
+    return next((given.get(a.name, a.default_value) for a in arguments if a.name == "reduction"), None)
 
 
 def _is_scalar(node: fx.Node) -> bool:
@@ -257,28 +253,23 @@ def _settled(part: Part, changes: float, times: float) -> Part:
     return replace(part, scale=1.0)
 
 
-def read_loss(forward: ForwardGraph, leaves: Sequence[Any]) -> LossReading:
-    """Reads the loss of a model.
-
-    Args:
-        forward: the model and its loss, traced on one micro-batch.
-        leaves: the inputs of that micro-batch.
+def read_loss(traced: TracedLoss) -> LossReading:
+    """Reads what the loss adds.
 
     Raises:
         CaptureError: if the loss is no sum and no mean over samples.
     """
-    (whole,) = cut_into_stages(forward, [])
-    own = [getattr(whole.module, name) for name in whole.module.names]
-    operands = [*own, *(leaves[place] for place in whole.leaves)]
-    traced = make_fx(whole.module.calls, tracing_mode="fake", _allow_non_fake_inputs=True)(*operands)
-    placeholders = list(traced.graph.find_nodes(op="placeholder"))
-    names = {leaf: placeholders[len(own) + place].name for place, leaf in enumerate(whole.leaves)}
-    trained = frozenset(node.name for node, tensor in zip(placeholders, own, strict=False) if tensor.requires_grad)
-    return LossReading(
-        parts=tuple(loss_parts(traced.graph, frozenset(names.values()), trained)),
-        names=names,
-        states={node.name: tensor for node, tensor in zip(placeholders, own, strict=False)},
-    )
+    names = {leaf: node.name for leaf, node in traced.leaves.items()}
+    return LossReading(parts=tuple(_Reader(traced).parts), names=names, states=traced.states)
+
+
+def totals(traced: TracedLoss) -> frozenset[fx.Node]:
+    """The ops in which the loss is added up, and those that count what it is divided by.
+
+    Raises:
+        CaptureError: see `read_loss`.
+    """
+    return frozenset(_Reader(traced).totals)
 
 
 def loss_shares(losses: Sequence[LossReading], parts: Sequence[Sequence[Any]], sizes: Sequence[int]) -> list[float]:

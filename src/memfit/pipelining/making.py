@@ -23,15 +23,16 @@ from memfit.capture.trace import storage_bytes
 from memfit.pipelining.alone import run_alone
 from memfit.pipelining.budgets import above_budget, fits
 from memfit.pipelining.building import CompiledStage, compile_stage, engine_stages
-from memfit.pipelining.coupling import check_halves, refuse_batch_norm
+from memfit.pipelining.coupling import check_halves, refuse_batch_norm, refuse_mixing
 from memfit.pipelining.engine_stage import EngineStage
 from memfit.pipelining.forward_graph import ForwardGraph, PipelineLoss, capture_forward, loss_of
-from memfit.pipelining.loss_weights import LossReading, loss_shares, read_loss
-from memfit.pipelining.microbatches import batch_size, cut_batch, first_samples
+from memfit.pipelining.loss_weights import loss_shares, read_loss
+from memfit.pipelining.microbatches import batch_size, cut_batch, first_samples, with_samples
 from memfit.pipelining.plan import PipelinePlan, StageProgram, calls_digest
 from memfit.pipelining.question import Found, Question, StagePlan
 from memfit.pipelining.random_stream import RandomStream
 from memfit.pipelining.search import asked_schedule, plan_cuts, search
+from memfit.pipelining.traced_loss import TracedLoss, trace_loss
 from memfit.planner.schedule import StageMemory, device_peaks
 from memfit.runtime.measure import measure
 from memfit.step.codec import graph_digest
@@ -92,7 +93,7 @@ def make_pipeline_plan(
     parts = cut_batch(leaves, sizes)
     if len(sizes) > 1 and not question.allow_batch_norm:
         refuse_batch_norm(forward, model)
-        _check_samples(model, leaves, spec, loss_fn)
+        _check_samples(model, forwards, leaves, sizes, spec, loss_fn)
     target = question.budget_bytes
     for _ in range(PROVING_RUNS):
         asked = replace(question, budget_bytes=target)
@@ -177,22 +178,31 @@ def resident_bytes(stages: Sequence[EngineStage], part: Sequence[Any], question:
     return total
 
 
-def _check_samples(model: nn.Module, leaves: Sequence[Any], spec: Any, loss_fn: PipelineLoss | None) -> None:
-    """Tries on a few samples whether the loss is made of those of micro-batches."""
-    half = 2 if batch_size(leaves) >= 4 else 1
-    some = first_samples(leaves, 2 * half)
-    halves = cut_batch(some, [half, half])
+def _check_samples(
+    model: nn.Module, forwards: Forwards, leaves: Sequence[Any], sizes: Sequence[int], spec: Any, loss_fn: Any
+) -> None:
+    """Tells by shapes, and on a few samples by trying, whether the loss is made of those of micro-batches."""
+    batch = batch_size(leaves)
+    known = {size: trace_loss(*forward) for size, forward in zip((sizes[0], sizes[-1]), forwards, strict=False)}
+
+    def traced(count: int) -> TracedLoss:
+        if count not in known:
+            few = first_samples(leaves, count)
+            args, kwargs, target = spec.unflatten(few)
+            known[count] = trace_loss(capture_forward(model, args, kwargs, target, loss_fn), few)
+        return known[count]
 
     def loss(part: Sequence[Any]) -> torch.Tensor:
         args, kwargs, target = spec.unflatten(part)
         return loss_of(model, args, kwargs, target, loss_fn)
 
-    def read(part: Sequence[Any]) -> LossReading:
-        args, kwargs, target = spec.unflatten(part)
-        return read_loss(capture_forward(model, args, kwargs, target, loss_fn), part)
-
-    reading = read(halves[0])
-    reading = reading if reading.is_settled else reading.settled(read(some), 2.0)
+    other = next(count for count in (2, 3, 1) if count != sizes[0] and count <= batch)
+    refuse_mixing(traced(sizes[0]), traced(other), with_samples(leaves))
+    half = 2 if batch >= 4 else 1
+    unlike = other if half == sizes[0] else sizes[0]
+    reading = read_loss(traced(half)).settled(read_loss(traced(unlike)), unlike / half)
+    some = first_samples(leaves, 2 * half)
+    halves = cut_batch(some, [half, half])
     shares = loss_shares([reading, reading], halves, [half, half])
     check_halves(
         model,

@@ -15,7 +15,7 @@ import torch
 
 from memfit.errors import SpecError
 
-__all__ = ["batch_size", "cut_batch", "first_samples", "sizes_of"]
+__all__ = ["batch_size", "cut_batch", "first_samples", "sizes_of", "with_samples"]
 
 
 def batch_size(leaves: Sequence[Any]) -> int:
@@ -48,12 +48,21 @@ def sizes_of(batch: int, num_microbatches: int) -> list[int]:
 
 def cut_batch(leaves: Sequence[Any], sizes: Sequence[int]) -> list[tuple[Any, ...]]:
     """For each micro-batch the leaves of its inputs, views of the batch's."""
-    batch = sum(sizes)
-    parts: list[list[Any]] = []
-    for leaf in leaves:
-        cut = isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch
-        parts.append(list(leaf.split(list(sizes))) if cut else [leaf] * len(sizes))
+    cut = with_samples(leaves)
+    parts = [
+        list(leaf.split(list(sizes))) if place in cut else [leaf] * len(sizes) for place, leaf in enumerate(leaves)
+    ]
     return list(zip(*parts, strict=True))
+
+
+def with_samples(leaves: Sequence[Any]) -> frozenset[int]:
+    """Places of the leaves that have a sample a row."""
+    batch = batch_size(leaves)
+    return frozenset(
+        place
+        for place, leaf in enumerate(leaves)
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch
+    )
 
 
 def first_samples(leaves: Sequence[Any], count: int) -> tuple[Any, ...]:

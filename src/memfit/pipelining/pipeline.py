@@ -34,6 +34,7 @@ from memfit.pipelining.question import Question
 from memfit.pipelining.random_stream import RandomStream
 from memfit.pipelining.shared_states import SharedStates, share_out
 from memfit.pipelining.signature import pipeline_signature
+from memfit.pipelining.traced_loss import trace_loss
 from memfit.planner.schedule import on_one_device
 from memfit.runtime.measure import measure
 
@@ -180,7 +181,7 @@ class Pipeline:
 
     def _run(self, prepared: _Prepared, leaves: Sequence[Any]) -> torch.Tensor:
         parts = cut_batch(leaves, prepared.plan.sizes)
-        shares = loss_shares(prepared.losses, parts, prepared.plan.sizes)
+        shares = loss_shares(prepared.losses, parts, prepared.plan.sizes) if prepared.losses else [1.0]
         weights = [torch.tensor(share, dtype=torch.float64, device=self._device) for share in shares]
         stream = prepared.stream
         if stream is not None:
@@ -230,7 +231,7 @@ class Pipeline:
             log.warning("a batch of %d gives %d micro-batches of %d", sum(sizes), len(sizes), sizes[0])
         if len(sizes) < self._question.num_devices and not self._question.one_device:
             log.warning(
-                "%d micro-batches on %d devices: some of these always wait, and 1f1b runs as gpipe does",
+                "fewer micro-batches (%d) than devices (%d): some of these always wait, and 1f1b runs as gpipe does",
                 len(sizes),
                 self._question.num_devices,
             )
@@ -306,12 +307,14 @@ class Pipeline:
     def _read_losses(
         self, forwards: list[tuple[ForwardGraph, Sequence[Any]]], leaves: Sequence[Any], sizes: Sequence[int], spec: Any
     ) -> tuple[LossReading, ...]:
-        """For each micro-batch how its loss is read."""
-        readings = [read_loss(forward, part) for forward, part in forwards]
-        if len(sizes) > 1 and not all(reading.is_settled for reading in readings):
+        """For each micro-batch how its loss is read; nothing of a single one, which is the batch."""
+        if len(sizes) == 1:
+            return ()
+        readings = [read_loss(trace_loss(forward, part)) for forward, part in forwards]
+        if not all(reading.is_settled for reading in readings):
             count = 2 if sizes[0] != 2 else 1
             few = first_samples(leaves, count)
-            other = read_loss(self._capture(few, spec), few)
+            other = read_loss(trace_loss(self._capture(few, spec), few))
             each = (sizes[0], sizes[-1])
             readings = [reading.settled(other, count / size) for reading, size in zip(readings, each, strict=False)]
         return (*[readings[0]] * (len(sizes) - 1), readings[-1])

@@ -1,0 +1,65 @@
+"""A model and its loss as ops, for micro-batches of one size: what the loss is made of is read off them.
+
+The forward graph has calls as they are written; these may hide anything. Traced once more with fake tensors they are
+ops, of which it is known what they do. Nothing runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from memfit.pipelining.forward_graph import ForwardGraph
+from memfit.pipelining.stages import cut_into_stages
+
+__all__ = ["TracedLoss", "trace_loss"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedLoss:
+    """Model and loss as ops.
+
+    Attributes:
+        graph: a placeholder for each of the model's tensors and the inputs.
+        leaves: for leaves of the inputs their placeholders.
+        states: the model's tensors, by the names of their placeholders.
+    """
+
+    graph: fx.Graph
+    leaves: Mapping[int, fx.Node]
+    states: Mapping[str, torch.Tensor]
+
+    @property
+    def loss(self) -> fx.Node:
+        """The node of the loss."""
+        (output,) = self.graph.find_nodes(op="output")
+        found: fx.Node = output.args[0][0]
+        return found
+
+    def trained(self) -> frozenset[str]:
+        """Names of the placeholders of what receives a gradient."""
+        return frozenset(name for name, tensor in self.states.items() if tensor.requires_grad)
+
+
+def trace_loss(forward: ForwardGraph, leaves: Sequence[Any]) -> TracedLoss:
+    """Traces the ops of a model and its loss.
+
+    Args:
+        forward: the model and its loss, traced on one micro-batch.
+        leaves: the inputs of that micro-batch.
+    """
+    (whole,) = cut_into_stages(forward, [])
+    own = [getattr(whole.module, name) for name in whole.module.names]
+    operands = [*own, *(leaves[place] for place in whole.leaves)]
+    traced = make_fx(whole.module.calls, tracing_mode="fake", _allow_non_fake_inputs=True)(*operands)
+    placeholders = list(traced.graph.find_nodes(op="placeholder"))
+    return TracedLoss(
+        graph=traced.graph,
+        leaves=dict(zip(whole.leaves, placeholders[len(own) :], strict=True)),
+        states={node.name: tensor for node, tensor in zip(placeholders, own, strict=False)},
+    )
