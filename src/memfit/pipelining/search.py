@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -57,8 +58,10 @@ def search(forward: ForwardGraph, leaves: Sequence[Any], question: Question, dev
     names = _schedules(question)
     best: Found | None = None
     failure: BudgetError | None = None
+    begin, patience = time.monotonic(), 0.0  # every other schedule gets as long as the first took
     for name in names:
         schedule = asked_schedule(name, question)
+        searcher.planner.until = None if best is None else time.monotonic() + patience
         try:
             found = searcher.best_of(schedule)
         except SpecError:
@@ -66,12 +69,17 @@ def search(forward: ForwardGraph, leaves: Sequence[Any], question: Question, dev
                 raise
             continue
         except BudgetError as error:
-            failure = error if failure is None or error.least_bytes < failure.least_bytes else failure
+            failure = failure or error
+            if best is None:
+                break  # the others take more memory
             continue
+        if best is None:
+            patience = time.monotonic() - begin
         if best is None or found.timeline.step_seconds < best.timeline.step_seconds:
             best = found
     if best is None and failure is None:
         raise SpecError(f"the model can be cut into {searcher.most_stages} stages at most")
+    searcher.planner.until = None
     if best is None:
         assert failure is not None
         searcher.planner.question = replace(question, search_seconds=min(question.search_seconds, _SHORT_SECONDS))
@@ -226,6 +234,7 @@ class _Searcher:
         tried: set[tuple[int, ...]] = set()
         correction = [1.0] * schedule.num_stages
         pressure = [1.0] * schedule.num_stages
+        begin = time.monotonic()
         for _ in range(_ROUNDS):
             places = self._propose(schedule, rooms, under_way, correction, pressure)
             if places is None:
@@ -234,7 +243,7 @@ class _Searcher:
                 raise SpecError(
                     f"the model cannot be cut into {schedule.num_stages} stages that each train something; take fewer"
                 )
-            if tuple(places) in tried:
+            if tuple(places) in tried or (tried and self.planner.is_late()):
                 break
             tried.add(tuple(places))
             try:
@@ -243,6 +252,8 @@ class _Searcher:
                 failure = error.cause if failure is None or error.cause.least_bytes < failure.least_bytes else failure
                 pressure[error.stage] *= 0.85  # reckon with less memory there, so that the stage gets smaller
                 continue
+            if best is None and self.planner.until is None:
+                self.planner.until = 2 * time.monotonic() - begin  # other cuts get as long as it took to find these
             if best is None or found.timeline.step_seconds < best.timeline.step_seconds:
                 best = found
             for index, plan in enumerate(found.stages):

@@ -7,6 +7,8 @@ Every stage is captured and planned like any step, with as many micro-batches un
 
 from __future__ import annotations
 
+import functools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,6 +37,9 @@ __all__ = ["StagePlanner"]
 _ROUNDS = 3
 """How often what backward passes in two parts take too much is taken from what stages may plan with."""
 
+_BRIEF = 0.2
+"""Of a search's time, what is enough to compare what stages may keep."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
@@ -45,12 +50,14 @@ class _Asked:
         room_bytes: what a micro-batch may take; None for as much as it does.
         kept_limit_bytes: what may be kept of it between its passes; None for any number.
         under_way: the most micro-batches that are under way there.
+        is_brief: whether it is only compared by.
     """
 
     policy: str
     room_bytes: int | None
     kept_limit_bytes: int | None
     under_way: int
+    is_brief: bool
 
 
 class StagePlanner:
@@ -60,10 +67,12 @@ class StagePlanner:
         question: what is asked; its budgets may change from plan to plan.
         places: where a cut is possible, in order, with the beginning and the end.
         state_bytes: by name what a parameter or buffer takes.
+        until: when, by `time.monotonic`, no more is tried than what is needed; None for never.
     """
 
     def __init__(self, forward: ForwardGraph, leaves: Sequence[Any], question: Question, device: torch.device) -> None:
         self.question = question
+        self.until: float | None = None
         self.state_bytes = state_bytes(forward, question, device)
         self._forward = forward
         self._leaves = leaves
@@ -84,6 +93,10 @@ class StagePlanner:
         made = capture_stage(stage, self._leaves, self.question, self._device)
         self._captures[0, len(self.places) - 1] = made
         return made
+
+    def is_late(self) -> bool:
+        """Whether no more is to be tried than what is needed."""
+        return self.until is not None and time.monotonic() > self.until
 
     def plan(self, schedule: Schedule, places: Sequence[int]) -> Found:
         """Plans every stage between cuts at places.
@@ -120,7 +133,7 @@ class StagePlanner:
             if whole is None or fits(peaks, whole):
                 return made
             taken = [less + max(0, peak - one) for less, peak, one in zip(taken, peaks, whole, strict=True)]
-            if not schedule.splits_backward:
+            if not schedule.splits_backward or self.is_late():
                 break
         assert whole is not None
         over = [peak - budget for peak, budget in zip(peaks, whole, strict=True)]
@@ -147,12 +160,15 @@ class StagePlanner:
         ends = [0, *places, len(self.places) - 1]
         of = {stage.index: stage for stage in stages}
 
-        def plan(number: int, room: int | None, limit: int | None = None, policy: str | None = None) -> StagePlan:
+        def plan(
+            number: int, room: int | None, limit: int | None = None, *, policy: str | None = None, brief: bool = False
+        ) -> StagePlan:
             asked = _Asked(
                 policy=policy or self.question.policy,
                 room_bytes=room,
                 kept_limit_bytes=limit,
                 under_way=under_way[number],
+                is_brief=brief,
             )
             return self._stage_plan(schedule, of[number], (ends[number], ends[number + 1]), asked)
 
@@ -162,7 +178,8 @@ class StagePlanner:
         received = {number: sum(c.nbytes for c in stage.arriving) for number, stage in of.items()}
         if self.question.policy == "auto":
             wanted = {number: plan(number, 0, policy="never").planned.memory for number in of}
-            return share_budget(order, wanted, received, budget + twice, plan)
+            brief = functools.partial(plan, brief=True)
+            return share_budget(order, wanted, received, budget + twice, plan, brief=brief, is_late=self.is_late)
         lean = {number: plan(number, 0).planned.memory for number in of}
         return {number: plan(number, room) for number, room in rooms(order, lean, budget + twice).items()}
 
@@ -249,8 +266,12 @@ class StagePlanner:
         """The plan of each micro-batch, and of the last where that is another."""
         room = asked.room_bytes
         if asked.policy == "auto" and room is not None:
-            seconds = self.question.search_seconds
-            planned = plan_stage(graph, room, traffic, kept_limit_bytes=asked.kept_limit_bytes, seconds=seconds)
+            planned = plan_stage(
+                *(graph, room, traffic),
+                kept_limit_bytes=asked.kept_limit_bytes,
+                seconds=self.question.search_seconds * (_BRIEF if asked.is_brief else 1.0),
+                last_resort=not asked.is_brief,
+            )
             return planned, None
         plan = plan_never if asked.policy in ("auto", "never") else plan_always
         last = plan_never(graph, room, traffic) if asked.policy == "except_last" else None

@@ -111,6 +111,7 @@ def find_order(
     progress: Progress | None = None,
     moves: Moves | None = None,
     least_tries: int = LEAST_TRIES,
+    last_resort: bool = True,
 ) -> Found:
     """Finds a fast order within a budget; swaps nothing.
 
@@ -122,6 +123,7 @@ def find_order(
         progress: told what is being tried.
         moves: what to do for swaps, if second runs stand for them.
         least_tries: how often the interval of the least budget is halved that an error tells.
+        last_resort: whether it is looked for an order of any speed where none is found in time.
 
     Returns:
         The fastest one found.
@@ -183,7 +185,7 @@ def find_order(
         try_filled(fitting)
         in_vain = in_vain + 1 if best is before else 0
     if best is None:
-        least = least_order(lean, tries=least_tries, enough_bytes=budget_bytes)
+        least = least_order(lean, tries=least_tries, enough_bytes=budget_bytes if last_resort else 0)
         if _peak(lean, least) > budget_bytes:
             raise _no_plan(lean, budget_bytes, least)
         best = found(fill(lean, least, budget_bytes))

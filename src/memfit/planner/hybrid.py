@@ -47,6 +47,7 @@ def find_program(
     seconds: float = 8.0,
     progress: Progress | None = None,
     least_tries: int = LEAST_TRIES,
+    last_resort: bool = True,
 ) -> Found:
     """Finds a fast program within a budget, with swaps where the step has tiers.
 
@@ -57,6 +58,7 @@ def find_program(
             twice as long.
         progress: told what is being tried.
         least_tries: see `find_order`; for a step without tiers.
+        last_resort: see there; the same.
 
     Returns:
         The fastest one found; its bound is for plans that may swap if the step has tiers.
@@ -68,7 +70,13 @@ def find_program(
         return find_streaming(graph, budget_bytes, seconds=seconds, progress=progress)
     alone = replace(graph, tiers=())
     if not graph.tiers:
-        return find_order(alone, budget_bytes, seconds=seconds, progress=progress, least_tries=least_tries)
+        return find_order(
+            *(alone, budget_bytes),
+            seconds=seconds,
+            progress=progress,
+            least_tries=least_tries,
+            last_resort=last_resort,
+        )
     bound = relaxed_bound(alone, budget_bytes, seconds=seconds / 8)
     found: list[Found] = []
     errors: list[BudgetError] = []

@@ -9,7 +9,8 @@ micro-batch and what the rest leaves for the passes of one:
 All stages of a device may keep the same share of what they would with nothing run again; the share is varied, from the
 largest for which that is no more than there is, and the fastest plans are taken. A stage whose backward pass follows
 its forward pass at once holds nothing meanwhile, and has no limit. What waits between the parts of a backward pass is
-reckoned to shrink alike, and is known when a plan is made.
+reckoned to shrink alike, and is known when a plan is made. Shares are compared by brief searches for plans, and those
+of the best share are searched for as long as one asks.
 
 Known limits: with one share for all, a stage whose results are dear to make again keeps no more than one where they
 are cheap.
@@ -98,6 +99,9 @@ def share_budget(
     received: Mapping[int, int],
     budget_bytes: int,
     plan: Callable[[int, int, int | None], P],
+    *,
+    brief: Callable[[int, int, int | None], P] | None = None,
+    is_late: Callable[[], bool] = lambda: False,
 ) -> dict[int, P]:
     """The fastest plans found with which the stages of a device keep its budget together.
 
@@ -107,41 +111,72 @@ def share_budget(
         received: for each of them what crosses the cut before it, which is kept in any case.
         budget_bytes: of the device, with what stages have in common and is counted twice.
         plan: plans a stage, given what a micro-batch may take, and what may be kept of it if that matters.
+        brief: the same in less time, to compare shares by; None for `plan`.
+        is_late: whether there is time for no more than what is needed.
 
     Raises:
         DoesNotFit: if none do; the least budget told is an upper estimate.
     """
     lasting = _lasting(order)
     most = _most_kept(order, wanted, received, budget_bytes, lasting)
+
+    def tried(share: float, by: Callable[[int, int, int | None], P]) -> _Tried[P]:
+        memory = {stage: _keeping(one, received[stage], share * most) for stage, one in wanted.items()}
+        return _tried(order, _planned(order, memory, received, lasting, budget_bytes, by), budget_bytes)
+
+    if not lasting:
+        return tried(1.0, plan).plans
+    try:
+        found = _compared(lambda share: tried(share, brief or plan), is_late)
+    except DoesNotFit:
+        if brief is None or is_late():
+            raise
+        return _compared(lambda share: tried(share, plan), is_late)[1].plans
+    share, best = found
+    if brief is None or best.is_good:
+        return best.plans
+    try:
+        return min(best, tried(share, plan), key=lambda one: one.cost).plans
+    except DoesNotFit:
+        return best.plans
+
+
+def _compared(tried: Callable[[float], _Tried[P]], is_late: Callable[[], bool]) -> tuple[float, _Tried[P]]:
+    """The best share that was tried and its plans.
+
+    Raises:
+        DoesNotFit: if none fits.
+    """
     seen: list[float] = []
     fitting: dict[float, _Tried[P]] = {}
     failures: list[DoesNotFit] = []
 
     def fits(share: float) -> bool:
         seen.append(share)
-        memory = {stage: _keeping(one, received[stage], share * most) for stage, one in wanted.items()}
         try:
-            made = _planned(order, memory, received, lasting, budget_bytes, plan)
+            fitting[share] = tried(share)
         except DoesNotFit as error:
             failures.append(error)
             return False
-        fitting[share] = _tried(order, made, budget_bytes)
         return True
 
-    if fits(1.0) and (not lasting or fitting[1.0].is_good):
-        return fitting[1.0].plans
-    if not fitting and not (lasting and fits(0.0)):
+    def found() -> tuple[float, _Tried[P]]:
+        return min(fitting.items(), key=lambda one: one[1].cost)
+
+    if fits(1.0) and fitting[1.0].is_good:
+        return found()
+    if not fitting and (is_late() or not fits(0.0)):
         raise min(failures, key=lambda error: error.cause.least_bytes)
     for share in _BETWEEN:
-        best = min(tried.cost for tried in fitting.values())
-        if fits(share) and (fitting[share].is_good or fitting[share].cost >= best):
+        best = found()[1]
+        if is_late() or (fits(share) and (fitting[share].is_good or fitting[share].cost >= best.cost)):
             break
     for _ in range(_FINER):
-        best_share = min(fitting, key=lambda share: fitting[share].cost)
+        best_share, best = found()
         larger = [share for share in seen if share > best_share]
-        if larger and not fitting[best_share].is_good:
+        if larger and not best.is_good and not is_late():
             fits((best_share + min(larger)) / 2)
-    return min(fitting.values(), key=lambda tried: tried.cost).plans
+    return found()
 
 
 def _planned(

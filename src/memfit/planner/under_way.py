@@ -81,6 +81,7 @@ def plan_stage(
     *,
     kept_limit_bytes: int | None = None,
     seconds: float = 2.0,
+    last_resort: bool = True,
 ) -> PlannedStage:
     """The fastest plan found for a stage.
 
@@ -90,6 +91,7 @@ def plan_stage(
         traffic: what passes through the stage.
         kept_limit_bytes: what may be kept of it between its passes, beside what was received; None for any number.
         seconds: roughly how long the search takes.
+        last_resort: whether it is looked for a plan of any speed where none is found in that time.
 
     Raises:
         BudgetError: if none fits; its least budget is an upper estimate if what is kept is limited.
@@ -107,7 +109,9 @@ def plan_stage(
         return never
     limited = graph if kept_limit_bytes is None else _limited(graph, budget_bytes, kept_limit_bytes)
     try:
-        found = find_program(limited, budget_bytes, seconds=seconds, least_tries=_LEAST_TRIES)
+        found = find_program(
+            *(limited, budget_bytes), seconds=seconds, least_tries=_LEAST_TRIES, last_resort=last_resort
+        )
     except BudgetError:
         always = plan_always(graph, budget_bytes, traffic)  # a short search may miss it
         if fits(always):
