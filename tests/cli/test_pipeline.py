@@ -68,6 +68,10 @@ def test_pipelines_are_compared(
     losses = [float(row["loss"]) for row in rows]
     assert max(losses) - min(losses) < 1e-5
     assert all(int(row["peak_activation_bytes"]) > 0 for row in rows)
+    rates = [float(row["samples_per_second"]) for row in rows]
+    for place, row in enumerate(rows):  # of a single turn the ratio is that of the rates
+        own = rates[place - place % 3] / rates[place] if place % 3 else 0.0
+        assert float(row["memfit_speedup"]) == pytest.approx(own)
 
 
 def test_compare_takes_one_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,12 @@ import pytest
 import torch
 
 from memfit.errors import BudgetError, SpecError
+from memfit.pipelining import search
+from memfit.pipelining.forward_graph import capture_forward, flatten_inputs
+from memfit.pipelining.question import Found, Question
+from memfit.pipelining.stage_planner import StagePlanner
+from memfit.planner.schedule import Schedule
+from memfit.planner.sharing import DoesNotFit
 from tests.pipelining.models import gradients, plain_step
 from tests.pipelining.test_memory import plan, wide
 
@@ -74,3 +80,23 @@ def test_what_does_not_fit_is_told() -> None:
     assert made.measured_peak_bytes[0] <= told.value.least_bytes
     with pytest.raises(SpecError, match="one budget for each device"):
         plan(case, budget_per_device=["1GiB", "1GiB"], **options)
+
+
+def test_where_least_is_held_does_not_do_even_stages_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cuts that hold least if all is kept may leave a stage too wide to be run again."""
+    case = wide(8)
+    question = Question(num_devices=3, num_microbatches=2, one_device=True, budget_bytes=(10**9,))
+    forward = capture_forward(case.model, case.args, {}, case.target, case.loss_fn)
+    leaves, _ = flatten_inputs(case.args, {}, case.target)
+    even: list[list[int]] = []
+    monkeypatch.setattr(search, "cuts_holding_least", lambda *rest: (even.append(rest[3]), [1, 2])[1])
+    planned = StagePlanner.plan
+
+    def plan_unless_narrow(self: StagePlanner, schedule: Schedule, places: list[int]) -> Found:
+        if places == [1, 2]:
+            raise DoesNotFit(0, BudgetError("too wide", budget_bytes=1, least_bytes=2))
+        return planned(self, schedule, places)
+
+    monkeypatch.setattr(StagePlanner, "plan", plan_unless_narrow)
+    found = search.search(forward, leaves, question, torch.device("cpu"))
+    assert list(found.cuts) != [1, 2] and len(even) == 1

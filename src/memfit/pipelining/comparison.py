@@ -13,7 +13,7 @@ import itertools
 import logging
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +61,8 @@ class PipelineRow:
         forward_seconds: median over steps of all forward passes of a step.
         backward_seconds: the same of backward passes.
         samples_per_second: of the median step, gradients made into those of the batch.
+        memfit_speedup: how many times as fast memfit's step was, the median over turns of which each runs every
+            system, so that a machine that changes its speed slows all of them; 0 for memfit, and without it.
         loss: of the last step.
         note: what else there is to say.
     """
@@ -73,6 +75,7 @@ class PipelineRow:
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     samples_per_second: float = 0.0
+    memfit_speedup: float = 0.0
     loss: float = 0.0
     note: str = ""
 
@@ -90,15 +93,11 @@ class PipelineComparison:
     rows: tuple[PipelineRow, ...]
 
     def ratios(self) -> list[float]:
-        """For each cell memfit's samples a second over the best of the others'."""
-        of: dict[Cell, dict[str, float]] = {}
+        """For each cell how many times as fast memfit was as the fastest of the others."""
+        of: dict[Cell, list[float]] = {}
         for row in self.rows:
-            of.setdefault(row.cell, {})[row.system] = row.samples_per_second
-        return [
-            cell["memfit"] / max(rate for system, rate in cell.items() if system != "memfit")
-            for cell in of.values()
-            if "memfit" in cell and len(cell) > 1
-        ]
+            of.setdefault(row.cell, []).extend([row.memfit_speedup] if row.memfit_speedup else [])
+        return [min(speedups) for speedups in of.values() if speedups]
 
 
 def compare_cell(
@@ -175,11 +174,18 @@ def compare_cell(
                 forward_seconds=forward,
                 backward_seconds=backward,
                 samples_per_second=batch / statistics.median(seconds[system]),
+                memfit_speedup=_speedup(seconds, system),
                 loss=passes[system][-1].loss,
                 note=note,
             )
         )
     return rows
+
+
+def _speedup(seconds: Mapping[str, Sequence[float]], system: str) -> float:
+    if system == "memfit" or "memfit" not in seconds:
+        return 0.0
+    return statistics.median(its / ours for its, ours in zip(seconds[system], seconds["memfit"], strict=True))
 
 
 def _memfit(trial: Trial, most_bytes: int | None, search_seconds: float) -> tuple[Pipeline, baselines.Step]:

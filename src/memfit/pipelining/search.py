@@ -236,9 +236,11 @@ class _Searcher:
         pressure = [1.0] * schedule.num_stages
         begin = time.monotonic()
         for _ in range(_ROUNDS):
-            places = self._propose(schedule, rooms, under_way, correction, pressure)
+            # On one device: cuts where least is held if all is kept, and if that does not do, even ones.
+            proposed = functools.partial(self._propose, schedule, evenly=failure is not None)
+            places = proposed(rooms, under_way, correction, pressure)
             if places is None:
-                places = self._propose(schedule, [None] * len(rooms), under_way, correction, pressure)
+                places = proposed([None] * len(rooms), under_way, correction, pressure)
             if places is None:
                 raise SpecError(
                     f"the model cannot be cut into {schedule.num_stages} stages that each train something; take fewer"
@@ -276,6 +278,8 @@ class _Searcher:
         under_way: Sequence[int],
         correction: Sequence[float],
         pressure: Sequence[float],
+        *,
+        evenly: bool = False,
     ) -> list[int] | None:
         def seconds(stage: int, first: int, last: int) -> float:
             budget = budgets[stage]
@@ -283,7 +287,7 @@ class _Searcher:
             return correction[stage] * guessed_seconds(self.demand(first, last), room, under_way[stage])
 
         even = balance(schedule.num_stages, len(self.places), seconds, self._crossing_seconds)
-        if even is None or not self.planner.question.one_device:
+        if even is None or evenly or not self.planner.question.one_device:
             return even
         return cuts_holding_least(schedule.orders[0], len(self.places), self.demand, even)
 

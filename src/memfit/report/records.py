@@ -238,6 +238,7 @@ def _(result: PipelineComparison) -> list[Record]:
             "forward_seconds": row.forward_seconds,
             "backward_seconds": row.backward_seconds,
             "samples_per_second": row.samples_per_second,
+            "memfit_speedup": row.memfit_speedup,
             "peak_bytes_per_stage": " ".join(map(str, row.stage_bytes)),
             "loss": row.loss,
             "note": row.note,
