@@ -196,10 +196,11 @@ def _check_samples(
         args, kwargs, target = spec.unflatten(part)
         return loss_of(model, args, kwargs, target, loss_fn)
 
-    other = next(count for count in (2, 3, 1) if count != sizes[0] and count <= batch)
-    refuse_mixing(traced(sizes[0]), traced(other), with_samples(leaves))
+    # A single sample is often a case of its own, which tells nothing of others.
+    few, more = sorted([sizes[0] if sizes[0] > 1 else 2, 3 if sizes[0] <= 2 else 2]) if batch > 2 else (1, 2)
+    refuse_mixing(traced(few), traced(more), with_samples(leaves))
     half = 2 if batch >= 4 else 1
-    unlike = other if half == sizes[0] else sizes[0]
+    unlike = more if half == few else few
     reading = read_loss(traced(half)).settled(read_loss(traced(unlike)), unlike / half)
     some = first_samples(leaves, 2 * half)
     halves = cut_batch(some, [half, half])

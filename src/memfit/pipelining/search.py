@@ -223,6 +223,13 @@ class _Searcher:
 
     def best_of(self, schedule: Schedule) -> Found:
         """The fastest found for one schedule."""
+        until = self.planner.until
+        try:
+            return self._best_of(schedule)
+        finally:
+            self.planner.until = until
+
+    def _best_of(self, schedule: Schedule) -> Found:
         if schedule.num_stages > self.most_stages:
             raise SpecError(
                 f"{schedule.num_stages} stages are asked for; the model can be cut into {self.most_stages} at most"

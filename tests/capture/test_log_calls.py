@@ -1,0 +1,41 @@
+"""Calls that log are no reason to break a graph."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memfit.capture.trace import capture_step
+from memfit.pipelining.forward_graph import capture_forward
+
+log = logging.getLogger(__name__)
+
+
+class Logging(nn.Module):
+    def __init__(self, method: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.method = method
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        if self.method == "warning_once":
+            log.warning_once("told once")  # type: ignore[attr-defined]
+        else:
+            log.warning("told every time")
+        return self.second(torch.tanh(y))
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(("method", "pieces"), [("warning_once", 1), ("warning", 2)])
+def test_what_is_logged_once_is_left_out(method: str, pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is logged every time is still logged by a fitted model."""
+    monkeypatch.setattr(logging.Logger, "warning_once", lambda self, message: None, raising=False)
+    model, x = Logging(method), torch.randn(3, 8)
+    capture = capture_step(model, (x,), {}, loss_fn=lambda output: output.square().sum())
+    assert len(capture.pieces.pieces) == pieces
+    forward = capture_forward(model, [x], {}, None, lambda output: output.square().sum())
+    assert len(forward.calls) == 5
