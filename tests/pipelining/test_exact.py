@@ -216,7 +216,10 @@ def test_transposed_gradients_and_calls_without_effect_are_no_reason_not_to_cut(
     case = CASES["mixer"](3, torch.float32)
     forward = capture_forward(case.model, case.args, case.kwargs, case.target, case.loss_fn)
     cuts = find_cuts(forward)
-    assert len(cuts) > 0.8 * len(forward.calls)
+    assert len(cuts) > 0.6 * len(forward.calls)
+    for cut in cuts:  # of a tensor and a view of it one is enough, and compiled code takes two for two tensors
+        storages = [node.meta["example_value"].untyped_storage()._cdata for node in cut.crossing]
+        assert len(set(storages)) == len(storages)
     crossings = [crossing for stage in cut_into_stages(forward, cuts) for crossing in stage.leaving]
     assert 3 < sum(crossing.is_flat for crossing in crossings) < len(crossings)
 

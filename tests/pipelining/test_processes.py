@@ -13,9 +13,11 @@ import torch.distributed as dist
 import memfit
 from memfit.capture.trace import storage_bytes
 from memfit.errors import CaptureError, PipelineError
-from memfit.pipelining import engine_stage
+from memfit.pipelining import building, cuts, engine_stage, stage_planner
+from memfit.pipelining.forward_graph import ForwardGraph
+from memfit.pipelining.stages import Stage, cut_into_stages
 from memfit.runtime.measure import measure
-from tests.pipelining.models import Case, gpt
+from tests.pipelining.models import CASES, Case, gpt, gradients, plain_step
 from tests.processes import run
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
@@ -99,6 +101,38 @@ def trains_alike(rank: int, world: int, microbatches: int, schedule: str, dropou
 )
 def test_two_processes_train_as_one(microbatches: int, schedule: str, dropout: float, tmp_path: Path) -> None:
     run(trains_alike, 2, tmp_path, microbatches, schedule, dropout)
+
+
+def crosses_as_rows(rank: int, world: int) -> None:
+    """Cuts are those only at which a gradient lies otherwise than what crosses."""
+
+    def turned(forward: ForwardGraph) -> list[cuts.Cut]:
+        return [cut for cut in cuts.find_cuts(forward) if is_turned(cut_into_stages(forward, [cut])[0])]
+
+    def is_turned(stage: Stage) -> bool:
+        return any(crossing.is_flat for crossing in stage.leaving)
+
+    for module in (stage_planner, building):
+        module.find_cuts = turned  # type: ignore[attr-defined]
+    for microbatches, dtype in ((1, torch.float32), (3, torch.float64)):
+        torch.manual_seed(0)
+        made = CASES["mixer"](6, dtype)
+        plain = plain_step(made)
+        expected = gradients(made.model)
+        pipe = make(made, world, num_microbatches=microbatches)
+        (stage,) = pipe.engine_stages()
+        assert rank == 1 or is_turned(stage.runs[0][0])
+        near = 0 if microbatches == 1 else 1e-12
+        torch.testing.assert_close(pipe.step(*made.args, target=made.target), plain, rtol=near, atol=0)
+        held = {id(p) for p in stage.submod.parameters()}
+        assert 0 < len(held) < len(expected)
+        for name, parameter in made.model.named_parameters():
+            if id(parameter) in held:
+                assert (parameter.grad - expected[name]).abs().max() <= near * expected[name].abs().max(), name
+
+
+def test_gradients_that_lie_otherwise_cross_as_they_lie(tmp_path: Path) -> None:
+    run(crosses_as_rows, 2, tmp_path)
 
 
 def keeps_budget(rank: int, world: int, schedule: str) -> None:

@@ -5,8 +5,8 @@ further down is handed on by the stages between (the engine sends to the next st
 constants, such as positions or a causal mask, do not cross: each stage that reads one makes it.
 
 A place is no cut where that would not be exact or not be possible: inside `no_grad` or autocast, where something that
-crosses or its gradient is not dense in memory, where it is no tensor or shares memory with a tensor that is written
-over later; and between calls that touch a buffer which the step writes over.
+crosses or its gradient is not dense in memory, where it is no tensor or shares memory with a tensor that crosses too or
+is written over later; and between calls that touch a buffer which the step writes over.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def find_cuts(forward: ForwardGraph) -> list[Cut]:
         values: list[Any] = [node.meta.get("example_value") for node in alive]
         if closed[position] or not scattered.isdisjoint(alive) or not all(_can_cross(value) for value in values):
             continue
-        if any(written_over.get(value.untyped_storage()._cdata, -1) >= position for value in values):
+        storages = [value.untyped_storage()._cdata for value in values]
+        if len(set(storages)) < len(storages) or any(written_over.get(one, -1) >= position for one in storages):
             continue
         if any(value.requires_grad for value in values):
             nbytes = sum(value.numel() * value.element_size() for value in values)
