@@ -247,7 +247,8 @@ class Pipeline:
                 return prepared
             over = [max(0, peak - budget) for peak, budget in zip(peaks, budgets, strict=True)]
             log.info("processes took %s bytes more than their budgets; planning for less", over)
-            less = tuple(budget - more for budget, more in zip(question.budget_bytes, over, strict=True))
+            # Transfers come late by chance, so twice what was too much is taken off.
+            less = tuple(budget - 2 * more for budget, more in zip(question.budget_bytes, over, strict=True))
             question = replace(question, budget_bytes=less)
         assert budgets is not None
         raise above_budget(peaks, budgets)
