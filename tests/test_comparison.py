@@ -187,7 +187,7 @@ def test_the_largest_batch_fits_and_the_plain_one_is_exact() -> None:
     assert result.measured_peak_bytes is not None
     assert max(result.measured_peak_bytes, result.predicted_peak_bytes) <= budget
     assert result.measured_peak_bytes >= 0.97 * budget
-    assert result.overhead > max(p.overhead for p in result.curve if p.batch <= result.plain and p.overhead is not None)
+    assert [point.overhead for point in result.curve if point.batch == result.planned] == [result.overhead]
     batches = [point.batch for point in result.curve]
     assert batches == sorted(set(batches)) and {1, result.plain, result.planned} <= set(batches)
     for point in result.curve:

@@ -152,6 +152,7 @@ def sliced_step_graphs(draw: st.DrawFn, *, may_tile: bool = True) -> StepGraph:
             copy_over_seconds=copy * draw(st.sampled_from([0.0, 0.25, 1.0])),
             sums=tuple(s for s in op.writes if tiled and draw(st.booleans())),
             first=tiled,
+            accumulates=tiled and draw(st.booleans()),
         )
         return replace(op, by_slices=slices) if draw(most) else op
 

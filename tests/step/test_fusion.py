@@ -69,6 +69,29 @@ def test_a_chain_by_hand() -> None:
     assert alone.peak_bytes == 2000
 
 
+def test_a_sum_that_nobody_reads_is_freed_at_once_where_ops_run_alone() -> None:
+    """As one, the sum stays to the end: 100 + 100 and slices of 25, against 200 one by one."""
+    kinds = [StorageKind.STATIC, StorageKind.FORWARD, StorageKind.TANGENT, *[StorageKind.BACKWARD] * 3]
+    storages = [Storage(name=f"s{i}", nbytes=100, kind=kind) for i, kind in enumerate(kinds)]
+    storages.append(Storage(name="gradient", nbytes=0, kind=StorageKind.GRADIENT))
+
+    def op(phase: Phase, reads: tuple[int, ...], writes: tuple[int, ...], sums: tuple[int, ...] | None = None) -> Op:
+        facts = {"batch": 4, "samples": 1, "seconds": 1.0, "workspace_bytes": 0, "first": True, "accumulates": True}
+        how = None if sums is None else BySlices(reads=reads, sums=sums, **facts)
+        return Op(name="op", target="t", phase=phase, reads=reads, writes=writes, seconds=1.0, by_slices=how)
+
+    ops = (
+        op(Phase.FORWARD, (0,), (1,)),
+        op(Phase.LOSS, (1,), (2,)),
+        op(Phase.BACKWARD, (2,), (3, 4), sums=(4,)),
+        op(Phase.BACKWARD, (3,), (5,), sums=()),
+        op(Phase.BACKWARD, (2, 5), (6,)),
+    )
+    graph = StepGraph(ops=ops, storages=tuple(storages), outputs=(1,))
+    fused, alone = (simulate(graph, program_of(graph, range(len(ops)), fuse=f)) for f in (True, False))
+    assert fused.peak_bytes == alone.peak_bytes == 400
+
+
 def changed(program: Program, place: int, *facts: Instruction) -> Program:
     return Program(instructions=(*program.instructions[:place], *facts, *program.instructions[place + 1 :]))
 

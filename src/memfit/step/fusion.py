@@ -65,7 +65,7 @@ class Run:
     Attributes:
         start: position of the first in an order.
         ops: as they run.
-        dying: storages whose copy is last read by each; without sums that nobody reads, which are whole until the end.
+        dying: storages whose copy is last read by each, sums that nobody reads among them.
     """
 
     start: int
@@ -75,6 +75,10 @@ class Run:
     def part(self, first: int, stop: int) -> Run:
         """The ops from place `first` to before place `stop`."""
         return Run(start=self.start + first, ops=self.ops[first:stop], dying=self.dying[first:stop])
+
+    def dying_as_one(self) -> list[list[int]]:
+        """Like `dying`, where the ops run as one: a sum is whole until all are done, also one that nobody reads."""
+        return [[s for s in dead if s not in _sums(op)] for op, dead in zip(self.ops, self.dying, strict=True)]
 
 
 def overwritten(op: Op, dead: Sequence[int]) -> int | None:
@@ -121,10 +125,7 @@ def runs_by_slices(
         if stop < len(ops) and able[stop]:
             stop = _narrowest(graph, ops, again, dying, start, stop)
         if stop - start > 1:
-            made = ops[start:stop]
-            # A sum is whole until all are done, also where nobody in the step reads it.
-            dead = [[s for s in of if s not in _sums(op)] for op, of in zip(made, dying[start:stop], strict=True)]
-            found.append(Run(start=start, ops=made, dying=dead))
+            found.append(Run(start=start, ops=ops[start:stop], dying=dying[start:stop]))
         start = max(stop, start + 1)
     return found
 
@@ -202,7 +203,7 @@ def fuse(graph: StepGraph, run: Run) -> tuple[Fusion, int, float]:
     """A run as one, the most memory it takes beside what was there, and its time."""
     over = _taken_over(graph, run)
     positions = range(run.start, run.start + len(run.ops))
-    dying = {s for dead in run.dying for s in dead}
+    dying = {s for dead in run.dying_as_one() for s in dead}
     seconds = sum(fused_seconds(run.ops, dying, [over.get(position) for position in positions]))
     seconds += sum(waited_seconds(graph, *slices_moving(graph, run.ops, dying), seconds))
     fusion = Fusion(start=positions.start, stop=positions.stop, over=over)
@@ -258,7 +259,7 @@ def linked(run: Run) -> list[tuple[int, int]]:
     """Places of a run, cut where nothing is handed on but what is needed later anyway; of two ops and more."""
     born = {s: place for place, op in enumerate(run.ops) for s in op.writes}
     handed_on = [False] * len(run.ops)
-    for place, dead in enumerate(run.dying):
+    for place, dead in enumerate(run.dying_as_one()):
         for storage in dead:
             handed_on[born.get(storage, place) : place] = [True] * (place - born.get(storage, place))
     stops = [place + 1 for place, on in enumerate(handed_on) if not on]
@@ -295,7 +296,8 @@ def _taken_over(graph: StepGraph, run: Run) -> dict[int, int]:
     """
     if any(op.by_slices is not None and op.by_slices.grid for op in run.ops):
         return {}
-    inner = {s for dead in run.dying for s in dead}
+    dying = run.dying_as_one()
+    inner = {s for dead in dying for s in dead}
     written: set[int] = set()
     must_not: set[int] = set()
     for op in run.ops:
@@ -304,7 +306,7 @@ def _taken_over(graph: StepGraph, run: Run) -> dict[int, int]:
         must_not.update(s for s in op.reads if s not in op.by_slices.reads)
     free: list[int] = []
     over: dict[int, int] = {}
-    for place, (op, dead) in enumerate(zip(run.ops, run.dying, strict=True)):
+    for place, (op, dead) in enumerate(zip(run.ops, dying, strict=True)):
         free += [s for s in dead if graph.storages[s].reusable and s not in written and s not in must_not]
         made = graph.storages[op.writes[0]]
         taken = next((s for s in free if graph.storages[s].nbytes == made.nbytes), None)
@@ -318,10 +320,11 @@ def _taken_over(graph: StepGraph, run: Run) -> dict[int, int]:
 def _fused_bytes(graph: StepGraph, run: Run, over: Mapping[int, int]) -> int:
     """The most memory of a run as one, beside what was there."""
     storages = graph.storages
-    inner = {s for dead in run.dying for s in dead}
+    dying = run.dying_as_one()
+    inner = {s for dead in dying for s in dead}
     whole = sum(storages[s].nbytes for op in run.ops for s in op.writes if s not in inner)
     whole -= sum(storages[s].nbytes for s in over.values())
-    return whole + max(bytes_beside(graph, run.ops, run.dying))
+    return whole + max(bytes_beside(graph, run.ops, dying))
 
 
 def _whole_bytes(graph: StepGraph, run: Run) -> int:
