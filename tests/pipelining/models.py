@@ -181,6 +181,26 @@ def mixer(batch: int, dtype: torch.dtype) -> Case:
     return Case(model=Mixer().to(dtype), args=(x,), target=y, loss_fn=functional.binary_cross_entropy_with_logits)
 
 
+class Recurrent(nn.Module):
+    """One layer again and again, between layers of their own."""
+
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.again = nn.Linear(width, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(self.again(x))
+            x = torch.sigmoid(layer(x))
+        return x
+
+
+def recurrent(batch: int, dtype: torch.dtype) -> Case:
+    x, y = torch.randn(2, batch, 12, dtype=dtype)
+    return Case(model=Recurrent().to(dtype), args=(x,), target=y, loss_fn=functional.mse_loss)
+
+
 class Shifted(nn.Module):
     """Blocks that begin by adding a parameter."""
 
@@ -217,6 +237,7 @@ CASES = {
     "drawn": drawn,
     "twins": twins,
     "mixer": mixer,
+    "recurrent": recurrent,
 }
 
 

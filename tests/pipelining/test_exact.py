@@ -212,6 +212,17 @@ def test_any_cut_gives_the_same_bits(name: str) -> None:
         gradients(case.model)
 
 
+def test_where_no_other_cut_fits_sums_in_another_order_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(9)
+    case = CASES["recurrent"](4, torch.float64)
+    plain_step(case)
+    expected = gradients(case.model)
+    pipe = piped(case, num_stages=2, num_microbatches=1, budget_per_device=18_000)  # in order, a stage holds 7 of 8 layers
+    assert "gradients of again.bias, again.weight are added up in another order" in capsys.readouterr().err
+    step(pipe, case)
+    assert_near(case, expected)
+
+
 def test_transposed_gradients_and_calls_without_effect_are_no_reason_not_to_cut() -> None:
     case = CASES["mixer"](3, torch.float32)
     forward = capture_forward(case.model, case.args, case.kwargs, case.target, case.loss_fn)

@@ -44,6 +44,17 @@ def test_a_stage_counts_a_parameter_once() -> None:
     assert (demand(1, 2).received_bytes, demand(1, 2).widest_bytes, demand(0, 1).kept_bytes) == (7, 9, 5)
 
 
+def test_where_sums_are_to_be_in_order_only_the_last_stage_of_a_parameter_uses_it_twice() -> None:
+    uses = ["w", "", "w", "w", "v", "w", "v"]
+    calls = [CallCost(backward_seconds=1.0, states=frozenset({name} - {""})) for name in uses]
+    places = [CutPlace(position=place, nbytes=0) for place in range(8)]
+    free, ordered = (demands(calls, places, {"w": 1, "v": 1}, in_order=names) for names in ((), ("w", "v")))
+    assert all(free(first, last).may_be_stage for first, last in combinations(range(8), 2))
+    fit = {(first, last) for first, last in combinations(range(8), 2) if ordered(first, last).may_be_stage}
+    assert {(0, 2), (1, 3), (3, 5), (0, 7), (2, 6), (2, 7), (4, 7)} <= fit
+    assert fit.isdisjoint({(0, 3), (2, 4), (1, 5), (0, 5)})
+
+
 def test_less_memory_costs_more_until_nothing_fits() -> None:
     calls = [CallCost(forward_seconds=1.0, backward_seconds=2.0, kept_bytes=100, widest_bytes=20)]
     places = [CutPlace(position=0, nbytes=0), CutPlace(position=1, nbytes=0)]

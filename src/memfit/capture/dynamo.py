@@ -232,15 +232,13 @@ def compile_call(
     )
     compiled: Callable[..., Any] = torch.compile(own, backend=backend, fullgraph=fullgraph, dynamic=False)
     forwards = _forwards_of_torch(model) if in_pieces else []
+    # Where the graph breaks, pieces are cached with the model's own code, which every plan of it shares. At its limit
+    # Dynamo would run them plainly, without a plan and over the budget, and say nothing.
+    limits = {"recompile_limit": _MOST_PLANS, "accumulated_recompile_limit": _MOST_PLANS}
+    options = limits | logs_left_out()
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        # Where the graph breaks, pieces are cached with the model's own code, which every plan of it shares. At
-        # its limit Dynamo would run them plainly, without a plan and over the budget, and say nothing.
-        with (
-            torch._dynamo.config.patch(recompile_limit=_MOST_PLANS, accumulated_recompile_limit=_MOST_PLANS),
-            logs_left_out(),
-            _replaced(forwards),
-        ):
+        with torch._dynamo.config.patch(options), _replaced(forwards):
             return compiled(*args, **kwargs)
 
     return run

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
@@ -18,13 +18,12 @@ __all__ = ["logs_left_out"]
 _LEVELS = ("debug", "info", "warning", "warn", "error", "critical", "exception", "log")
 
 
-def logs_left_out(*, all_calls: bool = False) -> AbstractContextManager[None]:
-    """While it lasts, Dynamo leaves out calls that log once, or all that log."""
+def logs_left_out(*, all_calls: bool = False) -> dict[str, Any]:
+    """Options of Dynamo's (`config.patch`) with which it leaves out calls that log once, or all that log."""
     methods = vars(logging.Logger)
     names = [name for name in methods if name.endswith("_once")]
     left_out: set[object] = {methods[name] for name in (*names, *(_LEVELS if all_calls else ()))}
     config = torch._dynamo.config
     option = "ignore_logging_functions" if hasattr(config, "ignore_logging_functions") else "ignore_logger_methods"
     left_out |= {*getattr(config, option), *((warnings.warn,) if all_calls else ())}
-    patched: AbstractContextManager[None] = config.patch({option: left_out})
-    return patched
+    return {option: left_out}

@@ -6,7 +6,7 @@ the forward op that it differentiates. Ops without a number, sums of gradients, 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 
 from memfit.capture.reading import JointOp
@@ -16,7 +16,7 @@ from memfit.planner.balance import CallCost
 from memfit.planner.ways import leanest
 from memfit.step.graph import Phase, StepGraph, StorageKind
 
-__all__ = ["call_costs"]
+__all__ = ["call_costs", "often_used"]
 
 
 def call_costs(forward: ForwardGraph, capture: Capture, graph: StepGraph) -> list[CallCost]:
@@ -61,6 +61,12 @@ def call_costs(forward: ForwardGraph, capture: Capture, graph: StepGraph) -> lis
         )
         for name in names
     ]
+
+
+def often_used(forward: ForwardGraph) -> frozenset[str]:
+    """Parameters that train and that more than two calls read: where cuts lie tells how their gradients add up."""
+    uses = Counter(name for names in _states_of(forward).values() for name in names)
+    return frozenset(name for name, count in uses.items() if count > 2 and forward.tensors[name].requires_grad)
 
 
 def _states_of(forward: ForwardGraph) -> Mapping[str, frozenset[str]]:

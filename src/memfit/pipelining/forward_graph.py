@@ -115,7 +115,7 @@ def capture_forward(
 
     whole = _WithLoss(model, loss_fn)
     try:
-        with preserved_attributes(model), logs_left_out(all_calls=True):
+        with preserved_attributes(model), torch._dynamo.config.patch(logs_left_out(all_calls=True)):
             loss = compile_call(whole, backend, fullgraph=True)(list(args), dict(kwargs), target)
     except torch._dynamo.exc.TorchDynamoException as error:
         if "no loss" in str(error):

@@ -3,27 +3,32 @@
 Cuts are proposed by times of calls and a guess of what recomputation will take (`memfit.planner.balance`), and the
 stages between them are planned (`memfit.pipelining.stage_planner`). What a stage takes beyond the guess corrects it,
 and cuts are proposed again, as long as that gets faster. Where nothing fits, the search tells what would.
+
+A single micro-batch gets the bits of the unpipelined step: cuts are first sought between which the gradients of a
+parameter with many uses are added up in that step's order.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from memfit.errors import BudgetError, CaptureError, SpecError
 from memfit.pipelining.budgets import budget_text, extended, scaled, shares
-from memfit.pipelining.costs import call_costs
+from memfit.pipelining.costs import call_costs, often_used
 from memfit.pipelining.engine import make_schedule
 from memfit.pipelining.forward_graph import ForwardGraph
 from memfit.pipelining.question import LINK_BYTES_PER_SECOND, POLICIES, Found, Question
 from memfit.pipelining.stage_planner import StagePlanner
-from memfit.planner.balance import Demand, balance, demands, guessed_seconds
+from memfit.planner.balance import CallCost, Demand, balance, demands, guessed_seconds
 from memfit.planner.schedule import Schedule, most_under_way, on_one_device
 from memfit.planner.sharing import DoesNotFit
 from memfit.planner.turns import cuts_holding_least
@@ -80,6 +85,12 @@ def search(forward: ForwardGraph, leaves: Sequence[Any], question: Question, dev
     if best is None and failure is None:
         raise SpecError(f"the model can be cut into {searcher.most_stages} stages at most")
     searcher.planner.until = None
+    if best is not None and not searcher.adds_in_order(best.cuts):
+        log.warning(
+            "gradients of %s are added up in another order than unpipelined, so they are equal to rounding only; fewer "
+            "stages or a larger budget may do",
+            ", ".join(sorted(searcher.in_order)),
+        )
     if best is None:
         assert failure is not None
         searcher.planner.question = replace(question, search_seconds=min(question.search_seconds, _SHORT_SECONDS))
@@ -155,16 +166,34 @@ class _Searcher:
         self.forward = forward
         self.planner = StagePlanner(forward, leaves, question, device)
         self.places = self.planner.places
+        self.in_order = often_used(forward) if question.num_microbatches == 1 else frozenset[str]()
+        self._demands: dict[frozenset[str], Callable[[int, int], Demand]] = {}
 
     @functools.cached_property
+    def costs(self) -> list[CallCost]:
+        """What each call takes, reckoned from the step of the whole model; given cuts need none."""
+        return call_costs(self.forward, *self.planner.whole())
+
+    @property
     def demand(self) -> Callable[[int, int], Demand]:
-        """Between two places what a stage takes, reckoned from the step of the whole model; given cuts need none."""
-        return demands(call_costs(self.forward, *self.planner.whole()), self.places, self.planner.state_bytes)
+        """Between two places what a stage takes, if it may be one."""
+        names = self.in_order
+        if names not in self._demands:
+            self._demands[names] = demands(self.costs, self.places, self.planner.state_bytes, in_order=names)
+        return self._demands[names]
 
     @property
     def most_stages(self) -> int:
         """How many stages the model can be cut into."""
         return len(self.places) - 1
+
+    def adds_in_order(self, cuts: Sequence[int]) -> bool:
+        """Whether a single micro-batch gets the bits of the unpipelined step with cuts at these positions."""
+        if not self.in_order:
+            return True
+        of_position = {place.position: number for number, place in enumerate(self.places)}
+        ends = [0, *(of_position[cut] for cut in cuts), self.most_stages]
+        return all(self.demand(first, last).may_be_stage for first, last in pairwise(ends))
 
     def enough_stages(self) -> int | None:
         """The least number of devices, up to twice as many and two, on which 1F1B fits; None if none is found."""
@@ -223,11 +252,15 @@ class _Searcher:
 
     def best_of(self, schedule: Schedule) -> Found:
         """The fastest found for one schedule."""
-        until = self.planner.until
+        until, in_order = self.planner.until, self.in_order
         try:
+            if in_order:
+                with contextlib.suppress(BudgetError, SpecError):
+                    return self._best_of(schedule)
+                self.in_order = frozenset()
             return self._best_of(schedule)
         finally:
-            self.planner.until = until
+            self.planner.until, self.in_order = until, in_order
 
     def _best_of(self, schedule: Schedule) -> Found:
         if schedule.num_stages > self.most_stages:

@@ -5,13 +5,17 @@ time is made least, and of equal ones the sum. What recomputation a stage will n
 (cheap results are dropped first, so the cost grows with the square of the share that is dropped); the planner of steps
 then plans each stage, and what it finds corrects the guess for another round (`memfit.pipelining.search`).
 
+Stages add up the gradients of a parameter that several of them use, each its own sum. That is the sum of the
+unpipelined pass, bit for bit, if only the last of these stages uses it more than once; who wants that says so.
+
 Sources: torchgpipe balances times of layers alone (block partitions of Barany and Grolmusz); AdaPipe (Sun et al.,
 ASPLOS 2024) has stages of different depth recompute differently much, since they hold differently many micro-batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -56,6 +60,7 @@ class Demand:
         kept_bytes: of one micro-batch between its passes.
         received_bytes: what crosses the cut before it.
         widest_bytes: the least memory for any single op.
+        may_be_stage: whether it can be one: it trains something, and adds gradients up in order where that is asked.
     """
 
     forward_seconds: float
@@ -64,10 +69,15 @@ class Demand:
     kept_bytes: int
     received_bytes: int
     widest_bytes: int
+    may_be_stage: bool
 
 
 def demands(
-    calls: Sequence[CallCost], places: Sequence[CutPlace], state_bytes: Mapping[str, int]
+    calls: Sequence[CallCost],
+    places: Sequence[CutPlace],
+    state_bytes: Mapping[str, int],
+    *,
+    in_order: Collection[str] = (),
 ) -> Callable[[int, int], Demand]:
     """What each run of calls between two places takes.
 
@@ -75,6 +85,7 @@ def demands(
         calls: in order.
         places: where a cut is possible, in order, with the beginning and the end.
         state_bytes: for each parameter what it takes with its gradient and optimizer state.
+        in_order: parameters whose gradients have to be added up in the order of the unpipelined pass.
 
     Returns:
         From two numbers of places to what the calls between them take.
@@ -82,7 +93,11 @@ def demands(
     forward = list(accumulate((c.forward_seconds for c in calls), initial=0.0))
     backward = list(accumulate((c.backward_seconds for c in calls), initial=0.0))
     kept = list(accumulate((c.kept_bytes for c in calls), initial=0))
+    used_at = [[number for number, call in enumerate(calls) if name in call.states] for name in in_order]
     known: dict[tuple[int, int], Demand] = {}
+
+    def in_another_order(begin: int, end: int) -> bool:
+        return any(bisect_left(at, end) - bisect_left(at, begin) > 1 and at[-1] >= end for at in used_at)
 
     def demand(first: int, last: int) -> Demand:
         if (first, last) not in known:
@@ -96,6 +111,8 @@ def demands(
                 kept_bytes=kept[end] - kept[begin],
                 received_bytes=places[first].nbytes,
                 widest_bytes=max((c.widest_bytes for c in inside), default=0),
+                # One that passes gradients on and has none itself is no step.
+                may_be_stage=backward[end] > backward[begin] and not in_another_order(begin, end),
             )
         return known[first, last]
 
@@ -105,8 +122,8 @@ def demands(
 def guessed_seconds(demand: Demand, budget_bytes: int | None, under_way: int) -> float:
     """Time of one micro-batch at a stage with the recomputation that its budget will ask for, infinite if it cannot."""
     plain = demand.forward_seconds + demand.backward_seconds
-    if not demand.backward_seconds:
-        return float("inf")  # a stage that passes gradients on and has none itself is no step
+    if not demand.may_be_stage:
+        return float("inf")
     if budget_bytes is None:
         return plain
     held = demand.static_bytes + under_way * demand.received_bytes

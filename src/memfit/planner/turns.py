@@ -35,7 +35,7 @@ def cuts_holding_least(
         order: what the device does, in order.
         num_places: how many places there are, with the beginning and the end.
         demand: from two places to what the calls between them take as a stage.
-        start: places of cuts between which every stage has a backward pass.
+        start: places of cuts between which every stage may be one.
     """
     count = len(start) + 1
     under_way, acting = _moments(order, count)
@@ -45,7 +45,7 @@ def cuts_holding_least(
 
     def cost(cuts: Sequence[int]) -> float:
         stages = [demand(first, last) for first, last in pairwise([0, *cuts, end])]
-        if not all(stage.backward_seconds for stage in stages):
+        if not all(stage.may_be_stage for stage in stages):
             return float("inf")
         held = under_way @ np.array([stage.kept_bytes + stage.received_bytes for stage in stages])
         widest = np.array([stage.widest_bytes for stage in stages])[acting]
@@ -73,10 +73,10 @@ def _settled(start: Sequence[int], end: int, cost: Callable[[Sequence[int]], flo
 
 
 def _earliest(count: int, end: int, demand: Callable[[int, int], Demand]) -> list[int]:
-    """Cuts as early as stages with backward passes allow, if the last one gets one too."""
+    """Cuts as early as what may be a stage allows, if the last may be one too."""
     cuts: list[int] = []
     for place in range(1, end):
-        if len(cuts) < count - 1 and demand(cuts[-1] if cuts else 0, place).backward_seconds:
+        if len(cuts) < count - 1 and demand(cuts[-1] if cuts else 0, place).may_be_stage:
             cuts.append(place)
     return cuts
 
