@@ -64,6 +64,7 @@ class Machine:
         ops = {i: self.graph.ops[i].later if i in self.ran else self.graph.ops[i] for i in computes}
         self.ran.update(computes)
         sums = {s for op in ops.values() if op.by_slices for s in op.by_slices.sums}
+        added = {s for op in ops.values() if op.by_slices and op.by_slices.accumulates for s in op.by_slices.sums}
         ends = {i.index for i in run if i.action is Action.FREE}
         results = {s: [-1] * self.batch for op in ops.values() for s in op.writes if s not in ends}
         for instruction in run:
@@ -74,7 +75,7 @@ class Machine:
         here_whole = [s for s in results if s not in self.streamed]
         whole = self.live_bytes() + sum(storages[s].nbytes for s in here_whole) - sum(storages[s].nbytes for s in taken)
         assert all(storages[s].nbytes <= SMALL_SUM_BYTES for s in sums)
-        whole += sum(2 * storages[s].nbytes for s in sums)  # totals in twice the precision
+        whole += sum(2 * storages[s].nbytes for s in sums - added)  # totals in twice the precision
         slices = next(op.by_slices for op in ops.values())
         assert slices is not None
         moving = {s: 1 for s in results if s in self.streamed}  # the slice on its way out; the next one on its way in
@@ -88,7 +89,8 @@ class Machine:
             made: dict[int, Block] = {}
 
             def used() -> int:
-                shares = {s: 1 if s in sums else len(here) / slices.batch for s in made}  # noqa: B023
+                slice_share = len(here) / slices.batch  # noqa: B023
+                shares = {s: (s not in added) if s in sums else slice_share for s in made}  # noqa: B023
                 return whole + sum(math.ceil(storages[s].nbytes * share) for s, share in shares.items())
 
             for place, instruction in enumerate(run):
