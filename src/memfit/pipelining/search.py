@@ -94,6 +94,7 @@ def search(forward: ForwardGraph, leaves: Sequence[Any], question: Question, dev
     if best is None:
         assert failure is not None
         searcher.planner.question = replace(question, search_seconds=min(question.search_seconds, _SHORT_SECONDS))
+        searcher.in_order = frozenset()  # what fits at all is asked
         enough, least = searcher.enough_stages(), searcher.least_budgets(names[0])
         more = f"; it fits on {enough} devices" if enough else ""
         raise BudgetError(
