@@ -179,6 +179,11 @@ def plain_peak(batch: int) -> int:
     return row.plain_peak_bytes
 
 
+def recompute_seconds(batch: int, budget: int) -> float:
+    (row,) = compare(mlp, strategies=["auto"], batches=[batch], budgets=[budget], measure=False).rows
+    return row.recompute_seconds
+
+
 def test_the_largest_batch_fits_and_the_plain_one_is_exact() -> None:
     budget = 2 << 20
     result = find_max(budget)
@@ -187,6 +192,8 @@ def test_the_largest_batch_fits_and_the_plain_one_is_exact() -> None:
     assert result.measured_peak_bytes is not None
     assert max(result.measured_peak_bytes, result.predicted_peak_bytes) <= budget
     assert result.measured_peak_bytes >= 0.97 * budget
+    # Only what does not fit as it is runs anything again.
+    assert recompute_seconds(result.plain, budget) == 0 < recompute_seconds(result.planned, budget)
     assert [point.overhead for point in result.curve if point.batch == result.planned] == [result.overhead]
     batches = [point.batch for point in result.curve]
     assert batches == sorted(set(batches)) and {1, result.plain, result.planned} <= set(batches)

@@ -80,7 +80,7 @@ def search(forward: ForwardGraph, leaves: Sequence[Any], question: Question, dev
             continue
         if best is None:
             patience = time.monotonic() - begin
-        if best is None or found.timeline.step_seconds < best.timeline.step_seconds:
+        if best is None or searcher.rank(found) < searcher.rank(best):
             best = found
     if best is None and failure is None:
         raise SpecError(f"the model can be cut into {searcher.most_stages} stages at most")
@@ -195,6 +195,10 @@ class _Searcher:
         of_position = {place.position: number for number, place in enumerate(self.places)}
         ends = [0, *(of_position[cut] for cut in cuts), self.most_stages]
         return all(self.demand(first, last).may_be_stage for first, last in pairwise(ends))
+
+    def rank(self, found: Found) -> tuple[bool, float]:
+        """By which plans of several schedules are compared: exactness first, then speed."""
+        return not self.adds_in_order(found.cuts), found.timeline.step_seconds
 
     def enough_stages(self) -> int | None:
         """The least number of devices, up to twice as many and two, on which 1F1B fits; None if none is found."""
