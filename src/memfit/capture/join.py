@@ -18,7 +18,7 @@ from torch import fx
 from memfit.capture.communication import Communication, communication
 from memfit.capture.dynamo import Piece, Pieces
 from memfit.capture.reading import JointOp, JointReading
-from memfit.capture.rewrite import is_tangent
+from memfit.capture.rewrite import HALF_OF, is_tangent
 from memfit.step.graph import Op, Phase, StepGraph, Storage, StorageKind
 
 __all__ = ["join"]
@@ -274,6 +274,7 @@ def _op(op: JointOp, number: dict[int, int], piece: int, device_type: str) -> Op
         plain_in_place=op.plain_in_place,
         random_state_bytes=_RANDOM_STATE_BYTES.get(device_type, 16) if op.random else 0,
         recomputable=op.recomputable,
+        half_of=op.node.meta.get(HALF_OF, ""),
     )
     slices = op.by_slices and replace(
         op.by_slices,

@@ -36,6 +36,7 @@ from memfit.capture import batch_norm
 from memfit.capture.again import NORMS, normalise, normalise_over_data
 
 __all__ = [
+    "HALF_OF",
     "HOLLOW_PREFIX",
     "IN_PLACE",
     "PLAIN_NBYTES",
@@ -77,6 +78,9 @@ HOLLOW_PREFIX = "_hollow_"
 
 STANDS_FOR = "memfit_stands_for"
 """Mark in the `meta` of such an attribute: the node in whose place it is."""
+
+HALF_OF = "memfit_half_of"
+"""Mark in the `meta` of a node: the call that makes at once what it and the other node of that mark make."""
 
 PLAIN_NBYTES = "memfit_plain_nbytes"
 """Mark in the `meta` of a node: what its memory takes in the step without memfit, where that differs."""
@@ -142,9 +146,11 @@ def split_convolution_backward(module: fx.GraphModule, *, rounded: bool = False)
                 _aten.convolution_backward.default, (*node.args[:-1], [False, True, bool(mask[2])])
             )
             half.meta = {**node.meta, "val": (None, values[1], values[2])}
+            if target is convolution_input_gradient:
+                half.meta[HALF_OF] = node.name
             hollow = hollow_attribute(module, data)
             gradient = graph.call_function(target, (grad_output, hollow, weight, *rest))
-            gradient.meta = {**node.meta, "val": values[0]}
+            gradient.meta = {**half.meta, "val": values[0]}
         getitems[0].replace_all_uses_with(gradient)
         graph.erase_node(getitems[0])
         for index in (1, 2):

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from memfit.planner.halves import side_by_side
 from memfit.planner.spares import with_spares
 from memfit.step.fusion import Fusion, Run, fuse, fusions, linked, runs_by_slices
 from memfit.step.graph import Op, StepGraph, Way
@@ -84,7 +85,7 @@ def program_within(graph: StepGraph, order: Sequence[int], budget_bytes: int | N
     runs = runs_by_slices(lean, ops, run_again(order), dying)
     fused = [fusion for run in runs for fusion in _quickest(lean, run, alone, limit)]
     program = assembled(order, ops, dying, fused, lambda position: alone[position].instructions)
-    return with_spares(lean, program, limit)
+    return side_by_side(lean, with_spares(lean, program, limit), limit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,7 +46,7 @@ from memfit.runtime.swap.tier import SwapSpace
 from memfit.runtime.unused_output import refuse_gradient
 from memfit.step.graph import Phase, StorageKind
 from memfit.step.links import Tier
-from memfit.step.program import Action, Program
+from memfit.step.program import Action, Instruction, Program, are_halves
 from memfit.step.streams import tier_bytes
 
 __all__ = ["PieceProgram", "PlannedCall", "compile_planned", "compile_program", "piece_programs", "reading_digest"]
@@ -154,7 +154,7 @@ def piece_programs(capture: Capture, program: Program) -> tuple[PieceProgram, ..
             written_back[piece].add(local[piece][storage])
 
     position = -1
-    for instruction in program.instructions:
+    for place, instruction in enumerate(program.instructions):
         index = instruction.index
         gone = index if instruction.action is Action.FREE else instruction.over
         if gone in leaving:
@@ -169,6 +169,7 @@ def piece_programs(capture: Capture, program: Program) -> tuple[PieceProgram, ..
         if instruction.action is not Action.COMPUTE:
             continue
         position += 1
+        following = program.instructions[place + 1] if place + 1 < len(program.instructions) else None
         op, joint = graph.ops[index], capture.joint_ops[index]
         past_loss = past_loss or op.phase is Phase.LOSS
         if joint is None:
@@ -186,6 +187,7 @@ def piece_programs(capture: Capture, program: Program) -> tuple[PieceProgram, ..
             fused=fused[position],
             sliced=instruction.sliced,
             handed_on=tuple(local[op.piece][s] for s in handed_on[position]),
+            with_next=_runs_with_next(capture, instruction, following),
         )
         seen.add(index)
         if not past_loss:
@@ -229,6 +231,13 @@ def piece_programs(capture: Capture, program: Program) -> tuple[PieceProgram, ..
         )
         for i, piece in enumerate(capture.pieces.pieces)
     )
+
+
+def _runs_with_next(capture: Capture, instruction: Instruction, following: Instruction | None) -> bool:
+    """Whether an instruction is half of a call, the next one the other, and both run in the same part of the pass."""
+    if following is None or not are_halves(capture.graph, instruction, following):
+        return False
+    return (instruction.index in capture.deferred) == (following.index in capture.deferred)
 
 
 def _accumulation(reading: JointReading) -> Accumulate | None:

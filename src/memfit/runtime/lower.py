@@ -68,7 +68,7 @@ class LocalInstruction:
 
     `save_state` and `replay` serve random ops that run again, `from_statistics` batch normalisations that do. What
     is `sliced` runs slice by slice, and if `fused` as one with the next instruction; of its results, those `handed_on`
-    exist as slices only.
+    exist as slices only. A half of a call (`memfit.planner.halves`) may run `with_next`, its other half.
     """
 
     index: int
@@ -81,6 +81,7 @@ class LocalInstruction:
     fused: bool = False
     sliced: bool = False
     handed_on: tuple[int, ...] = ()
+    with_next: bool = False
 
 
 class Move(StrEnum):
@@ -177,8 +178,13 @@ class _Emitter:
                 self.move(instruction)
                 continue
             run.append(instruction)
-            if not instruction.fused:
-                self.run_sliced(run) if instruction.sliced else self.run(instruction)
+            if not instruction.fused and not instruction.with_next:
+                if instruction.sliced:
+                    self.run_sliced(run)
+                elif len(run) > 1:
+                    self.run_halves([self.reading.ops[i.index] for i in run])
+                else:
+                    self.run(instruction)
                 run = []
 
     def move(self, instruction: LocalMove) -> None:
@@ -263,6 +269,21 @@ class _Emitter:
             made = self.graph.call_function(target, fx.map_arg(args, self.value), fx.map_arg(kwargs, self.value))
             made.meta = dict(call.meta)
         self._take_results(made, writes)
+
+    def run_halves(self, ops: Sequence[JointOp]) -> None:
+        """Emits both halves of a convolution's backward pass as one call."""
+        whole = torch.ops.aten.convolution_backward.default
+        (weight_half,) = [op for op in ops if op.node.target is whole]
+        (data_half,) = [op for op in ops if op is not weight_half]
+        *operands, mask = weight_half.node.args
+        args = fx.map_arg((*operands, [True, *cast(Any, mask)[1:]]), self.value)
+        made = self.graph.call_function(whole, args)
+        _, *values = weight_half.node.meta["val"]
+        made.meta = {**weight_half.node.meta, "val": (data_half.node.meta["val"], *values)}
+        data_gradient = self.graph.call_function(operator.getitem, (made, 0))
+        data_gradient.meta = dict(data_half.node.meta)
+        self.set_base(data_half.writes[0], data_gradient)
+        self._take_results(made, weight_half.writes)
 
     def add(self, op: JointOp) -> None:
         """Emits an op that adds its result to the gradient that is there."""

@@ -146,6 +146,7 @@ class Op:
         again: what runs in its place after the first time, if that is another call: it writes some of `writes`
             and may read others of them, which then last from the first run on.
         by_slices: how it runs a few samples at a time, if it can.
+        half_of: name of a call that makes at once what it and the op of the same name make, `""` if there is none.
         reckoned_seconds: what planners reckon with for running it again, where a planner has set it.
     """
 
@@ -169,6 +170,7 @@ class Op:
     plain_way: Way | None = None
     again: Op | None = None
     by_slices: BySlices | None = None
+    half_of: str = ""
     reckoned_seconds: float | None = None
 
     @property

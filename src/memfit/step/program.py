@@ -109,6 +109,19 @@ class Program:
         return again
 
 
+def are_halves(graph: StepGraph, first: Instruction, second: Instruction) -> bool:
+    """Whether two instructions, side by side, run in one call (`memfit.planner.halves`): whole, in memory of their own."""
+    both = (first, second)
+    if any(i.action is not Action.COMPUTE or i.parts > 1 or i.sliced or i.over is not None for i in both):
+        return False
+    ahead, here = (graph.ops[i.index] for i in both)
+    return (
+        bool(here.half_of)
+        and (ahead.half_of, ahead.piece) == (here.half_of, here.piece)
+        and first.index != second.index
+    )
+
+
 def plain_order(graph: StepGraph) -> list[int]:
     """Every op once, as captured."""
     return list(range(len(graph.ops)))

@@ -120,6 +120,7 @@ _OP_DETAILS = {
     "plain_in_place": {"type": "boolean"},
     "plain_reads": _INDICES,
     "by_slices": _BY_SLICES,
+    "half_of": _NAME,
 }
 
 _LINK = _object(

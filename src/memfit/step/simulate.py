@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from memfit.step.fusion import bytes_beside, fused_seconds
 from memfit.step.graph import Op, Phase, StepGraph
 from memfit.step.links import Lanes, Tier
-from memfit.step.program import Action, Instruction, Program, as_they_run, plain_program
+from memfit.step.program import Action, Instruction, Program, are_halves, as_they_run, plain_program
 from memfit.step.streams import slices_moving, streaming_step, waited_seconds
 
 __all__ = ["Timeline", "live_storages_at", "simulate", "simulate_plain"]
@@ -106,10 +106,12 @@ def simulate(graph: StepGraph, program: Program, *, wait: bool = True) -> Timeli
     forward_end_bytes = live
     bytes_at: list[int] = []
     started_at: list[float] = []
+    before: Instruction | None = None
     for run in program.runs():
         started_at += [lanes.now] * len(run)
         if wait and (leaving or coming):
             _wait(graph, run, ran, lanes, leaving, coming)
+        ahead, before = before, run[-1]
         if run[0].sliced:
             computes = [i for i in run if i.action is Action.COMPUTE]
             together = [ops[i.index].later if i.index in ran else ops[i.index] for i in computes]
@@ -165,7 +167,10 @@ def simulate(graph: StepGraph, program: Program, *, wait: bool = True) -> Timeli
         if instruction.over is not None:
             created -= sizes[instruction.over]
             alive.discard(instruction.over)
-        bytes_at.append(live + created + thrown_away + op.run_workspace_bytes(instruction.parts))
+        workspace_bytes = op.run_workspace_bytes(instruction.parts)
+        if ahead is not None and are_halves(graph, ahead, instruction):
+            workspace_bytes = max(workspace_bytes, ops[ahead.index].run_workspace_bytes(ahead.parts))
+        bytes_at.append(live + created + thrown_away + workspace_bytes)
         live += created
         took = op.run_seconds(instruction.parts, in_place=instruction.over is not None)
         lanes.now += took
