@@ -110,7 +110,7 @@ class Program:
 
 
 def are_halves(graph: StepGraph, first: Instruction, second: Instruction) -> bool:
-    """Whether two instructions, side by side, run in one call (`memfit.planner.halves`): whole, in memory of their own."""
+    """Whether two instructions, side by side, run in one call: whole, in memory of their own (`planner.halves`)."""
     both = (first, second)
     if any(i.action is not Action.COMPUTE or i.parts > 1 or i.sliced or i.over is not None for i in both):
         return False

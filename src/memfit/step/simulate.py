@@ -168,7 +168,7 @@ def simulate(graph: StepGraph, program: Program, *, wait: bool = True) -> Timeli
             created -= sizes[instruction.over]
             alive.discard(instruction.over)
         workspace_bytes = op.run_workspace_bytes(instruction.parts)
-        if ahead is not None and are_halves(graph, ahead, instruction):
+        if op.half_of and ahead is not None and are_halves(graph, ahead, instruction):
             workspace_bytes = max(workspace_bytes, ops[ahead.index].run_workspace_bytes(ahead.parts))
         bytes_at.append(live + created + thrown_away + workspace_bytes)
         live += created
