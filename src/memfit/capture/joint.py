@@ -92,6 +92,7 @@ def read_joint(
     graph = module.graph
     separated = concatenations.separate_weight_gradients(graph, separate)
     graph.eliminate_dead_code()
+    rewrite.mark_halves(graph)
     _refuse_unplannable(graph)
     outputs = _output_nodes(graph)
     forward = _forward_nodes(graph, outputs[:num_forward_outputs])

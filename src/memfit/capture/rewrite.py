@@ -52,6 +52,7 @@ __all__ = [
     "is_tangent",
     "is_view",
     "make_hollow",
+    "mark_halves",
     "mask_before_unpooling",
     "original",
     "returned_storages",
@@ -146,17 +147,29 @@ def split_convolution_backward(module: fx.GraphModule, *, rounded: bool = False)
                 _aten.convolution_backward.default, (*node.args[:-1], [False, True, bool(mask[2])])
             )
             half.meta = {**node.meta, "val": (None, values[1], values[2])}
-            if target is convolution_input_gradient:
-                half.meta[HALF_OF] = node.name
             hollow = hollow_attribute(module, data)
             gradient = graph.call_function(target, (grad_output, hollow, weight, *rest))
-            gradient.meta = {**half.meta, "val": values[0]}
+            gradient.meta = {**node.meta, "val": values[0]}
         getitems[0].replace_all_uses_with(gradient)
         graph.erase_node(getitems[0])
         for index in (1, 2):
             if index in getitems:
                 getitems[index].update_arg(0, half)
         graph.erase_node(node)
+
+
+def mark_halves(graph: fx.Graph) -> None:
+    """Marks the two halves of each convolution backward that are still its halves after all other rewrites."""
+    weight_halves = {}
+    for node in graph.find_nodes(op="call_function", target=_aten.convolution_backward.default):
+        grad_output, data, weight, *rest, mask = node.args
+        if not mask[0] and mask[1]:
+            weight_halves[grad_output, data, weight, str(rest)] = node
+    for node in graph.find_nodes(op="call_function", target=convolution_input_gradient):
+        grad_output, hollow, weight, *rest = node.args
+        half = weight_halves.pop((grad_output, hollow.meta.get(STANDS_FOR), weight, str(rest)), None)
+        if half is not None:
+            half.meta[HALF_OF] = node.meta[HALF_OF] = node.name
 
 
 def takes_input_shape_only(data: torch.Tensor, weight: torch.Tensor, bias_sizes: Any, *rest: Any) -> bool:
