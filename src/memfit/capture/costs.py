@@ -21,6 +21,7 @@ from torch import fx
 from memfit.capture.adding import ADDING
 from memfit.capture.again import Call
 from memfit.capture.concatenations import operands_of_data
+from memfit.capture.cost_key import tensors_of
 from memfit.capture.one_run import equal, measured, timed
 from memfit.capture.operands import operand_values, operands_of
 from memfit.capture.parts import call_in_parts, candidate_parts
@@ -74,7 +75,7 @@ def costs_added(node: fx.Node, device: torch.device) -> Costs:
     try:
         values = operand_values(node, device)
         args = fx.map_arg(node.args, values.__getitem__)
-        made = node.meta["val"]
+        (made,) = tensors_of(node)
         total = torch.empty_strided(made.shape, made.stride(), dtype=made.dtype, device=device).zero_()
         run = functools.partial(ADDING[node.target], total, *args)
         _, way = measured(run, device)

@@ -36,6 +36,7 @@ from memfit.capture.group_norm import split_group_norm
 from memfit.capture.reading import JointOp, JointReading, JointStorage
 from memfit.capture.repeated import merge_repeated
 from memfit.capture.samples import KEEP_BITS
+from memfit.capture.weight_products import separate_weight_products
 from memfit.errors import CaptureError
 from memfit.step.by_slices import BySlices
 from memfit.step.graph import Phase, StorageKind
@@ -91,8 +92,9 @@ def read_joint(
     take_cudnn_batch_norm(module)
     graph = module.graph
     separated = concatenations.separate_weight_gradients(graph, separate)
+    if as_made:
+        separate_weight_products(graph)
     graph.eliminate_dead_code()
-    rewrite.mark_halves(graph)
     _refuse_unplannable(graph)
     outputs = _output_nodes(graph)
     forward = _forward_nodes(graph, outputs[:num_forward_outputs])
@@ -105,6 +107,7 @@ def read_joint(
         added_as_made = _added_as_made(graph, outputs[num_forward_outputs:], added, storages, storage_of)
     for storage in added_as_made:
         storages[storage] = replace(storages[storage], nbytes=0)
+    rewrite.mark_halves(graph, {node for node, written in ops_nodes.items() if not added_as_made.isdisjoint(written)})
     for storage in gradients:
         if storages[storage].kind is StorageKind.BACKWARD and storage not in added:
             old = storages[storage]
@@ -130,6 +133,7 @@ def read_joint(
         separable=tuple(concatenations.separable_weight_gradients(graph)),
         grid=grid,
         accumulated=added,
+        as_made=as_made,
         added_as_made=added_as_made,
     )
 

@@ -82,7 +82,8 @@ class JointReading:
         separable: those that might be.
         grid: into how many tiles samples may be cut; empty if it was not read for the lever `tile`.
         accumulated: storages of gradients that are added to what is there when they are made, and returned to nobody.
-        added_as_made: those of them that are never there, as ops add them as they make them (`memfit.capture.adding`).
+        as_made: whether ops that can add to them do (`memfit.capture.adding`).
+        added_as_made: those of them that are never there, as ops add them as they make them.
     """
 
     module: fx.GraphModule
@@ -97,6 +98,7 @@ class JointReading:
     separable: tuple[fx.Node, ...] = ()
     grid: tuple[int, ...] = ()
     accumulated: frozenset[int] = frozenset()
+    as_made: bool = False
     added_as_made: frozenset[int] = frozenset()
 
     def is_reusable(self, storage: int) -> bool:

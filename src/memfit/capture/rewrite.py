@@ -23,7 +23,7 @@ Source of the first: the step's widest place in convolutional networks, measured
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -158,12 +158,17 @@ def split_convolution_backward(module: fx.GraphModule, *, rounded: bool = False)
         graph.erase_node(node)
 
 
-def mark_halves(graph: fx.Graph) -> None:
-    """Marks the two halves of each convolution backward that are still its halves after all other rewrites."""
+def mark_halves(graph: fx.Graph, alone: Container[fx.Node]) -> None:
+    """Marks the two halves of each convolution backward that are still its halves after all other rewrites.
+
+    Args:
+        graph: the joint graph.
+        alone: calls that run by themselves whatever they are.
+    """
     weight_halves = {}
     for node in graph.find_nodes(op="call_function", target=_aten.convolution_backward.default):
         grad_output, data, weight, *rest, mask = node.args
-        if not mask[0] and mask[1]:
+        if not mask[0] and mask[1] and node not in alone:
             weight_halves[grad_output, data, weight, str(rest)] = node
     for node in graph.find_nodes(op="call_function", target=convolution_input_gradient):
         grad_output, hollow, weight, *rest = node.args

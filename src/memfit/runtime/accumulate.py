@@ -3,9 +3,9 @@
 Autograd adds the gradients that a graph returns after all of it has run, so over several micro-batches a planned stage
 would hold every gradient twice. Here the graph adds each one itself and returns none.
 
-The first gradient is that of `torch::autograd::AccumulateGrad`, bit for bit: it is taken as it is if it has the
-parameter's layout and memory of its own, else copied. Later ones are added in place, where possible by the op that
-makes them (`memfit.capture.adding`); a sum over several micro-batches is then rounded otherwise than autograd's.
+The first gradient is taken as `torch::autograd::AccumulateGrad` does: as it is if it has the parameter's layout and
+memory of its own, else copied. Later ones are added in place. Where the op that makes a gradient can add it to what is
+there (`memfit.capture.adding`), it does, and the sum over several micro-batches is rounded otherwise than autograd's.
 
 Parameters with hooks on their gradient are left to autograd.
 """
@@ -56,8 +56,10 @@ def accumulation(parameter: nn.Parameter) -> Accumulation:
         def made(*operands: Any) -> None:
             if parameter.grad is not None:
                 add_result(parameter.grad, *operands)
-            else:
-                add(target(*operands))
+                return
+            gradient = torch.empty_like(parameter)
+            add_result(gradient, *operands, beta=0)
+            parameter.grad = gradient
 
         return made
 

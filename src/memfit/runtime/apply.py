@@ -241,7 +241,7 @@ def _runs_with_next(capture: Capture, instruction: Instruction, following: Instr
 
 
 def _accumulation(reading: JointReading) -> Accumulate | None:
-    if reading.added_as_made:
+    if reading.as_made:
         return Accumulate.AS_MADE
     return Accumulate.WHOLE if reading.accumulated else None
 
