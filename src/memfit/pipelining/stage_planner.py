@@ -178,8 +178,9 @@ class StagePlanner:
         received = {number: sum(c.nbytes for c in stage.arriving) for number, stage in of.items()}
         if self.question.policy == "auto":
             wanted = {number: plan(number, 0, policy="never").planned.memory for number in of}
+            least = {number: plan(number, 0, policy="always").planned.kept_bytes for number in of}
             brief = functools.partial(plan, brief=True)
-            return share_budget(order, wanted, received, budget + twice, plan, brief=brief, is_late=self.is_late)
+            return share_budget(order, wanted, received, least, budget + twice, plan, brief=brief, is_late=self.is_late)
         lean = {number: plan(number, 0).planned.memory for number in of}
         return {number: plan(number, room) for number, room in rooms(order, lean, budget + twice).items()}
 

@@ -97,6 +97,7 @@ def share_budget(
     order: Sequence[Action],
     wanted: Mapping[int, StageMemory],
     received: Mapping[int, int],
+    least: Mapping[int, int],
     budget_bytes: int,
     plan: Callable[[int, int, int | None], P],
     *,
@@ -108,7 +109,8 @@ def share_budget(
     Args:
         order: what the device does, in order.
         wanted: what its stages take with nothing run again.
-        received: for each of them what crosses the cut before it, which is kept in any case.
+        received: for each of them what crosses the cut before it.
+        least: what is kept in any case: what was received, and what cannot be made again, such as statistics.
         budget_bytes: of the device, with what stages have in common and is counted twice.
         plan: plans a stage, given what a micro-batch may take, and what may be kept of it if that matters.
         brief: the same in less time, to compare shares by; None for `plan`.
@@ -118,10 +120,10 @@ def share_budget(
         DoesNotFit: if none do; the least budget told is an upper estimate.
     """
     lasting = _lasting(order)
-    most = _most_kept(order, wanted, received, budget_bytes, lasting)
+    most = _most_kept(order, wanted, least, budget_bytes, lasting)
 
     def tried(share: float, by: Callable[[int, int, int | None], P]) -> _Tried[P]:
-        memory = {stage: _keeping(one, received[stage], share * most) for stage, one in wanted.items()}
+        memory = {stage: _keeping(one, least[stage], share * most) for stage, one in wanted.items()}
         return _tried(order, _planned(order, memory, received, lasting, budget_bytes, by), budget_bytes)
 
     if not lasting:
@@ -203,8 +205,8 @@ def _planned(
     return made
 
 
-def _keeping(memory: StageMemory, received_bytes: int, share: float) -> StageMemory:
-    kept_bytes = received_bytes + int(share * (memory.kept_bytes - received_bytes))
+def _keeping(memory: StageMemory, least_bytes: int, share: float) -> StageMemory:
+    kept_bytes = least_bytes + int(share * max(0, memory.kept_bytes - least_bytes))
     handed_bytes = memory.handed_bytes if share == 1.0 else 0  # perhaps it is not among what is kept
     deferred_bytes = int(share * memory.deferred_bytes)
     return replace(memory, kept_bytes=kept_bytes, deferred_bytes=deferred_bytes, handed_bytes=handed_bytes)
@@ -213,14 +215,14 @@ def _keeping(memory: StageMemory, received_bytes: int, share: float) -> StageMem
 def _most_kept(
     order: Sequence[Action],
     wanted: Mapping[int, StageMemory],
-    received: Mapping[int, int],
+    least: Mapping[int, int],
     budget_bytes: int,
     lasting: Collection[int],
 ) -> float:
     """The largest share of what stages want to keep that takes no more than there is."""
 
     def fits(share: float) -> bool:
-        memory = {stage: _keeping(one, received[stage], share) for stage, one in wanted.items()}
+        memory = {stage: _keeping(one, least[stage], share) for stage, one in wanted.items()}
         left = rooms(order, memory, budget_bytes)
         return all(left[stage] >= memory[stage].static_bytes + memory[stage].kept_bytes for stage in lasting)
 

@@ -126,7 +126,7 @@ def plan_never(graph: StepGraph, budget_bytes: int | None, traffic: Traffic) -> 
 
 
 def plan_always(graph: StepGraph, budget_bytes: int | None, traffic: Traffic) -> PlannedStage:
-    """Nothing is kept but what was received: the whole forward pass runs again before the backward pass."""
+    """As little is kept as can be: whatever may run twice in the forward pass runs again before the backward pass."""
     return _of_order(graph, segment_order(graph, ()), budget_bytes, traffic)
 
 
