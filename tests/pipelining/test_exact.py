@@ -17,6 +17,7 @@ from memfit.errors import CaptureError
 from memfit.pipelining.cuts import find_cuts
 from memfit.pipelining.engine_stage import EngineStage
 from memfit.pipelining.forward_graph import capture_forward, flatten_inputs
+from memfit.pipelining.outbox import Outbox
 from memfit.pipelining.pipeline import Pipeline
 from memfit.pipelining.question import Found
 from memfit.pipelining.search import _Searcher
@@ -215,7 +216,7 @@ def test_any_cut_gives_the_same_bits(name: str) -> None:
         chosen = sorted(pick.sample(cuts, min(4, len(cuts))), key=lambda cut: cut.position)
         parts = cut_into_stages(forward, chosen)
         device = torch.device("cpu")
-        stages = [EngineStage([(part, part.module)], len(parts), device) for part in parts]
+        stages = [EngineStage([(part, part.module)], len(parts), device, Outbox()) for part in parts]
         assert torch.equal(run(stages, leaves), plain)
         for key, parameter in case.model.named_parameters():
             assert torch.equal(parameter.grad, expected[key]), (key, [cut.position for cut in chosen])

@@ -77,8 +77,8 @@ def trains_alike(rank: int, world: int, microbatches: int, schedule: str, dropou
         torch.testing.assert_close(loss, expected.detach(), rtol=0 if microbatches == 1 else 1e-12, atol=0)
     if microbatches == 1:
         assert torch.equal(drawn, torch.rand(2))
-    if schedule in ("auto", "1f1b", "zero-bubble"):  # others have more on their way
-        assert measured_peak(pipe, ours, optimizers[0]) <= 1.02 * pipe.plan.peak_bytes[rank]
+    states = pipe.plan.takes_random * 4 * torch.get_rng_state().numel()  # they travel too, and are not planned
+    assert measured_peak(pipe, ours, optimizers[0]) <= 1.005 * pipe.plan.peak_bytes[rank] + states
     state = pipe.state_dict()
     for name, tensor in plain.model.state_dict().items():
         assert (state[name] - tensor).abs().max() <= (0 if microbatches == 1 else 1e-12) * tensor.abs().max()

@@ -9,12 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memfit.errors import BudgetError
+from memfit.planner.pipeline_memory import StageMemory, device_peaks
 from memfit.planner.schedule import (
     Action,
     Pass,
     Schedule,
-    StageMemory,
-    device_peaks,
     gpipe,
     most_under_way,
     on_one_device,
@@ -51,9 +50,8 @@ def shared(schedule: Schedule, graphs: list[StepGraph], budget: int) -> dict[int
         return Made(plan_stage(graphs[stage], room, asked, kept_limit_bytes=limit, seconds=0.05))
 
     (order,) = schedule.orders
-    received = dict.fromkeys(range(len(graphs)), _RECEIVED)
     least = {s: one.planned.kept_bytes for s, one in always(schedule, graphs).items()}
-    return share_budget(order, never(schedule, graphs), received, least, budget, plan)
+    return share_budget(order, never(schedule, graphs), least, budget, plan)
 
 
 def peak(schedule: Schedule, made: dict[int, Made]) -> int:

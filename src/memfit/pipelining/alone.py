@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from memfit.pipelining.engine_stage import EngineStage
-from memfit.planner.schedule import Action, Pass
+from memfit.planner.schedule import Action, Pass, Receive
 
 __all__ = ["run_alone"]
 
 
 def run_alone(
-    order: Sequence[Action],
+    order: Sequence[Action | Receive],
     stages: Mapping[int, EngineStage],
     leaves: Sequence[Sequence[Any]],
     weights: Sequence[torch.Tensor],
@@ -25,7 +25,7 @@ def run_alone(
     """Runs what a device does in a step.
 
     Args:
-        order: what it does, in order.
+        order: what it does, in order, and when it makes room for what others send.
         stages: its stages by number.
         leaves: for each micro-batch the leaves of the step's inputs.
         weights: for each micro-batch what its loss counts.
@@ -35,35 +35,44 @@ def run_alone(
         stage.has_backward = True
         stage.clear_runtime_states()
     for action in order:
+        if isinstance(action, Receive):
+            _receive(stages[action.of.stage], action.of)
+            continue
         stage, number = stages[action.stage], action.microbatch
-        part, _ = stage.runs[number]
         if action.what is Pass.FORWARD:
-            if not stage.is_first and number not in stage.arriving:
-                stage.arriving[number] = (
-                    *(_made_up(c.empty(stage.device)) for c in part.arriving),
-                    *stage.random_states(),
-                )
             result = stage.forward_one_chunk(number, tuple(leaves[number]))
             if stage.is_last:
                 losses[number] = result * weights[number]
             elif stage.stage_index + 1 in stages:
                 stages[stage.stage_index + 1].set_local_fwd_input(result, number)
-            stage.to_send.pop(number, None)
+            else:
+                stage.outbox.hold(result, answer=(action.stage, number))
             del result
         elif action.what is Pass.WEIGHT:
             stage.backward_weight_one_chunk(number)
         else:
-            if not stage.is_last and number not in stage.returning:
-                stage.returning[number] = [
-                    _made_up(c.empty_gradient(stage.device)) if c.requires_grad else None for c in part.leaving
-                ]
             whole = action.what is Pass.BACKWARD
             stage.backward_one_chunk(number, loss=losses.pop(number, None), full_backward=whole)
             gradients = stage.to_return.pop(number, ())
             if stage.stage_index - 1 in stages:
                 stages[stage.stage_index - 1].set_local_bwd_input(gradients, number)
+            else:
+                stage.outbox.hold([gradient for gradient in gradients if gradient is not None])
             del gradients
+    for stage in stages.values():
+        stage.outbox.finish()
 
 
-def _made_up(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.normal_(std=0.01) if tensor.dtype.is_floating_point else tensor.zero_()
+def _receive(stage: EngineStage, taker: Action) -> None:
+    """Makes something up for a pass that takes what another device sends; random states are those there are."""
+    part, _ = stage.runs[taker.microbatch]
+    room: Sequence[torch.Tensor | None]
+    if taker.what is Pass.FORWARD:
+        room = stage.room_for_results(taker.microbatch)[: len(part.arriving)]
+    else:
+        room = stage.room_for_gradients(taker.microbatch)
+    for tensor in room:
+        if tensor is not None and tensor.dtype.is_floating_point:
+            tensor.normal_(std=0.01)
+        elif tensor is not None:
+            tensor.zero_()

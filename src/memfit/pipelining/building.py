@@ -20,6 +20,7 @@ from memfit.pipelining.cuts import find_cuts
 from memfit.pipelining.engine_stage import EngineStage, StageCall
 from memfit.pipelining.forward_graph import ForwardGraph
 from memfit.pipelining.handing_over import handing_over
+from memfit.pipelining.outbox import Outbox
 from memfit.pipelining.plan import PipelinePlan, StageProgram, calls_digest
 from memfit.pipelining.random_stream import RandomStream
 from memfit.pipelining.split_backward import with_deferred
@@ -125,9 +126,9 @@ def engine_stages(
         stream: of random numbers.
         group: the processes of the pipeline; None for all.
     """
-    count = plan.schedule.num_stages
+    count, outbox = plan.schedule.num_stages, Outbox()
     return {
-        index: EngineStage(stage.each, count, device, group, random_stream=stream, later=stage.later)
+        index: EngineStage(stage.each, count, device, outbox, group, random_stream=stream, later=stage.later)
         for index, stage in compiled.items()
     }
 

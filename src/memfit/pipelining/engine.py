@@ -143,7 +143,7 @@ def step_microbatches(
         return_outputs=False,
     )
     for stage in stages:
-        stage.finish_sends()
+        stage.outbox.finish()
     return [loss.detach() for loss in losses]
 
 

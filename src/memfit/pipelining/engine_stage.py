@@ -2,18 +2,16 @@
 
 The engine's schedules call a stage for each micro-batch; its own `PipelineStage` holds memory that a plan cannot
 afford: receive buffers for all micro-batches of all time, and every result it sent until the backward pass. Here a
-buffer exists from the moment it is received into, a result is held until it is sent, and what autograd needs is what
-the stage's plan keeps. Only the data is handled here; who does what when is up to the engine.
+buffer exists from the moment it is received into, a result is held until it has arrived (`memfit.pipelining.outbox`),
+and what autograd needs is what the stage's plan keeps. Only the data is handled here; who does what when is up to the
+engine.
 
 What crosses a cut and only passes through a stage never enters its module, and neither does its gradient.
-
-Known limits: with NCCL the engine holds what is sent until the step ends, as it batches transfers itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from memfit.pipelining.layout import in_memory_order, same_layout
+from memfit.pipelining.outbox import Outbox
 from memfit.pipelining.random_stream import RandomStream
 from memfit.pipelining.stages import Crossing, Stage
 from memfit.runtime.later import Later
@@ -72,6 +71,7 @@ class EngineStage(_PipelineStageBase):
         runs: for each micro-batch the stage, made for its size, and what runs its module by its plan.
         num_stages: of the pipeline.
         device: on which it runs.
+        outbox: for what the stages of this process send.
         group: of the pipeline's processes; None for the default one.
         random_stream: which random numbers each micro-batch gets; None if the model takes none.
         later: where `runs` leave the second parts of backward passes (`memfit.runtime.later`).
@@ -82,6 +82,7 @@ class EngineStage(_PipelineStageBase):
         runs: Sequence[tuple[Stage, StageCall]],
         num_stages: int,
         device: torch.device,
+        outbox: Outbox,
         group: dist.ProcessGroup | None = None,
         random_stream: RandomStream | None = None,
         later: Later | None = None,
@@ -92,15 +93,12 @@ class EngineStage(_PipelineStageBase):
         self.random_stream = random_stream
         self.later: Later = [] if later is None else later
         self.deferred: dict[int, Later] = {}
-        self.posts_sends = dist.get_backend(group) == "gloo"
+        self.outbox = outbox
         self.arriving: dict[int, tuple[torch.Tensor, ...]] = {}
         self.to_send: dict[int, tuple[torch.Tensor, ...]] = {}
         self.returning: dict[int, list[torch.Tensor | None]] = {}
         self.to_return: dict[int, tuple[torch.Tensor | None, ...]] = {}
         self.under_way: dict[int, _UnderWay] = {}
-        self.sending: list[tuple[dist.Work, Future[Any]]] = []
-        # gloo knows that a send is over when somebody has waited for it; that must not be who would receive next.
-        self.waiter = ThreadPoolExecutor(max_workers=1) if self.posts_sends and self.group_size > 1 else None
 
     # What the engine prepares for stages of its own: nothing is needed, as everything is known before.
 
@@ -116,13 +114,15 @@ class EngineStage(_PipelineStageBase):
         return ()
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        return [] if self.posts_sends or self.group_size == 1 else super()._get_init_p2p_neighbors_ops()
+        connects = self.group_size > 1 and dist.get_backend(self.group) != "gloo"  # which is connected from the start
+        return super()._get_init_p2p_neighbors_ops() if connects else []
 
     def clear_runtime_states(self) -> None:
         """Forgets a step that did not end."""
         for held in (self.arriving, self.to_send, self.returning, self.to_return, self.under_way, self.deferred):
             held.clear()
         self.later.clear()
+        self.outbox.clear()
         self.output_chunks.clear()
 
     # Transfers.
@@ -131,32 +131,43 @@ class EngineStage(_PipelineStageBase):
         """Makes room for what arrives and asks for it."""
         if self.is_first:
             return []
-        stage, _ = self.runs[fwd_chunk_id]
-        self.arriving[fwd_chunk_id] = (*(c.empty(self.device) for c in stage.arriving), *self.random_states())
-        return [self._receive(t, self.stage_index - 1) for t in self.arriving[fwd_chunk_id]]
+        return [self._receive(t, self.stage_index - 1) for t in self.room_for_results(fwd_chunk_id)]
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Sends what leaves, which nobody holds afterwards."""
-        if self.is_last:
-            return []
-        return self._send(self.to_send.pop(fwd_chunk_id), self.stage_index + 1)
+        """Sends what leaves; nothing is left for the engine to do."""
+        if not self.is_last:
+            to = self._rank_of(self.stage_index + 1)
+            sent = self.to_send.pop(fwd_chunk_id)
+            self.outbox.send(sent, to, self.group, answer=(self.stage_index, fwd_chunk_id))
+        return []
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Makes room for gradients and asks for them."""
         if self.is_last or not self.has_backward:
             return []
-        stage, _ = self.runs[bwd_chunk_id]
-        self.returning[bwd_chunk_id] = [
-            c.empty_gradient(self.device) if c.requires_grad else None for c in stage.leaving
-        ]
-        return [self._receive(t, self.stage_index + 1) for t in self.returning[bwd_chunk_id] if t is not None]
+        room = self.room_for_gradients(bwd_chunk_id)
+        return [self._receive(t, self.stage_index + 1) for t in room if t is not None]
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Sends gradients back."""
-        if self.is_first or not self.has_backward:
-            return []
-        gradients = self.to_return.pop(bwd_chunk_id)
-        return self._send([g for g in gradients if g is not None], self.stage_index - 1)
+        """Sends gradients back; nothing is left for the engine to do."""
+        if not self.is_first and self.has_backward:
+            gradients = [g for g in self.to_return.pop(bwd_chunk_id) if g is not None]
+            self.outbox.send(gradients, self._rank_of(self.stage_index - 1), self.group)
+        return []
+
+    def room_for_results(self, microbatch: int) -> Sequence[torch.Tensor]:
+        """Makes room for what arrives."""
+        self.outbox.let_go()
+        stage, _ = self.runs[microbatch]
+        self.arriving[microbatch] = (*(c.empty(self.device) for c in stage.arriving), *self.random_states())
+        return self.arriving[microbatch]
+
+    def room_for_gradients(self, microbatch: int) -> Sequence[torch.Tensor | None]:
+        """Makes room for the gradients of what left, none where none is needed."""
+        self.outbox.let_go(answer=(self.stage_index, microbatch))
+        stage, _ = self.runs[microbatch]
+        self.returning[microbatch] = [c.empty_gradient(self.device) if c.requires_grad else None for c in stage.leaving]
+        return self.returning[microbatch]
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
         """Takes what leaves the stage before, on the same device."""
@@ -170,31 +181,8 @@ class EngineStage(_PipelineStageBase):
         """Takes gradients from the stage after, on the same device."""
         self.returning[mb_index] = list(next_stage_bwd_outputs)
 
-    def finish_sends(self) -> None:
-        """Waits until everything is sent."""
-        while self.sending:
-            _, over = self.sending.pop()
-            over.result()
-
-    def _let_go(self) -> None:
-        """Lets go of what is sent."""
-        for _, over in self.sending:
-            if over.done():
-                over.result()
-        self.sending = [(work, over) for work, over in self.sending if not over.done()]
-
     def _receive(self, tensor: torch.Tensor, source: int) -> dist.P2POp:
         return dist.P2POp(dist.irecv, in_memory_order(tensor), self._rank_of(source), self.group)
-
-    def _send(self, tensors: Sequence[torch.Tensor], target: int) -> list[dist.P2POp]:
-        rank = self._rank_of(target)
-        if self.waiter is None:
-            return [dist.P2POp(dist.isend, in_memory_order(t), rank, self.group) for t in tensors]
-        for tensor in tensors:
-            work = dist.isend(in_memory_order(tensor), rank, self.group)
-            assert work is not None
-            self.sending.append((work, self.waiter.submit(work.wait)))
-        return []
 
     def _rank_of(self, stage: int) -> int:
         rank = self.stage_index_to_group_rank[stage]
@@ -214,7 +202,7 @@ class EngineStage(_PipelineStageBase):
         save_forward_output: bool = True,
     ) -> Any:
         """Runs the stage on a micro-batch; `args` are the leaves of the step's inputs."""
-        self._let_go()
+        self.outbox.begin_pass()
         stage, call = self.runs[fwd_chunk_id]
         arrived = list(self.arriving.pop(fwd_chunk_id, ()))
         stream = self.random_stream
@@ -250,7 +238,7 @@ class EngineStage(_PipelineStageBase):
         """Runs the backward pass of a micro-batch, or the part of it that the stage before waits for."""
         if not self.has_backward:
             return
-        self._let_go()
+        self.outbox.begin_pass()
         stage, _ = self.runs[bwd_chunk_id]
         held = self.under_way.pop(bwd_chunk_id)
         gradients = self.returning.pop(bwd_chunk_id, [])
@@ -272,10 +260,14 @@ class EngineStage(_PipelineStageBase):
         self.deferred[bwd_chunk_id] = list(self.later)
         self.later.clear()
         if full_backward:
-            self.backward_weight_one_chunk(bwd_chunk_id)
+            self._run_deferred(bwd_chunk_id)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Runs what is left of the backward pass of a micro-batch."""
+        self.outbox.begin_pass()
+        self._run_deferred(bwd_chunk_id)
+
+    def _run_deferred(self, bwd_chunk_id: int) -> None:
         for rest in self.deferred.pop(bwd_chunk_id, ()):
             rest()
 

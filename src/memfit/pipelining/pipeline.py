@@ -290,8 +290,10 @@ class Pipeline:
             for parameter in self.model.parameters():
                 parameter.grad = None
             start = resident_bytes(stages, leaves, self._question, self._device)
+            self._run_together(prepared, leaves)
+            start -= prepared.shared.drop_gradients(self.model)
             run = functools.partial(self._run_together, prepared, leaves)
-            peak = measure(run, device=self._device, warmup=1, repeats=0, start_bytes=start).peak_bytes
+            peak = measure(run, device=self._device, warmup=0, repeats=0, start_bytes=start).peak_bytes
         mine = torch.tensor([peak], device=self._device)
         peaks = [torch.empty_like(mine) for _ in range(processes.world_size(self._group))]
         dist.all_gather(peaks, mine, group=self._group)

@@ -9,7 +9,8 @@ import torch
 
 from memfit.capture.trace import Capture
 from memfit.pipelining.stages import Stage
-from memfit.planner.schedule import Schedule, StageMemory, StageTimes, Timeline
+from memfit.planner.pipeline_memory import StageMemory
+from memfit.planner.schedule import Schedule, StageTimes, Timeline
 from memfit.planner.under_way import PlannedStage
 from memfit.step.graph import StepGraph
 
@@ -38,7 +39,7 @@ class Question:
         levers: as for `memfit.fit`.
         allow_batch_norm: whether batch normalisation may take its statistics from each micro-batch.
         prove: run each device's part alone to measure its peak, and correct the plan.
-        in_processes: whether each device has a process of its own, and what is on its way between them takes memory.
+        in_processes: whether each device has a process of its own; they prove a plan together.
     """
 
     num_devices: int
@@ -103,7 +104,7 @@ class Found:
         stages: the plan of each.
         timeline: of the step, one device a rank.
         peak_bytes: predicted, of each device.
-        counted_twice: see `memfit.planner.schedule.device_peaks`.
+        counted_twice: see `memfit.planner.pipeline_memory.device_peaks`.
     """
 
     schedule: Schedule

@@ -3,6 +3,9 @@
 A parameter that stages of several processes use (tied weights) has a copy in each. After a step its gradients are added
 in the order in which the unpipelined backward pass makes them, from the last stage to the first, and all copies get the
 sum, so that all stay the same under the same optimizer.
+
+Known limits: gradients that are added up over several steps are set aside during each, for parameters that stages
+share; that memory is not planned.
 """
 
 from __future__ import annotations
@@ -41,6 +44,14 @@ class SharedStates:
         for name, parameter in self._shared(model):
             if parameter.grad is not None:
                 self.before[name], parameter.grad = parameter.grad, None
+
+    def drop_gradients(self, model: nn.Module) -> int:
+        """Forgets gradients of shared parameters, as a step finds them that adds to none; returns their bytes."""
+        nbytes = 0
+        for _, parameter in self._shared(model):
+            nbytes += 0 if parameter.grad is None else parameter.grad.untyped_storage().nbytes()
+            parameter.grad = None
+        return nbytes
 
     def give_back(self, model: nn.Module) -> None:
         """After a step that failed: gradients of shared parameters are what they were before it."""

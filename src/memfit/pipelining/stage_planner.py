@@ -25,7 +25,8 @@ from memfit.pipelining.question import Found, Question, StagePlan
 from memfit.pipelining.stage_steps import capture_stage, deferring, state_bytes
 from memfit.pipelining.stages import Stage, cut_into_stages
 from memfit.planner.balance import CutPlace
-from memfit.planner.schedule import Action, Schedule, device_peaks, most_under_way, simulate_schedule
+from memfit.planner.pipeline_memory import device_peaks
+from memfit.planner.schedule import Action, Receive, Schedule, most_under_way, simulate_schedule, with_receives
 from memfit.planner.sharing import DoesNotFit, rooms, share_budget
 from memfit.planner.under_way import PlannedStage, Traffic, plan_always, plan_never, plan_stage
 from memfit.step.codec import graph_digest
@@ -124,8 +125,8 @@ class StagePlanner:
         whole, taken = self.question.budget_bytes, [0] * len(schedule.orders)
         for _ in range(_ROUNDS):
             plans: dict[int, StagePlan] = {}
-            for device, order in enumerate(schedule.orders):
-                own = [stages[number] for number in sorted({action.stage for action in order})]
+            for device, order in enumerate(with_receives(schedule)):
+                own = [stages[number] for number in sorted({action.stage for action in schedule.orders[device]})]
                 budget = None if whole is None else whole[device] - taken[device]
                 plans |= self._device_plans(schedule, order, own, places, budget)
             made = [plans[stage.index] for stage in stages]
@@ -150,7 +151,7 @@ class StagePlanner:
     def _device_plans(
         self,
         schedule: Schedule,
-        order: Sequence[Action],
+        order: Sequence[Action | Receive],
         stages: Sequence[Stage],
         places: Sequence[int],
         budget: int | None,
@@ -175,12 +176,11 @@ class StagePlanner:
         if budget is None:
             return {number: plan(number, None) for number in of}
         twice = self._counted_twice(stages)(frozenset(range(len(stages))))
-        received = {number: sum(c.nbytes for c in stage.arriving) for number, stage in of.items()}
         if self.question.policy == "auto":
             wanted = {number: plan(number, 0, policy="never").planned.memory for number in of}
             least = {number: plan(number, 0, policy="always").planned.kept_bytes for number in of}
             brief = functools.partial(plan, brief=True)
-            return share_budget(order, wanted, received, least, budget + twice, plan, brief=brief, is_late=self.is_late)
+            return share_budget(order, wanted, least, budget + twice, plan, brief=brief, is_late=self.is_late)
         lean = {number: plan(number, 0).planned.memory for number in of}
         return {number: plan(number, room) for number, room in rooms(order, lean, budget + twice).items()}
 
@@ -286,5 +286,6 @@ def _traffic(stage: Stage, capture: Capture, graph: StepGraph, *, under_way: int
         deferred=capture.deferred,
         handed=frozenset(graph.ops[graph.loss_index - 1].reads) if stage.leaving else frozenset(),
         sent_bytes=sum(c.nbytes for c in stage.leaving),
+        answer_bytes=sum(c.nbytes for c in stage.leaving if c.requires_grad),
         returned_bytes=sum(c.nbytes for c in stage.arriving if c.requires_grad),
     )

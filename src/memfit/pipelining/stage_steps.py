@@ -43,17 +43,7 @@ def capture_stage(
     captured, _ = capture_and_profile(stage.module, args, {}, request, grid=grid)
     capture = handing_over(captured)
     beside = _SCALAR_BYTES * (question.num_microbatches + 1)
-    if question.in_processes:
-        beside += _transfer_bytes(stage)
     return capture, replace(capture.graph, static_bytes=capture.graph.static_bytes + beside)
-
-
-def _transfer_bytes(stage: Stage) -> int:
-    """What is on its way while the stage computes: the next to arrive from both sides, and the last sent to both."""
-    received_ahead = sum(c.nbytes for c in stage.arriving) + sum(c.nbytes for c in stage.leaving if c.requires_grad)
-    being_sent = sum(c.nbytes for c in stage.leaving)
-    being_sent_back = sum(c.nbytes for c in stage.arriving if c.requires_grad)
-    return received_ahead + being_sent + being_sent_back
 
 
 def accumulation_of(num_microbatches: int) -> Accumulate:

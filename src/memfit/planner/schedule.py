@@ -10,7 +10,7 @@ starts going back as soon as it can, so that a stage has no more under way than 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
@@ -18,18 +18,16 @@ from typing import NamedTuple
 __all__ = [
     "Action",
     "Pass",
+    "Receive",
     "Schedule",
-    "StageMemory",
     "StageTimes",
     "Timeline",
-    "beside_each",
-    "device_peaks",
     "gpipe",
     "most_under_way",
     "on_one_device",
     "one_forward_one_backward",
-    "order_peak",
     "simulate_schedule",
+    "with_receives",
 ]
 
 
@@ -54,6 +52,13 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         """As PyTorch's engine writes it, such as `2F0`."""
         return f"{self.stage}{self.what.value}{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """Room is made on a device for what one of its passes takes from another device."""
+
+    of: Action
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,44 +111,6 @@ class StageTimes:
             Pass.INPUT: self.backward_seconds - self.weight_seconds,
             Pass.WEIGHT: self.weight_seconds,
         }[what]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageMemory:
-    """What a stage takes with one micro-batch.
-
-    Attributes:
-        static_bytes: what is there all the time.
-        kept_bytes: held between the passes of the micro-batch.
-        forward_bytes: at most during its forward pass, beyond what is static.
-        backward_bytes: at most during its backward pass, or the part that is waited for, what is kept included.
-        after_bytes: what the optimizer takes for a moment.
-        deferred_bytes: held between the two parts of its backward pass.
-        weight_bytes: at most during the second one, what is held included.
-        handed_bytes: of what is kept, what the next stage received and keeps as well: one copy on one device.
-        sent_bytes: what the next stage receives.
-        returned_bytes: of gradients for the stage before.
-    """
-
-    static_bytes: int
-    kept_bytes: int
-    forward_bytes: int
-    backward_bytes: int
-    after_bytes: int = 0
-    deferred_bytes: int = 0
-    weight_bytes: int = 0
-    handed_bytes: int = 0
-    sent_bytes: int = 0
-    returned_bytes: int = 0
-
-    def without(self, counted_bytes: int) -> StageMemory:
-        """The same where so much of what it received is counted elsewhere until its backward pass ends."""
-        return replace(
-            self,
-            kept_bytes=self.kept_bytes - counted_bytes,
-            forward_bytes=self.forward_bytes - counted_bytes,
-            backward_bytes=self.backward_bytes - counted_bytes,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,69 +174,6 @@ def most_under_way(schedule: Schedule) -> list[int]:
             elif action.what is not Pass.INPUT:
                 now[action.stage] -= 1
     return most
-
-
-def device_peaks(
-    schedule: Schedule,
-    memory: Callable[[int, int], StageMemory],
-    counted_twice: Callable[[frozenset[int]], int] = lambda stages: 0,
-) -> list[int]:
-    """The most memory each device takes.
-
-    Args:
-        schedule: who does what.
-        memory: what a stage takes with a micro-batch.
-        counted_twice: bytes of parameters that several of these stages have in common.
-
-    Returns:
-        Bytes for each device.
-    """
-    peaks = []
-    for order in schedule.orders:
-        stages = frozenset(action.stage for action in order)
-        peaks.append(order_peak(order, memory) - counted_twice(stages))
-    return peaks
-
-
-def order_peak(order: Sequence[Action], memory: Callable[[int, int], StageMemory]) -> int:
-    """The most memory that a device takes which does things in an order; see `device_peaks`."""
-    peak = 0
-    for action, here, beside in beside_each(order, memory):
-        own = {Pass.FORWARD: here.forward_bytes, Pass.WEIGHT: here.weight_bytes}.get(action.what, here.backward_bytes)
-        peak = max(peak, beside + own)
-    each = [memory(stage, 0) for stage in {action.stage for action in order}]
-    after = max((one.after_bytes for one in each), default=0)
-    return sum(one.static_bytes for one in each) + max(peak, after)
-
-
-def beside_each(
-    order: Sequence[Action], memory: Callable[[int, int], StageMemory]
-) -> Iterator[tuple[Action, StageMemory, int]]:
-    """For each thing a device does what its stage takes, and what else is held beside what is static.
-
-    Where the next stage is on the same device, results wait there for it and gradients for this one; and what a stage
-    received may be the very tensor that the stage before keeps.
-    """
-    stages = {action.stage for action in order}
-    held = 0
-    for action in order:
-        stage, what, microbatch = action
-        here = memory(stage, microbatch)
-        before = memory(stage - 1, microbatch) if stage - 1 in stages else None
-        after = memory(stage + 1, microbatch) if stage + 1 in stages else None
-        counted = here if before is None else here.without(before.handed_bytes)
-        if what is Pass.FORWARD:
-            held -= 0 if before is None else before.sent_bytes - before.handed_bytes
-            yield action, counted, held
-            held += counted.kept_bytes + (0 if after is None else here.sent_bytes - here.handed_bytes)
-        elif what is Pass.WEIGHT:
-            held -= counted.deferred_bytes
-            yield action, counted, held
-        else:
-            held -= counted.kept_bytes + (0 if after is None else after.returned_bytes)
-            yield action, counted, held
-            held += counted.deferred_bytes if what is Pass.INPUT else 0
-            held += 0 if before is None else here.returned_bytes
 
 
 def simulate_schedule(schedule: Schedule, times: Sequence[StageTimes]) -> Timeline:
@@ -340,6 +244,40 @@ def _before(action: Action, schedule: Schedule) -> Action | None:
     if stage == schedule.num_stages - 1:
         return Action(stage, Pass.FORWARD, microbatch)
     return Action(stage + 1, what, microbatch)
+
+
+def with_receives(schedule: Schedule) -> tuple[tuple[Action | Receive, ...], ...]:
+    """What each device does, in order, and when it makes room for what others send.
+
+    PyTorch's engine lets devices take turns, and asks for what a pass makes as soon as it is that pass's turn; so some
+    of it is asked for a pass or two before it is needed, and comes while others run.
+
+    Raises:
+        ValueError: if the devices wait for each other for ever.
+    """
+    device_of = schedule.device_of()
+    passes = [action for order in schedule.orders for action in order if action.what is not Pass.WEIGHT]
+    takers = {_before(action, schedule): action for action in passes}
+    waiting = [list(reversed(order)) for order in schedule.orders]
+    made: list[list[Action | Receive]] = [[] for _ in schedule.orders]
+    done: set[Action | None] = {None}
+    while any(waiting):
+        ready = False
+        for device, queue in enumerate(waiting):
+            if not queue or _before(queue[-1], schedule) not in done:
+                continue
+            action = queue.pop()
+            made[device].append(action)
+            done.add(action)
+            taker = takers.get(action)
+            if taker is not None and device_of[taker.stage] != device:
+                made[device_of[taker.stage]].append(Receive(taker))
+            ready = True
+        if not ready:
+            raise ValueError(
+                f"the schedule {schedule.name!r} never gets to {', '.join(str(q[-1]) for q in waiting if q)}"
+            )
+    return tuple(map(tuple, made))
 
 
 def on_one_device(schedule: Schedule) -> Schedule:

@@ -23,7 +23,8 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
 from memfit.errors import BudgetError
-from memfit.planner.schedule import Action, Pass, StageMemory, beside_each, order_peak
+from memfit.planner.pipeline_memory import StageMemory, beside_each, order_peak
+from memfit.planner.schedule import Action, Pass, Receive
 from memfit.planner.under_way import PlannedStage
 
 __all__ = ["DoesNotFit", "Planned", "rooms", "share_budget"]
@@ -75,11 +76,11 @@ class _Tried(Generic[P]):
     is_good: bool
 
 
-def rooms(order: Sequence[Action], memory: Mapping[int, StageMemory], budget_bytes: int) -> dict[int, int]:
+def rooms(order: Sequence[Action | Receive], memory: Mapping[int, StageMemory], budget_bytes: int) -> dict[int, int]:
     """What is left for one micro-batch of each stage, its own parameters and what it keeps itself included.
 
     Args:
-        order: what the device does, in order.
+        order: what the device does, in order, and when it makes room for what others send.
         memory: of its stages, of which only what is static, kept and deferred counts.
         budget_bytes: of the device, without what stages have in common and is counted twice.
     """
@@ -94,9 +95,8 @@ def rooms(order: Sequence[Action], memory: Mapping[int, StageMemory], budget_byt
 
 
 def share_budget(
-    order: Sequence[Action],
+    order: Sequence[Action | Receive],
     wanted: Mapping[int, StageMemory],
-    received: Mapping[int, int],
     least: Mapping[int, int],
     budget_bytes: int,
     plan: Callable[[int, int, int | None], P],
@@ -107,9 +107,8 @@ def share_budget(
     """The fastest plans found with which the stages of a device keep its budget together.
 
     Args:
-        order: what the device does, in order.
+        order: what the device does, in order, and when it makes room for what others send.
         wanted: what its stages take with nothing run again.
-        received: for each of them what crosses the cut before it.
         least: what is kept in any case: what was received, and what cannot be made again, such as statistics.
         budget_bytes: of the device, with what stages have in common and is counted twice.
         plan: plans a stage, given what a micro-batch may take, and what may be kept of it if that matters.
@@ -124,7 +123,7 @@ def share_budget(
 
     def tried(share: float, by: Callable[[int, int, int | None], P]) -> _Tried[P]:
         memory = {stage: _keeping(one, least[stage], share * most) for stage, one in wanted.items()}
-        return _tried(order, _planned(order, memory, received, lasting, budget_bytes, by), budget_bytes)
+        return _tried(order, _planned(order, memory, lasting, budget_bytes, by), budget_bytes)
 
     if not lasting:
         return tried(1.0, plan).plans
@@ -182,9 +181,8 @@ def _compared(tried: Callable[[float], _Tried[P]], is_late: Callable[[], bool]) 
 
 
 def _planned(
-    order: Sequence[Action],
+    order: Sequence[Action | Receive],
     memory: Mapping[int, StageMemory],
-    received: Mapping[int, int],
     lasting: Collection[int],
     budget_bytes: int,
     plan: Callable[[int, int, int | None], P],
@@ -194,7 +192,7 @@ def _planned(
     made = {}
     for stage in sorted(memory):
         room = rooms(order, memory, budget_bytes)[stage]
-        limit = memory[stage].kept_bytes - received[stage] if stage in lasting else None
+        limit = memory[stage].kept_bytes - memory[stage].received_bytes if stage in lasting else None
         try:
             made[stage] = plan(stage, room, limit)
         except BudgetError as error:
@@ -213,7 +211,7 @@ def _keeping(memory: StageMemory, least_bytes: int, share: float) -> StageMemory
 
 
 def _most_kept(
-    order: Sequence[Action],
+    order: Sequence[Action | Receive],
     wanted: Mapping[int, StageMemory],
     least: Mapping[int, int],
     budget_bytes: int,
@@ -235,18 +233,19 @@ def _most_kept(
     return low
 
 
-def _lasting(order: Sequence[Action]) -> set[int]:
+def _lasting(order: Sequence[Action | Receive]) -> set[int]:
     """Stages that hold something while anything else runs on the device."""
     found = set()
     begun: dict[tuple[int, int], int] = {}
-    for place, (stage, what, microbatch) in enumerate(order):
+    passes = (thing for thing in order if isinstance(thing, Action))
+    for place, (stage, what, microbatch) in enumerate(passes):
         if what is not Pass.FORWARD and place > begun[stage, microbatch] + 1:
             found.add(stage)
         begun[stage, microbatch] = place
     return found
 
 
-def _tried(order: Sequence[Action], made: Mapping[int, P], budget_bytes: int) -> _Tried[P]:
+def _tried(order: Sequence[Action | Receive], made: Mapping[int, P], budget_bytes: int) -> _Tried[P]:
     peak_bytes = order_peak(order, lambda stage, microbatch: made[stage].planned.memory)
     timelines = [one.planned.timeline for one in made.values()]
     seconds = sum(timeline.step_seconds for timeline in timelines)

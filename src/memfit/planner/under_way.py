@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from memfit.errors import BudgetError
 from memfit.planner.hybrid import find_program
-from memfit.planner.schedule import StageMemory
+from memfit.planner.pipeline_memory import StageMemory
 from memfit.planner.ways import program_within
 from memfit.step.graph import Op, Phase, StepGraph, StorageKind
 from memfit.step.links import TierLinks
@@ -38,6 +38,7 @@ class Traffic:
         deferred: the ops of the backward pass that come last and can wait (`memfit.planner.deferral`).
         handed: the storages that go to the next stage.
         sent_bytes: what the next stage receives.
+        answer_bytes: of gradients from the next stage.
         returned_bytes: of gradients for the stage before.
     """
 
@@ -46,6 +47,7 @@ class Traffic:
     deferred: frozenset[int] = frozenset()
     handed: frozenset[int] = frozenset()
     sent_bytes: int = 0
+    answer_bytes: int = 0
     returned_bytes: int = 0
 
 
@@ -164,7 +166,9 @@ def _stage(graph: StepGraph, program: Program, timeline: Timeline, traffic: Traf
         backward_bytes=max(timeline.bytes_at[loss_at:waits_until]) - static,
         after_bytes=graph.after_step_bytes,
         handed_bytes=min(traffic.sent_bytes, sum(graph.storages[s].nbytes for s in results & traffic.handed)),
+        received_bytes=received_bytes,
         sent_bytes=traffic.sent_bytes,
+        answer_bytes=traffic.answer_bytes,
         returned_bytes=traffic.returned_bytes,
         deferred_bytes=timeline.bytes_at[waits_until - 1] - gone if deferred else 0,
         weight_bytes=max(timeline.bytes_at[waits_until:], default=0) - gone if deferred else 0,

@@ -1,0 +1,108 @@
+"""What stages send each other: when room is made for it, and how long it is held."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import schedules as engine
+
+from memfit.pipelining.engine import SCHEDULES, make_schedule
+from memfit.pipelining.engine_stage import EngineStage
+from memfit.pipelining.outbox import Outbox
+from memfit.planner.schedule import Action, Pass, Receive, with_receives
+from tests.pipelining.test_processes import case, make, measured_peak
+from tests.processes import run
+
+_RECEIVES = {"RECV_F": (Pass.FORWARD,), "RECV_B": (Pass.BACKWARD, Pass.INPUT)}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("devices", "microbatches"), [(2, 4), (3, 6), (4, 8)])
+def test_room_is_made_when_the_engine_asks(name: str, devices: int, microbatches: int) -> None:
+    schedule = make_schedule(name, devices, microbatches)
+    device_of = schedule.device_of()
+    orders = {
+        device: [engine._Action.from_str(str(action)) for action in order]
+        for device, order in enumerate(schedule.orders)
+    }
+    with_transfers = engine._add_send_recv(orders, stage_to_rank=device_of.__getitem__, num_stages=schedule.num_stages)
+    for device, order in enumerate(with_receives(schedule)):
+        expected = [a for a in with_transfers[device] if not a.computation_type.name.startswith("SEND")]
+        assert len(order) == len(expected)
+        for ours, theirs in zip(order, expected, strict=True):
+            if isinstance(ours, Action):
+                assert str(ours) == str(theirs)
+            else:
+                assert ours.of.what in _RECEIVES[theirs.computation_type.name]
+                assert (ours.of.stage, ours.of.microbatch) == (theirs.stage_index, theirs.microbatch_index)
+        assert sum(isinstance(one, Receive) for one in order) > 0
+
+
+class Sent:
+    """What tells that a message has arrived, and whether anybody asked."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+
+    def wait(self) -> None:
+        self.is_over = True
+
+
+def test_a_message_is_held_through_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    sends: list[Sent] = []
+
+    def post(asked: list[dist.P2POp]) -> list[Sent]:
+        sends.extend(Sent() for _ in asked)
+        return sends[-len(asked) :]
+
+    monkeypatch.setattr(dist, "P2POp", lambda *_: None)
+    monkeypatch.setattr(dist, "batch_isend_irecv", post)
+    outbox = Outbox()
+
+    def send(answer: tuple[int, int] | None = None) -> Any:
+        tensor = torch.ones(3)
+        outbox.send([tensor], 1, None, answer=answer)
+        return weakref.ref(tensor)
+
+    outbox.begin_pass()
+    first = send(answer=(0, 0))
+    outbox.begin_pass()
+    assert first() is not None and not sends[0].is_over
+    second = send(answer=(0, 1))
+    outbox.let_go()  # before anything is received
+    assert first() is None and sends[0].is_over
+    assert second() is not None and not sends[1].is_over
+    outbox.let_go(answer=(0, 1))  # who answers has received it
+    assert second() is None and sends[1].is_over
+    third = send()
+    outbox.finish()
+    assert third() is None and sends[2].is_over
+
+
+def takes_the_same_whoever_is_late(rank: int, world: int, schedule: str) -> None:
+    made = case(0.0, torch.float64)
+    optimizer = torch.optim.SGD(made.model.parameters())
+    pipe = make(made, world, num_microbatches=4, schedule=schedule, optimizer=optimizer)
+    run_stage = EngineStage.forward_one_chunk
+    peaks = []
+    for late in (0, 1):
+
+        def runs_late(self: EngineStage, *args: Any, late: int = late, **kwargs: Any) -> Any:
+            time.sleep(0.05 * (rank == late))
+            return run_stage(self, *args, **kwargs)
+
+        EngineStage.forward_one_chunk = runs_late  # type: ignore[method-assign]
+        peaks.append(measured_peak(pipe, made, optimizer))
+    assert peaks[0] == peaks[1]
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_peak_is_no_matter_of_who_is_late(schedule: str, tmp_path: Path) -> None:
+    run(takes_the_same_whoever_is_late, 2, tmp_path, schedule)
