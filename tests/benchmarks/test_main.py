@@ -5,6 +5,7 @@ import pytest
 import benchmarks.gpu.main as gpu
 import benchmarks.overhead.main as overhead
 import benchmarks.peers.main as peers
+import benchmarks.pipeline.convolutions as convolutions
 import benchmarks.planning.main as planning
 import benchmarks.seeds.main as seeds
 import benchmarks.swap.main as swap
@@ -142,3 +143,11 @@ def test_seed_000(capsys):
     assert {"none", "checkpoint_sequential 5", "tile:2x2", "memfit, none's peak"} <= set(found)
     memfit = found["memfit, none's peak"]
     assert float(memfit["peak MiB"]) <= float(found["none"]["peak MiB"])
+
+
+def test_weight_gradients_of_convolutions(capsys):
+    convolutions.main(["--only", "torchvision:resnet18@2@3x32x32", "--repeats", "1"])
+    header, row = rows(capsys.readouterr().out)
+    found = dict(zip(header, row, strict=True))
+    assert found["products"] == "15 of 20"  # all but the first and the four of the widest images
+    assert float(found["times as quick"]) > 0

@@ -39,6 +39,17 @@ def test_what_is_added_is_the_result(target: Any, operands: tuple[Any, ...]) -> 
     torch.testing.assert_close(total, before + target(*operands), rtol=1e-14, atol=1e-14)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("target", [_aten.mm.default, _aten.embedding_dense_backward.default])
+def test_what_is_written_over_memory_that_was_never_set_is_the_result(target: Any, dtype: torch.dtype) -> None:
+    operands: tuple[Any, ...] = (torch.randn(7, 5, dtype=dtype), torch.randn(5, 3, dtype=dtype))
+    if target is not _aten.mm.default:
+        operands = (torch.randn(6, 3, dtype=dtype), torch.randperm(7)[:6], 7, -1, False)
+    total = torch.full((7, 3), torch.nan, dtype=dtype)
+    ADDING[target](total, *operands, beta=0)
+    torch.testing.assert_close(total, target(*operands))
+
+
 class Words(nn.Module):
     def __init__(self, padding: int | None = None, *, tied: bool = False, transposed: bool = False) -> None:
         super().__init__()

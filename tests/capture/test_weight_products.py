@@ -69,6 +69,29 @@ def test_pointwise_and_wide_convolutions_are_products() -> None:
     assert added(nn.Conv2d(4, 8, 1).to(torch.bfloat16), 2, 4, 4, 4) == set()
 
 
+def test_a_product_that_would_be_less_exact_is_none() -> None:
+    """Kernels of convolutions have a precision of their own."""
+    pointwise, matmul = nn.Conv2d(8, 4, 1), torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    try:
+        for precision in ("tf32", "bf16"):
+            matmul.fp32_precision = precision
+            assert added(pointwise, 2, 8, 16, 16) == set()
+            assert added(nn.Conv2d(8, 4, 1).double(), 2, 8, 16, 16) == {"weight"}
+    finally:
+        matmul.fp32_precision = before
+    assert added(pointwise, 2, 8, 16, 16) == {"weight"}
+
+
+def test_in_tiles_a_convolution_stays_whole() -> None:
+    """Slices of its weight gradient are added to each other, so nothing is gained by making it alone."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Tanh(), nn.Conv2d(8, 4, 1))
+    for grid, calls in (((), 3), ((2, 1, 1), 2)):
+        capture = capture_step(model, (torch.randn(4, 3, 8, 8),), {}, grid=grid, accumulate=Accumulate.AS_MADE)
+        made = [op.target for op in capture.graph.ops if op.target.endswith("convolution_backward.default")]
+        assert len(made) == calls, grid
+
+
 def test_such_a_product_is_timed_as_it_runs() -> None:
     """Where images are small it takes a part of the time of the kernel for images, and has no gradient beside."""
     model = nn.Sequential(nn.Conv2d(512, 512, 1, bias=False), nn.Conv2d(512, 512, 3, padding=1, bias=False))

@@ -77,6 +77,21 @@ def test_another_number_of_threads_is_planned_anew() -> None:
     assert len(fitted_call(model).plans) == 2
 
 
+def test_a_precision_set_for_one_backend_is_planned_anew() -> None:
+    # Then torch.get_float32_matmul_precision raises.
+    model, twin = fitted()
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = "bf16"
+        for m in (model, twin):
+            step(m)
+    finally:
+        matmul.fp32_precision = before
+    assert same_gradients(model, twin)
+    assert len(fitted_call(model).plans) == 2
+
+
 def test_identity_keys_and_names_stay() -> None:
     model, twin = fitted()
     assert list(model.state_dict()) == list(twin.state_dict())

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from memfit.capture.kernel_settings import kernel_settings
 from memfit.step.graph import Way
 
 __all__ = ["CostCache", "cache_directory", "machine_name", "open_cache"]
@@ -101,12 +102,10 @@ def cache_directory() -> Path:
 
 def machine_name(device: torch.device) -> str:
     """What a measured cost depends on."""
+    settings = kernel_settings(device.type)
     if device.type == "cuda":
-        cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-        flags = (matmul.allow_tf32, cudnn.allow_tf32, cudnn.deterministic, cudnn.benchmark, cudnn.enabled)
-        return f"{torch.cuda.get_device_name(device)} torch {torch.__version__} {flags}"
-    kernels = f"{torch.get_num_threads()} threads {torch.get_float32_matmul_precision()} precision"
-    return f"{platform.machine()} {_processor()} {kernels} torch {torch.__version__}"
+        return f"{torch.cuda.get_device_name(device)} torch {torch.__version__} {settings}"
+    return f"{platform.machine()} {_processor()} {settings} torch {torch.__version__}"
 
 
 def open_cache(device: torch.device) -> CostCache:

@@ -92,7 +92,7 @@ def read_joint(
     take_cudnn_batch_norm(module)
     graph = module.graph
     separated = concatenations.separate_weight_gradients(graph, separate)
-    if as_made:
+    if as_made and not grid:  # slices of such a gradient are added to each other
         separate_weight_products(graph)
     graph.eliminate_dead_code()
     _refuse_unplannable(graph)
@@ -103,7 +103,7 @@ def read_joint(
     gradients = tuple(storage_of[n] for n in outputs[num_forward_outputs:] if n in storage_of)
     added = _accumulated(outputs[num_forward_outputs:], accumulated, storages, storage_of)
     added_as_made = frozenset[int]()
-    if as_made and not grid:  # slices of such a gradient are added to each other
+    if as_made and not grid:
         added_as_made = _added_as_made(graph, outputs[num_forward_outputs:], added, storages, storage_of)
     for storage in added_as_made:
         storages[storage] = replace(storages[storage], nbytes=0)

@@ -23,6 +23,8 @@ import torch
 from torch import fx
 from torch.nn import functional
 
+from memfit.capture.kernel_settings import multiplies_in_full
+
 __all__ = ["add_weight_product", "is_weight_product", "separate_weight_products"]
 
 _aten = torch.ops.aten
@@ -113,6 +115,7 @@ def _can_be_product(node: fx.Node) -> bool:
         or groups != 1
         or weight.device.type != "cpu"
         or weight.dtype not in (torch.float32, torch.float64)
+        or not multiplies_in_full(weight.dtype)  # which kernels of convolutions may do all the same
         or not weight.is_contiguous()
         or not len(stride) == len(padding) == len(dilation) == len(kernel) == data.dim() - 2
         or any(user.target is not operator.getitem for user in node.users)

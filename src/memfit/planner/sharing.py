@@ -13,7 +13,7 @@ reckoned to shrink alike, and is known when a plan is made. Shares are compared 
 of the best share are searched for as long as one asks.
 
 Known limits: with one share for all, a stage whose results are dear to make again keeps no more than one where they
-are cheap.
+are cheap. What cannot be made again is reckoned as kept, though with a tier it could be swapped.
 """
 
 from __future__ import annotations

@@ -8,6 +8,9 @@ memory of its own, else copied. Later ones are added in place. Where the op that
 there (`memfit.capture.adding`), it does, and the sum over several micro-batches is rounded otherwise than autograd's.
 
 Parameters with hooks on their gradient are left to autograd.
+
+Known limits: where the caller's gradient is laid out otherwise than the parameter, a convolution's weight gradient is
+made before it is added; that memory is not planned.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from memfit.capture.kernel_settings import kernel_settings
+
 __all__ = ["Signature", "signature"]
 
 Signature = tuple[Any, ...]
@@ -16,8 +18,8 @@ Signature = tuple[Any, ...]
 def signature(model: nn.Module, args: Any, kwargs: Any) -> Signature:
     """What a plan depends on and a caller may change.
 
-    Shapes, dtypes, autocast, gradients that exist; on CPU also what chooses kernels, since that an op gives the
-    same bits in parts was found with these.
+    Shapes, dtypes, autocast, gradients that exist; and what chooses kernels, since that an op gives the same bits in
+    parts was found with these.
     """
     leaves = pytree.tree_leaves((args, kwargs))
     inputs = tuple(
@@ -29,8 +31,7 @@ def signature(model: nn.Module, args: Any, kwargs: Any) -> Signature:
     seen: dict[int, int] = {}
     same = tuple(seen.setdefault(id(t), i) for i, t in enumerate(leaves) if isinstance(t, torch.Tensor))
     accumulating = any(p.grad is not None for p in model.parameters())
-    kernels = (torch.get_num_threads(), torch.get_float32_matmul_precision()) if device == "cpu" else None
-    return (*inputs, same, autocast, accumulating, kernels)
+    return (*inputs, same, autocast, accumulating, kernel_settings(device))
 
 
 def _plain(value: object) -> bool:
