@@ -29,15 +29,9 @@ from memfit.capture.trace import Capture, device_of
 from memfit.errors import OutOfMemoryError, PlanMismatchError
 from memfit.runtime.accumulate import accumulation
 from memfit.runtime.bindings import call_cheaply
+from memfit.runtime.emitter import OVERWRITTEN, LocalInstruction, LocalMove, Move
 from memfit.runtime.later import LATER, Later, in_two
-from memfit.runtime.lower import (
-    OVERWRITTEN,
-    LocalInstruction,
-    LocalMove,
-    Move,
-    attach_hollow,
-    lower,
-)
+from memfit.runtime.lower import attach_hollow, lower
 from memfit.runtime.measure import largest_tensors
 from memfit.runtime.swap.calls import forget_side_effects
 from memfit.runtime.swap.spaces import open_spaces

@@ -1,4 +1,4 @@
-"""Emits the calls of a `Swapper` into a graph that is being lowered (`memfit.runtime.lower`).
+"""Emits the calls of a `Swapper` into a graph that is being lowered (`memfit.runtime.emitter`).
 
 What stands for a step under way is its ticket: the first call makes it, in the forward or the backward graph, and all
 others take it. Most of these calls return nothing, and FX drops what nobody reads unless its function is in a set of
