@@ -17,7 +17,8 @@ from memfit.pipelining import building, cuts, engine_stage, stage_planner
 from memfit.pipelining.forward_graph import ForwardGraph
 from memfit.pipelining.stages import Stage, cut_into_stages
 from memfit.runtime.measure import measure
-from tests.pipelining.models import CASES, Case, gpt, gradients, plain_step
+from memfit.zoo.gpt import GPT
+from tests.pipelining.models import CASES, Case, gpt, gradients, plain_step, tokens_loss
 from tests.processes import run
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
@@ -156,6 +157,26 @@ def keeps_budget(rank: int, world: int, schedule: str) -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b"])
 def test_budgets_hold_with_real_transfers(schedule: str, tmp_path: Path) -> None:
     run(keeps_budget, 2, tmp_path, schedule)
+
+
+def ties_a_wide_embedding(rank: int, world: int) -> None:
+    """Its gradient is larger than all that a micro-batch takes."""
+    torch.manual_seed(0)
+    model = GPT(layers=2, width=32, heads=2, positions=4, vocabulary=20_000, dropout=0.0, tied=True).double()
+    x, y = torch.randint(20_000, (2, 4, 4))
+    made = Case(model=model, args=(x,), target=y, loss_fn=tokens_loss)
+    plain_step(made)
+    expected = gradients(model)
+    optimizer = torch.optim.SGD(model.parameters())
+    pipe = make(made, world, num_microbatches=4, optimizer=optimizer, prove=True)
+    for measured, predicted in zip(pipe.plan.measured_peak_bytes, pipe.plan.peak_bytes, strict=True):
+        assert measured <= predicted + 2**20
+    pipe.step(x, target=y)
+    assert (model.tokens.weight.grad - expected["tokens.weight"]).abs().max() <= 1e-12
+
+
+def test_gradients_of_tied_weights_are_added_without_much_memory(tmp_path: Path) -> None:
+    run(ties_a_wide_embedding, 2, tmp_path)
 
 
 def fails(rank: int, world: int) -> None:

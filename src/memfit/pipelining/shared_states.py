@@ -22,6 +22,9 @@ from memfit.pipelining.stages import Stage
 
 __all__ = ["SharedStates", "share_out"]
 
+_AT_ONCE_BYTES = 1 << 20
+"""Of a shared parameter's gradient."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedStates:
@@ -136,19 +139,22 @@ class SharedStates:
         ]
 
     def _add(self, parameter: nn.Parameter, holders: Sequence[int]) -> None:
+        """Sums from the last holder to the first, and sends the sum back; bit by bit, as no room is planned for it."""
         place = holders.index(processes.rank(self.group))
-        total = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-        if place + 1 < len(holders):
-            later = torch.empty_like(total, memory_format=torch.contiguous_format)
-            dist.recv(later, group=self.group, group_src=holders[place + 1])
-            total = later.add_(total)
-        total = total.contiguous()
-        if place > 0:
-            dist.send(total, group=self.group, group_dst=holders[place - 1])
-            dist.recv(total, group=self.group, group_src=holders[place - 1])
-        if place + 1 < len(holders):
-            dist.send(total, group=self.group, group_dst=holders[place + 1])
-        parameter.grad = total
+        total = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        parameter.grad = total = total.contiguous()
+        parts = total.view(-1).split(max(1, _AT_ONCE_BYTES // total.element_size()))
+        room = torch.empty_like(parts[0])
+        for part in parts:
+            if place + 1 < len(holders):
+                later = room[: len(part)]
+                dist.recv(later, group=self.group, group_src=holders[place + 1])
+                part.copy_(later.add_(part))
+            if place > 0:
+                dist.send(part, group=self.group, group_dst=holders[place - 1])
+                dist.recv(part, group=self.group, group_src=holders[place - 1])
+            if place + 1 < len(holders):
+                dist.send(part, group=self.group, group_dst=holders[place + 1])
 
 
 def share_out(
