@@ -141,8 +141,7 @@ def test_a_pipeline_of_convolutions_keeps_its_gradients_and_its_memory(schedule:
         parameter.grad = torch.ones_like(parameter)
     pipe = memfit.pipeline(model, (x,), target=y, loss_fn=loss_fn, num_stages=2, num_microbatches=4, schedule=schedule)
     for measured, predicted in zip(pipe.plan.measured_peak_bytes, pipe.plan.peak_bytes, strict=True):
-        assert measured <= predicted
-        assert schedule == "zero-bubble" or measured >= 0.98 * predicted
+        assert 0.98 * predicted <= measured <= predicted
     pipe.step(x, target=y)
     for wanted, parameter in zip(expected, model.parameters(), strict=True):
         assert wanted is not None and parameter.grad is not None

@@ -163,7 +163,7 @@ def _passing_gradients(pieces: Pieces, numbers: Sequence[dict[int, int]], storag
                 passing.comes_as[number[tangent]] = gradients.pop(0)
             if gradients:
                 passing.added[index] = [*passing.added.get(index, ()), *gradients]
-        for node, gradient in zip(_primals(piece.reading), piece.reading.gradient_of_input, strict=False):
+        for node, gradient in zip(piece.reading.primals(), piece.reading.gradient_of_input, strict=False):
             if gradient is not None and node in piece.reading.storage_of:
                 if storages[number[gradient]].kind in _GRADIENTS:
                     coming.setdefault(number[piece.reading.storage_of[node]], []).append(number[gradient])
@@ -297,7 +297,7 @@ def _op(op: JointOp, number: dict[int, int], piece: int, device_type: str) -> Op
 def _incoming(reading: JointReading, inputs: Sequence[Any], returned: dict[int, int]) -> dict[int, int]:
     """Local storages of a piece's inputs that an earlier piece returned."""
     number: dict[int, int] = {}
-    for node, value in zip(_primals(reading), inputs, strict=False):
+    for node, value in zip(reading.primals(), inputs, strict=False):
         if isinstance(value, torch.Tensor) and node in reading.storage_of:
             known = returned.get(value.untyped_storage()._cdata)
             if known is not None:
@@ -320,10 +320,6 @@ def _returned(reading: JointReading, outputs: Sequence[Any]) -> list[tuple[fx.No
     nodes = list(output.args[0])[: reading.num_forward_outputs]
     nodes = nodes[len(nodes) - len(outputs) :] if len(nodes) >= len(outputs) else []
     return list(zip(nodes, outputs, strict=False))
-
-
-def _primals(reading: JointReading) -> list[fx.Node]:
-    return [node for node in reading.module.graph.find_nodes(op="placeholder") if not is_tangent(node)]
 
 
 def _tangents(reading: JointReading) -> list[int]:

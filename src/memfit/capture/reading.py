@@ -101,6 +101,10 @@ class JointReading:
     as_made: bool = False
     added_as_made: frozenset[int] = frozenset()
 
+    def primals(self) -> list[fx.Node]:
+        """The inputs of the forward pass, parameters included."""
+        return [node for node in self.module.graph.find_nodes(op="placeholder") if not rewrite.is_tangent(node)]
+
     def is_reusable(self, storage: int) -> bool:
         """Whether something else may be put in its memory once nothing reads it."""
         found = self.storages[storage]

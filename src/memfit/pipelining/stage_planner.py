@@ -22,6 +22,7 @@ from memfit.pipelining.budgets import fits
 from memfit.pipelining.cuts import Cut, find_cuts
 from memfit.pipelining.forward_graph import ForwardGraph
 from memfit.pipelining.question import Found, Question, StagePlan
+from memfit.pipelining.split_backward import read_later_bytes
 from memfit.pipelining.stage_steps import capture_stage, deferring, state_bytes
 from memfit.pipelining.stages import Stage, cut_into_stages
 from memfit.planner.balance import CutPlace
@@ -280,9 +281,11 @@ class StagePlanner:
 
 
 def _traffic(stage: Stage, capture: Capture, graph: StepGraph, *, under_way: int = 1) -> Traffic:
+    constant_bytes = sum(c.nbytes for c in stage.arriving if not c.requires_grad)
     return Traffic(
         under_way=under_way,
         received_bytes=sum(c.nbytes for c in stage.arriving),
+        read_later_bytes=constant_bytes + read_later_bytes(capture) if capture.deferred else 0,
         deferred=capture.deferred,
         handed=frozenset(graph.ops[graph.loss_index - 1].reads) if stage.leaving else frozenset(),
         sent_bytes=sum(c.nbytes for c in stage.leaving),

@@ -35,6 +35,7 @@ class Traffic:
     Attributes:
         under_way: the most micro-batches that are between or in their passes at once.
         received_bytes: what crosses the cut before the stage.
+        read_later_bytes: of that, what deferred ops read.
         deferred: the ops of the backward pass that come last and can wait (`memfit.planner.deferral`).
         handed: the storages that go to the next stage.
         sent_bytes: what the next stage receives.
@@ -44,6 +45,7 @@ class Traffic:
 
     under_way: int = 1
     received_bytes: int = 0
+    read_later_bytes: int = 0
     deferred: frozenset[int] = frozenset()
     handed: frozenset[int] = frozenset()
     sent_bytes: int = 0
@@ -158,7 +160,7 @@ def _stage(graph: StepGraph, program: Program, timeline: Timeline, traffic: Traf
     forward_seconds = timeline.started_at[loss_at]
     static = graph.static_bytes - received_bytes
     waits_until = _waits_until(graph, program, deferred)
-    gone = static + graph.gradient_bytes  # what is handed back is not held while the rest waits
+    gone = static + _gone_bytes(graph, traffic)
     memory = StageMemory(
         static_bytes=static,
         kept_bytes=kept,
@@ -185,6 +187,14 @@ def _stage(graph: StepGraph, program: Program, timeline: Timeline, traffic: Traf
         if deferred
         else 0.0,
     )
+
+
+def _gone_bytes(graph: StepGraph, traffic: Traffic) -> int:
+    """Of what was received and is handed back, what is not held while deferred ops wait, as these do not read it."""
+    read = {s for index in traffic.deferred for s in graph.ops[index].reads}
+    handed_back = {s for s, storage in enumerate(graph.storages) if storage.kind is StorageKind.GRADIENT} - read
+    received_bytes = traffic.received_bytes - min(traffic.received_bytes, traffic.read_later_bytes)
+    return received_bytes + sum(graph.storages[s].nbytes for s in handed_back)
 
 
 def _waits_until(graph: StepGraph, program: Program, deferred: frozenset[int]) -> int:
