@@ -97,8 +97,11 @@ def search(forward: ForwardGraph, leaves: Sequence[Any], question: Question, dev
         searcher.in_order = frozenset()  # what fits at all is asked
         enough, least = searcher.enough_stages(), searcher.least_budgets(names[0])
         more = f"; it fits on {enough} devices" if enough else ""
+        why = str(failure)  # of a stage, and of what is left for it: the least budgets are of devices
+        if failure.binding and question.budget_bytes is not None:
+            why = f"no plan fits {budget_text(question.budget_bytes)}; the most is taken by {failure.binding}"
         raise BudgetError(
-            f"{failure}; {budget_text(least)} ({', '.join(map(str, dict.fromkeys(least)))} bytes) work{more}",
+            f"{why}; {budget_text(least)} ({', '.join(map(str, dict.fromkeys(least)))} bytes) work{more}",
             budget_bytes=max(question.budget_bytes or (0,)),
             least_bytes=max(least),
             binding=failure.binding,
