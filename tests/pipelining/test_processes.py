@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import memfit
 from memfit.capture.trace import storage_bytes
 from memfit.errors import CaptureError, PipelineError
-from memfit.pipelining import building, cuts, engine_stage, stage_planner
+from memfit.pipelining import building, cuts, engine_stage, shared_states, stage_planner
 from memfit.pipelining.forward_graph import ForwardGraph
 from memfit.pipelining.stages import Stage, cut_into_stages
 from memfit.runtime.measure import measure
@@ -179,12 +180,29 @@ def test_gradients_of_tied_weights_are_added_without_much_memory(tmp_path: Path)
     run(ties_a_wide_embedding, 2, tmp_path)
 
 
-def fails(rank: int, world: int) -> None:
+def sums_of_three(rank: int, world: int) -> None:
+    """Three holders, of whom one has no gradient, one a transposed one, and more than goes at once."""
+    shared_states._AT_ONCE_BYTES = 40
+    model = nn.ParameterDict({"tied": nn.Parameter(torch.zeros(3, 7)), "other": nn.Parameter(torch.zeros(2))})
+    given = [torch.arange(21.0).reshape(3, 7), torch.arange(21.0).reshape(7, 3).t() * 10]
+    if rank < 2:
+        model["tied"].grad = given[rank].clone(memory_format=torch.preserve_format)
+    shared = shared_states.SharedStates(holders={"tied": (0, 1, 2), "other": (1,)}, several=frozenset({"tied"}))
+    shared.add_gradients(model)
+    assert torch.equal(model["tied"].grad, given[0] + given[1])
+    assert model["other"].grad is None
+
+
+def test_gradients_of_three_holders_are_added(tmp_path: Path) -> None:
+    run(sums_of_three, 3, tmp_path)
+
+
+def fails(rank: int, world: int, where: str) -> None:
     made = case(0.0, torch.float32)
     pipe = make(made, world, num_microbatches=4)
     pipe.step(*made.args, target=made.target)
     if rank == 1:
-        engine_stage.EngineStage.backward_one_chunk = lambda *_, **__: 1 / 0  # type: ignore[method-assign]
+        setattr(engine_stage.EngineStage, where, lambda *_, **__: 1 / 0)
     told = (ZeroDivisionError, None) if rank == 1 else (PipelineError, "process 1 of the pipeline failed: ZeroDivision")
     with pytest.raises(told[0], match=told[1]):
         pipe.step(*made.args, target=made.target)
@@ -193,8 +211,9 @@ def fails(rank: int, world: int) -> None:
 
 
 @pytest.mark.timeout(90)
-def test_a_process_that_fails_ends_the_others_with_its_error(tmp_path: Path) -> None:
-    run(fails, 2, tmp_path)
+@pytest.mark.parametrize("where", ["backward_one_chunk", "get_fwd_recv_ops"])  # one waits for results, one to send
+def test_a_process_that_fails_ends_the_others_with_its_error(where: str, tmp_path: Path) -> None:
+    run(fails, 2, tmp_path, where)
 
 
 def differs(rank: int, world: int) -> None:

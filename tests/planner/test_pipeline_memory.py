@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memfit.planner.pipeline_memory import StageMemory, beside_each, device_peaks
-from memfit.planner.schedule import Action, Pass, Schedule, gpipe, one_forward_one_backward, with_receives
+from memfit.planner.schedule import Action, Pass, Schedule, gpipe, one_forward_one_backward, with_transfers
 from tests.planner.test_schedule import zero_bubble_of_two
 
 
@@ -58,7 +58,7 @@ def test_messages_count_from_when_they_are_asked_for_until_they_have_arrived() -
         static_bytes=0, kept_bytes=20, forward_bytes=22, backward_bytes=25, received_bytes=4, returned_bytes=4
     )
     both = (first, second)
-    orders = with_receives(one_forward_one_backward(2, 3))
+    orders = with_transfers(one_forward_one_backward(2, 3))
 
     def beside(device: int) -> list[tuple[str, int]]:
         return [(str(a), held) for a, _, held in beside_each(orders[device], lambda stage, microbatch: both[stage])]
@@ -74,5 +74,5 @@ def test_messages_count_from_when_they_are_asked_for_until_they_have_arrived() -
     ]
     early = 4  # what the next forward pass takes
     assert beside(1) == [("1F0", 0), ("1B0", early), ("1F1", 4), ("1B1", early), ("1F2", 4), ("1B2", 0)]
-    alone = with_receives(gpipe(2, 1))[0]
+    alone = with_transfers(gpipe(2, 1))[0]
     assert [held for _, _, held in beside_each(alone, lambda *_: first)] == [0, 0]  # whose answer is there has arrived

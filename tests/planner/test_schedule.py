@@ -16,7 +16,7 @@ from memfit.planner.schedule import (
     on_one_device,
     one_forward_one_backward,
     simulate_schedule,
-    with_receives,
+    with_transfers,
 )
 
 KINDS = {"gpipe": gpipe, "1f1b": one_forward_one_backward}
@@ -79,7 +79,7 @@ def test_devices_that_wait_for_each_other_are_told() -> None:
     with pytest.raises(ValueError, match="never gets to 0B0"):
         simulate_schedule(stuck, [StageTimes(forward_seconds=1.0, backward_seconds=1.0)])
     with pytest.raises(ValueError, match="never gets to 0B0"):
-        with_receives(stuck)
+        with_transfers(stuck)
 
 
 def zero_bubble_of_two() -> Schedule:

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from memfit.pipelining.engine_stage import EngineStage
-from memfit.planner.schedule import Action, Pass, Receive
+from memfit.planner.schedule import Action, Pass, Receive, Task
 
 __all__ = ["run_alone"]
 
 
 def run_alone(
-    order: Sequence[Action | Receive],
+    order: Sequence[Task],
     stages: Mapping[int, EngineStage],
     leaves: Sequence[Sequence[Any]],
     weights: Sequence[torch.Tensor],
@@ -25,7 +25,7 @@ def run_alone(
     """Runs what a device does in a step.
 
     Args:
-        order: what it does, in order, and when it makes room for what others send.
+        order: what it does, in order.
         stages: its stages by number.
         leaves: for each micro-batch the leaves of the step's inputs.
         weights: for each micro-batch what its loss counts.
@@ -37,6 +37,7 @@ def run_alone(
     for action in order:
         if isinstance(action, Receive):
             _receive(stages[action.of.stage], action.of)
+        if not isinstance(action, Action):
             continue
         stage, number = stages[action.stage], action.microbatch
         if action.what is Pass.FORWARD:

@@ -1,7 +1,8 @@
 """Runs a schedule on PyTorch's pipelining engine.
 
-The engine executes any order of passes (`_PipelineScheduleRuntime`, private but the same since torch 2.10) and puts the
-transfers in. Schedules beyond GPipe and 1F1B are the engine's own: their orders are asked of its classes.
+The engine executes any order of passes and transfers (`_PipelineScheduleRuntime`, private but the same since torch
+2.10); it gets the one that memory was planned for. Schedules beyond GPipe and 1F1B are the engine's own: their orders
+are asked of its classes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,16 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from memfit.errors import SpecError
 from memfit.pipelining.engine_stage import EngineStage
-from memfit.planner.schedule import Action, Pass, Schedule, gpipe, one_forward_one_backward
+from memfit.planner.schedule import (
+    Action,
+    Pass,
+    Schedule,
+    Send,
+    Task,
+    gpipe,
+    one_forward_one_backward,
+    with_transfers,
+)
 
 __all__ = ["SCHEDULES", "make_schedule", "runtime", "step_microbatches"]
 
@@ -106,12 +116,20 @@ def runtime(schedule: Schedule, stages: Sequence[_PipelineStageBase], *, loss_fn
     )
     made._loss_fn = loss_fn or _weighted
     orders: Any = {
-        device: [engine._Action.from_str(str(action)) for action in order]
-        for device, order in enumerate(schedule.orders)
+        device: [engine._Action.from_str(_as_engine_writes(task)) for task in order]
+        for device, order in enumerate(with_transfers(schedule))
     }
-    made.pipeline_order = orders
-    made._prepare_schedule_with_comms(orders)
+    made._prepare_schedule_with_comms(orders, format="compute_comms")
     return made
+
+
+def _as_engine_writes(task: Task) -> str:
+    """Such as `2F0`, or `2RECV_B0` for what the backward pass takes."""
+    if isinstance(task, Action):
+        return str(task)
+    kind = "SEND" if isinstance(task, Send) else "RECV"
+    direction = "F" if task.of.what is Pass.FORWARD else "B"
+    return f"{task.of.stage}{kind}_{direction}{task.of.microbatch}"
 
 
 def step_microbatches(

@@ -6,7 +6,8 @@ buffer exists from the moment it is received into, a result is held until it has
 and what autograd needs is what the stage's plan keeps. Only the data is handled here; who does what when is up to the
 engine.
 
-What crosses a cut and only passes through a stage never enters its module, and neither does its gradient.
+What crosses a cut and only passes through a stage never enters its module, and is held no longer than what it sends;
+neither is its gradient.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class _UnderWay:
 
     def __init__(
         self,
-        arrived: Sequence[torch.Tensor],
+        arrived: Sequence[torch.Tensor | None],
         root: torch.Tensor | None,
         waiting: list[torch.Tensor | None],
     ) -> None:
@@ -223,7 +224,9 @@ class EngineStage(_PipelineStageBase):
         waiting: list[torch.Tensor | None] = []
         roots = [leaving[place] for place in _differentiated(stage)]
         root = _Root.apply(waiting, *roots) if self.has_backward and roots else None
-        self.under_way[fwd_chunk_id] = _UnderWay(arrived, root, waiting)
+        taken = set(stage.taken)
+        kept = [tensor if place in taken else None for place, tensor in enumerate(arrived)]
+        self.under_way[fwd_chunk_id] = _UnderWay(kept, root, waiting)
         sent = (
             *(_shaped(tensor, crossing) for tensor, crossing in zip(leaving, stage.leaving, strict=True)),
             *(() if stream is None else after),
@@ -256,7 +259,7 @@ class EngineStage(_PipelineStageBase):
         if self.is_last:
             loss.detach_()  # the engine keeps all losses, and with their graphs it would keep what arrived
         if not self.is_first:
-            self.to_return[bwd_chunk_id] = _gradients(stage, held.arrived, passing)
+            self.to_return[bwd_chunk_id] = _gradients(stage, held.arrived, passing, self.device)
         self.deferred[bwd_chunk_id] = list(self.later)
         self.later.clear()
         if full_backward:
@@ -293,15 +296,20 @@ def _differentiated(stage: Stage) -> list[int]:
 
 
 def _gradients(
-    stage: Stage, arrived: Sequence[torch.Tensor], passing: Sequence[torch.Tensor | None]
+    stage: Stage,
+    arrived: Sequence[torch.Tensor | None],
+    passing: Sequence[torch.Tensor | None],
+    device: torch.device,
 ) -> tuple[torch.Tensor | None, ...]:
     """For each tensor that arrived its gradient: zeros where none reached it, as the stage before waits for it."""
     gradients: list[torch.Tensor | None] = []
     through = dict(zip(stage.handed_on, passing, strict=True))
     for place, (tensor, crossing) in enumerate(zip(arrived, stage.arriving, strict=True)):
-        own, tensor.grad = through[place] if place in through else tensor.grad, None
+        own = through.get(place)
+        if tensor is not None:
+            own, tensor.grad = tensor.grad, None
         if crossing.requires_grad and own is None:
-            own = crossing.empty_gradient(tensor.device).zero_()
+            own = crossing.empty_gradient(device).zero_()
         gradients.append(own if own is None else _laid_out(own, crossing))
     return tuple(gradients)
 

@@ -34,7 +34,7 @@ from memfit.pipelining.random_stream import RandomStream
 from memfit.pipelining.search import asked_schedule, plan_cuts, search
 from memfit.pipelining.traced_loss import TracedLoss, trace_loss
 from memfit.planner.pipeline_memory import StageMemory, device_peaks
-from memfit.planner.schedule import with_receives
+from memfit.planner.schedule import with_transfers
 from memfit.runtime.measure import measure
 from memfit.step.codec import graph_digest
 
@@ -149,7 +149,7 @@ def _measured_peaks(
     plan = made.plan
     of = plan.schedule.device_of()
     peaks = []
-    for number, order in enumerate(with_receives(plan.schedule)):
+    for number, order in enumerate(with_transfers(plan.schedule)):
         mine = {stage: compiled for stage, compiled in made.compiled.items() if of[stage] == number}
         stream = RandomStream(device, len(plan.sizes)) if plan.takes_random else None
         weights = [torch.tensor(1.0, dtype=torch.float64, device=device) for _ in parts]

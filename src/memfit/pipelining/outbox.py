@@ -5,8 +5,10 @@ happens to have arrived, the peak of a step would be another each time. So a mes
 follows it, unless that one takes the answer, and before anything more is received or run the process waits until it has
 arrived. What a device holds is then a matter of its schedule alone, and can be planned and proved.
 
-Nobody waits for ever: the engine puts a send and its receive into the orders of two processes at one moment
-(`torch.distributed.pipelining.schedules._add_send_recv`), and a process waits here only before what it does later.
+Nobody waits for ever (`memfit.planner.schedule.with_transfers`): a send and its receive are put into the orders of two
+processes at one moment, and a process waits here only before what comes later in its own.
+
+Known limits: never run with NCCL, where only the stream waits.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed.pipelining import schedules as engine
 
 from memfit.pipelining.layout import in_memory_order
 
@@ -67,8 +70,9 @@ class Outbox:
             group: the pipeline's processes; None for the default group.
             answer: stage and micro-batch of the backward pass for which the receiver sends something back.
         """
-        asked = [dist.P2POp(dist.isend, in_memory_order(tensor), rank, group) for tensor in tensors]
-        self._hold(tensors, dist.batch_isend_irecv(asked) if asked else (), answer)
+        sends = [dist.P2POp(dist.isend, in_memory_order(tensor), rank, group) for tensor in tensors]
+        # As the engine posts receives: with NCCL both sides must take the same way.
+        self._hold(tensors, engine._batch_p2p(sends), answer)
 
     def hold(self, tensors: Sequence[torch.Tensor], *, answer: tuple[int, int] | None = None) -> None:
         """Holds tensors as long as if they were sent."""

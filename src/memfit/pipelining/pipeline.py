@@ -19,6 +19,7 @@ from torch import nn
 
 from memfit import processes
 from memfit.capture.dynamo import preserved_state
+from memfit.capture.kernel_settings import kernel_settings
 from memfit.capture.trace import device_of
 from memfit.errors import PipelineError, SpecError
 from memfit.pipelining.budgets import above_budget, fits
@@ -140,6 +141,8 @@ class Pipeline:
             self._failed = error
             other = processes.failure_elsewhere(error)
             processes.fail(error)
+            for stage in prepared.stages.values():
+                stage.clear_runtime_states()
             if other is not None:
                 raise other from error
             raise
@@ -210,7 +213,10 @@ class Pipeline:
 
     def _prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> _Prepared:
         leaves, spec = flatten_inputs(args, kwargs, target)
-        key = pipeline_signature(self.model, leaves)
+        # What only this process sees must not have it plan alone: the others would wait.
+        alone = processes.world_size(self._group) == 1
+        settings = kernel_settings(self._device.type) if alone else ()
+        key = (*pipeline_signature(self.model, leaves), settings)
         if key not in self._prepared:
             self._refuse_trained_inputs(leaves)
             try:
@@ -247,8 +253,7 @@ class Pipeline:
                 return prepared
             over = [max(0, peak - budget) for peak, budget in zip(peaks, budgets, strict=True)]
             log.info("processes took %s bytes more than their budgets; planning for less", over)
-            # Transfers come late by chance, so twice what was too much is taken off.
-            less = tuple(budget - 2 * more for budget, more in zip(question.budget_bytes, over, strict=True))
+            less = tuple(budget - more for budget, more in zip(question.budget_bytes, over, strict=True))
             question = replace(question, budget_bytes=less)
         assert budgets is not None
         raise above_budget(peaks, budgets)

@@ -5,7 +5,7 @@ in the order in which the unpipelined backward pass makes them, from the last st
 sum, so that all stay the same under the same optimizer.
 
 Known limits: gradients that are added up over several steps are set aside during each, for parameters that stages
-share; that memory is not planned.
+share, and a gradient that is not contiguous is copied to be sent; that memory is not planned.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class SharedStates:
         ]
 
     def _add(self, parameter: nn.Parameter, holders: Sequence[int]) -> None:
-        """Sums from the last holder to the first, and sends the sum back; bit by bit, as no room is planned for it."""
+        """Sums from the last holder to the first, and sends the sum back; in parts, as no room is planned for it."""
         place = holders.index(processes.rank(self.group))
         total = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         parameter.grad = total = total.contiguous()

@@ -2,7 +2,7 @@
 
 Stages run without Dynamo, and so without its guards. So what the model's code may look at is compared at every step:
 which modules and parameters there are, what is frozen, hooks, training mode, plain attributes such as a dropout's
-probability, autocast, and what chooses kernels. A model that changed is planned anew.
+probability, autocast. A model that changed is planned anew.
 
 Known limits: values inside lists and dicts of a module, and globals, are not compared.
 """
@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-
-from memfit.capture.kernel_settings import kernel_settings
 
 __all__ = ["pipeline_signature"]
 
@@ -38,7 +36,7 @@ def pipeline_signature(model: nn.Module, leaves: Sequence[Any]) -> tuple[Any, ..
         (id(p), p.requires_grad, bool(p._backward_hooks), bool(p._post_accumulate_grad_hooks))
         for p in model.parameters()
     )
-    return inputs, autocast, kernel_settings(device), modules, parameters
+    return inputs, autocast, modules, parameters
 
 
 def _of_module(module: nn.Module) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from memfit.capture.trace import Capture
 from memfit.planner.deferral import deferrable, deferred_last
 
-__all__ = ["read_later_bytes", "with_deferred"]
+__all__ = ["returning", "with_deferred"]
 
 
 def with_deferred(capture: Capture) -> Capture:
@@ -22,14 +22,12 @@ def with_deferred(capture: Capture) -> Capture:
     )
 
 
-def read_later_bytes(capture: Capture) -> int:
-    """Of the inputs that a gradient is handed back for, what the second part reads: the rest need not wait for it."""
-    later = {s for i in capture.deferred if (op := capture.joint_ops[i]) is not None for s in op.reads}
-    (piece,) = capture.pieces.pieces
+def returning(capture: Capture) -> frozenset[int]:
+    """The storages of those inputs of a stage that a gradient is handed back for."""
+    (piece,) = capture.pieces.pieces  # whose storages are those of the step
     reading = piece.reading
-    handed_back = {
+    return frozenset(
         reading.storage_of[node]
         for node, gradient in zip(reading.primals(), reading.gradient_of_input, strict=True)
         if gradient is not None and gradient not in reading.accumulated
-    }
-    return sum(reading.storages[storage].nbytes for storage in later & handed_back)
+    )

@@ -22,12 +22,12 @@ from memfit.pipelining.budgets import fits
 from memfit.pipelining.cuts import Cut, find_cuts
 from memfit.pipelining.forward_graph import ForwardGraph
 from memfit.pipelining.question import Found, Question, StagePlan
-from memfit.pipelining.split_backward import read_later_bytes
-from memfit.pipelining.stage_steps import capture_stage, deferring, state_bytes
+from memfit.pipelining.split_backward import returning
+from memfit.pipelining.stage_steps import capture_stage, deferring, passing_bytes, state_bytes
 from memfit.pipelining.stages import Stage, cut_into_stages
 from memfit.planner.balance import CutPlace
 from memfit.planner.pipeline_memory import device_peaks
-from memfit.planner.schedule import Action, Receive, Schedule, most_under_way, simulate_schedule, with_receives
+from memfit.planner.schedule import Schedule, Task, most_under_way, simulate_schedule, with_transfers
 from memfit.planner.sharing import DoesNotFit, rooms, share_budget
 from memfit.planner.under_way import PlannedStage, Traffic, plan_always, plan_never, plan_stage
 from memfit.step.codec import graph_digest
@@ -126,7 +126,7 @@ class StagePlanner:
         whole, taken = self.question.budget_bytes, [0] * len(schedule.orders)
         for _ in range(_ROUNDS):
             plans: dict[int, StagePlan] = {}
-            for device, order in enumerate(with_receives(schedule)):
+            for device, order in enumerate(with_transfers(schedule)):
                 own = [stages[number] for number in sorted({action.stage for action in schedule.orders[device]})]
                 budget = None if whole is None else whole[device] - taken[device]
                 plans |= self._device_plans(schedule, order, own, places, budget)
@@ -152,7 +152,7 @@ class StagePlanner:
     def _device_plans(
         self,
         schedule: Schedule,
-        order: Sequence[Action | Receive],
+        order: Sequence[Task],
         stages: Sequence[Stage],
         places: Sequence[int],
         budget: int | None,
@@ -281,11 +281,11 @@ class StagePlanner:
 
 
 def _traffic(stage: Stage, capture: Capture, graph: StepGraph, *, under_way: int = 1) -> Traffic:
-    constant_bytes = sum(c.nbytes for c in stage.arriving if not c.requires_grad)
     return Traffic(
         under_way=under_way,
         received_bytes=sum(c.nbytes for c in stage.arriving),
-        read_later_bytes=constant_bytes + read_later_bytes(capture) if capture.deferred else 0,
+        passing_bytes=passing_bytes(stage),
+        returning=returning(capture) if capture.deferred else frozenset(),
         deferred=capture.deferred,
         handed=frozenset(graph.ops[graph.loss_index - 1].reads) if stage.leaving else frozenset(),
         sent_bytes=sum(c.nbytes for c in stage.leaving),

@@ -19,7 +19,7 @@ from memfit.pipelining.stages import Stage, example_inputs
 from memfit.planning import Request, capture_and_profile
 from memfit.step.graph import StepGraph
 
-__all__ = ["accumulation_of", "capture_stage", "deferring", "state_bytes"]
+__all__ = ["accumulation_of", "capture_stage", "deferring", "passing_bytes", "state_bytes"]
 
 _SCALAR_BYTES = 16
 """What the engine holds of each micro-batch beside tensors that cross cuts: its loss, and where its backward pass
@@ -42,8 +42,13 @@ def capture_stage(
     args = example_inputs(stage, leaves, device)
     captured, _ = capture_and_profile(stage.module, args, {}, request, grid=grid)
     capture = handing_over(captured)
-    beside = _SCALAR_BYTES * (question.num_microbatches + 1)
+    beside = _SCALAR_BYTES * (question.num_microbatches + 1) + passing_bytes(stage)
     return capture, replace(capture.graph, static_bytes=capture.graph.static_bytes + beside)
+
+
+def passing_bytes(stage: Stage) -> int:
+    """Of what arrives at a stage, what its module does not take."""
+    return sum(c.nbytes for place, c in enumerate(stage.arriving) if place not in stage.taken)
 
 
 def accumulation_of(num_microbatches: int) -> Accumulate:

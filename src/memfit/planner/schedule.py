@@ -13,21 +13,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 __all__ = [
     "Action",
     "Pass",
     "Receive",
     "Schedule",
+    "Send",
     "StageTimes",
+    "Task",
     "Timeline",
     "gpipe",
     "most_under_way",
     "on_one_device",
     "one_forward_one_backward",
     "simulate_schedule",
-    "with_receives",
+    "with_transfers",
 ]
 
 
@@ -55,10 +57,21 @@ class Action(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Send:
+    """What a pass made goes to another device."""
+
+    of: Action
+
+
+@dataclass(frozen=True, slots=True)
 class Receive:
     """Room is made on a device for what one of its passes takes from another device."""
 
     of: Action
+
+
+Task: TypeAlias = Action | Send | Receive
+"""What a device does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,11 +259,13 @@ def _before(action: Action, schedule: Schedule) -> Action | None:
     return Action(stage + 1, what, microbatch)
 
 
-def with_receives(schedule: Schedule) -> tuple[tuple[Action | Receive, ...], ...]:
-    """What each device does, in order, and when it makes room for what others send.
+def with_transfers(schedule: Schedule) -> tuple[tuple[Task, ...], ...]:
+    """What each device does, in order, sends and receives included.
 
-    PyTorch's engine lets devices take turns, and asks for what a pass makes as soon as it is that pass's turn; so some
-    of it is asked for a pass or two before it is needed, and comes while others run.
+    Devices take turns, and what a pass makes for another device is sent and asked for there at once, at that moment: so
+    some of it is asked for a pass or two before it is needed, and comes while others run. Nobody waits for ever, even
+    if sends end only when the other side receives: whatever a device waits for has a place before its own in the order
+    in which all of this was put down (as in PyTorch's `_add_send_recv`).
 
     Raises:
         ValueError: if the devices wait for each other for ever.
@@ -259,7 +274,7 @@ def with_receives(schedule: Schedule) -> tuple[tuple[Action | Receive, ...], ...
     passes = [action for order in schedule.orders for action in order if action.what is not Pass.WEIGHT]
     takers = {_before(action, schedule): action for action in passes}
     waiting = [list(reversed(order)) for order in schedule.orders]
-    made: list[list[Action | Receive]] = [[] for _ in schedule.orders]
+    made: list[list[Task]] = [[] for _ in schedule.orders]
     done: set[Action | None] = {None}
     while any(waiting):
         ready = False
@@ -271,6 +286,7 @@ def with_receives(schedule: Schedule) -> tuple[tuple[Action | Receive, ...], ...
             done.add(action)
             taker = takers.get(action)
             if taker is not None and device_of[taker.stage] != device:
+                made[device].append(Send(action))
                 made[device_of[taker.stage]].append(Receive(taker))
             ready = True
         if not ready:

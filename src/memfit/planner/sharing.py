@@ -24,7 +24,7 @@ from typing import Generic, Protocol, TypeVar
 
 from memfit.errors import BudgetError
 from memfit.planner.pipeline_memory import StageMemory, beside_each, order_peak
-from memfit.planner.schedule import Action, Pass, Receive
+from memfit.planner.schedule import Action, Pass, Task
 from memfit.planner.under_way import PlannedStage
 
 __all__ = ["DoesNotFit", "Planned", "rooms", "share_budget"]
@@ -76,12 +76,12 @@ class _Tried(Generic[P]):
     is_good: bool
 
 
-def rooms(order: Sequence[Action | Receive], memory: Mapping[int, StageMemory], budget_bytes: int) -> dict[int, int]:
+def rooms(order: Sequence[Task], memory: Mapping[int, StageMemory], budget_bytes: int) -> dict[int, int]:
     """What is left for one micro-batch of each stage, its own parameters and what it keeps itself included.
 
     Args:
-        order: what the device does, in order, and when it makes room for what others send.
-        memory: of its stages, of which only what is static, kept and deferred counts.
+        order: what the device does, in order.
+        memory: of its stages; what single passes take does not count.
         budget_bytes: of the device, without what stages have in common and is counted twice.
     """
     left: dict[int, int] = {}
@@ -95,7 +95,7 @@ def rooms(order: Sequence[Action | Receive], memory: Mapping[int, StageMemory], 
 
 
 def share_budget(
-    order: Sequence[Action | Receive],
+    order: Sequence[Task],
     wanted: Mapping[int, StageMemory],
     least: Mapping[int, int],
     budget_bytes: int,
@@ -107,7 +107,7 @@ def share_budget(
     """The fastest plans found with which the stages of a device keep its budget together.
 
     Args:
-        order: what the device does, in order, and when it makes room for what others send.
+        order: what the device does, in order.
         wanted: what its stages take with nothing run again.
         least: what is kept in any case: what was received, and what cannot be made again, such as statistics.
         budget_bytes: of the device, with what stages have in common and is counted twice.
@@ -181,7 +181,7 @@ def _compared(tried: Callable[[float], _Tried[P]], is_late: Callable[[], bool]) 
 
 
 def _planned(
-    order: Sequence[Action | Receive],
+    order: Sequence[Task],
     memory: Mapping[int, StageMemory],
     lasting: Collection[int],
     budget_bytes: int,
@@ -192,7 +192,7 @@ def _planned(
     made = {}
     for stage in sorted(memory):
         room = rooms(order, memory, budget_bytes)[stage]
-        limit = memory[stage].kept_bytes - memory[stage].received_bytes if stage in lasting else None
+        limit = memory[stage].kept_bytes - memory[stage].taken_bytes if stage in lasting else None
         try:
             made[stage] = plan(stage, room, limit)
         except BudgetError as error:
@@ -211,7 +211,7 @@ def _keeping(memory: StageMemory, least_bytes: int, share: float) -> StageMemory
 
 
 def _most_kept(
-    order: Sequence[Action | Receive],
+    order: Sequence[Task],
     wanted: Mapping[int, StageMemory],
     least: Mapping[int, int],
     budget_bytes: int,
@@ -233,7 +233,7 @@ def _most_kept(
     return low
 
 
-def _lasting(order: Sequence[Action | Receive]) -> set[int]:
+def _lasting(order: Sequence[Task]) -> set[int]:
     """Stages that hold something while anything else runs on the device."""
     found = set()
     begun: dict[tuple[int, int], int] = {}
@@ -245,7 +245,7 @@ def _lasting(order: Sequence[Action | Receive]) -> set[int]:
     return found
 
 
-def _tried(order: Sequence[Action | Receive], made: Mapping[int, P], budget_bytes: int) -> _Tried[P]:
+def _tried(order: Sequence[Task], made: Mapping[int, P], budget_bytes: int) -> _Tried[P]:
     peak_bytes = order_peak(order, lambda stage, microbatch: made[stage].planned.memory)
     timelines = [one.planned.timeline for one in made.values()]
     seconds = sum(timeline.step_seconds for timeline in timelines)

@@ -35,7 +35,10 @@ class Traffic:
     Attributes:
         under_way: the most micro-batches that are between or in their passes at once.
         received_bytes: what crosses the cut before the stage.
-        read_later_bytes: of that, what deferred ops read.
+        passing_bytes: of that, what only passes through and is gone after the forward pass, its gradient after the
+            backward pass.
+        returning: the storages of what was received and a gradient is handed back for; only asked where ops are
+            deferred.
         deferred: the ops of the backward pass that come last and can wait (`memfit.planner.deferral`).
         handed: the storages that go to the next stage.
         sent_bytes: what the next stage receives.
@@ -45,7 +48,8 @@ class Traffic:
 
     under_way: int = 1
     received_bytes: int = 0
-    read_later_bytes: int = 0
+    passing_bytes: int = 0
+    returning: frozenset[int] = frozenset()
     deferred: frozenset[int] = frozenset()
     handed: frozenset[int] = frozenset()
     sent_bytes: int = 0
@@ -103,7 +107,7 @@ def plan_stage(
     graph = replace(graph, tiers=tuple(_share_of(links, traffic.under_way) for links in graph.tiers))
 
     def fits(planned: PlannedStage) -> bool:
-        kept_bytes = planned.kept_bytes - traffic.received_bytes
+        kept_bytes = planned.kept_bytes - planned.memory.taken_bytes
         return planned.timeline.peak_bytes <= budget_bytes and (
             kept_limit_bytes is None or kept_bytes <= kept_limit_bytes
         )
@@ -149,18 +153,19 @@ def _of_order(graph: StepGraph, order: list[int], budget_bytes: int | None, traf
 
 
 def _stage(graph: StepGraph, program: Program, timeline: Timeline, traffic: Traffic) -> PlannedStage:
-    received_bytes, deferred = traffic.received_bytes, traffic.deferred
+    deferred = traffic.deferred
+    taken_bytes = traffic.received_bytes - traffic.passing_bytes
     loss_at = next(
         place
         for place, i in enumerate(program.instructions)
         if i.action is Action.COMPUTE and graph.ops[i.index].phase is Phase.LOSS
     )
     results, random_bytes = _kept(graph, program, loss_at)
-    kept = sum(graph.storages[s].nbytes for s in results) + random_bytes + received_bytes
+    kept = sum(graph.storages[s].nbytes for s in results) + random_bytes + taken_bytes
     forward_seconds = timeline.started_at[loss_at]
-    static = graph.static_bytes - received_bytes
+    static = graph.static_bytes - traffic.received_bytes
     waits_until = _waits_until(graph, program, deferred)
-    gone = static + _gone_bytes(graph, traffic)
+    gone = static + _gone_bytes(graph, program, waits_until, traffic)
     memory = StageMemory(
         static_bytes=static,
         kept_bytes=kept,
@@ -168,7 +173,8 @@ def _stage(graph: StepGraph, program: Program, timeline: Timeline, traffic: Traf
         backward_bytes=max(timeline.bytes_at[loss_at:waits_until]) - static,
         after_bytes=graph.after_step_bytes,
         handed_bytes=min(traffic.sent_bytes, sum(graph.storages[s].nbytes for s in results & traffic.handed)),
-        received_bytes=received_bytes,
+        received_bytes=traffic.received_bytes,
+        taken_bytes=taken_bytes,
         sent_bytes=traffic.sent_bytes,
         answer_bytes=traffic.answer_bytes,
         returned_bytes=traffic.returned_bytes,
@@ -189,12 +195,12 @@ def _stage(graph: StepGraph, program: Program, timeline: Timeline, traffic: Traf
     )
 
 
-def _gone_bytes(graph: StepGraph, traffic: Traffic) -> int:
-    """Of what was received and is handed back, what is not held while deferred ops wait, as these do not read it."""
-    read = {s for index in traffic.deferred for s in graph.ops[index].reads}
-    handed_back = {s for s, storage in enumerate(graph.storages) if storage.kind is StorageKind.GRADIENT} - read
-    received_bytes = traffic.received_bytes - min(traffic.received_bytes, traffic.read_later_bytes)
-    return received_bytes + sum(graph.storages[s].nbytes for s in handed_back)
+def _gone_bytes(graph: StepGraph, program: Program, waits_until: int, traffic: Traffic) -> int:
+    """Of what was received and what is handed back, what the second part does not read and so need not wait."""
+    later = [graph.ops[i.index] for i in program.instructions[waits_until:] if i.action is Action.COMPUTE]
+    read = {s for op in later for s in (*op.reads, *(() if op.again is None else op.again.reads))}
+    gradients = {s for s, storage in enumerate(graph.storages) if storage.kind is StorageKind.GRADIENT}
+    return traffic.passing_bytes + sum(graph.storages[s].nbytes for s in (traffic.returning | gradients) - read)
 
 
 def _waits_until(graph: StepGraph, program: Program, deferred: frozenset[int]) -> int:
