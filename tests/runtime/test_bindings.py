@@ -59,6 +59,50 @@ def test_products_are_bitwise_the_same() -> None:
     assert torch.mm in {n.target for n in module.graph.nodes}
 
 
+X, W = torch.randn(2, 6, 5, 5), torch.rand(6)
+CALLS: list[tuple[Any, tuple[Any, ...]]] = [
+    (_aten.convolution.default, (X, torch.randn(4, 3, 3, 3), W[:4], [2, 1], [1, 0], [1, 2], False, [0, 0], 2)),
+    (_aten.convolution.default, (X, torch.randn(6, 2, 3, 3), None, [2, 2], [1, 1], [1, 1], True, [1, 0], 1)),
+    (_aten.native_batch_norm.default, (X, W, W, W.clone(), W.clone(), True, 0.1, 1e-5)),
+    (_aten.native_batch_norm.default, (X, None, None, W, W, False, 0.1, 1e-5)),
+    (_aten.native_layer_norm.default, (X, [5, 5], torch.rand(5, 5), None, 1e-6)),
+    (_aten.native_group_norm.default, (X, W, None, 2, 6, 25, 3, 1e-5)),
+    (_aten.native_dropout.default, (X, 0.3, True)),
+    (_aten.embedding.default, (torch.randn(9, 4), torch.randint(9, (3, 2)), 1)),
+    (_aten.relu.default, (X,)),
+    (_aten.relu_.default, (X.clone(),)),
+    (_aten.tanh.default, (X,)),
+    (_aten.sigmoid.default, (X,)),
+    *((op, (X, W[:5])) for op in (_aten.add.Tensor, _aten.mul.Tensor, _aten.sub.Tensor, _aten.div.Tensor)),
+    *((op, (X.bfloat16(), 0.7)) for op in (_aten.add.Tensor, _aten.mul.Tensor, _aten.sub.Tensor, _aten.div.Tensor)),
+    (_aten.add.Tensor, (torch.arange(3), 2)),
+    (_aten.add_.Tensor, (X.clone(), X)),
+    (_aten.mul_.Tensor, (X.clone(), 0.5)),
+    (_aten.where.self, (X > 0, X, torch.tensor(0.0))),
+    (_aten.sum.dim_IntList, (X, [0, 2, 3])),
+    (_aten.sum.dim_IntList, (X.half(), [-1], True)),
+    (_aten.mean.dim, (X, [2, 3], True)),
+]
+
+
+@pytest.mark.parametrize(("op", "operands"), CALLS)
+def test_python_s_binding_is_the_same_op(op: Any, operands: tuple[Any, ...]) -> None:
+    graph = fx.Graph()
+    made = graph.call_function(op, tuple(map(graph.placeholder, [f"x{i}" for i in range(len(operands))])))
+    graph.output(made)
+    call_cheaply(graph)
+    assert not any(isinstance(node.target, torch._ops.OpOverload) for node in graph.nodes)
+    results = []
+    for run in (op, fx.GraphModule({}, graph)):
+        own = [operand.clone() if isinstance(operand, torch.Tensor) else operand for operand in operands]
+        torch.manual_seed(0)
+        made = run(*own)
+        results.append([*(made if isinstance(made, tuple) else (made,)), *own])
+    for ours, theirs in zip(*results, strict=True):
+        if isinstance(ours, torch.Tensor):
+            assert ours.dtype == theirs.dtype and torch.equal(ours, theirs) and ours.stride() == theirs.stride()
+
+
 def test_views_that_cancel_are_not_made() -> None:
     def run(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         twice = _aten.t.default(_aten.t.default(a))

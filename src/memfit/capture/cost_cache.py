@@ -24,7 +24,7 @@ __all__ = ["CostCache", "cache_directory", "machine_name", "open_cache"]
 
 log = logging.getLogger(__name__)
 
-_VERSION = 7
+_VERSION = 8
 
 
 class CostCache(MutableMapping[str, tuple[Way, ...]]):

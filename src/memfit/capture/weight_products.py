@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -89,16 +89,37 @@ def add_weight_product(
         add_weight_product(made, gradient, data, weight, bias_sizes, *settings, beta=0)
         total.copy_(made) if beta == 0 else total.add_(made)
         return
-    stride, padding, dilation = settings[:3]
+    rows = total.view(len(total), -1)
+    for gradients, seen in _factors(gradient, data, weight, *settings[:3]):
+        rows.addmm_(gradients, seen.t(), beta=beta)
+        beta = 1
+        del gradients, seen  # copies, perhaps
+
+
+def _factors(
+    gradient: torch.Tensor,
+    data: torch.Tensor,
+    weight: torch.Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Gradients of the output by channel and position, and what the kernel sees there: of all samples, or of each."""
     kernel = weight.shape[2:]
-    into = total.view(total.shape[0], -1)
-    if _at_once(into.numel(), gradient, data, kernel):
-        seen = _channels_first(_seen(data, kernel, stride, padding, dilation))
-        into.addmm_(_channels_first(gradient.flatten(2)), seen.t(), beta=beta)
+    at_once = len(data) > 1
+    if kernel.numel() > 1:
+        data = functional.unfold(data, tuple(kernel), tuple(dilation), tuple(padding), tuple(stride))
+    else:
+        if max(stride) > 1:
+            data = data[(slice(None), slice(None), *(slice(None, None, step) for step in stride))]
+        # At once where copies are small, or each sample would read and write a larger weight.
+        copied = math.prod(gradient.shape[2:]) * len(data) * (data.shape[1] + gradient.shape[1])
+        at_once = at_once and copied <= 2 * weight.numel()
+    if at_once:
+        yield _channels_first(gradient), _channels_first(data)
         return
-    for sample in range(len(data)):
-        (seen,) = _seen(data[sample : sample + 1], kernel, stride, padding, dilation)
-        into.addmm_(gradient[sample].flatten(1), seen.t(), beta=1 if sample else beta)
+    for one_gradient, one in zip(gradient.unbind(), data.unbind(), strict=True):
+        yield one_gradient.flatten(1), one.flatten(1)
 
 
 def _sum_over_samples(graph: fx.Graph, gradient: fx.Node) -> fx.Node:
@@ -128,25 +149,6 @@ def _can_be_product(node: fx.Node) -> bool:
 
 def _is_pointwise(kernel: Sequence[int]) -> bool:
     return all(length == 1 for length in kernel)
-
-
-def _at_once(weight_numel: int, gradient: torch.Tensor, data: torch.Tensor, kernel: Sequence[int]) -> bool:
-    """Whether all samples are multiplied at once: copies are small, or each would read and write a larger weight."""
-    if not _is_pointwise(kernel):
-        return True
-    positions = len(data) * math.prod(gradient.shape[2:])
-    return positions * (data.shape[1] + gradient.shape[1]) <= 2 * weight_numel
-
-
-def _seen(
-    data: torch.Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
-) -> torch.Tensor:
-    """What the kernel sees: samples, values at each position, positions."""
-    if not _is_pointwise(kernel):
-        return functional.unfold(data, tuple(kernel), tuple(dilation), tuple(padding), tuple(stride))
-    for dim, step in enumerate(stride, 2):
-        data = data[(slice(None),) * dim + (slice(None, None, step),)]
-    return data.flatten(2)
 
 
 def _channels_first(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from torch import nn
 
 __all__ = ["pipeline_signature"]
 
-_PLAIN = (bool, int, float, str, type(None))
+_PLAIN = frozenset({bool, int, float, str, type(None)})
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -31,15 +31,19 @@ def pipeline_signature(model: nn.Module, leaves: Sequence[Any]) -> tuple[Any, ..
     inputs = tuple((tuple(t.shape), t.stride(), t.dtype) if isinstance(t, torch.Tensor) else t for t in leaves)
     device = next((t.device.type for t in leaves if isinstance(t, torch.Tensor)), "cpu")
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    modules = tuple(_of_module(module) for module in model.modules())
+    modules = list(model.modules())
     parameters = tuple(
         (id(p), p.requires_grad, bool(p._backward_hooks), bool(p._post_accumulate_grad_hooks))
-        for p in model.parameters()
+        for module in modules
+        for p in module._parameters.values()
+        if p is not None
     )
-    return inputs, autocast, modules, parameters
+    return inputs, autocast, tuple(map(_of_module, modules)), parameters
 
 
 def _of_module(module: nn.Module) -> tuple[Any, ...]:
+    """Written for speed: a network has hundreds of modules, and a step may take milliseconds."""
     attributes = vars(module)
-    plain = tuple((name, value) for name, value in attributes.items() if isinstance(value, _PLAIN))
-    return id(module), plain, tuple(len(attributes[name]) for name in _HOOKS if name in attributes)
+    plain = [item for item in attributes.items() if type(item[1]) in _PLAIN]
+    hooks = [len(attributes[name]) for name in _HOOKS if name in attributes]
+    return id(module), tuple(plain), tuple(hooks)

@@ -30,13 +30,33 @@ _VIEWS: dict[Any, Callable[..., torch.Tensor]] = {
     _aten.select.int: torch.select,
     _aten.as_strided.default: torch.as_strided,
     _aten.detach.default: torch.detach,
+    _aten._unsafe_view.default: torch.Tensor.view,
 }
 
-_BINDINGS: dict[Any, Callable[..., torch.Tensor]] = {
+_BINDINGS: dict[Any, Callable[..., Any]] = {
     **_VIEWS,
     _aten.mm.default: torch.mm,
     _aten.bmm.default: torch.bmm,
     _aten.addmm.default: torch.addmm,
+    _aten.convolution.default: torch.convolution,
+    _aten.native_batch_norm.default: torch.native_batch_norm,
+    _aten.native_layer_norm.default: torch.native_layer_norm,
+    _aten.native_group_norm.default: torch.native_group_norm,
+    _aten.native_dropout.default: torch.native_dropout,
+    _aten.embedding.default: torch.embedding,
+    _aten.relu.default: torch.relu,
+    _aten.relu_.default: torch.relu_,
+    _aten.tanh.default: torch.tanh,
+    _aten.sigmoid.default: torch.sigmoid,
+    _aten.add.Tensor: torch.add,
+    _aten.add_.Tensor: torch.Tensor.add_,
+    _aten.mul.Tensor: torch.mul,
+    _aten.mul_.Tensor: torch.Tensor.mul_,
+    _aten.sub.Tensor: torch.sub,
+    _aten.div.Tensor: torch.div,
+    _aten.where.self: torch.where,
+    _aten.sum.dim_IntList: torch.sum,
+    _aten.mean.dim: torch.mean,
 }
 """The same ops with the same positional arguments."""
 
@@ -75,4 +95,4 @@ def _given_again(node: fx.Node) -> fx.Node | None:
 
 
 def _is_view(value: Any) -> bool:
-    return isinstance(value, fx.Node) and value.target is _aten.view.default
+    return isinstance(value, fx.Node) and value.target in (_aten.view.default, _aten._unsafe_view.default)
