@@ -177,7 +177,7 @@ def test_one_f_one_b_holds_less_than_gpipe() -> None:
 
 @pytest.mark.full_search
 def test_too_little_memory_is_told_and_nothing_is_lost() -> None:
-    case = wide(4)
+    case = wide(4, layers=2)
     before = {name: tensor.clone() for name, tensor in case.model.state_dict().items()}
     with pytest.raises(BudgetError) as told:
         plan(case, num_stages=2, num_microbatches=2, budget_per_device="300KiB")

@@ -94,7 +94,7 @@ def search(forward: ForwardGraph, leaves: Sequence[Any], question: Question, dev
     if best is None:
         assert failure is not None
         searcher.planner.question = replace(question, search_seconds=min(question.search_seconds, _SHORT_SECONDS))
-        searcher.in_order = frozenset()  # what fits at all is asked
+        searcher.in_order, searcher.planner.any_will_do = frozenset(), True  # what fits at all is asked
         enough, least = searcher.enough_stages(), searcher.least_budgets(names[0])
         more = f"; it fits on {enough} devices" if enough else ""
         why = str(failure)  # of a stage, and of what is left for it: the least budgets are of devices
@@ -306,6 +306,8 @@ class _Searcher:
                 self.planner.until = 2 * time.monotonic() - begin  # other cuts get as long as it took to find these
             if best is None or found.timeline.step_seconds < best.timeline.step_seconds:
                 best = found
+            if self.planner.any_will_do:
+                break
             for index, plan in enumerate(found.stages):
                 guess = self._guess(index, places, rooms[index], under_way)
                 taken = plan.times.forward_seconds + plan.times.backward_seconds

@@ -70,11 +70,13 @@ class StagePlanner:
         places: where a cut is possible, in order, with the beginning and the end.
         state_bytes: by name what a parameter or buffer takes.
         until: when, by `time.monotonic`, no more is tried than what is needed; None for never.
+        any_will_do: whether the first plan that fits is as good as the fastest.
     """
 
     def __init__(self, forward: ForwardGraph, leaves: Sequence[Any], question: Question, device: torch.device) -> None:
         self.question = question
         self.until: float | None = None
+        self.any_will_do = False
         self.state_bytes = state_bytes(forward, question, device)
         self._forward = forward
         self._leaves = leaves
@@ -181,7 +183,12 @@ class StagePlanner:
             wanted = {number: plan(number, 0, policy="never").planned.memory for number in of}
             least = {number: plan(number, 0, policy="always").planned.kept_bytes for number in of}
             brief = functools.partial(plan, brief=True)
-            return share_budget(order, wanted, least, budget + twice, plan, brief=brief, is_late=self.is_late)
+            return share_budget(
+                *(order, wanted, least, budget + twice, plan),
+                brief=brief,
+                is_late=self.is_late,
+                any_will_do=self.any_will_do,
+            )
         lean = {number: plan(number, 0).planned.memory for number in of}
         return {number: plan(number, room) for number, room in rooms(order, lean, budget + twice).items()}
 

@@ -103,6 +103,7 @@ def share_budget(
     *,
     brief: Callable[[int, int, int | None], P] | None = None,
     is_late: Callable[[], bool] = lambda: False,
+    any_will_do: bool = False,
 ) -> dict[int, P]:
     """The fastest plans found with which the stages of a device keep its budget together.
 
@@ -114,6 +115,7 @@ def share_budget(
         plan: plans a stage, given what a micro-batch may take, and what may be kept of it if that matters.
         brief: the same in less time, to compare shares by; None for `plan`.
         is_late: whether there is time for no more than what is needed.
+        any_will_do: whether the first plans that fit are as good as the fastest.
 
     Raises:
         DoesNotFit: if none do; the least budget told is an upper estimate.
@@ -128,13 +130,13 @@ def share_budget(
     if not lasting:
         return tried(1.0, plan).plans
     try:
-        found = _compared(lambda share: tried(share, brief or plan), is_late)
+        found = _compared(lambda share: tried(share, brief or plan), is_late, any_will_do)
     except DoesNotFit:
         if brief is None or is_late():
             raise
-        return _compared(lambda share: tried(share, plan), is_late)[1].plans
+        return _compared(lambda share: tried(share, plan), is_late, any_will_do)[1].plans
     share, best = found
-    if brief is None or best.is_good:
+    if brief is None or best.is_good or any_will_do:
         return best.plans
     try:
         return min(best, tried(share, plan), key=lambda one: one.cost).plans
@@ -142,7 +144,9 @@ def share_budget(
         return best.plans
 
 
-def _compared(tried: Callable[[float], _Tried[P]], is_late: Callable[[], bool]) -> tuple[float, _Tried[P]]:
+def _compared(
+    tried: Callable[[float], _Tried[P]], is_late: Callable[[], bool], any_will_do: bool
+) -> tuple[float, _Tried[P]]:
     """The best share that was tried and its plans.
 
     Raises:
@@ -168,6 +172,8 @@ def _compared(tried: Callable[[float], _Tried[P]], is_late: Callable[[], bool]) 
         return found()
     if not fitting and (is_late() or not fits(0.0)):
         raise min(failures, key=lambda error: error.cause.least_bytes)
+    if any_will_do and found()[1].cost[0] == 0:
+        return found()
     for share in _BETWEEN:
         best = found()[1]
         if is_late() or (fits(share) and (fitting[share].is_good or fitting[share].cost >= best.cost)):
