@@ -44,14 +44,23 @@ def always(schedule: Schedule, graphs: list[StepGraph]) -> dict[int, Made]:
     return {s: Made(plan_always(graph, None, traffic(schedule, s))) for s, graph in enumerate(graphs)}
 
 
-def shared(schedule: Schedule, graphs: list[StepGraph], budget: int) -> dict[int, Made]:
+def shared(
+    schedule: Schedule,
+    graphs: list[StepGraph],
+    budget: int,
+    *,
+    tries: list[int] | None = None,
+    any_will_do: bool = False,
+) -> dict[int, Made]:
     def plan(stage: int, room: int, limit: int | None) -> Made:
+        if tries is not None:
+            tries.append(stage)
         asked = traffic(schedule, stage)
         return Made(plan_stage(graphs[stage], room, asked, kept_limit_bytes=limit, seconds=0.05))
 
     (order,) = schedule.orders
     least = {s: one.planned.kept_bytes for s, one in always(schedule, graphs).items()}
-    return share_budget(order, never(schedule, graphs), least, budget, plan)
+    return share_budget(order, never(schedule, graphs), least, budget, plan, any_will_do=any_will_do)
 
 
 def peak(schedule: Schedule, made: dict[int, Made]) -> int:
@@ -98,6 +107,21 @@ def test_stages_on_one_device_share_its_budget(
     else:
         assert peak(schedule, made) <= budget
         assert again(made) == 0 or share < 1
+
+
+@pytest.mark.parametrize("share", [0.8, 0.6, 0.1])
+def test_whether_any_plans_fit_takes_fewer_tries(share: float) -> None:
+    schedule, graphs = gpipe(1, 3), [stage_of(12, received_bytes=_RECEIVED)]
+    budget = int(share * device_peaks(schedule, lambda stage, m: never(schedule, graphs)[stage])[0])
+    tries: dict[bool, list[int]] = {False: [], True: []}
+    fit = {}
+    for any_will_do, made in tries.items():
+        try:
+            fit[any_will_do] = peak(schedule, shared(schedule, graphs, budget, tries=made, any_will_do=any_will_do))
+        except DoesNotFit:
+            fit[any_will_do] = budget + 1
+    assert (fit[True] <= budget) == (fit[False] <= budget) == (share > 0.5)
+    assert len(tries[True]) <= min(2, len(tries[False]))
 
 
 def test_a_stage_that_goes_back_at_once_leaves_its_room_to_itself() -> None:
