@@ -115,6 +115,17 @@ def test_views_that_cancel_are_not_made() -> None:
     assert torch.equal(module(*operands), run(*operands))
 
 
+def test_what_is_no_view_is_none_for_the_caller() -> None:
+    def run(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        inner = _aten._unsafe_view.default(_aten.mm.default(a, a), [3, 1, 3])
+        return _aten._unsafe_view.default(_aten.mm.default(a, a), [1, 3, 3]), _aten.add.Tensor(inner, 1.0)
+
+    module = rewritten(run, torch.randn(3, 3))
+    returned, _ = module(torch.randn(3, 3))
+    assert not returned._is_view()
+    assert [n.target for n in module.graph.nodes].count(torch.Tensor.view) == 1
+
+
 def test_what_the_caller_gets_is_a_tensor_of_its_own() -> None:
     def run(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         made = operator.add(a, 1.0)

@@ -92,6 +92,17 @@ def test_a_precision_set_for_one_backend_is_planned_anew() -> None:
     assert len(fitted_call(model).plans) == 2
 
 
+def test_the_caller_may_write_over_the_output() -> None:
+    # The output of a linear layer without bias is `_unsafe_view` of a product, which autograd takes for no view.
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8, bias=False))
+    x, twin = torch.randn(3, 4, 8), copy.deepcopy(model)
+    memfit.fit(model, (x,), budget="1MiB", loss_fn=lambda output: output.square().sum())
+    for m in (model, twin):
+        m(x).mul_(2).square().sum().backward()
+    assert same_gradients(model, twin)
+
+
 def test_identity_keys_and_names_stay() -> None:
     model, twin = fitted()
     assert list(model.state_dict()) == list(twin.state_dict())

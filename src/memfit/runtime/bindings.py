@@ -78,7 +78,7 @@ def call_cheaply(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if not node.users and (node.target in _VIEWS or node.target in _SAME):
             graph.erase_node(node)
-        elif node.target in _BINDINGS and not node.kwargs:
+        elif node.target in _BINDINGS and not node.kwargs and not _must_be_no_view(node):
             node.target = _BINDINGS[node.target]
 
 
@@ -92,6 +92,11 @@ def _given_again(node: fx.Node) -> fx.Node | None:
     if inner.target is not node.target or inner.args[1:] != node.args[1:]:
         return None
     return inner.all_input_nodes[0]
+
+
+def _must_be_no_view(node: fx.Node) -> bool:
+    """Autograd forbids to write over a view that a graph returned; what `_unsafe_view` makes counts as none."""
+    return node.target is _aten._unsafe_view.default and any(user.op == "output" for user in node.users)
 
 
 def _is_view(value: Any) -> bool:
