@@ -106,7 +106,7 @@ def _factors(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Gradients of the output by channel and position, and what the kernel sees there: of all samples, or of each."""
     kernel = weight.shape[2:]
-    at_once = len(data) > 1
+    at_once = len(data) != 1
     if kernel.numel() > 1:
         data = functional.unfold(data, tuple(kernel), tuple(dilation), tuple(padding), tuple(stride))
     else:
