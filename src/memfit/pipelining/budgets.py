@@ -11,7 +11,17 @@ from memfit.planner.schedule import Schedule
 from memfit.planning import resolve_budget
 from memfit.units import format_bytes
 
-__all__ = ["Amount", "above_budget", "budget_text", "extended", "fits", "resolve_budgets", "scaled", "shares"]
+__all__ = [
+    "Amount",
+    "above_budget",
+    "budget_text",
+    "corrected",
+    "extended",
+    "fits",
+    "resolve_budgets",
+    "scaled",
+    "shares",
+]
 
 Amount = int | str
 """Bytes, or a string such as `"8GiB"` or `"60%"`."""
@@ -62,6 +72,16 @@ def extended(budgets: Sequence[int] | None, num_devices: int) -> tuple[int, ...]
 def fits(peaks: Sequence[int], budgets: Sequence[int]) -> bool:
     """Whether no device takes more than its budget."""
     return all(peak <= budget for peak, budget in zip(peaks, budgets, strict=True))
+
+
+def corrected(
+    targets: Sequence[int], budgets: Sequence[int], predicted: Sequence[int], measured: Sequence[int]
+) -> tuple[int, ...]:
+    """With what to plan again where devices took more than their budgets: less by what the prediction missed."""
+    return tuple(
+        target - (real - min(planned, budget) if real > budget else 0)
+        for target, budget, planned, real in zip(targets, budgets, predicted, measured, strict=True)
+    )
 
 
 def above_budget(peaks: Sequence[int], budgets: Sequence[int]) -> BudgetError:

@@ -21,7 +21,7 @@ from memfit.capture.joint import module_of
 from memfit.capture.optimizer import optimizer_cost, part_of
 from memfit.capture.trace import storage_bytes
 from memfit.pipelining.alone import run_alone
-from memfit.pipelining.budgets import above_budget, fits
+from memfit.pipelining.budgets import above_budget, corrected, fits
 from memfit.pipelining.building import CompiledStage, compile_stage, engine_stages
 from memfit.pipelining.coupling import check_halves, refuse_batch_norm, refuse_mixing
 from memfit.pipelining.engine_stage import EngineStage
@@ -112,12 +112,8 @@ def make_pipeline_plan(
         made = replace(made, plan=replace(plan, measured_peak_bytes=tuple(peaks)))
         if question.budget_bytes is None or target is None or fits(peaks, question.budget_bytes):
             return made
-        over = [
-            measured - min(predicted, budget) if measured > budget else 0
-            for measured, predicted, budget in zip(peaks, plan.peak_bytes, question.budget_bytes, strict=True)
-        ]
-        log.info("devices took %s bytes more than predicted; planning for less", over)
-        target = tuple(budget - more for budget, more in zip(target, over, strict=True))
+        target = corrected(target, question.budget_bytes, plan.peak_bytes, peaks)
+        log.info("devices took %s bytes, above their budgets; planning for %s", peaks, target)
     assert question.budget_bytes is not None
     raise above_budget(peaks, question.budget_bytes)
 

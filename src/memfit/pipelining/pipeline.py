@@ -22,7 +22,7 @@ from memfit.capture.dynamo import preserved_state
 from memfit.capture.kernel_settings import kernel_settings
 from memfit.capture.trace import device_of
 from memfit.errors import PipelineError, SpecError
-from memfit.pipelining.budgets import above_budget, fits
+from memfit.pipelining.budgets import above_budget, corrected, fits
 from memfit.pipelining.building import CompiledStage, capture_stages, engine_stages, planned_cuts
 from memfit.pipelining.engine import runtime, step_microbatches
 from memfit.pipelining.engine_stage import EngineStage
@@ -251,9 +251,8 @@ class Pipeline:
             if not peaks or budgets is None or question.budget_bytes is None or fits(peaks, budgets):
                 prepared.shared.keep_own(self.model)
                 return prepared
-            over = [max(0, peak - budget) for peak, budget in zip(peaks, budgets, strict=True)]
-            log.info("processes took %s bytes more than their budgets; planning for less", over)
-            less = tuple(budget - more for budget, more in zip(question.budget_bytes, over, strict=True))
+            less = corrected(question.budget_bytes, budgets, prepared.plan.peak_bytes, peaks)
+            log.info("processes took %s bytes, above their budgets; planning for %s", peaks, less)
             question = replace(question, budget_bytes=less)
         assert budgets is not None
         raise above_budget(peaks, budgets)
