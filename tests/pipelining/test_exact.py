@@ -6,7 +6,9 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import fx
@@ -21,8 +23,9 @@ from memfit.pipelining.outbox import Outbox
 from memfit.pipelining.pipeline import Pipeline
 from memfit.pipelining.question import Found
 from memfit.pipelining.search import _Searcher
+from memfit.pipelining.signature import pipeline_signature
 from memfit.pipelining.stages import cut_into_stages
-from memfit.planner.schedule import Schedule
+from memfit.planner.schedule import Pass, Schedule
 from tests import models
 from tests.pipelining.models import CASES, Case, gpt, gradients, plain_step, shifted
 
@@ -430,6 +433,16 @@ def test_a_model_that_changed_is_planned_anew() -> None:
     case.model.eval()
     with pytest.raises(CaptureError, match="eval mode"):
         step(pipe, case)
+
+
+@pytest.mark.parametrize("values", [(np.float64(0.5), np.float64(0.25)), (Pass.FORWARD, Pass.BACKWARD), (1, None)])
+def test_plain_attributes_of_any_kind_are_compared(values: tuple[Any, Any]) -> None:
+    case = CASES["skips"](4, torch.float32)
+    seen = []
+    for value in values:
+        case.model.layers[0].scale = value
+        seen.append(pipeline_signature(case.model, case.args))
+    assert seen[0] != seen[1] and seen[1] == pipeline_signature(case.model, case.args)
 
 
 def test_inputs_that_want_a_gradient_are_refused() -> None:

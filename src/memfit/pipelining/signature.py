@@ -9,6 +9,7 @@ Known limits: values inside lists and dicts of a module, and globals, are not co
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,8 @@ from torch import nn
 
 __all__ = ["pipeline_signature"]
 
-_PLAIN = frozenset({bool, int, float, str, type(None)})
+_PLAIN = (bool, int, float, str, type(None))
+_OWN = frozenset({dict, OrderedDict, set})  # of what every module has, sorted out quickly
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -44,6 +46,6 @@ def pipeline_signature(model: nn.Module, leaves: Sequence[Any]) -> tuple[Any, ..
 def _of_module(module: nn.Module) -> tuple[Any, ...]:
     """Written for speed: a network has hundreds of modules, and a step may take milliseconds."""
     attributes = vars(module)
-    plain = [item for item in attributes.items() if type(item[1]) in _PLAIN]
+    plain = [item for item in attributes.items() if type(item[1]) not in _OWN and isinstance(item[1], _PLAIN)]
     hooks = [len(attributes[name]) for name in _HOOKS if name in attributes]
     return id(module), tuple(plain), tuple(hooks)
