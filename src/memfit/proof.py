@@ -28,6 +28,7 @@ from memfit.bits import max_difference, same_bits
 from memfit.capture.inputs import DetachedInputs
 from memfit.capture.loss import LossFunction, scalar_loss
 from memfit.capture.preserve import Snapshot
+from memfit.capture.trace import device_of
 from memfit.errors import ExactnessError
 from memfit.rounding import is_within_rounding
 
@@ -36,6 +37,9 @@ __all__ = ["Proof", "ProvingStep", "StepResult", "compare"]
 log = logging.getLogger(__name__)
 
 _Key = tuple[str, str]
+_TIMES = 4
+"""A planned step may be so many times as far from the plain step as that is from itself."""
+
 _NAMED = 3
 """Of so many tensors that differ an error tells the names."""
 
@@ -81,10 +85,12 @@ class StepResult:
     Attributes:
         tensors: by kind (`loss`, `output`, `gradient`, `state`, `random state`) and name.
         has_gradients: whether the backward pass ran.
+        computed_in: the narrowest floating dtype among results, and of autocast; None if there is none.
     """
 
     tensors: Mapping[_Key, torch.Tensor] = field(repr=False)
     has_gradients: bool
+    computed_in: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +155,7 @@ class ProvingStep:
         gradients = {id(state.gradient) for state in self.state.tensors}
         found |= {("state", name): _copied(t) for name, t in changed.items() if id(t) not in gradients}
         found["random state", "cpu"] = torch.get_rng_state()
-        return StepResult(tensors=found, has_gradients=backward)
+        return StepResult(tensors=found, has_gradients=backward, computed_in=_narrowest(found, device_of(self.model)))
 
     def _receiving(self) -> list[torch.Tensor]:
         return [*self.state.leaves(), *self.inputs.leaves]
@@ -218,9 +224,12 @@ def compare(
     )
     name = type(step.model).__name__
     if not deterministic:
-        log.warning("the plain step of %s has other bits each time, so a plan is proved up to rounding only", name)
-    if (rounding or not deterministic) and _within(plain, planned, differing):
-        return proof
+        log.warning("the plain step of %s has other bits each time, so a plan is proved up to that only", name)
+    if rounding or not deterministic:
+        scale = math.hypot(*(_norm(t) for k, t in plain.tensors.items() if k[0] == "gradient"))
+        differing = [k for k in differing if not _within(k, plain, planned, again, scale)]
+        if not differing:
+            return proof
     rows = [f"{' '.join(k)} by {max_difference(plain.tensors.get(k), planned.tensors.get(k)):.3g}" for k in differing]
     more = f" and {len(rows) - _NAMED} more" if len(rows) > _NAMED else ""
     advice = (
@@ -238,13 +247,15 @@ def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     return a is not None and b is not None and same_bits(a, b)
 
 
-def _within(plain: StepResult, planned: StepResult, differing: list[_Key]) -> bool:
-    scale = math.hypot(*(_norm(t) for k, t in plain.tensors.items() if k[0] == "gradient"))
-    for key in differing:
-        a, b = plain.tensors.get(key), planned.tensors.get(key)
-        if a is None or b is None or not is_within_rounding(a, b, None, scale=scale, own=0.0):
-            return False
-    return True
+def _within(key: _Key, plain: StepResult, planned: StepResult, again: StepResult, scale: float) -> bool:
+    """Whether a tensor differs by rounding, or by no more than a few times what the plain step differs from itself."""
+    a, b, c = (result.tensors.get(key) for result in (plain, planned, again))
+    if a is None or b is None or a.shape != b.shape or a.dtype is not b.dtype:
+        return False
+    own = 0.0 if c is None or c.shape != a.shape else _norm(_dense(a) - _dense(c))
+    return _norm(_dense(a) - _dense(b)) <= _TIMES * own or is_within_rounding(
+        a, b, None, scale=scale, own=0.0, computed_in=plain.computed_in
+    )
 
 
 def _relative_difference(plain: StepResult, planned: StepResult) -> float:
@@ -255,6 +266,13 @@ def _relative_difference(plain: StepResult, planned: StepResult) -> float:
         return math.inf
     apart = math.hypot(*(_norm(_dense(a) - _dense(b)) for a, b in pairs if b is not None))
     return apart / whole if whole else apart
+
+
+def _narrowest(tensors: Mapping[_Key, torch.Tensor], device: torch.device) -> torch.dtype | None:
+    dtypes = {t.dtype for t in tensors.values() if t.is_floating_point()}
+    if torch.is_autocast_enabled(device.type):
+        dtypes.add(torch.get_autocast_dtype(device.type))
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None)
 
 
 def _norm(tensor: torch.Tensor) -> float:

@@ -32,6 +32,9 @@ _OTHER_STEP = 0.1
 _OF_RANDOM = 1e3
 """So many units in the last place of all gradients together."""
 
+_OF_NARROW = 16
+"""So many of a dtype of 16 bits, as autocast computes in."""
+
 
 def in_float64(
     model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
@@ -60,7 +63,13 @@ def own_rounding(plain: Mapping[Any, torch.Tensor], wide: Mapping[Any, torch.Ten
 
 
 def is_within_rounding(
-    plain: torch.Tensor, found: torch.Tensor, reference: torch.Tensor | None, *, scale: float, own: float
+    plain: torch.Tensor,
+    found: torch.Tensor,
+    reference: torch.Tensor | None,
+    *,
+    scale: float,
+    own: float,
+    computed_in: torch.dtype | None = None,
 ) -> bool:
     """Whether a result differs from the plain step's by rounding only.
 
@@ -70,15 +79,23 @@ def is_within_rounding(
         reference: of the plain step in float64; None if there is none.
         scale: norm of all gradients of the plain step.
         own: see `own_rounding`. By chance a single tensor may be nearer than that.
+        computed_in: the narrowest dtype that it was computed in, if that is another than its own.
     """
     if plain.shape != found.shape or plain.dtype is not found.dtype or not plain.is_floating_point():
         return False
     eps = torch.finfo(plain.dtype).eps
     if reference is None:
-        share = _OF_FLOAT64 if plain.dtype is torch.float64 else _OF_RANDOM * eps
-        return _distance(found, plain) <= share * max(scale, float(plain.double().norm()))
+        return _distance(found, plain) <= _share(computed_in or plain.dtype) * max(scale, float(plain.double().norm()))
     least = max(eps, own) * float(reference.double().norm())
     return _distance(found, reference) <= _TIMES * max(_distance(plain, reference), least)
+
+
+def _share(dtype: torch.dtype) -> float:
+    """How far a step may be from another, relatively, where no wider one tells how far each is from the truth."""
+    if dtype is torch.float64:
+        return _OF_FLOAT64
+    info = torch.finfo(dtype)
+    return (_OF_RANDOM if info.bits > 16 else _OF_NARROW) * info.eps
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
