@@ -1,4 +1,5 @@
 import itertools
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,8 @@ from memfit.errors import BudgetError
 from memfit.making import make_plan
 from memfit.planning import Request
 from memfit.plans import Plan
+from memfit.report.records import document, json_text
+from memfit.report.sentence import sentence
 from memfit.step.program import Action, Program
 from memfit.step.simulate import simulate_plain
 from memfit.verification import verify
@@ -57,7 +60,7 @@ def test_a_planned_step_is_the_plain_step(
     request = request_for(example, share, strategy=strategy)
     result = verify(example.model, example.args, example.kwargs, request)
     assert result.passed, result.differing
-    assert result.steps == 2
+    assert result.steps == 2 and result.difference is None
     assert result.peak_bytes <= min(result.plan.budget_bytes, result.plain_peak_bytes)
     assert result.recomputes_executed == result.recomputes_planned > 0
     compared = {(check.kind, check.name) for check in result.checks}
@@ -127,6 +130,12 @@ def test_differences_are_found_and_measured() -> None:
     different = {check.kind for check in result.differing}
     assert different == {"loss", "gradient"}
     assert all(check.max_difference > 0 for check in result.differing)
+    assert result.difference is not None and result.difference.op == "aten.mul.Tensor"
+    assert result.difference.line.startswith(f"{Path(__file__)}:") and result.difference.line.endswith("in fickle")
+    assert "aten.mul.Tensor" in sentence(result)
+    told = document(result)["difference"]
+    assert (told["op"], told["dtype"], told["is_layout"]) == ("aten.mul.Tensor", "float32", False)
+    assert json.loads(json_text(result))["difference"]["sentence"] == str(result.difference)
 
 
 def test_a_budget_that_is_exceeded_is_found() -> None:

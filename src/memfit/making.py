@@ -246,7 +246,7 @@ def prove(
             call = compile_program(model, plan.planned.capture, plan.program, describe=plan.__str__)
             found = step.result(call)  # compiles
             rounding = plan.is_tiled or request.exact == "rounding"
-            proof = compare(step, plain, found, rounding=rounding, seconds=seconds) if plain is not None else None
+            proof = compare(step, call, plain, found, rounding=rounding, seconds=seconds) if plain is not None else None
             del found
             peak = _measured_peak(step, plan, call)
             state.restore()

@@ -31,6 +31,7 @@ from memfit.capture.preserve import Snapshot
 from memfit.capture.trace import device_of
 from memfit.errors import ExactnessError
 from memfit.rounding import is_within_rounding
+from memfit.runtime.difference import first_difference
 
 __all__ = ["Proof", "ProvingStep", "StepResult", "compare"]
 
@@ -129,6 +130,11 @@ class ProvingStep:
         """The same of the plain module."""
         return self.result(self.model._call_impl, backward=backward)
 
+    def made(self, call: Callable[..., Any], *, backward: bool) -> list[torch.Tensor]:
+        """Runs one step through `call` and restores the state; returns what it made for others to read."""
+        result = self.result(call, backward=backward)
+        return [tensor for key, tensor in result.tensors.items() if key[0] != "random state"]
+
     def _result(self, call: Callable[..., Any], backward: bool) -> StepResult:
         found: dict[_Key, torch.Tensor] = {}
         self._drop_gradients()
@@ -183,6 +189,7 @@ class ProvingStep:
 
 def compare(
     step: ProvingStep,
+    call: Callable[..., Any],
     plain: StepResult,
     planned: StepResult,
     *,
@@ -193,6 +200,7 @@ def compare(
 
     Args:
         step: of which both are results.
+        call: the planned call.
         plain: of the plain module.
         planned: of the plan.
         rounding: whether a difference within rounding is allowed.
@@ -232,6 +240,7 @@ def compare(
             return proof
     rows = [f"{' '.join(k)} by {max_difference(plain.tensors.get(k), planned.tensors.get(k)):.3g}" for k in differing]
     more = f" and {len(rows) - _NAMED} more" if len(rows) > _NAMED else ""
+    where = _where(step, call, plain.has_gradients)
     advice = (
         "that is more than rounding; please report it"
         if rounding
@@ -239,8 +248,16 @@ def compare(
     )
     raise ExactnessError(
         f"the planned step of {name} is not the plain one: {len(differing)} of {len(keys)} tensors differ, "
-        f"{', '.join(rows[:_NAMED])}{more}; {advice}"
+        f"{', '.join(rows[:_NAMED])}{more}; {where}{advice}"
     )
+
+
+def _where(step: ProvingStep, call: Callable[..., Any], backward: bool) -> str:
+    """Names the first op that differs; nothing where none can be told."""
+    difference = first_difference(
+        lambda: step.made(step.model._call_impl, backward=backward), lambda: step.made(call, backward=backward)
+    )
+    return f"{str(difference).rstrip('.')}; " if difference is not None else ""
 
 
 def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:

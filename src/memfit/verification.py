@@ -30,6 +30,7 @@ from memfit.making import make_plan
 from memfit.planning import Progress, Request
 from memfit.plans import Plan
 from memfit.rounding import in_float64, is_within_rounding, own_rounding
+from memfit.runtime.difference import Difference, first_difference
 from memfit.runtime.executed import ExecutedOps, executed_recomputations
 from memfit.runtime.fitted import fitted_call, verified
 from memfit.runtime.training import resident_bytes, step_peak
@@ -74,6 +75,7 @@ class Verification:
         recomputes_executed: ops that did run again.
         swapped_planned_bytes: what the plan moves, out and in.
         swapped_executed_bytes: what was moved, out and in.
+        difference: the first op in which the planned step is another one, where bits differ and it could be found.
     """
 
     plan: Plan
@@ -85,6 +87,7 @@ class Verification:
     recomputes_executed: int
     swapped_planned_bytes: tuple[int, int] = (0, 0)
     swapped_executed_bytes: tuple[int, int] = (0, 0)
+    difference: Difference | None = None
 
     @property
     def differing(self) -> tuple[Check, ...]:
@@ -183,6 +186,9 @@ def verify(
         out_bytes, in_bytes = (now - then for now, then in zip(call.moved_bytes, before, strict=True))
         if progress is not None:
             progress("verify", total, total)
+        difference = None
+        if any(not check.equal and not check.within_rounding for check in checks):
+            difference = _explained(model, plain, planned, device)
     return Verification(
         plan=ran,
         steps=steps + 1,
@@ -193,7 +199,28 @@ def verify(
         recomputes_executed=executed,
         swapped_planned_bytes=(ran.predicted.out_bytes, ran.predicted.in_bytes),
         swapped_executed_bytes=(out_bytes, in_bytes),
+        difference=difference,
     )
+
+
+def _explained(model: nn.Module, plain: _Runner, planned: _Runner, device: torch.device) -> Difference | None:
+    """Where a first step of both parts, taken from the model's state."""
+    random_state = _random_state(device)
+
+    def step_of(runner: _Runner) -> list[torch.Tensor]:
+        with torch.no_grad():
+            for theirs, ours in zip(_state(runner.model), _state(model), strict=True):
+                theirs.copy_(ours)
+        _set_random_state(device, random_state)
+        runner.prepare()
+        runner.backward()
+        return list(runner.results(device).values())
+
+    return first_difference(lambda: step_of(plain), lambda: step_of(planned))
+
+
+def _state(model: nn.Module) -> list[torch.Tensor]:
+    return [*model.parameters(), *model.buffers()]
 
 
 _Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -230,12 +257,16 @@ class _Runner:
         return step_peak(self._run, device, lambda: self._resident(device), warmup=0)
 
     def _run(self) -> None:
+        self.backward()
+        if self.optimizer is not None:
+            self.optimizer.step()
+
+    def backward(self) -> None:
+        """Forward pass, loss and backward pass."""
         output = self.model(*self.args, **self.kwargs)
         self.loss = backward_of(output, self.loss_fn)
         if self.loss is None:
             self.outputs = [t.detach() for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
-        if self.optimizer is not None:
-            self.optimizer.step()
 
     def _resident(self, device: torch.device) -> int:
         return resident_bytes(self.model, self.args, self.kwargs, self.optimizer, device)

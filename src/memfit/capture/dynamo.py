@@ -30,6 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from memfit.capture.adding import Accumulate
+from memfit.capture.eager_answers import eager_answers
 from memfit.capture.eager_kernels import as_in_eager
 from memfit.capture.joint import read_joint
 from memfit.capture.live_bytes import LiveBytes
@@ -237,7 +238,7 @@ def compile_call(
     options = limits | logs_left_out()
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with torch._dynamo.config.patch(options), _replaced(forwards):
+        with torch._dynamo.config.patch(options), _replaced(forwards), eager_answers():
             return compiled(*args, **kwargs)
 
     return run

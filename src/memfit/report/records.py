@@ -18,6 +18,7 @@ from memfit.comparison import BatchSize, Comparison, Row
 from memfit.estimation import Estimate
 from memfit.pipelining.comparison import PipelineComparison
 from memfit.plans import Plan
+from memfit.runtime.difference import Difference
 from memfit.size_search import LargestSize
 from memfit.verification import Verification
 
@@ -266,6 +267,7 @@ def _(result: Verification) -> Record:
         "steps": result.steps,
         "is_tiled": result.plan.is_tiled,
         "differing": len(result.differing),
+        "difference": None if result.difference is None else _difference(result.difference),
         "rounded": len(result.rounded),
         "budget_bytes": result.plan.budget_bytes,
         "plain_peak_predicted_bytes": result.plan.predicted.plain_peak_bytes,
@@ -284,6 +286,10 @@ def _(result: Verification) -> Record:
         "host_bytes": result.plan.predicted.host_bytes,
         "disk_bytes": result.plan.predicted.disk_bytes,
     }
+
+
+def _difference(difference: Difference) -> Record:
+    return {"sentence": str(difference), "is_layout": difference.is_layout, **asdict(difference)}
 
 
 def _finite(value: Any) -> Any:

@@ -110,6 +110,7 @@ def _(result: Verification) -> str:
             if any(result.swapped_planned_bytes)
             else "."
         )
+        + ("" if result.difference is None else f" T{str(result.difference)[1:]}.")
     )
 
 
