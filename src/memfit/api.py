@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from memfit.capture.loss import LossFunction
+from memfit.capture.unwrapped_optimizer import OptimizerLike
 from memfit.comparison import BatchSize, Comparison, compare, max_batch
 from memfit.estimation import Estimate, estimate
 from memfit.making import make_plan
@@ -43,7 +43,7 @@ def plan(
     *,
     budget: int | str,
     loss_fn: LossFunction | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: OptimizerLike | None = None,
     strategy: str = "auto",
     levers: str | tuple[str, ...] = "bitwise",
     tiers: str | None = None,
@@ -61,7 +61,8 @@ def plan(
         budget: peak of the whole step: bytes, `"8GiB"`, `"60%"` of the device, or `"auto"`.
         loss_fn: takes the output and returns a scalar; without it `output.loss` is used where it exists, else
             gradients are assumed to arrive for every floating output.
-        optimizer: its state counts, from the second step on.
+        optimizer: its state counts, from the second step on; wrappers of an optimizer are looked into, and the bytes
+            of the state, such as `"1.5GiB"`, do too.
         strategy: `"auto"`, or a known strategy by name (`memfit.strategies.names()`).
         levers: `"bitwise"` or a tuple of lever names.
         tiers: where swapped bytes may go.
@@ -102,7 +103,7 @@ def fit(
     *,
     budget: int | str,
     loss_fn: LossFunction | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: OptimizerLike | None = None,
     strategy: str = "auto",
     levers: str | tuple[str, ...] = "bitwise",
     tiers: str | None = None,

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -18,6 +17,7 @@ from memfit.capture.loss import LossFunction
 from memfit.capture.optimizer import optimizer_cost
 from memfit.capture.profile import with_rooflines
 from memfit.capture.trace import capture_step, device_of, storage_bytes
+from memfit.capture.unwrapped_optimizer import OptimizerLike
 from memfit.errors import SpecError
 from memfit.planner.bound import op_wall_bytes
 from memfit.planner.explain import prediction
@@ -84,7 +84,7 @@ def estimate(
     kwargs: dict[str, Any] | None = None,
     *,
     loss_fn: LossFunction | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: OptimizerLike | None = None,
     label: str = "",
     tiers: str | None = None,
 ) -> Estimate:
@@ -125,7 +125,7 @@ def estimate(
     return _summary(graph, model, optimizer, storage_bytes(there, device_of(model).type))
 
 
-def _summary(graph: StepGraph, model: nn.Module, optimizer: torch.optim.Optimizer | None, buffers: int) -> Estimate:
+def _summary(graph: StepGraph, model: nn.Module, optimizer: OptimizerLike | None, buffers: int) -> Estimate:
     program = plain_program(graph)
     timeline = simulate_plain(graph)
     device_type = device_of(model).type

@@ -19,9 +19,11 @@ from memfit.agreement import agreed_program, agreed_start, agreed_step
 from memfit.capture.adding import Accumulate
 from memfit.capture.cost_cache import CostCache, machine_name, open_cache
 from memfit.capture.loss import LossFunction
+from memfit.capture.optimizer import OptimizerPart, optimizer_cost
 from memfit.capture.profile import profile_ops, separated
 from memfit.capture.sharded import is_sharded
 from memfit.capture.trace import Capture, capture_step, check_step, device_of
+from memfit.capture.unwrapped_optimizer import OptimizerLike, check_optimizer
 from memfit.errors import BudgetError, SpecError
 from memfit.planner.bound import relaxed_bound
 from memfit.planner.explain import decisions, prediction
@@ -68,7 +70,7 @@ class Request:
     Attributes:
         budget: bytes, or a string such as `"8GiB"`, `"60%"` of the device, `"auto"` for what is free.
         loss_fn: takes the output, returns a scalar.
-        optimizer: its state and step count.
+        optimizer: its state and step count; or the bytes of its state.
         strategy: name of a planner.
         levers: `"bitwise"`, `"all"` or a tuple of lever names.
         tiers: where swapped bytes may go; see `memfit.runtime.swap.tiers.parse_tiers`.
@@ -82,7 +84,7 @@ class Request:
 
     budget: int | str
     loss_fn: LossFunction | None = None
-    optimizer: torch.optim.Optimizer | None = None
+    optimizer: OptimizerLike | OptimizerPart | None = None
     strategy: str = "auto"
     levers: str | tuple[str, ...] = "bitwise"
     tiers: str | None = None
@@ -155,11 +157,13 @@ def capture_and_profile(
     cache = open_cache(device) if cache is None else cache
     agreed_start(model, lambda: check_step(model, args, kwargs))
 
+    cost = optimizer_cost(request.optimizer, device.type)
+
     def captured(separate: Callable[[str], bool]) -> Capture:
         return capture_step(
             *(model, args, kwargs),
             loss_fn=request.loss_fn,
-            optimizer=request.optimizer,
+            optimizer=cost,
             label=request.label,
             separate=separate,
             grid=grid,
@@ -262,5 +266,7 @@ def check_request(request: Request, device: torch.device) -> None:
         raise SpecError(f"unknown levers; there are 'bitwise', 'all' and {_ALL} (levers: {request.levers!r})")
     if request.exact not in ("bitwise", "rounding"):
         raise SpecError(f"exact must be 'bitwise' or 'rounding' (exact: {request.exact!r})")
+    if not isinstance(request.optimizer, OptimizerPart):
+        check_optimizer(request.optimizer)
     strategies.check_name(request.strategy)
     parse_tiers(request.tiers, device)

@@ -18,10 +18,10 @@ from memfit.step.program import Program
 from memfit.units import format_bytes, format_percent, format_seconds
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from memfit.capture.loss import LossFunction
+    from memfit.capture.unwrapped_optimizer import OptimizerLike
     from memfit.planning import Planned
     from memfit.proof import Proof
 
@@ -66,7 +66,7 @@ class Plan:
         model: nn.Module,
         *,
         loss_fn: LossFunction | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: OptimizerLike | None = None,
     ) -> nn.Module:
         """Makes `model` run this plan; `memfit.release` undoes it.
 

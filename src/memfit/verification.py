@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from memfit.bits import max_difference, same_bits
 from memfit.capture.loss import LossFunction, backward_of, scalar_loss
 from memfit.capture.trace import device_of
+from memfit.capture.unwrapped_optimizer import OptimizerLike, steppable, unwrapped_optimizer
 from memfit.making import make_plan
 from memfit.planning import Progress, Request
 from memfit.plans import Plan
@@ -120,7 +121,7 @@ def verify(
     *,
     steps: int = 1,
     loss_fn: LossFunction | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: OptimizerLike | None = None,
     progress: Progress | None = None,
 ) -> Verification:
     """Runs plain and planned steps from identical state and compares them bit by bit, or up to rounding if it tiles.
@@ -232,12 +233,12 @@ class _Runner:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: OptimizerLike | None,
         args: Sequence[Any],
         kwargs: dict[str, Any],
         loss_fn: LossFunction | None,
     ) -> None:
-        self.model, self.optimizer = copy.deepcopy((model, optimizer))
+        self.model, self.optimizer = copy.deepcopy((model, unwrapped_optimizer(optimizer)))
         self.gradients = [p.grad for p in model.parameters()]
         self.original = (tuple(args), kwargs)
         self.loss_fn = loss_fn
@@ -258,8 +259,8 @@ class _Runner:
 
     def _run(self) -> None:
         self.backward()
-        if self.optimizer is not None:
-            self.optimizer.step()
+        if (stepped := steppable(self.optimizer)) is not None:
+            stepped.step()
 
     def backward(self) -> None:
         """Forward pass, loss and backward pass."""
@@ -281,7 +282,7 @@ class _Runner:
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None:
                 found["gradient", name] = parameter.grad
-            if self.optimizer is not None:
+            if steppable(self.optimizer) is not None:
                 found["parameter", name] = parameter
         for number, tensor in enumerate(pytree.tree_leaves((self.args, self.kwargs))):
             if isinstance(tensor, torch.Tensor) and tensor.grad is not None:
@@ -315,7 +316,7 @@ class _Runner:
 
 def _reference(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: OptimizerLike | None,
     args: Sequence[Any],
     kwargs: dict[str, Any],
     plan: Plan,
@@ -360,7 +361,7 @@ def _plan(
     kwargs: dict[str, Any],
     request: Request | Plan,
     loss_fn: LossFunction | None,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: OptimizerLike | None,
     progress: Progress | None,
 ) -> Plan:
     if isinstance(request, Request):

@@ -15,10 +15,11 @@ from memfit.capture.adding import Accumulate
 from memfit.capture.dynamo import Pieces, capture_pieces
 from memfit.capture.join import join
 from memfit.capture.loss import LossFunction, read_loss
-from memfit.capture.optimizer import optimizer_cost
+from memfit.capture.optimizer import OptimizerCost, optimizer_cost
 from memfit.capture.preserve import preserved
 from memfit.capture.reading import JointOp
 from memfit.capture.sharded import local
+from memfit.capture.unwrapped_optimizer import OptimizerLike
 from memfit.errors import CaptureError
 from memfit.step.graph import Phase, StepGraph
 
@@ -80,7 +81,7 @@ def capture_step(
     kwargs: dict[str, Any],
     *,
     loss_fn: LossFunction | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: OptimizerLike | OptimizerCost | None = None,
     label: str = "",
     separate: Callable[[str], bool] = _never,
     grid: tuple[int, ...] = (),
@@ -93,7 +94,7 @@ def capture_step(
         args: positional inputs.
         kwargs: keyword inputs.
         loss_fn: takes the output, returns a scalar; without it `output.loss` is used where it exists.
-        optimizer: its state counts.
+        optimizer: its state counts; or what it takes.
         label: what this is, for people.
         separate: which weights' gradients of concatenations are made part by part (`memfit.capture.concatenations`).
         grid: for the lever `tile`, see `memfit.capture.joint.read_joint`.

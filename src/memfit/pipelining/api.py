@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from memfit import processes
 from memfit.capture.trace import device_of
+from memfit.capture.unwrapped_optimizer import OptimizerLike, check_optimizer
 from memfit.errors import SpecError
 from memfit.pipelining.budgets import Amount, resolve_budgets
 from memfit.pipelining.forward_graph import PipelineLoss
@@ -35,7 +35,7 @@ def pipeline(
     schedule: str = "auto",
     checkpoint: str = "auto",
     loss_fn: PipelineLoss | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: OptimizerLike | None = None,
     batch_norm: str = "refuse",
     tiers: str | None = None,
     levers: str | tuple[str, ...] = "bitwise",
@@ -92,6 +92,7 @@ def pipeline(
             f"with one_device=True all stages run in one process, and there are {processes.world_size(group)}; leave "
             "it out, and give the budget of each device"
         )
+    check_optimizer(optimizer)
     num_budgets = 1 if one_device else num_stages
     question = Question(
         num_devices=num_stages,
@@ -101,6 +102,7 @@ def pipeline(
         schedule=schedule,
         policy=checkpoint,
         optimizer=optimizer,
+        trained_bytes=sum(p.nbytes for p in model.parameters() if p.requires_grad),
         search_seconds=search_seconds,
         tiers=tiers,
         levers=levers,

@@ -171,7 +171,9 @@ def resident_bytes(stages: Sequence[EngineStage], part: Sequence[Any], question:
     parameters = list({id(p): p for s in stages for p in s.submod.parameters() if p.requires_grad}.values())
     total = storage_bytes([*static, *leaves], device.type) + sum(p.numel() * p.element_size() for p in parameters)
     if question.optimizer is not None:
-        total += optimizer_cost(part_of(question.optimizer, parameters), device.type).state_bytes
+        total += optimizer_cost(
+            part_of(question.optimizer, parameters, question.trained_bytes), device.type
+        ).state_bytes
     return total
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from memfit.capture.trace import Capture
+from memfit.capture.unwrapped_optimizer import OptimizerLike
 from memfit.pipelining.stages import Stage
 from memfit.planner.pipeline_memory import StageMemory
 from memfit.planner.schedule import Schedule, StageTimes, Timeline
@@ -34,6 +33,7 @@ class Question:
         schedule: a name of `SCHEDULES`, or `"auto"`.
         policy: `"auto"` for plans within the budget, or one of torchgpipe's: what is kept of each micro-batch.
         optimizer: of the model's parameters; its state counts.
+        trained_bytes: of the model's parameters that receive gradients, for an optimizer that is a number.
         search_seconds: roughly how long each search for a stage's plan takes.
         tiers: where stages may swap to.
         levers: as for `memfit.fit`.
@@ -48,7 +48,8 @@ class Question:
     budget_bytes: tuple[int, ...] | None = None
     schedule: str = "auto"
     policy: str = "auto"
-    optimizer: torch.optim.Optimizer | None = None
+    optimizer: OptimizerLike | None = None
+    trained_bytes: int = 0
     search_seconds: float = 2.0
     tiers: str | None = None
     levers: str | tuple[str, ...] = "bitwise"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from memfit.capture.adding import Accumulate
-from memfit.capture.optimizer import optimizer_cost, part_of
+from memfit.capture.optimizer import optimizer_cost, part_of, trained_bytes
 from memfit.capture.trace import Capture
 from memfit.pipelining.forward_graph import ForwardGraph
 from memfit.pipelining.handing_over import handing_over
@@ -33,7 +33,9 @@ def capture_stage(
     parameters = [p for p in stage.module.parameters() if p.requires_grad]
     request = Request(
         budget=0,
-        optimizer=part_of(question.optimizer, parameters) if question.optimizer is not None else None,
+        optimizer=part_of(question.optimizer, parameters, question.trained_bytes)
+        if question.optimizer is not None
+        else None,
         tiers=question.tiers,
         levers=question.levers,
         accumulate=accumulation_of(question.num_microbatches),
@@ -67,8 +69,7 @@ def state_bytes(forward: ForwardGraph, question: Question, device: torch.device)
     optimizer = question.optimizer
     of_optimizer = 0.0
     if optimizer is not None:
-        mine = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        total = sum(p.numel() * p.element_size() for p in mine)
+        total = trained_bytes(optimizer, list(forward.tensors.values()))
         of_optimizer = optimizer_cost(optimizer, device.type).state_bytes / max(1, total)
     found: dict[str, int] = {}
     for name, tensor in forward.tensors.items():

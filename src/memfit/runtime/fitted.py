@@ -24,6 +24,7 @@ from memfit.step.codec import fingerprint_difference, graph_digest
 
 if TYPE_CHECKING:
     from memfit.capture.loss import LossFunction
+    from memfit.capture.unwrapped_optimizer import OptimizerLike
     from memfit.planning import Request
     from memfit.plans import Plan
 
@@ -96,7 +97,7 @@ def install(
     plan: Plan,
     *,
     loss_fn: LossFunction | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: OptimizerLike | None = None,
 ) -> nn.Module:
     """Puts a plan into a module; see `memfit.plans.Plan.apply`."""
     from memfit.planning import Request, fingerprint

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from memfit.capture.loss import LossFunction, backward_of
 from memfit.capture.trace import storage_bytes
+from memfit.capture.unwrapped_optimizer import OptimizerLike, stated_bytes, steppable
 from memfit.runtime.measure import measure
 
 __all__ = ["interleaved_seconds", "resident_bytes", "step_peak", "training_step"]
@@ -31,7 +32,7 @@ def training_step(
     kwargs: dict[str, Any],
     *,
     loss_fn: LossFunction | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: OptimizerLike | None = None,
 ) -> Callable[[], torch.Tensor | None]:
     """A step: forward, loss, backward, `optimizer.step()` if there is one, gradients set to None.
 
@@ -46,11 +47,12 @@ def training_step(
     Returns:
         A callable that runs one step and returns the loss, detached, if there is one.
     """
+    stepped = steppable(optimizer)
 
     def step() -> torch.Tensor | None:
         loss = backward_of(call(*args, **kwargs), loss_fn)
-        if optimizer is not None:
-            optimizer.step()
+        if stepped is not None:
+            stepped.step()
         for parameter in model.parameters():
             parameter.grad = None
         return loss
@@ -62,14 +64,16 @@ def resident_bytes(
     model: nn.Module,
     args: Sequence[Any],
     kwargs: dict[str, Any],
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: OptimizerLike | None,
     device: torch.device,
 ) -> int:
     """What is in memory before a step and belongs to it: parameters, gradients, buffers, inputs, optimizer state."""
-    state = [] if optimizer is None else pytree.tree_leaves(list(optimizer.state.values()))
+    stepped = steppable(optimizer)
+    state = [] if stepped is None else pytree.tree_leaves(list(stepped.state.values()))
+    stated = 0 if optimizer is None or stepped is not None else stated_bytes(optimizer)
     tensors = [*model.parameters(), *model.buffers(), *pytree.tree_leaves((list(args), kwargs)), *state]
     tensors += [p.grad for p in model.parameters()]
-    return storage_bytes(tensors, device.type)
+    return storage_bytes(tensors, device.type) + stated
 
 
 def step_peak(step: Callable[[], object], device: torch.device, resident: Callable[[], int], *, warmup: int = 1) -> int:
