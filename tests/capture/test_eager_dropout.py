@@ -159,7 +159,8 @@ def test_noise_without_a_finite_value_stays_noise() -> None:
 def test_a_gpu_keeps_its_kernel_for_dropout() -> None:
     with FakeTensorMode(), as_in_eager(), enable_python_dispatcher():
         graph = make_fx(lambda x: F.dropout(x, 0.3))(torch.empty(4, 4, device="cuda"))
-    assert [n.target for n in graph.graph.nodes if "dropout" in str(n.target)] == [torch.ops.aten.native_dropout.default]
+    targets = [node.target for node in graph.graph.nodes if "dropout" in str(node.target)]
+    assert targets == [torch.ops.aten.native_dropout.default]
 
 
 def test_afterwards_the_ops_are_as_before() -> None:
