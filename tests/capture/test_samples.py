@@ -15,7 +15,8 @@ from torch.nn import functional
 
 from memfit.capture.by_rows import rewrite_by_rows
 from memfit.capture.by_samples import ViewOfSlice, samples_between, view_of_samples
-from memfit.capture.dropout import masked, split_dropout
+from memfit.capture.dropout import split_dropout
+from memfit.capture.eager_dropout import masked
 from memfit.capture.layout import looks_alike, results_of
 from memfit.capture.profile import _measurement
 from memfit.capture.rewrite import HOLLOW_PREFIX, is_view, make_hollow

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 import torch
 from torch._C import DispatchKey
 
+from memfit.capture.eager_dropout import draws_laid_out
 from memfit.capture.kernel_strides import strides_of_kernels
 
 __all__ = ["as_in_eager"]
@@ -26,6 +27,7 @@ _NAMES = (
     *(f"upsample_{way}" for way in ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "bicubic2d")),
     *(f"_upsample_{way}" for way in ("nearest_exact1d", "nearest_exact2d", "nearest_exact3d")),
     *(f"_upsample_{way}2d_aa" for way in ("bilinear", "bicubic", "lanczos")),
+    "dropout",
     *("upsample_trilinear3d", "hardshrink", "softshrink", "multi_margin_loss", "multilabel_margin_loss_forward"),
 )
 
@@ -43,7 +45,7 @@ def as_in_eager() -> Iterator[None]:
     for overload, _, _ in aside:
         overload._dispatch_cache.clear()
     try:
-        with strides_of_kernels():
+        with strides_of_kernels(), draws_laid_out():
             yield
     finally:
         for overload, key, kernel in aside:

@@ -75,6 +75,7 @@ def read_joint(
         CaptureError: if sizes depend on data, or the model checkpoints itself.
     """
     merge_repeated(module)
+    dropout.mask_by_bytes(module)
     rewrite.drop_clones(module)
     rewrite.split_convolution_backward(module, rounded=bool(grid))
     slices.separate_input_slices(module)

@@ -34,6 +34,7 @@ from torch._prims_common import suggest_memory_format
 
 from memfit.capture import batch_norm
 from memfit.capture.again import NORMS, normalise, normalise_over_data
+from memfit.capture.eager_dropout import masked, masked_over_data
 
 __all__ = [
     "HALF_OF",
@@ -389,6 +390,7 @@ IN_PLACE: dict[Any, dict[int, Any]] = {
     _aten.hardsigmoid_backward.default: _gradient_into(_aten.hardsigmoid_backward.grad_input),
     _aten._native_batch_norm_legit_functional.default: {0: batch_norm.forward_over_input},
     normalise: {0: normalise_over_data},
+    masked: {0: masked_over_data},
     batch_norm.input_gradient_from_sums: {1: batch_norm.input_gradient_over_data},
     _aten.native_batch_norm_backward.default: {0: batch_norm.backward_over_gradient, 1: batch_norm.backward_over_data},
 }

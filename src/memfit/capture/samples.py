@@ -25,7 +25,7 @@ from torch import fx
 from memfit.capture.again import Call, normalise
 from memfit.capture.batch_norm import input_gradient_from_sums, sums_of_data
 from memfit.capture.by_rows import SUM, product_over_rows
-from memfit.capture.dropout import masked
+from memfit.capture.eager_dropout import masked
 from memfit.capture.group_norm import input_gradient, products_over_space, scaled_and_shifted, sums_of_space
 from memfit.capture.layout import nodes_of, outer_axis, results_of
 from memfit.capture.rewrite import (
