@@ -1,63 +1,233 @@
 """How results of kernels are laid out in memory, where fake tensors tell otherwise.
 
-Fake tensors stand in for a few kernels with Python code that computes the same numbers another way, and lays them out
-in another order where operands differ in theirs. A graph made so would write a result over an operand of another
-layout, or view what cannot be viewed so. The kernels lay an element-wise result out as their first operand is, and the
-gradient of a loss in the order of its axes.
+Fake tensors stand in for kernels with other code: decompositions that compute the same numbers another way, shape
+functions that were written for contiguous data. Where operands lie otherwise (channels last, transposed, repeated) such
+code lays results out in another order than the kernel does for dozens of ops. A graph made so would write a result over
+an operand of another layout, view what cannot be viewed so, sum in another order, or draw random numbers in another.
+
+*Idea*: ask the kernel. While a graph is made, a call whose tensors are not all contiguous is made a second time, on a
+few real elements that lie alike (`memfit.capture.samples_of_calls`), with the kernel and with fake tensors; where the
+two differ the fake result of the call itself gets the layout of the kernel's. Each call is asked about once.
+
+Known limits: ops of other libraries are taken at their word, and so are calls whose kernels refuse every sample, and
+those with integer operands that are not element-wise: made-up places to read from are not given to kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._decomp import decomposition_table
-from torch._prims_common import compute_elementwise_output_strides
-from torch._subclasses.fake_impls import op_implementations_dict
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from memfit.capture.samples_of_calls import made_by_kernel, real_like, sizes_to_try, smaller_numbers, strides_alike
 
 __all__ = ["strides_of_kernels"]
 
-_aten = torch.ops.aten
+log = logging.getLogger(__name__)
 
-_LIKE_FIRST = (
-    *(_aten.hardtanh_backward.default, _aten.elu_backward.default, _aten.softplus_backward.default),
-    *(_aten.hardswish_backward.default, _aten.hardsigmoid_backward.default, _aten.logit_backward.default),
-    *(_aten.xlogy.Tensor, _aten.copysign.Tensor),
-)
-_CONTIGUOUS = (
-    *(_aten.mse_loss_backward.default, _aten.smooth_l1_loss_backward.default, _aten.huber_loss_backward.default),
-)
+_OURS = "_memfit_strides_of_kernels"
+
+_Strides = tuple[tuple[int, ...] | None, ...]
 
 
 @contextmanager
 def strides_of_kernels() -> Iterator[None]:
     """While active, fake results are laid out as those of kernels are."""
-    ours = dict.fromkeys(_LIKE_FIRST, _like_first) | dict.fromkeys(_CONTIGUOUS, _contiguous)
-    added = {op: made for op, made in ours.items() if op not in op_implementations_dict}
-    op_implementations_dict.update(added)
-    aside = {op: decomposition_table.pop(op) for op in added if op in decomposition_table}  # asked first
-    for key in [key for key in FakeTensorMode.cache if key.key[0] in added]:
-        del FakeTensorMode.cache[key]  # told before
+    plain = FakeTensorMode.dispatch
+    if hasattr(plain, _OURS):
+        yield
+        return
+    asked = _Asked(plain=plain)
+
+    def dispatch(mode: FakeTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return asked.result(mode, func, types, args, kwargs or {})
+
+    setattr(dispatch, _OURS, True)
+    FakeTensorMode.dispatch = dispatch  # type: ignore[method-assign]
     try:
         yield
     finally:
-        decomposition_table.update(aside)
-        for op in added:
-            del op_implementations_dict[op]
+        FakeTensorMode.dispatch = plain  # type: ignore[method-assign]
 
 
-def _like_first(mode: FakeTensorMode, _: Any, *args: Any, **kwargs: Any) -> Any:
-    operands = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)]
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps fake tensors from logging what they refuse; a sample may be refused."""
+    theirs = logging.getLogger(FakeTensorMode.__module__)
+    before, theirs.disabled = theirs.disabled, True
+    try:
+        yield
+    finally:
+        theirs.disabled = before
+
+
+class _Within(threading.local):
+    """Whether this thread is inside a call: what a call calls in turn is no call of the graph."""
+
+    call = False
+
+
+@dataclass(slots=True, kw_only=True)
+class _Asked:
+    """The kernels' answers, and torch's own way to fake results."""
+
+    plain: Any
+    within: _Within = field(default_factory=_Within)
+    kinds: dict[Any, bool] = field(default_factory=dict)
+    strides: dict[Any, _Strides] = field(default_factory=dict)
+
+    def result(self, mode: FakeTensorMode, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if self.within.call or not self._makes_tensors(func):
+            return self.plain(mode, func, types, args, kwargs)
+        self.within.call = True
+        try:
+            made = self.plain(mode, func, types, args, kwargs)
+            return self._as_kernel_lays_out(mode, func, args, kwargs, made)
+        finally:
+            self.within.call = False
+
+    def _makes_tensors(self, func: Any) -> bool:
+        known = self.kinds.get(func)
+        if known is None:
+            known = self.kinds[func] = _makes_tensors(func)
+        return known
+
+    def _as_kernel_lays_out(self, mode: FakeTensorMode, func: Any, args: Any, kwargs: Any, made: Any) -> Any:
+        arguments, spec = pytree.tree_flatten((args, kwargs))
+        results, nesting = pytree.tree_flatten(made)
+        operands = [a for a in arguments if isinstance(a, torch.Tensor)]
+        tensors = [*operands, *(r for r in results if isinstance(r, torch.Tensor))]
+        if all(t.is_contiguous() for t in tensors) or not all(_is_known(t) for t in tensors):
+            return made
+        memory = {t.untyped_storage()._cdata for t in operands}
+        if any(r.untyped_storage()._cdata in memory for r in results if isinstance(r, torch.Tensor)):
+            return made
+        key = (func, spec, *map(_key, arguments), *map(_key, results))
+        strides = self.strides.get(key)
+        if strides is None:
+            strides = self.strides[key] = self._ask(mode, func, arguments, spec, results)
+        if not any(strides):
+            return made
+        return pytree.tree_unflatten(
+            [r if s is None else _laid_out(mode, r, s) for r, s in zip(results, strides, strict=True)], nesting
+        )
+
+    def _ask(
+        self,
+        mode: FakeTensorMode,
+        func: torch._ops.OpOverload,
+        arguments: Sequence[Any],
+        spec: pytree.TreeSpec,
+        results: Sequence[Any],
+    ) -> _Strides:
+        """How the results lie where that is not as faked; None for each that does."""
+        operands = [a for a in arguments if isinstance(a, torch.Tensor)]
+        if torch.Tag.pointwise not in func.tags and any(_may_be_places(t) for t in operands):
+            return (None,) * len(results)
+        for sizes in sizes_to_try(operands):
+            for number in (0, 1):
+                try:
+                    fake = pytree.tree_leaves(self._faked(mode, func, arguments, spec, sizes))  # looks at shapes first
+                    real = pytree.tree_leaves(made_by_kernel(func, arguments, spec, sizes, number))
+                except Exception as error:  # whatever a kernel says to a call that it cannot do
+                    log.debug("%s refuses a sample of sizes %s: %s", func, sizes, error)
+                    continue
+                strides = _strides_of_results(results, fake, real)
+                if strides is not None:
+                    return strides
+        log.debug("%s is laid out as faked, its kernel takes no sample", func)
+        return (None,) * len(results)
+
+    def _faked(
+        self,
+        mode: FakeTensorMode,
+        func: torch._ops.OpOverload,
+        arguments: Sequence[Any],
+        spec: pytree.TreeSpec,
+        sizes: Mapping[int, int],
+    ) -> Any:
+        with mode, _quiet():
+            ours = [
+                real_like(a, sizes, 1) if isinstance(a, torch.Tensor) else a for a in smaller_numbers(arguments, sizes)
+            ]
+            args, kwargs = pytree.tree_unflatten(ours, spec)
+            return func(*args, **kwargs)
+
+
+def _makes_tensors(func: Any) -> bool:
+    """Whether it is an op of torch's own that makes tensors, not views or tensors that were there before."""
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten" or func.is_view:
+        return False
+    schema = func._schema
+    told = torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
+    return not told and any("Tensor" in str(r.type) and r.alias_info is None for r in schema.returns)
+
+
+def _may_be_places(tensor: torch.Tensor) -> bool:
+    """Whether it holds integers: kernels read memory at such places, some without a look at them."""
+    return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype is torch.bool)
+
+
+def _is_known(tensor: torch.Tensor) -> bool:
+    """Whether a fake tensor is made of strides and numbers, not of symbols, constants or other tensors."""
+    return (
+        type(tensor) is FakeTensor
+        and tensor.layout is torch.strided
+        and tensor.constant is None
+        and not (tensor.is_conj() or tensor.is_neg())
+        and all(type(n) is int for n in (*tensor.shape, *tensor.stride()))
+    )
+
+
+def _key(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return (tuple(value.shape), tuple(value.stride()), value.dtype, value.device)
+    return (type(value), value) if value.__hash__ else (type(value), repr(value))
+
+
+def _strides_of_results(results: Sequence[Any], fake: Sequence[Any], real: Sequence[Any]) -> _Strides | None:
+    """For each result the strides it has where they are not as faked; None if the sample is another kind of call.
+
+    Args:
+        results: of the call, fake.
+        fake: of its sample, fake.
+        real: of its sample, real.
+    """
+    if not len(results) == len(fake) == len(real):
+        return None
+    found: list[tuple[int, ...] | None] = []
+    for result, ours, kernels in zip(results, fake, real, strict=True):
+        if not isinstance(result, torch.Tensor):
+            found.append(None)
+            continue
+        if not isinstance(ours, torch.Tensor) or not isinstance(kernels, torch.Tensor) or ours.shape != kernels.shape:
+            return None
+        if ours.dim() != result.dim() or not _lies_as(result, ours):
+            return None
+        same = _strides(ours) == _strides(kernels) or result.numel() == 0
+        shape, strides = tuple(kernels.shape), tuple(kernels.stride())
+        whole = result.shape == kernels.shape
+        found.append(None if same else strides if whole else strides_alike(shape, strides, result.shape))
+    return tuple(found)
+
+
+def _lies_as(large: torch.Tensor, small: torch.Tensor) -> bool:
+    alike = strides_alike(tuple(large.shape), tuple(large.stride()), tuple(small.shape))
+    axes = [axis for axis, size in enumerate(large.shape) if size > 1]
+    return alike is not None and all(alike[axis] == small.stride(axis) for axis in axes)
+
+
+def _strides(tensor: torch.Tensor) -> list[int]:
+    return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+
+
+def _laid_out(mode: FakeTensorMode, like: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     with mode:
-        whole = torch.broadcast_tensors(*operands)
-        strides = compute_elementwise_output_strides(*whole)
-        return whole[0].new_empty_strided(whole[0].shape, strides, dtype=torch.result_type(*operands))
-
-
-def _contiguous(mode: FakeTensorMode, _: Any, gradient: Any, result: Any, target: Any, *rest: Any, **more: Any) -> Any:
-    with mode:
-        shape = torch.broadcast_shapes(result.shape, target.shape)
-        return result.new_empty(shape, dtype=torch.result_type(result, target))
+        return torch.empty_strided(tuple(like.shape), strides, dtype=like.dtype, device=like.device)

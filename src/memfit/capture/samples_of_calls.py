@@ -1,0 +1,164 @@
+"""Small real tensors that lie as those of a call do, and the layout of what a kernel makes of them.
+
+A kernel lays its results out by rules that look at the order of its operands' axes in memory, at what is repeated along
+an axis and at what has gaps, hardly ever at sizes. So a call of a few elements tells how a large one lies.
+
+Sizes keep what formulas make of them: sizes that are close stay as far from each other (a padded image from its image),
+and all keep their remainder by eight (groups of channels). Numbers among the arguments that are one of the sizes,
+or a product of some, follow it. Where a kernel refuses such a call another one is tried, up to the call itself if it is not large.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch._dispatch.python import no_python_dispatcher
+from torch.utils import _pytree as pytree
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import _disable_current_modes
+
+__all__ = ["made_by_kernel", "real_like", "sizes_to_try", "smaller_numbers", "strides_alike"]
+
+_LARGEST_KEPT = 8
+_NEAR = 8
+_MOST_ELEMENTS = 1 << 20
+
+
+def sizes_to_try(tensors: Sequence[torch.Tensor]) -> Iterator[dict[int, int]]:
+    """Maps from sizes to smaller ones, the best first: all smaller, channels kept, only the batch smaller, all kept."""
+    shapes = [tuple(t.shape) for t in tensors]
+    channels = {shape[1] for shape in shapes if len(shape) > 1} | {shape[0] for shape in shapes if len(shape) == 1}
+    inner = {size for shape in shapes for size in shape[1:]}
+    tried: list[dict[int, int]] = []
+    for kept in (set[int](), channels, inner, {size for shape in shapes for size in shape}):
+        found = _smaller_sizes({size for shape in shapes for size in shape}, kept)
+        elements = sum(_elements(tuple(found.get(n, n) for n in shape)) for shape in shapes)
+        if found not in tried and elements <= _MOST_ELEMENTS:
+            tried.append(found)
+            yield found
+
+
+def _elements(shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _smaller_sizes(sizes: set[int], kept: set[int]) -> dict[int, int]:
+    """A smaller size for each large one; the order of sizes stays, and so do small differences."""
+    large = sorted(size for size in sizes - kept if size > _LARGEST_KEPT)
+    if not large:
+        return {}
+    runs = [[large[0]]]
+    for one, other in pairwise(large):
+        if other - one <= _NEAR:
+            runs[-1].append(other)
+        else:
+            runs.append([other])
+    found: dict[int, int] = {}
+    last = _LARGEST_KEPT - 1
+    for run in runs:
+        lowest = last + 1 + (run[0] - last - 1) % 8
+        found |= {size: size - run[0] + lowest for size in run}
+        last = found[run[-1]]
+    return {size: smaller for size, smaller in found.items() if size != smaller}
+
+
+def smaller_numbers(arguments: Sequence[Any], sizes: Mapping[int, int]) -> list[Any]:
+    """The arguments of a smaller call but for its tensors: numbers that are a size, or a product of the last, follow it.
+
+    Args:
+        arguments: of a call, in a flat list.
+        sizes: of `sizes_to_try`.
+    """
+    numbers: dict[int, int] = {}
+    for shape in [tuple(a.shape) for a in arguments if isinstance(a, torch.Tensor)]:
+        for first in range(len(shape) - 1):
+            ours = [sizes.get(n, n) for n in shape[first:]]
+            numbers.setdefault(_elements(shape[first:]), _elements(ours))
+    numbers |= sizes
+    return [numbers.get(a, a) if type(a) is int else a for a in arguments]
+
+
+def strides_alike(shape: Sequence[int], strides: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...] | None:
+    """Strides of a tensor of other sizes that lies alike: the same order of axes, repetitions and gaps.
+
+    Args:
+        shape: of a tensor.
+        strides: of that tensor.
+        sizes: of the other one.
+
+    Returns:
+        None if elements of the tensor share memory in another way than along a repeated axis.
+    """
+    order = sorted(range(len(shape)), key=lambda axis: (strides[axis], shape[axis] > 1))
+    found = [0] * len(shape)
+    expected, ours = 1, 1
+    for axis in order:
+        stride, size = strides[axis], shape[axis]
+        if size > 1 and stride == 0:
+            continue
+        if size > 1 and stride < expected:
+            return None
+        gap = 1 if stride <= expected else max(2, round(stride / expected)) if expected < stride else 1
+        found[axis] = ours * gap
+        if size > 1:
+            expected, ours = stride * size, found[axis] * sizes[axis]
+        elif stride == 0:
+            found[axis] = 0
+    return tuple(found)
+
+
+def real_like(tensor: torch.Tensor, sizes: Mapping[int, int], number: int) -> torch.Tensor:
+    """A real tensor on the device of a fake one that lies alike; all elements are one number, of integers the given.
+
+    Raises:
+        ValueError: if it cannot lie alike.
+    """
+    shape, strides = tuple(tensor.shape), tuple(tensor.stride())
+    ours = tuple(sizes.get(n, n) for n in shape)
+    alike = strides if ours == shape else strides_alike(shape, strides, ours)
+    if alike is None:
+        raise ValueError("a tensor whose elements share memory")
+    made = torch.empty_strided(ours, alike, dtype=tensor.dtype, device=tensor.device)
+    number = number if not tensor.dtype.is_floating_point and not tensor.dtype.is_complex else 1
+    return made.fill_(number / 2 if made.dtype.is_floating_point else number)
+
+
+def made_by_kernel(
+    func: torch._ops.OpOverload, arguments: Sequence[Any], spec: pytree.TreeSpec, sizes: Mapping[int, int], number: int
+) -> Any:
+    """What the kernel makes of a real call that looks as a fake one does.
+
+    Args:
+        func: the op.
+        arguments: all arguments of the call, in a flat list.
+        spec: how they are nested.
+        sizes: of `sizes_to_try`.
+        number: what integer operands hold.
+
+    Returns:
+        Its results; random generators are as before.
+
+    Raises:
+        Exception: whatever a kernel raises that does not take such a call.
+    """
+    random = torch.Tag.nondeterministic_seeded in func.tags
+    devices = {a.device.index or 0 for a in arguments if isinstance(a, torch.Tensor) and a.device.type == "cuda"}
+    with ExitStack() as aside:
+        aside.enter_context(_disable_current_modes())
+        for context in (no_dispatch(), no_python_dispatcher(), torch._C._AutoDispatchBelowAutograd()):
+            aside.enter_context(context)
+        if random:
+            aside.enter_context(torch.random.fork_rng(devices=sorted(devices)))
+        ours = [_real_argument(a, sizes, number) for a in smaller_numbers(arguments, sizes)]
+        args, kwargs = pytree.tree_unflatten(ours, spec)
+        return func(*args, **kwargs)
+
+
+def _real_argument(argument: Any, sizes: Mapping[int, int], number: int) -> Any:
+    if isinstance(argument, torch.Tensor):
+        return real_like(argument, sizes, number)
+    return None if isinstance(argument, torch.Generator) else argument
