@@ -49,6 +49,7 @@ def plan(
     tiers: str | None = None,
     prove: bool = True,
     search_seconds: float = 8.0,
+    checkpointing: str = "refuse",
     progress: Progress | None = None,
 ) -> Plan:
     """Plans a training step of `model(*args, **kwargs)` within a budget; changes nothing.
@@ -66,6 +67,7 @@ def plan(
         tiers: where swapped bytes may go.
         search_seconds: roughly how long `"auto"` searches; up to four times that while far from the bound.
         prove: run the plan once to compare the measured peak with the predicted one, and correct it.
+        checkpointing: for a model that checkpoints itself, `"refuse"` it or `"replace"`: plan and run it as if it did not.
         progress: told stage, done and total.
 
     Returns:
@@ -85,6 +87,7 @@ def plan(
         tiers=tiers,
         prove=prove,
         search_seconds=search_seconds,
+        checkpointing=checkpointing,
     )
     return make_plan(model, tuple(args), dict(kwargs or {}), request, progress=progress)
 
@@ -102,6 +105,7 @@ def fit(
     tiers: str | None = None,
     prove: bool = True,
     search_seconds: float = 8.0,
+    checkpointing: str = "refuse",
     progress: Progress | None = None,
 ) -> nn.Module:
     """Makes `model` train within a budget: `plan` and apply. Arguments and errors are those of `plan`.
@@ -118,6 +122,7 @@ def fit(
         tiers=tiers,
         prove=prove,
         search_seconds=search_seconds,
+        checkpointing=checkpointing,
     )
     made = make_plan(model, tuple(args), dict(kwargs or {}), request, progress=progress, keep_call=True)
     return made.apply(model)

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from memfit import strategies
 from memfit.agreement import agreed_program, agreed_start, agreed_step
 from memfit.capture.adding import Accumulate
+from memfit.capture.checkpoints import CHECKPOINTING
 from memfit.capture.cost_cache import CostCache, machine_name, open_cache
 from memfit.capture.loss import LossFunction
 from memfit.capture.profile import profile_ops, separated
@@ -77,6 +78,7 @@ class Request:
         search_seconds: roughly how long `"auto"` searches; up to four times that while far from the bound.
         accumulate: how gradients of parameters are added to `.grad` when made; None for after the backward pass.
         beside_bytes: what is in memory beside the module and its inputs, such as DDP's buckets.
+        checkpointing: `"refuse"` a model that checkpoints itself, or `"replace"` its checkpoints by the plan.
     """
 
     budget: int | str
@@ -90,6 +92,7 @@ class Request:
     search_seconds: float = 8.0
     accumulate: Accumulate | None = None
     beside_bytes: int = 0
+    checkpointing: str = "refuse"
 
     @property
     def tiles(self) -> bool:
@@ -151,7 +154,7 @@ def capture_and_profile(
     if progress is not None:
         progress("capture", 0, 1)
     cache = open_cache(device) if cache is None else cache
-    agreed_start(model, lambda: check_step(model, args, kwargs))
+    agreed_start(model, lambda: check_step(model, args, kwargs, checkpointing=request.checkpointing))
 
     def captured(separate: Callable[[str], bool]) -> Capture:
         return capture_step(
@@ -162,6 +165,7 @@ def capture_and_profile(
             separate=separate,
             grid=grid,
             accumulate=request.accumulate,
+            checkpointing=request.checkpointing,
         )
 
     # Every capture of a sharded module gathers it, so all processes must make as many: none that costs decide.
@@ -258,5 +262,7 @@ def check_request(request: Request, device: torch.device) -> None:
     levers = {"bitwise": _BITWISE, "all": _ALL}.get(str(request.levers), request.levers)
     if isinstance(levers, str) or not set(levers) <= set(_ALL):
         raise SpecError(f"unknown levers; there are 'bitwise', 'all' and {_ALL} (levers: {request.levers!r})")
+    if request.checkpointing not in CHECKPOINTING:
+        raise SpecError(f"unknown checkpointing {request.checkpointing!r}; there are {CHECKPOINTING}")
     strategies.check_name(request.strategy)
     parse_tiers(request.tiers, device)
