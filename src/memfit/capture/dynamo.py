@@ -164,26 +164,39 @@ def capture_pieces(
     reason = first_lines(str(failure))
     log.info("the graph breaks, capturing piece by piece: %s", reason)
     around = without_checkpoints() if replaced else refusing_checkpoints()
+    with preserved_state(model), resharded(model), around:
+        plain = find_plain_parts(model, args, kwargs)
     try:
-        with preserved_state(model), resharded(model), around:
-            plain = find_plain_parts(model, args, kwargs)
-        for told in plain.reasons:
-            log.warning("%s: that part runs as plain code between planned pieces", told)
-        with preserved_state(model), resharded(model), LiveBytes() as counter, quiet():
-            pieces = captured(fake=False, plain=plain)
-            returned = {
-                t.untyped_storage()._cdata: int(t.untyped_storage().nbytes())
-                for piece in pieces.pieces
-                for t in tensors_in(piece.outputs)
-            }
-            between_bytes = max(0, counter.live - sum(returned.values()))
-    except torch._dynamo.exc.TorchDynamoException as error:
-        raise explained(error, model) from error
+        pieces, between_bytes = _in_pieces(model, captured, plain)
+    except MemfitError:
+        raise
+    except (torch._dynamo.exc.TorchDynamoException, RuntimeError, LookupError, TypeError, AssertionError) as error:
+        # Dynamo fails on some code of forward itself; then only what it calls is captured.
+        log.info("capturing only what the model's forward pass calls: %s", first_lines(str(error)))
+        failure, plain = error, replace(plain, only_children=True)
+        try:
+            pieces, between_bytes = _in_pieces(model, captured, plain)
+        except torch._dynamo.exc.TorchDynamoException as second:
+            raise explained(second, model) from second
     if not pieces.pieces:
         raise explained(failure, model, start="nothing of the model can be captured") from failure
     if is_sharded(model):  # what its hooks hold is told by `memfit.capture.communication`
         between_bytes = 0
+    for told in plain.reasons:
+        log.warning("%s: that part runs as plain code, what is around it as planned", told)
     return replace(pieces, breaks=(reason,), between_bytes=between_bytes)
+
+
+def _in_pieces(model: nn.Module, captured: Callable[..., Pieces], plain: PlainParts) -> tuple[Pieces, int]:
+    """The pieces, one after the other, and what plain autograd saves for the code between them."""
+    with preserved_state(model), resharded(model), LiveBytes() as counter, quiet():
+        pieces = captured(fake=False, plain=plain)
+        returned = {
+            t.untyped_storage()._cdata: int(t.untyped_storage().nbytes())
+            for piece in pieces.pieces
+            for t in tensors_in(piece.outputs)
+        }
+        return pieces, max(0, counter.live - sum(returned.values()))
 
 
 def _capture(
@@ -219,6 +232,8 @@ def _capture(
 
         accumulated = accumulated_inputs(inputs) if accumulate else frozenset[int]()
         key = graph_key(gm)
+        if fake and any(node.op == "call_method" and node.target in ("item", "tolist") for node in gm.graph.nodes):
+            raise UnplannableGraphError("a number is read from a tensor")  # in a graph it would round as a tensor does
         if fake or key == last_key:
             detach_outputs(gm, gradient_outputs)
         results = [n.meta["example_value"] if isinstance(n, fx.Node) else n for n in _outputs_of(gm)]
@@ -258,6 +273,11 @@ def _capture(
     except torch._dynamo.exc.BackendCompilerFailed as error:
         if isinstance(error.inner_exception, MemfitError):
             raise error.inner_exception from None
+        raise
+    except torch._dynamo.exc.Unsupported as error:
+        cause = getattr(error.__cause__, "inner_exception", None)
+        if isinstance(cause, MemfitError):
+            raise cause from None
         raise
     captured = tuple(pieces)
     pieces.clear()  # Dynamo keeps the backend, and with it this list
@@ -303,11 +323,12 @@ def compile_call(
     names = dict(model.named_modules())
     left = [names[name] for name in sorted(plain.modules) if name in names]
     forwards += [(vars(m), torch._dynamo.disable(m.forward)) for m in left]  # type: ignore[no-untyped-call]
+    if plain.only_children:
+        forwards.append((vars(model), torch._dynamo.disable(model.forward, recursive=False)))  # type: ignore[no-untyped-call]
     # Where the graph breaks, pieces are cached with the model's own code, which every plan of it shares. At its limit
     # Dynamo would run them plainly, without a plan and over the budget, and say nothing.
     limits = {"recompile_limit": _MOST_PLANS, "accumulated_recompile_limit": _MOST_PLANS}
-    # A number that the graph read from a tensor would be a tensor there, rounded otherwise than a number.
-    options = limits | logs_left_out() | {"capture_scalar_outputs": False, "capture_dynamic_output_shape_ops": False}
+    options = limits | logs_left_out()
 
     def run(*args: Any, **kwargs: Any) -> Any:
         around = without_checkpoints() if replaced and in_pieces else contextlib.nullcontext()

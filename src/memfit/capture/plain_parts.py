@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,11 +49,13 @@ class PlainParts:
     Attributes:
         modules: names of modules whose forward passes Dynamo leaves alone.
         loose: whether graphs that were not planned run plainly, since shapes between the pieces depend on data.
+        only_children: whether only what the forward pass of the model calls is captured, not its own code.
         reasons: for people, with the user's lines.
     """
 
     modules: frozenset[str] = frozenset()
     loose: bool = False
+    only_children: bool = False
     reasons: tuple[str, ...] = ()
 
 
@@ -67,11 +69,11 @@ def find_plain_parts(model: nn.Module, args: Sequence[Any], kwargs: dict[str, An
         model._call_impl(*args, **kwargs)
     for name, module in model.named_modules():
         if name and isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            watch.found.setdefault(name, f"the gradient of {name} is sparse")
+            watch.found.setdefault(name, (f"the gradient of {name} is sparse", name))
     modules = {name for name in watch.found if name and not _inside(name, watch.found)}
-    # A loop over modules is skipped as a whole, so what is left of it are the calls of its modules.
-    reasons = [reason for name, reason in watch.found.items() if not name or name in modules]
-    return PlainParts(modules=frozenset(modules), loose=watch.dynamic, reasons=tuple(dict.fromkeys(reasons)))
+    # One line of the user's is told once, with the first of the modules that run it.
+    reasons = {place: told for name, (told, place) in reversed(watch.found.items()) if not name or name in modules}
+    return PlainParts(modules=frozenset(modules), loose=watch.dynamic, reasons=tuple(reversed(reasons.values())))
 
 
 def place_of(frames: Iterator[types.FrameType] | None = None) -> str:
@@ -83,7 +85,7 @@ def place_of(frames: Iterator[types.FrameType] | None = None) -> str:
     return ""
 
 
-def _inside(name: str, others: dict[str, str]) -> bool:
+def _inside(name: str, others: Iterable[str]) -> bool:
     return any(other and name.startswith(other + ".") for other in others)
 
 
@@ -100,7 +102,7 @@ class _Watch(TorchDispatchMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names = {id(module): name for name, module in model.named_modules()}
-        self.found: dict[str, str] = {}
+        self.found: dict[str, tuple[str, str]] = {}
         self.dynamic = False
         self.sizes: Any = WeakTensorKeyDictionary()  # frozenset[int] by tensor
         self.read: set[int] = set()
@@ -158,7 +160,7 @@ class _Watch(TorchDispatchMode):
             name = self.names.get(id(frame.f_locals.get(*first))) if first else None
             if name is not None:
                 if name not in self.found:
-                    self.found[name] = f"{reason} in {name or 'the model itself'} ({place_of()})"
+                    self.found[name] = (f"{reason} in {name or 'the model itself'} ({place_of()})", place_of())
                 return
 
 
