@@ -50,6 +50,7 @@ def plan(
     prove: bool = True,
     exact: str = "bitwise",
     search_seconds: float = 8.0,
+    checkpointing: str = "refuse",
     progress: Progress | None = None,
 ) -> Plan:
     """Plans a training step of `model(*args, **kwargs)` within a budget; changes nothing.
@@ -71,6 +72,7 @@ def plan(
             predicted one, and correct it. Costs two planned steps and at most two plain ones.
         exact: `"bitwise"`: a plan whose results differ from the plain step's is an error; `"rounding"`: it is taken
             if they differ by rounding, and `plan.proof` tells by how much.
+        checkpointing: for a model that checkpoints itself, `"refuse"` it or `"replace"`: plan and run it as if it did not.
         progress: told stage, done and total.
 
     Returns:
@@ -92,6 +94,7 @@ def plan(
         prove=prove,
         exact=exact,
         search_seconds=search_seconds,
+        checkpointing=checkpointing,
     )
     return make_plan(model, tuple(args), dict(kwargs or {}), request, progress=progress)
 
@@ -110,6 +113,7 @@ def fit(
     prove: bool = True,
     exact: str = "bitwise",
     search_seconds: float = 8.0,
+    checkpointing: str = "refuse",
     progress: Progress | None = None,
 ) -> nn.Module:
     """Makes `model` train within a budget: `plan` and apply. Arguments and errors are those of `plan`.
@@ -127,6 +131,7 @@ def fit(
         prove=prove,
         exact=exact,
         search_seconds=search_seconds,
+        checkpointing=checkpointing,
     )
     made = make_plan(model, tuple(args), dict(kwargs or {}), request, progress=progress, keep_call=True)
     return made.apply(model)

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from memfit import strategies
 from memfit.agreement import agreed_program, agreed_start, agreed_step
 from memfit.capture.adding import Accumulate
+from memfit.capture.checkpoints import CHECKPOINTING
 from memfit.capture.cost_cache import CostCache, machine_name, open_cache
 from memfit.capture.loss import LossFunction
 from memfit.capture.optimizer import OptimizerPart, optimizer_cost
@@ -80,6 +81,7 @@ class Request:
         search_seconds: roughly how long `"auto"` searches; up to four times that while far from the bound.
         accumulate: how gradients of parameters are added to `.grad` when made; None for after the backward pass.
         beside_bytes: what is in memory beside the module and its inputs, such as DDP's buckets.
+        checkpointing: `"refuse"` a model that checkpoints itself, or `"replace"` its checkpoints by the plan.
     """
 
     budget: int | str
@@ -94,6 +96,7 @@ class Request:
     search_seconds: float = 8.0
     accumulate: Accumulate | None = None
     beside_bytes: int = 0
+    checkpointing: str = "refuse"
 
     @property
     def tiles(self) -> bool:
@@ -155,7 +158,7 @@ def capture_and_profile(
     if progress is not None:
         progress("capture", 0, 1)
     cache = open_cache(device) if cache is None else cache
-    agreed_start(model, lambda: check_step(model, args, kwargs))
+    agreed_start(model, lambda: check_step(model, args, kwargs, checkpointing=request.checkpointing))
 
     cost = optimizer_cost(request.optimizer, device.type)
 
@@ -168,6 +171,7 @@ def capture_and_profile(
             separate=separate,
             grid=grid,
             accumulate=request.accumulate,
+            checkpointing=request.checkpointing,
         )
 
     # Every capture of a sharded module gathers it, so all processes must make as many: none that costs decide.
@@ -268,5 +272,7 @@ def check_request(request: Request, device: torch.device) -> None:
         raise SpecError(f"exact must be 'bitwise' or 'rounding' (exact: {request.exact!r})")
     if not isinstance(request.optimizer, OptimizerPart):
         check_optimizer(request.optimizer)
+    if request.checkpointing not in CHECKPOINTING:
+        raise SpecError(f"unknown checkpointing {request.checkpointing!r}; there are {CHECKPOINTING}")
     strategies.check_name(request.strategy)
     parse_tiers(request.tiers, device)

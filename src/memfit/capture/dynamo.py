@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import inspect
 import logging
 import operator
@@ -30,12 +31,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from memfit.capture.adding import Accumulate
+from memfit.capture.checkpoints import refusing_checkpoints, without_checkpoints
 from memfit.capture.eager_answers import eager_answers
 from memfit.capture.eager_kernels import as_in_eager
+from memfit.capture.failures import explained, quiet
 from memfit.capture.joint import read_joint
 from memfit.capture.live_bytes import LiveBytes
 from memfit.capture.log_calls import logs_left_out
 from memfit.capture.one_graph import OneGraph
+from memfit.capture.plain_parts import PlainParts, UnplannableGraphError, find_plain_parts
 from memfit.capture.preserve import preserved
 from memfit.capture.reading import JointReading
 from memfit.capture.sharded import Gathered, gathering, is_sharded, resharded
@@ -49,6 +53,7 @@ __all__ = [
     "compile_call",
     "detach_outputs",
     "first_lines",
+    "graph_key",
     "is_in_place",
 ]
 
@@ -66,12 +71,14 @@ class Piece:
         inputs: the real tensors it takes, in the order of its placeholders.
         outputs: what it returned while capturing, fake or real.
         gathered: the units of a sharded module that were gathered while it ran.
+        key: of the graph it was made from (`graph_key`).
     """
 
     reading: JointReading
     inputs: tuple[Any, ...]
     outputs: tuple[Any, ...]
     gathered: tuple[Gathered, ...] = ()
+    key: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +91,8 @@ class Pieces:
         breaks: why the graph breaks, if it does.
         between_bytes: what plain autograd saves for the code between pieces.
         staying: the units of a sharded module that were gathered when it had run.
+        plain: what is left to plain code.
+        replaced: whether the model's own checkpoints are left out.
     """
 
     pieces: tuple[Piece, ...]
@@ -91,6 +100,14 @@ class Pieces:
     breaks: tuple[str, ...] = ()
     between_bytes: int = 0
     staying: tuple[Gathered, ...] = ()
+    plain: PlainParts = PlainParts()
+    replaced: bool = False
+
+    @property
+    def last_key(self) -> str | None:
+        """The key of the last piece's graph, None if an earlier piece has the same."""
+        keys = [piece.key for piece in self.pieces]
+        return keys[-1] if keys.count(keys[-1]) == 1 else None
 
 
 def capture_pieces(
@@ -101,7 +118,9 @@ def capture_pieces(
     separate: Callable[[str], bool],
     grid: tuple[int, ...] = (),
     gradient_outputs: frozenset[int] | None = None,
+    last_key: str | None = None,
     accumulate: Accumulate | None = None,
+    checkpointing: str = "refuse",
 ) -> Pieces:
     """Captures the training step of `model(*args, **kwargs)`. Changes nothing.
 
@@ -112,44 +131,74 @@ def capture_pieces(
         separate: see `memfit.capture.joint.read_joint`.
         grid: see there.
         gradient_outputs: which outputs of the last graph receive a gradient; None for all of them.
+        last_key: with that, which graph is the last.
         accumulate: how gradients of parameters are added to `.grad` inside the graph; None if that is left to autograd.
+        checkpointing: `"refuse"` or `"replace"`, what is done where the model checkpoints itself.
 
     Returns:
         The pieces and the output of the module.
 
     Raises:
-        CaptureError: if Dynamo cannot capture the model, naming the line.
+        CaptureError: if Dynamo cannot capture the model, naming the line. What the plain forward pass raises is raised.
     """
+    replaced = checkpointing == "replace"
     captured = functools.partial(
         _capture,
         *(model, args, kwargs),
         separate=separate,
         grid=grid,
         gradient_outputs=gradient_outputs,
+        last_key=last_key,
         accumulate=accumulate,
+        replaced=replaced,
     )
     try:
-        with preserved(model, args, kwargs, values=False):
+        with preserved(model, args, kwargs, values=False), quiet():
             return captured(fake=True)
-    except torch._dynamo.exc.Unsupported as error:
-        log.info("the graph breaks, capturing piece by piece: %s", error)
-        reason = first_lines(str(error))
+    except UnplannableGraphError as error:
+        failure: Exception = error
+    except MemfitError:
+        raise
+    except Exception as error:  # whatever it is: the plain forward pass raises it too, or the graph breaks there
+        failure = error
+    reason = first_lines(str(failure))
+    log.info("the graph breaks, capturing piece by piece: %s", reason)
+    around = without_checkpoints() if replaced else refusing_checkpoints()
+    with preserved(model, args, kwargs), resharded(model), around:
+        plain = find_plain_parts(model, args, kwargs)
     try:
-        with preserved(model, args, kwargs), resharded(model), LiveBytes() as counter:
-            pieces = captured(fake=False)
-            returned = {
-                t.untyped_storage()._cdata: int(t.untyped_storage().nbytes())
-                for piece in pieces.pieces
-                for t in tensors_in(piece.outputs)
-            }
-            between_bytes = max(0, counter.live - sum(returned.values()))
-    except torch._dynamo.exc.TorchDynamoException as error:
-        raise CaptureError(f"cannot capture the model: {first_lines(str(error))}") from error
+        pieces, between_bytes = _in_pieces(model, args, kwargs, captured, plain)
+    except MemfitError:
+        raise
+    except (torch._dynamo.exc.TorchDynamoException, RuntimeError, LookupError, TypeError, AssertionError) as error:
+        # Dynamo fails on some code of forward itself; then only what it calls is captured.
+        log.info("capturing only what the model's forward pass calls: %s", first_lines(str(error)))
+        failure, plain = error, replace(plain, only_children=True)
+        try:
+            pieces, between_bytes = _in_pieces(model, args, kwargs, captured, plain)
+        except torch._dynamo.exc.TorchDynamoException as second:
+            raise explained(second, model) from second
     if not pieces.pieces:
-        raise CaptureError(f"nothing of the model can be captured: {reason}")
+        raise explained(failure, model, start="nothing of the model can be captured") from failure
     if is_sharded(model):  # what its hooks hold is told by `memfit.capture.communication`
         between_bytes = 0
+    for told in plain.reasons:
+        log.warning("%s: that part runs as plain code, what is around it as planned", told)
     return replace(pieces, breaks=(reason,), between_bytes=between_bytes)
+
+
+def _in_pieces(
+    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], captured: Callable[..., Pieces], plain: PlainParts
+) -> tuple[Pieces, int]:
+    """The pieces, one after the other, and what plain autograd saves for the code between them."""
+    with preserved(model, args, kwargs), resharded(model), LiveBytes() as counter, quiet():
+        pieces = captured(fake=False, plain=plain)
+        returned = {
+            t.untyped_storage()._cdata: int(t.untyped_storage().nbytes())
+            for piece in pieces.pieces
+            for t in tensors_in(piece.outputs)
+        }
+        return pieces, max(0, counter.live - sum(returned.values()))
 
 
 def _capture(
@@ -161,7 +210,10 @@ def _capture(
     separate: Callable[[str], bool],
     grid: tuple[int, ...],
     gradient_outputs: frozenset[int] | None,
+    last_key: str | None,
     accumulate: Accumulate | None,
+    replaced: bool,
+    plain: PlainParts = PlainParts(),
 ) -> Pieces:
     pieces: list[Piece] = []
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -173,17 +225,29 @@ def _capture(
         def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **rest: Any) -> Any:
             halves = default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **rest)
             in_place = in_place_nodes(gm)
-            reading = functools.partial(read_joint, joint, num_fwd_outputs, separate=separate, grid=grid)
+            reading = functools.partial(
+                *(read_joint, joint, num_fwd_outputs), separate=separate, grid=grid, replaced=replaced
+            )
             as_made = accumulate is Accumulate.AS_MADE
             readings.append(reading(in_place=in_place, accumulated=accumulated, as_made=as_made))
             return halves
 
         accumulated = accumulated_inputs(inputs) if accumulate else frozenset[int]()
-        detach_outputs(gm, gradient_outputs)
+        key = graph_key(gm)
+        if fake and any(node.op == "call_method" and node.target in ("item", "tolist") for node in gm.graph.nodes):
+            raise UnplannableGraphError("a number is read from a tensor")  # in a graph it would round as a tensor does
+        if fake or key == last_key:
+            detach_outputs(gm, gradient_outputs)
         results = [n.meta["example_value"] if isinstance(n, fx.Node) else n for n in _outputs_of(gm)]
         original = gm.forward if fake else types.MethodType(type(gm).forward, gm)
-        with as_in_eager():
-            aot_autograd(fw_compiler=_as_is, bw_compiler=_as_is, partition_fn=partition)(gm, inputs)
+        try:
+            with as_in_eager():
+                aot_autograd(fw_compiler=_as_is, bw_compiler=_as_is, partition_fn=partition)(gm, inputs)
+        except UnplannableGraphError as error:
+            if fake:
+                raise
+            log.warning("%s: the graph around it runs as plain code", error)
+            return gm.forward
         if not readings:
             if fake:
                 raise CaptureError("the model has nothing to train: no output of it needs a gradient")
@@ -198,27 +262,53 @@ def _capture(
                 for output, result in zip(outputs, results, strict=True):
                     if isinstance(output, torch.Tensor) and result.requires_grad and not output.requires_grad:
                         output.requires_grad_()
-            pieces.append(Piece(reading=readings[0], inputs=tuple(real_inputs), outputs=outputs, gathered=gathered()))
+            pieces.append(
+                Piece(reading=readings[0], inputs=tuple(real_inputs), outputs=outputs, gathered=gathered(), key=key)
+            )
             return outputs
 
         return run
 
-    call = compile_call(model, backend, fullgraph=fake, in_pieces=not fake)
+    call = compile_call(model, backend, fullgraph=fake, in_pieces=not fake, plain=plain, replaced=replaced)
     try:
         output = call(*args, **kwargs)
     except torch._dynamo.exc.BackendCompilerFailed as error:
         if isinstance(error.inner_exception, MemfitError):
             raise error.inner_exception from None
         raise
+    except torch._dynamo.exc.Unsupported as error:
+        cause = getattr(error.__cause__, "inner_exception", None)
+        if isinstance(cause, MemfitError):
+            raise cause from None
+        raise
     captured = tuple(pieces)
     pieces.clear()  # Dynamo keeps the backend, and with it this list
-    return Pieces(pieces=captured, output=output, staying=gathered())
+    return Pieces(pieces=captured, output=output, staying=gathered(), plain=plain, replaced=replaced)
+
+
+def graph_key(gm: fx.GraphModule) -> str:
+    """Identifies a graph of Dynamo's: its calls, and the names and layouts of its inputs."""
+    lines = []
+    for node in gm.graph.nodes:
+        value = node.meta.get("example_value") if node.op == "placeholder" else None
+        told = (value.shape, value.dtype, value.requires_grad) if isinstance(value, torch.Tensor) else ""
+        lines.append(f"{node.op} {node.name} {node.target if isinstance(node.target, str) else ''} {told}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def compile_call(
-    model: nn.Module, backend: Callable[..., Any], *, fullgraph: bool = False, in_pieces: bool = False
+    model: nn.Module,
+    backend: Callable[..., Any],
+    *,
+    fullgraph: bool = False,
+    in_pieces: bool = False,
+    plain: PlainParts = PlainParts(),
+    replaced: bool = False,
 ) -> Callable[..., Any]:
-    """`model`'s call, compiled with `backend` under Dynamo's guards, with a cache of its own; of one graph without."""
+    """`model`'s call, compiled with `backend` under Dynamo's guards, with a cache of its own; of one graph without.
+
+    What is `plain` Dynamo leaves alone; with `replaced` the model's own checkpoints are calls of their functions.
+    """
     if isinstance(model, OneGraph):
         return model.compiled(backend)
     impl: Callable[..., Any] = model._call_impl
@@ -232,13 +322,19 @@ def compile_call(
     )
     compiled: Callable[..., Any] = torch.compile(own, backend=backend, fullgraph=fullgraph, dynamic=False)
     forwards = _forwards_of_torch(model) if in_pieces else []
+    names = dict(model.named_modules())
+    left = [names[name] for name in sorted(plain.modules) if name in names]
+    forwards += [(vars(m), torch._dynamo.disable(m.forward)) for m in left]  # type: ignore[no-untyped-call]
+    if plain.only_children:
+        forwards.append((vars(model), torch._dynamo.disable(model.forward, recursive=False)))  # type: ignore[no-untyped-call]
     # Where the graph breaks, pieces are cached with the model's own code, which every plan of it shares. At its limit
     # Dynamo would run them plainly, without a plan and over the budget, and say nothing.
     limits = {"recompile_limit": _MOST_PLANS, "accumulated_recompile_limit": _MOST_PLANS}
     options = limits | logs_left_out()
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with torch._dynamo.config.patch(options), _replaced(forwards), eager_answers():
+        around = without_checkpoints() if replaced and in_pieces else contextlib.nullcontext()
+        with torch._dynamo.config.patch(options), _replaced(forwards), around, eager_answers():
             return compiled(*args, **kwargs)
 
     return run
@@ -260,13 +356,16 @@ def _forwards_of_torch(model: nn.Module) -> list[tuple[dict[str, Any], Callable[
 @contextlib.contextmanager
 def _replaced(forwards: Sequence[tuple[dict[str, Any], Callable[..., Any]]]) -> Iterator[None]:
     """Puts forward passes into modules, for the time of one call."""
+    before = [(attributes, attributes.get("forward")) for attributes, _ in forwards]
     for attributes, forward in forwards:
         attributes["forward"] = forward
     try:
         yield
     finally:
-        for attributes, _ in forwards:
+        for attributes, own in reversed(before):
             attributes.pop("forward", None)  # a fitted module inside this one may have taken it out
+            if own is not None:
+                attributes["forward"] = own
 
 
 def accumulated_inputs(inputs: Sequence[Any]) -> frozenset[int]:

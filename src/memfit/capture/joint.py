@@ -24,24 +24,30 @@ from typing import cast
 import torch
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+from torch.utils import _pytree as pytree
 
 from memfit.capture import concatenations, dropout, rewrite, rounded, slices
 from memfit.capture.adding import can_add
 from memfit.capture.again import from_statistics, without_statistics
 from memfit.capture.by_rows import RUNS_ONCE, rewrite_by_rows
+from memfit.capture.checkpoints import checkpoint_error
 from memfit.capture.cost_key import tensors_of
 from memfit.capture.cudnn_norm import take_cudnn_batch_norm
 from memfit.capture.cutting import cutting
+from memfit.capture.failures import user_line
 from memfit.capture.group_norm import split_group_norm
+from memfit.capture.plain_parts import UnplannableGraphError
 from memfit.capture.reading import JointOp, JointReading, JointStorage
 from memfit.capture.repeated import merge_repeated
 from memfit.capture.samples import KEEP_BITS
 from memfit.capture.weight_products import separate_weight_products
-from memfit.errors import CaptureError
 from memfit.step.by_slices import BySlices
 from memfit.step.graph import Phase, StorageKind
 
 __all__ = ["is_random", "module_of", "read_joint", "result_index"]
+
+_NEAR = 1000
+"""So many relatives of a node are asked where it comes from."""
 
 
 def read_joint(
@@ -53,6 +59,7 @@ def read_joint(
     grid: tuple[int, ...] = (),
     accumulated: frozenset[int] = frozenset(),
     as_made: bool = False,
+    replaced: bool = False,
 ) -> JointReading:
     """Reads a joint graph; the same graph always gives the same reading.
 
@@ -67,13 +74,16 @@ def read_joint(
             the same bits up to rounding only, and ops of both passes can run slice by slice the first time. Else empty.
         accumulated: which inputs' gradients are added to what is there when made (`memfit.runtime.accumulate`).
         as_made: whether ops that can add them do (`memfit.capture.adding`).
+        replaced: whether the marks of the model's own checkpoints are passed over.
 
     Returns:
         Ops, storages and who shares what.
 
     Raises:
-        CaptureError: if sizes depend on data, or the model checkpoints itself.
+        UnplannableGraphError: if sizes depend on data, or tensors are sparse.
+        CaptureError: if the model checkpoints itself.
     """
+    _refuse_unplannable(module.graph, replaced=replaced)
     merge_repeated(module)
     dropout.mask_by_bytes(module)
     rewrite.drop_clones(module)
@@ -96,7 +106,6 @@ def read_joint(
     if as_made and not grid:  # slices of such a gradient are added to each other
         separate_weight_products(graph)
     graph.eliminate_dead_code()
-    _refuse_unplannable(graph)
     outputs = _output_nodes(graph)
     forward = _forward_nodes(graph, outputs[:num_forward_outputs])
 
@@ -189,22 +198,43 @@ def _output_nodes(graph: fx.Graph) -> list[fx.Node | None]:
     return list(output.args[0])
 
 
-def _refuse_unplannable(graph: fx.Graph) -> None:
+def _refuse_unplannable(graph: fx.Graph, *, replaced: bool) -> None:
     for node in graph.nodes:
-        if node.meta.get("recompute") is not None:
-            raise CaptureError(
-                "the model already checkpoints itself, so memfit cannot plan it "
-                f"(at {module_of(node) or node.name}); turn it off, e.g. model.gradient_checkpointing_disable()"
+        if not replaced and node.op == "call_function" and node.meta.get("recompute") is not None:
+            raise checkpoint_error(_place(node))
+        values = pytree.tree_leaves(node.meta.get("val"))
+        if any(isinstance(v, torch.Tensor) and not _is_plain(v) for v in values):
+            raise UnplannableGraphError(
+                f"{node.name} is a sparse or nested tensor, whose memory is unknown ({_place(node)})"
             )
-        value = node.meta.get("val")
-        if isinstance(value, torch.SymInt) or (
-            isinstance(value, torch.Tensor) and any(isinstance(n, torch.SymInt) for n in value.shape)
+        if any(
+            isinstance(v, torch.SymInt)
+            or (isinstance(v, torch.Tensor)
+            and any(isinstance(n, torch.SymInt) for n in v.shape))
+            for v in values
         ):
-            where = (node.stack_trace or "").strip().splitlines()[-2:]
-            raise CaptureError(
-                f"the shape of {node.name} depends on data, so its memory is unknown before it runs "
-                f"({' '.join(line.strip() for line in where) or module_of(node)})"
+            raise UnplannableGraphError(
+                f"the shape of {node.name} depends on data, so its memory is unknown before it runs ({_place(node)})"
             )
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _place(node: fx.Node) -> str:
+    """The module and the user's line of a node; of a node that has none, those of its nearest relative that does."""
+    relatives = [node]
+    for relative in relatives:
+        place = user_line(relative.stack_trace or "")
+        module = module_of(relative)
+        if place or module:
+            return ", ".join(part for part in (module, place) if part)
+        known = {*relatives}
+        relatives += [r for r in (*relative.users, *relative.all_input_nodes) if r not in known][:50]
+        if len(relatives) > _NEAR:
+            break
+    return "the model itself"
 
 
 def _forward_nodes(graph: fx.Graph, outputs: list[fx.Node | None]) -> set[fx.Node]:
@@ -403,7 +433,14 @@ def module_of(node: fx.Node) -> str:
 
 def clean_module_path(path: str) -> str:
     """`L['self'].layer1._modules['0'].conv1` to `layer1.0.conv1`."""
-    path = path.replace("._modules['", ".").replace("_modules['", "").replace("']", "").replace("L['", "")
+    path = path.replace("__dict__.", "").replace(".__dict__", "").replace("['_modules']", "._modules")
+    path = (
+        path.replace("._modules['", ".")
+        .replace("_modules['", "")
+        .replace("._modules.", ".")
+        .replace("']", "")
+        .replace("L['", "")
+    )
     path = path.replace("[", ".").replace("]", "").replace("'", "").replace('"', "")
     parts = [p for p in path.split(".") if p]
     while parts and parts[0] in ("self", "impl", "__self__", "model", "fn", "L") and len(parts) >= 1:

@@ -31,12 +31,10 @@ class LiveBytes(TorchDispatchMode):
         self._seen: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        operands = {
-            t.untyped_storage()._cdata for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
-        }
+        operands = {t.untyped_storage()._cdata for t in pytree.tree_leaves((args, kwargs)) if _has_storage(t)}
         result = func(*args, **(kwargs or {}))
         for tensor in pytree.tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
+            if _has_storage(tensor):
                 self._count(tensor, operands)
         return result
 
@@ -56,3 +54,8 @@ class LiveBytes(TorchDispatchMode):
     def _gone(self, key: int, nbytes: int) -> None:
         self._seen.discard(key)
         self.live -= nbytes
+
+
+def _has_storage(value: Any) -> bool:
+    """Whether it is a tensor with one storage; sparse ones are counted by the indices and values they are made of."""
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from memfit.capture.adding import Accumulate
+from memfit.capture.checkpoints import checkpoint_error
 from memfit.capture.dynamo import Pieces, capture_pieces
 from memfit.capture.join import join
 from memfit.capture.loss import LossFunction, read_loss
@@ -71,8 +72,22 @@ def device_of(model: nn.Module) -> torch.device:
 def storage_bytes(tensors: Sequence[Any], device_type: str) -> int:
     """Bytes that the distinct storages of the tensors take of one device type here; of distributed ones a shard."""
     held = [local(t) for t in tensors if isinstance(t, torch.Tensor) and t.device.type == device_type]
+    held = [part for t in held for part in _parts_of(t)]
     sizes = {t.untyped_storage()._cdata: int(t.untyped_storage().nbytes()) for t in held}
     return sum(sizes.values())
+
+
+def _parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors with a storage that one is made of."""
+    if tensor.layout is torch.strided:
+        return [tensor]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor.values(), tensor.offsets()] if tensor.is_nested else []
 
 
 def capture_step(
@@ -86,6 +101,7 @@ def capture_step(
     separate: Callable[[str], bool] = _never,
     grid: tuple[int, ...] = (),
     accumulate: Accumulate | None = None,
+    checkpointing: str = "refuse",
 ) -> Capture:
     """Captures one training step without running it (with graph breaks: without saving anything).
 
@@ -99,6 +115,7 @@ def capture_step(
         separate: which weights' gradients of concatenations are made part by part (`memfit.capture.concatenations`).
         grid: for the lever `tile`, see `memfit.capture.joint.read_joint`.
         accumulate: how gradients of parameters are added to `.grad` inside the step; None if that is left to autograd.
+        checkpointing: see `memfit.capture.dynamo.capture_pieces`.
 
     Returns:
         The step graph and how to get back from its ops to the captured ones.
@@ -106,17 +123,24 @@ def capture_step(
     Raises:
         CaptureError: if the model is not in training mode, cannot be captured, or its inputs are elsewhere.
     """
-    check_step(model, args, kwargs)
+    check_step(model, args, kwargs, checkpointing=checkpointing)
     device_type = device_of(model).type
     captured = functools.partial(
-        capture_pieces, model, args, kwargs, separate=separate, grid=grid, accumulate=accumulate
+        *(capture_pieces, model, args, kwargs),
+        separate=separate,
+        grid=grid,
+        accumulate=accumulate,
+        checkpointing=checkpointing,
     )
-    pieces = captured()
-    with preserved(loss_fn):
-        loss = read_loss(pieces.output, loss_fn, device_type)
-    gradient_outputs = _gradient_outputs(pieces, loss.receives_gradient)
-    if gradient_outputs is not None:
-        pieces = captured(gradient_outputs=gradient_outputs)
+    with torch.autograd.set_detect_anomaly(False):  # it looks at values, and there are none
+        pieces = captured()
+        with preserved(loss_fn):
+            loss = read_loss(pieces.output, loss_fn, device_type)
+        gradient_outputs = _gradient_outputs(pieces, loss.receives_gradient)
+        if pieces.breaks and pieces.last_key is None:
+            gradient_outputs = None  # a graph that runs earlier as well has all its outputs
+        if gradient_outputs is not None:
+            pieces = captured(gradient_outputs=gradient_outputs, last_key=pieces.last_key)
     graph, joint_ops = join(pieces, loss.transient_bytes, device_type)
     if not any(op.phase is Phase.BACKWARD for op in graph.ops):
         raise CaptureError(
@@ -169,7 +193,7 @@ def _between_bytes(model: nn.Module, pieces: Pieces, device_type: str) -> int:
     return pieces.between_bytes + storage_bytes(outside, device_type)
 
 
-def check_step(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+def check_step(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], *, checkpointing: str = "refuse") -> None:
     """Refuses what cannot be captured for a reason that can be seen without running it.
 
     Raises:
@@ -180,14 +204,9 @@ def check_step(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) ->
             f"{type(model).__name__} is in eval mode; call model.train() first, memfit plans training steps"
         )
     for name, module in model.named_modules():
-        if (
-            getattr(module, "gradient_checkpointing", False) is True
-            or getattr(module, "grad_checkpointing", False) is True
-        ):
-            raise CaptureError(
-                f"the model already checkpoints itself (at {name or type(module).__name__}); turn it off first, "
-                "e.g. model.gradient_checkpointing_disable() or model.set_grad_checkpointing(False)"
-            )
+        own = [getattr(module, attribute, False) for attribute in ("gradient_checkpointing", "grad_checkpointing")]
+        if checkpointing != "replace" and any(on is True for on in own):
+            raise checkpoint_error(name or type(module).__name__)
     device = device_of(model)
     for tensor in pytree.tree_leaves((list(args), kwargs)):
         if isinstance(tensor, torch.Tensor) and tensor.dim() > 0 and tensor.device.type != device.type:

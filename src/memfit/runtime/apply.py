@@ -19,11 +19,13 @@ import torch
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx.graph import _BoxedCodeGen
+from torch.utils import _pytree as pytree
 
 from memfit.capture.adding import Accumulate
-from memfit.capture.dynamo import accumulated_inputs, compile_call, detach_outputs
+from memfit.capture.dynamo import accumulated_inputs, compile_call, detach_outputs, graph_key
 from memfit.capture.eager_kernels import as_in_eager
 from memfit.capture.joint import read_joint
+from memfit.capture.plain_parts import PlainParts, UnplannableGraphError
 from memfit.capture.reading import JointReading
 from memfit.capture.trace import Capture, device_of
 from memfit.errors import OutOfMemoryError, PlanMismatchError
@@ -105,13 +107,22 @@ class PlannedCall:
 
 
 def reading_digest(reading: JointReading) -> str:
-    """Identifies a joint graph: ops, operands, sizes."""
+    """Identifies a joint graph: ops, operands, shapes.
+
+    Not the sizes of storages: of a tensor that fake tensors cache the storage may be larger the first time.
+    """
     lines = [
         f"{op.node.name} {op.node.target} {op.reads} {op.writes} {op.in_place_over} {op.recomputable}"
         for op in reading.ops
     ]
-    lines += [f"{s.base.name} {s.nbytes} {s.kind}" for s in reading.storages]
+    lines += [f"{s.base.name} {s.kind} {_layouts(s.base.meta.get('val'))}" for s in reading.storages]
     return hashlib.sha256("\\n".join(lines).encode()).hexdigest()
+
+
+def _layouts(value: Any) -> str:
+    """Shapes, strides and dtypes of the tensors a node makes."""
+    tensors = [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
+    return " ".join(f"{tuple(t.shape)} {t.stride()} {t.dtype}" for t in tensors)
 
 
 def piece_programs(capture: Capture, program: Program) -> tuple[PieceProgram, ...]:
@@ -287,7 +298,16 @@ def compile_program(
     """
     spaces = open_spaces(capture.graph, program, device_of(model))
     programs = piece_programs(capture, program)
-    return compile_planned(model, programs, capture.gradient_outputs, spaces=spaces, describe=describe, later=later)
+    return compile_planned(
+        *(model, programs, capture.gradient_outputs),
+        last_key=capture.pieces.last_key,
+        in_pieces=bool(capture.pieces.breaks),
+        plain=capture.pieces.plain,
+        replaced=capture.pieces.replaced,
+        spaces=spaces,
+        describe=describe,
+        later=later,
+    )
 
 
 def compile_planned(
@@ -295,6 +315,10 @@ def compile_planned(
     programs: Sequence[PieceProgram],
     gradient_outputs: frozenset[int] | None,
     *,
+    last_key: str | None = None,
+    in_pieces: bool = False,
+    plain: PlainParts = PlainParts(),
+    replaced: bool = False,
     spaces: Mapping[Tier, SwapSpace] | None = None,
     describe: Callable[[], str] = str,
     later: Later | None = None,
@@ -305,6 +329,10 @@ def compile_planned(
         model: the module.
         programs: one for each piece.
         gradient_outputs: which outputs of the last piece receive gradients; None for all.
+        last_key: which graph is that of the last piece.
+        in_pieces: whether the graph may break.
+        plain: what is left to plain code.
+        replaced: whether the model's own checkpoints are left out.
         spaces: the tiers that the programs swap to.
         describe: words about the plan, for an out-of-memory error.
         later: see `compile_program`.
@@ -324,7 +352,7 @@ def compile_planned(
     grid = max((p.grid for p in programs), default=())
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        cut = detach_outputs(gm, gradient_outputs)
+        cut = detach_outputs(gm, gradient_outputs) if not in_pieces or graph_key(gm) == last_key else []
         accumulated = accumulated_inputs(inputs) if any(p.accumulate for p in programs) else frozenset[int]()
         as_made = any(p.accumulate is Accumulate.AS_MADE for p in programs)
         adding = {place: accumulation(inputs[place]) for place in accumulated}
@@ -339,8 +367,11 @@ def compile_planned(
                 grid=grid,
                 accumulated=accumulated,
                 as_made=as_made,
+                replaced=replaced,
             )
             digest = reading_digest(reading)
+            if digest not in of_graph and plain.loose:
+                raise UnplannableGraphError("shapes depend on data")
             if digest not in of_graph:
                 raise PlanMismatchError("the model now runs a graph that was not planned")
             place = of_graph[digest][turn]
@@ -363,13 +394,21 @@ def compile_planned(
                 call = aot_autograd(fw_compiler=boxed, bw_compiler=boxed, partition_fn=split)(gm, inputs)
             return refuse_gradient(call, cut) if cut else call
 
-        first = compiled(0)
+        try:
+            first = compiled(0)
+        except UnplannableGraphError as error:
+            if not in_pieces:
+                raise
+            log.warning(
+                "a graph of the model that was not planned runs as plain code (%s): %s", error, "; ".join(plain.reasons)
+            )
+            return gm.forward
         turns = len(of_graph.get(digest, ()))
         if turns < 2:
             return first
         return _in_turn([first, *(compiled(turn) for turn in range(1, turns))], runs, digest)
 
-    call = compile_call(model, backend, in_pieces=len(programs) > 1)
+    call = compile_call(model, backend, in_pieces=in_pieces, plain=plain, replaced=replaced)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         runs.clear()

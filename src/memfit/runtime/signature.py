@@ -23,7 +23,9 @@ def signature(model: nn.Module, args: Any, kwargs: Any) -> Signature:
     """
     leaves = pytree.tree_leaves((args, kwargs))
     inputs = tuple(
-        (t.shape, t.dtype, t.device, t.requires_grad) if isinstance(t, torch.Tensor) else (t if _plain(t) else type(t))
+        (t.shape, t.dtype, t.device, t.requires_grad)
+        if isinstance(t, torch.Tensor)
+        else (_told(t) if _plain(t) else type(t))
         for t in leaves
     )
     device = next((t.device.type for t in leaves if isinstance(t, torch.Tensor)), "cpu")
@@ -36,3 +38,8 @@ def signature(model: nn.Module, args: Any, kwargs: Any) -> Signature:
 
 def _plain(value: object) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
+
+
+def _told(value: object) -> object:
+    """Itself, or words for a number that equals others (`1`, `True`) or not itself (NaN)."""
+    return value if value is None or isinstance(value, str) else (type(value), repr(value))

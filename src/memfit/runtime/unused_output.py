@@ -24,6 +24,8 @@ class _Refuse(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
+        if not any(g is not None and bool(g.any()) for g in gradients):
+            return None, None  # what wraps the module may send zeros to every output, as DDP does
         raise PlanMismatchError(
             "a gradient arrived for an output that the loss given to memfit does not use; "
             "pass the loss you really use, memfit.fit(..., loss_fn=...)"

@@ -1,0 +1,84 @@
+"""Errors of torch in the user's words: the fact, the module or line of the user's code, and what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.errors import CaptureError
+
+__all__ = ["explained", "quiet", "user_line"]
+
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_LINE = re.compile(r'File "([^"]+)", line (\d+)')
+_NOISY = ("torch._dynamo", "torch._subclasses", "torch.fx.experimental", "torch._functorch", "torch._guards")
+
+
+def explained(error: BaseException, model: nn.Module, *, start: str = "cannot capture the model") -> CaptureError:
+    """The error of a capture as one of memfit's.
+
+    Args:
+        error: of torch's.
+        model: what was captured.
+        start: the fact.
+    """
+    inner = getattr(error, "inner_exception", None) or error
+    place = error_place(error) or error_place(inner)
+    where = f"{type(model).__name__}" + (f", {place}" if place else "")
+    return CaptureError(
+        f"{start}: {_fact(inner)} (at {where}); take that code out of the module that is fitted, or mark its function "
+        "with @torch.compiler.disable, which leaves it plain code between planned pieces"
+    )
+
+
+def error_place(error: BaseException) -> str:
+    """The innermost line of the user's code that an error knows of, as `file:line`."""
+    stack = getattr(error, "real_stack", None) or ()
+    lines = "\n".join(f'File "{frame.filename}", line {frame.lineno}' for frame in stack)
+    found = user_line(lines) or user_line(str(error))
+    if found or error.__traceback__ is None:
+        return found
+    frames = traceback.extract_tb(error.__traceback__)
+    return user_line("\n".join(f'File "{frame.filename}", line {frame.lineno}' for frame in frames))
+
+
+def user_line(stack_trace: str) -> str:
+    """The innermost line outside torch and memfit of a stack trace, as `file:line`; `""` if there is none."""
+    found = [(file, line) for file, line in _LINE.findall(stack_trace) if not file.startswith((_HERE, _TORCH, "<"))]
+    return ":".join(found[-1]) if found else ""
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps torch from logging errors that are handled here."""
+    loggers = [logging.getLogger(name) for name in _NOISY]
+    loggers += [
+        logger
+        for name, logger in logging.root.manager.loggerDict.items()
+        if isinstance(logger, logging.Logger) and name.startswith(tuple(f"{noisy}." for noisy in _NOISY))
+    ]
+    levels = [(logger, logger.level) for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in levels:
+            logger.setLevel(level)
+
+
+def _fact(error: BaseException) -> str:
+    lines: list[Any] = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = [
+        line for line in lines if not line.startswith(("Developer debug", "For more details", "Set TORCH", "Hint:"))
+    ]
+    return f"{type(error).__name__}: {' '.join(told[:3])[:300]}" if told else type(error).__name__
