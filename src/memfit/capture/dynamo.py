@@ -35,6 +35,7 @@ from memfit.capture.joint import read_joint
 from memfit.capture.live_bytes import LiveBytes
 from memfit.capture.log_calls import logs_left_out
 from memfit.capture.one_graph import OneGraph
+from memfit.capture.own_calls import own_call
 from memfit.capture.reading import JointReading
 from memfit.capture.sharded import Gathered, gathering, is_sharded, resharded
 from memfit.errors import CaptureError, MemfitError
@@ -235,10 +236,11 @@ def compile_call(
     # Where the graph breaks, pieces are cached with the model's own code, which every plan of it shares. At its limit
     # Dynamo would run them plainly, without a plan and over the budget, and say nothing.
     limits = {"recompile_limit": _MOST_PLANS, "accumulated_recompile_limit": _MOST_PLANS}
-    options = limits | logs_left_out()
+    # By default Dynamo looks at hooks once: those registered or removed later would not be noticed.
+    options = limits | logs_left_out() | {"skip_nnmodule_hook_guards": False}
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with torch._dynamo.config.patch(options), _replaced(forwards):
+        with torch._dynamo.config.patch(options), own_call(), _replaced(forwards):
             return compiled(*args, **kwargs)
 
     return run
