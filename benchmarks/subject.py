@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from memfit.bits import same_bits
 from memfit.capture.cost_cache import CostCache, open_cache
-from memfit.capture.dynamo import preserved_state
 from memfit.capture.loss import backward_of
+from memfit.capture.preserve import preserved
 from memfit.capture.profile import profile_ops, separated
 from memfit.capture.trace import Capture, capture_step
 from memfit.making import prove
@@ -23,7 +24,6 @@ from memfit.step.graph import StepGraph
 from memfit.step.links import TierLinks
 from memfit.step.program import Program
 from memfit.step.simulate import Timeline, simulate, simulate_plain
-from memfit.verification import same_bits
 from memfit.zoo import Example, build
 
 __all__ = ["Case", "Run", "Subject", "case_of", "differing", "measured_run"]
@@ -184,7 +184,7 @@ class Subject:
 
     def seconds(self, plans: Sequence[Plan | None], *, repeats: int = 1) -> list[float]:
         """Median wall-clock seconds of each plan's step, run in turns; the model is left as it was."""
-        with preserved_state(self.example.model):
+        with preserved(self.example.model):
             return interleaved_seconds([self.step(plan) for plan in plans], self.device, repeats=repeats)
 
     def proven(self, plan: Plan) -> tuple[Plan, Run]:
@@ -217,7 +217,7 @@ def measured_run(example: Example, call: Callable[..., Any], device: torch.devic
         return resident_bytes(model, example.args, example.kwargs, None, device)
 
     for last in (False, True):
-        with preserved_state(model):
+        with preserved(model):
             torch.manual_seed(0)
             if not last:
                 step()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from memfit.bits import same_bits
 from memfit.capture.trace import capture_step
 from memfit.errors import BudgetError
 from memfit.making import make_plan
@@ -14,7 +15,7 @@ from memfit.planning import Request
 from memfit.plans import Plan
 from memfit.step.program import Action, Program
 from memfit.step.simulate import simulate_plain
-from memfit.verification import same_bits, verify
+from memfit.verification import verify
 from memfit.zoo import Example, build
 
 

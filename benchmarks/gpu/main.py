@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.subject import Case, case_of
-from memfit.capture.dynamo import preserved_state
+from memfit.capture.preserve import preserved
 from memfit.errors import BudgetError
 from memfit.planning import Request, capture_and_profile, plan_captured
 from memfit.plans import Plan
@@ -57,7 +57,7 @@ def _rows(case: Case, percents: list[int], repeats: int, where: str) -> list[tup
             continue
         calls.append((f"{percent} %", compile_program(model, capture, plan.program), plan))
     steps = [training_step(call, model, args, kwargs, loss_fn=example.loss_fn) for _, call, _ in calls]
-    with preserved_state(model):
+    with preserved(model):
         for step in steps * 2:
             step()
         taken = [[_seconds(step, where) for step in steps] for _ in range(repeats)]

@@ -16,7 +16,7 @@ from benchmarks.peers.prices import executed_seconds
 from benchmarks.peers.rivals import Rival, rivals_of
 from benchmarks.report import Report, Table
 from benchmarks.subject import Case, Run, Subject, case_of, differing, measured_run
-from memfit.capture.dynamo import preserved_state
+from memfit.capture.preserve import preserved
 from memfit.errors import BudgetError
 from memfit.plans import Plan
 from memfit.runtime.training import interleaved_seconds, training_step
@@ -92,7 +92,7 @@ class _Bench:
         except RuntimeError as error:  # whatever a peer refuses is a result
             self._add(rival.name, *[""] * 6, f"refused: {_first_line(error)}", *[""] * 2)
             return
-        with preserved_state(rival.model):
+        with preserved(rival.model):
             seconds = executed_seconds(
                 rival.call, example.args, example.kwargs, example.loss_fn, subject.costs, subject.device
             )
@@ -124,7 +124,7 @@ class _Bench:
             return ""
         example = self.subject.example
         peer = training_step(rival.call, rival.model, example.args, example.kwargs, loss_fn=example.loss_fn)
-        with preserved_state(example.model), preserved_state(rival.model):
+        with preserved(example.model), preserved(rival.model):
             theirs, ours = interleaved_seconds(
                 [peer, self.subject.step(plan)], self.subject.device, repeats=self.options.wall
             )

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.report import Report, Table
 from benchmarks.subject import Case, Subject, case_of
-from memfit.capture.dynamo import preserved_state
+from memfit.capture.preserve import preserved
 from memfit.errors import BudgetError
 from memfit.runtime.training import interleaved_seconds, training_step
 
@@ -128,7 +128,7 @@ def _per_step(
         training_step(model, model, example.args, example.kwargs, loss_fn=example.loss_fn)
         for model in (example.model, fitted)
     ]
-    with preserved_state(example.model):
+    with preserved(example.model):
         interleaved_seconds(steps, device, repeats=2)
         plain, ours = interleaved_seconds(steps, device, repeats=options.repeats)
     report.add(

@@ -13,8 +13,8 @@ import torch
 
 from benchmarks.report import Report, Table
 from benchmarks.subject import Case, Subject
-from memfit.capture.dynamo import preserved_state
 from memfit.capture.live_bytes import LiveBytes
+from memfit.capture.preserve import preserved
 from memfit.errors import BudgetError
 from memfit.planner.kept import select_kept
 from memfit.planner.lazy import lazy_order
@@ -175,7 +175,7 @@ def _held_bytes(subject: Subject, plan: Plan) -> int:
     """What a planned forward pass really leaves in memory."""
     example = subject.example
     call = subject.call(plan)
-    with preserved_state(example.model), LiveBytes(subject.device.type) as counter:
+    with preserved(example.model), LiveBytes(subject.device.type) as counter:
         output = call(*example.args, **example.kwargs)
         held = int(counter.live)
         del output

@@ -16,7 +16,7 @@ from benchmarks.overhead.cases import CASES
 from benchmarks.report import Report, Table
 from benchmarks.subject import Run, Subject, case_of, differing
 from benchmarks.swap.resident import resident_growth
-from memfit.capture.dynamo import preserved_state
+from memfit.capture.preserve import preserved
 from memfit.errors import BudgetError
 from memfit.plans import Plan
 from memfit.runtime.swap.tiers import tier_links
@@ -158,7 +158,7 @@ class _Bench:
         if self.subject.device.type == "cuda":
             return ""
         step = self.subject.step(plan)
-        with preserved_state(self.subject.example.model):
+        with preserved(self.subject.example.model):
             step()
             return _mib(resident_growth(step))
 

@@ -16,7 +16,7 @@ import torch
 from benchmarks.overhead.cases import CASES
 from benchmarks.report import Report, Table
 from benchmarks.subject import Case, Run, Subject, case_of, measured_run
-from memfit.capture.dynamo import preserved_state
+from memfit.capture.preserve import preserved
 from memfit.errors import BudgetError
 from memfit.plans import Plan
 from memfit.rounding import in_float64, is_within_rounding, own_rounding
@@ -84,7 +84,7 @@ def _wall(
     within, within_run = tiled.proven(tiled.plan(before, tiers=tiers))
     seconds = ["", "", ""]
     if options.wall:
-        with preserved_state(bitwise.example.model), preserved_state(tiled.example.model):
+        with preserved(bitwise.example.model), preserved(tiled.example.model):
             steps = [bitwise.step(), bitwise.step(without), tiled.step(within)]
             seconds = [f"{s:.2f}" for s in interleaved_seconds(steps, device, repeats=options.wall)]
     fixed = bitwise.graph.static_bytes + bitwise.graph.gradient_bytes

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 from benchmarks.report import Report, Table
 from benchmarks.subject import measured_run
-from memfit.capture.dynamo import preserved_state
+from memfit.capture.preserve import preserved
 from memfit.errors import BudgetError
 from memfit.making import plan_profiled
 from memfit.planning import Request, capture_and_profile
@@ -85,7 +85,7 @@ def _table(report: Report, table: Table, device: torch.device, size: int, option
     for name, plan in _plans(example, grids, plain, checkpointed, shares):
         assert plan.planned is not None
         added(name, compile_program(example.model, plan.planned.capture, plan.program, describe=plan.__str__), plan)
-    with preserved_state(example.model):
+    with preserved(example.model):
         seconds = _interleaved(example, [call for _, call, _, _ in calls], options.repeats, device)
     for (name, _, plan, peak), (forward, backward) in zip(calls, seconds, strict=True):
         report.add(

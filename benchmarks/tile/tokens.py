@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from benchmarks.report import Report
-from memfit.capture.dynamo import preserved_state
+from memfit.capture.preserve import preserved
 from memfit.errors import BudgetError
 from memfit.making import plan_profiled
 from memfit.planning import Request, capture_and_profile
@@ -111,7 +111,7 @@ def _rows(name: str, tokens: int, options: argparse.Namespace, device: torch.dev
         assert plan.planned is not None
         calls = [model, compile_program(model, plan.planned.capture, plan.program)]
         steps = [training_step(call, model, args, kwargs, loss_fn=example.loss_fn) for call in calls]
-        with preserved_state(model):
+        with preserved(model):
             for run in steps:
                 run()
             plain, planned = interleaved_seconds(steps, device, repeats=options.repeats)

@@ -48,6 +48,7 @@ def plan(
     levers: str | tuple[str, ...] = "bitwise",
     tiers: str | None = None,
     prove: bool = True,
+    exact: str = "bitwise",
     search_seconds: float = 8.0,
     progress: Progress | None = None,
 ) -> Plan:
@@ -65,7 +66,10 @@ def plan(
         levers: `"bitwise"` or a tuple of lever names.
         tiers: where swapped bytes may go.
         search_seconds: roughly how long `"auto"` searches; up to four times that while far from the bound.
-        prove: run the plan once to compare the measured peak with the predicted one, and correct it.
+        prove: run the plan once to compare its results with the plain step's and the measured peak with the
+            predicted one, and correct it. Costs two planned steps and at most two plain ones.
+        exact: `"bitwise"`: a plan whose results differ from the plain step's is an error; `"rounding"`: it is taken
+            if they differ by rounding, and `plan.proof` tells by how much.
         progress: told stage, done and total.
 
     Returns:
@@ -74,6 +78,7 @@ def plan(
     Raises:
         BudgetError: no plan fits; `.least_bytes` would.
         CaptureError: the model cannot be captured.
+        ExactnessError: the planned step does not have the bits of the plain one.
         SpecError: an argument makes no sense.
     """
     request = Request(
@@ -84,6 +89,7 @@ def plan(
         levers=levers,
         tiers=tiers,
         prove=prove,
+        exact=exact,
         search_seconds=search_seconds,
     )
     return make_plan(model, tuple(args), dict(kwargs or {}), request, progress=progress)
@@ -101,6 +107,7 @@ def fit(
     levers: str | tuple[str, ...] = "bitwise",
     tiers: str | None = None,
     prove: bool = True,
+    exact: str = "bitwise",
     search_seconds: float = 8.0,
     progress: Progress | None = None,
 ) -> nn.Module:
@@ -117,6 +124,7 @@ def fit(
         levers=levers,
         tiers=tiers,
         prove=prove,
+        exact=exact,
         search_seconds=search_seconds,
     )
     made = make_plan(model, tuple(args), dict(kwargs or {}), request, progress=progress, keep_call=True)

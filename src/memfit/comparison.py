@@ -20,7 +20,7 @@ from torch import nn
 
 from memfit import strategies as known_strategies
 from memfit.batch_size import BatchSize, max_batch
-from memfit.capture.dynamo import preserved_state
+from memfit.capture.preserve import preserved
 from memfit.capture.trace import Capture, device_of
 from memfit.errors import BudgetError, MemfitError, SpecError
 from memfit.making import plan_profiled, prove
@@ -279,7 +279,7 @@ def _rows_of_step(
         progress(f"plan batch {batch}", len(pairs), len(pairs))
     if not repeats:
         return [row for row, _ in planned]
-    with preserved_state(bench.model):
+    with preserved(bench.model):
         return _measured(bench, planned, repeats, progress)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = [
     "BudgetError",
     "CaptureError",
+    "ExactnessError",
     "MemfitError",
     "OutOfMemoryError",
     "PipelineError",
@@ -42,6 +43,10 @@ class BudgetError(MemfitError):
 
 class CaptureError(MemfitError):
     """The model cannot be captured as a step graph."""
+
+
+class ExactnessError(CaptureError):
+    """The planned step does not have the bits of the plain step; names the tensors, the first op that differs."""
 
 
 class PlanMismatchError(MemfitError):

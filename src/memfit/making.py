@@ -7,27 +7,30 @@ made first. Where tiles are allowed and it costs time, one with tiles is made as
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from memfit import strategies
 from memfit.agreement import agreed_peak
-from memfit.capture.dynamo import preserved_state
 from memfit.capture.grids import grids
+from memfit.capture.inputs import detached
 from memfit.capture.library_memory import library_bytes
-from memfit.capture.loss import backward_of
+from memfit.capture.preserve import Snapshot, preserved
 from memfit.capture.replicated import bucket_bytes, unwrapped
+from memfit.capture.sharded import is_sharded
 from memfit.capture.trace import Capture, device_of
 from memfit.errors import BudgetError, MemfitError
 from memfit.planner.streaming import least_streaming
 from memfit.planning import Progress, Request, capture_and_profile, check_request, plan_captured, resolve_budget
 from memfit.plans import Plan
+from memfit.proof import ProvingStep, StepResult, compare
 from memfit.runtime.apply import PlannedCall, compile_program
+from memfit.runtime.device_memory import free_bytes
 from memfit.runtime.measure import measure
 from memfit.step.graph import StepGraph
 from memfit.units import format_bytes
@@ -76,6 +79,8 @@ def make_plan(
     device = device_of(model)
     check_request(request, device)
     resolve_budget(request.budget, device)
+    inputs = detached(args, kwargs)
+    args, kwargs = inputs.args, inputs.kwargs
     step = capture_and_profile(model, args, kwargs, request, progress=progress)
     budget_bytes = resolve_budget(request.budget, device, step[1].static_bytes)
     try:
@@ -159,7 +164,10 @@ def _with_measured_least(
         plan = plan_captured(model, args, kwargs, *step, request, error.least_bytes)
         assert plan.planned is not None
         call = compile_program(model, plan.planned.capture, plan.program)
-        peak = _measured_peak(model, args, kwargs, plan, call)
+        with preserved(model, args, kwargs, request.loss_fn, request.optimizer) as state:
+            proving = _proving_step(model, args, kwargs, request, state)
+            proving.run(call)
+            peak = _measured_peak(proving, plan, call)
     except (MemfitError, torch.OutOfMemoryError) as failure:  # the first error is the one to tell
         log.info("cannot measure the least budget: %s", failure)
         return error
@@ -211,44 +219,56 @@ def prove(
     progress: Progress | None = None,
     keep_call: bool = False,
 ) -> Plan:
-    """Runs the plan once; if the measured peak exceeds the budget, plans again for less.
+    """Runs the plan; compares its results with the plain step's, and plans for less if the peak exceeds the budget.
+
+    The model, its inputs, the loss and the optimizer are as before, whether that succeeds or not.
 
     Returns:
-        The plan with its measured peak; with `keep_call` it keeps what was compiled for that (`Planned.call`).
+        The plan with its proof and measured peak; with `keep_call` it keeps the compiled call (`Planned.call`).
 
     Raises:
         BudgetError: if no correction fits.
+        ExactnessError: if the results are not those of the plain step.
     """
     assert plan.planned is not None
+    request = plan.planned.request
     budget_bytes = plan.budget_bytes
     target = budget_bytes
-    for attempt in range(_PROVING_RUNS):
-        assert plan.planned is not None
-        if progress is not None:
-            progress("prove", attempt, _PROVING_RUNS)
-        call = compile_program(model, plan.planned.capture, plan.program, describe=plan.__str__)
-        peak = _measured_peak(model, args, kwargs, plan, call)
-        if progress is not None:
-            progress("prove", _PROVING_RUNS, _PROVING_RUNS)
-        if peak <= budget_bytes:
-            planned = replace(plan.planned, call=call) if keep_call else plan.planned
-            return replace(plan, budget_bytes=budget_bytes, measured_peak_bytes=peak, planned=planned)
-        # What the model of memory misses is taken from what the planner may use.
-        target -= max(peak - budget_bytes, peak - plan.predicted.peak_bytes)
-        log.info("measured %d bytes, predicted %d; planning for %d", peak, plan.predicted.peak_bytes, target)
-        try:
-            again = plan_captured(
-                model, args, kwargs, plan.planned.capture, plan.planned.graph, plan.planned.request, target
-            )
-        except BudgetError as error:
-            missed = budget_bytes - target
-            raise BudgetError(
-                f"{error} (measured peaks are {format_bytes(missed)} above predicted ones here)",
-                budget_bytes=budget_bytes,
-                least_bytes=error.least_bytes + missed,
-                binding=error.binding,
-            ) from error
-        plan = again
+    with preserved(model, args, kwargs, request.loss_fn, request.optimizer) as state:
+        step = _proving_step(model, args, kwargs, request, state)
+        begin = time.perf_counter()
+        plain = _plain_result(step, plan, device_of(model))
+        seconds = time.perf_counter() - begin
+        for attempt in range(_PROVING_RUNS):
+            assert plan.planned is not None
+            if progress is not None:
+                progress("prove", attempt, _PROVING_RUNS)
+            call = compile_program(model, plan.planned.capture, plan.program, describe=plan.__str__)
+            found = step.result(call)  # compiles
+            rounding = plan.is_tiled or request.exact == "rounding"
+            proof = compare(step, plain, found, rounding=rounding, seconds=seconds) if plain is not None else None
+            del found
+            peak = _measured_peak(step, plan, call)
+            state.restore()
+            if progress is not None:
+                progress("prove", _PROVING_RUNS, _PROVING_RUNS)
+            if peak <= budget_bytes:
+                planned = replace(plan.planned, call=call) if keep_call else plan.planned
+                return replace(plan, budget_bytes=budget_bytes, measured_peak_bytes=peak, proof=proof, planned=planned)
+            # What the model of memory misses is taken from what the planner may use.
+            target -= max(peak - budget_bytes, peak - plan.predicted.peak_bytes)
+            log.info("measured %d bytes, predicted %d; planning for %d", peak, plan.predicted.peak_bytes, target)
+            try:
+                again = plan_captured(model, args, kwargs, plan.planned.capture, plan.planned.graph, request, target)
+            except BudgetError as error:
+                missed = budget_bytes - target
+                raise BudgetError(
+                    f"{error} (measured peaks are {format_bytes(missed)} above predicted ones here)",
+                    budget_bytes=budget_bytes,
+                    least_bytes=error.least_bytes + missed,
+                    binding=error.binding,
+                ) from error
+            plan = again
     raise BudgetError(
         f"measured peaks stay above the budget {format_bytes(budget_bytes)}",
         budget_bytes=budget_bytes,
@@ -256,26 +276,44 @@ def prove(
     )
 
 
-def _measured_peak(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], plan: Plan, call: PlannedCall) -> int:
-    """Peak of one planned forward and backward pass; gradients that exist stay and count, new ones go."""
+def _proving_step(
+    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], request: Request, state: Snapshot
+) -> ProvingStep:
+    return ProvingStep(
+        model=model,
+        inputs=detached(args, kwargs),
+        loss_fn=request.loss_fn,
+        state=state,
+        through=is_sharded(model),
+    )
+
+
+def _plain_result(step: ProvingStep, plan: Plan, device: torch.device) -> StepResult | None:
+    """The results of the plain step, without gradients where that does not fit in what is free.
+
+    None for a sharded module some process of which has no room for it, since all run it or none does.
+    """
     assert plan.planned is not None
-    capture, request = plan.planned.capture, plan.planned.request
-    leaves = [t for t in pytree.tree_leaves((list(args), kwargs)) if isinstance(t, torch.Tensor) and t.is_leaf]
-    receiving = [(t, t.grad) for t in (*model.parameters(), *leaves) if t.requires_grad]
+    model, graph = step.model, plan.planned.graph
+    more_bytes = plan.predicted.plain_peak_bytes - graph.static_bytes
+    on_host = graph.gradient_bytes if device.type == "cpu" else 0  # results are copied there
+    fits = agreed_peak(model, 0 if more_bytes + on_host <= free_bytes(device) else 1) == 0
+    if is_sharded(model) and not fits:
+        log.warning("the plain step of the sharded module does not fit in what is free, so no bits are proved")
+        return None
+    try:
+        return step.plain(backward=fits)
+    except torch.OutOfMemoryError:
+        if not fits or is_sharded(model):
+            raise
+    return step.plain(backward=False)
 
-    def step() -> None:
-        for tensor, _ in receiving:
-            tensor.grad = None
-        backward_of(call(*args, **kwargs), request.loss_fn)
-        for tensor, _ in receiving:
-            tensor.grad = None
 
-    with preserved_state(model):
-        try:
-            # What code between pieces and libraries hold is measured here, so it is not counted as there already.
-            graph, device = plan.planned.graph, device_of(model)
-            start = graph.static_bytes - capture.between_bytes - library_bytes(graph, device)
-            return agreed_peak(model, measure(step, device=device, warmup=1, repeats=0, start_bytes=start).peak_bytes)
-        finally:
-            for tensor, gradient in receiving:
-                tensor.grad = gradient
+def _measured_peak(step: ProvingStep, plan: Plan, call: PlannedCall) -> int:
+    """Peak of one planned forward and backward pass; gradients that exist stay and count."""
+    assert plan.planned is not None
+    # Memory of code between pieces and of libraries is measured here, so it is not counted as there already.
+    graph, device = plan.planned.graph, device_of(step.model)
+    start = graph.static_bytes - plan.planned.capture.between_bytes - library_bytes(graph, device)
+    measured = measure(lambda: step.run(call), device=device, warmup=0, repeats=0, start_bytes=start)
+    return agreed_peak(step.model, measured.peak_bytes)

@@ -72,7 +72,8 @@ class Request:
         strategy: name of a planner.
         levers: `"bitwise"`, `"all"` or a tuple of lever names.
         tiers: where swapped bytes may go; see `memfit.runtime.swap.tiers.parse_tiers`.
-        prove: run the plan once and correct it.
+        prove: run the plan once, compare it with the plain step, and correct it.
+        exact: `"bitwise"`, or `"rounding"` to take a plan whose results differ by rounding.
         label: what is planned, for people.
         search_seconds: roughly how long `"auto"` searches; up to four times that while far from the bound.
         accumulate: how gradients of parameters are added to `.grad` when made; None for after the backward pass.
@@ -86,6 +87,7 @@ class Request:
     levers: str | tuple[str, ...] = "bitwise"
     tiers: str | None = None
     prove: bool = True
+    exact: str = "bitwise"
     label: str = ""
     search_seconds: float = 8.0
     accumulate: Accumulate | None = None
@@ -258,5 +260,7 @@ def check_request(request: Request, device: torch.device) -> None:
     levers = {"bitwise": _BITWISE, "all": _ALL}.get(str(request.levers), request.levers)
     if isinstance(levers, str) or not set(levers) <= set(_ALL):
         raise SpecError(f"unknown levers; there are 'bitwise', 'all' and {_ALL} (levers: {request.levers!r})")
+    if request.exact not in ("bitwise", "rounding"):
+        raise SpecError(f"exact must be 'bitwise' or 'rounding' (exact: {request.exact!r})")
     strategies.check_name(request.strategy)
     parse_tiers(request.tiers, device)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from memfit.capture.loss import LossFunction
     from memfit.planning import Planned
+    from memfit.proof import Proof
 
 __all__ = ["Plan"]
 
@@ -37,6 +38,7 @@ class Plan:
         strategy: name of the planner.
         predicted: peak, time, overhead, and the bounds beside them.
         measured_peak_bytes: peak of the proving run, None if there was none.
+        proof: how its results compare with the plain step's; None if that was not asked for.
         program: the order in which the step computes and frees.
         decisions: the program in words.
         fingerprint: model, inputs, torch and device it was made for.
@@ -51,6 +53,7 @@ class Plan:
     strategy: str
     predicted: Prediction
     measured_peak_bytes: int | None = None
+    proof: Proof | None = None
     program: Program
     decisions: tuple[Decision, ...]
     fingerprint: Mapping[str, str | int | list[Any]]
@@ -141,6 +144,7 @@ class Plan:
         peaks = f"{format_bytes(self.predicted.peak_bytes)} predicted{measured}, of {format_bytes(self.budget_bytes)}"
         time = f"{format_percent(self.predicted.overhead)} step time predicted"
         means += ", in slices, gradients up to rounding" if self.is_tiled else ""
+        means += f"; {self.proof}" if self.proof is not None and not self.proof.is_exact else ""
         return f"{'Fits' if self.fits else 'Does not fit'}: {peaks}; {time} ({means})."
 
     def __str__(self) -> str:
@@ -153,6 +157,8 @@ class Plan:
             f"      predicted peak {format_bytes(p.peak_bytes)}{measured} · plain {format_bytes(p.plain_peak_bytes)} · "
             f"step {format_percent(p.overhead)}{bound}",
         ]
+        if self.proof is not None:
+            lines.append(f"      {self.proof} ({format_seconds(self.proof.seconds)} of plain steps)")
         if self.is_tiled:
             images, parts = self.grid[:2], self.grid[2:]
             tiles = f", images in {'×'.join(map(str, images))} tiles" if max(images) > 1 else ""

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from memfit.bits import max_difference, same_bits
 from memfit.capture.loss import LossFunction, backward_of, scalar_loss
 from memfit.capture.trace import device_of
 from memfit.making import make_plan
@@ -33,7 +34,7 @@ from memfit.runtime.executed import ExecutedOps, executed_recomputations
 from memfit.runtime.fitted import fitted_call, verified
 from memfit.runtime.training import resident_bytes, step_peak
 
-__all__ = ["Check", "Verification", "same_bits", "verify"]
+__all__ = ["Check", "Verification", "verify"]
 
 log = logging.getLogger(__name__)
 
@@ -195,13 +196,6 @@ def verify(
     )
 
 
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors have the same shape, dtype and bits; unlike `==`, NaN equals NaN and 0.0 is not -0.0."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
-
-
 _Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -359,17 +353,9 @@ def _compare(
     for kind, name in dict.fromkeys((*expected, *found)):
         a, b = expected.get((kind, name)), found.get((kind, name))
         equal = a is not None and b is not None and same_bits(a, b)
-        difference = 0.0 if equal else _max_difference(a, b)
+        difference = 0.0 if equal else max_difference(a, b)
         checks.append(Check(kind=kind, name=name, step=step, equal=equal, max_difference=difference))
     return checks
-
-
-def _max_difference(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
-    """Largest absolute difference; infinite where one is missing or has another shape."""
-    if a is None or b is None or a.shape != b.shape:
-        return math.inf
-    wide = torch.complex128 if a.is_complex() else torch.float64
-    return float((a.to(wide) - b.to(wide)).abs().max()) if a.numel() else 0.0
 
 
 def _copied(inputs: _Inputs) -> _Inputs:

@@ -36,6 +36,7 @@ from memfit.capture.live_bytes import LiveBytes
 from memfit.capture.log_calls import logs_left_out
 from memfit.capture.one_graph import OneGraph
 from memfit.capture.own_calls import own_call
+from memfit.capture.preserve import preserved
 from memfit.capture.reading import JointReading
 from memfit.capture.sharded import Gathered, gathering, is_sharded, resharded
 from memfit.errors import CaptureError, MemfitError
@@ -49,8 +50,6 @@ __all__ = [
     "detach_outputs",
     "first_lines",
     "is_in_place",
-    "preserved_attributes",
-    "preserved_state",
 ]
 
 log = logging.getLogger(__name__)
@@ -130,13 +129,13 @@ def capture_pieces(
         accumulate=accumulate,
     )
     try:
-        with preserved_attributes(model):
+        with preserved(model, args, kwargs, values=False):
             return captured(fake=True)
     except torch._dynamo.exc.Unsupported as error:
         log.info("the graph breaks, capturing piece by piece: %s", error)
         reason = first_lines(str(error))
     try:
-        with preserved_state(model), resharded(model), LiveBytes() as counter:
+        with preserved(model, args, kwargs), resharded(model), LiveBytes() as counter:
             pieces = captured(fake=False)
             returned = {
                 t.untyped_storage()._cdata: int(t.untyped_storage().nbytes())
@@ -328,37 +327,6 @@ def detach_outputs(gm: fx.GraphModule, gradient_outputs: frozenset[int] | None) 
     output.args = (tuple(results),)
     gm.recompile()
     return positions
-
-
-@contextlib.contextmanager
-def preserved_attributes(model: nn.Module) -> Iterator[None]:
-    """Restores the attributes of all modules on exit: what `forward` assigns to `self`, buffers included."""
-    attributes = [vars(m) for m in model.modules()]
-    attributes += [vars(m)[name] for m in model.modules() for name in ("_parameters", "_buffers", "_modules")]
-    saved = [(here, dict(here)) for here in attributes]
-    try:
-        yield
-    finally:
-        for here, before in saved:
-            here.clear()
-            here.update(before)
-
-
-@contextlib.contextmanager
-def preserved_state(model: nn.Module) -> Iterator[None]:
-    """Restores buffers, gradients and the random generators on exit."""
-    buffers = [(b, b.detach().clone()) for b in model.buffers()]
-    gradients = [(p, p.grad) for p in model.parameters()]
-    devices = sorted({t.device.index or 0 for t in model.parameters() if t.device.type == "cuda"})
-    with preserved_attributes(model), torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, saved in buffers:
-                    buffer.copy_(saved)
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
 
 
 def _as_is(gm: fx.GraphModule, inputs: Any) -> fx.GraphModule:

@@ -16,6 +16,7 @@ from memfit.capture.dynamo import Pieces, capture_pieces
 from memfit.capture.join import join
 from memfit.capture.loss import LossFunction, read_loss
 from memfit.capture.optimizer import optimizer_cost
+from memfit.capture.preserve import preserved
 from memfit.capture.reading import JointOp
 from memfit.capture.sharded import local
 from memfit.errors import CaptureError
@@ -110,7 +111,8 @@ def capture_step(
         capture_pieces, model, args, kwargs, separate=separate, grid=grid, accumulate=accumulate
     )
     pieces = captured()
-    loss = read_loss(pieces.output, loss_fn, device_type)
+    with preserved(loss_fn):
+        loss = read_loss(pieces.output, loss_fn, device_type)
     gradient_outputs = _gradient_outputs(pieces, loss.receives_gradient)
     if gradient_outputs is not None:
         pieces = captured(gradient_outputs=gradient_outputs)

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
-from memfit.capture.dynamo import preserved_state
+from memfit.capture.preserve import preserved
 from memfit.errors import CaptureError
 from memfit.pipelining.forward_graph import ForwardGraph
 from memfit.pipelining.loss_weights import totals
@@ -162,7 +162,7 @@ def check_halves(
     Raises:
         CaptureError: if it is not.
     """
-    with preserved_state(model), torch.no_grad(), _WithoutDropout():
+    with preserved(model), torch.no_grad(), _WithoutDropout():
         state = torch.get_rng_state()
         whole = loss_of().double()
         if not torch.equal(state, torch.get_rng_state()):

@@ -17,9 +17,10 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from memfit.capture.dynamo import compile_call, first_lines, preserved_attributes
+from memfit.capture.dynamo import compile_call, first_lines
 from memfit.capture.log_calls import logs_left_out
 from memfit.capture.loss import scalar_loss
+from memfit.capture.preserve import preserved
 from memfit.errors import CaptureError
 
 __all__ = ["ForwardGraph", "PipelineLoss", "capture_forward", "flatten_inputs", "loss_of"]
@@ -115,7 +116,10 @@ def capture_forward(
 
     whole = _WithLoss(model, loss_fn)
     try:
-        with preserved_attributes(model), torch._dynamo.config.patch(logs_left_out(all_calls=True)):
+        with (
+            preserved(model, args, kwargs, target, loss_fn, values=False),
+            torch._dynamo.config.patch(logs_left_out(all_calls=True)),
+        ):
             loss = compile_call(whole, backend, fullgraph=True)(list(args), dict(kwargs), target)
     except torch._dynamo.exc.TorchDynamoException as error:
         if "no loss" in str(error):

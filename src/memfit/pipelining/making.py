@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from memfit import processes
-from memfit.capture.dynamo import preserved_state
 from memfit.capture.joint import module_of
 from memfit.capture.optimizer import optimizer_cost, part_of
+from memfit.capture.preserve import preserved
 from memfit.capture.trace import storage_bytes
 from memfit.pipelining.alone import run_alone
 from memfit.pipelining.budgets import above_budget, corrected, fits
@@ -149,7 +149,7 @@ def _measured_peaks(
         mine = {stage: compiled for stage, compiled in made.compiled.items() if of[stage] == number}
         stream = RandomStream(device, len(plan.sizes)) if plan.takes_random else None
         weights = [torch.tensor(1.0, dtype=torch.float64, device=device) for _ in parts]
-        with preserved_state(model):
+        with preserved(model):
             stages = engine_stages(plan, mine, device, stream)
             for parameter in model.parameters():
                 parameter.grad = None

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import nn
 
 from memfit import processes
-from memfit.capture.dynamo import preserved_state
 from memfit.capture.kernel_settings import kernel_settings
+from memfit.capture.preserve import preserved
 from memfit.capture.trace import device_of
 from memfit.errors import PipelineError, SpecError
 from memfit.pipelining.budgets import above_budget, corrected, fits
@@ -290,7 +290,7 @@ class Pipeline:
         if processes.world_size(self._group) == 1 or not self._question.prove:
             return prepared
         stages = list(prepared.stages.values())
-        with preserved_state(self.model):
+        with preserved(self.model):
             for parameter in self.model.parameters():
                 parameter.grad = None
             start = resident_bytes(stages, leaves, self._question, self._device)

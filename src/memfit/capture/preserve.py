@@ -1,0 +1,489 @@
+"""Planning leaves no trace: a snapshot of everything that a training step can reach and change, and its way back.
+
+Planning runs the user's code: Dynamo follows it with fake tensors, and a plan is proved by steps on the real ones. A
+forward pass may write parameters (momentum encoders, `nn.Embedding(max_norm=...)`), tensors in plain attributes,
+lists, counters, generators of its own; a loss may keep a running centre; hooks append, count and step optimizers; a
+backward pass adds to `.grad` of whatever it reaches.
+
+The technique is that of a debugger's checkpoint: walk the object graph from a few roots (module, inputs, loss,
+optimizer), note every container's entries, every tensor's memory, metadata, gradient and version, and every random
+generator's state; later write back what differs, and only that. Containers keep their identity. A tensor that did not
+change is not written, so graphs that the caller has under way stay valid.
+
+Copies lie in host memory. Where that has no room for them, a tensor is watched by its version only, and a change that
+cannot be taken back is told.
+
+Known limits: files, sockets, what was printed, Python's iterators and generators, memory behind NumPy views of other
+objects, and state that extensions keep behind Python's back. Module globals are followed for code outside of installed
+packages only.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import random
+import sys
+import sysconfig
+import types
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.modules import module as _nn_module
+
+from memfit.capture.sharded import local
+from memfit.runtime.device_memory import free_bytes
+
+__all__ = ["Snapshot", "preserved", "snapshot"]
+
+log = logging.getLogger(__name__)
+
+_MOST_OBJECTS = 500_000
+_SHARE_OF_FREE = 0.5
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(Ellipsis))
+_OPAQUE = (types.ModuleType, types.GeneratorType, types.CodeType, types.FrameType, logging.Logger)
+_OPAQUE_PACKAGES = ("torch", "threading", "logging", "memfit")
+_OPEN_PACKAGES = ("torch.nn", "torch.optim", "torch.ao", "torch.amp")
+"""Of torch only these are followed: the rest keeps caches and communicators, which belong to it."""
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_GLOBAL_HOOKS = (
+    *("_global_forward_hooks", "_global_forward_pre_hooks"),
+    *("_global_backward_hooks", "_global_backward_pre_hooks"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _TensorState:
+    """A tensor as it was.
+
+    Attributes:
+        tensor: the tensor.
+        held: the plain tensor that holds its memory here; None if it has none that can be copied.
+        name: the way to it from a root, for people.
+        alias: another tensor of the memory, sizes and strides of `held`.
+        copy: the bytes of that memory, on the host; None if they are watched only.
+        watched: whether a change of the memory is told, since it cannot be taken back.
+        version: its version counter; None if it has none.
+        requires_grad: whether it received gradients.
+        gradient: its `.grad`, the object.
+    """
+
+    tensor: torch.Tensor
+    held: torch.Tensor | None
+    name: str
+    alias: torch.Tensor | None
+    copy: torch.Tensor | None
+    watched: bool
+    version: int | None
+    requires_grad: bool
+    gradient: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Snapshot:
+    """Everything reachable from some roots as it was.
+
+    Attributes:
+        tensors: in the order they were found.
+        undo: writes back containers, attributes and generators that differ.
+    """
+
+    tensors: tuple[_TensorState, ...]
+    undo: tuple[Callable[[], None], ...] = field(repr=False)
+
+    def changed(self) -> dict[str, torch.Tensor]:
+        """By name the tensors whose values are others now; not those whose memory is watched only."""
+        return {state.name: state.tensor for state in self.tensors if state.copy is not None and _differs(state)}
+
+    def leaves(self) -> list[torch.Tensor]:
+        """The tensors that can receive a gradient of their own."""
+        return [s.tensor for s in self.tensors if s.requires_grad and s.tensor.is_leaf]
+
+    def restore(self) -> None:
+        """Writes back whatever differs; can be called any number of times."""
+        for write_back in self.undo:
+            write_back()
+        for state in self.tensors:
+            _restore_tensor(state)
+
+
+@contextmanager
+def preserved(*roots: object, values: bool = True) -> Iterator[Snapshot]:
+    """Restores everything reachable from `roots` on exit, whether that succeeds, fails or is interrupted.
+
+    Args:
+        roots: modules, inputs, losses, optimizers, any objects; None is nothing.
+        values: whether tensors' memory is copied; without it only what holds them, and their metadata, is restored.
+
+    Yields:
+        The snapshot, which can be restored in between.
+    """
+    state = snapshot(*roots, values=values)
+    try:
+        yield state
+    finally:
+        state.restore()
+
+
+def snapshot(*roots: object, values: bool = True) -> Snapshot:
+    """Notes everything that is reachable from `roots`, the global random generators and global module hooks.
+
+    Args:
+        roots: see `preserved`.
+        values: see there.
+    """
+    walk = _Walk(values)
+    walk.global_generators()
+    for name in _GLOBAL_HOOKS:
+        walk.visit(getattr(_nn_module, name, None), name)
+    for root in roots:
+        walk.visit(root, "")
+        walk.drain()
+    return Snapshot(tensors=tuple(walk.tensors), undo=tuple(walk.undo))
+
+
+class _Walk:
+    """The walk over the object graph, breadth first: the shortest name wins."""
+
+    def __init__(self, values: bool) -> None:
+        self.values = values
+        self.tensors: list[_TensorState] = []
+        self.undo: list[Callable[[], None]] = []
+        self.seen: dict[int, object] = {}  # holds the objects, so that no id is used twice
+        self.waiting: deque[tuple[object, str]] = deque()
+        self.copies: dict[tuple[int, int, int], torch.Tensor | None] = {}
+        self.room = int(free_bytes(torch.device("cpu")) * _SHARE_OF_FREE)
+
+    def visit(self, thing: object, name: str) -> None:
+        """Puts an object in the queue if it can hold state and is new."""
+        if isinstance(thing, _ATOMS) or isinstance(thing, _OPAQUE) or id(thing) in self.seen:
+            return
+        if len(self.seen) == _MOST_OBJECTS:
+            log.warning("planning restores no more than %d objects; further ones keep changes", _MOST_OBJECTS)
+        if len(self.seen) >= _MOST_OBJECTS:
+            return
+        self.seen[id(thing)] = thing
+        self.waiting.append((thing, name))
+
+    def drain(self) -> None:
+        """Notes everything in the queue and what it leads to."""
+        while self.waiting:
+            self._note(*self.waiting.popleft())
+
+    def global_generators(self) -> None:
+        """Notes the generators that everybody shares."""
+        self.undo.append(_again(torch.get_rng_state, torch.set_rng_state))
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            self.undo.append(_again(torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all))
+        self.undo.append(_again(random.getstate, random.setstate))
+        self.undo.append(_again(np.random.get_state, np.random.set_state))
+
+    def _note(self, thing: object, name: str) -> None:
+        if isinstance(thing, torch.Tensor):
+            self._tensor(thing, name)
+        elif isinstance(thing, torch.Generator):
+            self.undo.append(_again(thing.get_state, thing.set_state))
+        elif isinstance(thing, random.Random):
+            self.undo.append(_again(thing.getstate, thing.setstate))
+        elif isinstance(thing, np.random.RandomState):
+            self.undo.append(_again(thing.get_state, thing.set_state))
+        elif isinstance(thing, np.random.Generator):
+            self.visit(thing.bit_generator, name)
+        elif isinstance(thing, np.random.BitGenerator):
+            self.undo.append(_again(lambda: thing.state, lambda state: setattr(thing, "state", state)))
+        elif isinstance(thing, np.ndarray):
+            self._array(thing, name)
+        elif isinstance(thing, dict):
+            self._mapping(thing, name)
+        elif isinstance(thing, list | deque | bytearray):
+            self._sequence(thing, name)
+        elif isinstance(thing, set):
+            self._set(thing, name)
+        elif isinstance(thing, tuple | frozenset):
+            self._children(enumerate(thing), name)
+        elif isinstance(thing, functools.partial):
+            self._children({"func": thing.func, "args": thing.args, "keywords": thing.keywords}.items(), name)
+        elif isinstance(thing, types.MethodType):
+            self._children((("", thing.__self__), ("", thing.__func__)), name)
+        elif isinstance(thing, types.FunctionType):
+            self._function(thing, name)
+        elif isinstance(thing, types.CellType):
+            self._cell(thing, name)
+        elif isinstance(thing, type):
+            self._class(thing, name)
+        else:
+            self._instance(thing, name)
+
+    def _children(self, items: Any, name: str) -> None:
+        for key, value in items:
+            self.visit(value, _joined(name, key))
+
+    def _tensor(self, tensor: torch.Tensor, name: str) -> None:
+        held = local(tensor)
+        plain = held if type(held) in _PLAIN and held.layout is torch.strided and not held.is_quantized else None
+        with torch.no_grad():
+            alias = None if plain is None else plain.detach()
+        copy = self._copy(alias) if self.values and alias is not None else None
+        has_gradient = tensor.is_leaf or tensor.retains_grad
+        self.tensors.append(
+            _TensorState(
+                tensor=tensor,
+                held=plain,
+                name=name,
+                alias=alias,
+                copy=copy,
+                watched=self.values and copy is None and tensor.numel() > 0 and not tensor.is_meta,
+                version=None if tensor.is_inference() else int(held._version),
+                requires_grad=tensor.requires_grad,
+                gradient=tensor.grad if has_gradient else None,
+            )
+        )
+        if has_gradient:
+            self.visit(tensor.grad, _joined(name, "grad"))
+        self.visit(tensor._backward_hooks, name)
+        self.visit(getattr(tensor, "_post_accumulate_grad_hooks", None), name)
+        self._vars(tensor, name)
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The bytes of a tensor's memory, on the host; None where it has none or there is no room."""
+        span = _span(tensor)
+        if span is None:
+            return None
+        key = (span.data_ptr(), span.numel(), span.device.index or 0)
+        if key not in self.copies:
+            room = span.numel() <= self.room
+            self.room -= span.numel() if room else 0
+            self.copies[key] = torch.empty(span.shape, dtype=torch.uint8).copy_(span) if room else None
+        return self.copies[key]
+
+    def _array(self, array: np.ndarray[Any, Any], name: str) -> None:
+        if array.dtype.hasobject:
+            self._children(enumerate(array.flat), name)
+        elif array.flags.writeable and array.nbytes <= self.room:
+            self.room -= array.nbytes
+            saved = array.copy()
+
+            def restore() -> None:
+                if array.tobytes() != saved.tobytes():
+                    array[...] = saved
+
+            self.undo.append(restore)
+
+    def _mapping(self, mapping: dict[Any, Any], name: str) -> None:
+        saved = dict(mapping)
+        self._children(saved.items(), name)
+
+        def restore() -> None:
+            if _same_items(mapping, saved):
+                return
+            mapping.clear()
+            mapping.update(saved)
+
+        self.undo.append(restore)
+
+    def _sequence(self, sequence: Any, name: str) -> None:
+        saved = list(sequence)
+        if not isinstance(sequence, bytearray):
+            self._children(enumerate(saved), name)
+
+        def restore() -> None:
+            if len(sequence) == len(saved) and all(a is b for a, b in zip(sequence, saved, strict=True)):
+                return
+            sequence.clear()
+            sequence.extend(saved)
+
+        self.undo.append(restore)
+
+    def _set(self, members: set[Any], name: str) -> None:
+        saved = set(members)
+        self._children(enumerate(saved), name)
+
+        def restore() -> None:
+            if members != saved:
+                members.clear()
+                members.update(saved)
+
+        self.undo.append(restore)
+
+    def _function(self, function: types.FunctionType, name: str) -> None:
+        if _is_opaque(function.__module__):
+            return
+        self._children(enumerate(function.__closure__ or ()), name)
+        self._children(enumerate(function.__defaults__ or ()), name)
+        self._children((function.__kwdefaults__ or {}).items(), name)
+        self._vars(function, name)
+        if _is_users(function.__code__.co_filename):
+            self._globals(function, name)
+
+    def _globals(self, function: types.FunctionType, name: str) -> None:
+        """Notes the module globals that a function of the user's names, and to what they are bound."""
+        everything = function.__globals__
+        bound = {n: everything[n] for n in _names(function.__code__) if n in everything}
+        self._children(bound.items(), name)
+        held = {n: v for n, v in bound.items() if not isinstance(v, types.ModuleType | types.FunctionType | type)}
+
+        def restore() -> None:
+            for key, value in held.items():
+                if everything.get(key) is not value:
+                    everything[key] = value
+
+        if held:
+            self.undo.append(restore)
+
+    def _cell(self, cell: types.CellType, name: str) -> None:
+        try:
+            saved = cell.cell_contents
+        except ValueError:  # not filled yet
+            return
+        self.visit(saved, name)
+
+        def restore() -> None:
+            if cell.cell_contents is not saved:
+                cell.cell_contents = saved
+
+        self.undo.append(restore)
+
+    def _class(self, cls: type, name: str) -> None:
+        """Notes the attributes of a class of the user's, and what its methods lead to."""
+        module = sys.modules.get(cls.__module__)
+        if module is None or not _is_users(getattr(module, "__file__", None) or ""):
+            return
+        saved = {key: value for key, value in vars(cls).items() if not key.startswith("__")}
+        self._children(saved.items(), _joined(name, cls.__name__))
+        plain = {k: v for k, v in saved.items() if not hasattr(type(v), "__get__")}
+
+        def restore() -> None:
+            for key, value in plain.items():
+                if vars(cls).get(key) is not value:
+                    setattr(cls, key, value)
+
+        if plain:
+            self.undo.append(restore)
+
+    def _instance(self, thing: object, name: str) -> None:
+        cls = type(thing)
+        if _is_opaque(cls.__module__) and not isinstance(thing, nn.Module | torch.optim.Optimizer):
+            return
+        self._vars(thing, name)
+        for base in cls.__mro__:
+            slots = vars(base).get("__slots__", ())
+            for slot in (slots,) if isinstance(slots, str) else slots:
+                self._slot(thing, slot, name)
+        self.visit(cls, "")
+        for base in cls.__mro__[1:]:
+            self.visit(base, "")
+
+    def _slot(self, thing: object, slot: str, name: str) -> None:
+        missing = object()
+        saved = getattr(thing, slot, missing)
+        if saved is missing or slot in ("__dict__", "__weakref__"):
+            return
+        self.visit(saved, _joined(name, slot))
+
+        def restore() -> None:
+            if getattr(thing, slot, missing) is not saved:
+                object.__setattr__(thing, slot, saved)
+
+        self.undo.append(restore)
+
+    def _vars(self, thing: object, name: str) -> None:
+        attributes = getattr(thing, "__dict__", None)
+        if isinstance(attributes, dict) and id(attributes) not in self.seen:
+            self.seen[id(attributes)] = attributes
+            self._mapping(attributes, name)
+
+
+def _is_opaque(module: str | None) -> bool:
+    """Whether code of a module keeps its state to itself."""
+    within = [package for package in (*_OPAQUE_PACKAGES, *_OPEN_PACKAGES) if f"{module}.".startswith(f"{package}.")]
+    return bool(within) and max(within, key=len) in _OPAQUE_PACKAGES
+
+
+def _again(get: Callable[[], Any], put: Callable[[Any], Any]) -> Callable[[], None]:
+    """Restores a state that is read and written by calls."""
+    state = get()
+    return lambda: put(state)
+
+
+def _same_items(mapping: dict[Any, Any], saved: dict[Any, Any]) -> bool:
+    if len(mapping) != len(saved):
+        return False
+    return all(a is b and v is w for (a, v), (b, w) in zip(mapping.items(), saved.items(), strict=True))
+
+
+def _joined(name: str, key: object) -> str:
+    key = str(key) if isinstance(key, str | int) else type(key).__name__
+    if key in ("_parameters", "_buffers", "_modules"):
+        return name
+    return f"{name}.{key}" if name and key else name or key
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """The names of globals that code and the functions in it use."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
+def _is_users(filename: str) -> bool:
+    """Whether code lies outside of Python and of installed packages."""
+    return bool(filename) and not filename.startswith("<frozen") and not filename.startswith(_INSTALLED)
+
+
+_PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
+
+
+def _span(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The memory that a plain tensor covers, as bytes; None if there is none."""
+    if tensor.is_meta or tensor.numel() == 0:
+        return None
+    width = tensor.element_size()
+    count = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    storage = tensor.untyped_storage()
+    if storage.nbytes() < (tensor.storage_offset() + count) * width:  # freed by its owner, as FSDP does
+        return None
+    raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return raw.set_(storage, tensor.storage_offset() * width, (count * width,), (1,))
+
+
+def _differs(state: _TensorState) -> bool:
+    if state.alias is None or state.copy is None:
+        return False
+    span = _span(state.alias)
+    return _is_moved(state) or (span is not None and not torch.equal(span.cpu(), state.copy))
+
+
+def _is_moved(state: _TensorState) -> bool:
+    """Whether a tensor has other memory, sizes or strides than it had."""
+    now, then = state.held, state.alias
+    if now is None or then is None:
+        return False
+    if now.shape != then.shape or now.dtype is not then.dtype or now.stride() != then.stride():
+        return True
+    return bool(now.storage_offset() != then.storage_offset() or now.data_ptr() != then.data_ptr())
+
+
+def _restore_tensor(state: _TensorState) -> None:
+    tensor, held = state.tensor, state.held
+    with torch.no_grad():
+        if held is not None and state.alias is not None and _is_moved(state):
+            held.data = state.alias
+        if state.alias is not None and state.copy is not None:
+            span = _span(state.alias)
+            if span is not None and not torch.equal(span.cpu(), state.copy):
+                span.copy_(state.copy)
+        elif state.watched and state.version is not None and local(tensor)._version != state.version:
+            log.warning("planning wrote to %s, and cannot take it back: there was no room for a copy", state.name)
+        if held is not None and state.copy is not None and state.version not in (None, held._version):
+            torch._C._autograd._unsafe_set_version_counter((held,), (state.version,))
+    if tensor.is_leaf and tensor.requires_grad != state.requires_grad:
+        tensor.requires_grad_(state.requires_grad)
+    if (tensor.is_leaf or tensor.retains_grad) and tensor.grad is not state.gradient:
+        tensor.grad = state.gradient

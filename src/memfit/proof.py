@@ -1,0 +1,299 @@
+"""Proves that a planned step is the plain step: one plain step beside it, from the same state, compared bit by bit.
+
+A plan is made of a captured graph. That the graph computes as the module does is what capture promises; here it is
+checked on the user's module, inputs and loss. The plain step runs whole where its memory is free now, so loss, outputs,
+gradients, buffers and random states are compared. Else its forward pass runs alone, and everything that autograd would
+save is dropped at once (`torch.autograd.graph.saved_tensors_hooks`): it takes no more than a pass without gradients,
+yet the model's code sees gradients enabled, as in training.
+
+A plain step that differs from itself, because a kernel of it is not deterministic, is noticed by a second one.
+
+Known limits: a step that takes another way for other inputs is checked for these inputs only.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from memfit.bits import max_difference, same_bits
+from memfit.capture.inputs import DetachedInputs
+from memfit.capture.loss import LossFunction, scalar_loss
+from memfit.capture.preserve import Snapshot
+from memfit.errors import ExactnessError
+from memfit.rounding import is_within_rounding
+
+__all__ = ["Proof", "ProvingStep", "StepResult", "compare"]
+
+log = logging.getLogger(__name__)
+
+_Key = tuple[str, str]
+_NAMED = 3
+"""Of so many tensors that differ an error tells the names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """What a plan was compared with, and what was found.
+
+    Attributes:
+        gradients: whether gradients were compared; False where the plain step did not fit in what was free.
+        tensors: how many tensors were compared.
+        equal: how many had the same bits.
+        deterministic: whether the plain step has the same bits twice; True where that was not in question.
+        relative_difference: of all gradients together (of outputs, without gradients), relative to their norm.
+        seconds: what the plain steps took.
+    """
+
+    gradients: bool
+    tensors: int
+    equal: int
+    deterministic: bool = True
+    relative_difference: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every bit that was compared is the same."""
+        return self.equal == self.tensors
+
+    def __str__(self) -> str:
+        """In words."""
+        what = "outputs and gradients" if self.gradients else "outputs (the plain backward pass does not fit)"
+        if self.is_exact:
+            return f"{what} proved equal to the plain step's, bit by bit"
+        why = "" if self.deterministic else ", which is not deterministic itself"
+        return f"{what} within {self.relative_difference:.1e} of the plain step's, relatively{why}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """Everything one step leaves behind, copied to the host.
+
+    Attributes:
+        tensors: by kind (`loss`, `output`, `gradient`, `state`, `random state`) and name.
+        has_gradients: whether the backward pass ran.
+    """
+
+    tensors: Mapping[_Key, torch.Tensor] = field(repr=False)
+    has_gradients: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProvingStep:
+    """A training step of a model on inputs that are cut off the caller's graph, from a state that can be restored.
+
+    Attributes:
+        model: the module.
+        inputs: of the step.
+        loss_fn: as for `memfit.plan`.
+        state: to which everything is put back after each step.
+        through: whether a backward pass may go through all it reaches; a sharded module's hooks ask for that.
+    """
+
+    model: nn.Module
+    inputs: DetachedInputs
+    loss_fn: LossFunction | None
+    state: Snapshot
+    through: bool = False
+
+    def run(self, call: Callable[..., Any]) -> None:
+        """Forward pass, loss and backward pass through `call`; gradients that come are dropped."""
+        self._drop_gradients()
+        self._backward(call(*self.inputs.args, **self.inputs.kwargs))
+        self._drop_gradients()
+
+    def result(self, call: Callable[..., Any], *, backward: bool = True) -> StepResult:
+        """Runs one step through `call`, notes what it leaves behind, and restores the state."""
+        try:
+            return self._result(call, backward)
+        finally:
+            self._drop_gradients()
+            self.state.restore()
+
+    def plain(self, *, backward: bool = True) -> StepResult:
+        """The same of the plain module."""
+        return self.result(self.model._call_impl, backward=backward)
+
+    def _result(self, call: Callable[..., Any], backward: bool) -> StepResult:
+        found: dict[_Key, torch.Tensor] = {}
+        self._drop_gradients()
+        if backward:
+            output = call(*self.inputs.args, **self.inputs.kwargs)
+            found |= _outputs(output)
+            loss = self._backward(output)
+        else:
+            with torch.autograd.graph.saved_tensors_hooks(_dropped, _refused):
+                output = call(*self.inputs.args, **self.inputs.kwargs)
+                found |= _outputs(output)
+                loss = scalar_loss(output, self.loss_fn)
+        del output
+        if loss is not None:
+            found["loss", "loss"] = _copied(loss)
+        for state in self.state.tensors if backward else ():
+            if state.tensor.is_leaf and state.requires_grad and state.tensor.grad is not None:
+                found["gradient", state.name] = _copied(state.tensor.grad)
+        for place, leaf in enumerate(self.inputs.leaves if backward else ()):
+            if leaf.grad is not None:
+                found["gradient", f"input {place}"] = _copied(leaf.grad)
+        # Gradients come and go by name above; the state that a step writes is compared where it was written.
+        changed = self.state.changed()
+        gradients = {id(state.gradient) for state in self.state.tensors}
+        found |= {("state", name): _copied(t) for name, t in changed.items() if id(t) not in gradients}
+        found["random state", "cpu"] = torch.get_rng_state()
+        return StepResult(tensors=found, has_gradients=backward)
+
+    def _receiving(self) -> list[torch.Tensor]:
+        return [*self.state.leaves(), *self.inputs.leaves]
+
+    def _drop_gradients(self) -> None:
+        for tensor in self._receiving():
+            tensor.grad = None
+
+    def _backward(self, output: Any) -> torch.Tensor | None:
+        """Loss and backward pass; where the loss closes over tensors of the caller's graph, it stays out of that."""
+        loss = scalar_loss(output, self.loss_fn)
+        ends = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
+        starts = [None] if loss is not None else [torch.ones_like(t) for t in ends]
+        ends = [loss] if loss is not None else ends
+        foreign = [s.tensor for s in self.state.tensors if s.tensor.grad_fn is not None and s.requires_grad]
+        inputs = None if self.through or not foreign else self._own_leaves(foreign)
+        torch.autograd.backward(ends, starts, inputs=inputs)
+        return None if loss is None else loss.detach()
+
+    def _own_leaves(self, foreign: list[torch.Tensor]) -> list[torch.Tensor]:
+        """What may receive gradients: the leaves that no tensor of the caller's graph was made of."""
+        theirs = _leaves_of(foreign)
+        return [t for t in self._receiving() if t.requires_grad and id(t) not in theirs]
+
+
+def compare(
+    step: ProvingStep,
+    plain: StepResult,
+    planned: StepResult,
+    *,
+    rounding: bool,
+    seconds: float,
+) -> Proof:
+    """Compares a planned step with the plain one.
+
+    Args:
+        step: of which both are results.
+        plain: of the plain module.
+        planned: of the plan.
+        rounding: whether a difference within rounding is allowed.
+        seconds: what the plain step took.
+
+    Returns:
+        What was found.
+
+    Raises:
+        ExactnessError: if bits differ, or with `rounding` by more than that.
+    """
+    keys = list(dict.fromkeys((*plain.tensors, *(planned.tensors if plain.has_gradients else ()))))
+    differing = [k for k in keys if not _equal(plain.tensors.get(k), planned.tensors.get(k))]
+    proof = Proof(gradients=plain.has_gradients, tensors=len(keys), equal=len(keys) - len(differing), seconds=seconds)
+    if not differing:
+        return proof
+    begin = time.perf_counter()
+    again = step.plain(backward=plain.has_gradients)
+    seconds += time.perf_counter() - begin
+    deterministic = all(_equal(plain.tensors.get(k), again.tensors.get(k)) for k in keys)
+    off = _relative_difference(plain, planned)
+    proof = Proof(
+        gradients=plain.has_gradients,
+        tensors=len(keys),
+        equal=len(keys) - len(differing),
+        deterministic=deterministic,
+        relative_difference=off,
+        seconds=seconds,
+    )
+    name = type(step.model).__name__
+    if not deterministic:
+        log.warning("the plain step of %s has other bits each time, so a plan is proved up to rounding only", name)
+    if (rounding or not deterministic) and _within(plain, planned, differing):
+        return proof
+    rows = [f"{' '.join(k)} by {max_difference(plain.tensors.get(k), planned.tensors.get(k)):.3g}" for k in differing]
+    more = f" and {len(rows) - _NAMED} more" if len(rows) > _NAMED else ""
+    advice = (
+        "that is more than rounding; please report it"
+        if rounding
+        else 'pass exact="rounding" to train with gradients that are equal up to rounding'
+    )
+    raise ExactnessError(
+        f"the planned step of {name} is not the plain one: {len(differing)} of {len(keys)} tensors differ, "
+        f"{', '.join(rows[:_NAMED])}{more}; {advice}"
+    )
+
+
+def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    return a is not None and b is not None and same_bits(a, b)
+
+
+def _within(plain: StepResult, planned: StepResult, differing: list[_Key]) -> bool:
+    scale = math.hypot(*(_norm(t) for k, t in plain.tensors.items() if k[0] == "gradient"))
+    for key in differing:
+        a, b = plain.tensors.get(key), planned.tensors.get(key)
+        if a is None or b is None or not is_within_rounding(a, b, None, scale=scale, own=0.0):
+            return False
+    return True
+
+
+def _relative_difference(plain: StepResult, planned: StepResult) -> float:
+    kind = "gradient" if plain.has_gradients else "output"
+    pairs = [(t, planned.tensors.get(k)) for k, t in plain.tensors.items() if k[0] == kind]
+    whole = math.hypot(*(_norm(a) for a, _ in pairs))
+    if any(b is None or a.shape != b.shape for a, b in pairs):
+        return math.inf
+    apart = math.hypot(*(_norm(_dense(a) - _dense(b)) for a, b in pairs if b is not None))
+    return apart / whole if whole else apart
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    return float(_dense(tensor).norm()) if tensor.numel() else 0.0
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_dense().to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def _outputs(output: Any) -> dict[_Key, torch.Tensor]:
+    leaves = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
+    return {("output", str(place)): _copied(t) for place, t in enumerate(leaves)}
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _dropped(tensor: torch.Tensor) -> None:
+    """Keeps nothing of what autograd would save."""
+
+
+def _refused(_: None) -> torch.Tensor:
+    raise RuntimeError("the forward pass alone was run, and something differentiates it")
+
+
+def _leaves_of(tensors: list[torch.Tensor]) -> set[int]:
+    """Ids of the leaves that tensors were made of."""
+    found: set[int] = set()
+    seen: set[Any] = set()
+    stack: list[Any] = [t.grad_fn for t in tensors]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            found.add(id(leaf))
+        stack.extend(following for following, _ in node.next_functions)
+    return found
