@@ -12,14 +12,19 @@ at the module's call again, is not compiled again.
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
+import torch
 from torch import nn
+from torch._dynamo.decorators import skip
 
 from memfit.capture.own_calls import in_own_call
 
-__all__ = ["make_opaque"]
+__all__ = ["make_opaque", "not_traced", "undisturbed"]
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _REPLACED = "_memfit_replaced"
 
 
@@ -37,7 +42,8 @@ def make_opaque(slot_type: type) -> None:
         return
 
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        if in_own_call() or not isinstance(getattr(self.value, "_compiled_call_impl", None), slot_type):
+        exporting = torch.compiler.is_exporting() or getattr(tx, "export", False)
+        if exporting or in_own_call() or not isinstance(getattr(self.value, "_compiled_call_impl", None), slot_type):
             return plainly(self, tx, args, kwargs)
         source = by_name(self, tx, "_wrapped_call_impl") if self.source else None
         called: Any = UserFunctionVariable(nn.Module._wrapped_call_impl, source=source)
@@ -45,3 +51,26 @@ def make_opaque(slot_type: type) -> None:
 
     setattr(call_function, _REPLACED, True)
     variable.call_function = call_function
+
+
+def not_traced(function: _Function) -> _Function:
+    """Keeps Dynamo out of a function's own code, not out of what it calls: in there it goes on as before."""
+    marked: Any = skip(function)
+    marked._torchdynamo_disable_msg = "memfit plans this module; its call is not traced"
+    return function
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Keeps what the caller hung around the step out of planning: hooks on saved tensors, the search for anomalies."""
+    autograd = torch._C._autograd
+    hooks = []
+    while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        with torch.autograd.set_detect_anomaly(False):
+            yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-__all__ = ["Pass", "Piece", "PieceOfPass", "in_flight", "noting_backward", "noting_forward"]
+from memfit.errors import SecondDerivativeError
+
+__all__ = ["CompiledPiece", "Pass", "PieceOfPass", "in_flight", "noting_backward", "noting_forward"]
 
 _RECORD = "memfit_piece_of_pass"
 
@@ -26,20 +29,24 @@ class Pass:
     """One planned forward pass.
 
     Attributes:
+        key: signature of its call; None outside of a fitted module.
+        refused: where the signatures of passes are noted that are differentiated twice.
         executed: how many pieces have run by the plan.
         waiting: of how many the backward pass has not run.
-        strayed: whether a piece ran that was not planned.
+        strayed: whether a piece ran plainly because it was not planned.
         turns: how often graphs have run that run more than once, by digest.
     """
 
+    key: Any = None
+    refused: set[Any] = field(default_factory=set)
     executed: int = 0
     waiting: int = 0
     strayed: bool = False
-    turns: dict[str, int] = field(default_factory=dict)
+    turns: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(slots=True, eq=False)
-class Piece:
+class CompiledPiece:
     """What is known of one compiled graph.
 
     Attributes:
@@ -69,7 +76,7 @@ class PieceOfPass:
     """
 
     of: Pass
-    piece: Piece
+    piece: CompiledPiece
     missing: frozenset[int] = frozenset()
     nothing: bool = False
 
@@ -87,7 +94,7 @@ def in_flight(passes: list[weakref.ref[Pass]]) -> list[Pass]:
     return [one for _, one in alive]
 
 
-def noting_forward(call: Callable[..., Any], piece: Piece, current: Callable[[], Pass | None]) -> Callable[..., Any]:
+def noting_forward(call: Callable[..., Any], piece: CompiledPiece, current: Callable[[], Pass | None]) -> Callable[..., Any]:
     """A compiled graph that hangs a record of each run on the node of autograd it makes."""
 
     def run(*operands: Any) -> Any:
@@ -100,11 +107,43 @@ def noting_forward(call: Callable[..., Any], piece: Piece, current: Callable[[],
         here.waiting += 1
         record = PieceOfPass(here, piece)
         setattr(node, _RECORD, record)
+        _refuse_second_derivatives(type(node))
         if piece.told_apart():
             node.register_prehook(record.note)
         return outputs
 
     return run
+
+
+def _refuse_second_derivatives(node_type: Any) -> None:
+    """Makes the error say what to do when gradients of a node of this type are differentiated.
+
+    AOTAutograd gives such gradients a node that fails. Some torch versions make it elsewhere; then their error stays.
+    """
+    function = getattr(node_type, "_forward_cls", None)
+    make = getattr(function, "_double_backward", None)
+    if function is None or make is None or getattr(make, _RECORD, False):
+        return
+
+    def double_backward(ctx: Any, *rest: Any) -> Any:
+        gradients = make(ctx, *rest)
+        record: PieceOfPass | None = getattr(ctx, _RECORD, None)
+        made = next((g.grad_fn for g in gradients if isinstance(g, torch.Tensor) and g.grad_fn is not None), None)
+        if record is not None and made is not None:
+            made.register_prehook(functools.partial(_refuse, record.of))
+        return gradients
+
+    setattr(double_backward, _RECORD, True)
+    function._double_backward = staticmethod(double_backward)
+
+
+def _refuse(here: Pass, gradients: Any) -> None:
+    here.refused.add(here.key)
+    raise SecondDerivativeError(
+        "a step under a plan is differentiated twice (create_graph=True), and planned graphs have no second derivative; "
+        "for the pass that needs one call model.forward(...) in place of model(...), which runs the module's own code "
+        "without a plan. From now on calls with such inputs run plainly"
+    )
 
 
 def _node_of(outputs: Sequence[Any], places: dict[int, int]) -> Any:
