@@ -34,6 +34,7 @@ from memfit.capture.eager_kernels import as_in_eager
 from memfit.capture.joint import read_joint
 from memfit.capture.live_bytes import LiveBytes
 from memfit.capture.log_calls import logs_left_out
+from memfit.capture.loss import LossReading
 from memfit.capture.one_graph import OneGraph
 from memfit.capture.own_calls import own_call
 from memfit.capture.preserve import preserved
@@ -84,6 +85,7 @@ class Pieces:
         breaks: why the graph breaks, if it does.
         between_bytes: what plain autograd saves for the code between pieces.
         staying: the units of a sharded module that were gathered when it had run.
+        loss: what the loss does with the output and with what left by a side door, if it was read.
     """
 
     pieces: tuple[Piece, ...]
@@ -91,6 +93,17 @@ class Pieces:
     breaks: tuple[str, ...] = ()
     between_bytes: int = 0
     staying: tuple[Gathered, ...] = ()
+    loss: LossReading | None = None
+
+    def receivers(self) -> list[torch.Tensor]:
+        """The tensors of the output, then those that left the last piece by a side door and need a gradient.
+
+        Hooks collect features, and a forward pass leaves an auxiliary loss on `self`.
+        """
+        returned = tensors_in(self.output)
+        known = {id(t) for t in returned}
+        beside = [t for t in tensors_in(self.pieces[-1].outputs) if t.requires_grad and id(t) not in known]
+        return [*returned, *beside]
 
 
 def capture_pieces(
@@ -102,6 +115,7 @@ def capture_pieces(
     grid: tuple[int, ...] = (),
     gradient_outputs: frozenset[int] | None = None,
     accumulate: Accumulate | None = None,
+    read: Callable[[Pieces], LossReading] | None = None,
 ) -> Pieces:
     """Captures the training step of `model(*args, **kwargs)`. Changes nothing.
 
@@ -113,6 +127,7 @@ def capture_pieces(
         grid: see there.
         gradient_outputs: which outputs of the last graph receive a gradient; None for all of them.
         accumulate: how gradients of parameters are added to `.grad` inside the graph; None if that is left to autograd.
+        read: reads the loss while what the forward pass left on modules and in hooks is still there.
 
     Returns:
         The pieces and the output of the module.
@@ -127,6 +142,7 @@ def capture_pieces(
         grid=grid,
         gradient_outputs=gradient_outputs,
         accumulate=accumulate,
+        read=read,
     )
     try:
         with preserved(model, args, kwargs, values=False):
@@ -162,6 +178,7 @@ def _capture(
     grid: tuple[int, ...],
     gradient_outputs: frozenset[int] | None,
     accumulate: Accumulate | None,
+    read: Callable[[Pieces], LossReading] | None,
 ) -> Pieces:
     pieces: list[Piece] = []
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -212,7 +229,8 @@ def _capture(
         raise
     captured = tuple(pieces)
     pieces.clear()  # Dynamo keeps the backend, and with it this list
-    return Pieces(pieces=captured, output=output, staying=gathered())
+    made = Pieces(pieces=captured, output=output, staying=gathered())
+    return made if read is None or not captured else replace(made, loss=read(made))
 
 
 def compile_call(

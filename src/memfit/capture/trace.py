@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from memfit.capture.adding import Accumulate
 from memfit.capture.dynamo import Pieces, capture_pieces
 from memfit.capture.join import join
-from memfit.capture.loss import LossFunction, read_loss
+from memfit.capture.loss import LossFunction, LossReading, read_loss
 from memfit.capture.optimizer import optimizer_cost
 from memfit.capture.preserve import preserved
 from memfit.capture.reading import JointOp
@@ -110,9 +110,14 @@ def capture_step(
     captured = functools.partial(
         capture_pieces, model, args, kwargs, separate=separate, grid=grid, accumulate=accumulate
     )
-    pieces = captured()
-    with preserved(loss_fn):
-        loss = read_loss(pieces.output, loss_fn, device_type)
+
+    def read(pieces: Pieces) -> LossReading:
+        with preserved(loss_fn):
+            return read_loss(pieces.output, loss_fn, device_type, receivers=pieces.receivers())
+
+    pieces = captured(read=read)
+    loss = pieces.loss
+    assert loss is not None
     gradient_outputs = _gradient_outputs(pieces, loss.receives_gradient)
     if gradient_outputs is not None:
         pieces = captured(gradient_outputs=gradient_outputs)
@@ -140,7 +145,7 @@ def capture_step(
     bare = tuple(replace(piece, inputs=(), outputs=()) for piece in pieces.pieces)
     return Capture(
         graph=graph,
-        pieces=replace(pieces, pieces=bare, output=None),
+        pieces=replace(pieces, pieces=bare, output=None, loss=None),
         joint_ops=joint_ops,
         gradient_outputs=gradient_outputs,
         between_bytes=between_bytes,
@@ -198,8 +203,7 @@ def check_step(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 def _gradient_outputs(pieces: Pieces, receives: Sequence[bool]) -> frozenset[int] | None:
     """Positions among the last piece's outputs that receive gradients, None if all that could do."""
-    leaves = [t for t in pytree.tree_leaves(pieces.output) if isinstance(t, torch.Tensor)]
-    reached = {id(t) for t, does in zip(leaves, receives, strict=True) if does}
+    reached = {id(t) for t, does in zip(pieces.receivers(), receives, strict=True) if does}
     # Tensors that Dynamo's epilogue makes anew cannot be followed; then every output counts.
     last = pieces.pieces[-1].outputs
     if not reached <= {id(o) for o in last}:

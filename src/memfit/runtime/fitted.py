@@ -8,6 +8,7 @@ Each input signature has its own plan, made at its first call.
 from __future__ import annotations
 
 import logging
+import threading
 import types
 import weakref
 from collections import Counter
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
 __all__ = ["Fitted", "fitted_call", "install", "release"]
 
 log = logging.getLogger(__name__)
+
+_PLANNING = threading.RLock()
+"""Held while a module is planned: Dynamo, the profiler and the snapshot of a model are for one thread at a time."""
 
 _MOST_STRAYS = 3
 """So often a module is planned again because a step ran otherwise than planned."""
@@ -143,6 +147,14 @@ class Fitted:
             log.warning("%s %s", type(self.model()).__name__, text)
 
     def _plan_for(self, model: nn.Module, key: Signature, args: Any, kwargs: Any) -> PlannedCall:
+        missed = self.calls.get(key)
+        with _PLANNING:
+            here = self.calls.get(key)
+            if here is not None and here is not missed:
+                return here  # another thread planned it meanwhile
+            return self._plan_now(model, key, args, kwargs)
+
+    def _plan_now(self, model: nn.Module, key: Signature, args: Any, kwargs: Any) -> PlannedCall:
         try:
             plan = self._plan(model, key, args, kwargs)
         except (BudgetError, SpecError, ExactnessError):

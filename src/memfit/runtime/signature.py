@@ -44,5 +44,5 @@ def signature(model: nn.Module, args: Any, kwargs: Any, state: ModuleState | Non
 def _value(value: object) -> object:
     """A plain Python value, which a graph may hold as a constant, else only the type."""
     if isinstance(value, float) and value != value:
-        return "nan"  # no two of them are equal, and each call would be planned anew
+        return (float, "nan")  # no two of them are equal, and each call would be planned anew
     return value if value is None or isinstance(value, bool | int | float | str) else type(value)
