@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from memfit.errors import PipelineError as PipelineError
     from memfit.errors import PlanFileError as PlanFileError
     from memfit.errors import PlanMismatchError as PlanMismatchError
+    from memfit.errors import SecondDerivativeError as SecondDerivativeError
     from memfit.errors import SpecError as SpecError
     from memfit.pipelining.api import pipeline as pipeline
     from memfit.pipelining.pipeline import Pipeline as Pipeline
@@ -57,6 +58,7 @@ _MODULE_OF = {
     "PipelineError": "memfit.errors",
     "PlanFileError": "memfit.errors",
     "PlanMismatchError": "memfit.errors",
+    "SecondDerivativeError": "memfit.errors",
     "SpecError": "memfit.errors",
 }
 """Public names and the modules they come from."""

@@ -12,6 +12,7 @@ __all__ = [
     "PlanFileError",
     "PlanMismatchError",
     "ProgramError",
+    "SecondDerivativeError",
     "SpecError",
     "SwapError",
 ]
@@ -51,6 +52,10 @@ class ExactnessError(CaptureError):
 
 class PlanMismatchError(MemfitError):
     """A plan was made for another model, shape, dtype, device or torch."""
+
+
+class SecondDerivativeError(MemfitError, RuntimeError):
+    """A planned step is differentiated twice."""
 
 
 class PlanFileError(MemfitError):

@@ -38,7 +38,9 @@ from memfit.capture.failures import explained, quiet
 from memfit.capture.joint import read_joint
 from memfit.capture.live_bytes import LiveBytes
 from memfit.capture.log_calls import logs_left_out
+from memfit.capture.loss import LossReading
 from memfit.capture.one_graph import OneGraph
+from memfit.capture.own_calls import own_call
 from memfit.capture.plain_parts import PlainParts, UnplannableGraphError, find_plain_parts
 from memfit.capture.preserve import preserved
 from memfit.capture.reading import JointReading
@@ -93,6 +95,7 @@ class Pieces:
         staying: the units of a sharded module that were gathered when it had run.
         plain: what is left to plain code.
         replaced: whether the model's own checkpoints are left out.
+        loss: what the loss does with the output and with what left by a side door, if it was read.
     """
 
     pieces: tuple[Piece, ...]
@@ -109,6 +112,18 @@ class Pieces:
         keys = [piece.key for piece in self.pieces]
         return keys[-1] if keys.count(keys[-1]) == 1 else None
 
+    loss: LossReading | None = None
+
+    def receivers(self) -> list[torch.Tensor]:
+        """The tensors of the output, then those that left the last piece by a side door and need a gradient.
+
+        Hooks collect features, and a forward pass leaves an auxiliary loss on `self`.
+        """
+        returned = tensors_in(self.output)
+        known = {id(t) for t in returned}
+        beside = [t for t in tensors_in(self.pieces[-1].outputs) if t.requires_grad and id(t) not in known]
+        return [*returned, *beside]
+
 
 def capture_pieces(
     model: nn.Module,
@@ -121,6 +136,7 @@ def capture_pieces(
     last_key: str | None = None,
     accumulate: Accumulate | None = None,
     checkpointing: str = "refuse",
+    read: Callable[[Pieces], LossReading] | None = None,
 ) -> Pieces:
     """Captures the training step of `model(*args, **kwargs)`. Changes nothing.
 
@@ -134,6 +150,7 @@ def capture_pieces(
         last_key: with that, which graph is the last.
         accumulate: how gradients of parameters are added to `.grad` inside the graph; None if that is left to autograd.
         checkpointing: `"refuse"` or `"replace"`, what is done where the model checkpoints itself.
+        read: reads the loss while what the forward pass left on modules and in hooks is still there.
 
     Returns:
         The pieces and the output of the module.
@@ -151,6 +168,7 @@ def capture_pieces(
         last_key=last_key,
         accumulate=accumulate,
         replaced=replaced,
+        read=read,
     )
     try:
         with preserved(model, args, kwargs, values=False), quiet():
@@ -213,6 +231,7 @@ def _capture(
     last_key: str | None,
     accumulate: Accumulate | None,
     replaced: bool,
+    read: Callable[[Pieces], LossReading] | None,
     plain: PlainParts = PlainParts(),
 ) -> Pieces:
     pieces: list[Piece] = []
@@ -283,7 +302,8 @@ def _capture(
         raise
     captured = tuple(pieces)
     pieces.clear()  # Dynamo keeps the backend, and with it this list
-    return Pieces(pieces=captured, output=output, staying=gathered(), plain=plain, replaced=replaced)
+    made = Pieces(pieces=captured, output=output, staying=gathered(), plain=plain, replaced=replaced)
+    return made if read is None or not captured else replace(made, loss=read(made))
 
 
 def graph_key(gm: fx.GraphModule) -> str:
@@ -330,11 +350,12 @@ def compile_call(
     # Where the graph breaks, pieces are cached with the model's own code, which every plan of it shares. At its limit
     # Dynamo would run them plainly, without a plan and over the budget, and say nothing.
     limits = {"recompile_limit": _MOST_PLANS, "accumulated_recompile_limit": _MOST_PLANS}
-    options = limits | logs_left_out()
+    # By default Dynamo looks at hooks once: those registered or removed later would not be noticed.
+    options = limits | logs_left_out() | {"skip_nnmodule_hook_guards": False}
 
     def run(*args: Any, **kwargs: Any) -> Any:
         around = without_checkpoints() if replaced and in_pieces else contextlib.nullcontext()
-        with torch._dynamo.config.patch(options), _replaced(forwards), around, eager_answers():
+        with torch._dynamo.config.patch(options), own_call(), _replaced(forwards), around, eager_answers():
             return compiled(*args, **kwargs)
 
     return run

@@ -209,8 +209,7 @@ def _refuse_unplannable(graph: fx.Graph, *, replaced: bool) -> None:
             )
         if any(
             isinstance(v, torch.SymInt)
-            or (isinstance(v, torch.Tensor)
-            and any(isinstance(n, torch.SymInt) for n in v.shape))
+            or (isinstance(v, torch.Tensor) and any(isinstance(n, torch.SymInt) for n in v.shape))
             for v in values
         ):
             raise UnplannableGraphError(

@@ -7,7 +7,7 @@ of the step, and an output that the loss does not use must not cost a gradient o
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ class LossReading:
     """What the loss does with the model's output.
 
     Attributes:
-        receives_gradient: for each tensor leaf of the output whether the loss's gradient reaches it.
+        receives_gradient: for each tensor leaf of the output, or each receiver, whether the loss's gradient reaches it.
         transient_bytes: peak of loss and its backward beyond outputs and their gradients.
     """
 
@@ -64,18 +64,25 @@ def backward_of(output: Any, loss_fn: LossFunction | None) -> torch.Tensor | Non
     return None
 
 
-def read_loss(output: Any, loss_fn: LossFunction | None, device_type: str) -> LossReading:
+def read_loss(
+    output: Any,
+    loss_fn: LossFunction | None,
+    device_type: str,
+    *,
+    receivers: Sequence[torch.Tensor] | None = None,
+) -> LossReading:
     """Differentiates the loss down to the output's tensors, fake or real.
 
     Args:
         output: what the model returned; its tensors are differentiated up to and no further.
         loss_fn: the user's loss.
         device_type: only memory of this device type counts.
+        receivers: tensors that may receive a gradient, the output's own first; without it those of the output.
 
     Returns:
         Which tensors receive a gradient, and the memory the loss takes.
     """
-    leaves = pytree.tree_leaves(output)
+    leaves = pytree.tree_leaves(output) if receivers is None else receivers
     tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
     differentiable = [t for t in tensors if t.requires_grad]
     if not differentiable:

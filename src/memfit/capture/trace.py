@@ -15,7 +15,7 @@ from memfit.capture.adding import Accumulate
 from memfit.capture.checkpoints import checkpoint_error
 from memfit.capture.dynamo import Pieces, capture_pieces
 from memfit.capture.join import join
-from memfit.capture.loss import LossFunction, read_loss
+from memfit.capture.loss import LossFunction, LossReading, read_loss
 from memfit.capture.optimizer import OptimizerCost, optimizer_cost
 from memfit.capture.preserve import preserved
 from memfit.capture.reading import JointOp
@@ -126,16 +126,24 @@ def capture_step(
     check_step(model, args, kwargs, checkpointing=checkpointing)
     device_type = device_of(model).type
     captured = functools.partial(
-        *(capture_pieces, model, args, kwargs),
+        capture_pieces,
+        model,
+        args,
+        kwargs,
         separate=separate,
         grid=grid,
         accumulate=accumulate,
         checkpointing=checkpointing,
     )
-    with torch.autograd.set_detect_anomaly(False):  # it looks at values, and there are none
-        pieces = captured()
+
+    def read(pieces: Pieces) -> LossReading:
         with preserved(loss_fn):
-            loss = read_loss(pieces.output, loss_fn, device_type)
+            return read_loss(pieces.output, loss_fn, device_type, receivers=pieces.receivers())
+
+    with torch.autograd.set_detect_anomaly(False):  # it looks at values, and there are none
+        pieces = captured(read=read)
+        loss = pieces.loss
+        assert loss is not None
         gradient_outputs = _gradient_outputs(pieces, loss.receives_gradient)
         if pieces.breaks and pieces.last_key is None:
             gradient_outputs = None  # a graph that runs earlier as well has all its outputs
@@ -165,7 +173,7 @@ def capture_step(
     bare = tuple(replace(piece, inputs=(), outputs=()) for piece in pieces.pieces)
     return Capture(
         graph=graph,
-        pieces=replace(pieces, pieces=bare, output=None),
+        pieces=replace(pieces, pieces=bare, output=None, loss=None),
         joint_ops=joint_ops,
         gradient_outputs=gradient_outputs,
         between_bytes=between_bytes,
@@ -218,8 +226,7 @@ def check_step(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], *,
 
 def _gradient_outputs(pieces: Pieces, receives: Sequence[bool]) -> frozenset[int] | None:
     """Positions among the last piece's outputs that receive gradients, None if all that could do."""
-    leaves = [t for t in pytree.tree_leaves(pieces.output) if isinstance(t, torch.Tensor)]
-    reached = {id(t) for t, does in zip(leaves, receives, strict=True) if does}
+    reached = {id(t) for t, does in zip(pieces.receivers(), receives, strict=True) if does}
     # Tensors that Dynamo's epilogue makes anew cannot be followed; then every output counts.
     last = pieces.pieces[-1].outputs
     if not reached <= {id(o) for o in last}:

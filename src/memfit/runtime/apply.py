@@ -12,6 +12,7 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +36,8 @@ from memfit.runtime.emitter import OVERWRITTEN, LocalInstruction, LocalMove, Mov
 from memfit.runtime.later import LATER, Later, in_two
 from memfit.runtime.lower import attach_hollow, lower
 from memfit.runtime.measure import largest_tensors
+from memfit.runtime.passes import CompiledPiece, Pass, noting_backward, noting_forward
+from memfit.runtime.reaching import reached_by_autograd, reached_in_joint
 from memfit.runtime.swap.calls import forget_side_effects
 from memfit.runtime.swap.spaces import open_spaces
 from memfit.runtime.swap.swapper import Slot, Swapper
@@ -84,6 +87,10 @@ class PieceProgram:
     waits_until: int | None = None
 
 
+_PASS: ContextVar[Pass | None] = ContextVar("memfit_pass", default=None)
+"""The forward pass that runs now."""
+
+
 @dataclass(frozen=True, slots=True)
 class PlannedCall:
     """The module's call under a plan.
@@ -91,14 +98,24 @@ class PlannedCall:
     Attributes:
         run: compiles on its first call.
         swappers: of the pieces that swap.
+        pieces: how many graphs run by the plan.
     """
 
     run: Callable[..., Any]
     swappers: tuple[Swapper, ...] = ()
+    pieces: int = 1
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module."""
-        return self.run(*args, **kwargs)
+        return self.recorded(Pass(), args, kwargs)
+
+    def recorded(self, here: Pass, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Calls the module; `here` tells afterwards what ran, and until when it holds what it saved."""
+        token = _PASS.set(here)
+        try:
+            return self.run(*args, **kwargs)
+        finally:
+            _PASS.reset(token)
 
     @property
     def moved_bytes(self) -> tuple[int, int]:
@@ -347,11 +364,12 @@ def compile_planned(
     of_graph: dict[str, list[int]] = {}
     for place, program in enumerate(programs):
         of_graph.setdefault(program.digest, []).append(place)
-    runs: Counter[str] = Counter()
     separated = frozenset[str]().union(*(p.separated for p in programs))
     grid = max((p.grid for p in programs), default=())
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        by_autograd = reached_by_autograd(gm)
+        piece = CompiledPiece(in_pieces=in_pieces)
         cut = detach_outputs(gm, gradient_outputs) if not in_pieces or graph_key(gm) == last_key else []
         accumulated = accumulated_inputs(inputs) if any(p.accumulate for p in programs) else frozenset[int]()
         as_made = any(p.accumulate is Accumulate.AS_MADE for p in programs)
@@ -361,6 +379,7 @@ def compile_planned(
 
         def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, turn: int, **rest: Any) -> Any:
             nonlocal digest
+            piece.reached = _reached(joint, num_fwd_outputs, by_autograd)
             reading = read_joint(
                 *(joint, num_fwd_outputs),
                 separate=separated.__contains__,
@@ -385,14 +404,18 @@ def compile_planned(
                 waits_until=program.waits_until,
             )
 
-        def boxed(lowered: fx.GraphModule, operands: Any) -> Callable[..., Any]:
+        def forward(lowered: fx.GraphModule, operands: Any) -> Callable[..., Any]:
             return _boxed(lowered, describe, later)
+
+        def backward(lowered: fx.GraphModule, operands: Any) -> Callable[..., Any]:
+            return noting_backward(_boxed(lowered, describe, later))
 
         def compiled(turn: int) -> Callable[..., Any]:
             split = functools.partial(partition, turn=turn)
             with as_in_eager():
-                call = aot_autograd(fw_compiler=boxed, bw_compiler=boxed, partition_fn=split)(gm, inputs)
-            return refuse_gradient(call, cut) if cut else call
+                call = aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=split)(gm, inputs)
+            noted = noting_forward(call, piece, _PASS.get) if digest else call
+            return refuse_gradient(noted, cut) if cut else noted
 
         try:
             first = compiled(0)
@@ -406,26 +429,33 @@ def compile_planned(
         turns = len(of_graph.get(digest, ()))
         if turns < 2:
             return first
-        return _in_turn([first, *(compiled(turn) for turn in range(1, turns))], runs, digest)
+        return _in_turn([first, *(compiled(turn) for turn in range(1, turns))], digest)
 
-    call = compile_call(model, backend, in_pieces=in_pieces, plain=plain, replaced=replaced)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        runs.clear()
-        return call(*args, **kwargs)
-
-    return PlannedCall(run, tuple(s for s in swappers if s is not None))
+    run = compile_call(model, backend, in_pieces=in_pieces, plain=plain, replaced=replaced)
+    return PlannedCall(run, tuple(s for s in swappers if s is not None), len(programs))
 
 
-def _in_turn(variants: Sequence[Callable[..., Any]], runs: Counter[str], digest: str) -> Callable[..., Any]:
+def _in_turn(variants: Sequence[Callable[..., Any]], digest: str) -> Callable[..., Any]:
     """Of a graph that runs several times in a step, each time the program of that time."""
 
     def run(*operands: Any) -> Any:
-        turn = runs[digest]
-        runs[digest] += 1
+        here = _PASS.get()
+        turns = here.turns if here is not None else Counter[str]()
+        turn = turns[digest]
+        turns[digest] += 1
         return variants[min(turn, len(variants) - 1)](*operands)
 
     return run
+
+
+def _reached(
+    joint: fx.GraphModule, num_forward_outputs: int, by_autograd: Sequence[frozenset[int]]
+) -> tuple[frozenset[int] | None, ...]:
+    """For each input the outputs whose gradients its own is made from, by both readings; None where that is unknown."""
+    in_joint = reached_in_joint(joint, num_forward_outputs)
+    if len(in_joint) != len(by_autograd):  # AOTAutograd took inputs together
+        return tuple(None for _ in in_joint)
+    return tuple(None if a is None else a | b for a, b in zip(in_joint, by_autograd, strict=True))
 
 
 def _boxed(gm: fx.GraphModule, describe: Callable[[], str], later: Later | None) -> Callable[..., Any]:

@@ -8,16 +8,27 @@ Each input signature has its own plan, made at its first call.
 from __future__ import annotations
 
 import logging
+import threading
+import types
 import weakref
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from memfit.capture.own_calls import in_own_call
+from memfit.capture.preserve import preserved
 from memfit.capture.replicated import bucket_bytes, unwrapped
-from memfit.errors import MemfitError, PlanMismatchError
+from memfit.errors import BudgetError, ExactnessError, MemfitError, PlanMismatchError, SpecError
 from memfit.runtime.apply import PlannedCall, compile_program
+from memfit.runtime.loops import Loops
+from memfit.runtime.module_state import module_state
+from memfit.runtime.opaque import make_opaque, not_traced, undisturbed
+from memfit.runtime.passes import Pass
+from memfit.runtime.plain_calls import nothing_to_train, transformed
 from memfit.runtime.signature import Signature, signature
 from memfit.step.check import check
 from memfit.step.codec import fingerprint_difference, graph_digest
@@ -32,6 +43,12 @@ __all__ = ["Fitted", "fitted_call", "install", "release"]
 
 log = logging.getLogger(__name__)
 
+_PLANNING = threading.RLock()
+"""Held while a module is planned: Dynamo, the profiler and the snapshot of a model are for one thread at a time."""
+
+_MOST_STRAYS = 3
+"""So often a module is planned again because a step ran otherwise than planned."""
+
 
 @dataclass(slots=True)
 class Fitted:
@@ -43,6 +60,10 @@ class Fitted:
         plans: by signature.
         calls: by signature, what runs.
         unsigned: a plan from a file that waits for its first call.
+        beneath: what was in the slot before: the call that `module.compile()` put there, for calls that are not planned.
+        loops: how the loop's forward and backward passes follow each other.
+        strayed: by signature how often a step ran otherwise than planned.
+        told: notices that were given.
     """
 
     model: weakref.ref[nn.Module]
@@ -50,36 +71,114 @@ class Fitted:
     plans: dict[Signature, Plan] = field(default_factory=dict)
     calls: dict[Signature, PlannedCall] = field(default_factory=dict)
     unsigned: Plan | None = None
+    beneath: Callable[..., Any] | None = None
+    loops: Loops = field(default_factory=Loops)
+    strayed: Counter[Signature] = field(default_factory=Counter)
+    told: set[str] = field(default_factory=set)
 
+    @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the plan of these inputs; the plain module where nothing is trained."""
+        """Runs the plan of these inputs; the plain module where nothing is trained, or more is done than training."""
         model = self.model()
         assert model is not None
-        if not model.training or not torch.is_grad_enabled():
+        if in_own_call():
             return model._call_impl(*args, **kwargs)
-        key = signature(model, args, kwargs)
+        if not model.training or not torch.is_grad_enabled():
+            return (self.beneath or model._call_impl)(*args, **kwargs)
+        reason = transformed()
+        if reason is not None:
+            self._tell(f"under {reason}", f"runs plainly under {reason}, without its plan")
+            return model._call_impl(*args, **kwargs)
+        return self._train(model, args, kwargs)
+
+    @torch.compiler.disable(reason="memfit plans this module; its call is not traced")
+    def _train(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
+        state = module_state(model)
+        if state.substituted:
+            self._tell("functional", "runs plainly on tensors put in place of its parameters, without its plan")
+            return model._call_impl(*args, **kwargs)
+        if nothing_to_train(state, args, kwargs):
+            return model._call_impl(*args, **kwargs)
+        key = signature(model, args, kwargs, state)
+        if key in self.loops.differentiated_twice:
+            self._tell("twice", "runs plainly where it is differentiated twice, without its plan")
+            return model._call_impl(*args, **kwargs)
         call = self.calls.get(key)
-        if call is None:
+        if call is None or self.loops.outgrown(key):
             call = self._plan_for(model, key, args, kwargs)
         try:
-            return call(*args, **kwargs)
+            return self._run(model, key, call, args, kwargs)
         except torch._dynamo.exc.BackendCompilerFailed as error:
             if not isinstance(error.inner_exception, PlanMismatchError):
                 raise
         # Nothing ran: the module's Python state asks for another graph than the planned one.
         log.info("the model changed since it was planned; planning again")
+        self._forget(key)
+        return self._run(model, key, self._plan_for(model, key, args, kwargs), args, kwargs)
+
+    def _run(self, model: nn.Module, key: Signature, call: PlannedCall, args: Any, kwargs: Any) -> Any:
+        here = self.loops.begin(key, type(model).__name__)
+        output = call.recorded(here, args, kwargs)
+        self.loops.add(here)
+        if here.executed != call.pieces or here.strayed:
+            self._told_of_stray(model, key, call, here)
+        return output
+
+    def _told_of_stray(self, model: nn.Module, key: Signature, call: PlannedCall, here: Pass) -> None:
+        """Says that a step ran otherwise than planned, and has it planned again, a few times."""
+        self.strayed[key] += 1
+        again = self.strayed[key] <= _MOST_STRAYS
+        if again:
+            self._forget(key)
+        self._tell(
+            f"strayed {key in self.calls}",
+            f"ran {here.executed} of {call.pieces} planned graphs by its plan and the rest plainly, with the same bits "
+            "and more memory: its code took another way than when it was planned; "
+            + ("it is planned again at its next call" if again else "it changes too often to be planned again"),
+        )
+
+    def _forget(self, key: Signature) -> None:
         self.calls.pop(key, None)
         self.plans.pop(key, None)
-        return self._plan_for(model, key, args, kwargs)(*args, **kwargs)
+
+    def _tell(self, what: str, text: str) -> None:
+        """A notice, given once."""
+        if what not in self.told:
+            self.told.add(what)
+            log.warning("%s %s", type(self.model()).__name__, text)
 
     def _plan_for(self, model: nn.Module, key: Signature, args: Any, kwargs: Any) -> PlannedCall:
+        missed = self.calls.get(key)
+        with _PLANNING:
+            here = self.calls.get(key)
+            if here is not None and here is not missed:
+                return here  # another thread planned it meanwhile
+            return self._plan_now(model, key, args, kwargs)
+
+    def _plan_now(self, model: nn.Module, key: Signature, args: Any, kwargs: Any) -> PlannedCall:
+        try:
+            plan = self._plan(model, key, args, kwargs)
+        except (BudgetError, SpecError, ExactnessError):
+            raise
+        except Exception:
+            _raise_as_plain(model, args, kwargs)
+            raise
+        return self.adopt(model, key, plan)
+
+    def _plan(self, model: nn.Module, key: Signature, args: Any, kwargs: Any) -> Plan:
         from memfit.making import make_plan
 
-        if self.unsigned is not None:
-            waiting, self.unsigned = self.unsigned, None
-            return self.adopt(model, key, verified(waiting, model, args, kwargs, self.request))
-        log.info("planning for inputs %s", key)
-        return self.adopt(model, key, make_plan(model, args, kwargs, self.request, keep_call=True))
+        with undisturbed():
+            if self.unsigned is not None:
+                waiting, self.unsigned = self.unsigned, None
+                return verified(waiting, model, args, kwargs, self.request)
+            log.info("planning for inputs %s", key)
+
+            def planned(beside_bytes: int) -> Plan:
+                request = replace(self.request, beside_bytes=self.request.beside_bytes + beside_bytes)
+                return make_plan(model, args, kwargs, request, keep_call=True)
+
+            return self.loops.plan(key, planned, type(model).__name__, self.plans)
 
     def adopt(self, model: nn.Module, key: Signature, plan: Plan) -> PlannedCall:
         """Runs `plan` for the inputs of this signature from now on."""
@@ -127,8 +226,37 @@ def install(
         fitted.unsigned = plan
     else:
         fitted.adopt(model, plan.planned.signature, plan)
+    before = model._compiled_call_impl
+    fitted.beneath = before.beneath if isinstance(before, Fitted) else before
+    make_opaque(Fitted)
     model._compiled_call_impl = fitted
+    vars(model)["compile"] = types.MethodType(compile, model)
     return given
+
+
+def compile(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """What a fitted module has for `nn.Module.compile`, which would put its own call over the plan."""
+    call = self._compiled_call_impl
+    nn.Module.compile(self, *args, **kwargs)
+    if isinstance(call, Fitted):
+        call.beneath, self._compiled_call_impl = self._compiled_call_impl, call
+        call._tell("compiled", "is fitted: its training steps run by the plan, other calls compiled")
+
+
+def _raise_as_plain(model: nn.Module, args: Any, kwargs: Any) -> None:
+    """Raises what the plain module raises with these inputs, if it does, with all that happens until then.
+
+    Planning leaves the module as it was. So if an error in it is the module's own, the module runs once more, in earnest.
+    """
+    with preserved(model, args, kwargs):
+        try:
+            model._call_impl(*args, **kwargs)
+        except Exception:
+            fails = True
+        else:
+            fails = False
+    if fails:
+        model._call_impl(*args, **kwargs)
 
 
 def verified(plan: Plan, model: nn.Module, args: Any, kwargs: Any, request: Request) -> Plan:
@@ -164,8 +292,10 @@ def fitted_call(model: nn.Module) -> Fitted:
 
 
 def release(model: nn.Module) -> nn.Module:
-    """Makes a fitted module plain again; a plain one stays as it is."""
+    """Makes a fitted module what it was, compiled if it was; a plain one stays as it is."""
     inner = unwrapped(model)
-    if isinstance(getattr(inner, "_compiled_call_impl", None), Fitted):
-        inner._compiled_call_impl = None
+    call = getattr(inner, "_compiled_call_impl", None)
+    if isinstance(call, Fitted):
+        inner._compiled_call_impl = call.beneath
+        vars(inner).pop("compile", None)
     return model

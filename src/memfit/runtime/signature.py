@@ -9,37 +9,43 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from memfit.capture.kernel_settings import kernel_settings
+from memfit.runtime.module_state import ModuleState, module_state
 
 __all__ = ["Signature", "signature"]
 
 Signature = tuple[Any, ...]
 
 
-def signature(model: nn.Module, args: Any, kwargs: Any) -> Signature:
+def signature(model: nn.Module, args: Any, kwargs: Any, state: ModuleState | None = None) -> Signature:
     """What a plan depends on and a caller may change.
 
-    Shapes, dtypes, autocast, gradients that exist; and what chooses kernels, since that an op gives the same bits in
-    parts was found with these.
+    Shapes, dtypes, autocast, gradients that exist, hooks; and what chooses kernels, since that an op gives the same
+    bits in parts was found with these.
+
+    Args:
+        model: the module.
+        args: positional inputs.
+        kwargs: keyword inputs.
+        state: of the module, where it is known already.
     """
     leaves = pytree.tree_leaves((args, kwargs))
     inputs = tuple(
-        (t.shape, t.dtype, t.device, t.requires_grad)
-        if isinstance(t, torch.Tensor)
-        else (_told(t) if _plain(t) else type(t))
-        for t in leaves
+        (t.shape, t.dtype, t.device, t.requires_grad) if isinstance(t, torch.Tensor) else _value(t) for t in leaves
     )
     device = next((t.device.type for t in leaves if isinstance(t, torch.Tensor)), "cpu")
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     seen: dict[int, int] = {}
     same = tuple(seen.setdefault(id(t), i) for i, t in enumerate(leaves) if isinstance(t, torch.Tensor))
-    accumulating = any(p.grad is not None for p in model.parameters())
-    return (*inputs, same, autocast, accumulating, kernel_settings(device))
+    state = module_state(model) if state is None else state
+    settings = (autocast, torch.get_default_dtype(), *kernel_settings(device))
+    return (*inputs, same, state.accumulating, state.hooks, settings)
 
 
-def _plain(value: object) -> bool:
-    return value is None or isinstance(value, bool | int | float | str)
+def _value(value: object) -> object:
+    """A plain Python value, which a graph may hold as a constant, else only the type.
 
-
-def _told(value: object) -> object:
-    """Itself, or words for a number that equals others (`1`, `True`) or not itself (NaN)."""
-    return value if value is None or isinstance(value, str) else (type(value), repr(value))
+    Numbers are told in words: `1` equals `True`, and NaN does not equal itself, so each call would be planned anew.
+    """
+    if value is None or isinstance(value, str):
+        return value
+    return (type(value), repr(value)) if isinstance(value, bool | int | float) else type(value)

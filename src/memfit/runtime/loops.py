@@ -1,0 +1,163 @@
+"""How the caller's loop is run: which forward passes it makes before a backward pass, learned from its steps.
+
+A plan is made for a forward pass and its backward pass. Contrastive and siamese losses, and some trainers of
+adversarial networks, make several forward passes and then go back through all of them: what each has saved lies in
+memory while the others run. So passes that have not gone back are counted. When there are more of them than were
+planned for, the step that shows it is told about, and the next one is planned with the memory of the other passes beside
+it (`Request.beside_bytes`), which is a fixed point: what one pass keeps is what the next finds taken.
+
+Idea: gradient caching (Gao et al., 2021, GradCache) treats such losses by a second forward pass for each part; here the
+loop stays as it is and the budget is shared.
+
+Known limits: the first step that makes more passes than were planned for may exceed the budget. All passes of one
+signature have one plan.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from memfit.errors import BudgetError
+from memfit.plans import Plan
+from memfit.runtime.passes import Pass, in_flight
+from memfit.runtime.signature import Signature
+from memfit.step.simulate import simulate
+from memfit.units import format_bytes
+
+__all__ = ["Loops", "held_bytes"]
+
+log = logging.getLogger(__name__)
+
+_MOST_TRIES = 5
+_CLOSE_ENOUGH = 0.05
+"""What is set aside for other passes may exceed what they hold by this share of the budget."""
+
+
+@dataclass(slots=True)
+class Loops:
+    """What is known of the loops that call a fitted module.
+
+    Attributes:
+        passes: that have not gone back.
+        beside: by signature the passes seen in flight beside one of it, the most of each signature.
+        planned_beside: the same, as it was when plans were made.
+        differentiated_twice: signatures whose calls run plainly for that.
+    """
+
+    passes: list[weakref.ref[Pass]] = field(default_factory=list)
+    beside: dict[Signature, Counter[Signature]] = field(default_factory=dict)
+    planned_beside: dict[Signature, Counter[Signature]] = field(default_factory=dict)
+    differentiated_twice: set[Signature] = field(default_factory=set)
+
+    def begin(self, key: Signature, name: str) -> Pass:
+        """A record for a forward pass that is about to run; notes what is in flight beside it."""
+        others = in_flight(self.passes)
+        if others:
+            self._note(Counter([key, *(one.key for one in others)]), name)
+        return Pass(key=key, refused=self.differentiated_twice)
+
+    def add(self, here: Pass) -> None:
+        """Counts a pass that has run and waits for its backward pass."""
+        if here.waiting:
+            self.passes.append(weakref.ref(here))
+
+    def outgrown(self, key: Signature) -> bool:
+        """Whether more passes were seen beside one of a signature than it is planned for, and now is the time to plan."""
+        known = self.beside.get(key)
+        if known is None or known == self.planned_beside.get(key):
+            return False
+        now = Counter(one.key for one in in_flight(self.passes))
+        return now <= known
+
+    def _note(self, together: Counter[Signature], name: str) -> None:
+        for key in together:
+            others = together - Counter([key])
+            known = self.beside.get(key, Counter())
+            if not others <= known:
+                self.beside[key] = known | others
+                log.warning(
+                    "%s makes %d forward passes before a backward pass; this step may take more than the budget, the "
+                    "next one is planned for as many",
+                    name,
+                    together.total(),
+                )
+
+    def plan(self, key: Signature, planned: Callable[[int], Plan], name: str, plans: Mapping[Signature, Plan]) -> Plan:
+        """A plan for one pass beside the others that were seen with it.
+
+        Args:
+            key: signature of the pass.
+            planned: plans with so many bytes beside the step.
+            name: of the module.
+            plans: what there is by signature.
+
+        Raises:
+            BudgetError: if the passes do not fit together.
+        """
+        others = self.beside.get(key)
+        if not others:
+            return planned(0)
+        self.planned_beside[key] = Counter(others)
+        known = plans.get(key)
+        beside_bytes = sum(held_bytes(plans[k]) * count for k, count in others.items() if k != key and k in plans)
+        alike = others[key]
+        if known is None or not alike:
+            return planned(beside_bytes + (0 if known is None else _gradient_bytes(known)))
+        beside_bytes += _gradient_bytes(known)
+        return self._shared(known, planned, alike, beside_bytes, name)
+
+    def _shared(self, known: Plan, planned: Callable[[int], Plan], alike: int, beside_bytes: int, name: str) -> Plan:
+        """The plan of one of several equal passes that leaves room for what the others hold by the same plan."""
+        assert known.planned is not None
+        graph = known.planned.graph
+        passing = known.predicted.peak_bytes - graph.static_bytes - held_bytes(known)
+        room = known.budget_bytes - graph.static_bytes - beside_bytes - passing
+        most = alike * held_bytes(known)
+        low, high, aside = 0, most, min(most, max(0, room * alike // (alike + 1)))
+        found: Plan | None = None
+        failure: BudgetError | None = None
+        for _ in range(_MOST_TRIES):
+            try:
+                plan = planned(beside_bytes + aside)
+            except BudgetError as error:
+                failure = error if failure is None or error.least_bytes < failure.least_bytes else failure
+                high = aside
+            else:
+                held = alike * held_bytes(plan)
+                if held <= aside:
+                    found, high = plan, aside
+                    if aside - held <= _CLOSE_ENOUGH * plan.budget_bytes:
+                        break
+                else:
+                    low = aside
+            if high - low <= 1:
+                break
+            aside = (low + high + 1) // 2
+        if found is not None:
+            log.info("%s: %s set aside for %d other passes", name, format_bytes(aside), alike)
+            return found
+        least_bytes = failure.least_bytes if failure is not None else known.budget_bytes + most
+        raise BudgetError(
+            f"{name} makes {alike + 1} forward passes before a backward pass, and what they hold together does not fit "
+            f"{format_bytes(known.budget_bytes)}; call it once on all inputs put together, go back after each pass, or "
+            f"give it about {format_bytes(least_bytes)}" + ("" if failure is None else f" (of one pass: {failure})"),
+            budget_bytes=known.budget_bytes,
+            least_bytes=least_bytes,
+        ) from failure
+
+
+def held_bytes(plan: Plan) -> int:
+    """What a pass by a plan holds between its forward and its backward pass, results included."""
+    assert plan.planned is not None
+    graph = plan.planned.graph
+    return max(0, simulate(graph, plan.program).forward_end_bytes - graph.static_bytes)
+
+
+def _gradient_bytes(plan: Plan) -> int:
+    """Gradients of another pass that are there already when this one goes back."""
+    assert plan.planned is not None
+    return plan.planned.graph.gradient_bytes

@@ -1,0 +1,74 @@
+"""What a plan depends on and may change from call to call in the module itself: gradients that exist, and hooks.
+
+One walk over the modules looks at both, since it is made at every call. A hook is known by where it is, its kind and
+its code, so a loop that registers the same hooks anew in each step is planned once; what a hook closes over is watched
+by Dynamo's guards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as nn_module
+
+__all__ = ["ModuleState", "module_state"]
+
+_GLOBAL_HOOKS = (
+    "_global_forward_pre_hooks",
+    "_global_forward_hooks",
+    "_global_backward_pre_hooks",
+    "_global_backward_hooks",
+)
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleState:
+    """What one walk over a module found.
+
+    Attributes:
+        accumulating: whether a parameter has a gradient.
+        trains: whether a parameter needs one.
+        substituted: whether plain tensors stand where parameters were (`torch.func.functional_call`).
+        hooks: the modules' hooks, by the place of the module, kind and code; empty without any.
+    """
+
+    accumulating: bool
+    trains: bool
+    substituted: bool
+    hooks: tuple[Any, ...]
+
+
+def module_state(model: nn.Module) -> ModuleState:
+    """Looks at all parameters and hooks of a module."""
+    accumulating = trains = substituted = False
+    hooks: list[Any] = [
+        (name, *map(_known_by, there.values())) for name in _GLOBAL_HOOKS if (there := getattr(nn_module, name, None))
+    ]
+    seen: set[int] = set()
+    waiting: list[nn.Module] = [model]
+    while waiting:
+        here = waiting.pop()
+        if id(here) in seen:
+            continue
+        seen.add(id(here))
+        if here._forward_hooks or here._forward_pre_hooks or here._backward_hooks or here._backward_pre_hooks:
+            hooks.append((len(seen), *(tuple(map(_known_by, getattr(here, name).values())) for name in _HOOKS)))
+        for parameter in here._parameters.values():
+            if parameter is None:
+                continue
+            if type(parameter) is not nn.Parameter and not isinstance(parameter, nn.Parameter):
+                substituted = True
+                continue
+            trains = trains or parameter.requires_grad
+            accumulating = accumulating or parameter.grad is not None
+        waiting += [child for child in here._modules.values() if child is not None]
+    return ModuleState(accumulating=accumulating, trains=trains, substituted=substituted, hooks=tuple(hooks))
+
+
+def _known_by(hook: Any) -> Any:
+    """What two hooks have in common that do the same: their code, or the type of a callable object."""
+    function = getattr(hook, "__func__", hook)
+    return getattr(function, "__code__", None) or type(hook)

@@ -1,0 +1,76 @@
+"""Makes a fitted module opaque to code that others compile.
+
+Dynamo traces a module's `forward` and never looks at the slot for a compiled call, so `torch.compile` around a fitted
+module, or around a function that calls one, would take the plan away and say nothing. Here Dynamo is made to take the
+road that `module(...)` takes in eager: through the slot, whose content it does not trace. So its graph breaks at the
+fitted module, which runs its plan; with `fullgraph=True` that is Dynamo's error, which names memfit.
+
+Known limits: this replaces a method of Dynamo's variable for modules, looked up by name; where a torch has none of that
+name, compiled code goes on past the slot. Code that was compiled before the module was fitted, and runs without looking
+at the module's call again, is not compiled again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch._dynamo.decorators import skip
+
+from memfit.capture.own_calls import in_own_call
+
+__all__ = ["make_opaque", "not_traced", "undisturbed"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_REPLACED = "_memfit_replaced"
+
+
+def make_opaque(slot_type: type) -> None:
+    """Makes Dynamo call modules through the slot where a `slot_type` is in it; does nothing a second time."""
+    try:
+        from torch._dynamo.variables import UserFunctionVariable
+        from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
+    except ImportError:  # torch's private modules were rearranged
+        return
+    variable: Any = UnspecializedNNModuleVariable
+    plainly = getattr(variable, "call_function", None)
+    by_name = getattr(variable, "get_source_by_walking_mro", None)
+    if plainly is None or by_name is None or getattr(plainly, _REPLACED, False):
+        return
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        exporting = torch.compiler.is_exporting() or getattr(tx, "export", False)
+        if exporting or in_own_call() or not isinstance(getattr(self.value, "_compiled_call_impl", None), slot_type):
+            return plainly(self, tx, args, kwargs)
+        source = by_name(self, tx, "_wrapped_call_impl") if self.source else None
+        called: Any = UserFunctionVariable(nn.Module._wrapped_call_impl, source=source)
+        return called.call_function(tx, [self, *args], kwargs)
+
+    setattr(call_function, _REPLACED, True)
+    variable.call_function = call_function
+
+
+def not_traced(function: _Function) -> _Function:
+    """Keeps Dynamo out of a function's own code, not out of what it calls: in there it goes on as before."""
+    marked: Any = skip(function)
+    marked._torchdynamo_disable_msg = "memfit plans this module; its call is not traced"
+    return function
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Keeps what the caller hung around the step out of planning: hooks on saved tensors, the search for anomalies."""
+    autograd = torch._C._autograd
+    hooks = []
+    while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        with torch.autograd.set_detect_anomaly(False):
+            yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)

@@ -1,0 +1,199 @@
+"""What is known of one forward pass under a plan until its backward pass has run.
+
+A step need not be one forward and one backward pass: contrastive losses take several forward passes before one backward
+pass, loops throw outputs away, or differentiate a part of them. So each planned forward pass has a record. The nodes of
+autograd that run its pieces backward hold it, so it lasts as long as what the pass saved; and they tell it which outputs
+a gradient came for.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from memfit.errors import SecondDerivativeError
+
+__all__ = ["CompiledPiece", "Pass", "PieceOfPass", "in_flight", "noting_backward", "noting_forward"]
+
+_RECORD = "memfit_piece_of_pass"
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Pass:
+    """One planned forward pass.
+
+    Attributes:
+        key: signature of its call; None outside of a fitted module.
+        refused: where the signatures of passes are noted that are differentiated twice.
+        executed: how many pieces have run by the plan.
+        waiting: of how many the backward pass has not run.
+        strayed: whether a piece ran plainly because it was not planned.
+        turns: how often graphs have run that run more than once, by digest.
+    """
+
+    key: Any = None
+    refused: set[Any] = field(default_factory=set)
+    executed: int = 0
+    waiting: int = 0
+    strayed: bool = False
+    turns: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(slots=True, eq=False)
+class CompiledPiece:
+    """What is known of one compiled graph.
+
+    Attributes:
+        reached: for each input the outputs its gradient comes from, None if that is not known; empty: not looked at.
+        places: of outputs among the gradients autograd hands to the graph, once it ran.
+        in_pieces: whether the step has other graphs as well.
+    """
+
+    reached: Sequence[frozenset[int] | None] = ()
+    places: dict[int, int] = field(default_factory=dict)
+    in_pieces: bool = False
+
+    def told_apart(self) -> bool:
+        """Whether it matters which outputs got a gradient."""
+        return self.in_pieces or len({r for r in self.reached if r}) > 1
+
+
+@dataclass(slots=True, eq=False)
+class PieceOfPass:
+    """One run of a graph.
+
+    Attributes:
+        of: the pass it belongs to.
+        piece: the graph.
+        missing: outputs that got no gradient in the backward pass that runs now.
+        nothing: whether no output got one.
+    """
+
+    of: Pass
+    piece: CompiledPiece
+    missing: frozenset[int] = frozenset()
+    nothing: bool = False
+
+    def note(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Told by autograd, right before the graph runs backward, what comes in."""
+        absent = [gradient is None for gradient in gradients]
+        self.missing = frozenset(o for o, place in self.piece.places.items() if absent[place])
+        self.nothing = all(absent)
+
+
+def in_flight(passes: list[weakref.ref[Pass]]) -> list[Pass]:
+    """Those passes that still hold what they saved; the others are taken out of the list."""
+    alive = [(ref, one) for ref in passes if (one := ref()) is not None and one.waiting > 0]
+    passes[:] = [ref for ref, _ in alive]
+    return [one for _, one in alive]
+
+
+def noting_forward(
+    call: Callable[..., Any], piece: CompiledPiece, current: Callable[[], Pass | None]
+) -> Callable[..., Any]:
+    """A compiled graph that hangs a record of each run on the node of autograd it makes."""
+
+    def run(*operands: Any) -> Any:
+        outputs = call(*operands)
+        here = current()
+        node = None if here is None else _node_of(outputs, piece.places)
+        if here is None or node is None:
+            return outputs
+        here.executed += 1
+        here.waiting += 1
+        record = PieceOfPass(here, piece)
+        setattr(node, _RECORD, record)
+        _refuse_second_derivatives(type(node))
+        if piece.told_apart():
+            node.register_prehook(record.note)
+        return outputs
+
+    return run
+
+
+def _refuse_second_derivatives(node_type: Any) -> None:
+    """Makes the error say what to do when gradients of a node of this type are differentiated.
+
+    AOTAutograd gives such gradients a node that fails. Some torch versions make it elsewhere; then their error stays.
+    """
+    function = getattr(node_type, "_forward_cls", None)
+    make = getattr(function, "_double_backward", None)
+    if function is None or make is None or getattr(make, _RECORD, False):
+        return
+
+    def double_backward(ctx: Any, *rest: Any) -> Any:
+        gradients = make(ctx, *rest)
+        record: PieceOfPass | None = getattr(ctx, _RECORD, None)
+        made = next((g.grad_fn for g in gradients if isinstance(g, torch.Tensor) and g.grad_fn is not None), None)
+        if record is not None and made is not None:
+            made.register_prehook(functools.partial(_refuse, record.of))
+        return gradients
+
+    setattr(double_backward, _RECORD, True)
+    function._double_backward = staticmethod(double_backward)
+
+
+def _refuse(here: Pass, gradients: Any) -> None:
+    here.refused.add(here.key)
+    raise SecondDerivativeError(
+        "a step under a plan is differentiated twice (create_graph=True), and planned graphs have no second derivative; "
+        "for the pass that needs one call model.forward(...) in place of model(...), which runs the module's own code "
+        "without a plan. From now on calls with such inputs run plainly"
+    )
+
+
+def _node_of(outputs: Sequence[Any], places: dict[int, int]) -> Any:
+    """The node that runs the graph backward; notes, the first time, which of its outputs are which."""
+    found = None
+    for index, output in enumerate(outputs):
+        if places and index not in places:
+            continue
+        for value in (output, getattr(output, "_base", None)):
+            node = getattr(value, "grad_fn", None)
+            if node is not None and type(node).__name__ == "CompiledFunctionBackward":
+                if places:
+                    return node
+                found = node
+                break
+    if found is not None:
+        places.update(_places(outputs, found))
+    return found
+
+
+def _places(outputs: Sequence[Any], node: Any) -> Mapping[int, int]:
+    return {
+        index: value.output_nr
+        for index, output in enumerate(outputs)
+        for value in (output, getattr(output, "_base", None))
+        if getattr(value, "grad_fn", None) is node
+    }
+
+
+def noting_backward(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """The backward graph, which returns None for what no gradient reaches, and tells the pass that it ran."""
+
+    @functools.wraps(call)
+    def run(operands: list[Any]) -> Any:
+        node = torch._C._current_autograd_node()
+        record: PieceOfPass | None = getattr(node, _RECORD, None)
+        if record is None:
+            return call(operands)
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            record.of.waiting -= 1
+        reached, missing, nothing = record.piece.reached, record.missing, record.nothing
+        record.missing, record.nothing = frozenset(), False
+        if nothing and reached:
+            operands.clear()
+            return tuple(None for _ in reached)
+        results = call(operands)
+        if not missing or len(results) != len(reached):
+            return results
+        return tuple(None if of and of <= missing else r for r, of in zip(results, reached, strict=True))
+
+    return run

@@ -1,0 +1,39 @@
+"""Calls of a fitted module that its plan is not for, and that run the module's own code: what they are.
+
+A plan is one forward and one backward pass of autograd on real tensors. Transforms of `torch.func` differentiate or map
+over the call itself, forward-mode differentiation carries tangents through it, and tracers record it on tensors without
+memory; all of them need the module's own ops.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+from torch.utils import _pytree as pytree
+
+from memfit.runtime.module_state import ModuleState
+
+__all__ = ["nothing_to_train", "transformed"]
+
+
+def transformed() -> str | None:
+    """What transforms or traces the call that runs now, in words; None for a call of an ordinary step."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "a transform of torch.func"
+    if forward_ad._current_level >= 0:
+        return "forward-mode differentiation"
+    if torch._C._get_tracing_state() is not None:
+        return "torch.jit.trace"
+    keys = torch._C._TorchDispatchModeKey
+    if torch._C._get_dispatch_mode(keys.FAKE) or torch._C._get_dispatch_mode(keys.PROXY):
+        return "a tracer with fake tensors"
+    return None
+
+
+def nothing_to_train(state: ModuleState, args: Any, kwargs: Any) -> bool:
+    """Whether no gradient can come of the call: all of the module is frozen, and so are its inputs."""
+    if state.trains:
+        return False
+    return not any(isinstance(t, torch.Tensor) and t.requires_grad for t in pytree.tree_leaves((args, kwargs)))
