@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from memfit.capture.loss import LossFunction
+from memfit.capture.trace import given_args
 from memfit.capture.unwrapped_optimizer import OptimizerLike
 from memfit.comparison import BatchSize, Comparison, compare, max_batch
 from memfit.estimation import Estimate, estimate
@@ -93,7 +94,7 @@ def plan(
         exact=exact,
         search_seconds=search_seconds,
     )
-    return make_plan(model, tuple(args), dict(kwargs or {}), request, progress=progress)
+    return make_plan(model, given_args(args), dict(kwargs or {}), request, progress=progress)
 
 
 def fit(
@@ -128,7 +129,7 @@ def fit(
         exact=exact,
         search_seconds=search_seconds,
     )
-    made = make_plan(model, tuple(args), dict(kwargs or {}), request, progress=progress, keep_call=True)
+    made = make_plan(model, given_args(args), dict(kwargs or {}), request, progress=progress, keep_call=True)
     return made.apply(model)
 
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ __all__ = ["loss_name", "loss_reading"]
 
 log = logging.getLogger(__name__)
 
-_LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
 
 
 def loss_reading(

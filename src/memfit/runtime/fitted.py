@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from memfit.capture.loss import AssumedLoss
+from memfit.capture.loss_on_values import loss_name
 from memfit.capture.replicated import bucket_bytes, unwrapped
-from memfit.errors import MemfitError, PlanMismatchError
+from memfit.errors import LossError, MemfitError, PlanMismatchError
 from memfit.runtime.apply import PlannedCall, compile_program
 from memfit.runtime.signature import Signature, signature
 from memfit.step.check import check
@@ -79,7 +81,20 @@ class Fitted:
             waiting, self.unsigned = self.unsigned, None
             return self.adopt(model, key, verified(waiting, model, args, kwargs, self.request))
         log.info("planning for inputs %s", key)
-        return self.adopt(model, key, make_plan(model, args, kwargs, self.request, keep_call=True))
+        try:
+            plan = make_plan(model, args, kwargs, self.request, keep_call=True)
+        except LossError as error:
+            # In the middle of training: a loss that is bound to the targets of one batch cannot take another.
+            log.warning(
+                "loss_fn cannot be used to plan for these inputs (%s); planning as if gradients arrived where they did "
+                "before; a loss_fn that reads the current targets lets memfit plan with it",
+                error,
+            )
+            earlier = next(reversed(self.plans.values()), None)
+            before = earlier.planned.capture.loss if earlier is not None and earlier.planned is not None else None
+            assumed = AssumedLoss(name=loss_name(self.request.loss_fn), before=before)
+            plan = make_plan(model, args, kwargs, replace(self.request, loss_fn=assumed), keep_call=True)
+        return self.adopt(model, key, plan)
 
     def adopt(self, model: nn.Module, key: Signature, plan: Plan) -> PlannedCall:
         """Runs `plan` for the inputs of this signature from now on."""
