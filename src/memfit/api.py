@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from memfit.capture.loss import LossFunction
+from memfit.capture.trace import given_args
 from memfit.capture.unwrapped_optimizer import OptimizerLike
 from memfit.comparison import BatchSize, Comparison, compare, max_batch
 from memfit.estimation import Estimate, estimate
@@ -72,7 +73,8 @@ def plan(
             predicted one, and correct it. Costs two planned steps and at most two plain ones.
         exact: `"bitwise"`: a plan whose results differ from the plain step's is an error; `"rounding"`: it is taken
             if they differ by rounding, and `plan.proof` tells by how much.
-        checkpointing: for a model that checkpoints itself, `"refuse"` it or `"replace"`: plan and run it as if it did not.
+        checkpointing: for a model that checkpoints itself, `"refuse"` it or `"replace"`: plan and run it as if it did
+            not.
         progress: told stage, done and total.
 
     Returns:
@@ -96,7 +98,7 @@ def plan(
         search_seconds=search_seconds,
         checkpointing=checkpointing,
     )
-    return make_plan(model, tuple(args), dict(kwargs or {}), request, progress=progress)
+    return make_plan(model, given_args(args), dict(kwargs or {}), request, progress=progress)
 
 
 def fit(
@@ -133,7 +135,7 @@ def fit(
         search_seconds=search_seconds,
         checkpointing=checkpointing,
     )
-    made = make_plan(model, tuple(args), dict(kwargs or {}), request, progress=progress, keep_call=True)
+    made = make_plan(model, given_args(args), dict(kwargs or {}), request, progress=progress, keep_call=True)
     return made.apply(model)
 
 

@@ -238,7 +238,7 @@ class _Bench:
         if plan is not None:
             assert plan.planned is not None
             call = compile_program(self.model, plan.planned.capture, plan.program, describe=plan.__str__)
-        loss_fn, optimizer = self.request.loss_fn, self.request.optimizer
+        loss_fn, optimizer = self.request.loss_fn, self.request.whole_optimizer
         return training_step(call, self.model, self.args, self.kwargs, loss_fn=loss_fn, optimizer=optimizer)
 
     def peak(self, step: Callable[[], object]) -> int:
@@ -247,7 +247,7 @@ class _Bench:
         return step_peak(
             step,
             device,
-            lambda: resident_bytes(self.model, self.args, self.kwargs, self.request.optimizer, device),
+            lambda: resident_bytes(self.model, self.args, self.kwargs, self.request.whole_optimizer, device),
         )
 
 

@@ -6,6 +6,7 @@ __all__ = [
     "BudgetError",
     "CaptureError",
     "ExactnessError",
+    "LossError",
     "MemfitError",
     "OutOfMemoryError",
     "PipelineError",
@@ -48,6 +49,10 @@ class CaptureError(MemfitError):
 
 class ExactnessError(CaptureError):
     """The planned step does not have the bits of the plain step; names the tensors, the first op that differs."""
+
+
+class LossError(CaptureError):
+    """The loss cannot be called with the model's outputs; names its line."""
 
 
 class PlanMismatchError(MemfitError):

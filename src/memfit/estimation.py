@@ -16,7 +16,7 @@ from memfit import strategies
 from memfit.capture.loss import LossFunction
 from memfit.capture.optimizer import optimizer_cost
 from memfit.capture.profile import with_rooflines
-from memfit.capture.trace import capture_step, device_of, storage_bytes
+from memfit.capture.trace import capture_step, device_of, given_args, storage_bytes
 from memfit.capture.unwrapped_optimizer import OptimizerLike
 from memfit.errors import SpecError
 from memfit.planner.bound import op_wall_bytes
@@ -113,7 +113,7 @@ def estimate(
     links = () if tiers is None else tier_links(tiers, device_of(model))
     capture = capture_step(
         model,
-        tuple(args),
+        given_args(args),
         dict(kwargs or {}),
         loss_fn=loss_fn,
         optimizer=optimizer,

@@ -99,6 +99,11 @@ class Request:
     checkpointing: str = "refuse"
 
     @property
+    def whole_optimizer(self) -> OptimizerLike | None:
+        """The optimizer, or the bytes that stand for it; not only of some parameters."""
+        return self.optimizer.optimizer if isinstance(self.optimizer, OptimizerPart) else self.optimizer
+
+    @property
     def tiles(self) -> bool:
         """Whether ops may run slice by slice where that changes the order of sums."""
         return self.levers == "all" or "tile" in self.levers

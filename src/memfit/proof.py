@@ -182,8 +182,9 @@ class ProvingStep:
         return None if loss is None else loss.detach()
 
     def _own_leaves(self, foreign: list[torch.Tensor]) -> list[torch.Tensor]:
-        """What may receive gradients: the leaves that no tensor of the caller's graph was made of."""
-        theirs = _leaves_of(foreign)
+        """What may receive gradients: the model's own leaves, and those that no tensor of the caller's graph was made of."""
+        ours = {id(t) for t in (*self.model.parameters(), *self.inputs.leaves)}
+        theirs = _leaves_of(foreign) - ours
         return [t for t in self._receiving() if t.requires_grad and id(t) not in theirs]
 
 

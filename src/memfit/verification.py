@@ -145,7 +145,7 @@ def verify(
     inputs = dict(kwargs or {})
     plan = _plan(model, args, inputs, request, loss_fn, optimizer, progress)
     assert plan.planned is not None
-    loss_fn, optimizer = plan.planned.request.loss_fn, plan.planned.request.optimizer
+    loss_fn, optimizer = plan.planned.request.loss_fn, plan.planned.request.whole_optimizer
     device = device_of(model)
     plain, planned = _Runner(model, optimizer, args, inputs, loss_fn), _Runner(model, optimizer, args, inputs, loss_fn)
     plan.apply(planned.model)

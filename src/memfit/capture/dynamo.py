@@ -41,7 +41,7 @@ from memfit.capture.log_calls import logs_left_out
 from memfit.capture.loss import LossReading
 from memfit.capture.one_graph import OneGraph
 from memfit.capture.own_calls import own_call
-from memfit.capture.plain_parts import PlainParts, UnplannableGraphError, find_plain_parts
+from memfit.capture.plain_parts import NOTHING_PLAIN, PlainParts, UnplannableGraphError, find_plain_parts
 from memfit.capture.preserve import preserved
 from memfit.capture.reading import JointReading
 from memfit.capture.sharded import Gathered, gathering, is_sharded, resharded
@@ -103,7 +103,7 @@ class Pieces:
     breaks: tuple[str, ...] = ()
     between_bytes: int = 0
     staying: tuple[Gathered, ...] = ()
-    plain: PlainParts = PlainParts()
+    plain: PlainParts = NOTHING_PLAIN
     replaced: bool = False
 
     @property
@@ -232,7 +232,7 @@ def _capture(
     accumulate: Accumulate | None,
     replaced: bool,
     read: Callable[[Pieces], LossReading] | None,
-    plain: PlainParts = PlainParts(),
+    plain: PlainParts = NOTHING_PLAIN,
 ) -> Pieces:
     pieces: list[Piece] = []
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -245,7 +245,7 @@ def _capture(
             halves = default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **rest)
             in_place = in_place_nodes(gm)
             reading = functools.partial(
-                *(read_joint, joint, num_fwd_outputs), separate=separate, grid=grid, replaced=replaced
+                read_joint, joint, num_fwd_outputs, separate=separate, grid=grid, replaced=replaced
             )
             as_made = accumulate is Accumulate.AS_MADE
             readings.append(reading(in_place=in_place, accumulated=accumulated, as_made=as_made))
@@ -322,7 +322,7 @@ def compile_call(
     *,
     fullgraph: bool = False,
     in_pieces: bool = False,
-    plain: PlainParts = PlainParts(),
+    plain: PlainParts = NOTHING_PLAIN,
     replaced: bool = False,
 ) -> Callable[..., Any]:
     """`model`'s call, compiled with `backend` under Dynamo's guards, with a cache of its own; of one graph without.

@@ -2,8 +2,9 @@
 
 The user's optimizer is never stepped, and never copied: a copy shares what it holds, and setters of a wrapper's copy
 reach the real one. The class's own `__init__` makes a new one instead, from groups with the same options and stand-ins
-for the parameters; further arguments are found among the defaults and the plain attributes. Optimizers inside (Lookahead,
-SAM) are made anew in the same way. While it steps, hooks that were registered for every optimizer's step are aside.
+for the parameters; further arguments are found among the defaults and the plain attributes. Optimizers inside
+(Lookahead, SAM) are made anew in the same way. While it steps, hooks on every
+optimizer's step are aside.
 
 Known limits: an `__init__` that takes something else, a model say, is not called; whoever asks has to do without. While
 hooks are aside, an optimizer that another thread steps runs without them too.

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from memfit.capture.live_bytes import LiveBytes
 from memfit.errors import CaptureError
 
-__all__ = ["LossFunction", "LossReading", "backward_of", "read_loss", "scalar_loss"]
+__all__ = ["AssumedLoss", "LossFunction", "LossReading", "backward_of", "read_loss", "scalar_loss"]
 
 log = logging.getLogger(__name__)
 
@@ -31,10 +31,49 @@ class LossReading:
     Attributes:
         receives_gradient: for each tensor leaf of the output, or each receiver, whether the loss's gradient reaches it.
         transient_bytes: peak of loss and its backward beyond outputs and their gradients.
+        output_bytes: of the outputs.
     """
 
     receives_gradient: tuple[bool, ...]
     transient_bytes: int
+    output_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AssumedLoss:
+    """A stand-in for a loss that cannot be called with these outputs: it reaches those that the loss reached before.
+
+    Attributes:
+        name: of the loss.
+        before: how it was read with other inputs.
+    """
+
+    name: str
+    before: LossReading | None = None
+
+    def reached(self, output: Any) -> list[torch.Tensor]:
+        """The outputs that receive a gradient: those of before if there are as many, else every one that can."""
+        tensors = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
+        before = self.before.receives_gradient if self.before is not None else ()
+        receives = before if len(before) == len(tensors) else [True] * len(tensors)
+        found = [t for t, does in zip(tensors, receives, strict=True) if does and t.requires_grad]
+        return found or [t for t in tensors if t.requires_grad]
+
+    def reading(self, output: Any) -> LossReading:
+        """The reading of before, with bytes in proportion to the outputs'."""
+        tensors = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
+        reached = {id(t) for t in self.reached(output)}
+        nbytes = sum(t.numel() * t.element_size() for t in tensors)
+        transient = nbytes
+        if self.before is not None and self.before.output_bytes:
+            transient = -(-self.before.transient_bytes * nbytes // self.before.output_bytes)
+        receives = tuple(id(t) in reached for t in tensors)
+        return LossReading(receives_gradient=receives, transient_bytes=transient, output_bytes=nbytes)
+
+    def __call__(self, output: Any) -> torch.Tensor:
+        """A scalar with a gradient that is not the same everywhere."""
+        parts = [torch.view_as_real(t) if t.is_complex() else t for t in self.reached(output)]
+        return torch.stack([t.square().mean().float() for t in parts]).sum()
 
 
 def scalar_loss(output: Any, loss_fn: LossFunction | None) -> torch.Tensor | None:
@@ -47,10 +86,18 @@ def scalar_loss(output: Any, loss_fn: LossFunction | None) -> torch.Tensor | Non
         loss = loss_fn(output)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise CaptureError(f"loss_fn must return a scalar tensor (returned: {shape})")
+            raise CaptureError(f"loss_fn must return a scalar tensor (returned: {shape}){_advice(loss)}")
         return loss
     own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     return own if isinstance(own, torch.Tensor) and own.numel() == 1 else None
+
+
+def _advice(returned: Any) -> str:
+    if isinstance(returned, tuple | list) and returned and isinstance(returned[0], torch.Tensor):
+        return "; return the tensor that backward is called on only, such as loss_fn=lambda output: fn(output)[0]"
+    if isinstance(returned, float | int):
+        return "; a Python number has no gradient, so leave out .item()"
+    return "; reduce it, such as with .mean()" if isinstance(returned, torch.Tensor) else ""
 
 
 def backward_of(output: Any, loss_fn: LossFunction | None) -> torch.Tensor | None:
@@ -82,6 +129,8 @@ def read_loss(
     Returns:
         Which tensors receive a gradient, and the memory the loss takes.
     """
+    if isinstance(loss_fn, AssumedLoss):
+        return loss_fn.reading(output)
     leaves = pytree.tree_leaves(output) if receivers is None else receivers
     tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
     differentiable = [t for t in tensors if t.requires_grad]
@@ -91,6 +140,11 @@ def read_loss(
         loss = scalar_loss(output, loss_fn)
         if loss is None:
             return LossReading(receives_gradient=tuple(t.requires_grad for t in tensors), transient_bytes=0)
+        if not loss.requires_grad:
+            raise CaptureError(
+                "the loss does not depend on the model's output by differentiable operations, so there is nothing to "
+                "train; is something detached, or under no_grad?"
+            )
         gradients = torch.autograd.grad(loss, differentiable, allow_unused=True)
         reached = {id(t) for t, g in zip(differentiable, gradients, strict=True) if g is not None}
         tangents = {g.untyped_storage()._cdata: int(g.untyped_storage().nbytes()) for g in gradients if g is not None}
@@ -98,4 +152,5 @@ def read_loss(
     return LossReading(
         receives_gradient=tuple(id(t) in reached for t in tensors),
         transient_bytes=max(0, peak - sum(tangents.values())),
+        output_bytes=sum(t.numel() * t.element_size() for t in tensors),
     )

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ __all__ = ["loss_name", "loss_reading"]
 
 log = logging.getLogger(__name__)
 
-_LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
 
 
 def loss_reading(
@@ -39,6 +40,8 @@ def loss_reading(
     output: Any,
     loss_fn: LossFunction | None,
     device_type: str,
+    *,
+    receivers: Sequence[torch.Tensor],
 ) -> LossReading:
     """How the loss uses the outputs, and what it takes.
 
@@ -49,6 +52,8 @@ def loss_reading(
         output: what capturing returned, fake or real.
         loss_fn: the user's loss.
         device_type: only memory of this device type counts.
+        receivers: tensors that may receive a gradient: those of the output, then what left by a side door, which is
+            assumed to receive one where the loss cannot tell.
 
     Raises:
         LossError: if the loss cannot be called with real outputs either.
@@ -56,7 +61,9 @@ def loss_reading(
     """
     try:
         with preserved(loss_fn):
-            return read_loss(output, loss_fn, device_type)
+            if not isinstance(loss_fn, AssumedLoss):
+                return read_loss(output, loss_fn, device_type, receivers=receivers)
+            return _with_side_doors(read_loss(output, loss_fn, device_type), receivers)
     except CaptureError:
         raise
     except Exception as error:
@@ -71,11 +78,16 @@ def loss_reading(
             real = model._call_impl(*args, **kwargs)
         real = _leaves_like(real, output)
         try:
-            return read_loss(real, loss_fn, device_type)
+            return _with_side_doors(read_loss(real, loss_fn, device_type), receivers)
         except CaptureError:
             raise
         except Exception as error:
             raise LossError(_told(loss_fn, error)) from error
+
+
+def _with_side_doors(reading: LossReading, receivers: Sequence[torch.Tensor]) -> LossReading:
+    beside = receivers[len(reading.receives_gradient) :]
+    return replace(reading, receives_gradient=(*reading.receives_gradient, *(t.requires_grad for t in beside)))
 
 
 def _leaves_like(real: Any, traced: Any) -> Any:

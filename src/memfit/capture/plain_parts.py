@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["PlainParts", "UnplannableGraphError", "find_plain_parts", "place_of"]
+__all__ = ["NOTHING_PLAIN", "PlainParts", "UnplannableGraphError", "find_plain_parts", "place_of"]
 
 from memfit.errors import CaptureError
 
@@ -57,6 +57,9 @@ class PlainParts:
     loose: bool = False
     only_children: bool = False
     reasons: tuple[str, ...] = ()
+
+
+NOTHING_PLAIN = PlainParts()
 
 
 def find_plain_parts(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> PlainParts:

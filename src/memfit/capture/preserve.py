@@ -47,8 +47,8 @@ log = logging.getLogger(__name__)
 _MOST_OBJECTS = 500_000
 _SHARE_OF_FREE = 0.5
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(Ellipsis))
-_OPAQUE = (types.ModuleType, types.GeneratorType, types.CodeType, types.FrameType, logging.Logger)
-_OPAQUE_PACKAGES = ("torch", "threading", "logging", "memfit")
+_OPAQUE = (types.ModuleType, types.GeneratorType, types.CodeType, types.FrameType, logging.Logger, logging.Handler)
+_OPAQUE_PACKAGES = ("torch", "threading", "logging", "memfit", "pytest", "_pytest")
 _OPEN_PACKAGES = ("torch.nn", "torch.optim", "torch.ao", "torch.amp")
 """Of torch only these are followed: the rest keeps caches and communicators, which belong to it."""
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,16 +16,16 @@ from memfit.capture.adding import Accumulate
 from memfit.capture.checkpoints import checkpoint_error
 from memfit.capture.dynamo import Pieces, capture_pieces
 from memfit.capture.join import join
-from memfit.capture.loss import LossFunction, LossReading, read_loss
+from memfit.capture.loss import LossFunction, LossReading
+from memfit.capture.loss_on_values import loss_reading
 from memfit.capture.optimizer import OptimizerCost, optimizer_cost
-from memfit.capture.preserve import preserved
 from memfit.capture.reading import JointOp
 from memfit.capture.sharded import local
 from memfit.capture.unwrapped_optimizer import OptimizerLike
-from memfit.errors import CaptureError
+from memfit.errors import CaptureError, SpecError
 from memfit.step.graph import Phase, StepGraph
 
-__all__ = ["Capture", "capture_step", "check_step", "device_of", "storage_bytes"]
+__all__ = ["Capture", "capture_step", "check_step", "device_of", "given_args", "storage_bytes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,7 @@ class Capture:
         joint_ops: for each op of the graph its joint op; None for the loss and what hooks do between pieces.
         gradient_outputs: which outputs of the last piece receive gradients; None for all.
         between_bytes: the part of the graph's static bytes that plain code between pieces holds.
+        loss: how it was read.
         deferred: ops of the backward pass that come last and can wait (`memfit.planner.deferral`).
     """
 
@@ -46,6 +48,7 @@ class Capture:
     gradient_outputs: frozenset[int] | None
     between_bytes: int = 0
     deferred: frozenset[int] = frozenset()
+    loss: LossReading | None = None
 
     @property
     def separated(self) -> frozenset[str]:
@@ -137,8 +140,8 @@ def capture_step(
     )
 
     def read(pieces: Pieces) -> LossReading:
-        with preserved(loss_fn):
-            return read_loss(pieces.output, loss_fn, device_type, receivers=pieces.receivers())
+        receivers = pieces.receivers()
+        return loss_reading(model, args, kwargs, pieces.output, loss_fn, device_type, receivers=receivers)
 
     with torch.autograd.set_detect_anomaly(False):  # it looks at values, and there are none
         pieces = captured(read=read)
@@ -177,6 +180,7 @@ def capture_step(
         joint_ops=joint_ops,
         gradient_outputs=gradient_outputs,
         between_bytes=between_bytes,
+        loss=loss,
     )
 
 
@@ -201,6 +205,21 @@ def _between_bytes(model: nn.Module, pieces: Pieces, device_type: str) -> int:
     return pieces.between_bytes + storage_bytes(outside, device_type)
 
 
+def given_args(args: Any) -> tuple[Any, ...]:
+    """Positional inputs as a tuple; a bare tensor is none, as a tuple of its rows would be meant.
+
+    Raises:
+        SpecError: if it is a tensor or a dict.
+    """
+    if isinstance(args, torch.Tensor):
+        raise SpecError(
+            f"args is a tuple of the model's inputs; pass (x,) (args: a tensor of shape {tuple(args.shape)})"
+        )
+    if isinstance(args, dict):
+        raise SpecError(f"args is a tuple of the model's inputs; pass kwargs={{...}} (args: a dict of {list(args)})")
+    return tuple(args)
+
+
 def check_step(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], *, checkpointing: str = "refuse") -> None:
     """Refuses what cannot be captured for a reason that can be seen without running it.
 
@@ -215,6 +234,15 @@ def check_step(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], *,
         own = [getattr(module, attribute, False) for attribute in ("gradient_checkpointing", "grad_checkpointing")]
         if checkpointing != "replace" and any(on is True for on in own):
             raise checkpoint_error(name or type(module).__name__)
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise CaptureError(
+            f"{type(model).__name__}.forward does not take these inputs: {error} (args: {len(args)}, kwargs: "
+            f"{sorted(kwargs)}); pass what the training loop passes, memfit.fit(model, (x,), ...)"
+        ) from error
+    except ValueError:  # no signature
+        pass
     device = device_of(model)
     for tensor in pytree.tree_leaves((list(args), kwargs)):
         if isinstance(tensor, torch.Tensor) and tensor.dim() > 0 and tensor.device.type != device.type:

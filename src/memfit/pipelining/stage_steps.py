@@ -31,11 +31,11 @@ def capture_stage(
 ) -> tuple[Capture, StepGraph]:
     """Captures and profiles a stage's step of one micro-batch, as the engine runs it; perhaps in tiles of a grid."""
     parameters = [p for p in stage.module.parameters() if p.requires_grad]
+    whole = question.optimizer
+    part = None if whole is None else part_of(whole, parameters, question.trained_bytes)
     request = Request(
         budget=0,
-        optimizer=part_of(question.optimizer, parameters, question.trained_bytes)
-        if question.optimizer is not None
-        else None,
+        optimizer=part,
         tiers=question.tiers,
         levers=question.levers,
         accumulate=accumulation_of(question.num_microbatches),

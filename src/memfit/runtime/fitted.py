@@ -19,10 +19,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from memfit.capture.loss import AssumedLoss
+from memfit.capture.loss_on_values import loss_name
 from memfit.capture.own_calls import in_own_call
 from memfit.capture.preserve import preserved
 from memfit.capture.replicated import bucket_bytes, unwrapped
-from memfit.errors import BudgetError, ExactnessError, MemfitError, PlanMismatchError, SpecError
+from memfit.errors import BudgetError, ExactnessError, LossError, MemfitError, PlanMismatchError, SpecError
 from memfit.runtime.apply import PlannedCall, compile_program
 from memfit.runtime.loops import Loops
 from memfit.runtime.module_state import module_state
@@ -176,9 +178,23 @@ class Fitted:
 
             def planned(beside_bytes: int) -> Plan:
                 request = replace(self.request, beside_bytes=self.request.beside_bytes + beside_bytes)
-                return make_plan(model, args, kwargs, request, keep_call=True)
+                try:
+                    return make_plan(model, args, kwargs, request, keep_call=True)
+                except LossError as error:
+                    return make_plan(model, args, kwargs, self._without_loss(request, error), keep_call=True)
 
             return self.loops.plan(key, planned, type(model).__name__, self.plans)
+
+    def _without_loss(self, request: Request, error: LossError) -> Request:
+        """For another batch in the middle of training, of which a loss bound to one batch's targets knows nothing."""
+        log.warning(
+            "loss_fn cannot be used to plan for these inputs (%s); planning as if gradients arrived where they did "
+            "before; a loss_fn that reads the current targets lets memfit plan with it",
+            error,
+        )
+        earlier = next(reversed(self.plans.values()), None)
+        before = earlier.planned.capture.loss if earlier is not None and earlier.planned is not None else None
+        return replace(request, loss_fn=AssumedLoss(name=loss_name(request.loss_fn), before=before))
 
     def adopt(self, model: nn.Module, key: Signature, plan: Plan) -> PlannedCall:
         """Runs `plan` for the inputs of this signature from now on."""
