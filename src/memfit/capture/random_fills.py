@@ -61,7 +61,7 @@ def _traced(op: torch._ops.OpOverload) -> Callable[..., Any]:
 
 
 def _fill(op: torch._ops.OpOverload, tensor: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    in_memory = sorted(range(tensor.dim()), key=lambda axis: -tensor.stride(axis))
+    in_memory = sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True)
     numbers_only = not any(isinstance(a, torch.Tensor) for a in pytree.tree_leaves((args, kwargs)))
     if _draws_alike(op, tensor, args, kwargs, tuple(range(tensor.dim()))):
         op(tensor, *args, **kwargs)
