@@ -3,7 +3,11 @@
 memfit asks for no decompositions, but some are part of the ops themselves: under the Python dispatcher, resizing of
 images runs as index arithmetic, gathers and sums, and a few losses and activations as formulas. Eager PyTorch runs a
 kernel with other bits, and less memory. While a graph is made these Python kernels are put aside, so that what autograd
-records is the kernel and its own backward kernel. Results are laid out as kernels do (`memfit.capture.kernel_strides`).
+records is the kernel and its own backward kernel. Results are laid out as kernels do (`memfit.capture.kernel_strides`),
+and what is filled at random in place gets the numbers it gets in eager mode (`memfit.capture.random_fills`).
+
+Put aside is every such Python kernel of torch's own ops, not only those that were seen to round otherwise. A few stay,
+without which there is no graph: `_NEEDED`.
 
 Known limits: the ops are the process's, so other graphs that are made meanwhile, in another thread, are whole too.
 """
@@ -14,21 +18,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch._decomp
+import torch._refs
 from torch._C import DispatchKey
 
 from memfit.capture.eager_dropout import draws_laid_out
 from memfit.capture.kernel_strides import strides_of_kernels
+from memfit.capture.random_fills import filled_as_in_eager
 
 __all__ = ["as_in_eager"]
 
 _KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
-_NAMES = (
-    *(f"upsample_{way}" for way in ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "bicubic2d")),
-    *(f"_upsample_{way}" for way in ("nearest_exact1d", "nearest_exact2d", "nearest_exact3d")),
-    *(f"_upsample_{way}2d_aa" for way in ("bilinear", "bicubic", "lanczos")),
-    "dropout",
-    *("upsample_trilinear3d", "hardshrink", "softshrink", "multi_margin_loss", "multilabel_margin_loss_forward"),
+_NEEDED = frozenset(
+    (
+        # They write statistics and their schemas do not say so.
+        *("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"),
+        # They look at values: at a class count, at places to cut.
+        *("one_hot", "tensor_split"),
+        # Fake tensors and functional graphs cannot do without.
+        *("to_dense", "empty", "lstm", "gru", "rnn_tanh", "rnn_relu"),
+    )
 )
 
 
@@ -37,15 +47,14 @@ def as_in_eager() -> Iterator[None]:
     """While active, calls are traced as the kernels that eager PyTorch runs."""
     aside = [
         (overload, key, overload.py_kernels.pop(key))
-        for name in _NAMES
-        for overload in _overloads(name)
+        for overload in _overloads()
         for key in _KEYS
         if key in overload.py_kernels
     ]
     for overload, _, _ in aside:
         overload._dispatch_cache.clear()
     try:
-        with strides_of_kernels(), draws_laid_out():
+        with strides_of_kernels(), draws_laid_out(), filled_as_in_eager():
             yield
     finally:
         for overload, key, kernel in aside:
@@ -53,6 +62,10 @@ def as_in_eager() -> Iterator[None]:
             overload._dispatch_cache.clear()
 
 
-def _overloads(name: str) -> list[torch._ops.OpOverload]:
-    packet = getattr(torch.ops.aten, name, None)  # some are newer than others
-    return [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
+def _overloads() -> Iterator[torch._ops.OpOverload]:
+    """Ops of torch's own that Python code has been met or registered for; others have no Python kernels."""
+    for packet in list(vars(torch.ops.aten).values()):
+        if isinstance(packet, torch._ops.OpOverloadPacket) and packet.__name__ not in _NEEDED:
+            for overload in list(vars(packet).values()):
+                if isinstance(overload, torch._ops.OpOverload):
+                    yield overload

@@ -50,7 +50,7 @@ def strides_of_kernels() -> Iterator[None]:
         return asked.result(mode, func, types, args, kwargs or {})
 
     setattr(dispatch, _OURS, True)
-    FakeTensorMode.dispatch = dispatch  # type: ignore[method-assign]
+    FakeTensorMode.dispatch = dispatch  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

@@ -5,7 +5,8 @@ an axis and at what has gaps, hardly ever at sizes. So a call of a few elements 
 
 Sizes keep what formulas make of them: sizes that are close stay as far from each other (a padded image from its image),
 and all keep their remainder by eight (groups of channels). Numbers among the arguments that are one of the sizes,
-or a product of some, follow it. Where a kernel refuses such a call another one is tried, up to the call itself if it is not large.
+or a product of some, follow it. Where a kernel refuses such a call another one is tried,
+up to the call itself if it is not large.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["made_by_kernel", "real_like", "sizes_to_try", "smaller_numbers", "strides_alike"]
+__all__ = ["is_dense_layout", "made_by_kernel", "real_like", "sizes_to_try", "smaller_numbers", "strides_alike"]
 
 _LARGEST_KEPT = 8
 _NEAR = 8
@@ -67,7 +68,7 @@ def _smaller_sizes(sizes: set[int], kept: set[int]) -> dict[int, int]:
 
 
 def smaller_numbers(arguments: Sequence[Any], sizes: Mapping[int, int]) -> list[Any]:
-    """The arguments of a smaller call but for its tensors: numbers that are a size, or a product of the last, follow it.
+    """The arguments of a smaller call, its tensors as they are: numbers that are a size, or a product of some, follow.
 
     Args:
         arguments: of a call, in a flat list.
@@ -109,6 +110,16 @@ def strides_alike(shape: Sequence[int], strides: Sequence[int], sizes: Sequence[
         elif stride == 0:
             found[axis] = 0
     return tuple(found)
+
+
+def is_dense_layout(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether elements lie side by side, in whatever order of the axes."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def real_like(tensor: torch.Tensor, sizes: Mapping[int, int], number: int) -> torch.Tensor:
