@@ -114,7 +114,7 @@ def capture_step(
     gradient_outputs = _gradient_outputs(pieces, loss.receives_gradient)
     if gradient_outputs is not None:
         pieces = captured(gradient_outputs=gradient_outputs)
-    graph, joint_ops = join(pieces, loss.transient_bytes, device_type)
+    graph, joint_ops = join(pieces, loss.transient_bytes, device_type, held_bytes=loss.held_bytes)
     if not any(op.phase is Phase.BACKWARD for op in graph.ops):
         raise CaptureError(
             f"no gradient of the loss reaches a parameter or an input of {type(model).__name__}, so there is no "
@@ -130,6 +130,7 @@ def capture_step(
         static_bytes=storage_bytes(static, device_type)
         + cost.state_bytes
         + between_bytes
+        + loss.kept_bytes
         + _coming_gradient_bytes(model, pieces),
         after_step_bytes=cost.step_bytes,
         label=label or type(model).__name__,
