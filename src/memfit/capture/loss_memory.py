@@ -1,4 +1,4 @@
-"""The memory of a loss: what it takes while it runs, what it holds while the backward pass goes on, what it keeps for good.
+"""The memory of a loss: what it takes while it runs, holds during the backward pass, and keeps for good.
 
 Bytes are counted as the loss creates them, on fake tensors mostly. Three things are not on the surface:
 
@@ -47,7 +47,9 @@ class LossBytes(LiveBytes):
 
     def _whole_bytes(self, func: Any, args: Any, kwargs: dict[str, Any]) -> int:
         """What one number that the op returns takes if its storage stays as large as its operands; else 0."""
-        if not isinstance(func, torch._ops.OpOverload) or not any(a.name == "reduction" for a in func._schema.arguments):
+        if not isinstance(func, torch._ops.OpOverload) or not any(
+            a.name == "reduction" for a in func._schema.arguments
+        ):
             return 0
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if not tensors or max(t.numel() for t in tensors) < 2:
