@@ -96,7 +96,7 @@ def read_loss(output: Any, loss_fn: LossFunction | None, device_type: str) -> Lo
         peak = counter.peak
         # The gradient of the loss is there until the backward pass ends.
         held = counter.live - sum(tangents.values()) + loss.numel() * loss.element_size()
-        loss = gradients = None
+        del loss, gradients
         if counter.live:
             gc.collect()
         kept = counter.live
