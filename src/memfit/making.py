@@ -29,6 +29,7 @@ from memfit.planner.streaming import least_streaming
 from memfit.planning import Progress, Request, capture_and_profile, check_request, plan_captured, resolve_budget
 from memfit.plans import Plan
 from memfit.proof import ProvingStep, StepResult, compare
+from memfit.refusals import refused
 from memfit.runtime.apply import PlannedCall, compile_program
 from memfit.runtime.device_memory import free_bytes
 from memfit.runtime.measure import measure
@@ -158,7 +159,7 @@ def _with_measured_least(
 
     CUDA's allocator may leave up to 1 MiB unused behind a tensor, which depends on what was freed before it.
     """
-    if not request.prove or device_of(model).type != "cuda":
+    if not request.prove:
         return error
     try:
         plan = plan_captured(model, args, kwargs, *step, request, error.least_bytes)
@@ -173,12 +174,8 @@ def _with_measured_least(
         return error
     if peak <= error.least_bytes:
         return error
-    return BudgetError(
-        f"{error}; measured it takes {format_bytes(peak)} ({peak} bytes)",
-        budget_bytes=error.budget_bytes,
-        least_bytes=peak,
-        binding=error.binding,
-    )
+    missed = peak - error.least_bytes
+    return refused(error, budget_bytes=error.budget_bytes, missed_bytes=missed, measured_bytes=peak)
 
 
 def _with_all_levers(
@@ -262,12 +259,7 @@ def prove(
                 again = plan_captured(model, args, kwargs, plan.planned.capture, plan.planned.graph, request, target)
             except BudgetError as error:
                 missed = budget_bytes - target
-                raise BudgetError(
-                    f"{error} (measured peaks are {format_bytes(missed)} above predicted ones here)",
-                    budget_bytes=budget_bytes,
-                    least_bytes=error.least_bytes + missed,
-                    binding=error.binding,
-                ) from error
+                raise refused(error, budget_bytes=budget_bytes, missed_bytes=missed) from error
             plan = again
     raise BudgetError(
         f"measured peaks stay above the budget {format_bytes(budget_bytes)}",

@@ -30,6 +30,7 @@ from memfit.planner.bound import relaxed_bound
 from memfit.planner.explain import decisions, prediction
 from memfit.planner.hybrid import find_program
 from memfit.planner.least import least_budget, least_order
+from memfit.planner.limit import fitting
 from memfit.planner.ways import leanest
 from memfit.plans import Plan
 from memfit.runtime.apply import PlannedCall
@@ -242,13 +243,14 @@ def _program(graph: StepGraph, request: Request, budget_bytes: int) -> tuple[Pro
     timeline = simulate(graph, program)
     if timeline.peak_bytes > budget_bytes:
         lean = leanest(graph)
-        least = least_budget(lean, least_order(lean))
+        least = least_budget(lean, least_order(lean, seconds=request.search_seconds))
         raise BudgetError(
             f"strategy {strategy!r} needs {format_bytes(timeline.peak_bytes)}, the budget is "
             f"{format_bytes(budget_bytes)}; strategy 'auto' fits from {format_bytes(least)} on",
             budget_bytes=budget_bytes,
             least_bytes=timeline.peak_bytes,
         )
+    fitting(graph, program, budget_bytes)
     return program, relaxed_bound(graph, timeline.peak_bytes, seconds=2.0)
 
 

@@ -44,13 +44,16 @@ class _Passing:
     added: dict[int, list[int]] = field(default_factory=dict)
 
 
-def join(pieces: Pieces, loss_bytes: int, device_type: str) -> tuple[StepGraph, tuple[JointOp | None, ...]]:
+def join(
+    pieces: Pieces, loss_bytes: int, device_type: str, *, held_bytes: int = 0
+) -> tuple[StepGraph, tuple[JointOp | None, ...]]:
     """One step of all pieces.
 
     Args:
         pieces: in forward order.
         loss_bytes: what the loss takes beside what it reads and writes.
         device_type: whose generator state counts.
+        held_bytes: what it holds from then on until the step ends.
 
     Returns:
         The step, and for each of its ops the joint op it came from; None for the loss and what nobody here runs.
@@ -93,6 +96,10 @@ def join(pieces: Pieces, loss_bytes: int, device_type: str) -> tuple[StepGraph, 
             if storages[numbers[i][t]].kind is StorageKind.TANGENT
         )
     )
+    by_loss: tuple[int, ...] = ()
+    if held_bytes:
+        by_loss = (len(storages),)
+        storages.append(Storage(name="held by the loss", nbytes=held_bytes, kind=StorageKind.TANGENT))
     final = tuple(numbers[last][s] for s in dict.fromkeys(pieces.pieces[last].reading.output_storages))
     loss = Op(
         name="loss",
@@ -100,7 +107,7 @@ def join(pieces: Pieces, loss_bytes: int, device_type: str) -> tuple[StepGraph, 
         phase=Phase.LOSS,
         piece=last,
         reads=tuple(s for s in final if storages[s].kind is not StorageKind.STATIC),
-        writes=tangents,
+        writes=(*tangents, *by_loss),
         workspace_bytes=loss_bytes,
         recomputable=False,
     )
@@ -116,7 +123,7 @@ def join(pieces: Pieces, loss_bytes: int, device_type: str) -> tuple[StepGraph, 
     graph = StepGraph(
         ops=tuple(op for op, _ in pairs),
         storages=tuple(storages),
-        outputs=tuple(dict.fromkeys((*outputs, *held))),
+        outputs=tuple(dict.fromkeys((*outputs, *held, *by_loss))),
     )
     return graph, tuple(joint for _, joint in pairs)
 

@@ -45,11 +45,15 @@ class LiveBytes(TorchDispatchMode):
         key = storage._cdata
         if key in operands or key in self._seen:
             return
-        nbytes = int(storage.nbytes())
+        nbytes = self._nbytes(tensor)
         self._seen.add(key)
         self.live += nbytes
         self.peak = max(self.peak, self.live)
         weakref.finalize(storage, self._gone, key, nbytes)
+
+    def _nbytes(self, tensor: torch.Tensor) -> int:
+        """What a result takes."""
+        return int(tensor.untyped_storage().nbytes())
 
     def _gone(self, key: int, nbytes: int) -> None:
         self._seen.discard(key)

@@ -6,6 +6,7 @@ of the step, and an output that the loss does not use must not cost a gradient o
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from memfit.capture.live_bytes import LiveBytes
+from memfit.capture.loss_memory import LossBytes, uses
 from memfit.errors import CaptureError
 
 __all__ = ["AssumedLoss", "LossFunction", "LossReading", "backward_of", "read_loss", "scalar_loss"]
@@ -30,13 +31,17 @@ class LossReading:
 
     Attributes:
         receives_gradient: for each tensor leaf of the output, or each receiver, whether the loss's gradient reaches it.
-        transient_bytes: peak of loss and its backward beyond outputs and their gradients.
+        transient_bytes: peak of loss and its backward beyond outputs, their gradients and what it holds.
+        held_bytes: what it holds from then on until the step ends.
+        kept_bytes: what it keeps for good, so that a later step begins with it.
         output_bytes: of the outputs.
     """
 
     receives_gradient: tuple[bool, ...]
     transient_bytes: int
     output_bytes: int = 0
+    held_bytes: int = 0
+    kept_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +141,8 @@ def read_loss(
     differentiable = [t for t in tensors if t.requires_grad]
     if not differentiable:
         raise CaptureError("no output of the model needs a gradient; is it in training mode with trainable parameters?")
-    with torch.enable_grad(), LiveBytes(device_type) as counter:
+    before = uses([t for t in tensors if t.device.type == device_type])
+    with torch.enable_grad(), LossBytes(device_type) as counter:
         loss = scalar_loss(output, loss_fn)
         if loss is None:
             return LossReading(receives_gradient=tuple(t.requires_grad for t in tensors), transient_bytes=0)
@@ -149,8 +155,19 @@ def read_loss(
         reached = {id(t) for t, g in zip(differentiable, gradients, strict=True) if g is not None}
         tangents = {g.untyped_storage()._cdata: int(g.untyped_storage().nbytes()) for g in gradients if g is not None}
         peak = counter.peak
+        # The gradient of the loss is there until the backward pass ends.
+        held = counter.live - sum(tangents.values()) + loss.numel() * loss.element_size()
+        del loss, gradients
+        if counter.live:
+            gc.collect()
+        kept = counter.live
+    held = max(0, held - kept)
+    after = uses([t for t in tensors if t.device.type == device_type])
+    kept += sum(nbytes for key, (count, nbytes) in after.items() if count > before[key][0])
     return LossReading(
         receives_gradient=tuple(id(t) in reached for t in tensors),
-        transient_bytes=max(0, peak - sum(tangents.values())),
+        transient_bytes=max(0, peak - sum(tangents.values()) - held),
+        held_bytes=held,
+        kept_bytes=kept,
         output_bytes=sum(t.numel() * t.element_size() for t in tensors),
     )

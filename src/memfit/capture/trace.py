@@ -152,7 +152,7 @@ def capture_step(
             gradient_outputs = None  # a graph that runs earlier as well has all its outputs
         if gradient_outputs is not None:
             pieces = captured(gradient_outputs=gradient_outputs, last_key=pieces.last_key)
-    graph, joint_ops = join(pieces, loss.transient_bytes, device_type)
+    graph, joint_ops = join(pieces, loss.transient_bytes, device_type, held_bytes=loss.held_bytes)
     if not any(op.phase is Phase.BACKWARD for op in graph.ops):
         raise CaptureError(
             f"no gradient of the loss reaches a parameter or an input of {type(model).__name__}, so there is no "
@@ -168,6 +168,7 @@ def capture_step(
         static_bytes=storage_bytes(static, device_type)
         + cost.state_bytes
         + between_bytes
+        + loss.kept_bytes
         + _coming_gradient_bytes(model, pieces),
         after_step_bytes=cost.step_bytes,
         label=label or type(model).__name__,

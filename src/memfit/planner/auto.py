@@ -145,7 +145,9 @@ def find_order(
     bound = relaxed_bound(graph, budget_bytes, seconds=_ON_BOUND * seconds)
     if _peak(lean, plain_order(graph)) <= budget_bytes:
         bound = min(bound, 0.0)  # running nothing again is possible, whatever the solver had time to see
-        return found(plain_order(graph))
+        plain = found(plain_order(graph))
+        if plain.timeline.peak_bytes <= budget_bytes:
+            return plain
     best: Found | None = None
     pool = Pool()
 
@@ -157,6 +159,8 @@ def find_order(
         # What is kept may take apart ops that ran as one, and then cost more than it saves.
         for order in (fitting, *filled):
             other = found(order)
+            if other.timeline.peak_bytes > budget_bytes:
+                continue
             pool.add(other.timeline.step_seconds, other.order)
             best = _better(best, other)
 
@@ -185,10 +189,18 @@ def find_order(
         try_filled(fitting)
         in_vain = in_vain + 1 if best is before else 0
     if best is None:
-        least = least_order(lean, tries=least_tries, enough_bytes=budget_bytes if last_resort else 0)
+        least = least_order(
+            *(lean,),
+            tries=least_tries,
+            enough_bytes=budget_bytes if last_resort else 0,
+            seconds=seconds,
+        )
         if _peak(lean, least) > budget_bytes:
             raise _no_plan(lean, budget_bytes, least)
-        best = found(fill(lean, least, budget_bytes))
+        tried = (found(order) for order in (fill(lean, least, budget_bytes), least))
+        best = next((one for one in tried if one.timeline.peak_bytes <= budget_bytes), None)
+        if best is None:  # with transfers it takes more than the order by itself
+            raise _no_plan(lean, budget_bytes, least, found(least).timeline.peak_bytes)
     return best
 
 
@@ -254,10 +266,10 @@ def _rotors(graph: StepGraph, budget_bytes: int, shares: Sequence[float]) -> Ite
             pass
 
 
-def _no_plan(graph: StepGraph, budget_bytes: int, least: list[int]) -> BudgetError:
+def _no_plan(graph: StepGraph, budget_bytes: int, least: list[int], taken_bytes: int = 0) -> BudgetError:
     program = program_of(graph, least)
     timeline = simulate(graph, program)
-    least_bytes = least_budget(graph, least)
+    least_bytes = max(least_budget(graph, least), taken_bytes)
     return BudgetError(
         f"no plan fits {format_bytes(budget_bytes)}; the least budget that works is {format_bytes(least_bytes)} "
         f"({least_bytes} bytes), set by {binding_place(graph, program, timeline)}",

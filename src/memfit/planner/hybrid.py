@@ -22,6 +22,7 @@ from memfit.planner.auto import CLOSE, Found, Moves, Progress, find_order
 from memfit.planner.bound import relaxed_bound
 from memfit.planner.kept import select_kept
 from memfit.planner.least import LEAST_TRIES
+from memfit.planner.limit import fitting
 from memfit.planner.streaming import find_streaming
 from memfit.planner.swapping import placed_on_tiers, swappable, swapping_step
 from memfit.planner.transfers import ahead_of_use, with_transfers
@@ -66,6 +67,26 @@ def find_program(
     Raises:
         BudgetError: if none fits, with the least budget that does.
     """
+    found = _search(
+        *(graph, budget_bytes),
+        seconds=seconds,
+        progress=progress,
+        least_tries=least_tries,
+        last_resort=last_resort,
+    )
+    return replace(found, timeline=fitting(graph, found.program, budget_bytes))
+
+
+def _search(
+    graph: StepGraph,
+    budget_bytes: int,
+    *,
+    seconds: float,
+    progress: Progress | None,
+    least_tries: int,
+    last_resort: bool,
+) -> Found:
+    """The search of `find_program`, not judged yet."""
     if graph.is_tiled and graph.tiers:
         return find_streaming(graph, budget_bytes, seconds=seconds, progress=progress)
     alone = replace(graph, tiers=())

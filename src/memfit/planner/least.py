@@ -6,6 +6,7 @@ lowest peak reached and one that could not be. Bounded below by the widest op (`
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from memfit.planner.anchors import anchors
@@ -46,18 +47,24 @@ def least_budget(graph: StepGraph, order: Sequence[int]) -> int:
     return int(_peak(graph, order) * (1 + _MARGIN)) + 1024
 
 
-def least_order(graph: StepGraph, *, tries: int = LEAST_TRIES, enough_bytes: int = 0) -> list[int]:
+def least_order(
+    graph: StepGraph, *, tries: int = LEAST_TRIES, enough_bytes: int = 0, seconds: float = 8.0
+) -> list[int]:
     """An order of about the least peak.
 
     Args:
         graph: the step.
         tries: how often the interval is halved.
         enough_bytes: a peak that need not be lowered further.
+        seconds: after so long no further target is tried, after twice that none goes on; four times as long where
+            `enough_bytes` is to be reached, so that what one search found in its time another one finds again.
 
     Returns:
         A valid order; its simulated peak is the least budget, or enough.
     """
-    starts = _low_starts(graph)
+    begin = time.monotonic()
+    seconds = 4 * seconds if enough_bytes else seconds
+    starts = _low_starts(graph, begin + seconds)
     best = starts[0]
     high = _peak(graph, best)
     low = op_wall_bytes(graph)
@@ -66,13 +73,14 @@ def least_order(graph: StepGraph, *, tries: int = LEAST_TRIES, enough_bytes: int
     rounds = min(400, _ROUNDS // len(graph.ops))
 
     def reach(target: int) -> list[int] | None:
-        spilled = (spill(graph, start, target, rounds=rounds) for start in [best, *starts[:count]])
+        until = begin + 2 * seconds
+        spilled = (spill(graph, start, target, rounds=rounds, until=until) for start in [best, *starts[:count]])
         return next((order for order in spilled if order is not None), None)
 
     if low < enough_bytes < high and (reached := reach(enough_bytes)) is not None:
         return reached
     for _ in range(tries):
-        if high <= enough_bytes or high - low < near * high:
+        if high <= enough_bytes or high - low < near * high or time.monotonic() - begin > seconds:
             break
         target = (high + low) // 2
         reached = reach(target)
@@ -83,16 +91,23 @@ def least_order(graph: StepGraph, *, tries: int = LEAST_TRIES, enough_bytes: int
     return best
 
 
-def _low_starts(graph: StepGraph) -> list[list[int]]:
+def _low_starts(graph: StepGraph, until: float) -> list[list[int]]:
     """Orders of low memory, whatever their time, the lowest first."""
-    orders = [lazy_order(graph, anchors(graph, windows)) for windows in _WINDOWS]
+    orders: list[list[int]] = []
+    for windows in _WINDOWS:
+        orders.append(lazy_order(graph, anchors(graph, windows)))
+        if time.monotonic() > until:
+            break
     if graph.is_tiled:
         sliced = (
             tiled_order(graph, anchors(graph, windows), forward=forward, by_windows=by_windows)
             for forward, by_windows in ((False, True), (False, False), (True, False))
             for windows in _WINDOWS
         )
-        orders += [order for order in sliced if len(order) <= _LONGEST * len(graph.ops)]
+        for order in sliced:
+            orders += [order] if len(order) <= _LONGEST * len(graph.ops) else []
+            if time.monotonic() > until:
+                break
     return sorted(orders, key=lambda order: _peak(graph, order))
 
 

@@ -13,6 +13,7 @@ Idea: spilling and rematerialisation of register allocators; XLA's HloRematerial
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ def spill(
     *,
     rounds: int = 400,
     whims: Sequence[float] | None = None,
+    until: float = float("inf"),
 ) -> list[int] | None:
     """Drops idle storages until the simulated peak is within the budget.
 
@@ -42,6 +44,7 @@ def spill(
         budget_bytes: peak of the step.
         rounds: how often storages are dropped.
         whims: by storage, what its cost is multiplied with; 1 if not given.
+        until: when to give up, by the monotonic clock.
 
     Returns:
         A valid order within the budget, or None if spilling cannot reach it.
@@ -56,6 +59,8 @@ def spill(
         worst = int(np.argmax(spans.bytes_at))
         if spans.bytes_at[worst] <= budget_bytes:
             return None  # optimizer.step() is what does not fit
+        if time.monotonic() > until:
+            return None
         changed = _spill_at(graph, spans, producer, worst, budget_bytes, whims)
         if changed is None:
             return None

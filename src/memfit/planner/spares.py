@@ -6,6 +6,9 @@ size is not freed after its last read but taken over, if there is room for it un
 
 Idea: buffer assignment of compilers, for speed only; it is done where the budget leaves room.
 
+A free between the two halves of a call (`memfit.planner.halves`) stays: without it they would run as one, which takes
+more memory than either.
+
 Known limits: only results of ops that run again, over storages of the same piece and pass.
 """
 
@@ -17,7 +20,7 @@ from dataclasses import replace
 import numpy as np
 
 from memfit.step.graph import Op, Phase, StepGraph
-from memfit.step.program import Action, Instruction, Program
+from memfit.step.program import Action, Instruction, Program, are_halves
 from memfit.step.simulate import simulate
 
 __all__ = ["with_spares"]
@@ -41,6 +44,7 @@ def with_spares(graph: StepGraph, program: Program, limit_bytes: int) -> Program
     freed: dict[int, int] = {}  # which storage, and where: in this pass and not written again since, the last one last
     ran: set[int] = set()
     start = 0
+    apart = _keeping_halves_apart(graph, program)
     for run in program.runs():
         computes = [i.index for i in run if i.action is Action.COMPUTE]
         if any(graph.ops[index].phase is Phase.LOSS for index in computes):
@@ -62,11 +66,24 @@ def with_spares(graph: StepGraph, program: Program, limit_bytes: int) -> Program
             instructions[place] = None
             room[place:start] -= size
             room[position] -= more
-        if run[0].action is Action.FREE and graph.storages[run[0].index].reusable:
+        if run[0].action is Action.FREE and graph.storages[run[0].index].reusable and start not in apart:
             freed[run[0].index] = start
         ran.update(computes)
         start += len(run)
     return Program(instructions=tuple(i for i in instructions if i is not None))
+
+
+def _keeping_halves_apart(graph: StepGraph, program: Program) -> frozenset[int]:
+    """Places of frees that are all there is between two halves of a call."""
+    found: set[int] = set()
+    first: int | None = None
+    for place, instruction in enumerate(program.instructions):
+        if instruction.action is Action.FREE:
+            continue
+        if first is not None and are_halves(graph, program.instructions[first], instruction):
+            found.update(range(first + 1, place))
+        first = place
+    return frozenset(found)
 
 
 def _put_together(

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from memfit.planner.halves import side_by_side
+from memfit.planner.limit import kept_within
 from memfit.planner.spares import with_spares
 from memfit.step.fusion import Fusion, Run, fuse, fusions, linked, runs_by_slices
 from memfit.step.graph import Op, StepGraph, Way
@@ -85,7 +86,9 @@ def program_within(graph: StepGraph, order: Sequence[int], budget_bytes: int | N
     runs = runs_by_slices(lean, ops, run_again(order), dying)
     fused = [fusion for run in runs for fusion in _quickest(lean, run, alone, limit)]
     program = assembled(order, ops, dying, fused, lambda position: alone[position].instructions)
-    return side_by_side(lean, with_spares(lean, program, limit), limit)
+    program = kept_within(lean, program_of(lean, order), program, limit)
+    program = kept_within(lean, program, with_spares(lean, program, limit), limit)
+    return kept_within(lean, program, side_by_side(lean, program, limit), limit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
