@@ -16,12 +16,35 @@ __all__ = ["group", "names", "script"]
 NODES, EDGES, WIDTH = 24, 80, 8
 
 KNOWN: dict[str, Any] = {
-    "in_channels": WIDTH, "out_channels": WIDTH, "channels": WIDTH, "hidden_channels": WIDTH, "heads": 2, "K": 2,
-    "dim": 2, "kernel_size": 3, "num_relations": 3, "edge_dim": 4, "num_layers": 2, "k": 4, "num_nodes": NODES,
-    "space_dimensions": 2, "propagate_dimensions": 4, "alpha": 0.1, "walk_length": 2, "num_heads": 2, "s": 2,
-    "dropout": 0.1, "shared_weights": True, "num_types": 1, "num_edge_types": 2, "edge_type_emb_dim": 4,
-    "edge_attr_emb_dim": 4, "hidden_size": WIDTH, "towers": 1, "out_heads": 1,
-}  # fmt: skip
+    "in_channels": WIDTH,
+    "out_channels": WIDTH,
+    "channels": WIDTH,
+    "hidden_channels": WIDTH,
+    "heads": 2,
+    "K": 2,
+    "dim": 2,
+    "kernel_size": 3,
+    "num_relations": 3,
+    "edge_dim": 4,
+    "num_layers": 2,
+    "k": 4,
+    "num_nodes": NODES,
+    "space_dimensions": 2,
+    "propagate_dimensions": 4,
+    "alpha": 0.1,
+    "walk_length": 2,
+    "num_heads": 2,
+    "s": 2,
+    "dropout": 0.1,
+    "shared_weights": True,
+    "num_types": 1,
+    "num_edge_types": 2,
+    "edge_type_emb_dim": 4,
+    "edge_attr_emb_dim": 4,
+    "hidden_size": WIDTH,
+    "towers": 1,
+    "out_heads": 1,
+}
 
 
 def names() -> Iterator[str]:
@@ -60,15 +83,26 @@ def sample(name: str) -> Sample:
     perceptron = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
     twice = nn.Sequential(nn.Linear(2 * WIDTH, WIDTH), nn.ReLU())
     options |= {
-        "GINConv": {"nn": perceptron}, "GINEConv": {"nn": perceptron, "edge_dim": 4}, "EdgeConv": {"nn": twice},
-        "DynamicEdgeConv": {"nn": twice, "k": 4}, "NNConv": {"nn": nn.Linear(4, WIDTH * WIDTH)},
+        "GINConv": {"nn": perceptron},
+        "GINEConv": {"nn": perceptron, "edge_dim": 4},
+        "EdgeConv": {"nn": twice},
+        "DynamicEdgeConv": {"nn": twice, "k": 4},
+        "NNConv": {"nn": nn.Linear(4, WIDTH * WIDTH)},
         "PNAConv": {"aggregators": ["mean", "max"], "scalers": ["identity"], "deg": torch.tensor([0, 4, 8, 4])},
-        "PointNetConv": {"local_nn": nn.Linear(WIDTH + 3, WIDTH)}, "PointGNNConv": {
-            "mlp_h": nn.Linear(WIDTH, 3), "mlp_f": nn.Linear(WIDTH + 3, WIDTH), "mlp_g": nn.Linear(WIDTH, WIDTH)},
-        "PDNConv": {"edge_dim": 4, "hidden_channels": WIDTH}, "GMMConv": {"dim": 2, "kernel_size": 3},
-        "GCN2Conv": {"alpha": 0.1}, "SSGConv": {"alpha": 0.1}, "APPNP": {"K": 2, "alpha": 0.1},
-        "GPSConv": {"conv": conv.GCNConv(WIDTH, WIDTH), "heads": 2}, "MixHopConv": {},
-    }.get(name, {})  # fmt: skip
+        "PointNetConv": {"local_nn": nn.Linear(WIDTH + 3, WIDTH)},
+        "PointGNNConv": {
+            "mlp_h": nn.Linear(WIDTH, 3),
+            "mlp_f": nn.Linear(WIDTH + 3, WIDTH),
+            "mlp_g": nn.Linear(WIDTH, WIDTH),
+        },
+        "PDNConv": {"edge_dim": 4, "hidden_channels": WIDTH},
+        "GMMConv": {"dim": 2, "kernel_size": 3},
+        "GCN2Conv": {"alpha": 0.1},
+        "SSGConv": {"alpha": 0.1},
+        "APPNP": {"K": 2, "alpha": 0.1},
+        "GPSConv": {"conv": conv.GCNConv(WIDTH, WIDTH), "heads": 2},
+        "MixHopConv": {},
+    }.get(name, {})
     inner = made(**options)
     taken = _taken(inner, options)
     return Sample(model=_OfAGraph(inner, taken), args=(torch.randn(NODES, WIDTH), torch.randint(0, NODES, (2, EDGES))))

@@ -12,9 +12,34 @@ from benchmarks.coverage.script import NotBuilt, Sample, Script, loss_of, train
 __all__ = ["group", "names", "script"]
 
 SMALLER = (
-    "test_", "femto", "atto", "pico", "nano", "xxs", "xx_small", "zepto", "tiny", "_xt", "mini", "050", "_t0", "xs", "x_small", "18",
-    "small", "_s", "_t", "_b0", "_0", "s12", "_26", "lite", "121", "_base", "b",
-)  # fmt: skip
+    "test_",
+    "femto",
+    "atto",
+    "pico",
+    "nano",
+    "xxs",
+    "xx_small",
+    "zepto",
+    "tiny",
+    "_xt",
+    "mini",
+    "050",
+    "_t0",
+    "xs",
+    "x_small",
+    "18",
+    "small",
+    "_s",
+    "_t",
+    "_b0",
+    "_0",
+    "s12",
+    "_26",
+    "lite",
+    "121",
+    "_base",
+    "b",
+)
 """What names of small members have in them, smallest first."""
 
 

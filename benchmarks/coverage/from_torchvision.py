@@ -81,6 +81,7 @@ def _sample(kind: str, model: torch.nn.Module, size: int) -> Sample:
             target: dict[str, torch.Tensor] = {"boxes": boxes, "labels": torch.tensor([1, 2])}
             target["masks"] = torch.ones(2, size, size, dtype=torch.uint8)
             target["keypoints"] = torch.ones(2, 17, 3) * 20
+            target["labels"] = torch.ones(2, dtype=torch.long)
             images = [torch.rand(3, size, size) for _ in range(2)]
             return Sample(
                 model=model, args=(images, [dict(target) for _ in range(2)]), loss_fn=lambda out: sum(out.values())

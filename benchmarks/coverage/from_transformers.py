@@ -1,6 +1,6 @@
 """Every model type of transformers, from a tiny configuration, under one of its heads.
 
-Configurations are shrunk by what their fields are called; a type whose fields do not go together then is not built. Each
+Configurations are shrunk by what their fields are called; a type whose fields do not go together is not built. Each
 `AutoModelFor…` class is tried with the types that no rarer class has taken already, so that every class and every type
 has its row.
 """
@@ -28,7 +28,10 @@ RULES: tuple[tuple[str, int], ...] = (
     (r"vocab_size(_.*)?$|.*_vocab_size$", VOCABULARY),
     (r"(num_|n_)?(.*_)?(layers?|blocks|hidden_layers)$|num_.*_layers|n_layer|depth", 2),
     (r".*(intermediate_size|ffn_dim|ffn_hidden_size|d_ff|n_inner|mlp_dim|d_inner)$", 40),
-    (r"(hidden_size|d_model|dim|n_embd|embed_dim|embedding_size|projection_dim|hidden_dim|.*_hidden_size|.*_embed_dim|d_embed|width)$", 32),
+    (
+        r"(hidden_size|d_model|dim|n_embd|embed_dim|embedding_size|projection_dim|hidden_dim|.*_hidden_size|.*_embed_dim|d_embed|width)$",
+        32,
+    ),
     (r"num_(local_)?experts|n_routed_experts|moe_num_experts|num_routed_experts", 4),
     (r"num_experts_per_tok|moe_k|moe_topk|num_experts_per_token", 2),
     (r"num_queries|num_object_queries|num_latents", 6),
@@ -36,7 +39,7 @@ RULES: tuple[tuple[str, int], ...] = (
     (r"patch_size", 8),
     (r"num_labels", 3),
     (r"max_(source|target)_positions|n_positions|n_ctx", 64),
-)  # fmt: skip
+)
 """What fields of a configuration become, by name; only ever smaller."""
 
 
@@ -84,7 +87,7 @@ def sample(name: str) -> Sample:
                 count = sum(p.numel() for p in model_class(config).parameters())
             if count > 25_000_000:
                 raise NotBuilt(f"{count / 1e6:.0f} million parameters with the smallest configuration")
-            return _running(lambda: model_class(shrunk(config_class(), strength)), shrunk(config_class(), strength))
+            return _running(model_class, config_class, strength)
         except NotBuilt as error:
             last = str(error)
         except Exception as error:
@@ -146,10 +149,15 @@ def _smaller_list(name: str, values: list[int], strength: int) -> list[int]:
     return values
 
 
-def _running(make: Any, config: Any) -> Sample:
+def _running(model_class: Any, config_class: Any, strength: int) -> Sample:
     """The model with the first inputs with which it runs and has a gradient."""
+
+    def make() -> nn.Module:
+        made: nn.Module = model_class(shrunk(config_class(), strength))
+        return made
+
     torch.manual_seed(0)
-    model: nn.Module = make().train()
+    config, model = shrunk(config_class(), strength), make().train()
     last = ""
     for labels in (True, False):
         for form in (0, 1, 2):

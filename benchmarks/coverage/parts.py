@@ -13,10 +13,19 @@ __all__ = ["encoder", "images", "labels", "perceptron", "sgd", "tokens", "transf
 def encoder(out: int = 16, *, dropout: float = 0.1) -> nn.Module:
     """A few convolutions with batch norm."""
     return nn.Sequential(
-        nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True),
-        nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.BatchNorm2d(32), nn.ReLU(inplace=True), nn.Dropout(dropout),
-        nn.Conv2d(32, 32, 3, padding=1), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, out),
-    )  # fmt: skip
+        nn.Conv2d(3, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(16, 32, 3, stride=2, padding=1),
+        nn.BatchNorm2d(32),
+        nn.ReLU(inplace=True),
+        nn.Dropout(dropout),
+        nn.Conv2d(32, 32, 3, padding=1),
+        nn.ReLU(inplace=True),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(32, out),
+    )
 
 
 def perceptron(inputs: int, out: int, *, width: int = 64, dropout: float = 0.0) -> nn.Module:

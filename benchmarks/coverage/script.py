@@ -1,7 +1,7 @@
 """A script: a small training program with a place where its model is fitted, so that it runs plain and planned.
 
-A script is a generator function that is given `fit` and yields after each step what that step made. Where `fit` returns the
-model as it is, the program is the plain one.
+A script is a generator function that is given `fit` and yields after each step what that step made. Where `fit` returns
+the model as it is, the program is the plain one.
 """
 
 from __future__ import annotations

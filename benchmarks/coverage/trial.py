@@ -24,7 +24,10 @@ NOT_BUILT = "not built"
 STATUSES = (EXACT, PIECES, REFUSED, WRONG, CRASH, NOT_BUILT, "slow", "not run")
 
 SHARE = 0.8
-"""Of the plain step's predicted peak that is the budget; where no plan fits it is the least budget."""
+"""Of the plain step's predicted peak that is the budget, unless its parameters alone leave too little of it."""
+
+ROOM = 0.6
+"""Of the way from what a single op needs to the plain peak: what such a budget is instead."""
 
 
 class _NotPlanned(Exception):
@@ -57,7 +60,7 @@ class _Fitter:
         begin = time.perf_counter()
         try:
             state = {name: tensor.detach().clone() for name, tensor in _tensors_of(model)}
-            budget = int(SHARE * memfit.estimate(model, args, kwargs, loss_fn=loss_fn, optimizer=optimizer).peak)
+            budget = _budget(memfit.estimate(model, args, kwargs, loss_fn=loss_fn, optimizer=optimizer))
             try:
                 self._fit(model, args, kwargs, loss_fn, optimizer, budget)
             except memfit.BudgetError as error:
@@ -151,6 +154,10 @@ def _run(script: Script, fit: _Plain | _Fitter) -> tuple[list[Results], int]:
 
 def _copied(step: Results) -> Results:
     return {name: tensor.detach().clone() for name, tensor in step.items()}
+
+
+def _budget(estimate: memfit.Estimate) -> int:
+    return int(max(SHARE * estimate.peak, estimate.least + ROOM * (estimate.peak - estimate.least)))
 
 
 def _tensors_of(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
