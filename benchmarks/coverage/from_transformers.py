@@ -89,9 +89,9 @@ def sample(name: str) -> Sample:
                 raise NotBuilt(f"{count / 1e6:.0f} million parameters with the smallest configuration")
             return _running(model_class, config_class, strength)
         except NotBuilt as error:
-            last = str(error)
+            last = last or str(error)
         except Exception as error:
-            last = f"{type(error).__name__}: {error}"
+            last = last or f"{type(error).__name__}: {error}"
     raise NotBuilt(" ".join(last.split())[:250])
 
 
@@ -212,6 +212,8 @@ def _inputs(model: Any, config: Any, labels: bool, form: int) -> dict[str, Any]:
         known["pixel_values"] = torch.randn(2, channels, 64, 64)
     if form == 0 and main == "input_ids":
         wanted |= {"attention_mask"} & set(parameters)
+    if "MultipleChoice" in type(model).__name__:
+        known = {n: v[:, None].expand(2, 2, *v.shape[1:]) for n, v in known.items() if v.shape[:2] == tokens.shape}
     missing = wanted - set(known)
     if missing:
         raise NotBuilt(f"no input is known for {', '.join(sorted(missing))}")

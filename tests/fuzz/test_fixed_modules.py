@@ -41,7 +41,8 @@ def test_plain_and_fitted(mode: str, seed: int) -> None:
     assert not plain.status, f"{plain.status}: {plain.error}"
     shares = recipe.mode.shares
     row = compare(recipe, plain, shares[seed % len(shares)], search_seconds=0.3)
-    assert row["status"] not in FAILURES, row.get("trace") or "\n".join(row["problems"])
+    said = "\n".join([*row["problems"], row.get("trace", ""), row.get("error", "")])
+    assert row["status"] not in FAILURES, f"{', '.join(row['blocks'])}\n{said}"
 
 
 def test_there_are_forty() -> None:
