@@ -41,7 +41,13 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "cross_attention_dim": 16,
         "attention_head_dim": 8,
     },
-    "UNet1DModel": {"sample_size": 64, "block_out_channels": (16, 16, 32), "in_channels": 2, "out_channels": 2},
+    "UNet1DModel": {
+        "sample_size": 64,
+        "block_out_channels": (16, 16, 32),
+        "extra_in_channels": 32,
+        "in_channels": 2,
+        "out_channels": 2,
+    },
     "ControlNetModel": {
         **BLOCKS,
         "down_block_types": DOWN,

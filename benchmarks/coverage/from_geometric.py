@@ -44,6 +44,9 @@ KNOWN: dict[str, Any] = {
     "hidden_size": WIDTH,
     "towers": 1,
     "out_heads": 1,
+    "first_aggr": True,
+    "filter_size": 2,
+    "num_node_types": 1,
 }
 
 
@@ -101,7 +104,8 @@ def sample(name: str) -> Sample:
         "SSGConv": {"alpha": 0.1},
         "APPNP": {"K": 2, "alpha": 0.1},
         "GPSConv": {"conv": conv.GCNConv(WIDTH, WIDTH), "heads": 2},
-        "MixHopConv": {},
+        "DirGNNConv": {"conv": conv.SAGEConv(WIDTH, WIDTH)},
+        "FusedGATConv": {"in_channels": WIDTH, "out_channels": WIDTH},
     }.get(name, {})
     inner = made(**options)
     taken = _taken(inner, options)
@@ -119,12 +123,17 @@ def _taken(inner: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
         "pseudo": torch.rand(EDGES, 2),
         "x_0": torch.randn(NODES, WIDTH),
         "x0": torch.randn(NODES, WIDTH),
+        "pos_edge_index": torch.randint(0, NODES, (2, EDGES)),
+        "neg_edge_index": torch.randint(0, NODES, (2, EDGES)),
         "hyperedge_index": torch.randint(0, 12, (2, EDGES)),
         "batch": None,
     }
     parameters = list(inspect.signature(inner.forward).parameters.items())[1:]
     needed = {n for n, p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
     if "edge_attr" in dict(parameters) and ("edge_dim" in options or "dim" in options):
+        needed.add("edge_attr")
+    needed |= {"edge_type"} & {n for n, _ in parameters}
+    if isinstance(options.get("nn"), nn.Linear):  # makes a weight of each edge
         needed.add("edge_attr")
     if needed - set(known):
         raise NotBuilt(f"no input is known for {', '.join(sorted(needed - set(known)))}")

@@ -83,7 +83,7 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
         },
         (1, 16, 16),
     ),
-    "AutoEncoder": (IN_OUT | UNET, (1, 32, 32)),
+    "AutoEncoder": (IN_OUT | {"channels": (4, 8), "strides": (2, 2)}, (1, 32, 32)),
     "VarAutoEncoder": (
         {
             "spatial_dims": 2,
@@ -127,7 +127,15 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
         (1, 16, 16),
     ),
     "VQVAE": (
-        IN_OUT | {"channels": (8, 8), "num_res_channels": (8, 8), "num_embeddings": 8, "embedding_dim": 4},
+        IN_OUT
+        | {
+            "channels": (8, 8),
+            "num_res_channels": (8, 8),
+            "downsample_parameters": ((2, 4, 1, 1),) * 2,
+            "upsample_parameters": ((2, 4, 1, 1, 0),) * 2,
+            "num_embeddings": 8,
+            "embedding_dim": 4,
+        },
         (1, 16, 16),
     ),
     "PatchDiscriminator": ({"spatial_dims": 2, "channels": 8, "in_channels": 1, "num_layers_d": 2}, (1, 32, 32)),
