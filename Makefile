@@ -6,7 +6,11 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 PYTEST_ARGS ?= -n 2 --dist worksteal
 
-.PHONY: demo test lint format clean
+# What `make fuzz` runs; see benchmarks/fuzz/README.md.
+SEEDS ?= 0-99
+MODE ?= bitwise
+
+.PHONY: demo test lint format fuzz clean
 
 demo: $(INSTALLED)
 	$(BIN)/memfit demo
@@ -22,6 +26,9 @@ lint: $(INSTALLED)
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+fuzz: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.fuzz.main --seeds $(SEEDS) --mode $(MODE) $(ARGS)
 
 clean:
 	rm -rf $(VENV)

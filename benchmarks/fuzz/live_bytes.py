@@ -1,0 +1,73 @@
+"""The fuzz's own measure of a step's memory: bytes of storages made while it is active and not yet gone.
+
+It sees every call that reaches the dispatcher, planned or plain, and the end of each storage by a finalizer, so it
+shares nothing with what memfit measures by. *Known limits*: what kernels take and give back by themselves is not seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["LiveBytes", "storage_bytes"]
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts while it is entered.
+
+    Args:
+        existing: tensors that are there already and do not count.
+
+    Attributes:
+        peak_bytes: the most that there was at once.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Keeps Dynamo from taking the mode for a part of the program."""
+        return True
+
+    def __init__(self, existing: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self.peak_bytes = 0
+        self._now = 0
+        self._known = {_key(tensor) for tensor in existing}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+                self._count(tensor)
+        return made
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        key = _key(tensor)
+        if key in self._known:
+            return
+        storage = tensor.untyped_storage()
+        nbytes = storage.nbytes()
+        self._known.add(key)
+        self._now += nbytes
+        self.peak_bytes = max(self.peak_bytes, self._now)
+        weakref.finalize(storage, self._gone, key, nbytes)
+
+    def _gone(self, key: int, nbytes: int) -> None:
+        self._now -= nbytes
+        self._known.discard(key)
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the storages behind tensors, each once."""
+    storages = {_key(t): t.untyped_storage().nbytes() for t in tensors if t.layout is torch.strided}
+    return sum(storages.values())
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,96 @@
+"""The training loop of the fuzz, and everything that one turn of it leaves behind."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_leaves
+
+from benchmarks.fuzz.live_bytes import LiveBytes, storage_bytes
+from benchmarks.fuzz.model import Case
+from benchmarks.fuzz.modes import autocast
+from benchmarks.fuzz.snapshot import snapshot
+
+__all__ = ["measured_turn", "seed_all", "turn"]
+
+
+def seed_all(seed: int) -> None:
+    """Seeds torch's, Python's and NumPy's generators."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def turn(case: Case, number: int) -> dict[str, Any]:
+    """One turn of the loop: forward, loss and backward as often as the mode says, then the optimizer's step.
+
+    Returns:
+        Losses, outputs, gradients of inputs, and a snapshot of the model and its loss with the gradients before the
+        optimizer's step, and of both and the optimizer after it.
+    """
+    seed_all(100 + number)
+    case.model.zero_grad(set_to_none=True)
+    found = _passes(case, number)
+    gradients = {name: p.grad for name, p in case.model.named_parameters()}
+    found.update((f"gradient {name}", g if g is None else g.detach().clone()) for name, g in gradients.items())
+    case.optimizer.step()
+    found.update(snapshot(model=case.model, loss=case.loss, optimizer=case.optimizer.state_dict()))
+    return found
+
+
+def measured_turn(case: Case, number: int) -> int:
+    """The peak bytes of one turn, counted by `LiveBytes`.
+
+    As the budget does, it holds parameters, gradients, buffers, inputs (which are made within the turn), and the
+    optimizer where `fit` is told of one.
+    """
+    seed_all(100 + number)
+    case.model.zero_grad(set_to_none=True)
+    state = _tensors(case.optimizer.state)
+    existing = [*case.model.parameters(), *case.model.buffers(), *(state if case.recipe.counts_optimizer else ())]
+    beside = _tensors((vars(case.loss), [vars(m) for m in case.model.modules()], state))
+    live = LiveBytes([*existing, *beside])
+    with live:
+        _passes(case, number)
+        if case.recipe.counts_optimizer:
+            case.optimizer.step()
+    if not case.recipe.counts_optimizer:
+        case.optimizer.step()
+    return storage_bytes(existing) + live.peak_bytes
+
+
+def _passes(case: Case, number: int) -> dict[str, Any]:
+    mode, found = case.recipe.mode, {}
+    for micro in range(mode.micro_batches):
+        losses, inputs = [], []
+        with autocast(mode):
+            for k in range(mode.forwards):
+                which = (number * mode.micro_batches + micro) * mode.forwards + k
+                args, keywords = case.inputs(which)
+                output = case.model(*args, **keywords)
+                losses.append(case.loss(output) / mode.micro_batches + _auxiliary(case))
+                inputs.append(args)
+                for index, leaf in enumerate(_tensors(output)):
+                    found[f"output {micro}.{k}.{index}"] = leaf.detach().clone()
+        torch.rand(3)  # whoever runs random ops again must not be led astray by others in between
+        # A scale other than one, as a gradient scaler has it, in the precision that asks for it.
+        loss = torch.stack(losses).sum() * (64.0 if mode.autocast is torch.float16 else 1.0)
+        loss.backward()
+        found[f"loss {micro}"] = loss.detach().clone()
+        for k, args in enumerate(inputs):
+            for index, x in enumerate(args):
+                if x.requires_grad:
+                    found[f"gradient of input {micro}.{k}.{index}"] = None if x.grad is None else x.grad.clone()
+    return found
+
+
+def _auxiliary(case: Case) -> torch.Tensor | float:
+    found = [block.aux_loss for block in case.model.blocks if getattr(block, "aux_loss", None) is not None]
+    return torch.stack([loss.float() for loss in found]).sum() if found else 0.0
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
