@@ -90,7 +90,7 @@ class Fitted:
             return model._call_impl(*args, **kwargs)
         return self._train(model, args, kwargs)
 
-    @torch.compiler.disable(reason="memfit plans this module; its call is not traced")
+    @torch.compiler.disable(reason="memfit plans this module; its call is not traced")  # type: ignore[untyped-decorator]
     def _train(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         state = module_state(model)
         if state.substituted:

@@ -66,7 +66,7 @@ class Loops:
             self.passes.append(weakref.ref(here))
 
     def outgrown(self, key: Signature) -> bool:
-        """Whether more passes were seen beside one of a signature than it is planned for, and now is the time to plan."""
+        """Whether more passes were seen beside one of a signature than it is planned for, and it can be planned now."""
         known = self.beside.get(key)
         if known is None or known == self.planned_beside.get(key):
             return False
@@ -86,9 +86,7 @@ class Loops:
                     together.total(),
                 )
 
-    def plan(
-        self, key: Signature, planned: Callable[[int], Plan], name: str, plans: Mapping[Signature, Plan]
-    ) -> Plan:
+    def plan(self, key: Signature, planned: Callable[[int], Plan], name: str, plans: Mapping[Signature, Plan]) -> Plan:
         """A plan for one pass beside the others that were seen with it.
 
         Args:
