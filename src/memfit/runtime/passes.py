@@ -143,7 +143,8 @@ def _refuse(here: Pass, gradients: Any) -> None:
     here.refused.add(here.key)
     raise SecondDerivativeError(
         "a step under a plan is differentiated twice (create_graph=True), and planned graphs have no second "
-        "derivative; for the pass that needs one call model.forward(...) in place of model(...), which runs the module's own "
+        "derivative; for the pass that needs one call model.forward(...) in place of model(...), "
+        "which runs the module's own "
         "code without a plan. From now on calls with such inputs run plainly"
     )
 
