@@ -1,7 +1,7 @@
 """Whether a module's call is one that memfit captures or runs by a plan, to the modules within it.
 
 A fitted module inside another fitted module is part of the outer step: where the outer one is captured or runs, the
-inner one's plan is not asked. Outside of such calls Dynamo meets fitted modules only in code that somebody else compiles.
+inner one's plan is not asked. Outside of such calls Dynamo meets fitted modules only in code that others compile.
 """
 
 from __future__ import annotations

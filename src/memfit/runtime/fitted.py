@@ -62,7 +62,7 @@ class Fitted:
         plans: by signature.
         calls: by signature, what runs.
         unsigned: a plan from a file that waits for its first call.
-        beneath: what was in the slot before: the call that `module.compile()` put there, for calls that are not planned.
+        beneath: what was in the slot before: the call that `module.compile()` put there, for calls without a plan.
         loops: how the loop's forward and backward passes follow each other.
         strayed: by signature how often a step ran otherwise than planned.
         told: notices that were given.
@@ -93,7 +93,7 @@ class Fitted:
             return model._call_impl(*args, **kwargs)
         return self._train(model, args, kwargs)
 
-    @torch.compiler.disable(reason="memfit plans this module; its call is not traced")
+    @torch.compiler.disable(reason="memfit plans this module; its call is not traced")  # type: ignore[untyped-decorator]
     def _train(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         state = module_state(model)
         if state.substituted:
@@ -262,7 +262,7 @@ def compile(self: nn.Module, *args: Any, **kwargs: Any) -> None:
 def _raise_as_plain(model: nn.Module, args: Any, kwargs: Any) -> None:
     """Raises what the plain module raises with these inputs, if it does, with all that happens until then.
 
-    Planning leaves the module as it was. So if an error in it is the module's own, the module runs once more, in earnest.
+    Planning leaves the module as it was. So if an error in it is the module's own, the module runs once more.
     """
     with preserved(model, args, kwargs):
         try:

@@ -3,7 +3,7 @@
 A plan is made for a forward pass and its backward pass. Contrastive and siamese losses, and some trainers of
 adversarial networks, make several forward passes and then go back through all of them: what each has saved lies in
 memory while the others run. So passes that have not gone back are counted. When there are more of them than were
-planned for, the step that shows it is told about, and the next one is planned with the memory of the other passes beside
+planned for, the step that shows it is told, and the next one is planned with the memory of the other passes beside
 it (`Request.beside_bytes`), which is a fixed point: what one pass keeps is what the next finds taken.
 
 Idea: gradient caching (Gao et al., 2021, GradCache) treats such losses by a second forward pass for each part; here the
@@ -66,7 +66,7 @@ class Loops:
             self.passes.append(weakref.ref(here))
 
     def outgrown(self, key: Signature) -> bool:
-        """Whether more passes were seen beside one of a signature than it is planned for, and now is the time to plan."""
+        """Whether more passes were seen beside one of a signature than it is planned for, and it can be planned now."""
         known = self.beside.get(key)
         if known is None or known == self.planned_beside.get(key):
             return False

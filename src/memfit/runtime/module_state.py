@@ -56,7 +56,8 @@ def module_state(model: nn.Module) -> ModuleState:
         seen.add(id(here))
         if here._forward_hooks or here._forward_pre_hooks or here._backward_hooks or here._backward_pre_hooks:
             hooks.append((len(seen), *(tuple(map(_known_by, getattr(here, name).values())) for name in _HOOKS)))
-        for parameter in here._parameters.values():
+        parameters: dict[str, Any] = here._parameters
+        for parameter in parameters.values():
             if parameter is None:
                 continue
             if type(parameter) is not nn.Parameter and not isinstance(parameter, nn.Parameter):

@@ -46,7 +46,8 @@ def make_opaque(slot_type: type) -> None:
         if exporting or in_own_call() or not isinstance(getattr(self.value, "_compiled_call_impl", None), slot_type):
             return plainly(self, tx, args, kwargs)
         source = by_name(self, tx, "_wrapped_call_impl") if self.source else None
-        called: Any = UserFunctionVariable(nn.Module._wrapped_call_impl, source=source)
+        function: Any = nn.Module._wrapped_call_impl
+        called: Any = UserFunctionVariable(function, source=source)
         return called.call_function(tx, [self, *args], kwargs)
 
     setattr(call_function, _REPLACED, True)
@@ -63,7 +64,7 @@ def not_traced(function: _Function) -> _Function:
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
     """Keeps what the caller hung around the step out of planning: hooks on saved tensors, the search for anomalies."""
-    autograd = torch._C._autograd
+    autograd: Any = torch._C._autograd
     hooks = []
     while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
         hooks.append(top)

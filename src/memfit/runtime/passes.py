@@ -1,9 +1,9 @@
 """What is known of one forward pass under a plan until its backward pass has run.
 
-A step need not be one forward and one backward pass: contrastive losses take several forward passes before one backward
-pass, loops throw outputs away, or differentiate a part of them. So each planned forward pass has a record. The nodes of
-autograd that run its pieces backward hold it, so it lasts as long as what the pass saved; and they tell it which outputs
-a gradient came for.
+A step need not be one forward and one backward pass: contrastive losses take several forward passes before one
+backward pass, loops throw outputs away, or differentiate a part of them. So each planned forward pass has a record. The
+nodes of autograd that run its pieces backward hold it, so it lasts as long as what the pass saved; and they tell it
+which outputs a gradient came for.
 """
 
 from __future__ import annotations
@@ -142,9 +142,10 @@ def _refuse_second_derivatives(node_type: Any) -> None:
 def _refuse(here: Pass, gradients: Any) -> None:
     here.refused.add(here.key)
     raise SecondDerivativeError(
-        "a step under a plan is differentiated twice (create_graph=True), and planned graphs have no second derivative; "
-        "for the pass that needs one call model.forward(...) in place of model(...), which runs the module's own code "
-        "without a plan. From now on calls with such inputs run plainly"
+        "a step under a plan is differentiated twice (create_graph=True), and planned graphs have no second "
+        "derivative; for the pass that needs one call model.forward(...) in place of model(...), "
+        "which runs the module's own "
+        "code without a plan. From now on calls with such inputs run plainly"
     )
 
 
@@ -170,8 +171,9 @@ def _places(outputs: Sequence[Any], node: Any) -> Mapping[int, int]:
     return {
         index: value.output_nr
         for index, output in enumerate(outputs)
+        if isinstance(output, torch.Tensor)
         for value in (output, getattr(output, "_base", None))
-        if getattr(value, "grad_fn", None) is node
+        if value is not None and value.grad_fn is node
     }
 
 

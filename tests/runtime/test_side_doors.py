@@ -1,0 +1,273 @@
+"""What leaves a fitted module by a side door, and what is done to it beside training, is as without a plan, or told."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memfit
+from memfit.runtime.fitted import fitted_call
+
+X = torch.randn(32, 16, generator=torch.Generator().manual_seed(0))
+
+
+class Blocks(nn.Module):
+    """Blocks with a residual stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3))
+        self.aux: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        self.aux = x.sigmoid().mean()
+        return x
+
+
+class Heads(nn.Module):
+    """Two heads on one body."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.a, self.b = nn.Linear(16, 32), nn.Linear(32, 8), nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = torch.tanh(self.body(x))
+        return self.a(hidden), self.b(hidden)
+
+
+def square(output: Any) -> torch.Tensor:
+    return sum(o.square().mean() for o in output) if isinstance(output, tuple) else output.square().mean()
+
+
+def fitted(model: nn.Module, loss_fn: Callable[[Any], Any] = square) -> tuple[nn.Module, nn.Module]:
+    twin = copy.deepcopy(model)
+    memfit.fit(model, (X,), budget="64MiB", loss_fn=loss_fn, search_seconds=0.2)
+    return model, twin
+
+
+@contextlib.contextmanager
+def notices() -> Iterator[list[str]]:
+    """What memfit logs as a warning meanwhile."""
+    told: list[str] = []
+
+    class Noting(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told.append(record.getMessage())
+
+    handler = Noting(logging.WARNING)
+    logging.getLogger("memfit").addHandler(handler)
+    try:
+        yield told
+    finally:
+        logging.getLogger("memfit").removeHandler(handler)
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor | None]:
+    found = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    return found
+
+
+def equal(a: nn.Module, b: nn.Module) -> bool:
+    pairs = list(zip(gradients(a), gradients(b), strict=True))
+    return all((x is None) == (y is None) and (x is None or torch.equal(x, y)) for x, y in pairs)
+
+
+HOOKS: dict[str, Callable[[nn.Module, list[Any]], Any]] = {
+    "forward": lambda m, log: m.register_forward_hook(lambda _, i, o: (log.append(tuple(o.shape)), o * 2)[1]),
+    "forward pre": lambda m, log: m.register_forward_pre_hook(lambda _, i: (log.append(1), (i[0] * 2,))[1]),
+    "backward": lambda m, log: m.register_full_backward_hook(
+        lambda _, i, o: (log.append(o[0].sum().item()), tuple(g * 2 for g in i))[1]
+    ),
+    "backward pre": lambda m, log: m.register_full_backward_pre_hook(
+        lambda _, o: (log.append(1), tuple(g * 2 for g in o))[1]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_hooks_registered_after_fit_and_removed_run_as_in_eager(kind: str) -> None:
+    torch.manual_seed(0)
+    model, twin = fitted(Blocks())
+    seen: dict[nn.Module, list[Any]] = {model: [], twin: []}
+    handles = [HOOKS[kind](m.layers[1], seen[m]) for m in (model, twin)]
+    for _ in range(2):
+        for m in (model, twin):
+            square(m(X)).backward()
+        assert equal(model, twin)
+    assert seen[model] == seen[twin] and len(seen[model]) == 2
+    for m, handle in zip((model, twin), handles, strict=True):
+        handle.remove()
+        square(m(X)).backward()
+    assert equal(model, twin)
+    assert seen[model] == seen[twin]
+
+
+def test_the_same_hook_registered_anew_in_each_step_is_planned_once() -> None:
+    model, twin = fitted(Blocks())
+    for factor in (2.0, 3.0, 2.0):
+        for m in (model, twin):
+            handle = m.layers[0].register_forward_hook(lambda _, i, o, factor=factor: o * 2)
+            square(m(X)).backward()
+            handle.remove()
+        assert equal(model, twin)
+    assert len(fitted_call(model).plans) == 2
+
+
+def test_a_hook_that_no_signature_shows_is_told() -> None:
+    model, twin = fitted(Blocks())
+    for m in (model, twin):
+        m.layers[1][0].register_backward_hook(lambda _, i, o: None)
+    with notices() as told:
+        for m in (model, twin):
+            square(m(X)).backward()
+        assert equal(model, twin)
+    assert any("rest plainly" in text for text in told)
+
+
+def test_a_loss_left_on_the_module_and_features_of_hooks_receive_gradients() -> None:
+    torch.manual_seed(0)
+    model = Blocks()
+    features: dict[int, torch.Tensor] = {}
+
+    def collect(m: nn.Module) -> None:
+        m.layers[0].register_forward_hook(lambda _, i, o: features.__setitem__(0, o))
+
+    collect(model)
+
+    def loss_of(m: nn.Module) -> Callable[[Any], torch.Tensor]:
+        return lambda output: output.square().mean() + m.aux + features[0].abs().mean()  # type: ignore[no-any-return]
+
+    twin = copy.deepcopy(model)
+    memfit.fit(model, (X,), budget="64MiB", loss_fn=loss_of(model), search_seconds=0.2)
+    assert model.aux is None and not features  # planning leaves nothing behind
+    for m in (model, twin):
+        loss_of(m)(m(X)).backward()
+    assert equal(model, twin)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_where_no_gradient_reaches_none_stays_none(which: int) -> None:
+    model, twin = fitted(Heads())
+    for m in (model, twin):
+        m(X)[which].square().mean().backward()
+    assert any(p.grad is None for p in model.parameters())
+    assert equal(model, twin)
+
+
+def test_losses_differentiated_one_after_the_other_reach_their_own_parameters() -> None:
+    model, twin = fitted(Heads())
+    found = []
+    for m in (model, twin):
+        a, b = m(X)
+        parameters = list(m.parameters())
+        first = torch.autograd.grad(square(a), parameters, retain_graph=True, allow_unused=True)
+        found.append((*first, *torch.autograd.grad(square(b), parameters, allow_unused=True)))
+    for x, y in zip(*found, strict=True):
+        assert (x is None) == (y is None) and (x is None or torch.equal(x, y))
+
+
+@pytest.mark.parametrize("kind", ["module", "function", "parent", "compile()"])
+def test_compiled_code_around_a_fitted_module_runs_the_plan(kind: str) -> None:
+    model, twin = fitted(Blocks())
+    call: Callable[[torch.Tensor], Any] = model
+    if kind == "module":
+        call = torch.compile(model, backend="eager")
+    elif kind == "function":
+        call = torch.compile(lambda x: model(x) * 1.0, backend="eager")
+    elif kind == "parent":
+        call = torch.compile(nn.Sequential(nn.Identity(), model), backend="eager")
+    else:
+        model.compile(backend="eager")
+    output = call(X)
+    assert len(fitted_call(model).loops.passes) == 1  # a planned pass waits for its backward pass
+    square(output).backward()
+    square(twin(X)).backward()
+    assert equal(model, twin)
+
+
+def test_release_gives_back_a_compiled_call() -> None:
+    model = Blocks()
+    model.compile(backend="eager")
+    before = model._compiled_call_impl
+    memfit.fit(model, (X,), budget="64MiB", loss_fn=square, search_seconds=0.2)
+    assert memfit.release(model)._compiled_call_impl is before
+    assert "compile" not in vars(model)
+
+
+def test_transforms_run_the_module_plainly_and_say_so() -> None:
+    model, twin = fitted(Blocks())
+    with notices() as told:
+        mapped = [torch.vmap(m)(X[:, None]) for m in (model, twin)]
+        tangents = [torch.func.jvp(m, (X,), (torch.ones_like(X),))[1] for m in (model, twin)]
+    assert torch.equal(*mapped) and torch.equal(*tangents)
+    assert sum("transform of torch.func" in text for text in told) == 1
+    for m in (model, twin):
+        other = {name: p.detach() * 1.5 for name, p in m.named_parameters()}
+        for p in other.values():
+            p.requires_grad_()
+        square(torch.func.functional_call(m, other, (X,))).backward()
+        m.zero_grad()
+    assert len(fitted_call(model).plans) == 1
+
+
+def test_a_second_derivative_is_refused_and_forward_offers_it() -> None:
+    model, twin = fitted(Blocks())
+    x = X.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(square(model(x)), x, create_graph=True)
+    with pytest.raises(memfit.SecondDerivativeError, match=r"model\.forward"):
+        gradient.square().sum().backward()
+    model.zero_grad()
+    for call, m in ((model.forward, model), (model, model), (twin, twin)):
+        (gradient,) = torch.autograd.grad(square(call(x)), x, create_graph=True)
+        if m is model and call is not model:
+            gradient.square().sum().backward()
+            model.zero_grad()
+        else:
+            gradient.square().sum().backward()
+    assert equal(model, twin)
+
+
+def test_several_forward_passes_before_one_backward_pass_are_told_and_planned_for() -> None:
+    model, twin = fitted(Blocks())
+    with notices() as told:
+        for _ in range(3):
+            for m in (model, twin):
+                (square(m(X)) + 2 * square(m(X + 1))).backward()
+            assert equal(model, twin)
+    assert sum("2 forward passes before a backward pass" in text for text in told) == 1
+    plan = memfit.plan_of(model)
+    assert plan.planned is not None and plan.planned.request.beside_bytes > 0
+
+
+def test_a_frozen_module_and_errors_of_the_module_are_as_in_eager() -> None:
+    class Fails(Blocks):
+        fails = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            if self.fails:
+                raise KeyError("told")
+            return y
+
+    model, twin = fitted(Fails())
+    model.fails = True  # type: ignore[assignment]
+    with pytest.raises(KeyError, match="told"):
+        model(X)
+    model.fails = False  # type: ignore[assignment]
+    model.requires_grad_(False)
+    assert torch.equal(model(X), twin(X)) and not model(X).requires_grad
+    model.requires_grad_(True)
+    for m in (model, twin):
+        square(m(X)).backward()
+    assert equal(model, twin)
