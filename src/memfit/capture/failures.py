@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import re
+from pathlib import Path
 import traceback
 from collections.abc import Iterator
 from typing import Any
@@ -17,8 +18,8 @@ from memfit.errors import CaptureError
 
 __all__ = ["explained", "quiet", "user_line"]
 
-_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_HERE = str(Path(__file__).resolve().parent.parent) + os.sep
+_TORCH = str(Path(torch.__file__).resolve().parent) + os.sep
 _LINE = re.compile(r'File "([^"]+)", line (\d+)')
 _NOISY = ("torch._dynamo", "torch._subclasses", "torch.fx.experimental", "torch._functorch", "torch._guards")
 

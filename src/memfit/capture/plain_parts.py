@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import sys
 import types
+from pathlib import Path
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,8 +32,8 @@ __all__ = ["NOTHING_PLAIN", "PlainParts", "UnplannableGraphError", "find_plain_p
 from memfit.errors import CaptureError
 
 _aten = torch.ops.aten
-_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_HERE = str(Path(__file__).resolve().parent.parent) + os.sep
+_TORCH = str(Path(torch.__file__).resolve().parent) + os.sep
 _SHAPING = torch.Tag.dynamic_output_shape
 _BY_MASK = (torch.bool, torch.uint8)
 _SPARSE_GRADIENT = ("sparse",)
