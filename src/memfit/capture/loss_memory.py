@@ -9,7 +9,7 @@ Bytes are counted as the loss creates them, on fake tensors mostly. Three things
 - The gradient of the loss itself, from which `backward` starts, is there until it ends.
 - A loss may keep tensors beyond the step: a centre, a queue, the last output. They are there in each later step.
 
-Known limits: what a kernel of the loss takes only while it runs (the backward of `soft_margin_loss`: two tensors) is not
+Known limits: what a kernel takes only while it runs (the backward of `soft_margin_loss`: two tensors) is not
 seen; the proving run corrects for it. The sample is asked of ops with a reduction only.
 """
 
