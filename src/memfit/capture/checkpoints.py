@@ -3,7 +3,8 @@
 `torch.utils.checkpoint` recomputes the forward results of a region in the backward pass. A plan decides that for the
 whole step, so the two do not go together: a region that is always recomputed is a choice taken from the planner.
 Checkpointing changes no bit, so to leave it out does not either. Within a graph Dynamo marks the region's ops, and the
-marks can be passed over. Where the graph breaks, `checkpoint` runs as Python code; then the function is called in its place.
+marks can be passed over. Where the graph breaks, `checkpoint` runs as Python code; then the function is called in its
+place.
 
 Known limits: the functions put in place are the process's, so another thread that checkpoints meanwhile keeps what it
 would make again.

@@ -344,9 +344,9 @@ def compile_call(
     forwards = _forwards_of_torch(model) if in_pieces else []
     names = dict(model.named_modules())
     left = [names[name] for name in sorted(plain.modules) if name in names]
-    forwards += [(vars(m), torch._dynamo.disable(m.forward)) for m in left]  # type: ignore[no-untyped-call]
+    forwards += [(vars(m), torch._dynamo.disable(m.forward)) for m in left]
     if plain.only_children:
-        forwards.append((vars(model), torch._dynamo.disable(model.forward, recursive=False)))  # type: ignore[no-untyped-call]
+        forwards.append((vars(model), torch._dynamo.disable(model.forward, recursive=False)))
     # Where the graph breaks, pieces are cached with the model's own code, which every plan of it shares. At its limit
     # Dynamo would run them plainly, without a plan and over the budget, and say nothing.
     limits = {"recompile_limit": _MOST_PLANS, "accumulated_recompile_limit": _MOST_PLANS}

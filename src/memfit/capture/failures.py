@@ -6,9 +6,9 @@ import contextlib
 import logging
 import os
 import re
-from pathlib import Path
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch

@@ -16,9 +16,9 @@ from __future__ import annotations
 import os
 import sys
 import types
-from pathlib import Path
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
