@@ -182,7 +182,7 @@ class ProvingStep:
         return None if loss is None else loss.detach()
 
     def _own_leaves(self, foreign: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The leaves that may receive gradients: the model's own, and those that the caller's graph does not start at."""
+        """The leaves that may receive gradients: the model's own, and those at which no graph of the caller starts."""
         ours = {id(t) for t in (*self.model.parameters(), *self.inputs.leaves)}
         theirs = _leaves_of(foreign) - ours
         return [t for t in self._receiving() if t.requires_grad and id(t) not in theirs]
