@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from memfit.api import release as release
     from memfit.errors import BudgetError as BudgetError
     from memfit.errors import CaptureError as CaptureError
+    from memfit.errors import ExactnessError as ExactnessError
     from memfit.errors import MemfitError as MemfitError
     from memfit.errors import OutOfMemoryError as OutOfMemoryError
     from memfit.errors import PipelineError as PipelineError
@@ -53,6 +54,7 @@ _MODULE_OF = {
     "Measurement": "memfit.api",
     "BudgetError": "memfit.errors",
     "CaptureError": "memfit.errors",
+    "ExactnessError": "memfit.errors",
     "MemfitError": "memfit.errors",
     "OutOfMemoryError": "memfit.errors",
     "PipelineError": "memfit.errors",

@@ -354,9 +354,9 @@ class _Walk:
         module = sys.modules.get(cls.__module__)
         if module is None or not _is_users(getattr(module, "__file__", None) or ""):
             return
-        saved = {key: value for key, value in vars(cls).items() if not key.startswith("__")}
+        saved = dict(vars(cls))
         self._children(saved.items(), _joined(name, cls.__name__))
-        plain = {k: v for k, v in saved.items() if not hasattr(type(v), "__get__")}
+        plain = {k: v for k, v in saved.items() if not k.startswith("__") and not hasattr(type(v), "__get__")}
 
         def restore() -> None:
             for key, value in plain.items():
@@ -481,7 +481,8 @@ def _restore_tensor(state: _TensorState) -> None:
                 span.copy_(state.copy)
         elif state.watched and state.version is not None and local(tensor)._version != state.version:
             log.warning("planning wrote to %s, and cannot take it back: there was no room for a copy", state.name)
-        if held is not None and state.copy is not None and state.version not in (None, held._version):
+        is_back = state.alias is not None and (state.copy is not None or state.alias.numel() == 0)
+        if held is not None and is_back and state.version not in (None, held._version):
             torch._C._autograd._unsafe_set_version_counter((held,), (state.version,))
     if tensor.is_leaf and tensor.requires_grad != state.requires_grad:
         tensor.requires_grad_(state.requires_grad)

@@ -1,0 +1,109 @@
+"""A plan is proved to be the plain step, and a difference is named."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memfit
+from memfit.capture.inputs import detached
+from memfit.capture.live_bytes import LiveBytes
+from memfit.capture.preserve import preserved
+from memfit.proof import ProvingStep
+
+
+@torch.compiler.assume_constant_result
+def seen_by_a_compiler() -> bool:
+    """Tells whether Dynamo asks: a way to be another module for a compiler that nobody can keep from a graph."""
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if "symbolic_convert" in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
+
+
+class TwoFaced(nn.Module):
+    def __init__(self, off: float) -> None:
+        super().__init__()
+        self.first, self.second, self.off = nn.Linear(8, 8), nn.Linear(8, 4), off
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        if seen_by_a_compiler():
+            x = x * (1.0 + self.off)
+        return self.second(x)
+
+
+def loss(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+def test_a_plan_says_that_it_was_proved() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3), nn.Linear(8, 4))
+    plan = memfit.plan(model, (torch.randn(4, 8),), budget="1GiB", loss_fn=loss, search_seconds=0.1)
+    assert plan.proof is not None and plan.proof.is_exact and plan.proof.gradients
+    assert "bit by bit" in str(plan)
+
+
+def test_another_step_is_an_error_that_names_where_they_part() -> None:
+    torch.manual_seed(0)
+    with pytest.raises(memfit.ExactnessError, match="second") as caught:
+        memfit.fit(TwoFaced(0.25), (torch.randn(4, 8),), budget="1GiB", loss_fn=loss, search_seconds=0.1)
+    assert 'exact="rounding"' in str(caught.value) and "aten." in str(caught.value)
+
+
+def test_rounding_is_measured_and_told_where_it_is_allowed() -> None:
+    torch.manual_seed(0)
+    model, x = TwoFaced(1e-6), torch.randn(4, 8)
+    with pytest.raises(memfit.ExactnessError):
+        memfit.plan(model, (x,), budget="1GiB", loss_fn=loss, search_seconds=0.1)
+    plan = memfit.plan(model, (x,), budget="1GiB", loss_fn=loss, search_seconds=0.1, exact="rounding")
+    assert plan.proof is not None and not plan.proof.is_exact
+    assert 1e-8 < plan.proof.relative_difference < 1e-4 and "within" in plan.summary()
+
+
+def test_more_than_rounding_is_refused_all_the_same() -> None:
+    torch.manual_seed(0)
+    with pytest.raises(memfit.ExactnessError, match="more than rounding"):
+        memfit.plan(TwoFaced(0.25), (torch.randn(4, 8),), budget="1GiB", loss_fn=loss, exact="rounding")
+
+
+def test_a_plain_step_that_is_never_the_same_is_no_reason_to_refuse() -> None:
+    counter = itertools.count(1)  # an iterator cannot be put back
+
+    def fickle(output: torch.Tensor) -> torch.Tensor:
+        return output.square().mean() * next(counter)
+
+    model = nn.Linear(8, 4)
+    plan = memfit.plan(model, (torch.randn(4, 8),), budget="1GiB", loss_fn=fickle, search_seconds=0.1)
+    assert plan.proof is not None and not plan.proof.deterministic
+
+
+def test_a_forward_pass_alone_saves_nothing_and_sees_gradients_enabled() -> None:
+    class Asking(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert torch.is_grad_enabled()
+            return super().forward(x)
+
+    model = Asking(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)))
+    x = torch.randn(256, 64)
+    peaks = []
+    with preserved(model, x) as state:
+        step = ProvingStep(model=model, inputs=detached((x,), {}), loss_fn=loss, state=state)
+        for backward in (True, False):
+            with LiveBytes("cpu") as counter:
+                result = step.plain(backward=backward)
+            peaks.append(counter.peak)
+            assert result.has_gradients == backward
+    assert peaks[1] < 0.5 * peaks[0]
+
+
+def test_an_unknown_word_for_exactness() -> None:
+    with pytest.raises(memfit.SpecError, match="exact"):
+        memfit.plan(nn.Linear(8, 4), (torch.randn(4, 8),), budget="1GiB", exact="nearly")
