@@ -122,3 +122,11 @@ def test_slices_of_an_input_gradient_have_the_bits_of_the_whole() -> None:
     for (start, stop), one, other in zip(cuts, apart, in_parts, strict=True):
         assert torch.equal(one, whole[:, start:stop]) and torch.equal(other, one)
         assert one.is_contiguous() and other.is_contiguous()
+
+
+def test_numbers_in_place_have_the_bits_of_numbers_in_half_precision() -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        data = torch.randn(999).to(dtype)
+        for op in (torch.ops.aten.mul.Scalar, torch.ops.aten.div.Scalar):
+            for number in (1.1283791670955126, 0.7, 1 / 3):
+                assert torch.equal(IN_PLACE[op][0](data.clone(), number), op(data, number)), (op, number)

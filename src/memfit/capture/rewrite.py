@@ -379,7 +379,7 @@ IN_PLACE: dict[Any, dict[int, Any]] = {
     _aten.mul.Tensor: {0: _aten.mul_.Tensor, 1: _mul_over_second},
     _aten.div.Tensor: {0: _aten.div_.Tensor},
     _aten.div.Scalar: {0: _aten.div_.Scalar},
-    _aten.mul.Scalar: {0: _aten.mul_.Scalar},
+    _aten.mul.Scalar: {0: _aten.mul_.Tensor},  # `mul_.Scalar` rounds the number to half precision first
     _aten.masked_fill.Scalar: {0: _aten.masked_fill_.Scalar},
     _aten.threshold_backward.default: _gradient_into(_aten.threshold_backward.grad_input),
     _aten.gelu_backward.default: _gradient_into(_aten.gelu_backward.grad_input),
