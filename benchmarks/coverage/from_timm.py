@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -67,16 +68,15 @@ def script(name: str) -> Script:
 
 
 def sample(name: str) -> Sample:
-    """The model for the smallest images with which it can be built and run."""
+    """The model, of two layers where it takes a depth, for the smallest images with which it is built and runs."""
     import timm
 
     config = timm.get_pretrained_cfg(name)
     own = config.input_size[-1]
     last = ""
-    for size in sorted({32, 64, 96, 128, own}):
-        if size > own:
-            break
-        options: dict[str, Any] = {"num_classes": 10}
+    sizes = [size for size in sorted({32, 64, 96, 128, own}) if size <= own]
+    for shallow, size in itertools.product(({"depth": 2}, {}), sizes):
+        options: dict[str, Any] = {"num_classes": 10, **shallow}
         if config.fixed_input_size and size != own:
             options["img_size"] = size
         torch.manual_seed(0)
