@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from memfit import strategies
 from memfit.agreement import agreed_peak
 from memfit.capture.dynamo import preserved_state
+from memfit.capture.failures import told_plainly
 from memfit.capture.grids import grids
 from memfit.capture.library_memory import library_bytes
 from memfit.capture.loss import backward_of
@@ -76,6 +77,32 @@ def make_plan(
     device = device_of(model)
     check_request(request, device)
     resolve_budget(request.budget, device)
+
+    def plain_step() -> None:
+        receiving = [(t, t.grad) for t in pytree.tree_leaves((list(args), kwargs)) if isinstance(t, torch.Tensor)]
+        with preserved_state(model):
+            try:
+                backward_of(model._call_impl(*args, **kwargs), request.loss_fn)
+            finally:
+                for tensor, gradient in receiving:
+                    if tensor.is_leaf:
+                        tensor.grad = gradient
+
+    with told_plainly(model, plain_step):
+        return _made(model, args, kwargs, request, progress=progress, keep_call=keep_call)
+
+
+def _made(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    request: Request,
+    *,
+    progress: Progress | None,
+    keep_call: bool,
+) -> Plan:
+    """The plan of a checked request."""
+    device = device_of(model)
     step = capture_and_profile(model, args, kwargs, request, progress=progress)
     budget_bytes = resolve_budget(request.budget, device, step[1].static_bytes)
     try:

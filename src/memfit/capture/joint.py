@@ -207,7 +207,8 @@ def _refuse_unplannable(graph: fx.Graph, *, replaced: bool) -> None:
                 f"{node.name} is a sparse or nested tensor, whose memory is unknown ({_place(node)})"
             )
         if any(
-            isinstance(v, torch.SymInt) or isinstance(v, torch.Tensor) and any(isinstance(n, torch.SymInt) for n in v.shape)
+            isinstance(v, torch.SymInt)
+            or (isinstance(v, torch.Tensor) and any(isinstance(n, torch.SymInt) for n in v.shape))
             for v in values
         ):
             raise UnplannableGraphError(
@@ -431,7 +432,13 @@ def module_of(node: fx.Node) -> str:
 def clean_module_path(path: str) -> str:
     """`L['self'].layer1._modules['0'].conv1` to `layer1.0.conv1`."""
     path = path.replace("__dict__.", "").replace(".__dict__", "").replace("['_modules']", "._modules")
-    path = path.replace("._modules['", ".").replace("_modules['", "").replace("._modules.", ".").replace("']", "").replace("L['", "")
+    path = (
+        path.replace("._modules['", ".")
+        .replace("_modules['", "")
+        .replace("._modules.", ".")
+        .replace("']", "")
+        .replace("L['", "")
+    )
     path = path.replace("[", ".").replace("]", "").replace("'", "").replace('"', "")
     parts = [p for p in path.split(".") if p]
     while parts and parts[0] in ("self", "impl", "__self__", "model", "fn", "L") and len(parts) >= 1:

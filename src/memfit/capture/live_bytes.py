@@ -31,9 +31,7 @@ class LiveBytes(TorchDispatchMode):
         self._seen: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        operands = {
-            t.untyped_storage()._cdata for t in pytree.tree_leaves((args, kwargs)) if _has_storage(t)
-        }
+        operands = {t.untyped_storage()._cdata for t in pytree.tree_leaves((args, kwargs)) if _has_storage(t)}
         result = func(*args, **(kwargs or {}))
         for tensor in pytree.tree_leaves(result):
             if _has_storage(tensor):

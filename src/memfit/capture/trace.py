@@ -190,9 +190,7 @@ def _between_bytes(model: nn.Module, pieces: Pieces, device_type: str) -> int:
     return pieces.between_bytes + storage_bytes(outside, device_type)
 
 
-def check_step(
-    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], *, checkpointing: str = "refuse"
-) -> None:
+def check_step(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], *, checkpointing: str = "refuse") -> None:
     """Refuses what cannot be captured for a reason that can be seen without running it.
 
     Raises:

@@ -399,7 +399,9 @@ def compile_planned(
         except UnplannableGraphError as error:
             if not in_pieces:
                 raise
-            log.warning("a graph of the model that was not planned runs as plain code (%s): %s", error, "; ".join(plain.reasons))
+            log.warning(
+                "a graph of the model that was not planned runs as plain code (%s): %s", error, "; ".join(plain.reasons)
+            )
             return gm.forward
         turns = len(of_graph.get(digest, ()))
         if turns < 2:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from memfit.capture.dynamo import preserved_state
+from memfit.capture.failures import explained
 from memfit.capture.replicated import bucket_bytes, unwrapped
 from memfit.errors import MemfitError, PlanMismatchError
 from memfit.runtime.apply import PlannedCall, compile_program
@@ -62,9 +64,14 @@ class Fitted:
             call = self._plan_for(model, key, args, kwargs)
         try:
             return call(*args, **kwargs)
-        except torch._dynamo.exc.BackendCompilerFailed as error:
-            if not isinstance(error.inner_exception, PlanMismatchError):
-                raise
+        except torch._dynamo.exc.TorchDynamoException as error:
+            failure = getattr(error, "inner_exception", error)
+            if not isinstance(failure, PlanMismatchError):
+                if isinstance(failure, MemfitError):
+                    raise failure from None
+                with preserved_state(model):
+                    model._call_impl(*args, **kwargs)  # raises the user's own error
+                raise explained(error, model, start="cannot run the plan") from error
         # Nothing ran: the module's Python state asks for another graph than the planned one.
         log.info("the model changed since it was planned; planning again")
         self.calls.pop(key, None)

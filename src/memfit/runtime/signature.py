@@ -23,7 +23,9 @@ def signature(model: nn.Module, args: Any, kwargs: Any) -> Signature:
     """
     leaves = pytree.tree_leaves((args, kwargs))
     inputs = tuple(
-        (t.shape, t.dtype, t.device, t.requires_grad) if isinstance(t, torch.Tensor) else (_told(t) if _plain(t) else type(t))
+        (t.shape, t.dtype, t.device, t.requires_grad)
+        if isinstance(t, torch.Tensor)
+        else (_told(t) if _plain(t) else type(t))
         for t in leaves
     )
     device = next((t.device.type for t in leaves if isinstance(t, torch.Tensor)), "cpu")
