@@ -17,6 +17,7 @@ from torch import nn
 
 from memfit import strategies
 from memfit.agreement import agreed_peak
+from memfit.capture.failures import told_plainly
 from memfit.capture.grids import grids
 from memfit.capture.inputs import detached
 from memfit.capture.library_memory import library_bytes
@@ -82,6 +83,26 @@ def make_plan(
     resolve_budget(request.budget, device)
     inputs = detached(args, kwargs)
     args, kwargs = inputs.args, inputs.kwargs
+
+    def plain_step() -> None:
+        with preserved(model, args, kwargs, request.loss_fn, request.optimizer) as state:
+            _proving_step(model, args, kwargs, request, state).plain()
+
+    with told_plainly(model, plain_step):
+        return _made(model, args, kwargs, request, progress=progress, keep_call=keep_call)
+
+
+def _made(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    request: Request,
+    *,
+    progress: Progress | None,
+    keep_call: bool,
+) -> Plan:
+    """The plan of a checked request."""
+    device = device_of(model)
     step = capture_and_profile(model, args, kwargs, request, progress=progress)
     budget_bytes = resolve_budget(request.budget, device, step[1].static_bytes)
     try:

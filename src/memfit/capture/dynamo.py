@@ -62,6 +62,7 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 _MOST_PLANS = 100_000
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,7 +254,7 @@ def _capture(
 
         accumulated = accumulated_inputs(inputs) if accumulate else frozenset[int]()
         key = graph_key(gm)
-        if fake and any(node.op == "call_method" and node.target in ("item", "tolist") for node in gm.graph.nodes):
+        if fake and any(isinstance(node.meta.get("example_value"), _NUMBERS) for node in gm.graph.nodes):
             raise UnplannableGraphError("a number is read from a tensor")  # in a graph it would round as a tensor does
         if fake or key == last_key:
             detach_outputs(gm, gradient_outputs)

@@ -7,16 +7,16 @@ import logging
 import os
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from memfit.errors import CaptureError
+from memfit.errors import CaptureError, MemfitError
 
-__all__ = ["explained", "quiet", "user_line"]
+__all__ = ["explained", "quiet", "told_plainly", "user_line"]
 
 _HERE = str(Path(__file__).resolve().parent.parent) + os.sep
 _TORCH = str(Path(torch.__file__).resolve().parent) + os.sep
@@ -39,6 +39,29 @@ def explained(error: BaseException, model: nn.Module, *, start: str = "cannot ca
         f"{start}: {_fact(inner)} (at {where}); take that code out of the module that is fitted, or mark its function "
         "with @torch.compiler.disable, which leaves it plain code between planned pieces"
     )
+
+
+@contextlib.contextmanager
+def told_plainly(model: nn.Module, plain_step: Callable[[], object]) -> Iterator[None]:
+    """While active, an error of torch or Python is one of memfit's, or that of the plain step if it raises one.
+
+    Args:
+        model: what is planned.
+        plain_step: runs the plain step and leaves everything as it was; called after an error only.
+    """
+    try:
+        yield
+    except (MemfitError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        failure = error
+    else:
+        return
+    inner = getattr(failure, "inner_exception", None)
+    if isinstance(inner, MemfitError):
+        raise inner from None
+    plain_step()  # raises the user's own error
+    raise explained(failure, model, start="cannot plan the model") from failure
 
 
 def error_place(error: BaseException) -> str:

@@ -25,6 +25,7 @@ from memfit.capture.reading import JointOp
 from memfit.capture.roofline import roofline_seconds
 from memfit.capture.slice_costs import costs_in_slices
 from memfit.capture.trace import Capture
+from memfit.errors import CaptureError
 from memfit.step.by_slices import BySlices
 from memfit.step.graph import Op, StepGraph, Way
 
@@ -241,6 +242,10 @@ def _with_costs(
 
 def _with_ways(op: Op, costs: Costs, call: fx.Node | Call) -> Op:
     """The op with its costs, to be run the quickest way."""
+    if not costs.ways:
+        raise CaptureError(
+            f"{op.name} (in {op.module or 'the model itself'}) cannot run on operands laid out as they are"
+        )
     ways, in_parts, in_place_over = costs.ways, costs.ways[1:], op.in_place_over
     best = min(ways, key=lambda way: way.seconds * (1.0 if way.parts > 1 else _WHOLE_HANDICAP))
     if in_place_over and candidate_parts(call):  # only in parts does such a kernel write over its operand

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from memfit.capture.failures import explained
 from memfit.capture.loss import AssumedLoss
 from memfit.capture.loss_on_values import loss_name
 from memfit.capture.own_calls import in_own_call
@@ -110,9 +111,13 @@ class Fitted:
             call = self._plan_for(model, key, args, kwargs)
         try:
             return self._run(model, key, call, args, kwargs)
-        except torch._dynamo.exc.BackendCompilerFailed as error:
-            if not isinstance(error.inner_exception, PlanMismatchError):
-                raise
+        except torch._dynamo.exc.TorchDynamoException as error:
+            failure = getattr(error, "inner_exception", error)
+            if not isinstance(failure, PlanMismatchError):
+                if isinstance(failure, MemfitError):
+                    raise failure from None
+                _raise_as_plain(model, args, kwargs)
+                raise explained(error, model, start="cannot run the plan") from error
         # Nothing ran: the module's Python state asks for another graph than the planned one.
         log.info("the model changed since it was planned; planning again")
         self._forget(key)

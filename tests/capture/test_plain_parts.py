@@ -1,0 +1,180 @@
+"""What cannot be planned stays plain code between planned pieces, bit for bit; errors name the user's line."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+import memfit
+from memfit.runtime.fitted import fitted_call
+
+
+class Run(nn.Module):
+    """A function of its layers and the input."""
+
+    def __init__(self, function: Callable[..., torch.Tensor], **layers: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return self.function(self, *inputs)
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 3)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, 8)
+        weight, choice = self.gate(flat).softmax(-1).max(-1)
+        result = torch.zeros_like(flat)
+        for place, expert in enumerate(self.experts):
+            (tokens,) = torch.where(choice == place)
+            if tokens.numel():
+                result.index_add_(0, tokens, expert(flat[tokens]) * weight[tokens, None])
+        return x + result.view_as(x)
+
+
+def loss_of(output: torch.Tensor) -> torch.Tensor:
+    return output.float().square().mean()
+
+
+def linear() -> nn.Module:
+    return nn.Linear(8, 8)
+
+
+def block() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.5), nn.Linear(16, 8))
+
+
+X = torch.linspace(-1, 1, 48).view(6, 8)
+CHOICE = torch.tensor([0, 3, 1, 2, 7, 1])
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[torch.Tensor, ...]]] = {
+    "experts": (lambda: nn.Sequential(linear(), Experts(), linear()), (X,)),
+    "one_hot": (lambda: Run(lambda m, x, i: m.a(x) * F.one_hot(i, 8), a=linear()), (X, CHOICE)),
+    "mask": (lambda: Run(lambda m, x: m.b(m.a(x)[x > 0].view(-1, 1)), a=linear(), b=nn.Linear(1, 4)), (X,)),
+    "nonzero": (lambda: Run(lambda m, x: m.b(m.a(x)[x[:, 0].nonzero()[:, 0]]), a=linear(), b=linear()), (X,)),
+    "item": (lambda: Run(lambda m, x: m.b(m.a(x) * x.max().item()), a=linear(), b=linear()), (X,)),
+    "no momentum": (lambda: nn.Sequential(linear(), nn.BatchNorm1d(8, momentum=None), linear()), (X,)),
+    "sparse gradient": (
+        lambda: nn.Sequential(nn.Embedding(9, 8, sparse=True), linear(), nn.ReLU(), linear()),
+        (CHOICE,),
+    ),
+    "sparse product": (
+        lambda: Run(lambda m, x, a: m.b(torch.sparse.mm(a, m.a(x))), a=linear(), b=linear()),
+        (X, torch.eye(6).to_sparse()),
+    ),
+}
+
+
+def gradients(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor | None]:
+    model.zero_grad()
+    torch.manual_seed(1)
+    loss_of(model(*inputs)).backward()
+    return [
+        None if p.grad is None else (p.grad.to_dense() if p.grad.is_sparse else p.grad.clone())
+        for p in model.parameters()
+    ]
+
+
+def equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    return a is b if a is None or b is None else torch.equal(a, b)
+
+
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return make().train()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_plain_parts_keep_every_bit_and_are_planned_once(name: str) -> None:
+    make, inputs = CASES[name]
+    model, plain = seeded(make), seeded(make)
+    memfit.fit(model, inputs, budget="1GiB", loss_fn=loss_of, search_seconds=0.5)
+    others = tuple(t.flip(0) if t.layout is torch.strided else t for t in inputs)
+    for given in (inputs, others):
+        assert all(map(equal, gradients(plain, given), gradients(model, given)))
+    assert len(fitted_call(model).plans) == 1
+
+
+def test_experts_are_left_to_plain_code_with_a_notice() -> None:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("memfit.capture.dynamo")
+    logger.addHandler(handler)
+    try:
+        make, inputs = CASES["experts"]
+        memfit.fit(seeded(make), inputs, budget="1GiB", loss_fn=loss_of, search_seconds=0.5)
+    finally:
+        logger.removeHandler(handler)
+    assert any("shapes depend on data in 1 (" in line and "test_plain_parts.py:" in line for line in told)
+
+
+def test_an_output_without_a_gradient_behind_a_break() -> None:
+    class Cut(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c, self.d = (nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            a, b, c = self.a(x).tanh(), self.b(x).tanh(), self.c(x).tanh()
+            torch._dynamo.graph_break()
+            logits = self.d(a * b + c)
+            return {"loss": logits.square().mean(), "logits": logits}
+
+    model, plain = seeded(Cut), seeded(Cut)
+    memfit.fit(model, (X,), budget="1GiB", search_seconds=0.5)
+    for module in (model, plain):
+        module(X)["loss"].backward()
+    assert all(equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.blocks = how, nn.Sequential(*(block() for _ in range(3)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "sequential":
+            return checkpoint_sequential(self.blocks, 2, x, use_reentrant=True)
+        for one in self.blocks:
+            x = x + checkpoint(one, x, use_reentrant=self.how == "reentrant")
+        return x
+
+
+@pytest.mark.parametrize("how", ["saved", "reentrant", "sequential"])
+def test_own_checkpoints_are_named_or_replaced(how: str) -> None:
+    model, plain = seeded(lambda: Checkpointed(how)), seeded(lambda: Checkpointed(how))
+    x = X.clone().requires_grad_()
+    with pytest.raises(memfit.CaptureError, match=r"checkpoints itself.*test_plain_parts\.py:\d+") as caught:
+        memfit.fit(model, (x,), budget="1GiB", loss_fn=loss_of)
+    assert "primals" not in str(caught.value)
+    memfit.fit(model, (x,), budget="1GiB", loss_fn=loss_of, search_seconds=0.5, checkpointing="replace")
+    assert all(map(equal, gradients(plain, (x,)), gradients(model, (x,))))
+
+
+def test_the_error_of_the_plain_step_is_raised_as_it_is() -> None:
+    model = seeded(lambda: Run(lambda m, x: m.a(x[:, :3]), a=linear()))
+    with pytest.raises(RuntimeError, match="mat1 and mat2") as plain:
+        model(X)
+    with pytest.raises(RuntimeError, match="mat1 and mat2") as planned:
+        memfit.fit(model, (X,), budget="1GiB", loss_fn=loss_of)
+    assert type(planned.value) is type(plain.value) and str(planned.value) == str(plain.value)
+
+
+def test_fit_under_anomaly_mode() -> None:
+    model = seeded(lambda: nn.Sequential(linear(), nn.ReLU(), linear()))
+    with torch.autograd.set_detect_anomaly(True):
+        memfit.fit(model, (X,), budget="1GiB", loss_fn=loss_of, search_seconds=0.5)
+        gradients(model, (X,))
