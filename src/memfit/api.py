@@ -67,7 +67,7 @@ def plan(
         tiers: where swapped bytes may go.
         search_seconds: roughly how long `"auto"` searches; up to four times that while far from the bound.
         prove: run the plan once to compare the measured peak with the predicted one, and correct it.
-        checkpointing: for a model that checkpoints itself, `"refuse"` it or `"replace"`: plan and run it as if it did not.
+        checkpointing: `"refuse"` a model that checkpoints itself, or `"replace"`: plan and run it as if it did not.
         progress: told stage, done and total.
 
     Returns:

@@ -1,8 +1,8 @@
 """Models that checkpoint themselves: named, or with `checkpointing="replace"` run as if they did not.
 
 `torch.utils.checkpoint` makes forward results of a region again in the backward pass. A plan decides that for the whole
-step, so the two do not go together: a region that is always made again is a choice taken from the planner. Checkpointing
-changes no bit, so to leave it out does not either. Within a graph Dynamo marks the region's ops, and the marks can be
+step, so the two do not go together: a region that is always made again is a choice taken from the planner. To checkpoint
+changes no bit, so to leave that out does not either. Within a graph Dynamo marks the region's ops, and the marks can be
 passed over. Where the graph breaks, `checkpoint` runs as Python code; then the function is called in its place.
 
 Known limits: the functions put in place are the process's, so another thread that checkpoints meanwhile keeps what it
@@ -30,7 +30,7 @@ def checkpoint_error(place: str) -> CaptureError:
     return CaptureError(
         f"the model already checkpoints itself, so memfit cannot plan it (at {place}); turn it off there (models of "
         "transformers: model.gradient_checkpointing_disable(), of timm: model.set_grad_checkpointing(False)), or pass "
-        'checkpointing="replace" to memfit, which runs these regions as if they were not checkpointed, with the same bits'
+        'checkpointing="replace" to memfit, which runs these regions as if they were not checkpointed, same bits'
     )
 
 

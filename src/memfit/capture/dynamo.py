@@ -38,7 +38,7 @@ from memfit.capture.joint import read_joint
 from memfit.capture.live_bytes import LiveBytes
 from memfit.capture.log_calls import logs_left_out
 from memfit.capture.one_graph import OneGraph
-from memfit.capture.plain_parts import PlainParts, UnplannableGraphError, find_plain_parts
+from memfit.capture.plain_parts import NOTHING_PLAIN, PlainParts, UnplannableGraphError, find_plain_parts
 from memfit.capture.reading import JointReading
 from memfit.capture.sharded import Gathered, gathering, is_sharded, resharded
 from memfit.errors import CaptureError, MemfitError
@@ -101,7 +101,7 @@ class Pieces:
     breaks: tuple[str, ...] = ()
     between_bytes: int = 0
     staying: tuple[Gathered, ...] = ()
-    plain: PlainParts = PlainParts()
+    plain: PlainParts = NOTHING_PLAIN
     replaced: bool = False
 
     @property
@@ -212,7 +212,7 @@ def _capture(
     last_key: str | None,
     accumulate: Accumulate | None,
     replaced: bool,
-    plain: PlainParts = PlainParts(),
+    plain: PlainParts = NOTHING_PLAIN,
 ) -> Pieces:
     pieces: list[Piece] = []
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -225,7 +225,7 @@ def _capture(
             halves = default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **rest)
             in_place = in_place_nodes(gm)
             reading = functools.partial(
-                *(read_joint, joint, num_fwd_outputs), separate=separate, grid=grid, replaced=replaced
+                read_joint, *(joint, num_fwd_outputs), separate=separate, grid=grid, replaced=replaced
             )
             as_made = accumulate is Accumulate.AS_MADE
             readings.append(reading(in_place=in_place, accumulated=accumulated, as_made=as_made))
@@ -301,7 +301,7 @@ def compile_call(
     *,
     fullgraph: bool = False,
     in_pieces: bool = False,
-    plain: PlainParts = PlainParts(),
+    plain: PlainParts = NOTHING_PLAIN,
     replaced: bool = False,
 ) -> Callable[..., Any]:
     """`model`'s call, compiled with `backend` under Dynamo's guards, with a cache of its own; of one graph without.
@@ -323,9 +323,9 @@ def compile_call(
     forwards = _forwards_of_torch(model) if in_pieces else []
     names = dict(model.named_modules())
     left = [names[name] for name in sorted(plain.modules) if name in names]
-    forwards += [(vars(m), torch._dynamo.disable(m.forward)) for m in left]  # type: ignore[no-untyped-call]
+    forwards += [(vars(m), torch._dynamo.disable(m.forward)) for m in left]
     if plain.only_children:
-        forwards.append((vars(model), torch._dynamo.disable(model.forward, recursive=False)))  # type: ignore[no-untyped-call]
+        forwards.append((vars(model), torch._dynamo.disable(model.forward, recursive=False)))
     # Where the graph breaks, pieces are cached with the model's own code, which every plan of it shares. At its limit
     # Dynamo would run them plainly, without a plan and over the budget, and say nothing.
     limits = {"recompile_limit": _MOST_PLANS, "accumulated_recompile_limit": _MOST_PLANS}

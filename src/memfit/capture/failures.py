@@ -8,6 +8,7 @@ import os
 import re
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from memfit.errors import CaptureError, MemfitError
 
 __all__ = ["explained", "quiet", "told_plainly", "user_line"]
 
-_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_HERE = f"{Path(__file__).parents[1]}{os.sep}"
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _LINE = re.compile(r'File "([^"]+)", line (\d+)')
 _NOISY = ("torch._dynamo", "torch._subclasses", "torch.fx.experimental", "torch._functorch", "torch._guards")
 

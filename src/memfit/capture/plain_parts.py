@@ -18,6 +18,7 @@ import sys
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,13 +27,13 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["PlainParts", "UnplannableGraphError", "find_plain_parts", "place_of"]
+__all__ = ["NOTHING_PLAIN", "PlainParts", "UnplannableGraphError", "find_plain_parts", "place_of"]
 
 from memfit.errors import CaptureError
 
 _aten = torch.ops.aten
-_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_HERE = f"{Path(__file__).parents[1]}{os.sep}"
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _SHAPING = torch.Tag.dynamic_output_shape
 _BY_MASK = (torch.bool, torch.uint8)
 _SPARSE_GRADIENT = ("sparse",)
@@ -57,6 +58,9 @@ class PlainParts:
     loose: bool = False
     only_children: bool = False
     reasons: tuple[str, ...] = ()
+
+
+NOTHING_PLAIN = PlainParts()
 
 
 def find_plain_parts(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> PlainParts:

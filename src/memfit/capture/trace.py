@@ -85,7 +85,7 @@ def _parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return [tensor.values(), tensor.offsets()] if tensor.is_nested else []
+    return [tensor.values()] if tensor.is_nested else []
 
 
 def capture_step(
@@ -124,7 +124,8 @@ def capture_step(
     check_step(model, args, kwargs, checkpointing=checkpointing)
     device_type = device_of(model).type
     captured = functools.partial(
-        *(capture_pieces, model, args, kwargs),
+        capture_pieces,
+        *(model, args, kwargs),
         separate=separate,
         grid=grid,
         accumulate=accumulate,

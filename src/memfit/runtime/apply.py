@@ -25,7 +25,7 @@ from memfit.capture.adding import Accumulate
 from memfit.capture.dynamo import accumulated_inputs, compile_call, detach_outputs, graph_key
 from memfit.capture.eager_kernels import as_in_eager
 from memfit.capture.joint import read_joint
-from memfit.capture.plain_parts import PlainParts, UnplannableGraphError
+from memfit.capture.plain_parts import NOTHING_PLAIN, PlainParts, UnplannableGraphError
 from memfit.capture.reading import JointReading
 from memfit.capture.trace import Capture, device_of
 from memfit.errors import OutOfMemoryError, PlanMismatchError
@@ -317,7 +317,7 @@ def compile_planned(
     *,
     last_key: str | None = None,
     in_pieces: bool = False,
-    plain: PlainParts = PlainParts(),
+    plain: PlainParts = NOTHING_PLAIN,
     replaced: bool = False,
     spaces: Mapping[Tier, SwapSpace] | None = None,
     describe: Callable[[], str] = str,

@@ -23,10 +23,7 @@ def signature(model: nn.Module, args: Any, kwargs: Any) -> Signature:
     """
     leaves = pytree.tree_leaves((args, kwargs))
     inputs = tuple(
-        (t.shape, t.dtype, t.device, t.requires_grad)
-        if isinstance(t, torch.Tensor)
-        else (_told(t) if _plain(t) else type(t))
-        for t in leaves
+        (t.shape, t.dtype, t.device, t.requires_grad) if isinstance(t, torch.Tensor) else _told(t) for t in leaves
     )
     device = next((t.device.type for t in leaves if isinstance(t, torch.Tensor)), "cpu")
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -41,5 +38,7 @@ def _plain(value: object) -> bool:
 
 
 def _told(value: object) -> object:
-    """Itself, or words for a number that equals others (`1`, `True`) or not itself (NaN)."""
+    """Itself, or words for a number that equals others (`1`, `True`) or not itself (NaN); else its type."""
+    if not _plain(value):
+        return type(value)
     return value if value is None or isinstance(value, str) else (type(value), repr(value))
