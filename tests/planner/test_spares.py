@@ -92,3 +92,34 @@ def test_slices_take_room_from_what_is_held_across_them() -> None:
         changed = with_spares(graph, program, limit)
         check(graph, changed)
         assert simulate(graph, changed).peak_bytes <= max(limit, simulate(graph, program).peak_bytes)
+
+
+def test_a_free_between_halves_is_no_spare() -> None:
+    """Without it both halves run in one call, with the larger workspace, which no room was reckoned for."""
+    forward, backward = StorageKind.FORWARD, StorageKind.BACKWARD
+    kinds = [StorageKind.STATIC, forward, forward, StorageKind.TANGENT, backward, backward]
+    kinds += [StorageKind.GRADIENT, backward, StorageKind.GRADIENT]
+    sizes = [0, 100, 0, 0, 100, 40, 0, 40, 0]
+    slices = BySlices(batch=4, samples=1, seconds=1.0, workspace_bytes=0, reads=(0,), copy_over_seconds=1.0)
+    f, b = Phase.FORWARD, Phase.BACKWARD
+    graph = StepGraph(
+        storages=tuple(
+            Storage(name=f"s{i}", nbytes=nbytes, kind=kind, reusable=kind is backward)
+            for i, (kind, nbytes) in enumerate(zip(kinds, sizes, strict=True))
+        ),
+        ops=(
+            Op(name="one", target="f", phase=f, reads=(0,), writes=(1,), seconds=6.0, by_slices=slices),
+            Op(name="two", target="f", phase=f, reads=(1,), writes=(2,)),
+            Op(name="loss", target="loss", phase=Phase.LOSS, reads=(2,), writes=(3,), recomputable=False),
+            Op(name="first", target="b", phase=b, reads=(3,), writes=(4, 5)),
+            Op(name="weight", target="b", phase=b, reads=(4,), writes=(6,), workspace_bytes=50, half_of="call"),
+            Op(name="data", target="b", phase=b, reads=(5,), writes=(7,), half_of="call"),
+            Op(name="last", target="b", phase=b, reads=(1, 7), writes=(8,)),
+        ),
+    )
+    program = program_of(graph, [0, 1, 2, 3, 4, 5, 0, 6])
+    before = simulate(graph, program).peak_bytes
+    for limit in range(before, before + 100, 5):
+        changed = with_spares(graph, program, limit)
+        check(graph, changed)
+        assert simulate(graph, changed).peak_bytes <= limit
