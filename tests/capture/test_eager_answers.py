@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 
 import pytest
 import torch
@@ -143,3 +144,39 @@ def test_other_compilations_hear_torchs_answer_again() -> None:
         assert torch.equal(torch.compile(compiled, backend="eager", fullgraph=True)(x), x)
     torch._dynamo.reset()
     assert torch.equal(torch.compile(compiled, backend="eager", fullgraph=True)(x), x + 1)
+
+
+class Collector:
+    """A `ContextVar` for eager code, and a plain attribute where that cannot be traced, as transformers has it."""
+
+    def __init__(self) -> None:
+        self.variable: ContextVar[int | None] = ContextVar("collector", default=None)
+        self.plainly: int | None = None
+
+    def put(self, value: int) -> None:
+        if is_compiling_anywhere():
+            self.plainly = value
+        else:
+            self.variable.set(value)
+
+
+def is_compiling_anywhere() -> bool:
+    return torch.compiler.is_compiling()
+
+
+COLLECTOR = Collector()
+
+
+def test_a_context_variable_breaks_no_graph() -> None:
+    class Collecting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            COLLECTOR.put(3)
+            return self.layer(x) * (2.0 if is_compiling_anywhere() else 1.0)
+
+    model, x = Collecting(), torch.randn(3, 8)
+    assert not capture_step(model, (x,), {}, loss_fn=loss_of).pieces.breaks
+    memfit.fit(model, (x,), budget="1GiB", loss_fn=loss_of, search_seconds=0.1)  # proves that nothing is doubled
