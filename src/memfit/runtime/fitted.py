@@ -35,6 +35,7 @@ from memfit.runtime.plain_calls import nothing_to_train, transformed
 from memfit.runtime.signature import Signature, signature
 from memfit.step.check import check
 from memfit.step.codec import fingerprint_difference, graph_digest
+from memfit.units import format_bytes
 
 if TYPE_CHECKING:
     from memfit.capture.loss import LossFunction
@@ -188,7 +189,32 @@ class Fitted:
                 except LossError as error:
                     return make_plan(model, args, kwargs, self._without_loss(request, error), keep_call=True)
 
-            return self.loops.plan(key, planned, type(model).__name__, self.plans)
+            try:
+                return self.loops.plan(key, planned, type(model).__name__, self.plans)
+            except BudgetError as error:
+                return self._over_budget(model, key, args, kwargs, error)
+
+    def _over_budget(self, model: nn.Module, key: Signature, args: Any, kwargs: Any, error: BudgetError) -> Plan:
+        """The leanest plan for a call in the middle of training that does not fit, rather than the end of training.
+
+        Raises:
+            BudgetError: the same for the first call of all.
+        """
+        from memfit.making import make_plan
+
+        if not self.plans:
+            raise error
+        known = self.plans.get(key)
+        if known is not None:  # several passes do not fit together
+            self._tell(f"over {key}", f"takes more than its budget: {error}; each pass runs as it was planned alone")
+            return known
+        self._tell(
+            f"over {key}",
+            f"takes more than its budget for these inputs, or with these gradients and hooks: {error}; it runs with "
+            f"{format_bytes(error.least_bytes)}, the least that works",
+        )
+        request = replace(self.request, budget=error.least_bytes)
+        return make_plan(model, args, kwargs, request, keep_call=True)
 
     def _without_loss(self, request: Request, error: LossError) -> Request:
         """For another batch in the middle of training, of which a loss bound to one batch's targets knows nothing."""
