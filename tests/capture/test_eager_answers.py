@@ -180,3 +180,22 @@ def test_a_context_variable_breaks_no_graph() -> None:
     model, x = Collecting(), torch.randn(3, 8)
     assert not capture_step(model, (x,), {}, loss_fn=loss_of).pieces.breaks
     memfit.fit(model, (x,), budget="1GiB", loss_fn=loss_of, search_seconds=0.1)  # proves that nothing is doubled
+
+
+def test_a_function_that_only_warns_breaks_no_graph() -> None:
+    class Careful(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def warn_of_padding(self, x: Tensor) -> None:
+            if is_compiling_anywhere():
+                return
+            if 0 in x:
+                self.told = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.warn_of_padding(x)
+            return self.layer(x)
+
+    assert not capture_step(Careful(), (torch.randn(3, 8),), {}, loss_fn=loss_of).pieces.breaks

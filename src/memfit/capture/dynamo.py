@@ -32,6 +32,7 @@ from torch.utils import _pytree as pytree
 
 from memfit.capture.adding import Accumulate
 from memfit.capture.checkpoints import refusing_checkpoints, without_checkpoints
+from memfit.capture.constant_branches import constant_branches
 from memfit.capture.eager_answers import eager_answers
 from memfit.capture.eager_kernels import as_in_eager
 from memfit.capture.failures import explained, quiet
@@ -356,7 +357,14 @@ def compile_call(
 
     def run(*args: Any, **kwargs: Any) -> Any:
         around = without_checkpoints() if replaced and in_pieces else contextlib.nullcontext()
-        with torch._dynamo.config.patch(options), own_call(), _replaced(forwards), around, eager_answers():
+        with (
+            torch._dynamo.config.patch(options),
+            own_call(),
+            _replaced(forwards),
+            around,
+            eager_answers(),
+            constant_branches(),
+        ):
             return compiled(*args, **kwargs)
 
     return run

@@ -7,8 +7,9 @@ While memfit captures, they are answered as in eager. A branch that eager then t
 the graph: in pieces, and right for any values, since the code between pieces runs anew each time.
 
 PyTorch's own code still hears that it is traced, where it asks for the sake of Dynamo alone (`torch.vmap`, flex
-attention, module hooks), and so does an object that asks in order to keep a `ContextVar` out of a graph. Where torch's
-modules choose another kernel by it (encoder layers, attention), they hear what eager ones do.
+attention, module hooks), and so does code that asks for no result's sake: an object that keeps a `ContextVar` out of a
+graph, a function that only warns. Where torch's modules choose another kernel by it (encoder layers, attention), they
+hear what eager ones do.
 
 Known limits: Dynamo's table of answers is the process's, so what another thread compiles meanwhile hears them too. What
 looks at the call stack, at `sys.modules` or at Dynamo's internals sees that it is traced.
@@ -78,18 +79,20 @@ def _asks_to_be_traced(tx: Any, function: Callable[[], Any]) -> bool:
     asking = str(tx.f_globals.get("__name__", ""))
     if getattr(function, "__module__", "") in _CHOOSE_KERNELS:
         return False
-    return _asks_for_a_context_variable(tx) or (
+    return _asks_for_no_result(tx) or (
         (asking == "torch" or asking.startswith("torch.")) and asking not in _CHOOSE_KERNELS
     )
 
 
-def _asks_for_a_context_variable(tx: Any) -> bool:
-    """Whether an object asks that keeps a `ContextVar`, and something else in its place where that cannot be traced."""
+def _asks_for_no_result(tx: Any) -> bool:
+    """Whether the answer changes no result: an object asks that keeps a `ContextVar`, or a function that only warns."""
     for _ in range(_ASKING_FRAMES):
         if tx is None:
             return False
-        code = getattr(tx, "f_code", None)
-        first = code.co_varnames[0] if code is not None and code.co_argcount else ""
+        code = tx.f_code
+        if code.co_name.lstrip("_").startswith("warn"):
+            return True
+        first = code.co_varnames[0] if code.co_argcount else ""
         holder = getattr(getattr(tx, "symbolic_locals", {}).get(first), "value", None)
         if any(isinstance(held, ContextVar) for held in getattr(holder, "__dict__", {}).values()):
             return True
