@@ -78,7 +78,8 @@ def test_largest_batch(capsys):
 
 
 def test_seed_001(capsys):
-    seeds.main(["--only", "001-resnet18", "--run", "1", "--wall", "1", "--case", f"{GPT}@64@32"])
+    case = "zoo:gpt?layers=2&width=32&heads=2&positions=32&dropout=0.0@64@32"  # whose checkpoints are to be swapped
+    seeds.main(["--only", "001-resnet18", "--run", "1", "--wall", "1", "--case", case])
     header, *cells = rows(capsys.readouterr().out)
     found = {row[2]: dict(zip(header, row, strict=True)) for row in cells if row[1] == "memfit"}
     assert [row[1] for row in cells].count("seed 001") == 4

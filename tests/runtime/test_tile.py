@@ -96,7 +96,8 @@ def test_one_large_image_runs_in_tiles() -> None:
     assert max(result.plan.grid) > 1
     assert not result.differing
     assert result.fits
-    assert result.peak_bytes > 0.85 * result.plan.predicted.peak_bytes  # tiles of a few rows are uneven
+    # Tiles of a few rows are uneven. The copy of the input that `verify` makes has no second image.
+    assert result.peak_bytes + x.nbytes > 0.85 * result.plan.predicted.peak_bytes
 
 
 class Resized(nn.Module):

@@ -183,6 +183,8 @@ def capture_pieces(
         failure = error
     reason = first_lines(str(failure))
     log.info("the graph breaks, capturing piece by piece: %s", reason)
+    if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+        raise explained(failure, model, start="the model looks at values, which the meta device does not have")
     around = without_checkpoints() if replaced else refusing_checkpoints()
     with preserved(model, args, kwargs), resharded(model), around:
         plain = find_plain_parts(model, args, kwargs)

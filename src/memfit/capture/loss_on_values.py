@@ -61,9 +61,9 @@ def loss_reading(
     """
     try:
         with preserved(loss_fn):
-            if not isinstance(loss_fn, AssumedLoss):
-                return read_loss(output, loss_fn, device_type, receivers=receivers)
-            return _with_side_doors(read_loss(output, loss_fn, device_type), receivers)
+            if isinstance(loss_fn, AssumedLoss):
+                return _with_side_doors(read_loss(output, loss_fn, device_type), receivers)
+            return _used_by_the_loop(read_loss(output, loss_fn, device_type, receivers=receivers), output, receivers)
     except CaptureError:
         raise
     except Exception as error:
@@ -83,6 +83,13 @@ def loss_reading(
             raise
         except Exception as error:
             raise LossError(_told(loss_fn, error)) from error
+
+
+def _used_by_the_loop(reading: LossReading, output: Any, receivers: Sequence[torch.Tensor]) -> LossReading:
+    """The reading, with gradients for all that left by a side door: a loop uses such tensors beside its loss."""
+    returned = sum(isinstance(t, torch.Tensor) for t in pytree.tree_leaves(output))
+    does = (*reading.receives_gradient[:returned], *(t.requires_grad for t in receivers[returned:]))
+    return replace(reading, receives_gradient=does)
 
 
 def _with_side_doors(reading: LossReading, receivers: Sequence[torch.Tensor]) -> LossReading:
