@@ -190,7 +190,7 @@ def _with_measured_least(
     least_bytes, peak_bytes = error.least_bytes, 0
     for _ in range(_LEAST_TRIES):
         try:
-            plan = plan_captured(model, args, kwargs, *step, request, least_bytes)
+            plan = plan_profiled(model, args, kwargs, step, replace(request, prove=False), least_bytes)
             peak_bytes = _peak_of(model, args, kwargs, plan, request)
         except BudgetError as again:
             least_bytes = max(again.least_bytes, int(least_bytes * _MORE))
