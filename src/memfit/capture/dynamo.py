@@ -18,7 +18,7 @@ import inspect
 import logging
 import operator
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -46,6 +46,7 @@ from memfit.capture.plain_parts import NOTHING_PLAIN, PlainParts, UnplannableGra
 from memfit.capture.preserve import preserved
 from memfit.capture.reading import JointReading
 from memfit.capture.sharded import Gathered, gathering, is_sharded, resharded
+from memfit.capture.tangents import Strides, laid_out_as_made, strides_of_outputs
 from memfit.errors import CaptureError, MemfitError
 
 __all__ = [
@@ -135,6 +136,7 @@ def capture_pieces(
     separate: Callable[[str], bool],
     grid: tuple[int, ...] = (),
     gradient_outputs: frozenset[int] | None = None,
+    gradient_strides: Mapping[int, Strides] | None = None,
     last_key: str | None = None,
     accumulate: Accumulate | None = None,
     checkpointing: str = "refuse",
@@ -149,6 +151,7 @@ def capture_pieces(
         separate: see `memfit.capture.joint.read_joint`.
         grid: see there.
         gradient_outputs: which outputs of the last graph receive a gradient; None for all of them.
+        gradient_strides: by outputs of the last graph how their gradients lie, where that is not as the outputs do.
         last_key: with that, which graph is the last.
         accumulate: how gradients of parameters are added to `.grad` inside the graph; None if that is left to autograd.
         checkpointing: `"refuse"` or `"replace"`, what is done where the model checkpoints itself.
@@ -167,6 +170,7 @@ def capture_pieces(
         separate=separate,
         grid=grid,
         gradient_outputs=gradient_outputs,
+        gradient_strides=gradient_strides or {},
         last_key=last_key,
         accumulate=accumulate,
         replaced=replaced,
@@ -232,6 +236,7 @@ def _capture(
     separate: Callable[[str], bool],
     grid: tuple[int, ...],
     gradient_outputs: frozenset[int] | None,
+    gradient_strides: Mapping[int, Strides],
     last_key: str | None,
     accumulate: Accumulate | None,
     replaced: bool,
@@ -259,12 +264,14 @@ def _capture(
         key = graph_key(gm)
         if fake and any(isinstance(node.meta.get("example_value"), _NUMBERS) for node in gm.graph.nodes):
             raise UnplannableGraphError("a number is read from a tensor")  # in a graph it would round as a tensor does
+        strides: Mapping[int, Strides] = {}
         if fake or key == last_key:
+            strides = gradient_strides
             detach_outputs(gm, gradient_outputs)
         results = [n.meta["example_value"] if isinstance(n, fx.Node) else n for n in _outputs_of(gm)]
         original = gm.forward if fake else types.MethodType(type(gm).forward, gm)
         try:
-            with as_in_eager():
+            with as_in_eager(), laid_out_as_made(strides):
                 aot_autograd(fw_compiler=_as_is, bw_compiler=_as_is, partition_fn=partition)(gm, inputs)
         except UnplannableGraphError as error:
             if fake:
@@ -276,9 +283,11 @@ def _capture(
                 raise CaptureError("the model has nothing to train: no output of it needs a gradient")
             return gm.forward
 
+        lying = strides_of_outputs(readings[0].module.graph)
+
         def run(*real_inputs: Any) -> tuple[Any, ...]:
             if fake:
-                outputs = tuple(_twin(r, fake_mode) for r in results)
+                outputs = tuple(_twin(r, fake_mode, lying.get(place)) for place, r in enumerate(results))
             else:
                 with torch.no_grad():
                     outputs = tuple(original(*real_inputs))
@@ -468,12 +477,13 @@ def _outputs_of(gm: fx.GraphModule) -> list[Any]:
     return list(output.args[0])
 
 
-def _twin(value: Any, fake_mode: FakeTensorMode) -> Any:
-    """A leaf fake tensor with the metadata of Dynamo's."""
+def _twin(value: Any, fake_mode: FakeTensorMode, strides: Strides | None) -> Any:
+    """A leaf fake tensor with the metadata of Dynamo's, laid out as kernels do, which Dynamo does not ask."""
     if not isinstance(value, torch.Tensor):
         return value
     with fake_mode:
-        twin = torch.empty_strided(tuple(value.shape), value.stride(), dtype=value.dtype, device=value.device)
+        strides = value.stride() if strides is None else strides
+        twin = torch.empty_strided(tuple(value.shape), strides, dtype=value.dtype, device=value.device)
     return twin.requires_grad_(value.requires_grad)
 
 

@@ -176,11 +176,14 @@ def _may_be_places(tensor: torch.Tensor) -> bool:
 
 
 def _is_known(tensor: torch.Tensor) -> bool:
-    """Whether a fake tensor is made of strides and numbers, not of symbols, constants or other tensors."""
+    """Whether a tensor is made of strides and numbers, not of symbols, constants or other tensors.
+
+    A loss brings real ones along, such as targets.
+    """
     return (
-        type(tensor) is FakeTensor
-        and tensor.layout is torch.strided
-        and tensor.constant is None
+        (type(tensor) is FakeTensor and tensor.constant is None) or type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    ) and (
+        tensor.layout is torch.strided
         and not (tensor.is_conj() or tensor.is_neg())
         and all(type(n) is int for n in (*tensor.shape, *tensor.stride()))
     )

@@ -15,7 +15,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from memfit.capture.kernel_strides import strides_of_kernels
 from memfit.capture.loss_memory import LossBytes, uses
+from memfit.capture.samples_of_calls import strides_alike
+from memfit.capture.tangents import Strides, strides_without_overlap
 from memfit.errors import CaptureError
 
 __all__ = ["AssumedLoss", "LossFunction", "LossReading", "backward_of", "read_loss", "scalar_loss"]
@@ -35,6 +38,8 @@ class LossReading:
         held_bytes: what it holds from then on until the step ends.
         kept_bytes: what it keeps for good, so that a later step begins with it.
         output_bytes: of the outputs.
+        shapes: of those tensors.
+        gradient_strides: how their gradients lie; None where that is not known.
     """
 
     receives_gradient: tuple[bool, ...]
@@ -42,6 +47,8 @@ class LossReading:
     output_bytes: int = 0
     held_bytes: int = 0
     kept_bytes: int = 0
+    shapes: tuple[tuple[int, ...], ...] = ()
+    gradient_strides: tuple[Strides | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +79,22 @@ class AssumedLoss:
         transient = nbytes
         if self.before is not None and self.before.output_bytes:
             transient = -(-self.before.transient_bytes * nbytes // self.before.output_bytes)
-        receives = tuple(id(t) in reached for t in tensors)
-        return LossReading(receives_gradient=receives, transient_bytes=transient, output_bytes=nbytes)
+        shapes = tuple(tuple(t.shape) for t in tensors)
+        return LossReading(
+            receives_gradient=tuple(id(t) in reached for t in tensors),
+            transient_bytes=transient,
+            output_bytes=nbytes,
+            shapes=shapes,
+            gradient_strides=self._strides(shapes),
+        )
+
+    def _strides(self, shapes: Sequence[tuple[int, ...]]) -> tuple[Strides | None, ...]:
+        """How gradients lie that lie as those of before."""
+        before = self.before
+        if before is None or [len(shape) for shape in before.shapes] != [len(shape) for shape in shapes]:
+            return ()
+        pairs = zip(before.shapes, before.gradient_strides, shapes, strict=False)
+        return tuple(None if s is None else strides_alike(shape, s, ours) for shape, s, ours in pairs)
 
     def __call__(self, output: Any) -> torch.Tensor:
         """A scalar with a gradient that is not the same everywhere."""
@@ -142,7 +163,7 @@ def read_loss(
     if not differentiable:
         raise CaptureError("no output of the model needs a gradient; is it in training mode with trainable parameters?")
     before = uses([t for t in tensors if t.device.type == device_type])
-    with torch.enable_grad(), LossBytes(device_type) as counter:
+    with torch.enable_grad(), strides_of_kernels(), LossBytes(device_type) as counter:
         loss = scalar_loss(output, loss_fn)
         if loss is None:
             return LossReading(receives_gradient=tuple(t.requires_grad for t in tensors), transient_bytes=0)
@@ -153,6 +174,8 @@ def read_loss(
             )
         gradients = torch.autograd.grad(loss, differentiable, allow_unused=True)
         reached = {id(t) for t, g in zip(differentiable, gradients, strict=True) if g is not None}
+        pairs = zip(differentiable, gradients, strict=True)
+        lying = {id(t): strides_without_overlap(g) for t, g in pairs if g is not None}
         tangents = {g.untyped_storage()._cdata: int(g.untyped_storage().nbytes()) for g in gradients if g is not None}
         peak = counter.peak
         # The gradient of the loss is there until the backward pass ends.
@@ -170,4 +193,6 @@ def read_loss(
         held_bytes=held,
         kept_bytes=kept,
         output_bytes=sum(t.numel() * t.element_size() for t in tensors),
+        shapes=tuple(tuple(t.shape) for t in tensors),
+        gradient_strides=tuple(lying.get(id(t)) for t in tensors),
     )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -21,6 +21,7 @@ from memfit.capture.loss_on_values import loss_reading
 from memfit.capture.optimizer import OptimizerCost, optimizer_cost
 from memfit.capture.reading import JointOp
 from memfit.capture.sharded import local
+from memfit.capture.tangents import Strides, layouts_told
 from memfit.capture.unwrapped_optimizer import OptimizerLike
 from memfit.errors import CaptureError, SpecError
 from memfit.step.graph import Phase, StepGraph
@@ -37,6 +38,7 @@ class Capture:
         pieces: where it came from.
         joint_ops: for each op of the graph its joint op; None for the loss and what hooks do between pieces.
         gradient_outputs: which outputs of the last piece receive gradients; None for all.
+        gradient_strides: by outputs of the last piece how their gradients lie, where that is not as the outputs do.
         between_bytes: the part of the graph's static bytes that plain code between pieces holds.
         loss: how it was read.
         deferred: ops of the backward pass that come last and can wait (`memfit.planner.deferral`).
@@ -46,6 +48,7 @@ class Capture:
     pieces: Pieces
     joint_ops: tuple[JointOp | None, ...]
     gradient_outputs: frozenset[int] | None
+    gradient_strides: Mapping[int, Strides] = field(default_factory=dict)
     between_bytes: int = 0
     deferred: frozenset[int] = frozenset()
     loss: LossReading | None = None
@@ -148,10 +151,12 @@ def capture_step(
         loss = pieces.loss
         assert loss is not None
         gradient_outputs = _gradient_outputs(pieces, loss.receives_gradient)
+        strides = layouts_told(pieces.pieces[-1].outputs, pieces.receivers(), loss.gradient_strides)
         if pieces.breaks and pieces.last_key is None:
-            gradient_outputs = None  # a graph that runs earlier as well has all its outputs
-        if gradient_outputs is not None:
-            pieces = captured(gradient_outputs=gradient_outputs, last_key=pieces.last_key)
+            gradient_outputs, strides = None, {}  # a graph that runs earlier as well has all its outputs
+        if gradient_outputs is not None or strides:
+            last_key = pieces.last_key
+            pieces = captured(gradient_outputs=gradient_outputs, gradient_strides=strides, last_key=last_key)
     graph, joint_ops = join(pieces, loss.transient_bytes, device_type, held_bytes=loss.held_bytes)
     if not any(op.phase is Phase.BACKWARD for op in graph.ops):
         raise CaptureError(
@@ -180,6 +185,7 @@ def capture_step(
         pieces=replace(pieces, pieces=bare, output=None, loss=None),
         joint_ops=joint_ops,
         gradient_outputs=gradient_outputs,
+        gradient_strides=strides,
         between_bytes=between_bytes,
         loss=loss,
     )

@@ -28,6 +28,7 @@ from memfit.capture.eager_kernels import as_in_eager
 from memfit.capture.joint import read_joint
 from memfit.capture.plain_parts import NOTHING_PLAIN, PlainParts, UnplannableGraphError
 from memfit.capture.reading import JointReading
+from memfit.capture.tangents import Strides, laid_out_as_made
 from memfit.capture.trace import Capture, device_of
 from memfit.errors import OutOfMemoryError, PlanMismatchError
 from memfit.runtime.accumulate import accumulation
@@ -317,6 +318,7 @@ def compile_program(
     programs = piece_programs(capture, program)
     return compile_planned(
         *(model, programs, capture.gradient_outputs),
+        gradient_strides=capture.gradient_strides,
         last_key=capture.pieces.last_key,
         in_pieces=bool(capture.pieces.breaks),
         plain=capture.pieces.plain,
@@ -332,6 +334,7 @@ def compile_planned(
     programs: Sequence[PieceProgram],
     gradient_outputs: frozenset[int] | None,
     *,
+    gradient_strides: Mapping[int, Strides] | None = None,
     last_key: str | None = None,
     in_pieces: bool = False,
     plain: PlainParts = NOTHING_PLAIN,
@@ -346,6 +349,7 @@ def compile_planned(
         model: the module.
         programs: one for each piece.
         gradient_outputs: which outputs of the last piece receive gradients; None for all.
+        gradient_strides: by outputs of the last piece how their gradients lie, where that is not as the outputs do.
         last_key: which graph is that of the last piece.
         in_pieces: whether the graph may break.
         plain: what is left to plain code.
@@ -370,7 +374,9 @@ def compile_planned(
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         by_autograd = reached_by_autograd(gm)
         piece = CompiledPiece(in_pieces=in_pieces)
-        cut = detach_outputs(gm, gradient_outputs) if not in_pieces or graph_key(gm) == last_key else []
+        is_last = not in_pieces or graph_key(gm) == last_key
+        cut = detach_outputs(gm, gradient_outputs) if is_last else []
+        strides = (gradient_strides or {}) if is_last else {}
         accumulated = accumulated_inputs(inputs) if any(p.accumulate for p in programs) else frozenset[int]()
         as_made = any(p.accumulate is Accumulate.AS_MADE for p in programs)
         adding = {place: accumulation(inputs[place]) for place in accumulated}
@@ -412,7 +418,7 @@ def compile_planned(
 
         def compiled(turn: int) -> Callable[..., Any]:
             split = functools.partial(partition, turn=turn)
-            with as_in_eager():
+            with as_in_eager(), laid_out_as_made(strides):
                 call = aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=split)(gm, inputs)
             noted = noting_forward(call, piece, _PASS.get) if digest else call
             return refuse_gradient(noted, cut) if cut else noted

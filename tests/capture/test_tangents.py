@@ -1,0 +1,113 @@
+"""Gradients of outputs are planned in the layout that the loss makes them in."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as some
+from torch import Tensor, nn
+from torch.nn import functional
+
+import memfit
+from memfit.bits import same_bits
+from memfit.capture.tangents import strides_without_overlap
+from memfit.capture.trace import capture_step
+
+
+class Turned(nn.Module):
+    """An output in the order of axes that a permuted result has in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).permute(2, 0, 1).tanh()
+
+
+class Shuffled(nn.Module):
+    """An op that lays its result out in another way than fake tensors tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(6, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.channel_shuffle(functional.logsigmoid(x * self.scale), 3)
+
+
+LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
+    "mse": lambda o: functional.mse_loss(o, torch.ones_like(o)),
+    "square": lambda o: o.square().mean(),
+    "real target": lambda o: functional.huber_loss(o, torch.ones(o.shape)),
+    "cross-entropy": lambda o: functional.cross_entropy(o, torch.zeros(o.shape[0], o.shape[2], dtype=torch.long)),
+    "looks at values": lambda o: (o * (2.0 if bool(o.sum() > 1e9) else 1.0)).square().mean(),
+}
+
+
+def _stepped(model: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor]) -> tuple[list[Tensor], tuple[int, ...]]:
+    """The gradients of a step, and the strides of the output's."""
+    strides: list[tuple[int, ...]] = []
+    model.zero_grad()
+    output = model(x)
+    output.register_hook(lambda gradient: strides.append(tuple(gradient.stride())))
+    loss(output).backward()
+    return [p.grad for p in model.parameters() if p.grad is not None], strides[0]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_permuted_output_gives_the_plain_steps_bits(name: str) -> None:
+    torch.manual_seed(0)
+    model, x, loss = Turned(), torch.randn(7, 333, 32), LOSSES[name]
+    plain = copy.deepcopy(model)
+    planned = memfit.plan(model, (x,), budget="1GiB", loss_fn=loss)
+    memfit.fit(model, (x,), budget="1GiB", loss_fn=loss)
+    expected, strides = _stepped(plain, x, loss)
+    found, _ = _stepped(model, x, loss)
+    assert planned.planned is not None
+    assert planned.planned.capture.gradient_strides == {0: strides} != {0: tuple(plain(x).stride())}
+    assert all(map(same_bits, expected, found))
+    assert len(expected) == len(found) == 2
+
+
+def test_another_loss_than_the_planned_one_is_right_up_to_rounding_and_same_shapes_lie_alike() -> None:
+    torch.manual_seed(0)
+    model, plain = Turned().double(), Turned().double()
+    plain.load_state_dict(model.state_dict())
+    target = torch.ones(32, 7, 33, dtype=torch.double)
+    memfit.fit(model, (torch.randn(7, 33, 32).double(),), budget="1GiB", loss_fn=lambda o: (o - target).square().mean())
+    for size, loss in itertools.product((7, 5), (torch.sum, lambda o: o.permute(1, 2, 0).exp().sum())):
+        x = torch.randn(size, 33, 32).double()
+        found, expected = (_stepped(m, x, loss)[0] for m in (model, plain))
+        assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(found, expected, strict=True))
+
+
+def test_the_loss_sees_outputs_as_kernels_lay_them_out() -> None:
+    model, x = Shuffled(), torch.rand(4, 6, 8, 10).contiguous(memory_format=torch.channels_last)
+    read = capture_step(model, (x,), {}, loss_fn=_sum_of_squares).loss
+    _, strides = _stepped(model, x, _sum_of_squares)
+    assert read is not None
+    assert read.gradient_strides == (strides,)
+
+
+def _sum_of_squares(output: Tensor) -> Tensor:
+    return output.square().sum()
+
+
+@given(some.lists(some.tuples(some.integers(1, 4), some.integers(0, 30)), max_size=3))
+def test_strides_are_told_where_each_element_has_memory_of_its_own(axes: list[Any]) -> None:
+    sizes, strides = [size for size, _ in axes], [stride for _, stride in axes]
+    places = [sum(map(int.__mul__, at, strides)) for at in itertools.product(*map(range, sizes))]
+    told = strides_without_overlap(torch.empty_strided(sizes, strides))
+    if told is not None:
+        assert len(set(places)) == len(places)
+        assert told == tuple(strides)
+    dense = torch.empty(sizes).permute(torch.randperm(len(sizes)).tolist())
+    assert strides_without_overlap(dense) == dense.stride()
+    assert strides_without_overlap(dense.unsqueeze(-1).expand(*dense.shape, 2)) is None
