@@ -19,7 +19,7 @@ import logging
 import operator
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -46,7 +46,14 @@ from memfit.capture.plain_parts import NOTHING_PLAIN, PlainParts, UnplannableGra
 from memfit.capture.preserve import preserved
 from memfit.capture.reading import JointReading
 from memfit.capture.sharded import Gathered, gathering, is_sharded, resharded
-from memfit.capture.tangents import Strides, laid_out_as_made, strides_of_outputs
+from memfit.capture.tangents import (
+    GradientStrides,
+    Strides,
+    laid_out_as_made,
+    layouts_between,
+    strides_of_input_gradients,
+    strides_of_outputs,
+)
 from memfit.errors import CaptureError, MemfitError
 
 __all__ = [
@@ -76,7 +83,8 @@ class Piece:
         inputs: the real tensors it takes, in the order of its placeholders.
         outputs: what it returned while capturing, fake or real.
         gathered: the units of a sharded module that were gathered while it ran.
-        key: of the graph it was made from (`graph_key`).
+        key: of the graph it was made from (`graph_key`); empty for the only one.
+        input_strides: by inputs how their gradients lie.
     """
 
     reading: JointReading
@@ -84,6 +92,7 @@ class Piece:
     outputs: tuple[Any, ...]
     gathered: tuple[Gathered, ...] = ()
     key: str = ""
+    input_strides: Mapping[int, Strides] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +108,7 @@ class Pieces:
         plain: what is left to plain code.
         replaced: whether the model's own checkpoints are left out.
         loss: what the loss does with the output and with what left by a side door, if it was read.
+        gradient_strides: how gradients of outputs of the graphs lie, where that is not as the outputs do.
     """
 
     pieces: tuple[Piece, ...]
@@ -116,6 +126,7 @@ class Pieces:
         return keys[-1] if keys.count(keys[-1]) == 1 else None
 
     loss: LossReading | None = None
+    gradient_strides: GradientStrides = field(default_factory=dict)
 
     def receivers(self) -> list[torch.Tensor]:
         """The tensors of the output, then those that left the last piece by a side door and need a gradient.
@@ -136,7 +147,7 @@ def capture_pieces(
     separate: Callable[[str], bool],
     grid: tuple[int, ...] = (),
     gradient_outputs: frozenset[int] | None = None,
-    gradient_strides: Mapping[int, Strides] | None = None,
+    gradient_strides: GradientStrides | None = None,
     last_key: str | None = None,
     accumulate: Accumulate | None = None,
     checkpointing: str = "refuse",
@@ -151,7 +162,7 @@ def capture_pieces(
         separate: see `memfit.capture.joint.read_joint`.
         grid: see there.
         gradient_outputs: which outputs of the last graph receive a gradient; None for all of them.
-        gradient_strides: by outputs of the last graph how their gradients lie, where that is not as the outputs do.
+        gradient_strides: how gradients of outputs of the graphs lie, where that is not as the outputs do.
         last_key: with that, which graph is the last.
         accumulate: how gradients of parameters are added to `.grad` inside the graph; None if that is left to autograd.
         checkpointing: `"refuse"` or `"replace"`, what is done where the model checkpoints itself.
@@ -236,7 +247,7 @@ def _capture(
     separate: Callable[[str], bool],
     grid: tuple[int, ...],
     gradient_outputs: frozenset[int] | None,
-    gradient_strides: Mapping[int, Strides],
+    gradient_strides: GradientStrides,
     last_key: str | None,
     accumulate: Accumulate | None,
     replaced: bool,
@@ -249,8 +260,10 @@ def _capture(
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         readings: list[JointReading] = []
+        of_inputs: dict[int, Strides] = {}
 
         def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **rest: Any) -> Any:
+            of_inputs.update(strides_of_input_gradients(joint.graph))
             halves = default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **rest)
             in_place = in_place_nodes(gm)
             reading = functools.partial(
@@ -264,14 +277,12 @@ def _capture(
         key = graph_key(gm)
         if fake and any(isinstance(node.meta.get("example_value"), _NUMBERS) for node in gm.graph.nodes):
             raise UnplannableGraphError("a number is read from a tensor")  # in a graph it would round as a tensor does
-        strides: Mapping[int, Strides] = {}
         if fake or key == last_key:
-            strides = gradient_strides
             detach_outputs(gm, gradient_outputs)
         results = [n.meta["example_value"] if isinstance(n, fx.Node) else n for n in _outputs_of(gm)]
         original = gm.forward if fake else types.MethodType(type(gm).forward, gm)
         try:
-            with as_in_eager(), laid_out_as_made(strides):
+            with as_in_eager(), laid_out_as_made(gradient_strides.get("" if fake else key, {})):
                 aot_autograd(fw_compiler=_as_is, bw_compiler=_as_is, partition_fn=partition)(gm, inputs)
         except UnplannableGraphError as error:
             if fake:
@@ -295,7 +306,14 @@ def _capture(
                     if isinstance(output, torch.Tensor) and result.requires_grad and not output.requires_grad:
                         output.requires_grad_()
             pieces.append(
-                Piece(reading=readings[0], inputs=tuple(real_inputs), outputs=outputs, gathered=gathered(), key=key)
+                Piece(
+                    reading=readings[0],
+                    inputs=tuple(real_inputs),
+                    outputs=outputs,
+                    gathered=gathered(),
+                    key="" if fake else key,
+                    input_strides=of_inputs,
+                )
             )
             return outputs
 
@@ -316,7 +334,27 @@ def _capture(
     captured = tuple(pieces)
     pieces.clear()  # Dynamo keeps the backend, and with it this list
     made = Pieces(pieces=captured, output=output, staying=gathered(), plain=plain, replaced=replaced)
-    return made if read is None or not captured else replace(made, loss=read(made))
+    if read is None or not captured:
+        return made
+    loss = read(made)
+    return replace(made, loss=loss, gradient_strides=_gradient_strides(made, loss))
+
+
+def _gradient_strides(pieces: Pieces, loss: LossReading) -> GradientStrides:
+    """By graphs how gradients of their outputs lie, where that is not as the outputs do and always the same."""
+    if any(piece.gathered for piece in pieces.pieces):
+        return {}  # hooks of a sharded module would communicate
+    received = zip(pieces.receivers(), loss.receives_gradient, loss.gradient_strides, strict=False)
+    ends = [(tensor, strides) for tensor, receives, strides in received if receives]
+    for piece in reversed(pieces.pieces):  # gradients are summed in the order of the backward pass
+        inputs = ((piece.inputs[place], strides) for place, strides in piece.input_strides.items())
+        ends += [(t, strides) for t, strides in inputs if not isinstance(t, nn.Parameter)]
+    found: dict[str, dict[int, Strides]] = {}
+    several: set[str] = set()
+    for piece, strides in zip(pieces.pieces, layouts_between(ends, [p.outputs for p in pieces.pieces]), strict=True):
+        if found.setdefault(piece.key, strides) != strides:
+            several.add(piece.key)
+    return {key: strides for key, strides in found.items() if strides and key not in several}
 
 
 def graph_key(gm: fx.GraphModule) -> str:

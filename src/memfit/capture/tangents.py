@@ -6,17 +6,20 @@ something larger that may be another layout, and then kernels downstream sum in 
 other bits, and the copy takes memory.
 
 *Idea*: reading the loss tells the layout of each gradient (`memfit.capture.loss.read_loss`), and AOTAutograd's guess is
-corrected before the joint graph is traced. At run time a gradient of another layout than the plan's, of another loss
-say, is copied to the plan's as before.
+corrected before the joint graph is traced. Where the graph breaks, the joint graph of each piece tells how the
+gradients of its inputs lie, and the engine takes zeros of these layouts through the code between the pieces, whose
+autograd graph is there after capturing. At run time a gradient of another layout than the plan's, of another loss say,
+is copied to the plan's as before.
 
 Known limits: gradients whose elements share memory (those of a plain sum, say) are taken to lie as the outputs do, as
-no other gradient could be copied to such a layout; so are those of outputs that are views of each other, and gradients
-that one piece of a broken graph hands to another. The proof compares the bits.
+no other gradient could be copied to such a layout; so are those of outputs that are views of each other, and those of
+graphs that run several times in a step with gradients of several layouts. The proof compares the bits.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,12 +27,25 @@ from typing import Any
 import torch
 import torch._functorch.aot_autograd as aot
 from torch import fx
-from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
+from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput, PlainAOTOutput
 from torch._subclasses.fake_tensor import FakeTensor
 
-__all__ = ["Strides", "laid_out_as_made", "layouts_told", "strides_of_outputs", "strides_without_overlap"]
+__all__ = [
+    "GradientStrides",
+    "Strides",
+    "laid_out_as_made",
+    "layouts_between",
+    "strides_of_input_gradients",
+    "strides_of_outputs",
+    "strides_without_overlap",
+]
+
+log = logging.getLogger(__name__)
 
 Strides = tuple[int, ...]
+
+GradientStrides = Mapping[str, Mapping[int, Strides]]
+"""By the keys of graphs, and by places among their outputs, how gradients lie; the only graph of a step has no key."""
 
 _COLLECT = "run_functionalized_fw_and_collect_metadata"
 
@@ -46,18 +62,56 @@ def strides_without_overlap(tensor: torch.Tensor) -> Strides | None:
     return tuple(tensor.stride())
 
 
-def layouts_told(
-    outputs: Sequence[Any], receivers: Sequence[torch.Tensor], strides: Sequence[Strides | None]
-) -> dict[int, Strides]:
-    """By places among outputs the strides of their gradients, where those are not the outputs' own.
+def layouts_between(
+    inputs: Sequence[tuple[torch.Tensor, Strides | None]], outputs: Sequence[Sequence[Any]]
+) -> list[dict[int, Strides]]:
+    """By graphs, and by places among their outputs, the strides of gradients that do not lie as the outputs do.
 
     Args:
-        outputs: of a graph.
-        receivers: tensors that receive gradients, some of them among the outputs.
-        strides: of those gradients; None where it is not known or receives none.
+        inputs: tensors that receive a gradient from the loss or from a graph, and how it lies, if that is known.
+        outputs: of each graph; tensors among them are leaves of the autograd graph that leads to the inputs.
     """
-    told = {id(t): s for t, s in zip(receivers, strides, strict=False) if s is not None and s != tuple(t.stride())}
-    return {place: told[id(t)] for place, t in enumerate(outputs) if id(t) in told}
+    found: list[dict[int, Strides]] = [{} for _ in outputs]
+    places = [
+        (number, place, tensor)
+        for number, returned in enumerate(outputs)
+        for place, tensor in enumerate(returned)
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad
+    ]
+    ends = [(t, strides) for t, strides in inputs if t.requires_grad]
+    if not places or not ends:
+        return found
+    try:
+        zeros = [torch.zeros_like(t) if s is None else _strided_zeros(t, s) for t, s in ends]
+        gradients = torch.autograd.grad(
+            [t for t, _ in ends], [t for *_, t in places], zeros, retain_graph=True, allow_unused=True
+        )
+    except Exception as error:  # code between pieces, and hooks, are anyone's; the proof compares the bits
+        log.info("gradients between pieces are taken to lie as their tensors do: %s", error)
+        return found
+    for (number, place, tensor), gradient in zip(places, gradients, strict=True):
+        strides = None if gradient is None else strides_without_overlap(gradient)
+        if strides is not None and strides != tuple(tensor.stride()):
+            found[number][place] = strides
+    return found
+
+
+def _strided_zeros(like: torch.Tensor, strides: Strides) -> torch.Tensor:
+    return torch.empty_strided(tuple(like.shape), strides, dtype=like.dtype, device=like.device).zero_()
+
+
+def strides_of_input_gradients(joint: fx.Graph) -> dict[int, Strides]:
+    """By places among the inputs of the traced function how their gradients lie."""
+    (output,) = joint.find_nodes(op="output")
+    found: dict[int, Strides] = {}
+    for node, desc in zip(output.args[0], output.meta["desc"], strict=True):
+        value = node.meta.get("val") if isinstance(node, fx.Node) else None
+        of = getattr(desc, "grad_of", None)
+        if isinstance(value, torch.Tensor) and isinstance(desc, GradAOTOutput) and isinstance(of, PlainAOTInput):
+            strides = strides_without_overlap(value)
+            if strides is not None:
+                found[of.idx] = strides
+    return found
 
 
 def strides_of_outputs(joint: fx.Graph) -> dict[int, Strides]:

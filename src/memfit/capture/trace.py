@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from memfit.capture.loss_on_values import loss_reading
 from memfit.capture.optimizer import OptimizerCost, optimizer_cost
 from memfit.capture.reading import JointOp
 from memfit.capture.sharded import local
-from memfit.capture.tangents import Strides, layouts_told
+from memfit.capture.tangents import GradientStrides
 from memfit.capture.unwrapped_optimizer import OptimizerLike
 from memfit.errors import CaptureError, SpecError
 from memfit.step.graph import Phase, StepGraph
@@ -38,7 +38,7 @@ class Capture:
         pieces: where it came from.
         joint_ops: for each op of the graph its joint op; None for the loss and what hooks do between pieces.
         gradient_outputs: which outputs of the last piece receive gradients; None for all.
-        gradient_strides: by outputs of the last piece how their gradients lie, where that is not as the outputs do.
+        gradient_strides: how gradients of outputs of the pieces lie, where that is not as the outputs do.
         between_bytes: the part of the graph's static bytes that plain code between pieces holds.
         loss: how it was read.
         deferred: ops of the backward pass that come last and can wait (`memfit.planner.deferral`).
@@ -48,7 +48,7 @@ class Capture:
     pieces: Pieces
     joint_ops: tuple[JointOp | None, ...]
     gradient_outputs: frozenset[int] | None
-    gradient_strides: Mapping[int, Strides] = field(default_factory=dict)
+    gradient_strides: GradientStrides = field(default_factory=dict)
     between_bytes: int = 0
     deferred: frozenset[int] = frozenset()
     loss: LossReading | None = None
@@ -62,6 +62,10 @@ class Capture:
     def grid(self) -> tuple[int, ...]:
         """Into how many tiles samples may be cut; empty if it was not captured for the lever `tile`."""
         return max((piece.reading.grid for piece in self.pieces.pieces), default=())
+
+
+_MOST_LAYOUTS = 4
+"""Layouts of gradients that one piece hands to another settle within as many captures, or the proof tells."""
 
 
 def _never(_: str) -> bool:
@@ -151,12 +155,20 @@ def capture_step(
         loss = pieces.loss
         assert loss is not None
         gradient_outputs = _gradient_outputs(pieces, loss.receives_gradient)
-        strides = layouts_told(pieces.pieces[-1].outputs, pieces.receivers(), loss.gradient_strides)
         if pieces.breaks and pieces.last_key is None:
-            gradient_outputs, strides = None, {}  # a graph that runs earlier as well has all its outputs
-        if gradient_outputs is not None or strides:
-            last_key = pieces.last_key
-            pieces = captured(gradient_outputs=gradient_outputs, gradient_strides=strides, last_key=last_key)
+            gradient_outputs = None  # a graph that runs earlier as well has all its outputs
+        strides: GradientStrides = {}
+        again = gradient_outputs is not None
+        for _ in range(_MOST_LAYOUTS):
+            if not again and pieces.gradient_strides == strides:
+                break
+            again, strides = False, pieces.gradient_strides
+            pieces = captured(
+                gradient_outputs=gradient_outputs,
+                gradient_strides=strides,
+                last_key=pieces.last_key,
+                read=lambda _: loss,
+            )
     graph, joint_ops = join(pieces, loss.transient_bytes, device_type, held_bytes=loss.held_bytes)
     if not any(op.phase is Phase.BACKWARD for op in graph.ops):
         raise CaptureError(

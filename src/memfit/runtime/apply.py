@@ -28,7 +28,7 @@ from memfit.capture.eager_kernels import as_in_eager
 from memfit.capture.joint import read_joint
 from memfit.capture.plain_parts import NOTHING_PLAIN, PlainParts, UnplannableGraphError
 from memfit.capture.reading import JointReading
-from memfit.capture.tangents import Strides, laid_out_as_made
+from memfit.capture.tangents import GradientStrides, laid_out_as_made
 from memfit.capture.trace import Capture, device_of
 from memfit.errors import OutOfMemoryError, PlanMismatchError
 from memfit.runtime.accumulate import accumulation
@@ -334,7 +334,7 @@ def compile_planned(
     programs: Sequence[PieceProgram],
     gradient_outputs: frozenset[int] | None,
     *,
-    gradient_strides: Mapping[int, Strides] | None = None,
+    gradient_strides: GradientStrides | None = None,
     last_key: str | None = None,
     in_pieces: bool = False,
     plain: PlainParts = NOTHING_PLAIN,
@@ -349,7 +349,7 @@ def compile_planned(
         model: the module.
         programs: one for each piece.
         gradient_outputs: which outputs of the last piece receive gradients; None for all.
-        gradient_strides: by outputs of the last piece how their gradients lie, where that is not as the outputs do.
+        gradient_strides: how gradients of outputs of the pieces lie, where that is not as the outputs do.
         last_key: which graph is that of the last piece.
         in_pieces: whether the graph may break.
         plain: what is left to plain code.
@@ -374,9 +374,9 @@ def compile_planned(
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         by_autograd = reached_by_autograd(gm)
         piece = CompiledPiece(in_pieces=in_pieces)
-        is_last = not in_pieces or graph_key(gm) == last_key
-        cut = detach_outputs(gm, gradient_outputs) if is_last else []
-        strides = (gradient_strides or {}) if is_last else {}
+        key = graph_key(gm) if in_pieces else ""
+        cut = detach_outputs(gm, gradient_outputs) if not in_pieces or key == last_key else []
+        strides = (gradient_strides or {}).get(key, {})
         accumulated = accumulated_inputs(inputs) if any(p.accumulate for p in programs) else frozenset[int]()
         as_made = any(p.accumulate is Accumulate.AS_MADE for p in programs)
         adding = {place: accumulation(inputs[place]) for place in accumulated}
