@@ -80,3 +80,9 @@ def test_wide_gates_round_as_in_eager_mode() -> None:
 def test_rrelu_is_exact_in_every_layout(layout: torch.memory_format) -> None:
     torch.manual_seed(0)
     _fitted_steps_are_plain(Randomized(), torch.randn(2, 3, 9, 10).contiguous(memory_format=layout))
+
+
+@pytest.mark.parametrize("layer", [nn.GRU(4, 4, 2), nn.Sequential(nn.LSTM(4, 2, bidirectional=True)), nn.RNN(4, 4)])
+def test_a_recurrent_layer_alone_is_told_to_have_nothing_to_plan(layer: nn.Module) -> None:
+    with pytest.raises(memfit.CaptureError, match=r"can be planned: nn\.(GRU|LSTM|RNN) runs as one kernel"):
+        memfit.fit(layer, (torch.randn(3, 2, 4),), budget="1GiB", loss_fn=lambda o: o[0].square().mean())

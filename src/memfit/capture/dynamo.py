@@ -35,7 +35,7 @@ from memfit.capture.checkpoints import refusing_checkpoints, without_checkpoints
 from memfit.capture.constant_branches import constant_branches
 from memfit.capture.eager_answers import eager_answers
 from memfit.capture.eager_kernels import as_in_eager
-from memfit.capture.failures import explained, quiet
+from memfit.capture.failures import explained, nothing_captured, quiet
 from memfit.capture.joint import read_joint
 from memfit.capture.live_bytes import LiveBytes
 from memfit.capture.log_calls import logs_left_out
@@ -205,7 +205,7 @@ def capture_pieces(
         except torch._dynamo.exc.TorchDynamoException as second:
             raise explained(second, model) from second
     if not pieces.pieces:
-        raise explained(failure, model, start="nothing of the model can be captured") from failure
+        raise nothing_captured(failure, model) from failure
     if is_sharded(model):  # what its hooks hold is told by `memfit.capture.communication`
         between_bytes = 0
     for told in plain.reasons:
