@@ -64,12 +64,10 @@ class Asked(nn.Module):
 MODELS: dict[str, tuple[Callable[[], nn.Module], torch.dtype | None]] = {
     "around": (Looped, torch.bfloat16),
     "half": (Looped, torch.float16),
-    "once": (lambda: Looped(1), torch.bfloat16),
     "a region": (lambda: Looped(2, (torch.bfloat16,)), None),
     "a region in another": (lambda: Looped(2, (torch.bfloat16,)), torch.bfloat16),
     "tied": (Tied, torch.bfloat16),
     "asked": (Asked, None),
-    "none": (Looped, None),
 }
 
 

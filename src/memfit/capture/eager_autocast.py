@@ -73,9 +73,9 @@ def _sum_before_casting(graph: fx.Graph, gradient: fx.Node) -> None:
     sums = _sums(gradient)
     if not sums:
         return
-    terms = [sums[0].args[0], *(node.args[1] for node in sums)]
+    terms: list[Any] = [sums[0].args[0], *(node.args[1] for node in sums)]
     halves = [t for t in terms if _half_of(t) is not None]
-    if len(halves) < 2 or len({_half_of(t).meta["val"].dtype for t in halves}) > 1:  # type: ignore[union-attr]
+    if len(halves) < 2 or len({t.args[0].meta["val"].dtype for t in halves}) > 1:
         return
     before: fx.Node | None = None
     half: fx.Node | None = None
@@ -99,12 +99,12 @@ def _sum_before_casting(graph: fx.Graph, gradient: fx.Node) -> None:
 def _sums(gradient: fx.Node) -> list[fx.Node]:
     """The sums that autograd makes of gradients one after the other, the first one first."""
     found: list[fx.Node] = []
-    node = gradient
+    node: Any = gradient
     while node.target is _aten.add.Tensor and not node.kwargs and all(isinstance(a, fx.Node) for a in node.args):
         if found and len(node.users) > 1:
             break
         found.append(node)
-        node = node.args[0]  # type: ignore[assignment]
+        node = node.args[0]
     return found[::-1]
 
 
@@ -112,7 +112,7 @@ def _half_of(node: Any) -> fx.Node | None:
     """The half-precision tensor that a node casts to float32; None if it does not."""
     if node.target is not _aten._to_copy.default or len(node.users) > 1 or node.meta["val"].dtype is not torch.float32:
         return None
-    source = node.args[0]
+    source: fx.Node = node.args[0]
     return source if source.meta["val"].dtype in _HALF else None
 
 

@@ -41,10 +41,10 @@ def composites_of_eager() -> Iterator[None]:
     try:
         yield
     finally:
-        for overload, kernel in before.items():
+        for overload, earlier in before.items():
             del overload.py_kernels[_KEY]
-            if kernel is not None:
-                overload.py_kernels[_KEY] = kernel
+            if earlier is not None:
+                overload.py_kernels[_KEY] = earlier
             overload._dispatch_cache.clear()
 
 
