@@ -34,8 +34,9 @@ from memfit.capture.adding import Accumulate
 from memfit.capture.checkpoints import refusing_checkpoints, without_checkpoints
 from memfit.capture.constant_branches import constant_branches
 from memfit.capture.eager_answers import eager_answers
+from memfit.capture.eager_autocast import cast_once
 from memfit.capture.eager_kernels import as_in_eager
-from memfit.capture.failures import explained, quiet
+from memfit.capture.failures import explained, nothing_captured, quiet
 from memfit.capture.joint import read_joint
 from memfit.capture.live_bytes import LiveBytes
 from memfit.capture.log_calls import logs_left_out
@@ -216,7 +217,7 @@ def capture_pieces(
         except torch._dynamo.exc.TorchDynamoException as second:
             raise explained(second, model) from second
     if not pieces.pieces:
-        raise explained(failure, model, start="nothing of the model can be captured") from failure
+        raise nothing_captured(failure, model) from failure
     if is_sharded(model):  # what its hooks hold is told by `memfit.capture.communication`
         between_bytes = 0
     for told in plain.reasons:
@@ -270,10 +271,11 @@ def _capture(
                 read_joint, joint, num_fwd_outputs, separate=separate, grid=grid, replaced=replaced
             )
             as_made = accumulate is Accumulate.AS_MADE
-            readings.append(reading(in_place=in_place, accumulated=accumulated, as_made=as_made))
+            readings.append(reading(in_place=in_place, accumulated=accumulated, as_made=as_made, cast_once=casts))
             return halves
 
         accumulated = accumulated_inputs(inputs) if accumulate else frozenset[int]()
+        casts = cast_once(gm, inputs)
         key = graph_key(gm)
         if fake and any(isinstance(node.meta.get("example_value"), _NUMBERS) for node in gm.graph.nodes):
             raise UnplannableGraphError("a number is read from a tensor")  # in a graph it would round as a tensor does

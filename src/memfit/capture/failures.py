@@ -16,7 +16,7 @@ from torch import nn
 
 from memfit.errors import CaptureError, MemfitError
 
-__all__ = ["explained", "quiet", "told_plainly", "user_line"]
+__all__ = ["explained", "nothing_captured", "quiet", "told_plainly", "user_line"]
 
 _HERE = str(Path(__file__).resolve().parent.parent) + os.sep
 _TORCH = str(Path(torch.__file__).resolve().parent) + os.sep
@@ -39,6 +39,20 @@ def explained(error: BaseException, model: nn.Module, *, start: str = "cannot ca
         f"{start}: {_fact(inner)} (at {where}); take that code out of the module that is fitted, or mark its function "
         "with @torch.compiler.disable, which leaves it plain code between planned pieces"
     )
+
+
+def nothing_captured(error: BaseException, model: nn.Module) -> CaptureError:
+    """The error of a model of which no graph can be captured."""
+    layers = [module for module in model.modules() if any(True for _ in module.parameters(recurse=False))]
+    recurrent = sorted({type(module).__name__ for module in layers if isinstance(module, nn.RNNBase)})
+    if recurrent and all(isinstance(module, nn.RNNBase) for module in layers):
+        names = " and ".join(f"nn.{name}" for name in recurrent)
+        return CaptureError(
+            f"nothing of {type(model).__name__} can be planned: {names} runs as one kernel over all time steps, which "
+            "saves what it needs itself and is left as it is; fit the model that it is a part of, whose other layers "
+            "are planned, or write the recurrence as a loop over nn.GRUCell, nn.LSTMCell or nn.RNNCell"
+        )
+    return explained(error, model, start="nothing of the model can be captured")
 
 
 @contextlib.contextmanager

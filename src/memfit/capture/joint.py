@@ -34,6 +34,7 @@ from memfit.capture.checkpoints import checkpoint_error
 from memfit.capture.cost_key import tensors_of
 from memfit.capture.cudnn_norm import take_cudnn_batch_norm
 from memfit.capture.cutting import cutting
+from memfit.capture.eager_autocast import sum_before_casting
 from memfit.capture.failures import user_line
 from memfit.capture.group_norm import split_group_norm
 from memfit.capture.plain_parts import UnplannableGraphError
@@ -60,6 +61,7 @@ def read_joint(
     accumulated: frozenset[int] = frozenset(),
     as_made: bool = False,
     replaced: bool = False,
+    cast_once: frozenset[int] = frozenset(),
 ) -> JointReading:
     """Reads a joint graph; the same graph always gives the same reading.
 
@@ -75,6 +77,7 @@ def read_joint(
         accumulated: which inputs' gradients are added to what is there when made (`memfit.runtime.accumulate`).
         as_made: whether ops that can add them do (`memfit.capture.adding`).
         replaced: whether the marks of the model's own checkpoints are passed over.
+        cast_once: which inputs autocast casts once (`memfit.capture.eager_autocast`).
 
     Returns:
         Ops, storages and who shares what.
@@ -84,6 +87,7 @@ def read_joint(
         CaptureError: if the model checkpoints itself.
     """
     _refuse_unplannable(module.graph, replaced=replaced)
+    sum_before_casting(module, num_forward_outputs, cast_once)
     merge_repeated(module)
     dropout.mask_by_bytes(module)
     rewrite.drop_clones(module)

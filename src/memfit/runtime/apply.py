@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from memfit.capture.adding import Accumulate
 from memfit.capture.dynamo import accumulated_inputs, compile_call, detach_outputs, graph_key
+from memfit.capture.eager_autocast import cast_once
 from memfit.capture.eager_kernels import as_in_eager
 from memfit.capture.joint import read_joint
 from memfit.capture.plain_parts import NOTHING_PLAIN, PlainParts, UnplannableGraphError
@@ -378,6 +379,7 @@ def compile_planned(
         cut = detach_outputs(gm, gradient_outputs) if not in_pieces or key == last_key else []
         strides = (gradient_strides or {}).get(key, {})
         accumulated = accumulated_inputs(inputs) if any(p.accumulate for p in programs) else frozenset[int]()
+        casts = cast_once(gm, inputs)
         as_made = any(p.accumulate is Accumulate.AS_MADE for p in programs)
         adding = {place: accumulation(inputs[place]) for place in accumulated}
 
@@ -393,6 +395,7 @@ def compile_planned(
                 accumulated=accumulated,
                 as_made=as_made,
                 replaced=replaced,
+                cast_once=casts,
             )
             digest = reading_digest(reading)
             if digest not in of_graph and plain.loose:
