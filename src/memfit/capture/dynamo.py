@@ -17,6 +17,7 @@ import hashlib
 import inspect
 import logging
 import operator
+import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -61,6 +62,8 @@ __all__ = [
     "Piece",
     "Pieces",
     "accumulated_inputs",
+    "attach_outputs",
+    "call_has_begun",
     "capture_pieces",
     "compile_call",
     "detach_outputs",
@@ -72,6 +75,9 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 _MOST_PLANS = 100_000
+_CALL = "fitted_call"
+"""Name of the function that Dynamo compiles."""
+
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -390,9 +396,7 @@ def compile_call(
         return impl(*args, **kwargs)
 
     # Dynamo caches by code object; a copy keeps fitted models from sharing one cache and its size limit.
-    own = types.FunctionType(
-        call.__code__.replace(co_name="fitted_call"), call.__globals__, "fitted_call", None, call.__closure__
-    )
+    own = types.FunctionType(call.__code__.replace(co_name=_CALL), call.__globals__, _CALL, None, call.__closure__)
     compiled: Callable[..., Any] = torch.compile(own, backend=backend, fullgraph=fullgraph, dynamic=False)
     forwards = _forwards_of_torch(model) if in_pieces else []
     names = dict(model.named_modules())
@@ -419,6 +423,19 @@ def compile_call(
             return compiled(*args, **kwargs)
 
     return run
+
+
+def call_has_begun() -> bool:
+    """Asked while Dynamo compiles a graph of a `compile_call`: whether code of the same call has run before it.
+
+    If so, the graph is one behind a break, and the call's function is a frame that runs.
+    """
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == _CALL:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _forwards_of_torch(model: nn.Module) -> list[tuple[dict[str, Any], Callable[..., Any]]]:
@@ -506,6 +523,19 @@ def detach_outputs(gm: fx.GraphModule, gradient_outputs: frozenset[int] | None) 
     output.args = (tuple(results),)
     gm.recompile()
     return positions
+
+
+def attach_outputs(gm: fx.GraphModule, positions: Sequence[int]) -> None:
+    """Undoes `detach_outputs`."""
+    (output,) = gm.graph.find_nodes(op="output")
+    results = list(output.args[0])
+    cut = {position: results[position] for position in positions}
+    for position, node in cut.items():
+        results[position] = node.args[0]
+    output.args = (tuple(results),)
+    for node in cut.values():
+        gm.graph.erase_node(node)
+    gm.recompile()
 
 
 def _as_is(gm: fx.GraphModule, inputs: Any) -> fx.GraphModule:

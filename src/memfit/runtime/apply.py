@@ -23,7 +23,14 @@ from torch.fx.graph import _BoxedCodeGen
 from torch.utils import _pytree as pytree
 
 from memfit.capture.adding import Accumulate
-from memfit.capture.dynamo import accumulated_inputs, compile_call, detach_outputs, graph_key
+from memfit.capture.dynamo import (
+    accumulated_inputs,
+    attach_outputs,
+    call_has_begun,
+    compile_call,
+    detach_outputs,
+    graph_key,
+)
 from memfit.capture.eager_autocast import cast_once
 from memfit.capture.eager_kernels import as_in_eager
 from memfit.capture.joint import read_joint
@@ -384,6 +391,7 @@ def compile_planned(
         adding = {place: accumulation(inputs[place]) for place in accumulated}
 
         digest = ""
+        begun = call_has_begun()
 
         def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, turn: int, **rest: Any) -> Any:
             nonlocal digest
@@ -400,6 +408,8 @@ def compile_planned(
             digest = reading_digest(reading)
             if digest not in of_graph and plain.loose:
                 raise UnplannableGraphError("shapes depend on data")
+            if digest not in of_graph and begun:
+                raise _StrayGraphError("a graph behind a break was not planned")
             if digest not in of_graph:
                 raise PlanMismatchError("the model now runs a graph that was not planned")
             place = of_graph[digest][turn]
@@ -428,6 +438,9 @@ def compile_planned(
 
         try:
             first = compiled(0)
+        except _StrayGraphError:
+            attach_outputs(gm, cut)
+            return _plainly(gm)
         except UnplannableGraphError as error:
             if not in_pieces:
                 raise
@@ -442,6 +455,22 @@ def compile_planned(
 
     run = compile_call(model, backend, in_pieces=in_pieces, plain=plain, replaced=replaced)
     return PlannedCall(run, tuple(s for s in swappers if s is not None), len(programs))
+
+
+class _StrayGraphError(UnplannableGraphError):
+    """A graph that was not planned, of a call some code of which has run already: it cannot be called again."""
+
+
+def _plainly(gm: fx.GraphModule) -> Callable[..., Any]:
+    """An unplanned graph as plain code, which its pass is told of."""
+
+    def run(*operands: Any) -> Any:
+        here = _PASS.get()
+        if here is not None:
+            here.strayed = True
+        return gm.forward(*operands)
+
+    return run
 
 
 def _in_turn(variants: Sequence[Callable[..., Any]], digest: str) -> Callable[..., Any]:

@@ -25,7 +25,7 @@ from memfit.capture.loss_on_values import loss_name
 from memfit.capture.own_calls import in_own_call
 from memfit.capture.preserve import preserved
 from memfit.capture.replicated import bucket_bytes, unwrapped
-from memfit.errors import BudgetError, ExactnessError, LossError, MemfitError, PlanMismatchError, SpecError
+from memfit.errors import BudgetError, LossError, MemfitError, PlanMismatchError, SpecError
 from memfit.runtime.apply import PlannedCall, compile_program
 from memfit.runtime.loops import Loops
 from memfit.runtime.module_state import module_state
@@ -66,7 +66,11 @@ class Fitted:
         unsigned: a plan from a file that waits for its first call.
         beneath: what was in the slot before: the call that `module.compile()` put there, for calls without a plan.
         loops: how the loop's forward and backward passes follow each other.
+        latest: the plan that was made last.
+        stale: signatures to be planned again, whose plan serves until then.
         strayed: by signature how often a step ran otherwise than planned.
+        failed: by signature how often it could not be planned, or not again.
+        plain: signatures that run plainly for that.
         told: notices that were given.
     """
 
@@ -77,7 +81,11 @@ class Fitted:
     unsigned: Plan | None = None
     beneath: Callable[..., Any] | None = None
     loops: Loops = field(default_factory=Loops)
+    latest: Plan | None = None
+    stale: set[Signature] = field(default_factory=set)
     strayed: Counter[Signature] = field(default_factory=Counter)
+    failed: Counter[Signature] = field(default_factory=Counter)
+    plain: set[Signature] = field(default_factory=set)
     told: set[str] = field(default_factory=set)
 
     @not_traced
@@ -107,9 +115,13 @@ class Fitted:
         if key in self.loops.differentiated_twice:
             self._tell("twice", "runs plainly where it is differentiated twice, without its plan")
             return model._call_impl(*args, **kwargs)
+        if key in self.plain:
+            return model._call_impl(*args, **kwargs)
         call = self.calls.get(key)
-        if call is None or self.loops.outgrown(key):
+        if call is None or key in self.stale or self.loops.outgrown(key):
             call = self._plan_for(model, key, args, kwargs)
+        if call is None:
+            return model._call_impl(*args, **kwargs)
         try:
             return self._run(model, key, call, args, kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
@@ -121,33 +133,39 @@ class Fitted:
                 raise explained(error, model, start="cannot run the plan") from error
         # Nothing ran: the module's Python state asks for another graph than the planned one.
         log.info("the model changed since it was planned; planning again")
-        self._forget(key)
-        return self._run(model, key, self._plan_for(model, key, args, kwargs), args, kwargs)
+        self.stale.add(key)
+        another = self._plan_for(model, key, args, kwargs)
+        if another is None or another is call:
+            return model._call_impl(*args, **kwargs)
+        return self._run(model, key, another, args, kwargs)
 
     def _run(self, model: nn.Module, key: Signature, call: PlannedCall, args: Any, kwargs: Any) -> Any:
         here = self.loops.begin(key, type(model).__name__)
         output = call.recorded(here, args, kwargs)
         self.loops.add(here)
-        if here.executed != call.pieces or here.strayed:
+        if here.strayed or here.executed != call.pieces:
             self._told_of_stray(model, key, call, here)
         return output
 
     def _told_of_stray(self, model: nn.Module, key: Signature, call: PlannedCall, here: Pass) -> None:
         """Says that a step ran otherwise than planned, and has it planned again, a few times."""
         self.strayed[key] += 1
-        again = self.strayed[key] <= _MOST_STRAYS
+        again = self.strayed[key] <= _MOST_STRAYS and not self.failed[key]
         if again:
-            self._forget(key)
+            self.stale.add(key)
+        more = here.executed - call.pieces
+        ran = f"{here.executed} of its {call.pieces} planned graphs" if more < 0 else "graphs"
+        what = (
+            f"ran {ran} by the plan and others plainly"
+            if more < 0 or here.strayed
+            else (f"ran planned graphs {here.executed} times, where its plan has {call.pieces} runs")
+        )
         self._tell(
-            f"strayed {key in self.calls}",
-            f"ran {here.executed} of {call.pieces} planned graphs by its plan and the rest plainly, with the same bits "
-            "and more memory: its code took another way than when it was planned; "
+            f"strayed {again}",
+            f"{what}, with the same bits and other memory than planned: its code took another way than when it was "
+            "planned; "
             + ("it is planned again at its next call" if again else "it changes too often to be planned again"),
         )
-
-    def _forget(self, key: Signature) -> None:
-        self.calls.pop(key, None)
-        self.plans.pop(key, None)
 
     def _tell(self, what: str, text: str) -> None:
         """A notice, given once."""
@@ -155,7 +173,8 @@ class Fitted:
             self.told.add(what)
             log.warning("%s %s", type(self.model()).__name__, text)
 
-    def _plan_for(self, model: nn.Module, key: Signature, args: Any, kwargs: Any) -> PlannedCall:
+    def _plan_for(self, model: nn.Module, key: Signature, args: Any, kwargs: Any) -> PlannedCall | None:
+        """A call by a new plan; the present one where there is no new one, None where there is none at all."""
         missed = self.calls.get(key)
         with _PLANNING:
             here = self.calls.get(key)
@@ -163,19 +182,34 @@ class Fitted:
                 return here  # another thread planned it meanwhile
             return self._plan_now(model, key, args, kwargs)
 
-    def _plan_now(self, model: nn.Module, key: Signature, args: Any, kwargs: Any) -> PlannedCall:
+    def _plan_now(self, model: nn.Module, key: Signature, args: Any, kwargs: Any) -> PlannedCall | None:
         try:
             plan = self._plan(model, key, args, kwargs)
-        except (BudgetError, SpecError, ExactnessError):
+        except SpecError:
             raise
-        except Exception:
-            _raise_as_plain(model, args, kwargs)
-            raise
+        except Exception as error:
+            if not isinstance(error, BudgetError):
+                _raise_as_plain(model, args, kwargs)
+            if self.latest is None or not isinstance(error, MemfitError):
+                raise
+            return self._unplanned(key, error)
         return self.adopt(model, key, plan)
 
-    def _plan(self, model: nn.Module, key: Signature, args: Any, kwargs: Any) -> Plan:
-        from memfit.making import make_plan
+    def _unplanned(self, key: Signature, error: MemfitError) -> PlannedCall | None:
+        """What runs in the middle of training where a step cannot be planned: training does not end."""
+        self.stale.discard(key)
+        self.failed[key] += 1
+        call = self.calls.get(key)
+        if call is None or self.failed[key] >= _MOST_STRAYS:
+            self.plain.add(key)
+        self._tell(
+            f"failed {key}",
+            "cannot be planned for these inputs, or for the way its code takes now, so what is not planned runs "
+            f"plainly, with the same bits and maybe over the budget: {error}",
+        )
+        return call
 
+    def _plan(self, model: nn.Module, key: Signature, args: Any, kwargs: Any) -> Plan:
         with undisturbed():
             if self.unsigned is not None:
                 waiting, self.unsigned = self.unsigned, None
@@ -183,16 +217,21 @@ class Fitted:
             log.info("planning for inputs %s", key)
 
             def planned(beside_bytes: int) -> Plan:
-                request = replace(self.request, beside_bytes=self.request.beside_bytes + beside_bytes)
-                try:
-                    return make_plan(model, args, kwargs, request, keep_call=True)
-                except LossError as error:
-                    return make_plan(model, args, kwargs, self._without_loss(request, error), keep_call=True)
+                beside_bytes += self.request.beside_bytes
+                return self._made(model, args, kwargs, replace(self.request, beside_bytes=beside_bytes))
 
             try:
                 return self.loops.plan(key, planned, type(model).__name__, self.plans)
             except BudgetError as error:
                 return self._over_budget(model, key, args, kwargs, error)
+
+    def _made(self, model: nn.Module, args: Any, kwargs: Any, request: Request) -> Plan:
+        from memfit.making import make_plan
+
+        try:
+            return make_plan(model, args, kwargs, request, keep_call=True)
+        except LossError as error:
+            return make_plan(model, args, kwargs, self._without_loss(request, error), keep_call=True)
 
     def _over_budget(self, model: nn.Module, key: Signature, args: Any, kwargs: Any, error: BudgetError) -> Plan:
         """The leanest plan for a call in the middle of training that does not fit, rather than the end of training.
@@ -200,12 +239,10 @@ class Fitted:
         Raises:
             BudgetError: the same for the first call of all.
         """
-        from memfit.making import make_plan
-
-        if not self.plans:
+        if self.latest is None:
             raise error
         known = self.plans.get(key)
-        if known is not None:  # several passes do not fit together
+        if known is not None and key not in self.stale:  # several passes do not fit together
             self._tell(f"over {key}", f"takes more than its budget: {error}; each pass runs as it was planned alone")
             return known
         self._tell(
@@ -213,8 +250,12 @@ class Fitted:
             f"takes more than its budget for these inputs, or with these gradients and hooks: {error}; it runs with "
             f"{format_bytes(error.least_bytes)}, the least that works",
         )
-        request = replace(self.request, budget=error.least_bytes)
-        return make_plan(model, args, kwargs, request, keep_call=True)
+        for _ in range(_MOST_STRAYS):
+            try:
+                return self._made(model, args, kwargs, replace(self.request, budget=error.least_bytes))
+            except BudgetError as more:
+                error = more
+        raise error
 
     def _without_loss(self, request: Request, error: LossError) -> Request:
         """For another batch in the middle of training, of which a loss bound to one batch's targets knows nothing."""
@@ -223,7 +264,7 @@ class Fitted:
             "before; a loss_fn that reads the current targets lets memfit plan with it",
             error,
         )
-        earlier = next(reversed(self.plans.values()), None)
+        earlier = self.latest
         before = earlier.planned.capture.loss if earlier is not None and earlier.planned is not None else None
         return replace(request, loss_fn=AssumedLoss(name=loss_name(request.loss_fn), before=before))
 
@@ -233,8 +274,9 @@ class Fitted:
         call = plan.planned.call
         if call is None:
             call = compile_program(model, plan.planned.capture, plan.program, describe=plan.__str__)
-        self.plans[key] = replace(plan, planned=replace(plan.planned, call=None))
+        self.plans[key] = self.latest = replace(plan, planned=replace(plan.planned, call=None))
         self.calls[key] = call
+        self.stale.discard(key)
         return call
 
 
