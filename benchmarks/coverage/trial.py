@@ -26,7 +26,7 @@ STATUSES = (EXACT, PIECES, REFUSED, WRONG, CRASH, NOT_BUILT, "slow", "not run")
 SHARE = 0.8
 """Of the plain step's predicted peak that is the budget, unless its parameters alone leave too little of it."""
 
-ROOM = 0.6
+ROOM = 0.85
 """Of the way from what a single op needs to the plain peak: what such a budget is instead."""
 
 
