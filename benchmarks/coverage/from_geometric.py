@@ -13,7 +13,7 @@ from benchmarks.coverage.script import NotBuilt, Sample, Script, train
 
 __all__ = ["group", "names", "script"]
 
-NODES, EDGES, WIDTH = 24, 80, 8
+NODES, EDGES, WIDTH = 32, 200, 16
 
 KNOWN: dict[str, Any] = {
     "in_channels": WIDTH,

@@ -26,7 +26,7 @@ STATUSES = (EXACT, PIECES, REFUSED, WRONG, CRASH, NOT_BUILT, "slow", "not run")
 SHARE = 0.8
 """Of the plain step's predicted peak that is the budget, unless its parameters alone leave too little of it."""
 
-ROOM = 0.6
+ROOM = 0.85
 """Of the way from what a single op needs to the plain peak: what such a budget is instead."""
 
 
@@ -105,12 +105,8 @@ def trial(script: Script, *, judge_peak: bool, search_seconds: float = 0.5) -> d
     begin = time.perf_counter()
     try:
         first, plain_bytes = _run(script, _Plain())
-        second, _ = _run(script, _Plain())
     except Exception as error:
         return {"status": NOT_BUILT, "reason": _sentence(error)}
-    if any(_different(a, b) for a, b in zip(first, second, strict=True)):
-        return {"status": NOT_BUILT, "reason": "the plain loop gives other bits the second time"}
-    del second
     plain_seconds = time.perf_counter() - begin
     fitter = _Fitter(search_seconds)
     row: dict[str, Any] = {"plain_bytes": plain_bytes, "plain_seconds": round(plain_seconds, 2)}
@@ -123,6 +119,8 @@ def trial(script: Script, *, judge_peak: bool, search_seconds: float = 0.5) -> d
     wrong = [note for note in fitter.notes if note.startswith("fit changed")]
     for number, (a, b) in enumerate(zip(first, found, strict=True)):
         wrong += [f"step {number}: {name}" for name in _different(a, b)]
+    if wrong and any(_different(a, b) for a, b in zip(first, _run(script, _Plain())[0], strict=True)):
+        return {"status": NOT_BUILT, "reason": "the plain loop gives other bits the second time"}
     budget = sum(plan.budget_bytes for plan in fitter.plans)
     if judge_peak and planned_bytes > budget:
         wrong.append(f"over the budget: {planned_bytes} of {budget} bytes")

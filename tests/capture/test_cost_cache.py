@@ -33,6 +33,14 @@ def test_what_is_saved_is_known_later(own_directory: Path) -> None:
     assert stat.S_IMODE(file.stat().st_mode) == 0o600 and stat.S_IMODE(own_directory.stat().st_mode) == 0o700
 
 
+@pytest.mark.parametrize("key", ['a", [1] "b', "back\\slash", "naïve", "x(('a',), [2, 3])", '"'])
+def test_any_text_is_a_key(key: str) -> None:
+    cache = open_cache(CPU)
+    cache.update({"before": (way(2.0),), key: (way(1.0),)})
+    cache.save()
+    assert dict(open_cache(CPU)) == dict(cache)
+
+
 def test_processes_that_measure_at_once_lose_nothing() -> None:
     one, other = open_cache(CPU), open_cache(CPU)
     one["one"], other["other"] = (way(1.0),), (way(2.0),)

@@ -36,12 +36,12 @@ class CostCache(MutableMapping[str, tuple[Way, ...]]):
     def __init__(self, path: Path | None = None) -> None:
         self.path = path
         self._costs: dict[str, tuple[Way, ...]] = {}
-        self._unread: dict[str, object] = {}  # a file has thousands of entries, and a step needs few
+        self._unread: dict[str, str] = {}  # JSON by key: a file has thousands of entries, and a step needs few
         self._new: list[str] = []
 
     def __getitem__(self, key: str) -> tuple[Way, ...]:
         if key in self._unread:
-            ways = _ways(self._unread.pop(key))
+            ways = _ways(_parsed(self._unread.pop(key)))
             if ways is not None:
                 self._costs[key] = ways
         return self._costs[key]
@@ -71,10 +71,12 @@ class CostCache(MutableMapping[str, tuple[Way, ...]]):
         except (OSError, ValueError) as error:
             log.warning("cannot read measured costs from %s: %s", self.path, error)
             return
-        for entry in _parsed(lines):
-            match entry:
-                case [str(key), value]:
-                    self._unread[key] = value
+        for line in filter(None, lines):
+            key, text = _divided(line)
+            if key:
+                self._unread[key] = text
+            else:
+                log.warning("ignoring a damaged line of measured costs: %.80s", line)
 
     def save(self) -> None:
         """Appends what is new, readable by the owner only; a file that cannot be written is not an error."""
@@ -116,19 +118,23 @@ def open_cache(device: torch.device) -> CostCache:
     return cache
 
 
-def _parsed(lines: list[str]) -> list[object]:
-    """What is on the lines of a file; at once, or line by line where one of them is damaged."""
-    written = [line for line in lines if line]
+def _divided(line: str) -> tuple[str, str]:
+    """The key of a line and the JSON of its costs, which is read where it is asked for; no key on a damaged line."""
+    if "\\" not in line:
+        key, between, text = line.partition('", [')
+        return (key[2:], f"[{text[:-1]}") if between and key.startswith('["') and line.endswith("]") else ("", "")
+    match _parsed(line):
+        case [str(key), value]:
+            return key, json.dumps(value)
+    return "", ""
+
+
+def _parsed(text: str) -> object:
+    """What JSON says, None where it is damaged."""
     try:
-        found: list[object] = json.loads(f"[{','.join(written)}]")
+        return json.loads(text)
     except (ValueError, RecursionError):
-        found = []
-        for line in written:
-            try:
-                found.append(json.loads(line))
-            except (ValueError, RecursionError):
-                log.warning("ignoring a damaged line of measured costs: %.80s", line)
-    return found
+        return None
 
 
 def _ways(value: object) -> tuple[Way, ...] | None:
