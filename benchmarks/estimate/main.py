@@ -87,9 +87,7 @@ def _row(make: Callable[[], Step], *, profiled: bool) -> tuple[str, ...]:
     step = make()
     with _around(step):
         try:
-            found = memfit.estimate(
-                step.model, step.args, step.kwargs, loss_fn=step.loss_fn, optimizer=step.optimizer
-            )
+            found = memfit.estimate(step.model, step.args, step.kwargs, loss_fn=step.loss_fn, optimizer=step.optimizer)
             of_ops = f"{_profiled(step) / measured_peak(step):.3f}" if profiled else ""
         except MemfitError as error:
             return "", "", f"{type(error).__name__}: {str(error).splitlines()[0][:90]}", "", ""
@@ -103,9 +101,7 @@ def _row(make: Callable[[], Step], *, profiled: bool) -> tuple[str, ...]:
 def measured_peak(step: Step) -> int:
     """The peak bytes of the second of two plain steps."""
     optimizer = step.optimizer
-    run = training_step(
-        step.model, step.model, step.args, step.kwargs, loss_fn=step.loss_fn, optimizer=optimizer
-    )
+    run = training_step(step.model, step.model, step.args, step.kwargs, loss_fn=step.loss_fn, optimizer=optimizer)
     return step_peak(
         run, torch.device("cpu"),
         lambda: resident_bytes(step.model, step.args, step.kwargs, optimizer, torch.device("cpu")),

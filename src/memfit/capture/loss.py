@@ -163,6 +163,11 @@ def read_loss(
     if not differentiable:
         raise CaptureError("no output of the model needs a gradient; is it in training mode with trainable parameters?")
     before = uses([t for t in tensors if t.device.type == device_type])
+
+    def kept_outputs() -> int:
+        after = uses([t for t in tensors if t.device.type == device_type])
+        return sum(nbytes for key, (count, nbytes) in after.items() if count > before[key][0])
+
     with torch.enable_grad(), strides_of_kernels(), LossBytes(device_type) as counter:
         loss = scalar_loss(output, loss_fn)
         if loss is None:
@@ -173,22 +178,22 @@ def read_loss(
                 "train; is something detached, or under no_grad?"
             )
         gradients = torch.autograd.grad(loss, differentiable, allow_unused=True)
-        reached = {id(t) for t, g in zip(differentiable, gradients, strict=True) if g is not None}
-        pairs = zip(differentiable, gradients, strict=True)
-        lying = {id(t): strides_without_overlap(g) for t, g in pairs if g is not None}
+        lying: dict[int, Strides | None] = {}
+        for tensor, gradient in zip(differentiable, gradients, strict=True):
+            if gradient is not None:
+                lying[id(tensor)] = strides_without_overlap(gradient)
         tangents = {g.untyped_storage()._cdata: int(g.untyped_storage().nbytes()) for g in gradients if g is not None}
         peak = counter.peak
         # The gradient of the loss is there until the backward pass ends.
         held = counter.live - sum(tangents.values()) + loss.numel() * loss.element_size()
-        del loss, gradients
-        if counter.live:
-            gc.collect()
+        del loss, gradients, gradient
+        if counter.live or kept_outputs():
+            gc.collect()  # cycles of Python keep nothing for long
         kept = counter.live
     held = max(0, held - kept)
-    after = uses([t for t in tensors if t.device.type == device_type])
-    kept += sum(nbytes for key, (count, nbytes) in after.items() if count > before[key][0])
+    kept += kept_outputs()
     return LossReading(
-        receives_gradient=tuple(id(t) in reached for t in tensors),
+        receives_gradient=tuple(id(t) in lying for t in tensors),
         transient_bytes=max(0, peak - sum(tangents.values()) - held),
         held_bytes=held,
         kept_bytes=kept,
