@@ -17,6 +17,7 @@ from memfit.planning import Progress, Request
 from memfit.plans import Plan
 from memfit.runtime.fitted import fitted_call, release
 from memfit.runtime.measure import Measurement, measure
+from memfit.runtime.opaque import forget_compiled
 from memfit.size_search import max_size
 
 __all__ = [
@@ -135,6 +136,7 @@ def fit(
         search_seconds=search_seconds,
         checkpointing=checkpointing,
     )
+    forget_compiled()
     made = make_plan(model, given_args(args), dict(kwargs or {}), request, progress=progress, keep_call=True)
     return made.apply(model)
 

@@ -82,6 +82,7 @@ class Request:
         search_seconds: roughly how long `"auto"` searches; up to four times that while far from the bound.
         accumulate: how gradients of parameters are added to `.grad` when made; None for after the backward pass.
         beside_bytes: what is in memory beside the module and its inputs, such as DDP's buckets.
+        cut: whether outputs the loss does not use are cut from the gradient.
         checkpointing: `"refuse"` a model that checkpoints itself, or `"replace"` its checkpoints by the plan.
     """
 
@@ -97,6 +98,7 @@ class Request:
     search_seconds: float = 8.0
     accumulate: Accumulate | None = None
     beside_bytes: int = 0
+    cut: bool = True
     checkpointing: str = "refuse"
 
     @property
@@ -177,6 +179,7 @@ def capture_and_profile(
             separate=separate,
             grid=grid,
             accumulate=request.accumulate,
+            cut=request.cut,
             checkpointing=request.checkpointing,
         )
 

@@ -195,6 +195,20 @@ def test_compiled_code_around_a_fitted_module_runs_the_plan(kind: str) -> None:
     assert equal(model, twin)
 
 
+def test_code_that_ran_compiled_before_runs_the_plan() -> None:
+    other, other_twin = fitted(Heads())
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
+    compiled = torch.compile(model, backend="eager")
+    compiled(X)
+    model, twin = fitted(model)
+    for each in (compiled, twin, other, other_twin):
+        square(each(X)).backward()
+    assert len(fitted_call(model).loops.passes) == 1
+    assert equal(model, twin)
+    assert equal(other, other_twin)
+    assert len(fitted_call(other).plans) == 1
+
+
 def test_release_gives_back_a_compiled_call() -> None:
     model = Blocks()
     model.compile(backend="eager")

@@ -111,6 +111,7 @@ def capture_step(
     separate: Callable[[str], bool] = _never,
     grid: tuple[int, ...] = (),
     accumulate: Accumulate | None = None,
+    cut: bool = True,
     checkpointing: str = "refuse",
 ) -> Capture:
     """Captures one training step without running it (with graph breaks: without saving anything).
@@ -125,6 +126,7 @@ def capture_step(
         separate: which weights' gradients of concatenations are made part by part (`memfit.capture.concatenations`).
         grid: for the lever `tile`, see `memfit.capture.joint.read_joint`.
         accumulate: how gradients of parameters are added to `.grad` inside the step; None if that is left to autograd.
+        cut: whether outputs the loss does not use are cut from the gradient.
         checkpointing: see `memfit.capture.dynamo.capture_pieces`.
 
     Returns:
@@ -155,7 +157,7 @@ def capture_step(
         loss = pieces.loss
         assert loss is not None
         gradient_outputs = _gradient_outputs(pieces, loss.receives_gradient)
-        if pieces.breaks and pieces.last_key is None:
+        if not cut or (pieces.breaks and pieces.last_key is None):
             gradient_outputs = None  # a graph that runs earlier as well has all its outputs
         strides: GradientStrides = {}
         again = gradient_outputs is not None

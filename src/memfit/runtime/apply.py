@@ -51,7 +51,7 @@ from memfit.runtime.swap.calls import forget_side_effects
 from memfit.runtime.swap.spaces import open_spaces
 from memfit.runtime.swap.swapper import Slot, Swapper
 from memfit.runtime.swap.tier import SwapSpace
-from memfit.runtime.unused_output import refuse_gradient
+from memfit.runtime.unused_output import whole_graph
 from memfit.step.graph import Phase, StorageKind
 from memfit.step.links import Tier
 from memfit.step.program import Action, Instruction, Program, are_halves
@@ -414,6 +414,9 @@ def compile_planned(
                 raise PlanMismatchError("the model now runs a graph that was not planned")
             place = of_graph[digest][turn]
             program, swapper = programs[place], swappers[place]
+            if cut:
+                aligned = len(piece.reached) == len(by_autograd)
+                piece.whole = whole_graph(gm, cut, reading, aligned=aligned)
             return lower(
                 *(reading, program.forward, program.backward, program.kept),
                 held=program.held,
@@ -433,8 +436,7 @@ def compile_planned(
             split = functools.partial(partition, turn=turn)
             with as_in_eager(), laid_out_as_made(strides):
                 call = aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=split)(gm, inputs)
-            noted = noting_forward(call, piece, _PASS.get) if digest else call
-            return refuse_gradient(noted, cut) if cut else noted
+            return noting_forward(call, piece, _PASS.get) if digest else call
 
         try:
             first = compiled(0)

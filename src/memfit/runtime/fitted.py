@@ -117,6 +117,8 @@ class Fitted:
             return model._call_impl(*args, **kwargs)
         if key in self.plain:
             return model._call_impl(*args, **kwargs)
+        if key in self.loops.widened and key in self.plans and self._is_cut(key):
+            self.stale.add(key)
         call = self.calls.get(key)
         if call is None or key in self.stale or self.loops.outgrown(key):
             call = self._plan_for(model, key, args, kwargs)
@@ -182,6 +184,10 @@ class Fitted:
                 return here  # another thread planned it meanwhile
             return self._plan_now(model, key, args, kwargs)
 
+    def _is_cut(self, key: Signature) -> bool:
+        planned = self.plans[key].planned
+        return planned is not None and planned.request.cut
+
     def _plan_now(self, model: nn.Module, key: Signature, args: Any, kwargs: Any) -> PlannedCall | None:
         try:
             plan = self._plan(model, key, args, kwargs)
@@ -218,7 +224,8 @@ class Fitted:
 
             def planned(beside_bytes: int) -> Plan:
                 beside_bytes += self.request.beside_bytes
-                return self._made(model, args, kwargs, replace(self.request, beside_bytes=beside_bytes))
+                request = replace(self.request, beside_bytes=beside_bytes, cut=key not in self.loops.widened)
+                return self._made(model, args, kwargs, request)
 
             try:
                 return self.loops.plan(key, planned, type(model).__name__, self.plans)
@@ -252,7 +259,8 @@ class Fitted:
         )
         for _ in range(_MOST_STRAYS):
             try:
-                return self._made(model, args, kwargs, replace(self.request, budget=error.least_bytes))
+                request = replace(self.request, budget=error.least_bytes, cut=key not in self.loops.widened)
+                return self._made(model, args, kwargs, request)
             except BudgetError as more:
                 error = more
         raise error

@@ -6,8 +6,8 @@ road that `module(...)` takes in eager: through the slot, whose content it does 
 fitted module, which runs its plan; with `fullgraph=True` that is Dynamo's error, which names memfit.
 
 Known limits: this replaces a method of Dynamo's variable for modules, looked up by name; where a torch has none of that
-name, compiled code goes on past the slot. Code that was compiled before the module was fitted, and runs without looking
-at the module's call again, is not compiled again.
+name, compiled code goes on past the slot. Code that ran compiled before looks at the slot no more, so `fit` has Dynamo
+forget what it compiled; a plan applied by itself (`Plan.apply`) does not.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch._dynamo.decorators import skip
 
 from memfit.capture.own_calls import in_own_call
 
-__all__ = ["make_opaque", "not_traced", "undisturbed"]
+__all__ = ["forget_compiled", "make_opaque", "not_traced", "undisturbed"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _REPLACED = "_memfit_replaced"
@@ -52,6 +52,13 @@ def make_opaque(slot_type: type) -> None:
 
     setattr(call_function, _REPLACED, True)
     variable.call_function = call_function
+
+
+def forget_compiled() -> None:
+    """Has Dynamo compile anew what it compiled, as code of a module may be in it that is fitted now."""
+    forget = getattr(torch._dynamo, "reset_code_caches", None)
+    if forget is not None:
+        forget()
 
 
 def not_traced(function: _Function) -> _Function:

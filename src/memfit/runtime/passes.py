@@ -9,6 +9,7 @@ which outputs a gradient came for.
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -18,8 +19,11 @@ from typing import Any
 import torch
 
 from memfit.errors import SecondDerivativeError
+from memfit.runtime.unused_output import Begun, WholeGraph, with_anchor
 
 __all__ = ["CompiledPiece", "Pass", "PieceOfPass", "in_flight", "noting_backward", "noting_forward"]
+
+log = logging.getLogger(__name__)
 
 _RECORD = "memfit_piece_of_pass"
 
@@ -31,6 +35,7 @@ class Pass:
     Attributes:
         key: signature of its call; None outside of a fitted module.
         refused: where the signatures of passes are noted that are differentiated twice.
+        widened: where the signatures of passes are noted of which a cut output got a gradient.
         executed: how many pieces have run by the plan.
         waiting: of how many the backward pass has not run.
         strayed: whether a piece ran plainly because it was not planned.
@@ -39,6 +44,7 @@ class Pass:
 
     key: Any = None
     refused: set[Any] = field(default_factory=set)
+    widened: set[Any] = field(default_factory=set)
     executed: int = 0
     waiting: int = 0
     strayed: bool = False
@@ -53,15 +59,17 @@ class CompiledPiece:
         reached: for each input the outputs its gradient comes from, None if that is not known; empty: not looked at.
         places: of outputs among the gradients autograd hands to the graph, once it ran.
         in_pieces: whether the step has other graphs as well.
+        whole: the graph with the outputs that are cut; None if none is.
     """
 
     reached: Sequence[frozenset[int] | None] = ()
     places: dict[int, int] = field(default_factory=dict)
     in_pieces: bool = False
+    whole: WholeGraph | None = None
 
     def told_apart(self) -> bool:
         """Whether it matters which outputs got a gradient."""
-        return self.in_pieces or len({r for r in self.reached if r}) > 1
+        return self.in_pieces or self.whole is not None or len({r for r in self.reached if r}) > 1
 
 
 @dataclass(slots=True, eq=False)
@@ -73,18 +81,45 @@ class PieceOfPass:
         piece: the graph.
         missing: outputs that got no gradient in the backward pass that runs now.
         nothing: whether no output got one.
+        begun: of a graph with cut outputs, what it takes to run it again.
+        arrived: gradients of cut outputs in the backward pass that runs now.
+        others: gradients of other outputs, if there are such.
     """
 
     of: Pass
     piece: CompiledPiece
     missing: frozenset[int] = frozenset()
     nothing: bool = False
+    begun: Begun | None = None
+    arrived: dict[int, torch.Tensor] = field(default_factory=dict)
+    others: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def note(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Told by autograd, right before the graph runs backward, what comes in."""
         absent = [gradient is None for gradient in gradients]
         self.missing = frozenset(o for o, place in self.piece.places.items() if absent[place])
-        self.nothing = all(absent)
+        self.nothing = all(absent) and not self.arrived
+        if self.arrived:
+            places = self.piece.places.items()
+            self.others = {o: g for o, place in places if (g := gradients[place]) is not None}
+
+    def arrive(self, gradient: torch.Tensor, position: int) -> None:
+        """Told by autograd, before that, the gradient of a cut output."""
+        self.arrived[position] = gradient
+
+    def run_again(self) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of all outputs, cut ones too, by a second forward pass."""
+        begun, arrived = self.begun, self.others | self.arrived
+        self.arrived, self.others, self.missing = {}, {}, frozenset()
+        assert begun is not None
+        if self.of.key not in self.of.widened:
+            self.of.widened.add(self.of.key)
+            log.warning(
+                "a gradient arrived for an output that the loss given to memfit does not use: this step's forward pass "
+                "runs again plainly, with the same bits and over the budget, and the next one is planned with all "
+                "outputs; pass the loss you really use, memfit.fit(..., loss_fn=...)"
+            )
+        return begun.gradients(arrived)
 
 
 def in_flight(passes: list[weakref.ref[Pass]]) -> list[Pass]:
@@ -100,6 +135,7 @@ def noting_forward(
     """A compiled graph that hangs a record of each run on the node of autograd it makes."""
 
     def run(*operands: Any) -> Any:
+        begun = None if piece.whole is None else Begun.now(piece.whole, operands)
         outputs = call(*operands)
         here = current()
         node = None if here is None else _node_of(outputs, piece.places)
@@ -112,9 +148,21 @@ def noting_forward(
         _refuse_second_derivatives(type(node))
         if piece.told_apart():
             node.register_prehook(record.note)
-        return outputs
+        return outputs if begun is None else _anchored(outputs, record, begun, node)
 
     return run
+
+
+def _anchored(outputs: Sequence[Any], record: PieceOfPass, begun: Begun, node: Any) -> tuple[Any, ...]:
+    """The outputs, those that were cut with an edge to the node that runs the graph backward."""
+    begun.done()
+    record.begun = begun
+    anchor = next(outputs[i] for i in record.piece.places if outputs[i].grad_fn is node)
+    anchored = list(outputs)
+    for position in begun.whole.cut:
+        arrive = functools.partial(record.arrive, position=position)
+        anchored[position] = with_anchor(outputs[position], anchor, arrive)
+    return tuple(anchored)
 
 
 def _refuse_second_derivatives(node_type: Any) -> None:
@@ -188,6 +236,13 @@ def noting_backward(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], A
             return call(operands)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             record.of.waiting -= 1
+        kept = torch._C._autograd._get_current_graph_task_keep_graph()
+        if record.arrived:
+            operands.clear()
+            gradients = record.run_again()
+            record.begun = record.begun if kept else None
+            return gradients
+        record.begun = record.begun if kept else None
         reached, missing, nothing = record.piece.reached, record.missing, record.nothing
         record.missing, record.nothing = frozenset(), False
         if nothing and reached:

@@ -1,45 +1,177 @@
-"""Outputs the loss does not use: cut from the gradient, and loud if one arrives after all.
+"""Outputs the loss does not use: cut from the gradient, and run again plainly if a gradient arrives after all.
 
-AOTAutograd feeds a differentiable output that receives no gradient with zeros: for the logits of a language
-model that returns its own loss this is the largest tensor of the step. The plan cuts such outputs. Should
-the training loop differentiate one after all, the gradient would silently be missing; this makes it an error.
+AOTAutograd feeds a differentiable output that receives no gradient with zeros: for the logits of a language model that
+returns its own loss this is the largest tensor of the step. The plan cuts such outputs. Should the training loop
+differentiate one after all, the gradient would silently be missing.
+
+Idea: what `torch.utils.checkpoint` does to a region, for the whole graph and only then. A cut output keeps an edge of
+autograd to the node that runs the graph backward, so its gradient is known before that node runs; the node then runs
+the graph's forward pass again as plain code, from the same inputs and random state, and differentiates it with respect
+to all outputs at once, which sums in eager's order. Later calls are planned with all outputs.
+
+Known limits: a graph that reads what it overwrites, or was given inputs that changed since, cannot run again; that is
+an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import fx
 
+from memfit.capture.dynamo import attach_outputs
+from memfit.capture.reading import JointReading
 from memfit.errors import PlanMismatchError
+from memfit.step.graph import Phase
 
-__all__ = ["refuse_gradient"]
+__all__ = ["Begun", "WholeGraph", "whole_graph", "with_anchor"]
 
 
-class _Refuse(torch.autograd.Function):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeGraph:
+    """A graph of which outputs were cut.
+
+    Attributes:
+        call: runs it plainly, no output cut; None if that cannot be done a second time.
+        random: whether it draws random numbers.
+        cut: positions of the outputs that were cut.
+    """
+
+    call: Callable[..., Any] | None
+    random: bool
+    cut: tuple[int, ...]
+
+
+def whole_graph(gm: fx.GraphModule, cut: Sequence[int], reading: JointReading, *, aligned: bool) -> WholeGraph:
+    """What is known of a graph with cut outputs.
+
+    Args:
+        gm: Dynamo's graph.
+        cut: positions of the outputs that were cut.
+        reading: of its joint graph.
+        aligned: whether the backward pass returns a gradient for each input of Dynamo's graph.
+    """
+    forward = [op for op in reading.ops if op.phase is Phase.FORWARD]
+    once = {s for op in forward if not op.recomputable for s in op.writes}
+    able = aligned and not reading.accumulated and not any(op.recomputable and once & {*op.reads} for op in forward)
+    whole = fx.GraphModule(gm, fx.Graph(), "Whole") if able else None
+    if whole is not None:
+        whole.graph = _copy(gm.graph)
+        attach_outputs(whole, cut)
+    return WholeGraph(
+        call=None if whole is None else whole.forward, random=any(op.random for op in forward), cut=tuple(cut)
+    )
+
+
+def _copy(graph: fx.Graph) -> fx.Graph:
+    copied = fx.Graph()
+    returned = copied.graph_copy(graph, {})
+    copied.output(returned)
+    return copied
+
+
+@dataclass(slots=True, eq=False)
+class Begun:
+    """A run of a graph with cut outputs: what it takes to run it again.
+
+    Attributes:
+        whole: the graph.
+        inputs: of the run.
+        versions: of the inputs that are tensors, before it ran.
+        after: the same when it had run.
+        states: of the generators, before it ran.
+        autocast: by device type the dtype, None where it was off.
+    """
+
+    whole: WholeGraph
+    inputs: tuple[Any, ...]
+    versions: tuple[int, ...]
+    after: tuple[int, ...]
+    states: tuple[torch.Tensor, ...]
+    autocast: Mapping[str, torch.dtype | None]
+
+    @classmethod
+    def now(cls, whole: WholeGraph, inputs: tuple[Any, ...]) -> Begun:
+        """Right before the run."""
+        devices = {"cpu"} | {t.device.type for t in inputs if isinstance(t, torch.Tensor)} - {"meta"}
+        on = {d: torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in devices}
+        states = (torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if "cuda" in devices else ()))
+        return cls(whole, inputs, _versions(inputs), (), states if whole.random else (), on)
+
+    def done(self) -> None:
+        """Right after it."""
+        self.after = _versions(self.inputs)
+
+    def gradients(self, arrived: Mapping[int, torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+        """The gradient of each input, of all outputs that got one, by plain autograd.
+
+        Raises:
+            PlanMismatchError: if the graph cannot run again.
+        """
+        call = self.whole.call
+        versions = zip(self.versions, self.after, _versions(self.inputs), strict=True)
+        if call is None or any(before == after != now for before, after, now in versions):
+            raise PlanMismatchError(
+                "a gradient arrived for an output that the loss given to memfit does not use, and the forward pass "
+                "cannot run again for it, since it reads what it overwrites or its inputs were overwritten; pass the "
+                "loss you really use, memfit.fit(..., loss_fn=...)"
+            )
+        written = [before != after for before, after in zip(self.versions, self.after, strict=True)]
+        leaves = [
+            (value.detach().clone() if overwritten else value.detach()).requires_grad_(value.requires_grad)
+            if isinstance(value, torch.Tensor)
+            else value
+            for value, overwritten in zip(self.inputs, written, strict=True)
+        ]
+        with torch.enable_grad(), self._as_before():
+            outputs = call(*leaves)
+        wanted = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        found = torch.autograd.grad(
+            [outputs[place] for place in arrived],
+            [leaves[i] for i in wanted],
+            list(arrived.values()),
+            allow_unused=True,
+        )
+        made = dict(zip(wanted, found, strict=True))
+        return tuple(made.get(i) for i in range(len(leaves)))
+
+    @contextlib.contextmanager
+    def _as_before(self) -> Iterator[None]:
+        with contextlib.ExitStack() as around:
+            for device, dtype in self.autocast.items():
+                around.enter_context(torch.autocast(device, dtype, enabled=dtype is not None))
+            if self.states:
+                cuda = list(range(len(self.states) - 1))
+                around.enter_context(torch.random.fork_rng(cuda, enabled=True))
+                torch.set_rng_state(self.states[0])
+                for index, state in enumerate(self.states[1:]):
+                    torch.cuda.set_rng_state(state, index)
+            yield
+
+
+class _Anchored(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, output: torch.Tensor, anchor: torch.Tensor, arrive: Callable[[torch.Tensor], None]) -> Any:
+        ctx.arrive = arrive
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        if not any(g is not None and bool(g.any()) for g in gradients):
-            return None, None  # what wraps the module may send zeros to every output, as DDP does
-        raise PlanMismatchError(
-            "a gradient arrived for an output that the loss given to memfit does not use; "
-            "pass the loss you really use, memfit.fit(..., loss_fn=...)"
-        )
+        (gradient,) = gradients
+        if gradient is not None and bool(gradient.any()):  # what wraps the module may send zeros, as DDP does
+            ctx.arrive(gradient)
+        return None, None, None
 
 
-def refuse_gradient(call: Callable[..., Any], positions: Sequence[int]) -> Callable[..., Any]:
-    """Wraps a compiled graph so that differentiating the outputs at `positions` raises `PlanMismatchError`."""
+def with_anchor(output: torch.Tensor, anchor: torch.Tensor, arrive: Callable[[torch.Tensor], None]) -> torch.Tensor:
+    """A cut output with an edge to the node that made `anchor`; `arrive` is told its gradient before that node runs."""
+    anchored: torch.Tensor = _Anchored.apply(output, anchor, arrive)
+    return anchored
 
-    def run(*args: Any) -> tuple[Any, ...]:
-        outputs = list(call(*args))
-        anchor = torch.empty(0, requires_grad=True)
-        for position in positions:
-            outputs[position] = _Refuse.apply(outputs[position], anchor)
-        return tuple(outputs)
 
-    return run
+def _versions(values: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(v._version if isinstance(v, torch.Tensor) and not v.is_inference() else 0 for v in values)
