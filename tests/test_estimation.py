@@ -12,10 +12,14 @@ import memfit
 from memfit.runtime.training import resident_bytes, step_peak, training_step
 
 
-def _measured(model: nn.Module, x: torch.Tensor, loss_fn: Callable[[torch.Tensor], torch.Tensor] | None) -> int:
+def _measured(model: nn.Module, x: torch.Tensor, loss_fn: Callable[[torch.Tensor], torch.Tensor]) -> int:
     device = torch.device("cpu")
     step = training_step(model, model, (x,), {}, loss_fn=loss_fn)
     return step_peak(step, device, lambda: resident_bytes(model, (x,), {}, None, device))
+
+
+def _loss(y: torch.Tensor) -> torch.Tensor:
+    return y.square().mean()
 
 
 def _trunk(width: int, **settings: int) -> nn.Sequential:
@@ -26,7 +30,7 @@ def _trunk(width: int, **settings: int) -> nn.Sequential:
 MODELS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
     "strided": lambda: (
         nn.Sequential(nn.Conv2d(3, 64, 7, 2, 3), nn.ReLU(), nn.Conv2d(64, 128, 3, 2, 1), nn.ReLU()),
-        torch.randn(8, 3, 64, 64),
+        torch.randn(8, 3, 128, 128),
     ),
     "columns of float64": lambda: (_trunk(16).double(), torch.randn(6, 3, 48, 48, dtype=torch.float64)),
     "grouped": lambda: (_trunk(16, groups=4), torch.randn(8, 3, 64, 64)),
@@ -44,12 +48,11 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("loss_fn", [None, lambda y: y.square().mean()], ids=["outputs", "loss"])
 @pytest.mark.parametrize("name", MODELS)
-def test_convolutions_within_two_percent(name: str, loss_fn: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
+def test_convolutions_within_two_percent(name: str) -> None:
     model, x = MODELS[name]()
-    found = memfit.estimate(model.train(), (x,), loss_fn=loss_fn)
-    assert found.peak == pytest.approx(_measured(model, x, loss_fn), rel=0.02)
+    found = memfit.estimate(model.train(), (x,), loss_fn=_loss)
+    assert found.peak == pytest.approx(_measured(model, x, _loss), rel=0.02)
 
 
 def test_asking_for_workspace_leaves_no_trace() -> None:

@@ -42,7 +42,9 @@ def _mean(output: torch.Tensor) -> torch.Tensor:
     return output.float().square().mean()
 
 
-def _step(model: nn.Module, *args: torch.Tensor, loss: Callable[[Any], torch.Tensor] | None = _mean, **more: Any) -> Step:
+def _step(
+    model: nn.Module, *args: torch.Tensor, loss: Callable[[Any], torch.Tensor] | None = _mean, **more: Any
+) -> Step:
     return Step(model=model.train(), args=args, loss_fn=loss, **more)
 
 
@@ -101,7 +103,9 @@ def transposed_convolutions() -> Step:
 
 def convolutions_1d() -> Step:
     conv = nn.Conv1d
-    model = nn.Sequential(conv(4, 64, 9, padding=4), nn.BatchNorm1d(64), nn.GELU(), conv(64, 64, 9, padding=4), nn.GELU())
+    model = nn.Sequential(
+        conv(4, 64, 9, padding=4), nn.BatchNorm1d(64), nn.GELU(), conv(64, 64, 9, padding=4), nn.GELU()
+    )
     return _step(model, torch.randn(8, 4, 2048))
 
 
@@ -113,7 +117,9 @@ def convolutions_1d_dilated() -> Step:
 
 def convolutions_3d() -> Step:
     conv = nn.Conv3d
-    model = nn.Sequential(conv(2, 16, 3, padding=1), nn.BatchNorm3d(16), nn.ReLU(), conv(16, 16, 3, padding=1), nn.ReLU())
+    model = nn.Sequential(
+        conv(2, 16, 3, padding=1), nn.BatchNorm3d(16), nn.ReLU(), conv(16, 16, 3, padding=1), nn.ReLU()
+    )
     return _step(model, torch.randn(2, 2, 24, 24, 24))
 
 
@@ -122,8 +128,12 @@ class UNet3d(nn.Module):
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
-        self.first = nn.Sequential(nn.Conv3d(1, width, 3, padding=1), nn.InstanceNorm3d(width), nn.LeakyReLU(0.01, True))
-        self.down = nn.Sequential(nn.Conv3d(width, 2 * width, 3, 2, 1), nn.InstanceNorm3d(2 * width), nn.LeakyReLU(0.01))
+        self.first = nn.Sequential(
+            nn.Conv3d(1, width, 3, padding=1), nn.InstanceNorm3d(width), nn.LeakyReLU(0.01, True)
+        )
+        self.down = nn.Sequential(
+            nn.Conv3d(width, 2 * width, 3, 2, 1), nn.InstanceNorm3d(2 * width), nn.LeakyReLU(0.01)
+        )
         self.up = nn.ConvTranspose3d(2 * width, width, 2, 2)
         self.last = nn.Sequential(nn.Conv3d(2 * width, width, 3, padding=1), nn.LeakyReLU(0.01), nn.Conv3d(width, 3, 1))
 
@@ -189,7 +199,9 @@ def weight_norm_old() -> Step:
 def spectral_norm() -> Step:
     norm = torch.nn.utils.parametrizations.spectral_norm
     conv = nn.Conv2d
-    model = nn.Sequential(norm(conv(3, 32, 3, padding=1)), nn.LeakyReLU(0.1), norm(conv(32, 64, 4, 2, 1)), nn.LeakyReLU(0.1))
+    model = nn.Sequential(
+        norm(conv(3, 32, 3, padding=1)), nn.LeakyReLU(0.1), norm(conv(32, 64, 4, 2, 1)), nn.LeakyReLU(0.1)
+    )
     return _step(model, _image(8))
 
 
@@ -314,7 +326,11 @@ def gru_cells() -> Step:
 class _Tokens(nn.Module):
     def __init__(self, words: int = 8000, width: int = 128, **settings: Any) -> None:
         super().__init__()
-        self.words, self.inner, self.head = nn.Embedding(words, width, **settings), nn.Linear(width, width), nn.Linear(width, words)
+        self.words, self.inner, self.head = (
+            nn.Embedding(words, width, **settings),
+            nn.Linear(width, width),
+            nn.Linear(width, words),
+        )
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.head(F.gelu(self.inner(self.words(tokens))))
@@ -426,7 +442,9 @@ def activations() -> Step:
 
 
 def dropouts() -> Step:
-    model = nn.Sequential(nn.Conv2d(3, 32, 1), nn.Dropout(0.5), nn.ReLU(), nn.Dropout2d(0.2), nn.Conv2d(32, 32, 1), nn.Dropout(0.3, True))
+    model = nn.Sequential(
+        nn.Conv2d(3, 32, 1), nn.Dropout(0.5), nn.ReLU(), nn.Dropout2d(0.2), nn.Conv2d(32, 32, 1), nn.Dropout(0.3, True)
+    )
     return _step(model, _image(8))
 
 

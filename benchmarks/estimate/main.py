@@ -33,7 +33,8 @@ COLUMNS = ("step", "measured MiB", "estimated MiB", "ratio", "profiled ratio", "
 
 ZOO = ("zoo:unet@2@3x64x64", "zoo:vgg16-trunk@2@3x64x64", "zoo:resnet-deep@4", "zoo:keras-cnn@16", "zoo:gpt@4",
        "zoo:llama@4", "zoo:mlp@64", "zoo:lstm-classifier@16", "torchvision:resnet18@4@3x96x96",
-       "torchvision:mobilenet_v3_small@8@3x96x96", "hf:gpt2?n_layer=2&n_embd=128&n_head=4&vocab_size=2000@4@128")  # fmt: skip
+       "torchvision:mobilenet_v3_small@8@3x96x96",
+       "hf:gpt2?n_layer=2&n_embd=128&n_head=4&vocab_size=2000@4@128")  # fmt: skip
 """Models by spec, batch and shape."""
 
 FUZZ = "fuzz 0-11"
@@ -87,9 +88,7 @@ def _row(make: Callable[[], Step], *, profiled: bool) -> tuple[str, ...]:
     step = make()
     with _around(step):
         try:
-            found = memfit.estimate(
-                step.model, step.args, step.kwargs, loss_fn=step.loss_fn, optimizer=step.optimizer
-            )
+            found = memfit.estimate(step.model, step.args, step.kwargs, loss_fn=step.loss_fn, optimizer=step.optimizer)
             of_ops = f"{_profiled(step) / measured_peak(step):.3f}" if profiled else ""
         except MemfitError as error:
             return "", "", f"{type(error).__name__}: {str(error).splitlines()[0][:90]}", "", ""
@@ -103,9 +102,7 @@ def _row(make: Callable[[], Step], *, profiled: bool) -> tuple[str, ...]:
 def measured_peak(step: Step) -> int:
     """The peak bytes of the second of two plain steps."""
     optimizer = step.optimizer
-    run = training_step(
-        step.model, step.model, step.args, step.kwargs, loss_fn=step.loss_fn, optimizer=optimizer
-    )
+    run = training_step(step.model, step.model, step.args, step.kwargs, loss_fn=step.loss_fn, optimizer=optimizer)
     return step_peak(
         run, torch.device("cpu"),
         lambda: resident_bytes(step.model, step.args, step.kwargs, optimizer, torch.device("cpu")),
