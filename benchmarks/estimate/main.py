@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -64,9 +65,9 @@ def _named(names: Sequence[str]) -> Iterator[tuple[str, Callable[[], Step]]]:
         if name.startswith("fuzz "):
             first, _, last = name.removeprefix("fuzz ").partition("-")
             for seed in range(int(first), int(last or first) + 1):
-                yield f"fuzz {seed}", lambda seed=seed: _of_fuzz(seed)
+                yield f"fuzz {seed}", functools.partial(_of_fuzz, seed)
         elif ":" in name:
-            yield name.replace("|", ""), lambda name=name: _of_zoo(name)
+            yield name.replace("|", ""), functools.partial(_of_zoo, name)
         else:
             yield name, CASES[name]
 

@@ -6,8 +6,7 @@ made on two samples and on four, and what it takes grows with the samples: a lin
 than four samples run whole.
 
 Known limits: CPU only, and batches that are outermost in memory; a kernel that is another for a large batch is not
-seen; calls that would take too long or too much memory even so have none. What the threads of other ops take is left
-out.
+seen; calls that would take too long or too much memory even so have none.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class SampledWorkspace:
 
 
 def _workspace_bytes(call: fx.Node | Call) -> int:
-    values = fx.map_arg(tuple(call.args), lambda node: node.meta.get("val"))
+    values: Any = fx.map_arg(tuple(call.args), lambda node: node.meta.get("val"))
     rows = [values[index] for index in _SAMPLED[call.target]]
     if any(not isinstance(t, torch.Tensor) or t.device.type != "cpu" or not _batch_is_outermost(t) for t in rows):
         return 0
