@@ -69,3 +69,13 @@ def test_a_model_on_the_meta_device_needs_no_memory() -> None:
     with torch.device("meta"):
         model, x = nn.Conv2d(3, 4096, 3), torch.randn(4096, 3, 512, 512)
     assert memfit.estimate(model, (x,)).peak > 1 << 40
+
+
+@pytest.mark.parametrize(("layer", "shape"), [(nn.Linear(8, 8), (0, 8)), (nn.Conv2d(3, 8, 3), (0, 3, 8, 8))])
+def test_no_samples(layer: nn.Module, shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape)
+    found = memfit.estimate(layer, (x,), loss_fn=torch.sum)
+    assert all(nbytes >= 0 for _, nbytes in found.by_kind())
+    assert sum(nbytes for _, nbytes in found.by_kind()) == found.peak
+    with pytest.raises(memfit.BudgetError):
+        memfit.plan(layer, (x,), budget=1, loss_fn=torch.sum)
