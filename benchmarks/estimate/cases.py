@@ -226,7 +226,7 @@ class _PerSample(nn.Module):
         self.inner = nn.Sequential(nn.Linear(128, 256), nn.Tanh(), nn.Linear(256, 32))
 
     def forward(self, x: torch.Tensor) -> Any:
-        values: dict[str, torch.Tensor] = {name: p for name, p in self.inner.named_parameters()}
+        values: dict[str, Any] = dict(self.inner.named_parameters())
 
         def loss(values: dict[str, torch.Tensor], sample: torch.Tensor) -> torch.Tensor:
             return _mean(functional_call(self.inner, values, (sample,)))
