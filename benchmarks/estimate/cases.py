@@ -137,7 +137,7 @@ class UNet3d(nn.Module):
         self.up = nn.ConvTranspose3d(2 * width, width, 2, 2)
         self.last = nn.Sequential(nn.Conv3d(2 * width, width, 3, padding=1), nn.LeakyReLU(0.01), nn.Conv3d(width, 3, 1))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         x = self.first(x)
         return self.last(torch.cat([self.up(self.down(x)), x], 1))
 
@@ -179,7 +179,7 @@ class _LowRank(nn.Module):
         self.whole = nn.Linear(width, width).requires_grad_(False)
         self.down, self.up = nn.Linear(width, 8, bias=False), nn.Linear(8, width, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         return F.gelu(self.whole(x) + self.up(self.down(x)))
 
 
@@ -206,7 +206,7 @@ def spectral_norm() -> Step:
 
 
 class _Ternary(nn.Module):
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+    def forward(self, weight: torch.Tensor) -> Any:
         return weight + (weight.sign() * weight.abs().mean() - weight).detach()
 
 
@@ -225,11 +225,11 @@ class _PerSample(nn.Module):
         super().__init__()
         self.inner = nn.Sequential(nn.Linear(128, 256), nn.Tanh(), nn.Linear(256, 32))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        values = dict(self.inner.named_parameters())
+    def forward(self, x: torch.Tensor) -> Any:
+        values: dict[str, Any] = dict(self.inner.named_parameters())
 
         def loss(values: dict[str, torch.Tensor], sample: torch.Tensor) -> torch.Tensor:
-            return functional_call(self.inner, values, (sample,)).square().mean()
+            return _mean(functional_call(self.inner, values, (sample,)))
 
         found = vmap(grad(loss), in_dims=(None, 0))(values, x)
         return sum(g.flatten(1).square().sum(1) for g in found.values())
@@ -265,7 +265,7 @@ class _Written(nn.Module):
         self.heads = heads
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         batch, length, width = x.shape
         q, k, v = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).unbind(2)
         scores = torch.einsum("blhd,bmhd->bhlm", q, k) / 8
@@ -279,15 +279,15 @@ def attention_by_einsum() -> Step:
 
 
 class _Recurrent(nn.Module):
-    def __init__(self, kind: type[nn.RNNBase], **settings: Any) -> None:
+    def __init__(self, kind: Callable[..., nn.RNNBase], **settings: Any) -> None:
         super().__init__()
         self.cells, self.head = kind(64, 128, batch_first=True, **settings), nn.LazyLinear(16)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         return self.head(self.cells(x)[0])
 
 
-def _recurrent(kind: type[nn.RNNBase], **settings: Any) -> Step:
+def _recurrent(kind: Callable[..., nn.RNNBase], **settings: Any) -> Step:
     model, x = _Recurrent(kind, **settings), torch.randn(16, 100, 64)
     model(x)
     return _step(model, x)
@@ -310,7 +310,7 @@ class _Cell(nn.Module):
         super().__init__()
         self.cell, self.head = nn.GRUCell(64, 128), nn.Linear(128, 16)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         state = x.new_zeros(x.shape[0], 128)
         states = []
         for step in range(x.shape[1]):
@@ -332,7 +332,7 @@ class _Tokens(nn.Module):
             nn.Linear(width, words),
         )
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor) -> Any:
         return self.head(F.gelu(self.inner(self.words(tokens))))
 
 
@@ -453,7 +453,7 @@ class _Skips(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.Conv2d(3 + width * i, width, 3, padding=1) for i in range(4))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         for layer in self.layers:
             x = torch.cat([x, F.relu(layer(x))], 1)
         return x
@@ -471,7 +471,7 @@ class _Experts(nn.Module):
         self.first, self.gate = nn.Linear(width, width), nn.Linear(width, 4)
         self.experts, self.last = nn.ModuleList(nn.Linear(width, width) for _ in range(4)), nn.Linear(width, width)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         x = F.gelu(self.first(x))
         choice = self.gate(x).argmax(-1)
         counts = torch.bincount(choice, minlength=4).tolist()
@@ -495,7 +495,7 @@ class _Broken(nn.Module):
         super().__init__()
         self.first, self.last = first, last
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         x = self.first(x)
         torch._dynamo.graph_break()
         return self.last(x)
@@ -516,7 +516,7 @@ class _Spectral(nn.Module):
         self.weight = nn.Parameter(torch.randn(16, 16, 64, 33, dtype=torch.complex64) * 0.05)
         self.beside = nn.Conv2d(16, 16, 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         made = torch.einsum("bihw,iohw->bohw", torch.fft.rfft2(x), self.weight)
         return F.gelu(torch.fft.irfft2(made, s=x.shape[-2:]) + self.beside(x))
 

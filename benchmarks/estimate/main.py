@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +34,8 @@ COLUMNS = ("step", "measured MiB", "estimated MiB", "ratio", "profiled ratio", "
 
 ZOO = ("zoo:unet@2@3x64x64", "zoo:vgg16-trunk@2@3x64x64", "zoo:resnet-deep@4", "zoo:keras-cnn@16", "zoo:gpt@4",
        "zoo:llama@4", "zoo:mlp@64", "zoo:lstm-classifier@16", "torchvision:resnet18@4@3x96x96",
-       "torchvision:mobilenet_v3_small@8@3x96x96", "hf:gpt2?n_layer=2&n_embd=128&n_head=4&vocab_size=2000@4@128")  # fmt: skip
+       "torchvision:mobilenet_v3_small@8@3x96x96",
+       "hf:gpt2?n_layer=2&n_embd=128&n_head=4&vocab_size=2000@4@128")  # fmt: skip
 """Models by spec, batch and shape."""
 
 FUZZ = "fuzz 0-11"
@@ -63,9 +65,9 @@ def _named(names: Sequence[str]) -> Iterator[tuple[str, Callable[[], Step]]]:
         if name.startswith("fuzz "):
             first, _, last = name.removeprefix("fuzz ").partition("-")
             for seed in range(int(first), int(last or first) + 1):
-                yield f"fuzz {seed}", lambda seed=seed: _of_fuzz(seed)
+                yield f"fuzz {seed}", functools.partial(_of_fuzz, seed)
         elif ":" in name:
-            yield name.replace("|", ""), lambda name=name: _of_zoo(name)
+            yield name.replace("|", ""), functools.partial(_of_zoo, name)
         else:
             yield name, CASES[name]
 

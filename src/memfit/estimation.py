@@ -1,6 +1,9 @@
-"""What a training step will take, from fake tensors and rooflines alone: nothing runs, no device is needed.
+"""The memory a training step will take, from fake tensors and rooflines: the model does not run, no device is needed.
 
-With tiers it also says what swapping can do; their links are measured, once for each machine.
+On CPU a few samples say how much workspace convolutions take (`memfit.capture.sampled_workspace`). With tiers it also
+says what swapping can do; their links are measured, once for each machine.
+
+Known limits: workspace of other ops, and of convolutions on other devices, is not known.
 """
 
 from __future__ import annotations
@@ -72,7 +75,7 @@ class Estimate:
 
     def __str__(self) -> str:
         """A short table."""
-        lines = [f"estimate  {self.label} (predicted, nothing was run)"]
+        lines = [f"estimate  {self.label} (predicted, the model was not run)"]
         lines += [f"  {kind:<12} {format_bytes(nbytes):>12}" for kind, nbytes in self.by_kind()]
         lines.append(f"  {'peak':<12} {format_bytes(self.peak):>12}  at {self.peak_at}")
         return "\n".join(lines)

@@ -93,4 +93,5 @@ def _in_tiles(capture: Capture, axes: int) -> Iterator[tuple[int, int, tuple[int
         value = op.node.meta["val"]
         results = [t for t in (value if isinstance(value, list | tuple) else [value]) if isinstance(t, torch.Tensor)]
         batch = int(tiling.operands[0].meta["val"].shape[0])
-        yield sum(t.numel() * t.element_size() for t in results) // batch, batch, tiling.extents
+        if batch:  # of no samples there are no tiles
+            yield sum(t.numel() * t.element_size() for t in results) // batch, batch, tiling.extents

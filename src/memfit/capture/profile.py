@@ -23,6 +23,7 @@ from memfit.capture.library_memory import library_bytes
 from memfit.capture.parts import candidate_parts
 from memfit.capture.reading import JointOp
 from memfit.capture.roofline import roofline_seconds
+from memfit.capture.sampled_workspace import SampledWorkspace
 from memfit.capture.slice_costs import costs_in_slices
 from memfit.capture.trace import Capture
 from memfit.errors import CaptureError
@@ -163,13 +164,17 @@ def _separable_keys(capture: Capture, device: torch.device, cache: CostCache) ->
 
 
 def with_rooflines(capture: Capture) -> StepGraph:
-    """The step graph with times from rooflines only; nothing runs."""
+    """The step graph with times from rooflines, and workspaces of convolutions from a few samples; no op runs whole."""
+    workspace_bytes = SampledWorkspace()
 
     def costs(joint: JointOp) -> list[Costs]:
         calls: list[fx.Node | Call] = [joint.node] if joint.again is None else [joint.node, joint.again]
-        return [Costs(ways=_roofline_ways(call), in_slices=_roofline_ways(call)[:1]) for call in calls]
+        return [
+            Costs(ways=_roofline_ways(call, workspace_bytes(call)), in_slices=_roofline_ways(call)[:1])
+            for call in calls
+        ]
 
-    return _with_costs(capture, costs, lambda call: _roofline_ways(call)[0])
+    return _with_costs(capture, costs, lambda call: _roofline_ways(call, workspace_bytes(call))[0])
 
 
 def _measurements(joint: JointOp, device: torch.device) -> list[_Measurement]:
@@ -277,6 +282,8 @@ def _with_slices(slices: BySlices | None, costs: tuple[Way, ...]) -> BySlices | 
     )
 
 
-def _roofline_ways(node: fx.Node | Call) -> tuple[Way, ...]:
+def _roofline_ways(node: fx.Node | Call, workspace_bytes: int = 0) -> tuple[Way, ...]:
+    """Whole, and in parts, whose workspace nobody asked for: the least is a bound, so it counts as none."""
     seconds = roofline_seconds(node)
-    return tuple(Way(parts=parts, seconds=seconds, workspace_bytes=0) for parts in (1, *candidate_parts(node)))
+    whole = Way(parts=1, seconds=seconds, workspace_bytes=workspace_bytes)
+    return (whole, *(Way(parts=parts, seconds=seconds, workspace_bytes=0) for parts in candidate_parts(node)))

@@ -17,7 +17,7 @@ from memfit.capture.cost_key import tensors_of
 from memfit.capture.rewrite import convolution_input_gradient
 from memfit.capture.slices import convolution_input_slices
 
-__all__ = ["roofline_seconds"]
+__all__ = ["flops_of", "roofline_seconds"]
 
 _RATES = {"cpu": (2e11, 2e10), "cuda": (2e13, 1.5e12)}
 """FLOP/s and byte/s of a nominal device."""
@@ -32,10 +32,11 @@ def roofline_seconds(node: fx.Node | Call) -> float:
     device = next((t.device.type for t in (*results, *operands)), "cpu")
     flop_rate, byte_rate = _RATES.get(device, _RATES["cpu"])
     nbytes = sum(t.numel() * t.element_size() for t in (*results, *operands))
-    return max(_flops(node) / flop_rate, nbytes / byte_rate) + _LAUNCH_SECONDS
+    return max(flops_of(node) / flop_rate, nbytes / byte_rate) + _LAUNCH_SECONDS
 
 
-def _flops(node: fx.Node | Call) -> float:
+def flops_of(node: fx.Node | Call) -> float:
+    """Arithmetic of a call, as torch counts it; 0 where it does not."""
     args: tuple[Any, ...] = fx.map_arg(node.args, lambda n: n.meta.get("val"))
     kwargs = fx.map_arg(node.kwargs, lambda n: n.meta.get("val"))
     target = node.target

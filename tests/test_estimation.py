@@ -1,0 +1,81 @@
+"""Estimates against the measured peak of the plain step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import memfit
+from memfit.runtime.training import resident_bytes, step_peak, training_step
+
+
+def _measured(model: nn.Module, x: torch.Tensor, loss_fn: Callable[[torch.Tensor], torch.Tensor]) -> int:
+    device = torch.device("cpu")
+    step = training_step(model, model, (x,), {}, loss_fn=loss_fn)
+    return step_peak(step, device, lambda: resident_bytes(model, (x,), {}, None, device))
+
+
+def _loss(y: torch.Tensor) -> torch.Tensor:
+    return y.square().mean()
+
+
+def _trunk(width: int, **settings: int) -> nn.Sequential:
+    conv = nn.Conv2d(width, width, 3, padding=1, **settings)
+    return nn.Sequential(nn.Conv2d(3, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(), conv, nn.ReLU(True))
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
+    "strided": lambda: (
+        nn.Sequential(nn.Conv2d(3, 64, 7, 2, 3), nn.ReLU(), nn.Conv2d(64, 128, 3, 2, 1), nn.ReLU()),
+        torch.randn(8, 3, 128, 128),
+    ),
+    "columns of float64": lambda: (_trunk(16).double(), torch.randn(6, 3, 48, 48, dtype=torch.float64)),
+    "grouped": lambda: (_trunk(16, groups=4), torch.randn(8, 3, 64, 64)),
+    "one image": lambda: (_trunk(16), torch.randn(1, 3, 160, 160)),
+    "channels last": lambda: (
+        _trunk(16).to(memory_format=torch.channels_last),
+        torch.randn(8, 3, 64, 64).contiguous(memory_format=torch.channels_last),
+    ),
+    "transposed": lambda: (nn.ConvTranspose2d(3, 16, 4, 2, 1), torch.randn(8, 3, 48, 48)),
+    "1d": lambda: (nn.Sequential(nn.Conv1d(4, 32, 9), nn.GELU(), nn.Conv1d(32, 32, 9)), torch.randn(8, 4, 1024)),
+    "frozen": lambda: (
+        nn.Sequential(_trunk(16).requires_grad_(False), nn.Conv2d(16, 16, 3)),
+        torch.randn(8, 3, 64, 64),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_convolutions_within_two_percent(name: str) -> None:
+    model, x = MODELS[name]()
+    found = memfit.estimate(model.train(), (x,), loss_fn=_loss)
+    assert found.peak == pytest.approx(_measured(model, x, _loss), rel=0.02)
+
+
+def test_asking_for_workspace_leaves_no_trace() -> None:
+    model, x = MODELS["grouped"]()
+    state = torch.get_rng_state()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    memfit.estimate(model, (x,))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_model_on_the_meta_device_needs_no_memory() -> None:
+    with torch.device("meta"):
+        model, x = nn.Conv2d(3, 4096, 3), torch.randn(4096, 3, 512, 512)
+    assert memfit.estimate(model, (x,)).peak > 1 << 40
+
+
+@pytest.mark.parametrize(("layer", "shape"), [(nn.Linear(8, 8), (0, 8)), (nn.Conv2d(3, 8, 3), (0, 3, 8, 8))])
+def test_no_samples(layer: nn.Module, shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape)
+    found = memfit.estimate(layer, (x,), loss_fn=torch.sum)
+    assert all(nbytes >= 0 for _, nbytes in found.by_kind())
+    assert sum(nbytes for _, nbytes in found.by_kind()) == found.peak
+    with pytest.raises(memfit.BudgetError):
+        memfit.plan(layer, (x,), budget=1, loss_fn=torch.sum)
