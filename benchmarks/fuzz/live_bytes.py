@@ -7,14 +7,16 @@ shares nothing with what memfit measures by. *Known limits*: what kernels take a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 __all__ = ["LiveBytes", "storage_bytes"]
+
+_Made = TypeVar("_Made")
 
 
 class LiveBytes(TorchDispatchMode):
@@ -45,6 +47,15 @@ class LiveBytes(TorchDispatchMode):
         for tensor in tree_leaves(made):
             if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
                 self._count(tensor)
+        return made
+
+    def only_result(self, make: Callable[[], _Made]) -> _Made:
+        """Counts what a function returns, and not what it takes to make that."""
+        with _disable_current_modes():
+            made = make()
+        for leaf in tree_leaves(made):
+            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+                self._count(leaf)
         return made
 
     def _count(self, tensor: torch.Tensor) -> None:

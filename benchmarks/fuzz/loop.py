@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -44,8 +45,8 @@ def turn(case: Case, number: int) -> dict[str, Any]:
 def measured_turn(case: Case, number: int) -> int:
     """The peak bytes of one turn, counted by `LiveBytes`.
 
-    As the budget does, it holds parameters, gradients, buffers, inputs (which are made within the turn), and the
-    optimizer where `fit` is told of one.
+    As the budget does, it holds parameters, gradients, buffers, inputs, and the optimizer where `fit` is told of one.
+    What the fuzz takes to make inputs, and copies of what comes out, are not the step's and are not in it.
     """
     seed_all(100 + number)
     case.model.zero_grad(set_to_none=True)
@@ -54,7 +55,7 @@ def measured_turn(case: Case, number: int) -> int:
     beside = _tensors((vars(case.loss), [vars(m) for m in case.model.modules()], state))
     live = LiveBytes([*existing, *beside])
     with live:
-        _passes(case, number)
+        _passes(case, number, live)
         if case.recipe.counts_optimizer:
             case.optimizer.step()
     if not case.recipe.counts_optimizer:
@@ -62,23 +63,27 @@ def measured_turn(case: Case, number: int) -> int:
     return storage_bytes(existing) + live.peak_bytes
 
 
-def _passes(case: Case, number: int) -> dict[str, Any]:
+def _passes(case: Case, number: int, live: LiveBytes | None = None) -> dict[str, Any]:
+    """The passes of a turn, and a copy of what comes out of them, which is not made where memory is measured."""
     mode, found = case.recipe.mode, {}
     for micro in range(mode.micro_batches):
         losses, inputs = [], []
         with autocast(mode):
             for k in range(mode.forwards):
                 which = (number * mode.micro_batches + micro) * mode.forwards + k
-                args, keywords = case.inputs(which)
+                make = partial(case.inputs, which)
+                args, keywords = make() if live is None else live.only_result(make)
                 output = case.model(*args, **keywords)
                 losses.append(case.loss(output) / mode.micro_batches + _auxiliary(case))
                 inputs.append(args)
-                for index, leaf in enumerate(_tensors(output)):
+                for index, leaf in enumerate(_tensors(output) if live is None else ()):
                     found[f"output {micro}.{k}.{index}"] = leaf.detach().clone()
         torch.rand(3)  # whoever runs random ops again must not be led astray by others in between
         # A scale other than one, as a gradient scaler has it, in the precision that asks for it.
         loss = torch.stack(losses).sum() * (64.0 if mode.autocast is torch.float16 else 1.0)
         loss.backward()
+        if live is not None:
+            continue
         found[f"loss {micro}"] = loss.detach().clone()
         for k, args in enumerate(inputs):
             for index, x in enumerate(args):
