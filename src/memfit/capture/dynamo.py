@@ -32,6 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from memfit.capture.adding import Accumulate
+from memfit.capture.between_pieces import as_made_with_gradient, has_tensor_hooks, without_tensor_hooks
 from memfit.capture.checkpoints import refusing_checkpoints, without_checkpoints
 from memfit.capture.constant_branches import constant_branches
 from memfit.capture.eager_answers import eager_answers
@@ -289,6 +290,8 @@ def _capture(
             detach_outputs(gm, gradient_outputs)
         results = [n.meta["example_value"] if isinstance(n, fx.Node) else n for n in _outputs_of(gm)]
         original = gm.forward if fake else types.MethodType(type(gm).forward, gm)
+        if not fake and has_tensor_hooks(gm):
+            original = without_tensor_hooks(gm).forward
         try:
             with as_in_eager(), laid_out_as_made(gradient_strides.get("" if fake else key, {})):
                 aot_autograd(fw_compiler=_as_is, bw_compiler=_as_is, partition_fn=partition)(gm, inputs)
@@ -309,10 +312,8 @@ def _capture(
                 outputs = tuple(_twin(r, fake_mode, lying.get(place)) for place, r in enumerate(results))
             else:
                 with torch.no_grad():
-                    outputs = tuple(original(*real_inputs))
-                for output, result in zip(outputs, results, strict=True):
-                    if isinstance(output, torch.Tensor) and result.requires_grad and not output.requires_grad:
-                        output.requires_grad_()
+                    made = original(*real_inputs)
+                outputs = tuple(as_made_with_gradient(o, r) for o, r in zip(made, results, strict=True))
             pieces.append(
                 Piece(
                     reading=readings[0],

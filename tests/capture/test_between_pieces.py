@@ -1,0 +1,78 @@
+"""Pieces of a model with graph breaks hand over what the plain step would, hooks and in-place code included."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memfit
+
+
+class _Halve(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(0.5)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] * 0.5
+
+
+class _Breaks(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.first, self.second, self.last = nn.Linear(16, 64), nn.Linear(64, 64), nn.Linear(64, 4)
+        self.scale = nn.Parameter(torch.tensor(0.8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).tanh() * self.scale
+        torch._dynamo.graph_break()
+        x = between(x, self.kind)
+        x = self.second(x)
+        if self.kind == "hook":
+            x = x * self.scale
+            if x.requires_grad:
+                x.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        return self.last(x.tanh())
+
+
+@torch.compiler.disable
+def between(x: torch.Tensor, kind: str) -> torch.Tensor:
+    match kind:
+        case "function in place":
+            return _Halve.apply(x)  # type: ignore[no-untyped-call, no-any-return]
+        case "in place":
+            return x.mul_(0.5)
+        case "of a view in place":
+            x[:, :8].zero_()
+            return x
+        case "leaf":
+            return x * (0.25 if x.is_leaf else 0.5)
+    return x
+
+
+def loss_fn(output: torch.Tensor) -> torch.Tensor:
+    return output.square().sum()
+
+
+@pytest.mark.parametrize("kind", ["function in place", "in place", "of a view in place", "leaf", "hook"])
+def test_pieces_hand_over_what_the_plain_step_does(kind: str) -> None:
+    torch.manual_seed(0)
+    plain = _Breaks(kind)
+    fitted = copy.deepcopy(plain)
+    x = torch.randn(64, 16)
+    memfit.fit(fitted, (x,), budget="1MiB", loss_fn=loss_fn, search_seconds=0.2)
+    for _ in range(2):
+        outputs = [model(x) for model in (plain, fitted)]
+        for output in outputs:
+            loss_fn(output).backward()
+        assert torch.equal(*outputs)
+    for expected, found in zip(plain.parameters(), fitted.parameters(), strict=True):
+        assert expected.grad is not None and found.grad is not None
+        assert torch.equal(expected.grad, found.grad)
