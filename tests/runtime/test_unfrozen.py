@@ -1,4 +1,4 @@
-"""What is trained may change in the middle of training: where its gradients do not fit, training goes on, and says so."""
+"""Where gradients of what is unfrozen in the middle of training do not fit, training goes on, and says so."""
 
 from __future__ import annotations
 

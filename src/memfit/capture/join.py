@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from memfit.capture.communication import Communication, communication
-from memfit.capture.dynamo import Piece, Pieces
+from memfit.capture.pieces import Piece, Pieces
 from memfit.capture.reading import JointOp, JointReading
 from memfit.capture.rewrite import HALF_OF, is_tangent
 from memfit.step.graph import Op, Phase, StepGraph, Storage, StorageKind

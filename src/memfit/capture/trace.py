@@ -14,11 +14,12 @@ from torch.utils import _pytree as pytree
 
 from memfit.capture.adding import Accumulate
 from memfit.capture.checkpoints import checkpoint_error
-from memfit.capture.dynamo import Pieces, capture_pieces
+from memfit.capture.dynamo import capture_pieces
 from memfit.capture.join import join
 from memfit.capture.loss import LossFunction, LossReading
 from memfit.capture.loss_on_values import loss_reading
 from memfit.capture.optimizer import OptimizerCost, optimizer_cost
+from memfit.capture.pieces import Pieces
 from memfit.capture.reading import JointOp
 from memfit.capture.sharded import local
 from memfit.capture.tangents import GradientStrides

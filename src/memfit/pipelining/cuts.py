@@ -22,7 +22,7 @@ from torch import fx
 from torch._guards import detect_fake_mode
 from torch.utils import _pytree as pytree
 
-from memfit.capture.dynamo import is_in_place
+from memfit.capture.dynamo_graph import is_in_place
 from memfit.capture.kernel_strides import strides_of_kernels
 from memfit.pipelining.forward_graph import ForwardGraph
 from memfit.pipelining.layout import is_dense

@@ -17,7 +17,8 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from memfit.capture.dynamo import compile_call, first_lines
+from memfit.capture.compiled_call import compile_call
+from memfit.capture.dynamo import first_lines
 from memfit.capture.log_calls import logs_left_out
 from memfit.capture.loss import scalar_loss
 from memfit.capture.preserve import preserved

@@ -23,14 +23,8 @@ from torch.fx.graph import _BoxedCodeGen
 from torch.utils import _pytree as pytree
 
 from memfit.capture.adding import Accumulate
-from memfit.capture.dynamo import (
-    accumulated_inputs,
-    attach_outputs,
-    call_has_begun,
-    compile_call,
-    detach_outputs,
-    graph_key,
-)
+from memfit.capture.compiled_call import call_has_begun, compile_call
+from memfit.capture.dynamo_graph import accumulated_inputs, attach_outputs, detach_outputs, graph_key
 from memfit.capture.eager_autocast import cast_once
 from memfit.capture.eager_kernels import as_in_eager
 from memfit.capture.joint import read_joint

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from memfit.capture.dynamo import attach_outputs
+from memfit.capture.dynamo_graph import attach_outputs
 from memfit.capture.reading import JointReading
 from memfit.errors import PlanMismatchError
 from memfit.step.graph import Phase

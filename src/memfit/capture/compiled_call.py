@@ -1,0 +1,122 @@
+"""A module's call, compiled under Dynamo's guards with a backend of ours.
+
+Dynamo compiles a function of our own that calls the module, so that fitted modules share no cache. Code that stays
+plain it leaves alone, and into torch's own layers it looks also where a break kept it out of the code that calls them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.external_utils import wrap_inline
+
+from memfit.capture.checkpoints import without_checkpoints
+from memfit.capture.constant_branches import constant_branches
+from memfit.capture.eager_answers import eager_answers
+from memfit.capture.log_calls import logs_left_out
+from memfit.capture.one_graph import OneGraph
+from memfit.capture.own_calls import own_call
+from memfit.capture.plain_parts import NOTHING_PLAIN, PlainParts
+
+__all__ = ["call_has_begun", "compile_call"]
+
+_MOST_PLANS = 100_000
+_CALL = "fitted_call"
+"""Name of the function that Dynamo compiles."""
+
+
+def compile_call(
+    model: nn.Module,
+    backend: Callable[..., Any],
+    *,
+    fullgraph: bool = False,
+    in_pieces: bool = False,
+    plain: PlainParts = NOTHING_PLAIN,
+    replaced: bool = False,
+) -> Callable[..., Any]:
+    """`model`'s call, compiled with `backend` under Dynamo's guards, with a cache of its own; of one graph without.
+
+    What is `plain` Dynamo leaves alone; with `replaced` the model's own checkpoints are calls of their functions.
+    """
+    if isinstance(model, OneGraph):
+        return model.compiled(backend)
+    impl: Callable[..., Any] = model._call_impl
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return impl(*args, **kwargs)
+
+    # Dynamo caches by code object; a copy keeps fitted models from sharing one cache and its size limit.
+    own = types.FunctionType(call.__code__.replace(co_name=_CALL), call.__globals__, _CALL, None, call.__closure__)
+    compiled: Callable[..., Any] = torch.compile(own, backend=backend, fullgraph=fullgraph, dynamic=False)
+    forwards = _forwards_of_torch(model) if in_pieces else []
+    names = dict(model.named_modules())
+    left = [names[name] for name in sorted(plain.modules) if name in names]
+    forwards += [(vars(m), torch._dynamo.disable(m.forward)) for m in left]
+    if plain.only_children:
+        forwards.append((vars(model), torch._dynamo.disable(model.forward, recursive=False)))
+    # Where the graph breaks, pieces are cached with the model's own code, which every plan of it shares. At its limit
+    # Dynamo would run them plainly, without a plan and over the budget, and say nothing.
+    limits = {"recompile_limit": _MOST_PLANS, "accumulated_recompile_limit": _MOST_PLANS}
+    # By default Dynamo looks at hooks once: those registered or removed later would not be noticed.
+    options = limits | logs_left_out() | {"skip_nnmodule_hook_guards": False}
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        around = without_checkpoints() if replaced and in_pieces else contextlib.nullcontext()
+        with (
+            torch._dynamo.config.patch(options),
+            own_call(),
+            _replaced(forwards),
+            around,
+            eager_answers(),
+            constant_branches(),
+        ):
+            return compiled(*args, **kwargs)
+
+    return run
+
+
+def call_has_begun() -> bool:
+    """Asked while Dynamo compiles a graph of a `compile_call`: whether code of the same call has run before it.
+
+    If so, the graph is one behind a break, and the call's function is a frame that runs.
+    """
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == _CALL:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _forwards_of_torch(model: nn.Module) -> list[tuple[dict[str, Any], Callable[..., Any]]]:
+    """Attributes of the modules that are torch's own, and forward passes of theirs that Dynamo looks into.
+
+    It looks into an `nn.Linear` from code that it traces. Where a break keeps it out of that (any in a loop does), it
+    would leave the layer to eager.
+    """
+    return [
+        (vars(module), wrap_inline(module.forward))
+        for module in model.modules()
+        if type(module).forward.__module__.startswith("torch.nn.modules") and "forward" not in vars(module)
+    ]
+
+
+@contextlib.contextmanager
+def _replaced(forwards: Sequence[tuple[dict[str, Any], Callable[..., Any]]]) -> Iterator[None]:
+    """Puts forward passes into modules, for the time of one call."""
+    before = [(attributes, attributes.get("forward")) for attributes, _ in forwards]
+    for attributes, forward in forwards:
+        attributes["forward"] = forward
+    try:
+        yield
+    finally:
+        for attributes, own in reversed(before):
+            attributes.pop("forward", None)  # a fitted module inside this one may have taken it out
+            if own is not None:
+                attributes["forward"] = own

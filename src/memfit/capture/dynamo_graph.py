@@ -1,0 +1,110 @@
+"""Questions to and changes of a graph of Dynamo's, before AOTAutograd sees it."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import fx, nn
+
+__all__ = [
+    "accumulated_inputs",
+    "attach_outputs",
+    "detach_outputs",
+    "graph_key",
+    "in_place_nodes",
+    "is_in_place",
+    "outputs_of",
+]
+
+
+def graph_key(gm: fx.GraphModule) -> str:
+    """Identifies a graph of Dynamo's: its calls, and the names and layouts of its inputs."""
+    lines = []
+    for node in gm.graph.nodes:
+        value = node.meta.get("example_value") if node.op == "placeholder" else None
+        told = (value.shape, value.dtype, value.requires_grad) if isinstance(value, torch.Tensor) else ""
+        lines.append(f"{node.op} {node.name} {node.target if isinstance(node.target, str) else ''} {told}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def accumulated_inputs(inputs: Sequence[Any]) -> frozenset[int]:
+    """Places among a graph's inputs of parameters whose gradients nobody but `.grad` waits for."""
+    return frozenset(
+        place
+        for place, value in enumerate(inputs)
+        if isinstance(value, nn.Parameter)
+        and value.requires_grad
+        and not value._backward_hooks
+        and not value._post_accumulate_grad_hooks
+    )
+
+
+def in_place_nodes(gm: fx.GraphModule) -> frozenset[str]:
+    """Names of the nodes of Dynamo's graph that write over their operand."""
+    return frozenset(node.name for node in gm.graph.nodes if is_in_place(node))
+
+
+def is_in_place(node: fx.Node) -> bool:
+    """Whether a call of Dynamo's graph writes over its operand."""
+    if node.op == "call_method":
+        return str(node.target).endswith("_") and not str(node.target).endswith("__")
+    if node.op != "call_function":
+        return False
+    name = getattr(node.target, "__name__", "")
+    if getattr(operator, name, None) is node.target:
+        return name in ("iadd", "isub", "imul", "itruediv")
+    try:
+        arguments = inspect.signature(cast(Callable[..., Any], node.target)).bind(*node.args, **node.kwargs).arguments
+    except (TypeError, ValueError):  # a builtin
+        return bool(node.kwargs.get("inplace")) or (name.endswith("_") and not name.endswith("__"))
+    return bool(arguments.get("inplace")) or (name.endswith("_") and not name.endswith("__"))
+
+
+def detach_outputs(gm: fx.GraphModule, gradient_outputs: frozenset[int] | None) -> list[int]:
+    """Cuts the outputs that receive no gradient, which AOTAutograd would otherwise feed with zeros.
+
+    Returns:
+        Positions of the outputs it cut.
+    """
+    positions: list[int] = []
+    if gradient_outputs is None:
+        return positions
+    (output,) = gm.graph.find_nodes(op="output")
+    results = list(output.args[0])
+    for position, node in enumerate(results):
+        if position in gradient_outputs or not isinstance(node, fx.Node):
+            continue
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            with gm.graph.inserting_before(output):
+                cut = gm.graph.call_method("detach", (node,))
+            cut.meta["example_value"] = value.detach()
+            results[position] = cut
+            positions.append(position)
+    output.args = (tuple(results),)
+    gm.recompile()
+    return positions
+
+
+def attach_outputs(gm: fx.GraphModule, positions: Sequence[int]) -> None:
+    """Undoes `detach_outputs`."""
+    (output,) = gm.graph.find_nodes(op="output")
+    results = list(output.args[0])
+    cut = {position: results[position] for position in positions}
+    for position, node in cut.items():
+        results[position] = node.args[0]
+    output.args = (tuple(results),)
+    for node in cut.values():
+        gm.graph.erase_node(node)
+    gm.recompile()
+
+
+def outputs_of(gm: fx.GraphModule) -> list[Any]:
+    """The nodes and constants that the graph returns."""
+    (output,) = gm.graph.find_nodes(op="output")
+    return list(output.args[0])
