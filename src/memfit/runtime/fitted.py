@@ -62,6 +62,7 @@ class Fitted:
         model: the module.
         request: how to plan for another signature.
         plans: by signature.
+        last: of the plans that ran, the one made last, also where it is not valid any more.
         calls: by signature, what runs.
         unsigned: a plan from a file that waits for its first call.
         beneath: what was in the slot before: the call that `module.compile()` put there, for calls without a plan.
@@ -73,6 +74,7 @@ class Fitted:
     model: weakref.ref[nn.Module]
     request: Request
     plans: dict[Signature, Plan] = field(default_factory=dict)
+    last: Plan | None = None
     calls: dict[Signature, PlannedCall] = field(default_factory=dict)
     unsigned: Plan | None = None
     beneath: Callable[..., Any] | None = None
@@ -202,7 +204,7 @@ class Fitted:
         """
         from memfit.making import make_plan
 
-        if not self.plans:
+        if self.last is None:
             raise error
         known = self.plans.get(key)
         if known is not None:  # several passes do not fit together
@@ -223,8 +225,7 @@ class Fitted:
             "before; a loss_fn that reads the current targets lets memfit plan with it",
             error,
         )
-        earlier = next(reversed(self.plans.values()), None)
-        before = earlier.planned.capture.loss if earlier is not None and earlier.planned is not None else None
+        before = self.last.planned.capture.loss if self.last is not None and self.last.planned is not None else None
         return replace(request, loss_fn=AssumedLoss(name=loss_name(request.loss_fn), before=before))
 
     def adopt(self, model: nn.Module, key: Signature, plan: Plan) -> PlannedCall:
@@ -233,7 +234,7 @@ class Fitted:
         call = plan.planned.call
         if call is None:
             call = compile_program(model, plan.planned.capture, plan.program, describe=plan.__str__)
-        self.plans[key] = replace(plan, planned=replace(plan.planned, call=None))
+        self.plans[key] = self.last = replace(plan, planned=replace(plan.planned, call=None))
         self.calls[key] = call
         return call
 
