@@ -82,9 +82,10 @@ def test_a_loop_that_is_not_deterministic_is_not_compared() -> None:
     calls: list[int] = []
 
     def script(fit: Fit) -> Iterator[Results]:
-        model = fit(nn.Linear(2, 2))
+        model = fit(nn.Linear(2, 2), (torch.ones(1, 2),), loss_fn=torch.sum)
         for _ in range(STEPS):
             calls.append(1)
+            model(torch.ones(1, 2))
             yield results(model, number=torch.tensor(len(calls)))
 
     assert trial(script, judge_peak=False)["reason"] == "the plain loop gives other bits the second time"

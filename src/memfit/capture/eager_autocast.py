@@ -29,7 +29,8 @@ def cast_once(gm: fx.GraphModule, inputs: Sequence[Any]) -> frozenset[int]:
     """Places among the inputs of a graph of Dynamo's of the weights that eager autocast casts once."""
     regions = _outermost_regions(gm.graph)
     around = any(
-        torch.is_autocast_enabled(kind) for kind in {t.device.type for t in inputs if isinstance(t, torch.Tensor)}
+        torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        for kind in {t.device.type for t in inputs if isinstance(t, torch.Tensor)}
     )
     if not torch.is_autocast_cache_enabled() or (regions != 1 and not around):
         return frozenset()

@@ -25,6 +25,7 @@ import torch
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointPolicy
 
 from memfit.capture import concatenations, dropout, rewrite, rounded, slices
 from memfit.capture.adding import can_add
@@ -202,9 +203,13 @@ def _output_nodes(graph: fx.Graph) -> list[fx.Node | None]:
     return list(output.args[0])
 
 
+_RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
 def _refuse_unplannable(graph: fx.Graph, *, replaced: bool) -> None:
     for node in graph.nodes:
-        if not replaced and node.op == "call_function" and node.meta.get("recompute") is not None:
+        # Partitioners mark some calls of any model as MUST_SAVE; only a checkpointed region has some to recompute.
+        if not replaced and node.op == "call_function" and node.meta.get("recompute") in _RECOMPUTED:
             raise checkpoint_error(_place(node))
         values = pytree.tree_leaves(node.meta.get("val"))
         if any(isinstance(v, torch.Tensor) and not _is_plain(v) for v in values):

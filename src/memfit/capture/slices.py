@@ -16,7 +16,7 @@ that is not contiguous.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -129,8 +129,24 @@ def copy_out_late_slices(module: fx.GraphModule) -> None:
             with detect_fake_mode(value) or nullcontext():
                 copied.meta = {**node.meta, "val": torch.empty_like(value)}
             position[early] = position[copied] = position[base]
+            views = _views(node)
             node.replace_all_uses_with(copied)
             graph.erase_node(node)
+            for view in views:
+                _made_anew(view)
+
+
+def _views(node: fx.Node) -> list[fx.Node]:
+    """Views of a node and views of them, in order."""
+    direct = [user for user in node.users if user.op == "call_function" and is_view(user)]
+    return [view for user in direct for view in (user, *_views(user))]
+
+
+def _made_anew(view: fx.Node) -> None:
+    """Makes the fake result of a view again: what it is a view of lies elsewhere now."""
+    args, kwargs = fx.map_arg((view.args, view.kwargs), lambda n: n.meta["val"])
+    with detect_fake_mode(view.meta["val"]) or nullcontext():
+        view.meta = {**view.meta, "val": cast(Callable[..., Any], view.target)(*args, **kwargs)}
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:

@@ -177,7 +177,9 @@ def _quickest(graph: StepGraph, run: Run, alone: Sequence[_Alone], limit: int) -
 
 
 def _lean(op: Op) -> Op:
-    best = min(op.ways, key=_memory_then_time, default=op.way(op.parts))
+    # Whole, an op that has parts cannot write over its operand.
+    ways = [way for way in op.ways if way.parts > 1 or not op.in_place_over] or op.ways
+    best = min(ways, key=_memory_then_time, default=op.way(op.parts))
     again = None if op.again is None else _lean(op.again)
     return replace(op, parts=best.parts, seconds=best.seconds, workspace_bytes=best.workspace_bytes, again=again)
 

@@ -300,8 +300,7 @@ class Emitter:
                 continue  # a second copy is thrown away
             if alone:
                 self.set_base(storage, made)
-            else:
-                base = self.reading.storages[storage].base
+            elif (base := self.reading.storages[storage].base).target is operator.getitem:  # else nothing reads it
                 taken = self.graph.call_function(operator.getitem, (made, base.args[1]))
                 taken.meta = dict(base.meta)
                 self.set_base(storage, taken)
