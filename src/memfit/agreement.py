@@ -58,9 +58,25 @@ def agreed_step(model: nn.Module, graph: StepGraph, device: torch.device) -> Ste
         return graph
     theirs = decode_graph(processes.send_document(encode_graph(graph), device, groups))
     differs = graph_digest(theirs) != graph_digest(graph)
-    error = PlanMismatchError("the first process trains on another step: inputs of other shapes, or another model")
+    error = PlanMismatchError(
+        "the first process trains on another step: inputs of other shapes, or another model"
+        f" ({_first_difference(theirs, graph)})"
+    )
     processes.agree(error if differs else None, device, groups)
     return replace(theirs, label=graph.label)
+
+
+def _first_difference(theirs: StepGraph, ours: StepGraph) -> str:
+    """Where two steps differ first, for people."""
+    if len(theirs.ops) != len(ours.ops):
+        return f"it has {len(theirs.ops)} ops, not {len(ours.ops)}"
+    for one, other in zip(theirs.ops, ours.ops, strict=True):
+        if (one.name, one.target, one.reads, one.writes) != (other.name, other.target, other.reads, other.writes):
+            return f"its op {one.name} is {other.name} here, or touches other storages"
+    for one_storage, other_storage in zip(theirs.storages, ours.storages, strict=False):
+        if one_storage.nbytes != other_storage.nbytes:
+            return f"its {one_storage.name} takes {one_storage.nbytes} bytes, not {other_storage.nbytes}"
+    return "an op of it runs in another way"
 
 
 def agreed_program(

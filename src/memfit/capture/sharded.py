@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["Gathered", "gathering", "is_sharded", "local", "mesh_groups", "resharded"]
+__all__ = ["Gathered", "gathering", "is_sharded", "local", "mesh_groups", "resharded", "without_gathering"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,3 +132,20 @@ def _reduced_bytes(module: nn.Module, parameter: torch.Tensor) -> int:
     state = getattr(module, "_get_fsdp_state", lambda: None)()
     dtype = getattr(getattr(state, "_mp_policy", None), "reduce_dtype", None) or parameter.dtype
     return parameter.numel() * dtype.itemsize
+
+
+@contextlib.contextmanager
+def without_gathering(model: nn.Module, outputs: Sequence[torch.Tensor]) -> Iterator[None]:
+    """While active, gradients of a sharded module's outputs gather nothing.
+
+    Its hooks on them would, as the first thing of the backward pass, and what they gather is not the loss's memory.
+    """
+    hooks = [t._backward_hooks for t in outputs if t._backward_hooks] if is_sharded(model) else []
+    before = [dict(each) for each in hooks]
+    for each in hooks:
+        each.clear()
+    try:
+        yield
+    finally:
+        for each, own in zip(hooks, before, strict=True):
+            each.update(own)

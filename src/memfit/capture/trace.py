@@ -21,7 +21,7 @@ from memfit.capture.loss_on_values import loss_reading
 from memfit.capture.optimizer import OptimizerCost, optimizer_cost
 from memfit.capture.pieces import Pieces
 from memfit.capture.reading import JointOp
-from memfit.capture.sharded import local
+from memfit.capture.sharded import local, without_gathering
 from memfit.capture.tangents import GradientStrides
 from memfit.capture.unwrapped_optimizer import OptimizerLike
 from memfit.errors import CaptureError, SpecError
@@ -151,7 +151,8 @@ def capture_step(
 
     def read(pieces: Pieces) -> LossReading:
         receivers = pieces.receivers()
-        return loss_reading(model, args, kwargs, pieces.output, loss_fn, device_type, receivers=receivers)
+        with without_gathering(model, receivers):
+            return loss_reading(model, args, kwargs, pieces.output, loss_fn, device_type, receivers=receivers)
 
     with torch.autograd.set_detect_anomaly(False):  # it looks at values, and there are none
         pieces = captured(read=read)
