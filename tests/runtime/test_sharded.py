@@ -220,5 +220,25 @@ def refuses_together(rank: int, world: int) -> None:
     step(model, x)
 
 
+def goes_on(rank: int, world: int) -> None:
+    """In the middle of training each process has a batch of another size, for which no plan is found."""
+    model, plain = whole(), whole()
+    in_blocks(model)
+    in_blocks(plain)
+    memfit.fit(model, (data(rank),), budget="2GiB", loss_fn=loss_fn, search_seconds=0.1)
+    for samples in (_SAMPLES, _SAMPLES // 2 + rank, _SAMPLES):
+        for each in (model, plain):
+            each.zero_grad()
+            step(each, data(rank, samples))
+        assert all(
+            torch.equal(held(one.grad), held(other.grad))
+            for one, other in zip(model.parameters(), plain.parameters(), strict=True)
+        )
+
+
+def test_a_step_that_cannot_be_planned_runs_plainly_from_shards(tmp_path: Path) -> None:
+    run(goes_on, 2, tmp_path)
+
+
 def test_what_one_process_cannot_do_none_does(tmp_path: Path) -> None:
     run(refuses_together, 2, tmp_path)

@@ -39,7 +39,7 @@ from memfit.capture.pieces import Piece, Pieces, gradient_strides_of, tensors_in
 from memfit.capture.plain_parts import NOTHING_PLAIN, PlainParts, UnplannableGraphError, find_plain_parts
 from memfit.capture.preserve import preserved
 from memfit.capture.reading import JointReading
-from memfit.capture.sharded import gathering, is_sharded, resharded
+from memfit.capture.sharded import gathering, is_sharded
 from memfit.capture.tangents import (
     GradientStrides,
     Strides,
@@ -118,7 +118,7 @@ def capture_pieces(
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         raise explained(failure, model, start="the model looks at values, which the meta device does not have")
     around = without_checkpoints() if replaced else refusing_checkpoints()
-    with preserved(model, args, kwargs), resharded(model), around:
+    with preserved(model, args, kwargs), around:
         plain = find_plain_parts(model, args, kwargs)
     try:
         pieces, between_bytes = _in_pieces(model, args, kwargs, captured, plain)
@@ -145,7 +145,7 @@ def _in_pieces(
     model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], captured: Callable[..., Pieces], plain: PlainParts
 ) -> tuple[Pieces, int]:
     """The pieces, one after the other, and what plain autograd saves for the code between them."""
-    with preserved(model, args, kwargs), resharded(model), LiveBytes() as counter, quiet():
+    with preserved(model, args, kwargs), LiveBytes() as counter, quiet():
         pieces = captured(fake=False, plain=plain)
         returned = {
             t.untyped_storage()._cdata: int(t.untyped_storage().nbytes())

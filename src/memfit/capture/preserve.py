@@ -28,7 +28,7 @@ import sysconfig
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +37,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as _nn_module
 
-from memfit.capture.sharded import local
+from memfit.capture.sharded import local, resharded
 from memfit.runtime.device_memory import free_bytes
 
 __all__ = ["Snapshot", "preserved", "snapshot"]
@@ -117,6 +117,8 @@ class Snapshot:
 def preserved(*roots: object, values: bool = True) -> Iterator[Snapshot]:
     """Restores everything reachable from `roots` on exit, whether that succeeds, fails or is interrupted.
 
+    A sharded module among the roots is in shards then, as between two steps.
+
     Args:
         roots: modules, inputs, losses, optimizers, any objects; None is nothing.
         values: whether tensors' memory is copied; without it only what holds them, and their metadata, is restored.
@@ -126,7 +128,11 @@ def preserved(*roots: object, values: bool = True) -> Iterator[Snapshot]:
     """
     state = snapshot(*roots, values=values)
     try:
-        yield state
+        with ExitStack() as shards:
+            for root in roots:
+                if isinstance(root, nn.Module):
+                    shards.enter_context(resharded(root))
+            yield state
     finally:
         state.restore()
 

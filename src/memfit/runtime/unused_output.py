@@ -99,8 +99,10 @@ class Begun:
         """Right before the run."""
         devices = {"cpu"} | {t.device.type for t in inputs if isinstance(t, torch.Tensor)} - {"meta"}
         on = {d: torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in devices}
-        states = (torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if "cuda" in devices else ()))
-        return cls(whole, inputs, _versions(inputs), (), states if whole.random else (), on)
+        states: tuple[torch.Tensor, ...] = ()
+        if whole.random:
+            states = (torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if "cuda" in devices else ()))
+        return cls(whole, inputs, _versions(inputs), (), states, on)
 
     def done(self) -> None:
         """Right after it."""
