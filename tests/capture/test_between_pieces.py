@@ -68,6 +68,8 @@ def test_pieces_hand_over_what_the_plain_step_does(kind: str) -> None:
     fitted = copy.deepcopy(plain)
     x = torch.randn(64, 16)
     memfit.fit(fitted, (x,), budget="1MiB", loss_fn=loss_fn, search_seconds=0.2)
+    planned = memfit.plan_of(fitted).planned
+    assert planned is not None and not planned.capture.pieces.plain.only_children  # code of forward itself is planned
     for _ in range(2):
         outputs = [model(x) for model in (plain, fitted)]
         for output in outputs:
