@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import logging
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -80,21 +78,6 @@ def assert_same_steps(plain: nn.Module, fitted: nn.Module, seed: int) -> None:
         assert p.grad is None or q.grad is None or torch.equal(p.grad, q.grad), name
     for (name, p), q in zip(plain.named_buffers(), fitted.buffers(), strict=True):
         assert torch.equal(p, q), name
-
-
-@pytest.fixture
-def told() -> Iterator[list[str]]:
-    """What memfit logs as a warning."""
-    texts: list[str] = []
-
-    class Noting(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            texts.append(record.getMessage())
-
-    handler = Noting(logging.WARNING)
-    logging.getLogger("memfit").addHandler(handler)
-    yield texts
-    logging.getLogger("memfit").removeHandler(handler)
 
 
 def way_of(seed: int) -> tuple[bool, ...]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +12,7 @@ from torch import nn
 
 import memfit
 from memfit.runtime.fitted import fitted_call
+from tests.notices import notices
 
 X = torch.randn(32, 16, generator=torch.Generator().manual_seed(0))
 
@@ -53,23 +52,6 @@ def fitted(model: nn.Module, loss_fn: Callable[[Any], Any] = square) -> tuple[nn
     twin = copy.deepcopy(model)
     memfit.fit(model, (X,), budget="64MiB", loss_fn=loss_fn, search_seconds=0.2)
     return model, twin
-
-
-@contextlib.contextmanager
-def notices() -> Iterator[list[str]]:
-    """What memfit logs as a warning meanwhile."""
-    told: list[str] = []
-
-    class Noting(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            told.append(record.getMessage())
-
-    handler = Noting(logging.WARNING)
-    logging.getLogger("memfit").addHandler(handler)
-    try:
-        yield told
-    finally:
-        logging.getLogger("memfit").removeHandler(handler)
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor | None]:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -13,6 +10,7 @@ from torch import nn
 
 import memfit
 from memfit.errors import BudgetError
+from tests.notices import notices
 
 
 def stack() -> nn.Sequential:
@@ -28,22 +26,6 @@ def loss_of(output: torch.Tensor) -> torch.Tensor:
 def only_last(model: nn.Sequential) -> nn.Sequential:
     model.requires_grad_(False)[-1].requires_grad_(True)
     return model
-
-
-@contextmanager
-def notices() -> Iterator[list[str]]:
-    found: list[str] = []
-
-    class Noting(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            found.append(record.getMessage())
-
-    handler = Noting(logging.WARNING)
-    logging.getLogger("memfit").addHandler(handler)
-    try:
-        yield found
-    finally:
-        logging.getLogger("memfit").removeHandler(handler)
 
 
 def test_parameters_that_are_unfrozen_run_over_the_budget_with_a_notice() -> None:

@@ -81,7 +81,7 @@ class PieceOfPass:
         piece: the graph.
         missing: outputs that got no gradient in the backward pass that runs now.
         nothing: whether no output got one.
-        begun: of a graph with cut outputs, what it takes to run it again.
+        begun: of a graph with cut outputs, the inputs and random states that recompute it.
         arrived: gradients of cut outputs in the backward pass that runs now.
         others: gradients of other outputs, if there are such.
     """
@@ -107,7 +107,7 @@ class PieceOfPass:
         """Told by autograd, before that, the gradient of a cut output."""
         self.arrived[position] = gradient
 
-    def run_again(self) -> tuple[torch.Tensor | None, ...]:
+    def recompute(self) -> tuple[torch.Tensor | None, ...]:
         """The gradients of all outputs, cut ones too, by a second forward pass."""
         begun, arrived = self.begun, self.others | self.arrived
         self.arrived, self.others, self.missing = {}, {}, frozenset()
@@ -116,8 +116,8 @@ class PieceOfPass:
             self.of.widened.add(self.of.key)
             log.warning(
                 "a gradient arrived for an output that the loss given to memfit does not use: this step's forward pass "
-                "runs again plainly, with the same bits and over the budget, and the next one is planned with all "
-                "outputs; pass the loss you really use, memfit.fit(..., loss_fn=...)"
+                "is recomputed without a plan, with the same bits and over the budget, and the next one is planned "
+                "with all outputs; pass the loss you really use, memfit.fit(..., loss_fn=...)"
             )
         return begun.gradients(arrived)
 
@@ -239,7 +239,7 @@ def noting_backward(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], A
         kept = torch._C._autograd._get_current_graph_task_keep_graph()
         if record.arrived:
             operands.clear()
-            gradients = record.run_again()
+            gradients = record.recompute()
             record.begun = record.begun if kept else None
             return gradients
         record.begun = record.begun if kept else None

@@ -1,16 +1,16 @@
-"""Outputs the loss does not use: cut from the gradient, and run again plainly if a gradient arrives after all.
+"""Outputs the loss does not use: cut from the gradient, and recomputed if a gradient arrives after all.
 
 AOTAutograd feeds a differentiable output that receives no gradient with zeros: for the logits of a language model that
 returns its own loss this is the largest tensor of the step. The plan cuts such outputs. Should the training loop
 differentiate one after all, the gradient would silently be missing.
 
 Idea: what `torch.utils.checkpoint` does to a region, for the whole graph and only then. A cut output keeps an edge of
-autograd to the node that runs the graph backward, so its gradient is known before that node runs; the node then runs
-the graph's forward pass again as plain code, from the same inputs and random state, and differentiates it with respect
-to all outputs at once, which sums in eager's order. Later calls are planned with all outputs.
+autograd to the node that runs the graph backward, so its gradient is known before that node runs. The node then
+recomputes the graph's forward pass as plain code, from the same inputs and random state, and differentiates it with
+respect to all outputs at once, which sums in eager's order. Later calls are planned with all outputs.
 
-Known limits: a graph that reads what it overwrites, or was given inputs that changed since, cannot run again; that is
-an error.
+Known limits: a graph that reads a tensor it overwrites, or whose inputs changed since, cannot be recomputed. That is an
+error.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _copy(graph: fx.Graph) -> fx.Graph:
 
 @dataclass(slots=True, eq=False)
 class Begun:
-    """A run of a graph with cut outputs: what it takes to run it again.
+    """A run of a graph with cut outputs, and the inputs and random states that recompute it.
 
     Attributes:
         whole: the graph.
@@ -112,15 +112,15 @@ class Begun:
         """The gradient of each input, of all outputs that got one, by plain autograd.
 
         Raises:
-            PlanMismatchError: if the graph cannot run again.
+            PlanMismatchError: if the graph cannot be recomputed.
         """
         call = self.whole.call
         versions = zip(self.versions, self.after, _versions(self.inputs), strict=True)
         if call is None or any(before == after != now for before, after, now in versions):
             raise PlanMismatchError(
                 "a gradient arrived for an output that the loss given to memfit does not use, and the forward pass "
-                "cannot run again for it, since it reads what it overwrites or its inputs were overwritten; pass the "
-                "loss you really use, memfit.fit(..., loss_fn=...)"
+                "cannot be recomputed for it, since it reads a tensor it overwrites or its inputs were overwritten; "
+                "pass the loss you really use, memfit.fit(..., loss_fn=...)"
             )
         written = [before != after for before, after in zip(self.versions, self.after, strict=True)]
         leaves = [

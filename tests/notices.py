@@ -1,0 +1,31 @@
+"""The warnings that memfit logs."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+
+__all__ = ["notices"]
+
+
+class _Noting(logging.Handler):
+    def __init__(self, texts: list[str]) -> None:
+        super().__init__(logging.WARNING)
+        self.texts = texts
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+@contextlib.contextmanager
+def notices() -> Iterator[list[str]]:
+    """Texts of the warnings that are logged meanwhile."""
+    texts: list[str] = []
+    handler = _Noting(texts)
+    logger = logging.getLogger("memfit")
+    logger.addHandler(handler)
+    try:
+        yield texts
+    finally:
+        logger.removeHandler(handler)
