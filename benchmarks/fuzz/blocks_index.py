@@ -210,7 +210,7 @@ def pasted(rng: random.Random, shape: Shape) -> nn.Module | None:
             case "token":
                 return torch.cat([self.token.expand(len(x), -1, -1), x], 1)
             case "places":
-                return x + self.places[torch.arange(x.shape[1])]
+                return x + self.places[torch.arange(x.shape[1], device=x.device)]
             case "repeat":
                 return x + self.places.repeat(len(x), 1).view_as(x)
         canvas = x.new_zeros(len(x), x.shape[1] + 2, x.shape[2])

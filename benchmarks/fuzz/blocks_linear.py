@@ -92,7 +92,7 @@ def product(rng: random.Random, shape: Shape) -> nn.Module | None:
             case "tensordot":
                 return torch.tensordot(x, self.weight, 1)
             case "kron":
-                return x @ torch.kron(self.weight[:1, :2], torch.eye(width, dtype=x.dtype))[:, :10]
+                return x @ torch.kron(self.weight[:1, :2], torch.eye(width, dtype=x.dtype, device=x.device))[:, :10]
             case "chain":
                 return torch.linalg.multi_dot([x[0], self.weight, self.weight.t()]) + x
         return torch.einsum("bti,btj->btij", x[..., :4], x[..., :4]).flatten(2)
@@ -140,7 +140,7 @@ def solved(rng: random.Random, shape: Shape) -> nn.Module | None:
         return None
 
     def function(self: Apply, x: torch.Tensor) -> torch.Tensor:
-        eye = torch.eye(x.shape[-1], dtype=x.dtype)
+        eye = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
         square = eye * 4 + self.weight @ self.weight.t()
         match kind:
             case "solve":

@@ -70,9 +70,9 @@ def drawn(rng: random.Random, shape: Shape) -> nn.Module | None:
             case "normal_":
                 return x + torch.empty_like(x).normal_(0, 0.1)
             case "uniform_":
-                return x + torch.empty(x.shape, dtype=x.dtype).uniform_(-0.1, 0.1)
+                return x + torch.empty(x.shape, dtype=x.dtype, device=x.device).uniform_(-0.1, 0.1)
             case "randint":
-                return x * torch.randint(0, 2, x.shape)
+                return x * torch.randint(0, 2, x.shape, device=x.device)
             case "poisson":
                 return x + torch.poisson(x.detach().abs())
             case "exponential_":
@@ -90,17 +90,21 @@ def drawn(rng: random.Random, shape: Shape) -> nn.Module | None:
                 return x + torch.multinomial(rows, 1).sum().to(x.dtype) * 1e-3
             case "cauchy_":
                 return x + torch.empty_like(x).cauchy_().clamp(-2, 2) * 0.1
-        return x + torch.rand(x.shape[-1], dtype=x.dtype) + torch.randn(1, dtype=x.dtype)
+        return (
+            x + torch.rand(x.shape[-1], dtype=x.dtype, device=x.device) + torch.randn(1, dtype=x.dtype, device=x.device)
+        )
 
     return Apply(function, kind)
 
 
 @block(*ANY)
 def drawn_by_own_generator(rng: random.Random, shape: Shape) -> nn.Module | None:
-    generator = torch.Generator().manual_seed(rng.randrange(1000))
-    return Apply(
-        lambda self, x: x + 0.1 * torch.randn(x.shape, generator=self.generator, dtype=x.dtype), generator=generator
-    )
+    generator = torch.Generator(torch.get_default_device()).manual_seed(rng.randrange(1000))
+
+    def function(self: Apply, x: torch.Tensor) -> torch.Tensor:
+        return x + 0.1 * torch.randn(x.shape, generator=self.generator, dtype=x.dtype, device=x.device)
+
+    return Apply(function, generator=generator)
 
 
 @block(*ANY)
@@ -115,7 +119,7 @@ def drawn_outside_torch(rng: random.Random, shape: Shape) -> nn.Module | None:
 
 @block(SEQUENCE)
 def permuted(rng: random.Random, shape: Shape) -> nn.Module | None:
-    return Apply(lambda self, x: x[:, torch.randperm(x.shape[1])])
+    return Apply(lambda self, x: x[:, torch.randperm(x.shape[1], device=x.device)])
 
 
 @block(IMAGE, SEQUENCE)

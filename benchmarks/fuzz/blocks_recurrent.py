@@ -30,7 +30,7 @@ def recurrent_over_packed(rng: random.Random, shape: Shape) -> nn.Module | None:
     lengths = torch.arange(shape[0]) % shape[1] + 1
 
     def function(self: Apply, x: torch.Tensor) -> torch.Tensor:
-        packed = pack_padded_sequence(x, self.lengths, batch_first=True, enforce_sorted=False)
+        packed = pack_padded_sequence(x, self.lengths.cpu(), batch_first=True, enforce_sorted=False)
         made, _ = pad_packed_sequence(self.inner(packed)[0], batch_first=True, total_length=x.shape[1])
         return made
 

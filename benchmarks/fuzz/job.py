@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import logging
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from benchmarks.fuzz.compare import REFUSED, compare, plain_run
+from benchmarks.fuzz.device import same_bits_each_time
 from benchmarks.fuzz.modes import MODES
 from benchmarks.fuzz.recipe import choose
 
 __all__ = ["run"]
 
 
-def run(job: tuple[int, str, tuple[str, ...], tuple[float, ...]]) -> list[dict[str, Any]]:
-    """Rows of results of a job: seed, name of the mode, blocks asked for, and shares if not the mode's own."""
-    seed, name, only, shares = job
+def run(job: tuple[int, str, tuple[str, ...], tuple[float, ...], str]) -> list[dict[str, Any]]:
+    """Rows of results of a job: seed, name of the mode, blocks asked for, shares if not the mode's own, device."""
+    seed, name, only, shares, device = job
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     recipe = choose(seed, MODES[name], only)
+    recipe = replace(recipe, mode=replace(recipe.mode, device=device))
+    if device != "cpu":
+        same_bits_each_time()
     plain = plain_run(recipe)
     if plain.status:
         kept = {"seed": seed, "mode": name, "blocks": [step.block for step in recipe.steps], "share": None}

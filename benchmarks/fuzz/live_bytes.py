@@ -74,10 +74,10 @@ class LiveBytes(TorchDispatchMode):
         self._known.discard(key)
 
 
-def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the storages behind tensors, each once."""
+def storage_bytes(tensors: Iterable[torch.Tensor], *, rounded_to: int = 1) -> int:
+    """Bytes of the storages behind tensors, each once and rounded up to a multiple."""
     storages = {_key(t): t.untyped_storage().nbytes() for t in tensors if t.layout is torch.strided}
-    return sum(storages.values())
+    return sum(-(-nbytes // rounded_to) * rounded_to for nbytes in storages.values())
 
 
 def _key(tensor: torch.Tensor) -> int:

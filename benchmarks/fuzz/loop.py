@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.fuzz.device import AllocatorBytes
 from benchmarks.fuzz.live_bytes import LiveBytes, storage_bytes
 from benchmarks.fuzz.model import Case
 from benchmarks.fuzz.modes import autocast
@@ -43,7 +44,7 @@ def turn(case: Case, number: int) -> dict[str, Any]:
 
 
 def measured_turn(case: Case, number: int) -> int:
-    """The peak bytes of one turn, counted by `LiveBytes`.
+    """The peak bytes of one turn, counted by `LiveBytes`, or by the allocator on a device.
 
     As the budget does, it holds parameters, gradients, buffers, inputs, and the optimizer where `fit` is told of one.
     What the fuzz takes to make inputs, and copies of what comes out, are not the step's and are not in it.
@@ -53,17 +54,18 @@ def measured_turn(case: Case, number: int) -> int:
     state = _tensors(case.optimizer.state)
     existing = [*case.model.parameters(), *case.model.buffers(), *(state if case.recipe.counts_optimizer else ())]
     beside = _tensors((vars(case.loss), [vars(m) for m in case.model.modules()], state))
-    live = LiveBytes([*existing, *beside])
+    device = case.recipe.mode.device
+    live = LiveBytes([*existing, *beside]) if device == "cpu" else AllocatorBytes()
     with live:
         _passes(case, number, live)
         if case.recipe.counts_optimizer:
             case.optimizer.step()
     if not case.recipe.counts_optimizer:
         case.optimizer.step()
-    return storage_bytes(existing) + live.peak_bytes
+    return storage_bytes(existing, rounded_to=1 if device == "cpu" else 512) + live.peak_bytes
 
 
-def _passes(case: Case, number: int, live: LiveBytes | None = None) -> dict[str, Any]:
+def _passes(case: Case, number: int, live: LiveBytes | AllocatorBytes | None = None) -> dict[str, Any]:
     """The passes of a turn, and a copy of what comes out of them, which is not made where memory is measured."""
     mode, found = case.recipe.mode, {}
     for micro in range(mode.micro_batches):

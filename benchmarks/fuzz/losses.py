@@ -63,7 +63,7 @@ def _by_value(self: Loss, o: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 def _contrast(self: Loss, o: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     z = F.normalize(o, dim=-1)
-    return F.cross_entropy(z @ z.t() / 0.2, torch.arange(len(z)).roll(1))
+    return F.cross_entropy(z @ z.t() / 0.2, torch.arange(len(z), device=o.device).roll(1))
 
 
 def _dice(self: Loss, o: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -77,7 +77,7 @@ def _focal(self: Loss, o: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def _signs(o: torch.Tensor) -> torch.Tensor:
-    return torch.ones_like(o).copysign(torch.arange(o.shape[-1], dtype=o.dtype) % 2 - 0.5)
+    return torch.ones_like(o).copysign(torch.arange(o.shape[-1], dtype=o.dtype, device=o.device) % 2 - 0.5)
 
 
 LOSSES: MappingProxyType[str, Function] = MappingProxyType(
@@ -85,7 +85,7 @@ LOSSES: MappingProxyType[str, Function] = MappingProxyType(
         "cross entropy": lambda self, o, y: F.cross_entropy(o, y),
         "smoothed cross entropy": lambda self, o, y: F.cross_entropy(o, y, label_smoothing=0.1),
         "weighted cross entropy": lambda self, o, y: F.cross_entropy(
-            o, y.where(y > 0, -100), weight=torch.linspace(0.5, 1.5, o.shape[-1], dtype=o.dtype)
+            o, y.where(y > 0, -100), weight=torch.linspace(0.5, 1.5, o.shape[-1], dtype=o.dtype, device=o.device)
         ),
         "soft cross entropy": lambda self, o, y: F.cross_entropy(o, torch.full_like(o, 1 / o.shape[-1])),
         "nll": lambda self, o, y: F.nll_loss(F.log_softmax(o, -1), y),
@@ -101,7 +101,7 @@ LOSSES: MappingProxyType[str, Function] = MappingProxyType(
         "poisson": lambda self, o, y: F.poisson_nll_loss(o.clamp(max=3), torch.ones_like(o)),
         "gaussian": lambda self, o, y: F.gaussian_nll_loss(o, torch.zeros_like(o), o.square() + 0.5),
         "ctc": _ctc,
-        "cosine": lambda self, o, y: F.cosine_embedding_loss(o, torch.ones_like(o), torch.ones(len(o), dtype=o.dtype)),
+        "cosine": lambda self, o, y: F.cosine_embedding_loss(o, torch.ones_like(o), torch.ones_like(o[:, 0])),
         "ranking": lambda self, o, y: F.margin_ranking_loss(o, o.roll(1, 0).detach(), _signs(o), margin=0.1),
         "hinge": lambda self, o, y: F.hinge_embedding_loss(o, _signs(o)),
         "multi margin": lambda self, o, y: F.multi_margin_loss(o, y),

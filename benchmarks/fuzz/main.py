@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
             for mode in [modes[number % len(modes)]] if options.in_turn else modes:
                 if (seed, mode) in known:
                     continue
-                for row in _rows(worker, seed, mode, only, shares):
+                for row in _rows(worker, (seed, mode, only, shares, options.device)):
                     rows.append(row)
                     print(json.dumps(row), file=file, flush=True)
                     _say(row)
@@ -55,6 +55,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--blocks", default="", help="these blocks in this order instead of random ones")
     parser.add_argument("--shares", default="", help="budgets as shares of the plain peak; 0 is the least budget")
     parser.add_argument("--seconds", type=float, default=180.0, help="a seed may take")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--to", type=Path, default=Path("build/fuzz.jsonl"), help="JSON lines of results")
     options = parser.parse_args(arguments)
     for mode in filter(lambda name: name != "each", options.mode.split(",")):
@@ -74,12 +75,11 @@ def _read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def _rows(
-    worker: Worker, seed: int, mode: str, only: tuple[str, ...], shares: tuple[float, ...]
-) -> list[dict[str, Any]]:
+def _rows(worker: Worker, job: tuple[int, str, tuple[str, ...], tuple[float, ...], str]) -> list[dict[str, Any]]:
+    seed, mode, *_ = job
     nothing = {"seed": seed, "mode": mode, "blocks": [], "share": None, "problems": [], "seconds": 0.0}
     try:
-        found: list[dict[str, Any]] = worker.call((seed, mode, only, shares))
+        found: list[dict[str, Any]] = worker.call(job)
         return found
     except Died as error:
         return [nothing | {"status": CRASH, "error": str(error)}]

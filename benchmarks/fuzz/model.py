@@ -66,17 +66,18 @@ class Case:
         """Positional and keyword inputs of the n-th forward pass, made anew each time."""
         recipe, dtype = self.recipe, self.recipe.mode.dtype
         generator = torch.Generator().manual_seed(1000 + number)
+        device = torch.device(recipe.mode.device)
         if recipe.stem in ("plain", "padding", "norm", "frequency"):
-            return (torch.randint(0, TOKENS, recipe.shape, generator=generator),), {}
-        x = torch.randn(recipe.shape, generator=generator, dtype=torch.float64).to(dtype)
+            return (torch.randint(0, TOKENS, recipe.shape, generator=generator).to(device),), {}
+        x = torch.randn(recipe.shape, generator=generator, dtype=torch.float64).to(device, dtype)
         x = laid_out(x, "last" if recipe.mode.channels_last else recipe.strides)
         if recipe.input_gradient:
             x.requires_grad_()
         keywords: dict[str, Any] = {}
         if "scale" in recipe.keywords:
-            keywords["scale"] = torch.full((1,), 0.8, dtype=dtype)
+            keywords["scale"] = torch.full((1,), 0.8, dtype=dtype, device=device)
         if "more" in recipe.keywords:
-            keywords["more"] = {"bias": torch.full((1,), 0.1, dtype=dtype)}
+            keywords["more"] = {"bias": torch.full((1,), 0.1, dtype=dtype, device=device)}
         return (x,), keywords
 
     def described(self) -> list[str]:
@@ -88,6 +89,11 @@ class Case:
 
 def assemble(recipe: Recipe) -> Case:
     """The model of a recipe, with its loss and its optimizer; equal each time, sharing nothing with the last."""
+    with torch.device(recipe.mode.device):
+        return _assembled(recipe)
+
+
+def _assembled(recipe: Recipe) -> Case:
     rng = random.Random(recipe.seed)
     torch.manual_seed(recipe.seed)
     dtype = recipe.mode.dtype

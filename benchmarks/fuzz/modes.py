@@ -28,6 +28,7 @@ class Mode:
         options: more arguments of `memfit.fit`.
         tolerance: largest difference, relative to the largest element; 0.0 asks for the same bits.
         shares: budgets as shares of the plain peak; 0.0 is the least budget there is.
+        device: of parameters and inputs.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Mode:
     options: dict[str, Any] = field(default_factory=dict)
     tolerance: float = 0.0
     shares: tuple[float, ...] = (0.8, 0.55, 0.0)
+    device: str = "cpu"
 
 
 _ALL = (
@@ -61,5 +63,5 @@ MODES = MappingProxyType({mode.name: mode for mode in _ALL})
 @contextmanager
 def autocast(mode: Mode) -> Iterator[None]:
     """The autocast region of a mode; nothing where it has none."""
-    with torch.autocast("cpu", mode.autocast or torch.bfloat16, enabled=mode.autocast is not None):
+    with torch.autocast(mode.device, mode.autocast or torch.bfloat16, enabled=mode.autocast is not None):
         yield

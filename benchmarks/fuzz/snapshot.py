@@ -32,6 +32,7 @@ def snapshot(**roots: Any) -> Snapshot:
     for name, root in roots.items():
         found.update(_walk(root, name, seen))
     found["random.torch"] = torch.get_rng_state()
+    found["random.cuda"] = torch.cuda.get_rng_state().cpu() if torch.cuda.is_initialized() else None
     found["random.python"] = random.getstate()
     found["random.numpy"] = tuple(map(str, np.random.get_state()))
     found["setting.autocast"] = torch.is_autocast_enabled("cpu")
