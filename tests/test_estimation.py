@@ -79,3 +79,23 @@ def test_no_samples(layer: nn.Module, shape: tuple[int, ...]) -> None:
     assert sum(nbytes for _, nbytes in found.by_kind()) == found.peak
     with pytest.raises(memfit.BudgetError):
         memfit.plan(layer, (x,), budget=1, loss_fn=torch.sum)
+
+
+class Unrolled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = x.new_zeros(len(x), 16)
+        for step in x.unbind(1):
+            state = self.cell(step, state)
+        return self.head(state)
+
+
+def test_a_recurrent_cell_on_the_meta_device() -> None:
+    """Where a cell has one kernel, as on a GPU, or none, it is not taken apart as on a CPU."""
+    with torch.device("meta"):
+        meta = memfit.estimate(Unrolled(), (torch.randn(4, 3, 8),), loss_fn=_loss)
+    here = memfit.estimate(Unrolled(), (torch.randn(4, 3, 8),), loss_fn=_loss)
+    assert meta.peak == pytest.approx(here.peak, rel=0.2)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import memfit
 from memfit.capture import batch_norm, cudnn_norm
@@ -90,3 +91,14 @@ def test_gradients_and_running_statistics_have_the_bits_of_the_plain_step(make: 
     assert [(c.kind, c.name, c.max_difference) for c in result.checks if not c.equal] == []
     assert any("cudnn_batch_norm" in result.plan.planned.graph.ops[i].target for i in result.plan.program.recomputed())
     assert result.recomputes_executed == result.recomputes_planned
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_choice_can_be_asked_without_statistics(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batch normalisation that tracks none, and instance normalisation."""
+    monkeypatch.undo()
+    with FakeTensorMode():
+        data = torch.empty(4, 8, 6, 6, device="cuda")
+        weight, bias = torch.empty(8, device="cuda"), torch.empty(8, device="cuda")
+    chosen = cudnn_norm._takes_cudnn((data, weight, bias, None, None, training, 0.1, 1e-5))
+    assert chosen is (training and torch.backends.cudnn.is_available())

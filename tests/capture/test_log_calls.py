@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from memfit.capture.log_calls import logs_left_out
 from memfit.capture.trace import capture_step
 from memfit.pipelining.forward_graph import capture_forward
 
@@ -39,3 +41,14 @@ def test_what_is_logged_once_is_left_out(method: str, pieces: int, monkeypatch: 
     assert len(capture.pieces.pieces) == pieces
     forward = capture_forward(model, [x], {}, None, lambda output: output.square().sum())
     assert len(forward.calls) == 5
+
+
+@pytest.mark.smoke
+def test_torch_can_record_the_options() -> None:
+    """It sorts sets among its options and writes them as JSON, and tells the user if it cannot."""
+    (functions,) = logs_left_out(all_calls=True).values()
+    assert "Logger.info" in json.loads(json.dumps(sorted(functions)))
+    assert logging.Logger.info in functions and logging.Logger.setLevel not in functions
+    with torch._dynamo.config.patch(logs_left_out(all_calls=True)):
+        (nested,) = logs_left_out().values()
+    assert logging.Logger.info in nested

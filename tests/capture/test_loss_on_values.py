@@ -12,6 +12,7 @@ from torch.nn import functional
 
 import memfit
 from memfit.errors import CaptureError, SpecError
+from tests.notices import notices
 
 
 def _model() -> nn.Module:
@@ -98,3 +99,20 @@ def test_inputs_that_the_model_does_not_take_are_told() -> None:
         memfit.fit(_model(), _X, budget="1GiB")  # type: ignore[arg-type]
     with pytest.raises(CaptureError, match="does not take these inputs"):
         memfit.fit(_model(), budget="1GiB")
+
+
+def test_a_loss_on_values_over_a_module_that_assigns_its_buffers() -> None:
+    """Capturing leaves fake buffers on the module; the loss is read on what the module makes with its own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), torch.nn.utils.parametrizations.spectral_norm(nn.Linear(16, 5)))
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    def hard_examples(output: Tensor) -> Tensor:
+        each = functional.cross_entropy(output, output.argmin(1), reduction="none")
+        return each[each > each.mean()].mean()
+
+    with notices() as told:
+        memfit.fit(model, (torch.randn(8, 6),), budget="1GiB", loss_fn=hard_examples)
+    assert not told
+    for name, buffer in model.named_buffers():
+        assert type(buffer) is Tensor and torch.equal(buffer, before[name])

@@ -64,6 +64,10 @@ def _takes_cudnn(args: tuple[Any, ...]) -> bool:
     if data.device.type != "cuda" or weight is None or bias is None:
         return False
     running_mean, running_var, training, _, eps = rest
+    if running_mean is None or running_var is None:
+        if not training:
+            return False
+        running_mean, running_var = weight, bias  # Python's binding takes tensors only; that there are none is allowed
     choice = torch._C._select_batch_norm_backend(data, weight, bias, running_mean, running_var, training, eps)
     return bool(choice == torch._C._BatchNormBackend.Cudnn)  # type: ignore[attr-defined]
 

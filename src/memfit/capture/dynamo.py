@@ -68,7 +68,7 @@ def capture_pieces(
     last_key: str | None = None,
     accumulate: Accumulate | None = None,
     checkpointing: str = "refuse",
-    read: Callable[[Pieces], LossReading] | None = None,
+    read: Callable[[Pieces, Callable[[], None]], LossReading] | None = None,
 ) -> Pieces:
     """Captures the training step of `model(*args, **kwargs)`. Changes nothing.
 
@@ -83,7 +83,8 @@ def capture_pieces(
         last_key: with that, which graph is the last.
         accumulate: how gradients of parameters are added to `.grad` inside the graph; None if that is left to autograd.
         checkpointing: `"refuse"` or `"replace"`, what is done where the model checkpoints itself.
-        read: reads the loss while what the forward pass left on modules and in hooks is still there.
+        read: reads the loss while what the forward pass left on modules and in hooks is still there; its second
+            argument takes that back, where it is fake.
 
     Returns:
         The pieces and the output of the module.
@@ -105,8 +106,8 @@ def capture_pieces(
         read=read,
     )
     try:
-        with preserved(model, args, kwargs, values=False), quiet():
-            return captured(fake=True)
+        with preserved(model, args, kwargs, values=False) as before, quiet():
+            return captured(fake=True, take_back=before.restore)
     except UnplannableGraphError as error:
         failure: Exception = error
     except MemfitError:
@@ -146,7 +147,7 @@ def _in_pieces(
 ) -> tuple[Pieces, int]:
     """The pieces, one after the other, and what plain autograd saves for the code between them."""
     with preserved(model, args, kwargs), LiveBytes() as counter, quiet():
-        pieces = captured(fake=False, plain=plain)
+        pieces = captured(fake=False, take_back=lambda: None, plain=plain)
         returned = {
             t.untyped_storage()._cdata: int(t.untyped_storage().nbytes())
             for piece in pieces.pieces
@@ -161,6 +162,7 @@ def _capture(
     kwargs: dict[str, Any],
     *,
     fake: bool,
+    take_back: Callable[[], None],
     separate: Callable[[str], bool],
     grid: tuple[int, ...],
     gradient_outputs: frozenset[int] | None,
@@ -168,7 +170,7 @@ def _capture(
     last_key: str | None,
     accumulate: Accumulate | None,
     replaced: bool,
-    read: Callable[[Pieces], LossReading] | None,
+    read: Callable[[Pieces, Callable[[], None]], LossReading] | None,
     plain: PlainParts = NOTHING_PLAIN,
 ) -> Pieces:
     pieces: list[Piece] = []
@@ -254,7 +256,7 @@ def _capture(
     made = Pieces(pieces=captured, output=output, staying=gathered(), plain=plain, replaced=replaced)
     if read is None or not captured:
         return made
-    loss = read(made)
+    loss = read(made, take_back)
     return replace(made, loss=loss, gradient_strides=gradient_strides_of(made, loss))
 
 

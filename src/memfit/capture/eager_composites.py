@@ -57,7 +57,8 @@ def _gru_cell(
     b_hh: torch.Tensor | None = None,
 ) -> torch.Tensor:
     if x.device.type != "cpu":
-        found: torch.Tensor = _aten.gru_cell.default.decompose(x, hidden, w_ih, w_hh, b_ih, b_hh)
+        # `decompose` would ask for the kernel that stands here and call this function again.
+        found: torch.Tensor = _aten.gru_cell.default._op_dk(_KEY, x, hidden, w_ih, w_hh, b_ih, b_hh)
         return found
     from_x = torch.nn.functional.linear(x, w_ih, b_ih).unsafe_chunk(3, 1)
     from_hidden = torch.nn.functional.linear(hidden, w_hh, b_hh).unsafe_chunk(3, 1)

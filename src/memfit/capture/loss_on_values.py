@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ def loss_reading(
     device_type: str,
     *,
     receivers: Sequence[torch.Tensor],
+    take_back: Callable[[], None],
 ) -> LossReading:
     """How the loss uses the outputs, and what it takes.
 
@@ -54,6 +55,7 @@ def loss_reading(
         device_type: only memory of this device type counts.
         receivers: tensors that may receive a gradient: those of the output, then what left by a side door, which is
             assumed to receive one where the loss cannot tell.
+        take_back: takes back what capturing left on the module, such as a fake tensor that it assigned to a buffer.
 
     Raises:
         LossError: if the loss cannot be called with real outputs either.
@@ -73,6 +75,7 @@ def loss_reading(
     if any(t.is_meta for t in model.parameters()):
         raise LossError(_told(loss_fn, first) + "; the model is on the meta device, where no values are") from first
     log.info("the loss looks at values, reading it on real outputs: %s", first)
+    take_back()
     with preserved(model, args, kwargs, loss_fn):
         with torch.no_grad():
             real = model._call_impl(*args, **kwargs)

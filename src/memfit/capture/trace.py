@@ -149,10 +149,12 @@ def capture_step(
         checkpointing=checkpointing,
     )
 
-    def read(pieces: Pieces) -> LossReading:
+    def read(pieces: Pieces, take_back: Callable[[], None]) -> LossReading:
         receivers = pieces.receivers()
         with without_gathering(model, receivers):
-            return loss_reading(model, args, kwargs, pieces.output, loss_fn, device_type, receivers=receivers)
+            return loss_reading(
+                model, args, kwargs, pieces.output, loss_fn, device_type, receivers=receivers, take_back=take_back
+            )
 
     with torch.autograd.set_detect_anomaly(False):  # it looks at values, and there are none
         pieces = captured(read=read)
@@ -171,7 +173,7 @@ def capture_step(
                 gradient_outputs=gradient_outputs,
                 gradient_strides=strides,
                 last_key=pieces.last_key,
-                read=lambda _: loss,
+                read=lambda *_: loss,
             )
     graph, joint_ops = join(pieces, loss.transient_bytes, device_type, held_bytes=loss.held_bytes)
     if not any(op.phase is Phase.BACKWARD for op in graph.ops):
