@@ -24,6 +24,7 @@ from torch._C import DispatchKey
 
 from memfit.capture.eager_composites import composites_of_eager
 from memfit.capture.eager_dropout import draws_laid_out
+from memfit.capture.gradients_on_values import gradients_on_values
 from memfit.capture.kernel_strides import strides_of_kernels
 from memfit.capture.random_fills import filled_as_in_eager
 
@@ -55,7 +56,7 @@ def as_in_eager() -> Iterator[None]:
     for overload, _, _ in aside:
         overload._dispatch_cache.clear()
     try:
-        with strides_of_kernels(), draws_laid_out(), composites_of_eager(), filled_as_in_eager():
+        with strides_of_kernels(), draws_laid_out(), composites_of_eager(), filled_as_in_eager(), gradients_on_values():
             yield
     finally:
         for overload, key, kernel in aside:
