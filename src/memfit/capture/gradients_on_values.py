@@ -105,7 +105,7 @@ def _recorded(forward: torch._ops.OpOverload) -> Callable[..., torch.Tensor]:
     defaults = [argument.default_value for argument in forward._schema.arguments[1:-1]]
 
     def recorded(data: torch.Tensor, *places: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
-        made: torch.Tensor = _Recorded.apply(data, forward, (*places, *defaults[len(places) :], dtype))  # type: ignore[no-untyped-call]
+        made: torch.Tensor = _Recorded.apply(data, forward, (*places, *defaults[len(places) :], dtype))
         return made
 
     return recorded
