@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.coverage.script import DEVICE
 from benchmarks.coverage.trial import trial
+from benchmarks.fuzz.device import same_bits_each_time
 
 __all__ = ["SOURCES", "run", "source"]
 
@@ -26,9 +28,12 @@ def source(name: str) -> ModuleType:
     return import_module(f"benchmarks.coverage.from_{name}")
 
 
-def run(job: tuple[str, str]) -> dict[str, Any]:
-    """The row of a source's model."""
-    of, name = job
+def run(job: tuple[str, str, str]) -> dict[str, Any]:
+    """The row of a source's model on a device."""
+    of, name, device = job
+    DEVICE.set(device)
+    if device != "cpu":
+        same_bits_each_time()
     os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")

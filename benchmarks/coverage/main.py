@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
             for name in names[options.part[0] - 1 :: options.part[1]]:
                 listed[of, name] = source(of).group(name)
                 if (of, name) not in rows:
-                    rows[of, name] = _row(worker, of, name)
+                    rows[of, name] = _row(worker, of, name, options.device)
                     with options.to.open("a") as file:
                         print(json.dumps(rows[of, name]), file=file)
                     print(_line(rows[of, name]), flush=True)
@@ -62,6 +62,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--again", default="", help="statuses whose rows are made anew")
     parser.add_argument("--part", default="1/1", type=_part, help="K/N: every Nth row from the Kth, for N processes")
     parser.add_argument("--seconds", type=float, default=120.0, help="a row may take")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda; scripts run on a CPU")
     parser.add_argument("--to", type=Path, default=Path("build/coverage.jsonl"), help="JSON lines of rows")
     parser.add_argument("--write", action="store_true", help="put the tables into the README")
     options = parser.parse_args(arguments)
@@ -81,10 +82,10 @@ def _read(path: Path) -> list[Row]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def _row(worker: Worker, of: str, name: str) -> Row:
+def _row(worker: Worker, of: str, name: str, device: str) -> Row:
     row: Row = {"source": of, "group": source(of).group(name), "name": name}
     try:
-        return row | worker.call((of, name))
+        return row | worker.call((of, name, device))
     except Died as error:
         return row | {"status": "crash", "reason": str(error), "seconds": 0.0}
     except TookTooLong as error:

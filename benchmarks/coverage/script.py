@@ -8,17 +8,45 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["STEPS", "Fit", "NotBuilt", "Results", "Sample", "Script", "loss_of", "results", "seed_all", "train"]
+__all__ = [
+    "DEVICE",
+    "STEPS",
+    "Fit",
+    "NotBuilt",
+    "Results",
+    "Sample",
+    "Script",
+    "loss_of",
+    "results",
+    "seed_all",
+    "train",
+]
+    "DEVICE",
+    "STEPS",
+    "Fit",
+    "NotBuilt",
+    "Results",
+    "Sample",
+    "Script",
+    "loss_of",
+    "results",
+    "seed_all",
+    "train",
+]
 
 STEPS = 3
+
+DEVICE: ContextVar[str] = ContextVar("device", default="cpu")
+"""Where `train` has the model and its inputs."""
 
 Results = dict[str, torch.Tensor]
 
@@ -95,6 +123,8 @@ def results(model: nn.Module, **more: Any) -> Results:
             found[f"gradient {name}"] = parameter.grad
     found.update((f"buffer {name}", buffer) for name, buffer in model.named_buffers())
     found["random state"] = torch.get_rng_state()
+    if torch.cuda.is_initialized():
+        found["random state on the device"] = torch.cuda.get_rng_state()
     return {name: tensor.detach() for name, tensor in found.items()}
 
 
@@ -104,12 +134,17 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"{name} {index}", leaf
 
 
+def _moved(sample: Sample, device: str) -> Sample:
+    args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (sample.args, sample.kwargs))
+    return replace(sample, model=sample.model.to(device), args=args, kwargs=kwargs)
+
+
 def train(sample: Callable[[], Sample]) -> Script:
     """The plainest loop there is, around a model."""
 
     def script(fit: Fit) -> Iterator[Results]:
         seed_all(0)
-        made = sample()
+        made = _moved(sample(), DEVICE.get())
         loss_fn = made.loss_fn or loss_of
         model = made.model.train()
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 1e-3, momentum=0.9)
