@@ -30,18 +30,6 @@ __all__ = [
     "seed_all",
     "train",
 ]
-    "DEVICE",
-    "STEPS",
-    "Fit",
-    "NotBuilt",
-    "Results",
-    "Sample",
-    "Script",
-    "loss_of",
-    "results",
-    "seed_all",
-    "train",
-]
 
 STEPS = 3
 
