@@ -17,9 +17,10 @@ FOUNDATIONS = {"errors", "units"}
 ROOMS = {
     "errors": set(),
     "units": {"errors"},
+    "refusals": FOUNDATIONS,
     "step": FOUNDATIONS,
-    "planner": {*FOUNDATIONS, "step", "strategies"},
-    "strategies": {*FOUNDATIONS, "step", "planner"},
+    "planner": {*FOUNDATIONS, "refusals", "step", "strategies"},
+    "strategies": {*FOUNDATIONS, "refusals", "step", "planner"},
 }
 """The rooms without torch, and the doors of each."""
 

@@ -100,13 +100,13 @@ def agreed_program(
             document = {
                 "error": str(error),
                 "budget": {"budget_bytes": error.budget_bytes, "least_bytes": error.least_bytes},
-                "binding": error.binding,
+                "words": {"binding": error.binding, "subject": error.subject, "advice": error.advice},
             }
         except Exception as error:
             document = {"error": f"the first process cannot plan: {type(error).__name__}: {error}"}
     document = processes.send_document(document, device, groups)
     if "budget" in document:
-        raise BudgetError(document["error"], **document["budget"], binding=document["binding"])
+        raise BudgetError(document["error"], **document["budget"], **document["words"])
     if "error" in document:
         raise MemfitError(document["error"])
     return decode_program(document["program"]), float(document["bound_seconds"])

@@ -34,13 +34,26 @@ class BudgetError(MemfitError):
         budget_bytes: what was asked for.
         least_bytes: the least budget that works; `budget=error.least_bytes` succeeds.
         binding: module, op and live tensors that set it.
+        subject: what does not fit: a plan, or what a named strategy makes.
+        advice: what else there is to do, beside asking for the least budget; may be empty.
     """
 
-    def __init__(self, message: str, *, budget_bytes: int, least_bytes: int, binding: str = "") -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        budget_bytes: int,
+        least_bytes: int,
+        binding: str = "",
+        subject: str = "plan",
+        advice: str = "",
+    ) -> None:
         super().__init__(message)
         self.budget_bytes = budget_bytes
         self.least_bytes = least_bytes
         self.binding = binding
+        self.subject = subject
+        self.advice = advice
 
 
 class CaptureError(MemfitError):

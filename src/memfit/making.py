@@ -26,15 +26,17 @@ from memfit.capture.replicated import bucket_bytes, unwrapped
 from memfit.capture.sharded import is_sharded
 from memfit.capture.trace import Capture, device_of
 from memfit.errors import BudgetError, MemfitError
+from memfit.planner.explain import binding_place
 from memfit.planner.streaming import least_streaming
 from memfit.planning import Progress, Request, capture_and_profile, check_request, plan_captured, resolve_budget
 from memfit.plans import Plan
 from memfit.proof import ProvingStep, StepResult, compare
-from memfit.refusals import refused
+from memfit.refusals import advised, refusal, refused
 from memfit.runtime.apply import PlannedCall, compile_program
 from memfit.runtime.device_memory import free_bytes
 from memfit.runtime.measure import measure
 from memfit.step.graph import StepGraph
+from memfit.step.simulate import simulate
 from memfit.units import format_bytes
 
 __all__ = ["Step", "make_plan", "plan_profiled", "prove"]
@@ -143,8 +145,10 @@ def plan_profiled(
             return plan
         return prove(model, args, kwargs, plan, progress=progress, keep_call=keep_call)
 
-    def in_tiles(failure: BudgetError | None) -> Plan:
-        """With tiles as coarse as the budget allows; of all that fail the error of the one that takes the least."""
+    errors: list[BudgetError] = []
+
+    def in_tiles() -> Plan | None:
+        """The plan with tiles as coarse as the budget allows, if there is one; notes the errors of those that fail."""
         for grid in grids(step[0], budget_bytes - step[1].static_bytes - step[1].gradient_bytes):
             tiled = capture_and_profile(model, args, kwargs, request, grid=grid, progress=progress)
             if not tiled[1].is_tiled:
@@ -152,24 +156,26 @@ def plan_profiled(
             try:
                 return made(tiled)
             except BudgetError as error:
-                failure = error if failure is None or error.least_bytes < failure.least_bytes else failure
-        raise failure or BudgetError("no op of the step runs in tiles", budget_bytes=budget_bytes, least_bytes=0)
+                errors.append(error)
+        return None
 
     fixed = strategies.grid(request.strategy)
     if fixed:
         return made(capture_and_profile(model, args, kwargs, request, grid=fixed, progress=progress))
+    found: list[Plan] = []
     try:
-        bitwise = made(step)
+        found.append(made(step))
     except BudgetError as error:
-        if request.tiles:
-            return in_tiles(error)
-        raise
-    if not request.tiles or bitwise.predicted.overhead < _GOOD_ENOUGH:
-        return bitwise
-    try:
-        return min(bitwise, in_tiles(None), key=lambda plan: plan.predicted.step_seconds)
-    except BudgetError:
-        return bitwise
+        if not request.tiles:
+            raise
+        errors.append(error)
+    if request.tiles and all(plan.predicted.overhead >= _GOOD_ENOUGH for plan in found):
+        tiled = in_tiles()
+        found += [] if tiled is None else [tiled]
+    if not found:
+        raise min(errors, key=lambda error: error.least_bytes)
+    errors.clear()  # they hold this call's frame, and that holds them
+    return min(found, key=lambda plan: plan.predicted.step_seconds)
 
 
 def _with_measured_least(
@@ -237,12 +243,8 @@ def _with_all_levers(
     least = least_streaming(tiled)
     if not tiled.is_tiled or least >= error.least_bytes:
         return error
-    return BudgetError(
-        f'{error}; levers="all", the same gradients up to rounding, fits from {format_bytes(least)} ({least} bytes) on',
-        budget_bytes=error.budget_bytes,
-        least_bytes=error.least_bytes,
-        binding=error.binding,
-    )
+    advice = f'levers="all", the same gradients up to rounding, fits from {format_bytes(least)} ({least} bytes) on'
+    return advised(error, advice)
 
 
 def prove(
@@ -290,19 +292,25 @@ def prove(
             if peak <= budget_bytes:
                 planned = replace(plan.planned, call=call) if keep_call else plan.planned
                 return replace(plan, budget_bytes=budget_bytes, measured_peak_bytes=peak, proof=proof, planned=planned)
+            if attempt == _PROVING_RUNS - 1:
+                break
             # What the model of memory misses is taken from what the planner may use.
             target -= max(peak - budget_bytes, peak - plan.predicted.peak_bytes)
             log.info("measured %d bytes, predicted %d; planning for %d", peak, plan.predicted.peak_bytes, target)
             try:
-                again = plan_captured(model, args, kwargs, plan.planned.capture, plan.planned.graph, request, target)
+                plan = plan_captured(model, args, kwargs, plan.planned.capture, plan.planned.graph, request, target)
             except BudgetError as error:
                 missed = budget_bytes - target
                 raise refused(error, budget_bytes=budget_bytes, missed_bytes=missed) from error
-            plan = again
-    raise BudgetError(
-        f"measured peaks stay above the budget {format_bytes(budget_bytes)}",
+    assert plan.planned is not None
+    timeline = simulate(plan.planned.graph, plan.program)
+    raise refusal(
         budget_bytes=budget_bytes,
         least_bytes=peak,
+        binding=binding_place(plan.planned.graph, plan.program, timeline),
+        missed_bytes=max(0, peak - timeline.peak_bytes),
+        advice=f"{_PROVING_RUNS} plans, each made for less than the one before, took more when they ran; does code of "
+        "the model hold more memory with each pass?",
     )
 
 

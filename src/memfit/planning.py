@@ -25,12 +25,13 @@ from memfit.capture.profile import profile_ops, separated
 from memfit.capture.sharded import is_sharded
 from memfit.capture.trace import Capture, capture_step, check_step, device_of
 from memfit.capture.unwrapped_optimizer import OptimizerLike, check_optimizer
-from memfit.errors import BudgetError, SpecError
+from memfit.errors import SpecError
 from memfit.planner.bound import relaxed_bound
 from memfit.planner.explain import decisions, prediction
 from memfit.planner.hybrid import find_program
 from memfit.planner.least import least_budget, least_order
 from memfit.planner.limit import fitting
+from memfit.planner.no_plan import no_plan
 from memfit.planner.ways import leanest
 from memfit.plans import Plan
 from memfit.runtime.apply import PlannedCall
@@ -247,11 +248,10 @@ def _program(graph: StepGraph, request: Request, budget_bytes: int) -> tuple[Pro
     if timeline.peak_bytes > budget_bytes:
         lean = leanest(graph)
         least = least_budget(lean, least_order(lean, seconds=request.search_seconds))
-        raise BudgetError(
-            f"strategy {strategy!r} needs {format_bytes(timeline.peak_bytes)}, the budget is "
-            f"{format_bytes(budget_bytes)}; strategy 'auto' fits from {format_bytes(least)} on",
-            budget_bytes=budget_bytes,
-            least_bytes=timeline.peak_bytes,
+        raise no_plan(
+            *(graph, program, budget_bytes),
+            subject=f"program of strategy {strategy!r}",
+            advice=f"strategy 'auto' fits from {format_bytes(least)} ({least} bytes) on",
         )
     fitting(graph, program, budget_bytes)
     return program, relaxed_bound(graph, timeline.peak_bytes, seconds=2.0)

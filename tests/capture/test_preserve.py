@@ -140,26 +140,6 @@ def test_what_is_reachable_from_a_loss_is_restored() -> None:
     assert centre.count_nonzero() == 0 and not calls
 
 
-def test_a_tensor_that_nobody_wrote_keeps_its_version_and_the_callers_graph() -> None:
-    module, x = nn.Linear(4, 3), torch.randn(5, 4)
-    waiting = module(x).square().sum()  # the caller's own graph, under way while planning
-    memfit.fit(module, (x,), budget="1GiB", loss_fn=lambda output: output.square().sum(), search_seconds=0.1)
-    waiting.backward()
-    expected = copy.deepcopy(module)
-    memfit.release(expected).zero_grad()
-    expected(x).square().sum().backward()
-    assert torch.equal(module.weight.grad, expected.weight.grad)
-
-
-def test_data_that_was_put_elsewhere_comes_back() -> None:
-    layer = nn.Linear(4, 4)
-    weight, pointer = layer.weight.detach().clone(), layer.weight.data_ptr()
-    with preserved(layer):
-        layer.weight.data = torch.zeros(7, 4)
-        layer.bias.requires_grad_(False)
-    assert layer.weight.data_ptr() == pointer and torch.equal(layer.weight, weight) and layer.bias.requires_grad
-
-
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.sampled_from(["append", "pop", "write", "bind", "grad", "unbind"]), min_size=1, max_size=8))
 def test_any_changes_in_any_order(changes: list[str]) -> None:

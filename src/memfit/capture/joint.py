@@ -1,15 +1,11 @@
-"""Reads AOTAutograd's joint graph: which nodes are ops, which are views, what shares memory.
+"""Reads AOTAutograd's joint graph: its ops, what they read, write and may write over, and which may run again.
 
-The joint graph is one FX graph with forward and backward nodes mixed. Three things must be told apart:
-
-- **forward or backward**: a node is forward if an output of the forward pass depends on it or if it comes
-  before the first node that depends on a tangent. Its position alone does not tell, because autograd puts
-  `getitem` and `detach` nodes of forward values among the backward ones.
-- **op or view**: a node whose result lives in the memory of an operand costs nothing and is not an op; the
-  runtime makes views again where they are needed. Fake tensors share storages exactly as real ones do.
-- **exact to run again or not**: random ops are, with their generator state; an op that reads an input which
-  the step overwrites is not, except batch normalisation in training mode, whose result does not depend on
-  the running statistics it reads.
+The joint graph is one FX graph with forward and backward nodes mixed. It is rewritten first, so that it takes less
+memory and yields the same bits (design.md, §5, names the rewrites). Then three things are told apart: forward from
+backward and ops from views, by what depends on what and by shared memory (`memfit.capture.joint_storages`), and what is
+exact to run again from what is not. Random ops are exact, with their generator state; an op that reads an input which
+the step overwrites is not, except batch normalisation in training mode, whose result does not depend on the running
+statistics it reads.
 
 Known limits: static shapes only.
 """
@@ -23,7 +19,6 @@ from typing import cast
 
 import torch
 from torch import fx
-from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -38,6 +33,7 @@ from memfit.capture.cutting import cutting
 from memfit.capture.eager_autocast import sum_before_casting
 from memfit.capture.failures import user_line
 from memfit.capture.group_norm import split_group_norm
+from memfit.capture.joint_storages import find_storages, forward_nodes, overwritten_inputs, tuple_reads
 from memfit.capture.plain_parts import UnplannableGraphError
 from memfit.capture.reading import JointOp, JointReading, JointStorage
 from memfit.capture.repeated import merge_repeated
@@ -112,9 +108,9 @@ def read_joint(
         separate_weight_products(graph)
     graph.eliminate_dead_code()
     outputs = _output_nodes(graph)
-    forward = _forward_nodes(graph, outputs[:num_forward_outputs])
+    forward = forward_nodes(graph, outputs[:num_forward_outputs])
 
-    storages, storage_of, ops_nodes = _find_storages(graph, forward)
+    storages, storage_of, ops_nodes = find_storages(graph, forward)
     gradients = tuple(storage_of[n] for n in outputs[num_forward_outputs:] if n in storage_of)
     added = _accumulated(outputs[num_forward_outputs:], accumulated, storages, storage_of)
     added_as_made = frozenset[int]()
@@ -127,7 +123,7 @@ def read_joint(
         if storages[storage].kind is StorageKind.BACKWARD and storage not in added:
             old = storages[storage]
             storages[storage] = JointStorage(base=old.base, nbytes=old.nbytes, kind=StorageKind.GRADIENT)
-    overwritten = _overwritten_inputs(graph, storage_of)
+    overwritten = overwritten_inputs(graph, storage_of)
     returned = {storage_of[n] for n in outputs if n in storage_of}
     ops = [
         _joint_op(node, written, forward, storages, storage_of, overwritten, returned, in_place)
@@ -245,77 +241,6 @@ def _place(node: fx.Node) -> str:
     return "the model itself"
 
 
-def _forward_nodes(graph: fx.Graph, outputs: list[fx.Node | None]) -> set[fx.Node]:
-    """What the forward outputs depend on, and what was traced before backward began (saved by the forward)."""
-    needed: set[fx.Node] = set()
-    stack = [n for n in outputs if isinstance(n, fx.Node)]
-    for node in graph.nodes:
-        if node.op == "call_function":
-            if any(rewrite.is_tangent(a) for a in node.all_input_nodes):
-                break
-            stack.append(node)
-    while stack:
-        node = stack.pop()
-        if node not in needed:
-            needed.add(node)
-            stack.extend(node.all_input_nodes)
-    return needed
-
-
-def _find_storages(
-    graph: fx.Graph, forward: set[fx.Node]
-) -> tuple[list[JointStorage], dict[fx.Node, int], dict[fx.Node, tuple[int, ...]]]:
-    storages: list[JointStorage] = []
-    number: dict[int, int] = {}
-    storage_of: dict[fx.Node, int] = {}
-    ops: dict[fx.Node, tuple[int, ...]] = {}
-
-    def storage_number(tensor: torch.Tensor, base: fx.Node, kind: StorageKind) -> tuple[int, bool]:
-        memory = tensor.untyped_storage()
-        known = number.get(memory._cdata)
-        if known is not None:
-            return known, False
-        number[memory._cdata] = len(storages)
-        storages.append(JointStorage(base=base, nbytes=int(memory.nbytes()), kind=kind))
-        return len(storages) - 1, True
-
-    for node in graph.nodes:
-        tensors = tensors_of(node)
-        if node.op in ("placeholder", "get_attr"):
-            kind = StorageKind.TANGENT if rewrite.is_tangent(node) else StorageKind.STATIC
-            for tensor in tensors:
-                storage_of[node], _ = storage_number(tensor, node, kind)
-        elif node.op == "call_function" and node.target is operator.getitem:
-            for tensor in tensors:
-                # An element of a tuple is the base of its storage: the tuple itself is no tensor.
-                storage, _ = storage_number(tensor, node, StorageKind.FORWARD)
-                old = storages[storage]
-                if old.base is node.args[0]:
-                    storages[storage] = JointStorage(base=node, nbytes=old.nbytes, kind=old.kind)
-                storage_of[node] = storage
-        elif node.op == "call_function":
-            kind = StorageKind.FORWARD if node in forward else StorageKind.BACKWARD
-            written: list[int] = []
-            for tensor in tensors:
-                storage, new = storage_number(tensor, node, kind)
-                if new:
-                    written.append(storage)
-                if isinstance(node.meta["val"], torch.Tensor) or not new:
-                    storage_of[node] = storage  # a list of views, as `split` makes, lives where they do
-            if written or node.is_impure() or not tensors:
-                ops[node] = tuple(written)
-    return storages, storage_of, ops
-
-
-def _overwritten_inputs(graph: fx.Graph, storage_of: dict[fx.Node, int]) -> set[int]:
-    """Storages of the inputs that the step writes to, in the graph or in AOTAutograd's epilogue."""
-    (output,) = graph.find_nodes(op="output")
-    mutated = [d.mutated_input for d in output.meta["desc"] if isinstance(d, InputMutationAOTOutput)]
-    written = [n for n in graph.find_nodes(op="placeholder") if n.meta.get("desc") in mutated]
-    written += [n.args[0] for n in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)]
-    return {storage_of[n] for n in written if n in storage_of}
-
-
 def _joint_op(
     node: fx.Node,
     written: tuple[int, ...],
@@ -331,7 +256,7 @@ def _joint_op(
         storage
         for argument in node.all_input_nodes
         if argument not in storage_of
-        for storage in _tuple_reads(argument, storage_of)
+        for storage in tuple_reads(argument, storage_of)
         if storage not in reads
     )
     recomputable = not node.is_impure(impure_random=False)  # a generator's state is saved and replayed
@@ -410,10 +335,6 @@ def result_index(base: fx.Node) -> int:
     if base.target is operator.getitem:
         return cast(int, base.args[1])
     return 0 if isinstance(base.meta["val"], torch.Tensor) else -1
-
-
-def _tuple_reads(argument: fx.Node, storage_of: dict[fx.Node, int]) -> list[int]:
-    return [storage_of[user] for user in argument.users if user in storage_of and user.target is operator.getitem]
 
 
 def is_random(node: fx.Node) -> bool:

@@ -37,7 +37,8 @@ import torch
 from torch import nn
 from torch.nn.modules import module as _nn_module
 
-from memfit.capture.sharded import local, resharded
+from memfit.capture.sharded import resharded
+from memfit.capture.tensor_state import TensorState, bytes_of, differs, noted, restore_tensor
 from memfit.runtime.device_memory import free_bytes
 
 __all__ = ["Snapshot", "preserved", "snapshot"]
@@ -59,33 +60,6 @@ _GLOBAL_HOOKS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _TensorState:
-    """A tensor as it was.
-
-    Attributes:
-        tensor: the tensor.
-        held: the plain tensor that holds its memory here; None if it has none that can be copied.
-        name: the way to it from a root, for people.
-        alias: another tensor of the memory, sizes and strides of `held`.
-        copy: the bytes of that memory, on the host; None if they are watched only.
-        watched: whether a change of the memory is told, since it cannot be taken back.
-        version: its version counter; None if it has none.
-        requires_grad: whether it received gradients.
-        gradient: its `.grad`, the object.
-    """
-
-    tensor: torch.Tensor
-    held: torch.Tensor | None
-    name: str
-    alias: torch.Tensor | None
-    copy: torch.Tensor | None
-    watched: bool
-    version: int | None
-    requires_grad: bool
-    gradient: torch.Tensor | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Snapshot:
     """Everything reachable from some roots as it was.
 
@@ -94,12 +68,12 @@ class Snapshot:
         undo: writes back containers, attributes and generators that differ.
     """
 
-    tensors: tuple[_TensorState, ...]
+    tensors: tuple[TensorState, ...]
     undo: tuple[Callable[[], None], ...] = field(repr=False)
 
     def changed(self) -> dict[str, torch.Tensor]:
         """By name the tensors whose values are others now; not those whose memory is watched only."""
-        return {state.name: state.tensor for state in self.tensors if state.copy is not None and _differs(state)}
+        return {state.name: state.tensor for state in self.tensors if state.copy is not None and differs(state)}
 
     def leaves(self) -> list[torch.Tensor]:
         """The tensors that can receive a gradient of their own."""
@@ -110,7 +84,7 @@ class Snapshot:
         for write_back in self.undo:
             write_back()
         for state in self.tensors:
-            _restore_tensor(state)
+            restore_tensor(state)
 
 
 @contextmanager
@@ -159,7 +133,7 @@ class _Walk:
 
     def __init__(self, values: bool) -> None:
         self.values = values
-        self.tensors: list[_TensorState] = []
+        self.tensors: list[TensorState] = []
         self.undo: list[Callable[[], None]] = []
         self.seen: dict[int, object] = {}  # holds the objects, so that no id is used twice
         self.waiting: deque[tuple[object, str]] = deque()
@@ -231,26 +205,8 @@ class _Walk:
             self.visit(value, _joined(name, key))
 
     def _tensor(self, tensor: torch.Tensor, name: str) -> None:
-        held = local(tensor)
-        plain = held if type(held) in _PLAIN and held.layout is torch.strided and not held.is_quantized else None
-        with torch.no_grad():
-            alias = None if plain is None else plain.detach()
-        copy = self._copy(alias) if self.values and alias is not None else None
-        has_gradient = tensor.is_leaf or tensor.retains_grad
-        self.tensors.append(
-            _TensorState(
-                tensor=tensor,
-                held=plain,
-                name=name,
-                alias=alias,
-                copy=copy,
-                watched=self.values and copy is None and tensor.numel() > 0 and not tensor.is_meta,
-                version=None if tensor.is_inference() else int(held._version),
-                requires_grad=tensor.requires_grad,
-                gradient=tensor.grad if has_gradient else None,
-            )
-        )
-        if has_gradient:
+        self.tensors.append(noted(tensor, name, copied=self._copy if self.values else None))
+        if tensor.is_leaf or tensor.retains_grad:
             self.visit(tensor.grad, _joined(name, "grad"))
         self.visit(tensor._backward_hooks, name)
         self.visit(getattr(tensor, "_post_accumulate_grad_hooks", None), name)
@@ -258,7 +214,7 @@ class _Walk:
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The bytes of a tensor's memory, on the host; None where it has none or there is no room."""
-        span = _span(tensor)
+        span = bytes_of(tensor)
         if span is None:
             return None
         key = (span.data_ptr(), span.numel(), span.device.index or 0)
@@ -441,56 +397,3 @@ def _names(code: types.CodeType) -> Iterator[str]:
 def _is_users(filename: str) -> bool:
     """Whether code lies outside of Python and of installed packages."""
     return bool(filename) and not filename.startswith("<frozen") and not filename.startswith(_INSTALLED)
-
-
-_PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
-
-
-def _span(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The memory that a plain tensor covers, as bytes; None if there is none."""
-    if tensor.is_meta or tensor.numel() == 0:
-        return None
-    width = tensor.element_size()
-    count = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    storage = tensor.untyped_storage()
-    if storage.nbytes() < (tensor.storage_offset() + count) * width:  # freed by its owner, as FSDP does
-        return None
-    raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return raw.set_(storage, tensor.storage_offset() * width, (count * width,), (1,))
-
-
-def _differs(state: _TensorState) -> bool:
-    if state.alias is None or state.copy is None:
-        return False
-    span = _span(state.alias)
-    return _is_moved(state) or (span is not None and not torch.equal(span.cpu(), state.copy))
-
-
-def _is_moved(state: _TensorState) -> bool:
-    """Whether a tensor has other memory, sizes or strides than it had."""
-    now, then = state.held, state.alias
-    if now is None or then is None:
-        return False
-    if now.shape != then.shape or now.dtype is not then.dtype or now.stride() != then.stride():
-        return True
-    return bool(now.storage_offset() != then.storage_offset() or now.data_ptr() != then.data_ptr())
-
-
-def _restore_tensor(state: _TensorState) -> None:
-    tensor, held = state.tensor, state.held
-    with torch.no_grad():
-        if held is not None and state.alias is not None and _is_moved(state):
-            held.data = state.alias
-        if state.alias is not None and state.copy is not None:
-            span = _span(state.alias)
-            if span is not None and not torch.equal(span.cpu(), state.copy):
-                span.copy_(state.copy)
-        elif state.watched and state.version is not None and local(tensor)._version != state.version:
-            log.warning("planning wrote to %s, and cannot take it back: there was no room for a copy", state.name)
-        is_back = state.alias is not None and (state.copy is not None or state.alias.numel() == 0)
-        if held is not None and is_back and state.version not in (None, held._version):
-            torch._C._autograd._unsafe_set_version_counter((held,), (state.version,))
-    if tensor.is_leaf and tensor.requires_grad != state.requires_grad:
-        tensor.requires_grad_(state.requires_grad)
-    if (tensor.is_leaf or tensor.retains_grad) and tensor.grad is not state.gradient:
-        tensor.grad = state.gradient

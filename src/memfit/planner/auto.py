@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from memfit.errors import BudgetError
 from memfit.planner.anchors import anchors
 from memfit.planner.bound import LARGE_STEP, op_wall_bytes, relaxed_bound
-from memfit.planner.explain import binding_place
 from memfit.planner.improve import Pool, varied
 from memfit.planner.kept import select_kept
 from memfit.planner.lazy import lazy_order, tiled_order
 from memfit.planner.least import LEAST_TRIES, least_budget, least_order
+from memfit.planner.no_plan import no_plan
 from memfit.planner.polish import fill, spill
 from memfit.planner.selection import select_over_time
 from memfit.planner.ways import leanest, program_within, quicker
@@ -33,7 +33,6 @@ from memfit.step.graph import StepGraph
 from memfit.step.program import Program, plain_order, program_of
 from memfit.step.simulate import Timeline, simulate
 from memfit.strategies import rotor
-from memfit.units import format_bytes
 
 __all__ = ["CLOSE", "Found", "Moves", "Progress", "auto_order", "find_order"]
 
@@ -267,13 +266,5 @@ def _rotors(graph: StepGraph, budget_bytes: int, shares: Sequence[float]) -> Ite
 
 
 def _no_plan(graph: StepGraph, budget_bytes: int, least: list[int], taken_bytes: int = 0) -> BudgetError:
-    program = program_of(graph, least)
-    timeline = simulate(graph, program)
     least_bytes = max(least_budget(graph, least), taken_bytes)
-    return BudgetError(
-        f"no plan fits {format_bytes(budget_bytes)}; the least budget that works is {format_bytes(least_bytes)} "
-        f"({least_bytes} bytes), set by {binding_place(graph, program, timeline)}",
-        budget_bytes=budget_bytes,
-        least_bytes=least_bytes,
-        binding=binding_place(graph, program, timeline),
-    )
+    return no_plan(graph, program_of(graph, least), budget_bytes, least_bytes=least_bytes)

@@ -9,14 +9,13 @@ Source: `torch._functorch.partitioners.choose_saved_values_set` and `torch._func
 
 from __future__ import annotations
 
-from memfit.errors import BudgetError
 from memfit.planner.lazy import lazy_order
+from memfit.planner.no_plan import no_plan
 from memfit.planner.solver import Milp, solve
 from memfit.step.graph import StepGraph
 from memfit.step.program import plain_order, program_of
 from memfit.step.simulate import simulate
 from memfit.strategies.openai import heavy_storages
-from memfit.units import format_bytes
 
 __all__ = ["order"]
 
@@ -35,19 +34,17 @@ def order(graph: StepGraph, budget_bytes: int | None) -> list[int]:
     if simulate(graph, program_of(graph, plain_order(graph))).peak_bytes <= budget_bytes:
         return plain_order(graph)
     whole = sum(graph.storages[s].nbytes for s in heavy)
-    least: int | None = None
+    peaks: list[tuple[int, list[int]]] = []
     for step in range(_STEPS, -1, -1):
         found = lazy_order(graph, _chosen(graph, heavy, whole * step // _STEPS))
         peak = simulate(graph, program_of(graph, found)).peak_bytes
         if peak <= budget_bytes:
             return found
-        least = peak if least is None else min(least, peak)
-    assert least is not None
-    raise BudgetError(
-        f"no knapsack of saved bytes has a peak of at most {format_bytes(budget_bytes)}; "
-        f"the least peak is {format_bytes(least)}",
-        budget_bytes=budget_bytes,
-        least_bytes=least,
+        peaks.append((peak, found))
+    raise no_plan(
+        *(graph, program_of(graph, min(peaks)[1]), budget_bytes),
+        subject="order of strategy 'knapsack'",
+        advice="strategy 'auto' may go lower",
     )
 
 

@@ -23,12 +23,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from memfit.errors import BudgetError, SpecError
+from memfit.errors import SpecError
+from memfit.planner.no_plan import no_plan
 from memfit.planner.solver import Milp, Solution, Status, solve
 from memfit.step.graph import Op, Phase, StepGraph, StorageKind
 from memfit.step.program import plain_order, program_of
 from memfit.step.simulate import Timeline, simulate
-from memfit.units import format_bytes
 
 __all__ = ["order"]
 
@@ -59,12 +59,10 @@ def order(graph: StepGraph, budget_bytes: int | None) -> list[int]:
         if excess <= 0:
             return found
         room -= excess  # a rounding error of the solver
-    least = _timeline(graph, _lowest(graph)).peak_bytes
-    raise BudgetError(
-        f"no program of the step fits {format_bytes(budget_bytes)}; the least budget that works is "
-        f"{format_bytes(least)} ({least} bytes)",
-        budget_bytes=budget_bytes,
-        least_bytes=least,
+    raise no_plan(
+        *(graph, program_of(graph, _lowest(graph)), budget_bytes),
+        subject="order of strategy 'milp'",
+        advice="strategy 'auto', which also runs ops as one, may go lower",
     )
 
 

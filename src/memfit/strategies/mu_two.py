@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import heapq
 
-from memfit.errors import BudgetError
 from memfit.planner.kept import backward_reads
 from memfit.planner.lazy import lazy_order, missing_cone
+from memfit.planner.no_plan import no_plan
 from memfit.step.graph import StepGraph, StorageKind
 from memfit.step.program import plain_order, program_of
 from memfit.step.simulate import simulate
-from memfit.units import format_bytes
 
 __all__ = ["order"]
 
@@ -36,7 +35,7 @@ def order(graph: StepGraph, budget_bytes: int | None) -> list[int]:
     producer = graph.producers()
     fixed = _never_gone(graph, producer)
     kept = set(backward_reads(graph)) - fixed
-    least: int | None = None
+    lowest: tuple[int, list[int]] | None = None
     ratios = [(-_ratio(graph, producer, kept | fixed, s), s) for s in sorted(kept)]
     heapq.heapify(ratios)
     while True:
@@ -44,7 +43,8 @@ def order(graph: StepGraph, budget_bytes: int | None) -> list[int]:
         peak = simulate(graph, program_of(graph, found)).peak_bytes
         if peak <= budget_bytes:
             return found
-        least = peak if least is None else min(least, peak)
+        if lowest is None or peak < lowest[0]:
+            lowest = peak, found
         if not ratios:
             break
         excess = peak - budget_bytes
@@ -52,11 +52,10 @@ def order(graph: StepGraph, budget_bytes: int | None) -> list[int]:
             storage = _pop_best(graph, producer, kept | fixed, ratios)
             kept.discard(storage)
             excess -= graph.storages[storage].nbytes
-    raise BudgetError(
-        f"evicting every activation leaves a peak above {format_bytes(budget_bytes)}; the least budget that works is "
-        f"{format_bytes(least)} ({least} bytes)",
-        budget_bytes=budget_bytes,
-        least_bytes=least,
+    raise no_plan(
+        *(graph, program_of(graph, lowest[1]), budget_bytes),
+        subject="order of strategy 'mu-two'",
+        advice="every activation was evicted that can be; strategy 'auto' may go lower",
     )
 
 

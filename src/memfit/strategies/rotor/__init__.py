@@ -20,15 +20,14 @@ from functools import lru_cache
 
 import numpy as np
 
-from memfit.errors import BudgetError
 from memfit.planner.bound import op_wall_bytes
 from memfit.planner.chain import cut_chain
+from memfit.planner.no_plan import no_plan
 from memfit.step.graph import Phase, StepGraph
 from memfit.step.program import in_their_pieces, plain_order, program_of
 from memfit.step.simulate import simulate
 from memfit.strategies.rotor.table import Table, fill, order_at
 from memfit.strategies.rotor.ways import Site, site_of
-from memfit.units import format_bytes
 
 __all__ = ["least_bytes", "least_order", "order"]
 
@@ -71,14 +70,12 @@ def order(graph: StepGraph, budget_bytes: int | None) -> list[int]:
         if fitting is not None:
             return fitting
     least = least_order(graph)
-    least_peak = _peak(graph, least)
-    if least_peak <= budget_bytes:
+    if _peak(graph, least) <= budget_bytes:
         return least
-    raise BudgetError(
-        f"no order of strategy 'rotor' fits {format_bytes(budget_bytes)}; the least budget that works is "
-        f"{format_bytes(least_peak)} ({least_peak} bytes)",
-        budget_bytes=budget_bytes,
-        least_bytes=least_peak,
+    raise no_plan(
+        *(graph, program_of(graph, least), budget_bytes),
+        subject="order of strategy 'rotor'",
+        advice="strategy 'auto' may go lower",
     )
 
 

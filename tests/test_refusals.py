@@ -1,0 +1,89 @@
+"""A budget that is too small: the error says for whom, from where on it works, what binds there and what else to do."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import memfit
+from memfit.making import plan_profiled
+from memfit.planning import Request, capture_and_profile
+from memfit.refusals import advised, refusal, refused
+from memfit.units import format_bytes
+
+PASSES = itertools.count()
+X = torch.randn(1024, 64)
+
+
+class Layers(nn.Module):
+    def __init__(self, depth: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(m for _ in range(depth) for m in (nn.Linear(64, 64), nn.Tanh())))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+@torch.compiler.disable
+def growing(x: torch.Tensor) -> torch.Tensor:
+    """Takes 256 KiB more in each pass, which no snapshot can take back."""
+    torch.ones((1 + next(PASSES)) << 16).sum()
+    return x
+
+
+class Growing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = Layers(8), Layers(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(growing(self.first(x)))
+
+
+def test_an_error_about_another_budget_keeps_its_facts() -> None:
+    first = refusal(budget_bytes=-7, least_bytes=2 << 20, binding="op", subject="order of strategy 's'", advice="do it")
+    error = refused(advised(first, "do that"), budget_bytes=1 << 20, missed_bytes=1 << 20)
+    assert (error.budget_bytes, error.least_bytes, error.binding) == (1 << 20, 3 << 20, "op")
+    assert str(error) == (
+        f"no order of strategy 's' fits 1.0 MiB; the least budget that works is 3.0 MiB ({3 << 20} bytes), set by op; "
+        "measured peaks are 1.0 MiB above predicted ones here; do it; do that"
+    )
+
+
+@pytest.mark.parametrize("name", ["rotor", "knapsack", "milp", "mu-two", "every-block", "sqrt"])
+def test_a_strategy_that_does_not_fit_says_from_where_on_what_binds_and_what_else_may(name: str) -> None:
+    model = Layers(3)
+    with pytest.raises(memfit.BudgetError) as caught:
+        memfit.plan(model, (X,), budget="1MiB", strategy=name, prove=False, search_seconds=0.1)
+    error = caught.value
+    told = str(error)
+    assert told.startswith(f"no {error.subject} fits 1.0 MiB; the least budget that works is ") and repr(name) in told
+    assert f"{format_bytes(error.least_bytes)} ({error.least_bytes} bytes), set by layers." in told
+    assert "strategy 'auto'" in error.advice and told.endswith(error.advice)
+    plan = memfit.plan(model, (X,), budget=error.least_bytes, strategy=name, prove=False, search_seconds=0.1)
+    assert plan.predicted.peak_bytes <= error.least_bytes
+
+
+def test_plans_that_take_more_than_their_budget_whenever_they_run() -> None:
+    global PASSES
+    PASSES = itertools.count()
+    model, budget_bytes = Growing(), 3 << 20
+    request = Request(budget=budget_bytes, strategy="rotor", search_seconds=0.1)
+    step = capture_and_profile(model, (X,), {}, request)
+    with pytest.raises(memfit.BudgetError) as caught:
+        plan_profiled(model, (X,), {}, step, request, budget_bytes)
+    error = caught.value
+    assert error.budget_bytes == budget_bytes < error.least_bytes
+    assert re.search(r"no plan fits 3\.0 MiB; .*\(\d+ bytes\), set by .* mm \(", str(error))
+    assert "above predicted ones here; 3 plans" in str(error) and str(error.least_bytes) in str(error)
+
+
+def test_tiles_that_do_not_fit_either_leave_the_error_of_what_takes_the_least() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
+    with pytest.raises(memfit.BudgetError) as caught:
+        memfit.plan(model, (X,), budget="64KiB", levers="all", prove=False, search_seconds=0.1)
+    assert caught.value.least_bytes > 64 << 10 and str(caught.value.least_bytes) in str(caught.value)
