@@ -234,7 +234,7 @@ def _with_all_levers(
     except MemfitError as failure:  # the first error is the one to tell
         log.info("cannot tell from where tiling fits: %s", failure)
         return error
-    least = least_streaming(tiled)
+    least = least_streaming(tiled, seconds=request.search_seconds)
     if not tiled.is_tiled or least >= error.least_bytes:
         return error
     return BudgetError(
