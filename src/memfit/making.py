@@ -240,7 +240,7 @@ def _with_all_levers(
     except MemfitError as failure:  # the first error is the one to tell
         log.info("cannot tell from where tiling fits: %s", failure)
         return error
-    least = least_streaming(tiled)
+    least = least_streaming(tiled, seconds=request.search_seconds)
     if not tiled.is_tiled or least >= error.least_bytes:
         return error
     advice = f'levers="all", the same gradients up to rounding, fits from {format_bytes(least)} ({least} bytes) on'

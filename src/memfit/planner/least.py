@@ -35,8 +35,8 @@ _STARTS = 6
 """So many orders are spilled towards a target; in a tiled step, whose orders are long, only `_STARTS_IF_TILED`."""
 
 _STARTS_IF_TILED = 2
-_LEAST_SECONDS = 3.0
-"""What an error says must be about right, however short a search was asked for."""
+_LEAST_SECONDS = 0.3
+"""What an error says must be about right, however short a search was asked for; small steps need no longer."""
 
 _ROUNDS = 400_000
 """Drops that are tried for one target, times the ops of the step: work that takes some seconds."""
@@ -59,8 +59,8 @@ def least_order(
         graph: the step.
         tries: how often the interval is halved.
         enough_bytes: a peak that need not be lowered further.
-        seconds: after so long (three seconds at least) no further target is tried, after twice that none goes on; four
-            times as long where `enough_bytes` is to be reached, so that what one search found another one finds again.
+        seconds: after so long (0.3 at least) no further target is tried, after twice that none goes on; four times as
+            long where `enough_bytes` is to be reached, so that what one search found another one finds again.
 
     Returns:
         A valid order; its simulated peak is the least budget, or enough.

@@ -70,10 +70,15 @@ def find_streaming(
     return replace(min(found, key=lambda one: one.timeline.step_seconds), bound_seconds=bound)
 
 
-def least_streaming(graph: StepGraph) -> int:
-    """The least budget of a tiled step, with everything on tiers that can be there if that takes less."""
+def least_streaming(graph: StepGraph, *, seconds: float = 8.0) -> int:
+    """The least budget of a tiled step, with everything on tiers that can be there if that takes less.
+
+    Args:
+        graph: a tiled step.
+        seconds: roughly how long each of two searches takes, see `least_order`.
+    """
     steps = [graph, streaming_step(graph, _everything(graph))] if graph.tiers else [graph]
-    return min(least_budget(lean, least_order(lean)) for lean in map(leanest, steps))
+    return min(least_budget(lean, least_order(lean, seconds=seconds)) for lean in map(leanest, steps))
 
 
 def _everything(graph: StepGraph) -> dict[int, Tier]:
