@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.notices import notices
+
 _SHORT = (
     ("memfit.planning", "find_program", 0.4),
     ("memfit.planning", "relaxed_bound", 0.1),
@@ -60,6 +62,13 @@ def nothing_compiled_stays() -> Iterator[None]:
     dynamo: Any = sys.modules.get("torch._dynamo")
     if dynamo is not None:
         dynamo.reset()
+
+
+@pytest.fixture
+def told() -> Iterator[list[str]]:
+    """Texts of the warnings that memfit logs in the test."""
+    with notices() as texts:
+        yield texts
 
 
 def _briefly(search: Callable[..., Any], most: float, *arguments: Any, seconds: float, **rest: Any) -> Any:

@@ -17,6 +17,7 @@ from torch import nn
 
 from memfit import strategies
 from memfit.agreement import agreed_peak
+from memfit.capture.backward_autocast import planning_backward
 from memfit.capture.failures import told_plainly
 from memfit.capture.grids import grids
 from memfit.capture.inputs import detached
@@ -94,7 +95,7 @@ def make_plan(
         with preserved(model, args, kwargs, request.loss_fn, request.optimizer) as state:
             _proving_step(model, args, kwargs, request, state).plain()
 
-    with told_plainly(model, plain_step):
+    with told_plainly(model, plain_step), planning_backward(in_autocast=request.backward_in_autocast):
         return _made(model, args, kwargs, request, progress=progress, keep_call=keep_call)
 
 

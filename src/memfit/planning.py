@@ -85,6 +85,7 @@ class Request:
         beside_bytes: what is in memory beside the module and its inputs, such as DDP's buckets.
         cut: whether outputs the loss does not use are cut from the gradient.
         checkpointing: `"refuse"` a model that checkpoints itself, or `"replace"` its checkpoints by the plan.
+        backward_in_autocast: whether the loop runs the backward pass inside the autocast region of the forward pass.
     """
 
     budget: int | str
@@ -101,6 +102,7 @@ class Request:
     beside_bytes: int = 0
     cut: bool = True
     checkpointing: str = "refuse"
+    backward_in_autocast: bool = False
 
     @property
     def whole_optimizer(self) -> OptimizerLike | None:

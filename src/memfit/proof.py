@@ -25,6 +25,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from memfit.bits import max_difference, same_bits
+from memfit.capture.backward_autocast import backward_region
 from memfit.capture.inputs import DetachedInputs
 from memfit.capture.loss import LossFunction, scalar_loss
 from memfit.capture.preserve import Snapshot
@@ -178,7 +179,8 @@ class ProvingStep:
         ends = [loss] if loss is not None else ends
         foreign = [s.tensor for s in self.state.tensors if s.tensor.grad_fn is not None and s.requires_grad]
         inputs = None if self.through or not foreign else self._own_leaves(foreign)
-        torch.autograd.backward(ends, starts, inputs=inputs)
+        with backward_region():
+            torch.autograd.backward(ends, starts, inputs=inputs)
         return None if loss is None else loss.detach()
 
     def _own_leaves(self, foreign: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from memfit.bits import max_difference, same_bits
+from memfit.capture.backward_autocast import backward_region
 from memfit.capture.loss import LossFunction, backward_of, scalar_loss
 from memfit.capture.trace import device_of
 from memfit.capture.unwrapped_optimizer import OptimizerLike, steppable, unwrapped_optimizer
@@ -307,9 +308,10 @@ class _Runner:
             if isinstance(o, torch.Tensor) and o.requires_grad
         ]
         if loss is not None:
-            loss.backward()
+            with backward_region():
+                loss.backward()
             pairs = [(o, d.grad) for o, d in pairs if d.grad is not None]
-        with executed:
+        with backward_region(), executed:
             torch.autograd.backward([o for o, _ in pairs], [gradient for _, gradient in pairs])
         return executed.counts
 

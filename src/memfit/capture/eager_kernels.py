@@ -15,13 +15,14 @@ Known limits: the ops are the process's, so other graphs that are made meanwhile
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch._decomp
 import torch._refs
 from torch._C import DispatchKey
 
+from memfit.capture.backward_autocast import traced_backward
 from memfit.capture.eager_composites import composites_of_eager
 from memfit.capture.eager_dropout import draws_laid_out
 from memfit.capture.gradients_on_values import gradients_on_values
@@ -44,6 +45,17 @@ _NEEDED = frozenset(
 )
 
 
+_CONTEXTS = (
+    strides_of_kernels,
+    draws_laid_out,
+    composites_of_eager,
+    filled_as_in_eager,
+    gradients_on_values,
+    traced_backward,
+)
+"""Each makes some calls be traced as eager PyTorch runs them."""
+
+
 @contextmanager
 def as_in_eager() -> Iterator[None]:
     """While active, calls are traced as the kernels that eager PyTorch runs."""
@@ -56,7 +68,9 @@ def as_in_eager() -> Iterator[None]:
     for overload, _, _ in aside:
         overload._dispatch_cache.clear()
     try:
-        with strides_of_kernels(), draws_laid_out(), composites_of_eager(), filled_as_in_eager(), gradients_on_values():
+        with ExitStack() as around:
+            for context in _CONTEXTS:
+                around.enter_context(context())
             yield
     finally:
         for overload, key, kernel in aside:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from memfit.capture.backward_autocast import backward_region
 from memfit.capture.kernel_strides import strides_of_kernels
 from memfit.capture.loss_memory import LossBytes, uses
 from memfit.capture.samples_of_calls import strides_alike
@@ -130,10 +131,12 @@ def backward_of(output: Any, loss_fn: LossFunction | None) -> torch.Tensor | Non
     """Runs loss and backward as a training loop would; returns the loss, detached, if there is one."""
     loss = scalar_loss(output, loss_fn)
     if loss is not None:
-        loss.backward()
+        with backward_region():
+            loss.backward()
         return loss.detach()
     tensors = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
-    torch.autograd.backward(tensors, [torch.ones_like(t) for t in tensors])
+    with backward_region():
+        torch.autograd.backward(tensors, [torch.ones_like(t) for t in tensors])
     return None
 
 
@@ -177,7 +180,8 @@ def read_loss(
                 "the loss does not depend on the model's output by differentiable operations, so there is nothing to "
                 "train; is something detached, or under no_grad?"
             )
-        gradients = torch.autograd.grad(loss, differentiable, allow_unused=True)
+        with backward_region():
+            gradients = torch.autograd.grad(loss, differentiable, allow_unused=True)
         lying: dict[int, Strides | None] = {}
         for tensor, gradient in zip(differentiable, gradients, strict=True):
             if gradient is not None:

@@ -30,6 +30,8 @@ from torch import fx
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput, PlainAOTOutput
 from torch._subclasses.fake_tensor import FakeTensor
 
+from memfit.capture.backward_autocast import backward_region
+
 __all__ = [
     "GradientStrides",
     "Strides",
@@ -83,9 +85,10 @@ def layouts_between(
         return found
     try:
         zeros = [torch.zeros_like(t) if s is None else _strided_zeros(t, s) for t, s in ends]
-        gradients = torch.autograd.grad(
-            [t for t, _ in ends], [t for *_, t in places], zeros, retain_graph=True, allow_unused=True
-        )
+        with backward_region():
+            gradients = torch.autograd.grad(
+                [t for t, _ in ends], [t for *_, t in places], zeros, retain_graph=True, allow_unused=True
+            )
     except Exception as error:  # code between pieces, and hooks, are anyone's; the proof compares the bits
         log.info("gradients between pieces are taken to lie as their tensors do: %s", error)
         return found

@@ -24,6 +24,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx.graph import _BoxedCodeGen
 
 from memfit.capture.adding import Accumulate
+from memfit.capture.backward_autocast import autocast_is_on, backward_in_autocast, planning_backward
 from memfit.capture.compiled_call import call_has_begun, compile_call
 from memfit.capture.dynamo_graph import accumulated_inputs, attach_outputs, detach_outputs, graph_key
 from memfit.capture.eager_autocast import cast_once
@@ -174,9 +175,11 @@ def compile_planned(
     separated = frozenset[str]().union(*(p.separated for p in programs))
     grid = max((p.grid for p in programs), default=())
 
+    in_autocast = backward_in_autocast()
+
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         by_autograd = reached_by_autograd(gm)
-        piece = CompiledPiece(in_pieces=in_pieces)
+        piece = CompiledPiece(in_pieces=in_pieces, autocast=in_autocast if autocast_is_on() else None)
         key = graph_key(gm) if in_pieces else ""
         cut = detach_outputs(gm, gradient_outputs) if not in_pieces or key == last_key else []
         strides = (gradient_strides or {}).get(key, {})
@@ -229,7 +232,7 @@ def compile_planned(
 
         def compiled(turn: int) -> Callable[..., Any]:
             split = functools.partial(partition, turn=turn)
-            with as_in_eager(), laid_out_as_made(strides):
+            with planning_backward(in_autocast=in_autocast), as_in_eager(), laid_out_as_made(strides):
                 call = aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=split)(gm, inputs)
             return noting_forward(call, piece, _PASS.get) if digest else call
 

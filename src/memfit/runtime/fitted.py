@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from memfit.capture.backward_autocast import planning_backward
 from memfit.capture.failures import explained
 from memfit.capture.loss import AssumedLoss
 from memfit.capture.loss_on_values import loss_name
@@ -117,7 +118,7 @@ class Fitted:
             return model._call_impl(*args, **kwargs)
         if key in self.plain:
             return model._call_impl(*args, **kwargs)
-        if key in self.loops.widened and key in self.plans and self._is_cut(key):
+        if key in self.plans and self._is_planned_otherwise(key):
             self.stale.add(key)
         call = self.calls.get(key)
         if call is None or key in self.stale or self.loops.outgrown(key):
@@ -184,9 +185,18 @@ class Fitted:
                 return here  # another thread planned it meanwhile
             return self._plan_now(model, key, args, kwargs)
 
-    def _is_cut(self, key: Signature) -> bool:
+    def _is_planned_otherwise(self, key: Signature) -> bool:
+        """Whether the loop does with the output or in its backward pass what the plan does not know."""
         planned = self.plans[key].planned
-        return planned is not None and planned.request.cut
+        if planned is None:
+            return False
+        widened, inside = key in self.loops.widened, (key, True) in self.loops.regions
+        return (widened and planned.request.cut) or (inside and not planned.request.backward_in_autocast)
+
+    def _as_the_loop(self, key: Signature, **more: Any) -> Request:
+        """The request, for what is known of the loop."""
+        inside = self.request.backward_in_autocast or (key, True) in self.loops.regions
+        return replace(self.request, cut=key not in self.loops.widened, backward_in_autocast=inside, **more)
 
     def _plan_now(self, model: nn.Module, key: Signature, args: Any, kwargs: Any) -> PlannedCall | None:
         try:
@@ -224,8 +234,7 @@ class Fitted:
 
             def planned(beside_bytes: int) -> Plan:
                 beside_bytes += self.request.beside_bytes
-                request = replace(self.request, beside_bytes=beside_bytes, cut=key not in self.loops.widened)
-                return self._made(model, args, kwargs, request)
+                return self._made(model, args, kwargs, self._as_the_loop(key, beside_bytes=beside_bytes))
 
             try:
                 return self.loops.plan(key, planned, type(model).__name__, self.plans)
@@ -259,8 +268,7 @@ class Fitted:
         )
         for _ in range(_MOST_STRAYS):
             try:
-                request = replace(self.request, budget=error.least_bytes, cut=key not in self.loops.widened)
-                return self._made(model, args, kwargs, request)
+                return self._made(model, args, kwargs, self._as_the_loop(key, budget=error.least_bytes))
             except BudgetError as more:
                 error = more
         raise error
@@ -281,7 +289,8 @@ class Fitted:
         assert plan.planned is not None
         call = plan.planned.call
         if call is None:
-            call = compile_program(model, plan.planned.capture, plan.program, describe=plan.__str__)
+            with planning_backward(in_autocast=plan.planned.request.backward_in_autocast):
+                call = compile_program(model, plan.planned.capture, plan.program, describe=plan.__str__)
         self.plans[key] = self.latest = replace(plan, planned=replace(plan.planned, call=None))
         self.calls[key] = call
         self.stale.discard(key)

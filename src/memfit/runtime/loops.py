@@ -46,6 +46,7 @@ class Loops:
         beside: by signature the passes seen in flight beside one of it, the most of each signature.
         planned_beside: the same, as it was when plans were made.
         widened: signatures whose calls are planned with all outputs, as one that was cut got a gradient.
+        regions: see `Pass`.
         differentiated_twice: signatures whose calls run plainly for that.
     """
 
@@ -53,6 +54,7 @@ class Loops:
     beside: dict[Signature, Counter[Signature]] = field(default_factory=dict)
     planned_beside: dict[Signature, Counter[Signature]] = field(default_factory=dict)
     widened: set[Signature] = field(default_factory=set)
+    regions: set[tuple[Signature, bool]] = field(default_factory=set)
     differentiated_twice: set[Signature] = field(default_factory=set)
 
     def begin(self, key: Signature, name: str) -> Pass:
@@ -60,7 +62,7 @@ class Loops:
         others = in_flight(self.passes)
         if others:
             self._note(Counter([key, *(one.key for one in others)]), name)
-        return Pass(key=key, refused=self.differentiated_twice, widened=self.widened)
+        return Pass(key=key, refused=self.differentiated_twice, widened=self.widened, regions=self.regions)
 
     def add(self, here: Pass) -> None:
         """Counts a pass that has run and waits for its backward pass."""

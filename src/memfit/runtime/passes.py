@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from memfit.capture.backward_autocast import autocast_is_on
 from memfit.errors import SecondDerivativeError
 from memfit.runtime.unused_output import Begun, WholeGraph, with_anchor
 
@@ -36,6 +37,8 @@ class Pass:
         key: signature of its call; None outside of a fitted module.
         refused: where the signatures of passes are noted that are differentiated twice.
         widened: where the signatures of passes are noted of which a cut output got a gradient.
+        regions: where the signatures of passes are noted whose backward pass ran inside an autocast region and was not
+            planned so (True), or the other way round (False).
         executed: how many pieces have run by the plan.
         waiting: of how many the backward pass has not run.
         strayed: whether a piece ran plainly because it was not planned.
@@ -45,6 +48,7 @@ class Pass:
     key: Any = None
     refused: set[Any] = field(default_factory=set)
     widened: set[Any] = field(default_factory=set)
+    regions: set[tuple[Any, bool]] = field(default_factory=set)
     executed: int = 0
     waiting: int = 0
     strayed: bool = False
@@ -59,12 +63,14 @@ class CompiledPiece:
         reached: for each input the outputs its gradient comes from, None if that is not known; empty: not looked at.
         places: of outputs among the gradients autograd hands to the graph, once it ran.
         in_pieces: whether the step has other graphs as well.
+        autocast: whether the backward pass is planned inside a region (True) or outside (False); None if there is none.
         whole: the graph with the outputs that are cut; None if none is.
     """
 
     reached: Sequence[frozenset[int] | None] = ()
     places: dict[int, int] = field(default_factory=dict)
     in_pieces: bool = False
+    autocast: bool | None = None
     whole: WholeGraph | None = None
 
     def told_apart(self) -> bool:
@@ -102,6 +108,25 @@ class PieceOfPass:
         if self.arrived:
             places = self.piece.places.items()
             self.others = {o: g for o, place in places if (g := gradients[place]) is not None}
+
+    def note_autocast(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Told by autograd, in the region that the backward pass runs in."""
+        inside = autocast_is_on()
+        if inside is self.piece.autocast or (self.of.key, inside) in self.of.regions:
+            return
+        self.of.regions.add((self.of.key, inside))
+        if inside:
+            log.warning(
+                "the backward pass runs inside an autocast region, where PyTorch computes gradients in other dtypes "
+                "than outside, and it was planned outside: gradients of this step may be rounded otherwise than "
+                "the plain ones, and the next step is planned inside; call backward() after the region, as PyTorch "
+                "advises"
+            )
+        else:
+            log.warning(
+                "the backward pass runs outside of the autocast region that it was planned in: gradients of this step "
+                "may be rounded otherwise than the plain ones; call backward() always inside or always outside"
+            )
 
     def arrive(self, gradient: torch.Tensor, position: int) -> None:
         """Told by autograd, before that, the gradient of a cut output."""
@@ -148,6 +173,8 @@ def noting_forward(
         _refuse_second_derivatives(type(node))
         if piece.told_apart():
             node.register_prehook(record.note)
+        if piece.autocast is not None:
+            node.register_prehook(record.note_autocast)
         return outputs if begun is None else _anchored(outputs, record, begun, node)
 
     return run
