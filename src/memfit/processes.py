@@ -109,9 +109,9 @@ def agree(error: BaseException | None, device: torch.device, groups: Groups = (N
     """
     text = "" if error is None else f"process {rank()} cannot run the plan: {type(error).__name__}: {error}"
     for group in groups if dist.is_initialized() else ():
-        mine = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
+        mine = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8, device="cpu")
         encoded = text.encode()[:_MESSAGE_BYTES]
-        mine[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
+        mine[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8, device="cpu")
         mine = mine.to(device)
         said = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
         dist.all_gather(said, mine, group=group)

@@ -141,7 +141,7 @@ def test_a_mask_of_bytes_has_the_bits_of_noise(dtype: torch.dtype, p: float, ord
     torch.manual_seed(seed)
     kept = F.dropout(x, p)
     (wanted,) = torch.autograd.grad(kept, x, gradient)
-    scale = kept_scale(1 - p, dtype)
+    scale = kept_scale(1 - p, torch.empty((), dtype=dtype))
     assert scale is not None
     torch.manual_seed(seed)
     mask = drawn(torch.empty_like(x, dtype=torch.bool), 1 - p)
@@ -153,7 +153,8 @@ def test_a_mask_of_bytes_has_the_bits_of_noise(dtype: torch.dtype, p: float, ord
 
 
 def test_noise_without_a_finite_value_stays_noise() -> None:
-    assert kept_scale(1e-6, torch.float16) is None and kept_scale(0.5, torch.float16) == 2.0
+    half = torch.empty((), dtype=torch.float16)
+    assert kept_scale(1e-6, half) is None and kept_scale(0.5, half) == 2.0
 
 
 def test_a_gpu_keeps_its_kernel_for_dropout() -> None:

@@ -22,7 +22,7 @@ def as_made_with_gradient(made: Any, result: Any) -> Any:
     if not isinstance(made, torch.Tensor) or not result.requires_grad or made.requires_grad:
         return made
     with torch.enable_grad():
-        handed: torch.Tensor = _Handed.apply(made, torch.empty(0, requires_grad=True))
+        handed: torch.Tensor = _Handed.apply(made, torch.empty(0, device=made.device, requires_grad=True))
     return handed
 
 

@@ -49,7 +49,7 @@ def _take_apart(module: fx.GraphModule, drawing: fx.Node, noise: fx.Node) -> boo
     value, kept = drawing.meta["val"], drawing.args[1]
     if noise.target is not _aten.div.Scalar or noise.args != (drawing, kept) or not value.dtype.is_floating_point:
         return False
-    scale = kept_scale(cast(float, kept), value.dtype)
+    scale = kept_scale(cast(float, kept), value)
     if scale is None or not noise.users:
         return False
     products: list[tuple[fx.Node, fx.Node]] = []

@@ -80,13 +80,16 @@ def masked_over_data(data: torch.Tensor, mask: torch.Tensor, scale: float) -> to
     return data.mul_(mask).mul_(data.new_tensor(scale))
 
 
-def kept_scale(kept: float, dtype: torch.dtype) -> float | None:
+def kept_scale(kept: float, data: torch.Tensor) -> float | None:
     """The noise where data is kept, as eager rounds it; None where it has no finite value, and zeros would become NaN.
+
+    A GPU multiplies by a reciprocal that it rounds once; a CPU rounds what is kept first, so the device is asked.
 
     Args:
         kept: the probability to keep an element.
-        dtype: of the data.
+        data: what is dropped out, fake.
     """
+    device = torch.device("cpu") if data.is_meta else data.device
     with unset_fake_temporarily():
-        scale = float(torch.ones((), dtype=dtype, device="cpu").div_(kept))
+        scale = float(torch.ones((), dtype=data.dtype, device=device).div_(kept))
     return scale if math.isfinite(scale) else None

@@ -40,6 +40,11 @@ class OneGraph(nn.Module):
         """Runs the calls as they are."""
         return self._returned(self.calls(*self._operands(inputs)))
 
+    def device(self) -> torch.device:
+        """Where its inputs are, which tells where it runs if it reads no tensor of the model."""
+        values = (node.meta.get("example_value") for node in self.calls.graph.find_nodes(op="placeholder"))
+        return next((v.device for v in values if isinstance(v, torch.Tensor)), torch.device("cpu"))
+
     def compiled(self, backend: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]) -> Callable[..., Any]:
         """Its call, compiled at the first one; the backend may change the graph it is given."""
         made: list[Callable[..., Any]] = []

@@ -221,7 +221,7 @@ class _Walk:
         if key not in self.copies:
             room = span.numel() <= self.room
             self.room -= span.numel() if room else 0
-            self.copies[key] = torch.empty(span.shape, dtype=torch.uint8).copy_(span) if room else None
+            self.copies[key] = torch.empty(span.shape, dtype=torch.uint8, device="cpu").copy_(span) if room else None
         return self.copies[key]
 
     def _array(self, array: np.ndarray[Any, Any], name: str) -> None:

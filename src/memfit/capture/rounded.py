@@ -43,7 +43,7 @@ def split_batch_norm(module: fx.GraphModule) -> None:
         with graph.inserting_before(node):
             sums = graph.call_function(sums_of_data, (data,))
             with detect_fake_mode(data.meta["val"]) or nullcontext():
-                like = torch.empty((2, shape[1]), dtype=torch.float64)
+                like = torch.empty((2, shape[1]), dtype=torch.float64, device=values[0].device)
             sums.meta = {**node.meta, "val": like, PLAIN_CALL: None}
             statistics = graph.call_function(
                 statistics_from_sums, (sums, running_mean, running_var, count, momentum, eps, values[1].dtype)

@@ -84,7 +84,7 @@ def _taken_bytes(target: Any, values: tuple[Any, ...], rows: tuple[int, ...], co
         if not isinstance(value, torch.Tensor):
             return value
         shape = (count, *value.shape[1:]) if index in rows else value.shape
-        return torch.empty_strided(tuple(shape), value.stride(), dtype=value.dtype).zero_()
+        return torch.empty_strided(tuple(shape), value.stride(), dtype=value.dtype, device="cpu").zero_()
 
     args = [sample(index, value) for index, value in enumerate(values)]
     with torch.no_grad(), torch.autocast("cpu", enabled=False):

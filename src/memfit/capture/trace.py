@@ -18,6 +18,7 @@ from memfit.capture.dynamo import capture_pieces
 from memfit.capture.join import join
 from memfit.capture.loss import LossFunction, LossReading
 from memfit.capture.loss_on_values import loss_reading
+from memfit.capture.one_graph import OneGraph
 from memfit.capture.optimizer import OptimizerCost, optimizer_cost
 from memfit.capture.pieces import Pieces
 from memfit.capture.reading import JointOp
@@ -74,10 +75,10 @@ def _never(_: str) -> bool:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The device of the first parameter or buffer, CPU if there is none."""
+    """The device of the first parameter or buffer; without one that of a traced part's inputs, or CPU."""
     for tensor in (*model.parameters(), *model.buffers()):
         return tensor.device
-    return torch.device("cpu")
+    return model.device() if isinstance(model, OneGraph) else torch.device("cpu")
 
 
 def storage_bytes(tensors: Sequence[Any], device_type: str) -> int:

@@ -113,7 +113,9 @@ def capture_forward(
         found.append((gm, list(inputs)))
         (output,) = gm.graph.find_nodes(op="output")
         results = [n.meta["example_value"] for n in output.args[0]]
-        return lambda *_: tuple(torch.empty(r.shape, dtype=r.dtype, requires_grad=r.requires_grad) for r in results)
+        return lambda *_: tuple(
+            torch.empty(r.shape, dtype=r.dtype, device=r.device, requires_grad=r.requires_grad) for r in results
+        )
 
     whole = _WithLoss(model, loss_fn)
     try:

@@ -104,8 +104,11 @@ class SharedStates:
                 continue
             if name not in sent:
                 here = processes.rank(self.group) in self.holders[name]
-                sent[name] = tensor.detach().contiguous() if here else torch.empty(tensor.shape, dtype=tensor.dtype)
-                sent[name] = sent[name].to(tensor.device)
+                sent[name] = (
+                    tensor.detach().contiguous()
+                    if here
+                    else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+                )
                 dist.broadcast(sent[name], group=self.group, group_src=self.holders[name][0])
             found[key] = sent[name]
         return found

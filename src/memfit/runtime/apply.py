@@ -212,7 +212,7 @@ def compile_planned(
                 raise PlanMismatchError("the model now runs a graph that was not planned")
             place = of_graph[digest][turn]
             program, swapper = programs[place], swappers[place]
-            if cut:
+            if cut or (piece.autocast is not None and not in_pieces):
                 aligned = len(piece.reached) == len(by_autograd)
                 piece.whole = whole_graph(gm, cut, reading, aligned=aligned)
             return lower(

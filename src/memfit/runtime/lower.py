@@ -155,7 +155,9 @@ def _attributes(joint: fx.GraphModule) -> dict[str, Any]:
     attributes: dict[str, Any] = {}
     for node in joint.graph.find_nodes(op="get_attr"):
         name = str(node.target)
-        attributes[name] = torch.empty(0) if name.startswith(HOLLOW_PREFIX) else operator.attrgetter(name)(joint)
+        attributes[name] = (
+            torch.empty(0, device="cpu") if name.startswith(HOLLOW_PREFIX) else operator.attrgetter(name)(joint)
+        )
     return attributes
 
 

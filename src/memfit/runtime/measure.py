@@ -156,10 +156,12 @@ def _cuda_peak(step: Callable[[], object], device: torch.device) -> tuple[int, i
     torch.cuda.synchronize(device)
     gc.collect()
     torch.cuda.empty_cache()
-    # What cuBLAS takes for itself at its first call, and keeps, is then taken in the step.
+    # What cuBLAS takes for itself at its first call, and keeps, belongs to the step: a step takes it, the next has it.
     torch._C._cuda_clearCublasWorkspaces()
-    torch.cuda.reset_peak_memory_stats(device)
     start = torch.cuda.memory_allocated(device)
+    step()
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
     step()
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device), start, torch.cuda.max_memory_reserved(device)

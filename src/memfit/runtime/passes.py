@@ -64,13 +64,16 @@ class CompiledPiece:
         places: of outputs among the gradients autograd hands to the graph, once it ran.
         in_pieces: whether the step has other graphs as well.
         autocast: whether the backward pass is planned inside a region (True) or outside (False); None if there is none.
-        whole: the graph with the outputs that are cut; None if none is.
+        settled: whether a backward pass of the loop has run in the autocast region it was planned for.
+        whole: the graph, to recompute it where an output that was cut gets a gradient or the region is another; None
+            where neither can be.
     """
 
     reached: Sequence[frozenset[int] | None] = ()
     places: dict[int, int] = field(default_factory=dict)
     in_pieces: bool = False
     autocast: bool | None = None
+    settled: bool = False
     whole: WholeGraph | None = None
 
     def told_apart(self) -> bool:
@@ -90,6 +93,7 @@ class PieceOfPass:
         begun: of a graph with cut outputs, the inputs and random states that recompute it.
         arrived: gradients of cut outputs in the backward pass that runs now.
         others: gradients of other outputs, if there are such.
+        otherwise: whether the backward pass that runs now is in another autocast region than planned.
     """
 
     of: Pass
@@ -99,6 +103,7 @@ class PieceOfPass:
     begun: Begun | None = None
     arrived: dict[int, torch.Tensor] = field(default_factory=dict)
     others: dict[int, torch.Tensor] = field(default_factory=dict)
+    otherwise: bool = False
 
     def note(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Told by autograd, right before the graph runs backward, what comes in."""
@@ -106,27 +111,35 @@ class PieceOfPass:
         self.missing = frozenset(o for o, place in self.piece.places.items() if absent[place])
         self.nothing = all(absent) and not self.arrived
         if self.arrived:
-            places = self.piece.places.items()
-            self.others = {o: g for o, place in places if (g := gradients[place]) is not None}
+            self.others = self._by_output(gradients)
 
     def note_autocast(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Told by autograd, in the region that the backward pass runs in."""
         inside = autocast_is_on()
-        if inside is self.piece.autocast or (self.of.key, inside) in self.of.regions:
+        if inside is self.piece.autocast:
+            self.piece.settled = self.piece.settled or self.of.key is not None
+            return
+        self.otherwise = self.begun is not None and self.begun.can_recompute()
+        if self.otherwise:
+            self.others = self._by_output(gradients)
+        if (self.of.key, inside) in self.of.regions:
             return
         self.of.regions.add((self.of.key, inside))
-        if inside:
-            log.warning(
-                "the backward pass runs inside an autocast region, where PyTorch computes gradients in other dtypes "
-                "than outside, and it was planned outside: gradients of this step may be rounded otherwise than "
-                "the plain ones, and the next step is planned inside; call backward() after the region, as PyTorch "
-                "advises"
-            )
-        else:
-            log.warning(
-                "the backward pass runs outside of the autocast region that it was planned in: gradients of this step "
-                "may be rounded otherwise than the plain ones; call backward() always inside or always outside"
-            )
+        log.warning(
+            "the backward pass runs %s, where PyTorch computes some gradients in other dtypes, and it was planned %s: "
+            "%s; %s",
+            "inside an autocast region" if inside else "outside of the autocast region",
+            "outside" if inside else "inside",
+            "this step's forward pass is recomputed without a plan, with the same bits and over the budget"
+            if self.otherwise
+            else "gradients of this step may be rounded otherwise than the plain ones",
+            "the next step is planned inside; call backward() after the region, as PyTorch advises"
+            if inside
+            else "call backward() always inside or always outside",
+        )
+
+    def _by_output(self, gradients: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor]:
+        return {o: g for o, place in self.piece.places.items() if (g := gradients[place]) is not None}
 
     def arrive(self, gradient: torch.Tensor, position: int) -> None:
         """Told by autograd, before that, the gradient of a cut output."""
@@ -134,17 +147,18 @@ class PieceOfPass:
 
     def recompute(self) -> tuple[torch.Tensor | None, ...]:
         """The gradients of all outputs, cut ones too, by a second forward pass."""
-        begun, arrived = self.begun, self.others | self.arrived
-        self.arrived, self.others, self.missing = {}, {}, frozenset()
+        begun, arrived, by_cut = self.begun, self.others | self.arrived, bool(self.arrived)
+        inside = self.otherwise is not bool(self.piece.autocast)  # the other one if otherwise
+        self.arrived, self.others, self.missing, self.otherwise = {}, {}, frozenset(), False
         assert begun is not None
-        if self.of.key not in self.of.widened:
+        if by_cut and self.of.key not in self.of.widened:
             self.of.widened.add(self.of.key)
             log.warning(
                 "a gradient arrived for an output that the loss given to memfit does not use: this step's forward pass "
                 "is recomputed without a plan, with the same bits and over the budget, and the next one is planned "
                 "with all outputs; pass the loss you really use, memfit.fit(..., loss_fn=...)"
             )
-        return begun.gradients(arrived)
+        return begun.gradients(arrived, in_autocast=inside)
 
 
 def in_flight(passes: list[weakref.ref[Pass]]) -> list[Pass]:
@@ -160,9 +174,10 @@ def noting_forward(
     """A compiled graph that hangs a record of each run on the node of autograd it makes."""
 
     def run(*operands: Any) -> Any:
-        begun = None if piece.whole is None else Begun.now(piece.whole, operands)
-        outputs = call(*operands)
         here = current()
+        asked = piece.whole is not None and (piece.whole.cut or (not piece.settled and here and here.key is not None))
+        begun = Begun.now(piece.whole, operands) if piece.whole is not None and asked else None
+        outputs = call(*operands)
         node = None if here is None else _node_of(outputs, piece.places)
         if here is None or node is None:
             return outputs
@@ -264,7 +279,7 @@ def noting_backward(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], A
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             record.of.waiting -= 1
         kept = torch._C._autograd._get_current_graph_task_keep_graph()
-        if record.arrived:
+        if record.arrived or record.otherwise:
             operands.clear()
             gradients = record.recompute()
             record.begun = record.begun if kept else None

@@ -108,15 +108,23 @@ class Begun:
         """Right after it."""
         self.after = _versions(self.inputs)
 
-    def gradients(self, arrived: Mapping[int, torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+    def can_recompute(self) -> bool:
+        """Whether the graph can run a second time, and its inputs are as they were."""
+        versions = zip(self.versions, self.after, _versions(self.inputs), strict=True)
+        return self.whole.call is not None and not any(before == after != now for before, after, now in versions)
+
+    def gradients(self, arrived: Mapping[int, torch.Tensor], *, in_autocast: bool) -> tuple[torch.Tensor | None, ...]:
         """The gradient of each input, of all outputs that got one, by plain autograd.
+
+        Args:
+            arrived: gradients by output.
+            in_autocast: whether the backward pass runs inside the region of the forward pass.
 
         Raises:
             PlanMismatchError: if the graph cannot be recomputed.
         """
         call = self.whole.call
-        versions = zip(self.versions, self.after, _versions(self.inputs), strict=True)
-        if call is None or any(before == after != now for before, after, now in versions):
+        if call is None or not self.can_recompute():
             raise PlanMismatchError(
                 "a gradient arrived for an output that the loss given to memfit does not use, and the forward pass "
                 "cannot be recomputed for it, since it reads a tensor it overwrites or its inputs were overwritten; "
@@ -132,20 +140,27 @@ class Begun:
         with torch.enable_grad(), self._as_before():
             outputs = call(*leaves)
         wanted = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        found = torch.autograd.grad(
-            [outputs[place] for place in arrived],
-            [leaves[i] for i in wanted],
-            list(arrived.values()),
-            allow_unused=True,
-        )
+        with self._region() if in_autocast else contextlib.nullcontext():
+            found = torch.autograd.grad(
+                [outputs[place] for place in arrived],
+                [leaves[i] for i in wanted],
+                list(arrived.values()),
+                allow_unused=True,
+            )
         made = dict(zip(wanted, found, strict=True))
         return tuple(made.get(i) for i in range(len(leaves)))
 
     @contextlib.contextmanager
-    def _as_before(self) -> Iterator[None]:
+    def _region(self) -> Iterator[None]:
         with contextlib.ExitStack() as around:
             for device, dtype in self.autocast.items():
                 around.enter_context(torch.autocast(device, dtype, enabled=dtype is not None))
+            yield
+
+    @contextlib.contextmanager
+    def _as_before(self) -> Iterator[None]:
+        with contextlib.ExitStack() as around:
+            around.enter_context(self._region())
             if self.states:
                 cuda = list(range(len(self.states) - 1))
                 around.enter_context(torch.random.fork_rng(cuda, enabled=True))

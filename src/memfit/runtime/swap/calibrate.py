@@ -228,7 +228,7 @@ def _pageable_out(tensor: torch.Tensor) -> None:
 
 
 def _pageable_in(tensor: torch.Tensor) -> None:
-    bytes_of(tensor).copy_(torch.empty(tensor.untyped_storage().nbytes(), dtype=torch.uint8))
+    bytes_of(tensor).copy_(torch.empty(tensor.untyped_storage().nbytes(), dtype=torch.uint8, device="cpu"))
     _synchronize(tensor.device)
 
 

@@ -78,7 +78,7 @@ class SwapCalls:
         if self.ticket is None:
             mode = detect_fake_mode(like.meta["val"])
             with unset_fake_temporarily():
-                real = torch.zeros((), dtype=torch.int64)
+                real = torch.zeros((), dtype=torch.int64, device="cpu")
             self.ticket = self._call(self._swapper.begin)
             self.ticket.meta = {"val": real if mode is None else mode.from_tensor(real)}
         return self.ticket
