@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import memfit
+from memfit.capture.rewrite import make_hollow
 from memfit.runtime.difference import Difference, first_difference
+from memfit.runtime.recorded_ops import fingerprint
 
 Step = Callable[[], list[Tensor]]
 
@@ -183,3 +185,11 @@ def test_a_sentence_is_made_of_what_is_known() -> None:
         "the first op that differs is aten.mm.default (backward, op 7 of the plain step), whose result is float32 "
         "(2, 3) with strides (3, 1); the planned step makes nothing like it"
     )
+
+
+def test_a_tensor_that_stands_for_a_shape_has_no_fingerprint() -> None:
+    """Noise is drawn in the shape of such a one, so each step with dropout has them."""
+    hollow = make_hollow(torch.empty(4, 24, dtype=torch.bool), torch.device("cpu"))
+    assert fingerprint(hollow) is None
+    assert fingerprint(torch.empty(0)) is not None
+    assert fingerprint(torch.ones(3)) == fingerprint(torch.ones(6)[::2])

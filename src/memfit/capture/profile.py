@@ -128,7 +128,10 @@ def profile_ops(
         return [m.known(cache) or Costs(ways=()) for m in measurements[joint.node]]
 
     graph = _with_costs(capture, costs, plain)
-    return replace(graph, static_bytes=graph.static_bytes + library_bytes(graph, device))
+    nodes = list({cost_key(joint.node): joint.node for joint in joints}.values())
+    with torch.random.fork_rng(devices=devices), torch.no_grad():
+        library = library_bytes(graph, device, nodes, plain_code=bool(capture.pieces.breaks))
+    return replace(graph, static_bytes=graph.static_bytes + library)
 
 
 def separated(
@@ -156,7 +159,8 @@ def _separable_keys(capture: Capture, device: torch.device, cache: CostCache) ->
         for node in piece.reading.separable:
             key = separable_key(node)
             if key not in cache:
-                with torch.random.fork_rng(devices=[]), torch.no_grad():
+                devices = [device.index or 0] if device.type == "cuda" else []
+                with torch.random.fork_rng(devices=devices), torch.no_grad():
                     cache[key] = whole_if_separable(node, device)
             if cache[key]:
                 found.add(key)

@@ -257,6 +257,8 @@ def fingerprint(tensor: torch.Tensor) -> bytes | None:
         return None
     if tensor.is_meta or tensor.is_quantized or torch._is_functional_tensor(tensor):
         return None
+    if tensor.numel() and not tensor.untyped_storage().nbytes():  # it stands for its shape only, or is freed
+        return None
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     found = hashlib.blake2b(f"{tensor.dtype} {tensor.numel()} ".encode(), digest_size=16)
     step = max(1, _CHUNK_BYTES // max(1, tensor.element_size()))
