@@ -211,7 +211,10 @@ def _capture(
             return gm.forward
         if not readings:
             if fake:
-                raise CaptureError("the model has nothing to train: no output of it needs a gradient")
+                raise CaptureError(
+                    f"no gradient reaches a parameter or an input of {type(model).__name__}, so there is nothing "
+                    "to train: is everything frozen, under no_grad, or detached, in the model or in loss_fn?"
+                )
             return gm.forward
 
         lying = strides_of_outputs(readings[0].module.graph)
