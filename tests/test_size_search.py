@@ -66,5 +66,5 @@ def test_a_planned_image_is_larger_than_a_plain_one_and_larger_still_in_tiles() 
 def test_bad_input() -> None:
     with pytest.raises(SpecError, match="from start to limit"):
         max_size(trunk, budget="4MiB", start=64, limit=32)
-    with pytest.raises(BudgetError, match="not even size 32 fits"):
+    with pytest.raises(BudgetError, match=r"not even size 32 fits 1000 B; .* KiB \(\d+ bytes\)$"):
         max_size(trunk, budget=1000, start=32)

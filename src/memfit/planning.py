@@ -150,7 +150,10 @@ def resolve_budget(budget: int | str, device: torch.device, static_bytes: int = 
     whole = total_bytes(device)
     nbytes = parse_bytes(budget, whole_bytes=whole)
     if nbytes > whole:
-        raise SpecError(f"the budget {format_bytes(nbytes)} exceeds the {format_bytes(whole)} of {device}")
+        raise SpecError(
+            f"the budget {format_bytes(nbytes)} exceeds the {format_bytes(whole)} of {device}; "
+            "'auto' is what is free of it"
+        )
     return nbytes
 
 

@@ -150,5 +150,5 @@ def failure_elsewhere(error: BaseException) -> PipelineError | None:
         said = json.loads(store.get(_FAILED))
     except Exception as unknown:  # the store may be gone with its process
         log.info("cannot ask which process failed: %s", unknown)
-        return PipelineError("another process of the pipeline ended") if broken else None
+        return PipelineError("another process of the pipeline ended; its own output says why") if broken else None
     return PipelineError(f"process {said['rank']} of the pipeline failed: {said['error']}")

@@ -30,6 +30,7 @@ from memfit.planning import Progress, Request, capture_and_profile, check_reques
 from memfit.plans import Plan
 from memfit.step.graph import StepGraph
 from memfit.step.simulate import simulate_plain
+from memfit.units import format_bytes
 
 __all__ = ["LargestSize", "SizePoint", "max_size"]
 
@@ -157,7 +158,8 @@ def max_size(
     if planned is None:
         least = at(start).least_peak_bytes
         raise BudgetError(
-            f"not even size {start} fits; the least budget that works there is {least} bytes",
+            f"not even size {start} fits {format_bytes(budget_bytes)}; the least budget that works there is "
+            f"{format_bytes(least)} ({least} bytes)",
             budget_bytes=budget_bytes,
             least_bytes=least,
         )

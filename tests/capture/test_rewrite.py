@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from memfit.capture.batch_norm import parts_of, takes_channels
+from memfit.capture.costs import _check_hollow
 from memfit.capture.parts import call_in_parts
 from memfit.capture.rewrite import IN_PLACE, convolution_input_gradient, make_hollow
 from memfit.capture.slices import convolution_input_slices
+from memfit.errors import CaptureError
 
 _aten = torch.ops.aten
 
@@ -42,6 +44,18 @@ def test_split_convolution_backward(
     assert torch.equal(
         _aten.convolution_backward.default(gradient, x, weight, *rest, [False, True, False])[1], whole[1]
     )
+
+
+def test_a_half_with_other_bits_than_the_whole_is_refused_with_its_shapes() -> None:
+    x, weight, rest = torch.randn(2, 3, 6, 6), torch.randn(4, 3, 3, 3), ([0], [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    args = (torch.randn(2, 4, 6, 6), make_hollow(x), weight, *rest)
+    graph = torch.fx.Graph()
+    node = graph.call_function(convolution_input_gradient, ())
+    node.meta["nn_module_stack"] = {"": ("L['self'].stem", torch.nn.Conv2d)}
+    half = convolution_input_gradient(*args)
+    _check_hollow(node, args, half)
+    with pytest.raises(CaptureError, match=r"of stem, gradient \(2, 4, 6, 6\), weight \(4, 3, 3, 3\) of torch.float32"):
+        _check_hollow(node, args, half + 1)
 
 
 ARGUMENTS = {

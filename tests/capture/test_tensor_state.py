@@ -9,6 +9,7 @@ from torch import nn
 
 import memfit
 from memfit.capture.preserve import preserved
+from tests.notices import notices
 
 
 def test_a_tensor_that_nobody_wrote_keeps_its_version_and_the_callers_graph() -> None:
@@ -29,3 +30,11 @@ def test_data_that_was_put_elsewhere_comes_back() -> None:
         layer.weight.data = torch.zeros(7, 4)
         layer.bias.requires_grad_(False)
     assert layer.weight.data_ptr() == pointer and torch.equal(layer.weight, weight) and layer.bias.requires_grad
+
+
+def test_a_tensor_that_cannot_be_copied_is_watched_and_why_is_told() -> None:
+    holder = nn.Module()
+    holder.sparse = torch.eye(3).to_sparse()
+    with notices() as told, preserved(holder):
+        holder.sparse.mul_(2)
+    assert "planning wrote to sparse, and cannot take it back: it is no dense tensor" in "".join(told)

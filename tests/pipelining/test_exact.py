@@ -355,7 +355,7 @@ def small(term: Callable[[torch.Tensor], torch.Tensor]) -> Case:
             lambda: Case(
                 model=torch.nn.Linear(4, 4), args=(torch.randn(4, 4),), loss_fn=lambda o: (o @ o.T).logsumexp(1).mean()
             ),
-            "not independent",
+            "with more than one micro-batch gradients would be others: use one",
         ),
         (lambda: Case(model=torch.nn.Linear(4, 4), args=(torch.randn(4, 4),), loss_fn=lambda o: o.mean().exp()), "exp"),
         # Terms too small to be seen in the loss.

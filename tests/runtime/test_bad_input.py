@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.checkpoint import checkpoint
 
 import memfit
+from memfit.making import make_plan
+from memfit.planning import Request
+from memfit.runtime.apply import compile_program
 from memfit.zoo import build
 from tests.models import Residual
 
 X = torch.randn(2, 3, 16, 16)
+
+
+class Deeper(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.rest = nn.Conv2d(3, 3, 1), Residual()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rest(self.first(x).relu())
 
 
 @pytest.mark.parametrize("budget", ["", "many", "8 XB", "-3GiB", 0, -1, "0%", "1000000TiB", True, 1.5])
@@ -80,6 +95,29 @@ def test_loss_that_is_no_scalar() -> None:
         memfit.plan(Residual(), (X,), budget="1GiB", loss_fn=lambda output: output)
 
 
+def test_a_model_with_nothing_to_train_is_named() -> None:
+    with pytest.raises(memfit.CaptureError, match=r"a parameter or an input of Residual, .*is everything frozen"):
+        memfit.plan(Residual().requires_grad_(False), (X,), budget="1GiB")
+
+
+def test_a_budget_above_the_device_is_told_with_both() -> None:
+    with pytest.raises(memfit.SpecError, match=r"102400\.00 GiB exceeds the .* of cpu; 'auto'"):
+        memfit.plan(Residual(), (X,), budget="100TiB")
+
+
+def test_a_graph_that_was_not_planned_is_told_with_its_line() -> None:
+    plan = make_plan(Residual(), (X,), {}, Request(budget="1GiB", strategy="none", prove=False))
+    assert plan.planned is not None
+    call = compile_program(Deeper(), plan.planned.capture, plan.program)
+    told = (
+        r"Deeper now runs a graph that was not planned \(it begins at .*test_bad_input\.py:\d+\); plan or fit it anew"
+    )
+    with pytest.raises(BackendCompilerFailed) as caught:
+        call(X)
+    inner = caught.value.inner_exception
+    assert isinstance(inner, memfit.PlanMismatchError) and re.search(told, str(inner))
+
+
 def test_interrupted_planning_leaves_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -103,5 +141,7 @@ def test_out_of_memory_names_shape_and_plan(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(apply, "attach_hollow", failing)
     monkeypatch.setattr(torch.fx.GraphModule, "recompile", lambda self: None)
-    with pytest.raises(memfit.OutOfMemoryError, match=r"(?s)\(2, 3, 16, 16\).*plan .*largest live tensors"):
+    with pytest.raises(
+        memfit.OutOfMemoryError, match=r"(?s)\(2, 3, 16, 16\).*plan .*largest live tensors.*lower budget"
+    ):
         model(X)

@@ -22,6 +22,7 @@ from memfit.capture.adding import ADDING
 from memfit.capture.again import Call
 from memfit.capture.concatenations import operands_of_data
 from memfit.capture.cost_key import tensors_of
+from memfit.capture.module_names import module_of
 from memfit.capture.one_run import equal, measured, timed
 from memfit.capture.operands import operand_values, operands_of
 from memfit.capture.parts import call_in_parts, candidate_parts
@@ -194,6 +195,11 @@ def _measured_alike(run: Callable[[], object], expected: object, device: torch.d
     return way if equal(expected, result) else None
 
 
+def _within(node: fx.Node | Call) -> str:
+    name = module_of(node) if isinstance(node, fx.Node) else ""
+    return f" of {name}" if name else ""
+
+
 def _check_hollow(node: fx.Node | Call, args: Sequence[Any], found: object) -> None:
     """The input's gradient alone must have the bits of `convolution_backward`, on this machine and shape.
 
@@ -211,5 +217,8 @@ def _check_hollow(node: fx.Node | Call, args: Sequence[Any], found: object) -> N
     expected = whole if cuts is None else tuple(whole[:, start:stop].contiguous() for start, stop in cuts)
     if not equal(expected, found):
         raise CaptureError(
-            f"{node.name} runs in parts with other bits than as a whole on this machine; please report it"
+            f"the gradient of a convolution's input has other bits by itself than beside its weight's on this machine "
+            f"({node.name}{_within(node)}, gradient {tuple(gradient.shape)}, weight "
+            f"{tuple(weight.shape)} of {weight.dtype}); leave that module plain with @torch.compiler.disable on its "
+            "forward, and please report it"
         )

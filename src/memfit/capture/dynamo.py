@@ -35,6 +35,7 @@ from memfit.capture.failures import explained, nothing_captured, quiet
 from memfit.capture.joint import read_joint
 from memfit.capture.live_bytes import LiveBytes
 from memfit.capture.loss import LossReading
+from memfit.capture.module_names import name_modules
 from memfit.capture.pieces import Piece, Pieces, gradient_strides_of, tensors_in
 from memfit.capture.plain_parts import NOTHING_PLAIN, PlainParts, UnplannableGraphError, find_plain_parts
 from memfit.capture.preserve import preserved
@@ -178,6 +179,7 @@ def _capture(
     gathered = gathering(model)
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        name_modules(gm.graph, model)
         readings: list[JointReading] = []
         of_inputs: dict[int, Strides] = {}
 
@@ -213,7 +215,10 @@ def _capture(
             return gm.forward
         if not readings:
             if fake:
-                raise CaptureError("the model has nothing to train: no output of it needs a gradient")
+                raise CaptureError(
+                    f"no gradient reaches a parameter or an input of {type(model).__name__}, so there is nothing "
+                    "to train: is everything frozen, under no_grad, or detached, in the model or in loss_fn?"
+                )
             return gm.forward
 
         lying = strides_of_outputs(readings[0].module.graph)

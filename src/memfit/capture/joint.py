@@ -34,6 +34,7 @@ from memfit.capture.eager_autocast import sum_before_casting
 from memfit.capture.failures import user_line
 from memfit.capture.group_norm import split_group_norm
 from memfit.capture.joint_storages import find_storages, forward_nodes, overwritten_inputs, tuple_reads
+from memfit.capture.module_names import module_of
 from memfit.capture.plain_parts import UnplannableGraphError
 from memfit.capture.reading import JointOp, JointReading, JointStorage
 from memfit.capture.repeated import merge_repeated
@@ -42,7 +43,7 @@ from memfit.capture.weight_products import separate_weight_products
 from memfit.step.by_slices import BySlices
 from memfit.step.graph import Phase, StorageKind
 
-__all__ = ["is_random", "module_of", "read_joint", "result_index"]
+__all__ = ["is_random", "read_joint", "result_index"]
 
 _NEAR = 1000
 """So many relatives of a node are asked where it comes from."""
@@ -350,30 +351,3 @@ def is_random(node: fx.Node) -> bool:
             value = node.args[position] if position < len(node.args) else node.kwargs.get(name, default)
             return not (isinstance(value, int | float) and value == 0)
     return True
-
-
-def module_of(node: fx.Node) -> str:
-    """Qualified name of the module that called the node, `""` if it is the root or unknown."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    for path, _ in reversed(list(stack.values())):
-        return clean_module_path(str(path))
-    return ""
-
-
-def clean_module_path(path: str) -> str:
-    """`L['self'].layer1._modules['0'].conv1` to `layer1.0.conv1`."""
-    path = path.replace("__dict__.", "").replace(".__dict__", "").replace("['_modules']", "._modules")
-    path = (
-        path.replace("._modules['", ".")
-        .replace("_modules['", "")
-        .replace("._modules.", ".")
-        .replace("']", "")
-        .replace("L['", "")
-    )
-    path = path.replace("[", ".").replace("]", "").replace("'", "").replace('"', "")
-    parts = [p for p in path.split(".") if p]
-    while parts and parts[0] in ("self", "impl", "__self__", "model", "fn", "L") and len(parts) >= 1:
-        if parts[0] == "model" and len(parts) > 1 and "__self__" not in path and "impl" not in path:
-            break
-        parts = parts[1:]
-    return ".".join(parts)

@@ -6,6 +6,7 @@ of the step, and an output that the loss does not use must not cost a gradient o
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 from collections.abc import Callable, Sequence
@@ -22,7 +23,16 @@ from memfit.capture.samples_of_calls import strides_alike
 from memfit.capture.tangents import Strides, strides_without_overlap
 from memfit.errors import CaptureError
 
-__all__ = ["AssumedLoss", "LossFunction", "LossReading", "backward_of", "read_loss", "scalar_loss"]
+__all__ = [
+    "AssumedLoss",
+    "LossFunction",
+    "LossReading",
+    "backward_of",
+    "loss_name",
+    "loss_place",
+    "read_loss",
+    "scalar_loss",
+]
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +123,9 @@ def scalar_loss(output: Any, loss_fn: LossFunction | None) -> torch.Tensor | Non
         loss = loss_fn(output)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise CaptureError(f"loss_fn must return a scalar tensor (returned: {shape}){_advice(loss)}")
+            raise CaptureError(
+                f"loss_fn must return a scalar tensor ({loss_place(loss_fn)} returned: {shape}){_advice(loss)}"
+            )
         return loss
     own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     return own if isinstance(own, torch.Tensor) and own.numel() == 1 else None
@@ -125,6 +137,26 @@ def _advice(returned: Any) -> str:
     if isinstance(returned, float | int):
         return "; a Python number has no gradient, so leave out .item()"
     return "; reduce it, such as with .mean()" if isinstance(returned, torch.Tensor) else ""
+
+
+def loss_name(loss_fn: Any) -> str:
+    """A name of a loss, for people."""
+    loss_fn = _innermost(loss_fn)
+    return str(getattr(loss_fn, "__qualname__", None) or type(loss_fn).__name__)
+
+
+def loss_place(loss_fn: Any) -> str:
+    """The name of a loss, and the line where it is written if that is in Python."""
+    inner = _innermost(loss_fn)
+    written = inner if hasattr(inner, "__code__") else getattr(type(inner), "forward", type(inner).__call__)
+    code = getattr(written, "__code__", None)
+    return loss_name(loss_fn) + (f" at {code.co_filename}:{code.co_firstlineno}" if code is not None else "")
+
+
+def _innermost(loss_fn: Any) -> Any:
+    while isinstance(loss_fn, functools.partial):
+        loss_fn = loss_fn.func
+    return loss_fn
 
 
 def backward_of(output: Any, loss_fn: LossFunction | None) -> torch.Tensor | None:
@@ -178,7 +210,7 @@ def read_loss(
         if not loss.requires_grad:
             raise CaptureError(
                 "the loss does not depend on the model's output by differentiable operations, so there is nothing to "
-                "train; is something detached, or under no_grad?"
+                f"train; is something detached, or under no_grad ({loss_place(loss_fn)})?"
             )
         with backward_region():
             gradients = torch.autograd.grad(loss, differentiable, allow_unused=True)

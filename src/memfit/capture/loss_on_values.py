@@ -10,7 +10,6 @@ Known limits: the outputs of a forward pass without gradients must fit beside th
 
 from __future__ import annotations
 
-import functools
 import logging
 import traceback
 from collections.abc import Callable, Sequence
@@ -22,11 +21,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from memfit.capture.loss import AssumedLoss, LossFunction, LossReading, read_loss
+from memfit.capture.loss import AssumedLoss, LossFunction, LossReading, loss_name, read_loss
 from memfit.capture.preserve import preserved
 from memfit.errors import CaptureError, LossError
 
-__all__ = ["loss_name", "loss_reading"]
+__all__ = ["loss_reading"]
 
 log = logging.getLogger(__name__)
 
@@ -115,13 +114,6 @@ def _leaves_like(real: Any, traced: Any) -> Any:
         return leaves[id(tensor)]
 
     return pytree.tree_map_only(torch.Tensor, leaf, real)
-
-
-def loss_name(loss_fn: Any) -> str:
-    """A name of a loss, for people."""
-    while isinstance(loss_fn, functools.partial):
-        loss_fn = loss_fn.func
-    return str(getattr(loss_fn, "__qualname__", None) or type(loss_fn).__name__)
 
 
 def _told(loss_fn: Any, error: Exception) -> str:

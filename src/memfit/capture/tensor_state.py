@@ -128,7 +128,8 @@ def restore_tensor(state: TensorState) -> None:
             if span is not None and not torch.equal(span.cpu(), state.copy):
                 span.copy_(state.copy)
         elif state.watched and state.version is not None and local(tensor)._version != state.version:
-            log.warning("planning wrote to %s, and cannot take it back: there was no room for a copy", state.name)
+            why = "it is no dense tensor of torch's own" if state.alias is None else "there was no room for a copy"
+            log.warning("planning wrote to %s, and cannot take it back: %s", state.name, why)
         is_back = state.alias is not None and (state.copy is not None or state.alias.numel() == 0)
         if held is not None and is_back and state.version not in (None, held._version):
             torch._C._autograd._unsafe_set_version_counter((held,), (state.version,))

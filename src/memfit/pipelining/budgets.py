@@ -89,7 +89,8 @@ def above_budget(peaks: Sequence[int], budgets: Sequence[int]) -> BudgetError:
     over = [peak - budget for peak, budget in zip(peaks, budgets, strict=True)]
     worst = over.index(max(over))
     return BudgetError(
-        f"the measured peak of device {worst} stays at {format_bytes(peaks[worst])}; budget: {budget_text(budgets)}",
+        f"the measured peak of device {worst} stays at {format_bytes(peaks[worst])} ({peaks[worst]} bytes) in plans "
+        f"made for less and less; budget: {budget_text(budgets)}; give that device as much, or take more stages",
         budget_bytes=budgets[worst],
         least_bytes=peaks[worst],
     )

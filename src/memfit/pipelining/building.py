@@ -33,6 +33,8 @@ from memfit.step.program import Program
 
 __all__ = ["CompiledStage", "capture_stages", "compile_stage", "engine_stages", "planned_cuts"]
 
+_MEND = "; give every process the same model, loss and shapes of inputs, or make a new pipeline for others"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledStage:
@@ -54,10 +56,10 @@ def planned_cuts(forward: ForwardGraph, plan: PipelinePlan) -> list[Stage]:
         PlanMismatchError: if the model is not the planned one.
     """
     if calls_digest([node.target for node in forward.calls]) != plan.calls:
-        raise PlanMismatchError("the pipeline was planned for a model that computes something else")
+        raise PlanMismatchError(f"the pipeline was planned for a model that computes something else{_MEND}")
     cuts = {cut.position: cut for cut in find_cuts(forward)}
     if not set(plan.cuts) <= set(cuts):
-        raise PlanMismatchError("the pipeline was planned for a model that is cut at other places")
+        raise PlanMismatchError(f"the pipeline was planned for a model that is cut at other places{_MEND}")
     return cut_into_stages(forward, [cuts[position] for position in plan.cuts])
 
 
@@ -152,7 +154,7 @@ def _capture_planned(
     capture = handing_over(captured)
     capture = with_deferred(capture) if plan.schedule.splits_backward else capture
     if graph_digest(capture.graph) != program.digest:
-        raise PlanMismatchError(f"stage {stage.index} of the pipeline is not the step that was planned")
+        raise PlanMismatchError(f"stage {stage.index} of the pipeline is not the step that was planned{_MEND}")
     return capture
 
 

@@ -113,7 +113,7 @@ def refuse_mixing(few: TracedLoss, more: TracedLoss, samples: Collection[int]) -
             raise CaptureError(
                 f"the samples of a batch are not independent: {node.target} {how} (shape "
                 f"{tuple(node.meta['val'].shape)}){': ' + where if where else ''}; with more than one micro-batch "
-                "gradients would be others"
+                "gradients would be others: use one"
             )
 
 
@@ -174,5 +174,6 @@ def check_halves(
     if abs(whole - halves) > _RELATIVE * max(1e-6, abs(float(whole))):
         raise CaptureError(
             f"the samples of a batch are not independent: the loss is {float(whole):.6g} for some of them together, "
-            f"and {float(halves):.6g} for two halves; with more than one micro-batch gradients would be others"
+            f"and {float(halves):.6g} for two halves; with more than one micro-batch gradients would be others: use "
+            "one"
         )

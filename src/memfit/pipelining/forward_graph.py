@@ -158,6 +158,9 @@ def _with_sources(graph: fx.Graph, operands: list[Any], model: nn.Module, leaves
         elif isinstance(value, torch.Tensor):
             states[node] = f"constant_{len(tensors)}"
         else:
-            raise CaptureError(f"the model takes an input that is no tensor and not constant: {value!r}")
+            raise CaptureError(
+                f"the model takes an input that is no tensor and not constant: {value!r}; pass a tensor, or set it as "
+                "an attribute of the model"
+            )
         tensors[states[node]] = value
     return ForwardGraph(graph=graph, states=states, tensors=tensors, inputs=inputs)

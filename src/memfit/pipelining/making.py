@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from memfit import processes
-from memfit.capture.joint import module_of
+from memfit.capture.module_names import module_of
 from memfit.capture.optimizer import optimizer_cost, part_of
 from memfit.capture.preserve import preserved
 from memfit.capture.trace import storage_bytes

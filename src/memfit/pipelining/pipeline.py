@@ -126,7 +126,7 @@ class Pipeline:
             PipelineError: if another process failed; the pipeline cannot be used any more.
         """
         if self._failed is not None:
-            raise PipelineError("this pipeline has failed before and cannot go on") from self._failed
+            raise PipelineError("this pipeline has failed before and cannot go on; make a new one") from self._failed
         prepared = self._prepare(args, kwargs, target)
         return self._run_together(prepared, flatten_inputs(args, kwargs, target)[0])
 

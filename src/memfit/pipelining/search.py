@@ -63,15 +63,17 @@ def search(forward: ForwardGraph, leaves: Sequence[Any], question: Question, dev
     names = _schedules(question)
     best: Found | None = None
     failure: BudgetError | None = None
+    senseless: SpecError | None = None
     begin, patience = time.monotonic(), 0.0  # every other schedule gets as long as the first took
     for name in names:
         schedule = asked_schedule(name, question)
         searcher.planner.until = None if best is None else time.monotonic() + patience
         try:
             found = searcher.best_of(schedule)
-        except SpecError:
+        except SpecError as error:
             if len(names) == 1:
                 raise
+            senseless = senseless or error
             continue
         except BudgetError as error:
             failure = failure or error
@@ -83,7 +85,7 @@ def search(forward: ForwardGraph, leaves: Sequence[Any], question: Question, dev
         if best is None or searcher.rank(found) < searcher.rank(best):
             best = found
     if best is None and failure is None:
-        raise SpecError(f"the model can be cut into {searcher.most_stages} stages at most")
+        raise senseless or SpecError(f"no schedule runs {question.num_microbatches} micro-batches; take another number")
     searcher.planner.until = None
     if best is not None and not searcher.adds_in_order(best.cuts):
         log.warning(
@@ -273,7 +275,8 @@ class _Searcher:
     def _best_of(self, schedule: Schedule) -> Found:
         if schedule.num_stages > self.most_stages:
             raise SpecError(
-                f"{schedule.num_stages} stages are asked for; the model can be cut into {self.most_stages} at most"
+                f"{schedule.num_stages} stages are asked for; the model can be cut into {self.most_stages} at most, so "
+                "take fewer devices"
             )
         under_way = most_under_way(schedule)
         rooms = self._shares(schedule)

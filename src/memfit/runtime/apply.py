@@ -29,6 +29,7 @@ from memfit.capture.compiled_call import call_has_begun, compile_call
 from memfit.capture.dynamo_graph import accumulated_inputs, attach_outputs, detach_outputs, graph_key
 from memfit.capture.eager_autocast import cast_once
 from memfit.capture.eager_kernels import as_in_eager
+from memfit.capture.failures import user_line
 from memfit.capture.joint import read_joint
 from memfit.capture.plain_parts import NOTHING_PLAIN, PlainParts, UnplannableGraphError
 from memfit.capture.tangents import GradientStrides, laid_out_as_made
@@ -209,7 +210,10 @@ def compile_planned(
             if digest not in of_graph and begun:
                 raise _StrayGraphError("a graph behind a break was not planned")
             if digest not in of_graph:
-                raise PlanMismatchError("the model now runs a graph that was not planned")
+                raise PlanMismatchError(
+                    f"{type(model).__name__} now runs a graph that was not planned{_begin(gm)}; plan or fit it "
+                    "anew, as it now is"
+                )
             place = of_graph[digest][turn]
             program, swapper = programs[place], swappers[place]
             if cut or (piece.autocast is not None and not in_pieces):
@@ -259,6 +263,12 @@ def compile_planned(
 
 class _StrayGraphError(UnplannableGraphError):
     """A graph that was not planned, of a call some code of which has run already: it cannot be called again."""
+
+
+def _begin(gm: fx.GraphModule) -> str:
+    """The user's first line of a graph, for people."""
+    lines = (user_line(node.stack_trace or "") for node in gm.graph.nodes)
+    return next((f" (it begins at {line})" for line in lines if line), "")
 
 
 def _plainly(gm: fx.GraphModule) -> Callable[..., Any]:
@@ -326,7 +336,8 @@ def _boxed(gm: fx.GraphModule, describe: Callable[[], str], later: Later | None)
                 raise
             raise OutOfMemoryError(
                 f"out of memory in a fitted step (first operands {shapes}): {error}\n{describe()}\n"
-                f"largest live tensors: {largest_tensors()}"
+                f"largest live tensors: {largest_tensors()}\n"
+                "free what else is in memory, or fit the model to a lower budget"
             ) from error
 
     run._boxed_call = True  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ import threading
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +21,7 @@ from torch import nn
 
 from memfit.capture.backward_autocast import planning_backward
 from memfit.capture.failures import explained
-from memfit.capture.loss import AssumedLoss
-from memfit.capture.loss_on_values import loss_name
+from memfit.capture.loss import AssumedLoss, loss_name
 from memfit.capture.own_calls import in_own_call
 from memfit.capture.preserve import preserved
 from memfit.capture.replicated import bucket_bytes, unwrapped
@@ -326,7 +325,7 @@ def install(
         {k: v for k, v in plan.fingerprint.items() if k != "inputs"}, {k: v for k, v in here.items() if k != "inputs"}
     )
     if difference:
-        raise PlanMismatchError("the plan is for something else: " + "; ".join(line[:300] for line in difference))
+        raise PlanMismatchError(_of_something_else(line[:300] for line in difference))
     fitted = Fitted(weakref.ref(model), request)
     if plan.planned is None:
         fitted.unsigned = plan
@@ -377,11 +376,18 @@ def verified(plan: Plan, model: nn.Module, args: Any, kwargs: Any, request: Requ
     difference = fingerprint_difference(plan.fingerprint, fingerprint(model, args, kwargs))
     capture, graph = capture_and_profile(model, args, kwargs, request, grid=plan.grid)
     if difference or graph_digest(graph) != plan.graph_digest:
-        what = "; ".join(line[:300] for line in difference) or "the captured graph differs"
-        raise PlanMismatchError(f"the plan is for something else: {what}")
+        raise PlanMismatchError(
+            _of_something_else([line[:300] for line in difference] or ["the captured graph differs"])
+        )
     check(graph, plan.program)
     return replace(
         plan, planned=Planned(capture=capture, graph=graph, request=request, signature=signature(model, args, kwargs))
+    )
+
+
+def _of_something_else(differences: Iterable[str]) -> str:
+    return (
+        f"the plan is for something else: {'; '.join(differences)}; make a plan of what is here with memfit.plan or fit"
     )
 
 

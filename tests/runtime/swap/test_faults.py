@@ -77,7 +77,8 @@ def test_a_disk_that_fails(
     model, twin = fitted()
     with monkeypatch.context() as patch:
         patch.setattr(os, call, failing(getattr(os, call), errno.EIO, after=after))
-        with pytest.raises(SwapError, match=r"moving a tensor to or from the disk failed: .*Input/output error"):
+        told = r"moving a tensor to or from the disk failed: .*Input/output error.*run it again, or set MEMFIT_SWAP_DIR"
+        with pytest.raises(SwapError, match=told):
             step(model).backward()
     gc.collect()
     twin.load_state_dict(model.state_dict())
@@ -187,6 +188,16 @@ def test_a_directory_of_somebody_else_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("MEMFIT_SWAP_DIR", str(tmp_path / "file"))
     (tmp_path / "file").write_text("")
     with pytest.raises(SwapError, match=r"cannot make the swap directory .*; set MEMFIT_SWAP_DIR"):
+        SwapFile(SLOT_ALIGNMENT)
+
+
+def test_a_directory_that_takes_no_file_is_told_with_what_to_do(
+    swap_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "open", failing(os.open, errno.EROFS))
+    with pytest.raises(
+        SwapError, match=r"cannot make a swap file in .*Read-only file system; set MEMFIT_SWAP_DIR to one"
+    ):
         SwapFile(SLOT_ALIGNMENT)
 
 

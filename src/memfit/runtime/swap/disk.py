@@ -48,7 +48,10 @@ class _DiskTransfer:
         # Raised from the future, an error would hold the frames that wait, and with them the ticket of the step.
         error = self.future.exception()
         if isinstance(error, OSError):
-            raise SwapError(f"moving a tensor to or from the disk failed: {error}; the step is lost") from error
+            raise SwapError(
+                f"moving a tensor to or from the disk failed: {error}; the step is lost: run it again, or set "
+                "MEMFIT_SWAP_DIR to a directory on another disk and fit the model anew"
+            ) from error
         if error is not None:
             raise error
 

@@ -102,7 +102,9 @@ class SwapFile:
         try:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         except OSError as error:
-            raise SwapError(f"cannot make a swap file in {directory}: {error}") from error
+            raise SwapError(
+                f"cannot make a swap file in {directory}: {error}; set MEMFIT_SWAP_DIR to one that can be written"
+            ) from error
         self._direct = -1
         try:
             # Without locks (some network file systems) nobody else sees that the file is in use while it has a name.

@@ -1,0 +1,64 @@
+"""Names of modules: which module of the user's an op belongs to, as `named_modules` calls it.
+
+Dynamo notes for each node the modules whose code was running, by the way it got at them, such as
+`L['self'].layer1._modules['0']`. Behind a graph break that way begins at a variable of the resumed code
+(`L['___stack0']`), which says nothing to a reader and makes blocks of one module look like others.
+
+The technique: a way that leads to a name of the model is that name. Of any other the note also has the identity of the
+module, by which it is found in the model.
+
+Known limits: a module that is called under two names has the one that leads to it, or behind a graph break the first.
+"""
+
+from __future__ import annotations
+
+from torch import fx, nn
+
+__all__ = ["module_of", "name_modules"]
+
+
+def name_modules(graph: fx.Graph, model: nn.Module) -> None:
+    """Gives modules in the notes of a graph of Dynamo's that have no name of the model theirs."""
+    modules = list(model.named_modules(remove_duplicate=False))
+    names = {str(id(module)): name for name, module in reversed(modules)}
+    known = {name for name, _ in modules}
+    for node in graph.nodes:
+        stack = node.meta.get("nn_module_stack")
+        if not stack:
+            continue
+        node.meta["nn_module_stack"] = {
+            key: (path if _clean(str(path)) in known else _path(names, key, path), *rest)
+            for key, (path, *rest) in stack.items()
+        }
+
+
+def _path(names: dict[str, str], key: object, path: str) -> str:
+    name = names.get(str(key).partition("@")[0])
+    return path if name is None else f"L['self'].{name}" if name else "L['self']"
+
+
+def module_of(node: fx.Node) -> str:
+    """Qualified name of the module that called the node, `""` if it is the root or unknown."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    for path, _ in reversed(list(stack.values())):
+        return _clean(str(path))
+    return ""
+
+
+def _clean(path: str) -> str:
+    """`L['self'].layer1._modules['0'].conv1` to `layer1.0.conv1`."""
+    path = path.replace("__dict__.", "").replace(".__dict__", "").replace("['_modules']", "._modules")
+    path = (
+        path.replace("._modules['", ".")
+        .replace("_modules['", "")
+        .replace("._modules.", ".")
+        .replace("']", "")
+        .replace("L['", "")
+    )
+    path = path.replace("[", ".").replace("]", "").replace("'", "").replace('"', "")
+    parts = [p for p in path.split(".") if p]
+    while parts and parts[0] in ("self", "impl", "__self__", "model", "fn", "L") and len(parts) >= 1:
+        if parts[0] == "model" and len(parts) > 1 and "__self__" not in path and "impl" not in path:
+            break
+        parts = parts[1:]
+    return ".".join(parts)
