@@ -21,7 +21,7 @@ from memfit.zoo.gpt import GPT
 from tests.pipelining.models import Case, gradients, plain_step, tokens_loss
 
 
-def wide(batch: int, layers: int = 4) -> Case:
+def wide(batch: int, layers: int = 2) -> Case:
     model = GPT(layers=layers, width=64, heads=2, positions=32, vocabulary=200, dropout=0.0, tied=False).double()
     x, y = torch.randint(200, (2, batch, 32))
     return Case(model=model, args=(x,), target=y, loss_fn=tokens_loss)
@@ -158,7 +158,7 @@ def test_each_device_keeps_its_own_budget() -> None:
 
 
 def test_uneven_budgets_that_do_not_fit_are_told_in_their_proportion() -> None:
-    case = wide(4, layers=2)
+    case = wide(4)
     with pytest.raises(BudgetError, match=r"for device 0, .* for device 1 \(\d+, \d+ bytes\) work") as told:
         plan(case, num_stages=2, num_microbatches=2, budget_per_device=["300KiB", "200KiB"], schedule="1f1b")
     most = told.value.least_bytes
@@ -177,7 +177,7 @@ def test_one_f_one_b_holds_less_than_gpipe() -> None:
 
 @pytest.mark.full_search
 def test_too_little_memory_is_told_and_nothing_is_lost() -> None:
-    case = wide(4, layers=2)
+    case = wide(4)
     before = {name: tensor.clone() for name, tensor in case.model.state_dict().items()}
     with pytest.raises(BudgetError) as told:
         plan(case, num_stages=2, num_microbatches=2, budget_per_device="300KiB")

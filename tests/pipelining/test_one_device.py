@@ -72,7 +72,7 @@ def test_no_device_is_planned_beyond_its_budget(share: float, options: dict[str,
 
 
 def test_what_does_not_fit_is_told() -> None:
-    case = wide(4, layers=2)
+    case = wide(4)
     options = {"num_stages": 2, "num_microbatches": 2, "one_device": True}
     with pytest.raises(BudgetError, match=r"bytes\) work$") as told:
         plan(case, budget_per_device="300KiB", **options)
