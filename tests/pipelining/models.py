@@ -14,7 +14,7 @@ from torch.nn import functional
 from memfit.zoo.gpt import GPT
 from tests import models
 
-__all__ = ["CASES", "Case", "gradients", "plain_step"]
+__all__ = ["CASES", "LOSSES", "Case", "gradients", "plain_step"]
 
 log = logging.getLogger(__name__)
 
@@ -239,6 +239,10 @@ CASES = {
     "mixer": mixer,
     "recurrent": recurrent,
 }
+
+
+LOSSES = ("ignored", "size")
+"""Cases whose models are those of others, with a loss that micro-batches make less simple."""
 
 
 def plain_step(case: Case) -> Tensor:

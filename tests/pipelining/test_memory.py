@@ -101,8 +101,10 @@ class PassedBy(nn.Module):
         return made
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved-1f1b", "zero-bubble"])
-@pytest.mark.parametrize("one_device", [False, True])
+@pytest.mark.parametrize(
+    ("schedule", "one_device"),
+    [("1f1b", False), ("gpipe", False), ("interleaved-1f1b", False), ("zero-bubble", False), ("1f1b", True)],
+)
 def test_what_only_passes_through_counts_while_it_is_there(schedule: str, one_device: bool) -> None:
     torch.manual_seed(3)
     model = PassedBy().double()
