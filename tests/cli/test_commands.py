@@ -8,7 +8,7 @@ import pytest
 
 from memfit.report.records import COMPARISON_COLUMNS
 
-MODEL = "zoo:mlp?width=64&layers=8"
+MODEL = "zoo:mlp?width=64&layers=6"
 BATCH = ("--batch", 4096, "--shape", "16")
 
 
@@ -54,7 +54,7 @@ def test_a_plan_is_printed_saved_and_verified(memfit: Callable, tmp_path: Path) 
     assert document["peak_measured_bytes"] <= document["budget_bytes"]
     assert {row["kind"] for row in document["rows"]} == {"loss", "gradient", "random state"}
 
-    other = memfit("verify", "zoo:mlp?width=65&layers=8", *BATCH, "--plan", path)
+    other = memfit("verify", "zoo:mlp?width=65&layers=6", *BATCH, "--plan", path)
     assert other.code == 2 and "PlanMismatchError" in other.err
 
 
@@ -99,7 +99,7 @@ def test_compare_prints_one_table_of_real_runs(memfit: Callable, tmp_path: Path)
 
 def test_compare_goes_through_sizes(memfit: Callable) -> None:
     options = ("--batch", "1,2", "--size", "32,64", "--strategy", "none,tile:2x1", "--no-measure", "--json")
-    found = memfit("compare", "zoo:vgg16-trunk?classes=4", *options)
+    found = memfit("compare", "zoo:unet?width=4", *options)
     rows = json.loads(found.out)["rows"]
     assert [(r["batch"], r["size"]) for r in rows[::2]] == [(1, 32), (1, 64), (2, 32), (2, 64)]
     peaks = {(r["batch"], r["size"]): r["peak_before_predicted_bytes"] for r in rows}

@@ -57,11 +57,11 @@ class Branches(nn.Module):
 
 
 def residual() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *(Block(16, 16) for _ in range(4)), Block(16, 8, 2))
+    return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *(Block(16, 16) for _ in range(3)), Block(16, 8, 2))
 
 
 def branches() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *(Branches() for _ in range(4)))
+    return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *(Branches() for _ in range(3)))
 
 
 def channels_last() -> nn.Module:
