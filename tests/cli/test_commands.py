@@ -99,7 +99,7 @@ def test_compare_prints_one_table_of_real_runs(memfit: Callable, tmp_path: Path)
 
 def test_compare_goes_through_sizes(memfit: Callable) -> None:
     options = ("--batch", "1,2", "--size", "32,64", "--strategy", "none,tile:2x1", "--no-measure", "--json")
-    found = memfit("compare", "zoo:unet?width=4", *options)
+    found = memfit("compare", "zoo:vgg16-trunk?classes=4", *options)
     rows = json.loads(found.out)["rows"]
     assert [(r["batch"], r["size"]) for r in rows[::2]] == [(1, 32), (1, 64), (2, 32), (2, 64)]
     peaks = {(r["batch"], r["size"]): r["peak_before_predicted_bytes"] for r in rows}
