@@ -20,6 +20,7 @@ _SHORT = (
     ("memfit.planning", "find_program", 0.4),
     ("memfit.planning", "relaxed_bound", 0.1),
     ("memfit.planner.under_way", "find_program", 0.2),
+    ("memfit.batch_size", "find_program", 0.2),
 )
 """Searches, where they are called from, and how many seconds they may take in tests."""
 

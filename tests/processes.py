@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 
 __all__ = ["run"]
 
-_PRELOADED = ("memfit", "torch._dynamo", "torch.distributed.tensor", "torch.testing")
+_PRELOADED = ("memfit.api", "memfit.pipelining.pipeline", "torch._dynamo", "torch.distributed.tensor", "torch.testing")
 
 
 def start(rank: int, body: Callable[..., None], world: int, rendezvous: str, args: tuple[Any, ...]) -> None:

@@ -86,8 +86,8 @@ def test_gradients_and_running_statistics_have_the_bits_of_the_plain_step(make: 
     assert {"cudnn_batch_norm_updating", "cudnn_batch_norm_backward"} <= targets
     assert not any("_native_batch_norm_legit" in target for target in targets)
     with pytest.raises(memfit.BudgetError) as error:
-        memfit.plan(model, args, kwargs, budget="1KiB", loss_fn=loss_fn)
-    result = verify(model, args, kwargs, Request(budget=error.value.least_bytes, loss_fn=loss_fn), loss_fn=loss_fn)
+        memfit.plan(model, args, kwargs, budget="1KiB", loss_fn=loss_fn, prove=False)
+    result = verify(model, args, kwargs, Request(budget=error.value.least_bytes, loss_fn=loss_fn, prove=False))
     assert [(c.kind, c.name, c.max_difference) for c in result.checks if not c.equal] == []
     assert any("cudnn_batch_norm" in result.plan.planned.graph.ops[i].target for i in result.plan.program.recomputed())
     assert result.recomputes_executed == result.recomputes_planned

@@ -38,7 +38,7 @@ def test_same_bits_without_the_relu(name: str) -> None:
     x[0, :, :5] = float("nan")
     assert not reads_relu_in_backward(capture_step(model, (x,), {}, loss_fn=loss_fn))
     x[0, :, :5] = 0.0
-    result = verify(model, (x,), {}, Request(budget="16MiB", loss_fn=loss_fn), loss_fn=loss_fn)
+    result = verify(model, (x,), {}, Request(budget="16MiB", loss_fn=loss_fn, prove=False))
     assert not result.differing
 
 
@@ -59,7 +59,7 @@ def test_a_relu_that_is_read_elsewhere_keeps_its_mask() -> None:
     torch.manual_seed(0)
     model, x = Skip(), torch.randn(2, 3, 8, 8)
     assert reads_relu_in_backward(capture_step(model, (x,), {}, loss_fn=torch.sum))
-    assert not verify(model, (x,), {}, Request(budget="16MiB", loss_fn=torch.sum), loss_fn=torch.sum).differing
+    assert not verify(model, (x,), {}, Request(budget="16MiB", loss_fn=torch.sum, prove=False)).differing
 
 
 class Returned(nn.Module):

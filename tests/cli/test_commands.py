@@ -8,7 +8,7 @@ import pytest
 
 from memfit.report.records import COMPARISON_COLUMNS
 
-MODEL = "zoo:mlp?width=64&layers=8"
+MODEL = "zoo:mlp?width=64&layers=6"
 BATCH = ("--batch", 4096, "--shape", "16")
 
 
@@ -54,7 +54,7 @@ def test_a_plan_is_printed_saved_and_verified(memfit: Callable, tmp_path: Path) 
     assert document["peak_measured_bytes"] <= document["budget_bytes"]
     assert {row["kind"] for row in document["rows"]} == {"loss", "gradient", "random state"}
 
-    other = memfit("verify", "zoo:mlp?width=65&layers=8", *BATCH, "--plan", path)
+    other = memfit("verify", "zoo:mlp?width=65&layers=6", *BATCH, "--plan", path)
     assert other.code == 2 and "PlanMismatchError" in other.err
 
 

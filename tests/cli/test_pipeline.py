@@ -15,6 +15,7 @@ from memfit.cli import main
 from memfit.pipelining.plan import decode_pipeline, encode_pipeline
 
 _MODEL = "zoo:gpt?layers=2&width=36&positions=16"
+_QUICK = ("--schedule", "1f1b", "--checkpoint", "always")
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +43,7 @@ def test_a_pipeline_is_planned_printed_and_drawn(tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize(
     ("options", "code", "told"),
     [
-        (["--stages", "2", "--microbatches", "2", "--schedule", "1f1b", "--budget", "64KiB"], 1, "Does not fit"),
+        (["--stages", "2", "--microbatches", "2", *_QUICK, "--budget", "64KiB"], 1, "Does not fit"),
         (["--stages", "2", "--microbatches", "99"], 2, "99 micro-batches"),
         (["--stages", "2", "--microbatches", "2", "--schedule", "other"], 2, "unknown schedule"),
         (["--stages", "2", "--microbatches", "2", "--svg", "no/such/folder.svg"], 2, "no folder"),

@@ -11,7 +11,7 @@ import pytest
 
 from memfit.step.links import Tier
 
-GPT = "zoo:gpt?layers=3&width=64&heads=4&vocabulary=100"
+GPT = "zoo:gpt?layers=2&width=64&heads=4&vocabulary=100"
 SHAPE = ("--batch", 8, "--shape", 64)
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 from memfit.zoo.gpt import GPT
 from tests import models
 
-__all__ = ["CASES", "Case", "gradients", "plain_step"]
+__all__ = ["CASES", "LOSSES", "Case", "gradients", "plain_step"]
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def tokens_loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def gpt(batch: int, dtype: torch.dtype, *, dropout: float = 0.0, tied: bool = True) -> Case:
-    model = GPT(layers=3, width=32, heads=2, positions=12, vocabulary=40, dropout=dropout, tied=tied).to(dtype)
+    model = GPT(layers=2, width=32, heads=2, positions=12, vocabulary=40, dropout=dropout, tied=tied).to(dtype)
     x, y = torch.randint(40, (2, batch, 12))
     return Case(model=model, args=(x,), target=y, loss_fn=tokens_loss)
 
@@ -239,6 +239,10 @@ CASES = {
     "mixer": mixer,
     "recurrent": recurrent,
 }
+
+
+LOSSES = ("ignored", "size")
+"""Cases whose models are those of others, with a loss that micro-batches make less simple."""
 
 
 def plain_step(case: Case) -> Tensor:

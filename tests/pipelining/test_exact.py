@@ -27,7 +27,7 @@ from memfit.pipelining.signature import pipeline_signature
 from memfit.pipelining.stages import cut_into_stages
 from memfit.planner.schedule import Pass, Schedule
 from tests import models
-from tests.pipelining.models import CASES, Case, gpt, gradients, plain_step, shifted
+from tests.pipelining.models import CASES, LOSSES, Case, gpt, gradients, plain_step, shifted
 
 _RELATIVE = 1e-12
 
@@ -63,7 +63,7 @@ def assert_near(case: Case, expected: dict[str, torch.Tensor | None]) -> None:
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sorted(CASES.keys() - LOSSES))
 def test_one_micro_batch_gives_the_same_bits(name: str) -> None:
     torch.manual_seed(0)
     case = CASES[name](4, torch.float32)
@@ -91,7 +91,7 @@ def test_micro_batches_add_up(name: str, stages: int, microbatches: int, schedul
     assert_near(case, expected)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sorted(CASES.keys() - LOSSES))
 def test_gradients_of_weights_that_wait_have_the_same_bits(name: str) -> None:
     torch.manual_seed(0)
     case = CASES[name](4, torch.float32)
@@ -155,7 +155,6 @@ def test_what_is_handed_back_may_still_be_read(checkpoint: str) -> None:
         ("always", "gpipe"),
         ("except_last", "1f1b"),
         ("never", "interleaved-1f1b"),
-        ("except_last", "interleaved-1f1b"),
         ("never", "zero-bubble"),
         ("except_last", "interleaved-zero-bubble"),
         ("always", "zero-bubble-v"),

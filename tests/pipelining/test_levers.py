@@ -11,7 +11,7 @@ import memfit
 from memfit.pipelining.plan import decode_pipeline, encode_pipeline
 from memfit.zoo.gpt import GPT
 from tests.pipelining.models import Case, gradients, plain_step, tokens_loss
-from tests.pipelining.test_memory import plan, wide
+from tests.pipelining.test_memory import free_peaks, plan, wide
 from tests.small_disk import make_small_disk
 
 
@@ -24,7 +24,7 @@ def assert_trains_within(pipe: memfit.Pipeline, case: Case, expected: dict[str, 
             torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-11, atol=1e-15)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero-bubble"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 def test_stages_swap(schedule: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Several micro-batches are under way, each with a place of its own on the disk."""
     make_small_disk(monkeypatch)
@@ -33,10 +33,9 @@ def test_stages_swap(schedule: str, monkeypatch: pytest.MonkeyPatch, tmp_path: P
     case = wide(16)
     plain_step(case)
     expected = gradients(case.model)
-    free = plan(case, num_stages=2, num_microbatches=4, schedule=schedule, prove=False).plan
-    budget = int((0.85 if schedule == "zero-bubble" else 0.7) * max(free.peak_bytes))
-    options = {"num_stages": 2, "num_microbatches": 4, "schedule": schedule, "tiers": "disk"}
-    pipe = plan(case, budget_per_device=budget, **options)
+    options = {"num_stages": 2, "num_microbatches": 4, "schedule": schedule}
+    budget = int((0.85 if schedule == "zero-bubble" else 0.7) * max(free_peaks(**options)))
+    pipe = plan(case, budget_per_device=budget, tiers="disk", **options)
     assert any(stage.program.swapped() for stage in pipe.plan.stages)
     assert_trains_within(pipe, case, expected, budget)
 

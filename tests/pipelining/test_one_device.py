@@ -35,7 +35,7 @@ def test_all_stages_together_take_what_is_predicted(stages: int, microbatches: i
     assert 0.99 * predicted <= measured <= 1.01 * predicted
 
 
-@pytest.mark.parametrize(("microbatches", "share"), [(1, 0.75), (4, 0.75), (4, 0.6)])
+@pytest.mark.parametrize(("microbatches", "share"), [(1, 0.75), (4, 0.7)])
 def test_the_budget_is_that_of_all_stages_and_gradients_stay(microbatches: int, share: float) -> None:
     torch.manual_seed(1)
     case = wide(16)
@@ -72,7 +72,7 @@ def test_no_device_is_planned_beyond_its_budget(share: float, options: dict[str,
 
 
 def test_what_does_not_fit_is_told() -> None:
-    case = wide(4, layers=2)
+    case = wide(4)
     options = {"num_stages": 2, "num_microbatches": 2, "one_device": True}
     with pytest.raises(BudgetError, match=r"bytes\) work$") as told:
         plan(case, budget_per_device="300KiB", **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import io
 import pickle
@@ -31,9 +32,15 @@ def fitted(share: float = 0.75) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     model = Residual()
     twin = copy.deepcopy(model)
-    plain = memfit.plan(model, (X,), budget="4GiB", loss_fn=loss_fn, prove=False).predicted.plain_peak_bytes
-    assert memfit.fit(model, (X,), budget=int(plain * share), loss_fn=loss_fn, search_seconds=0.5) is model
+    budget = int(plain_peak_bytes() * share)
+    assert memfit.fit(model, (X,), budget=budget, loss_fn=loss_fn, search_seconds=0.5) is model
     return model, twin
+
+
+@functools.cache
+def plain_peak_bytes() -> int:
+    plan = memfit.plan(Residual(), (X,), budget="4GiB", loss_fn=loss_fn, prove=False)
+    return plan.predicted.plain_peak_bytes
 
 
 def same_gradients(a: nn.Module, b: nn.Module) -> bool:

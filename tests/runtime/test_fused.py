@@ -57,11 +57,11 @@ class Branches(nn.Module):
 
 
 def residual() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *(Block(16, 16) for _ in range(4)), Block(16, 8, 2))
+    return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *(Block(16, 16) for _ in range(3)), Block(16, 8, 2))
 
 
 def branches() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *(Branches() for _ in range(4)))
+    return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *(Branches() for _ in range(3)))
 
 
 def channels_last() -> nn.Module:
@@ -100,12 +100,13 @@ def test_bits_and_peak_of_all_that_can_run_as_one(
     monkeypatch.setattr("memfit.planner.spares._is_quicker", lambda *_: True)
     torch.manual_seed(0)
     model, x = make(), torch.randn(batch, 3, 40, 40)
-    request = Request(budget="1GiB", loss_fn=loss_fn, strategy="sequential:2")
+    request = Request(budget="1GiB", loss_fn=loss_fn, strategy="sequential:2", prove=False)
     result = verify(model, (x,), {}, request, loss_fn=loss_fn)
     assert not result.differing
     assert result.peak_bytes == pytest.approx(result.plan.predicted.peak_bytes, rel=0.01)
     assert result.recomputes_executed == result.recomputes_planned
-    _, graph = capture_and_profile(model, (x,), {}, request)
+    assert result.plan.planned is not None
+    graph = result.plan.planned.graph
     fused = planned_as_one(graph, result.plan.program)
     assert {"aten.cat.default", "aten.max_pool2d_with_indices.default"} <= set(fused) or make is not branches
     assert {"normalise", "aten.relu.default", "aten.add.Tensor"} <= set(fused) or make is branches
@@ -121,7 +122,7 @@ def test_the_least_budget_is_lower() -> None:
     alone = replace(lean, ops=tuple(without_slices(op) for op in lean.ops))
     fused, one_by_one = (simulate(g, program_of(g, least_order(g))).peak_bytes for g in (lean, alone))
     assert fused < one_by_one
-    result = verify(model, (x,), {}, Request(budget=int(fused * 1.01), loss_fn=loss_fn), loss_fn=loss_fn)
+    result = verify(model, (x,), {}, Request(budget=int(fused * 1.01), loss_fn=loss_fn, prove=False))
     assert not result.differing
     assert result.peak_bytes <= result.plan.budget_bytes < one_by_one
 
@@ -188,7 +189,7 @@ def test_retaining_the_graph_keeps_what_would_be_overwritten(strategy: str, monk
     torch.manual_seed(0)
     model, x = residual(), torch.randn(6, 3, 24, 24)
     with pytest.raises(memfit.BudgetError) as refused:
-        memfit.plan(model, (x,), budget=1000, loss_fn=loss_fn, strategy=strategy)
+        memfit.plan(model, (x,), budget=1000, loss_fn=loss_fn, strategy=strategy, prove=False)
     memfit.fit(model, (x,), budget=refused.value.least_bytes, loss_fn=loss_fn, strategy=strategy)
     plan = memfit.plan_of(model)
     assert any(i.over is not None for run in plan.program.runs() if run[0].sliced for i in run)

@@ -68,7 +68,7 @@ def test_less_memory_and_the_same_gradients(options: dict[str, Any], dtype: torc
     with pytest.raises(memfit.BudgetError) as tiled:
         memfit.plan(model, args, budget=1, levers="all", prove=False)
     assert tiled.value.least_bytes < 0.6 * bitwise.value.least_bytes
-    request = Request(budget=tiled.value.least_bytes, levers="all", search_seconds=0.1)
+    request = Request(budget=tiled.value.least_bytes, levers="all", search_seconds=0.1, prove=False)
     result = verify(model, args, {}, request)
     assert [(c.kind, c.name, c.max_difference) for c in result.differing] == []
     assert result.rounded  # or nothing was summed in another order
@@ -116,7 +116,7 @@ def test_autocast() -> None:
         with pytest.raises(memfit.BudgetError) as tiled:
             memfit.plan(model, args, budget=1, levers="all", prove=False)
         assert tiled.value.least_bytes < 0.6 * bitwise.value.least_bytes
-        request = Request(budget=tiled.value.least_bytes, levers="all", search_seconds=0.1)
+        request = Request(budget=tiled.value.least_bytes, levers="all", search_seconds=0.1, prove=False)
         result = verify(model, args, {}, request)
     assert [(c.kind, c.name, c.max_difference) for c in result.differing] == []
 
@@ -125,7 +125,7 @@ def test_what_is_returned_exists_whole() -> None:
     model, args = Language(logits=True), inputs(4, 67)
     with pytest.raises(memfit.BudgetError) as bitwise:
         memfit.plan(model, args, budget=1, prove=False)
-    request = Request(budget=bitwise.value.least_bytes, levers="all", search_seconds=0.1)
+    request = Request(budget=bitwise.value.least_bytes, levers="all", search_seconds=0.1, prove=False)
     result = verify(model, args, {}, request)
     assert not result.differing and result.fits
 
@@ -151,7 +151,7 @@ def test_a_loss_beside_others_and_with_weights() -> None:
     args = (torch.randn(90, 16, requires_grad=True), torch.randint(0, 300, (90,)))
     with pytest.raises(memfit.BudgetError) as tiled:
         memfit.plan(model, args, budget=1, levers="all", prove=False)
-    request = Request(budget=tiled.value.least_bytes, levers="all", search_seconds=0.1)
+    request = Request(budget=tiled.value.least_bytes, levers="all", search_seconds=0.1, prove=False)
     result = verify(model, args, {}, request)
     assert [(c.kind, c.name, c.max_difference) for c in result.differing] == []
     assert result.fits

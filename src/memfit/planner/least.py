@@ -35,7 +35,7 @@ _STARTS = 6
 """So many orders are spilled towards a target; in a tiled step, whose orders are long, only `_STARTS_IF_TILED`."""
 
 _STARTS_IF_TILED = 2
-_LEAST_SECONDS = 0.3
+_LEAST_SECONDS = 1.0
 """What an error says must be about right, however short a search was asked for; small steps need no longer."""
 
 _ROUNDS = 400_000
@@ -59,8 +59,8 @@ def least_order(
         graph: the step.
         tries: how often the interval is halved.
         enough_bytes: a peak that need not be lowered further.
-        seconds: after so long (0.3 at least) no further target is tried, after twice that none goes on; four times as
-            long where `enough_bytes` is to be reached, so that what one search found another one finds again.
+        seconds: after so long (a second at least) no further target is tried, after twice that none goes on; four
+            times as long where `enough_bytes` is to be reached, so that what one search found another one finds again.
 
     Returns:
         A valid order; its simulated peak is the least budget, or enough.

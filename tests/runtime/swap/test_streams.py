@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import functools
 import gc
 import itertools
 import os
@@ -17,12 +18,13 @@ from torch import nn
 
 import memfit
 from memfit.errors import SwapError
-from memfit.making import prove
+from memfit.making import make_plan, prove
 from memfit.planning import Request, capture_and_profile, plan_captured
 from memfit.plans import Plan
 from memfit.runtime.apply import compile_program
 from memfit.runtime.swap.disk import DiskSpace
 from memfit.step.check import check
+from memfit.step.graph import StepGraph
 from memfit.step.links import Tier
 from memfit.step.program import Action, Instruction, Program, plain_order, program_of
 from memfit.step.streams import streamable, streaming_step
@@ -83,17 +85,26 @@ CASES: dict[str, tuple[Callable[[], tuple[Any, ...]], tuple[int, ...]]] = {
 }
 
 
-def planned(case: tuple[Any, ...], grid: tuple[int, ...], budget: int, tiers: str | None) -> Plan:
+Planner = Callable[[int], Plan]
+"""Plans a captured step for a budget."""
+
+
+def captured(case: tuple[Any, ...], grid: tuple[int, ...]) -> tuple[Planner, Planner]:
+    """Plans a step without tiers, and with a disk, as it was captured once."""
     model, args, kwargs, loss = case
-    request = Request(budget=budget, loss_fn=loss, levers="all", tiers=tiers, search_seconds=0.5)
+    request = Request(budget=1, loss_fn=loss, levers="all", tiers="disk", search_seconds=0.5)
     capture, graph = capture_and_profile(model, args, kwargs, request, grid=grid)
-    plan = plan_captured(model, args, kwargs, capture, graph, request, budget)
-    return prove(model, args, kwargs, plan)
+
+    def planned(budget: int, *, graph: StepGraph) -> Plan:
+        return plan_captured(model, args, kwargs, capture, graph, replace(request, budget=budget), budget)
+
+    without = replace(graph, tiers=())
+    return functools.partial(planned, graph=without), functools.partial(planned, graph=graph)
 
 
-def least_bytes(case: tuple[Any, ...], grid: tuple[int, ...], tiers: str | None) -> int:
+def least_bytes(planned: Planner) -> int:
     with pytest.raises(memfit.BudgetError) as failure:
-        planned(case, grid, 1, tiers)
+        planned(1)
     return failure.value.least_bytes
 
 
@@ -116,9 +127,10 @@ def far_apart(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor],
 def test_less_memory_and_the_same_gradients(name: str) -> None:
     make, grid = CASES[name]
     case = make()
-    without, least = least_bytes(case, grid, None), least_bytes(case, grid, "disk")
-    assert least < 0.9 * without
-    plan = planned(case, grid, least, "disk")
+    in_memory, on_disk = captured(case, grid)
+    least = least_bytes(on_disk)
+    assert least < 0.9 * least_bytes(in_memory)
+    plan = prove(*case[:3], on_disk(least))
     assert plan.program.streamed() and plan.measured_peak_bytes <= least
     assert plan.measured_peak_bytes == pytest.approx(plan.predicted.peak_bytes, rel=0.03)
     assert plan.planned is not None
@@ -170,7 +182,7 @@ def test_a_fitted_model_goes_on_and_leaves_nothing(spaces: list[DiskSpace], tmp_
     case = images()
     model, args, _, _ = case
     twin = copy.deepcopy(model)
-    plan = planned(case, (1, 1, 6), 2_400_000, "disk")
+    plan = captured(case, (1, 1, 6))[1](2_400_000)
     assert plan.program.streamed()
     path = tmp_path / "plan.json"
     plan.save(path)
@@ -203,9 +215,8 @@ def test_a_fitted_model_goes_on_and_leaves_nothing(spaces: list[DiskSpace], tmp_
     assert all(space.reserved_bytes == 0 for space in spaces)
 
 
-@pytest.mark.parametrize(("call", "after"), [("preadv", 3), ("preadv", 30), ("pwrite", 3), ("pwrite", 20)])
 def test_a_disk_that_fails_takes_the_step_and_nothing_else(
-    call: str, after: int, spaces: list[DiskSpace], monkeypatch: pytest.MonkeyPatch
+    spaces: list[DiskSpace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, args, kwargs, loss = images()
     request = Request(budget="1GiB", loss_fn=loss, levers="all", tiers="disk")
@@ -216,23 +227,29 @@ def test_a_disk_that_fails_takes_the_step_and_nothing_else(
     planned_call = compile_program(model, capture, Program(instructions=(*names, *alone.instructions)))
     state = copy.deepcopy(model.state_dict())
     expected = gradients((model, args, kwargs, loss), planned_call)
-    real, calls = getattr(os, call), itertools.count()
+    for name, after in (("preadv", 3), ("preadv", 30), ("pwrite", 3), ("pwrite", 20)):
+        model.load_state_dict(state)
+        with monkeypatch.context() as broken:
+            broken.setattr(os, name, failing(getattr(os, name), after))
+            with pytest.raises(SwapError, match="the disk is broken"):
+                gradients((model, args, kwargs, loss), planned_call)
+        gc.collect()
+        model.load_state_dict(state)
+        found = gradients((model, args, kwargs, loss), planned_call)
+        assert far_apart(expected, found, 1e-6) == []
+        assert all(space.reserved_bytes == 0 for space in spaces)
 
-    def failing(*arguments: Any) -> int:
+
+def failing(real: Callable[..., int], after: int) -> Callable[..., int]:
+    """A system call that fails once it was called so often."""
+    calls = itertools.count()
+
+    def call(*arguments: Any) -> int:
         if next(calls) >= after:
             raise OSError(errno.EIO, "the disk is broken")
-        return int(real(*arguments))
+        return real(*arguments)
 
-    model.load_state_dict(state)
-    with monkeypatch.context() as broken:
-        broken.setattr(os, call, failing)
-        with pytest.raises(SwapError, match="the disk is broken"):
-            gradients((model, args, kwargs, loss), planned_call)
-    gc.collect()
-    model.load_state_dict(state)
-    found = gradients((model, args, kwargs, loss), planned_call)
-    assert far_apart(expected, found, 1e-6) == []
-    assert all(space.reserved_bytes == 0 for space in spaces)
+    return call
 
 
 def test_the_whole_road_and_its_proof(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +257,7 @@ def test_the_whole_road_and_its_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     model, args, kwargs, loss = images()
     request = Request(budget=1000, loss_fn=loss, levers="all", tiers="disk", search_seconds=0.5)
     with pytest.raises(memfit.BudgetError) as failure:
-        verify(model, args, kwargs, request, loss_fn=loss)
+        make_plan(model, args, kwargs, replace(request, prove=False))
     request = replace(request, budget=failure.value.least_bytes)
     result = verify(model, args, kwargs, request, loss_fn=loss)
     assert result.differing == ()
