@@ -82,7 +82,7 @@ def test_a_disk_that_fails(same_step: SameStep, spaces: list[DiskSpace], monkeyp
         model.zero_grad()
         with monkeypatch.context() as patch:
             patch.setattr(os, call, failing(getattr(os, call), errno.EIO, after=after))
-            told = r"moving a tensor to or from the disk failed: .*Input/output error.*run it again, or set MEMFIT_SWAP_DIR"
+            told = r"to or from the disk failed: .*Input/output error.*run it again, or set MEMFIT_SWAP_DIR"
             with pytest.raises(SwapError, match=told):
                 step(model).backward()
         gc.collect()
