@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import memfit
+from memfit.capture.loss import loss_place
 from memfit.errors import CaptureError, SpecError
 from tests.notices import notices
 
@@ -99,6 +101,19 @@ def test_a_target_of_another_batch_size_does_not_stop_training() -> None:
 def test_a_loss_that_cannot_be_used_is_told(loss_fn: Callable[[Tensor], Tensor], told: str) -> None:
     with pytest.raises(CaptureError, match=told):
         memfit.fit(_model(), (_X,), budget="1GiB", loss_fn=loss_fn)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "place"),
+    [
+        (None, "the model's own loss"),
+        (functional.mse_loss, "mse_loss"),
+        (functools.partial(functional.mse_loss, reduction="sum"), "mse_loss"),
+        (nn.MSELoss(), "MSELoss"),
+    ],
+)
+def test_a_loss_of_torchs_own_is_named_without_a_line(loss_fn: object, place: str) -> None:
+    assert loss_place(loss_fn) == place
 
 
 def test_inputs_that_the_model_does_not_take_are_told() -> None:

@@ -17,6 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from memfit.capture.backward_autocast import backward_region
+from memfit.capture.failures import user_line
 from memfit.capture.kernel_strides import strides_of_kernels
 from memfit.capture.loss_memory import LossBytes, uses
 from memfit.capture.samples_of_calls import strides_alike
@@ -146,11 +147,14 @@ def loss_name(loss_fn: Any) -> str:
 
 
 def loss_place(loss_fn: Any) -> str:
-    """The name of a loss, and the line where it is written if that is in Python."""
+    """The name of a loss, and the line where it is written if that is in the user's Python."""
+    if loss_fn is None:
+        return "the model's own loss"
     inner = _innermost(loss_fn)
     written = inner if hasattr(inner, "__code__") else getattr(type(inner), "forward", type(inner).__call__)
     code = getattr(written, "__code__", None)
-    return loss_name(loss_fn) + (f" at {code.co_filename}:{code.co_firstlineno}" if code is not None else "")
+    place = "" if code is None else user_line(f'File "{code.co_filename}", line {code.co_firstlineno}')
+    return loss_name(loss_fn) + (f" at {place}" if place else "")
 
 
 def _innermost(loss_fn: Any) -> Any:
