@@ -112,7 +112,7 @@ def test_planning(capsys):
 
 
 def test_tile(capsys):
-    tile.main(["--only", "zoo:unet?width=8@4@3x32x32", "--wall", "0"])
+    tile.main(["--only", "torchvision:resnet18?num_classes=4@4@3x64x64", "--wall", "0"])
     header, row = rows(capsys.readouterr().out)
     found = dict(zip(header, row, strict=True))
     assert float(found["least with tiling MiB"]) <= float(found["least without tiling MiB"])

@@ -71,14 +71,12 @@ CASES = {
 """Model, inputs and loss, on the default device."""
 
 
-def check_bits_and_budget(
-    name: str, share: float, *, device: str = "cpu", slack_bytes: int = 0, **request: Any
-) -> None:
-    """Plans a case for a budget between its op wall (share 0) and its plain peak (share 1), and verifies the plan.
+def check_bits_and_budget(name: str, *shares: float, device: str = "cpu", slack_bytes: int = 0, **request: Any) -> None:
+    """Plans a case for budgets between its op wall (share 0) and its plain peak (share 1), and verifies each plan.
 
     Args:
         name: of the case.
-        share: of what is between.
+        shares: of what is between, one for each budget.
         device: where the step runs.
         slack_bytes: what the allocator may leave unused, more than when the plan was proven.
         request: more of the request.
@@ -88,7 +86,6 @@ def check_bits_and_budget(
     asked = Request(budget=1, loss_fn=loss_fn, search_seconds=0.1, **request)
     capture, graph = capture_and_profile(model, args, kwargs, asked)
     plain, wall = simulate_plain(graph).peak_bytes, op_wall_bytes(graph)
-    budget = int(wall + share * (plain - wall))
 
     def planned(budget: int) -> memfit.Plan:
         try:
@@ -97,19 +94,21 @@ def check_bits_and_budget(
             assert error.least_bytes > budget
             return plan_captured(model, args, kwargs, capture, graph, asked, error.least_bytes)
 
-    result = verify(model, args, kwargs, planned(budget))
-    if not result.fits:  # measured peaks differ by a little, which the proving run finds out
-        try:
-            plan = prove(model, args, kwargs, result.plan)
-        except memfit.BudgetError as error:
-            plan = prove(model, args, kwargs, planned(error.least_bytes))
-        result = verify(model, args, kwargs, plan)
-    unequal = [(c.kind, c.name, c.max_difference) for c in result.checks if not c.equal]
-    assert not unequal
-    assert {"gradient", "random state"} <= {c.kind for c in result.checks}
-    assert result.recomputes_executed == result.recomputes_planned
-    predicted = result.plan.predicted
-    assert result.peak_bytes <= result.plan.budget_bytes + slack_bytes
-    if name != "broken":  # plain autograd between the pieces is only bounded
-        assert result.peak_bytes == pytest.approx(predicted.peak_bytes, rel=0.03, abs=slack_bytes or None)
-    assert predicted.bound_overhead is None or predicted.bound_overhead <= predicted.overhead + 1e-9
+    for share in shares:
+        budget = int(wall + share * (plain - wall))
+        result = verify(model, args, kwargs, planned(budget))
+        if not result.fits:  # measured peaks differ by a little, which the proving run finds out
+            try:
+                plan = prove(model, args, kwargs, result.plan)
+            except memfit.BudgetError as error:
+                plan = prove(model, args, kwargs, planned(error.least_bytes))
+            result = verify(model, args, kwargs, plan)
+        unequal = [(c.kind, c.name, c.max_difference) for c in result.checks if not c.equal]
+        assert not unequal
+        assert {"gradient", "random state"} <= {c.kind for c in result.checks}
+        assert result.recomputes_executed == result.recomputes_planned
+        predicted = result.plan.predicted
+        assert result.peak_bytes <= result.plan.budget_bytes + slack_bytes
+        if name != "broken":  # plain autograd between the pieces is only bounded
+            assert result.peak_bytes == pytest.approx(predicted.peak_bytes, rel=0.03, abs=slack_bytes or None)
+        assert predicted.bound_overhead is None or predicted.bound_overhead <= predicted.overhead + 1e-9

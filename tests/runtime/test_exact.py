@@ -19,17 +19,12 @@ SMOKE = ("residual", "tied", "frozen", "broken", "layouts", "kernels", "kernels 
 
 
 @pytest.mark.parametrize(
-    ("name", "share"),
-    [
-        pytest.param(name, share, marks=[pytest.mark.smoke] if name in SMOKE else [])
-        for name in CASES
-        for share in ((0.7, 0.25) if name in SMOKE else (0.25,))
-    ],
+    "name", [pytest.param(name, marks=[pytest.mark.smoke] if name in SMOKE else []) for name in CASES]
 )
-def test_bits_and_budget(name: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_and_budget(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Results go over memory that others leave wherever they can, not only where these small ones are quicker so.
     monkeypatch.setattr("memfit.planner.spares._is_quicker", lambda *_: True)
-    check_bits_and_budget(name, share)
+    check_bits_and_budget(name, *((0.7, 0.25) if name in SMOKE else (0.25,)))
 
 
 @pytest.fixture(scope="module")
