@@ -14,12 +14,12 @@ recognised; the proof compares the bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager
 
 import torch
 from torch._C import DispatchKey
+
+from memfit.capture.python_kernels import kernels_in_place
 
 __all__ = ["composites_of_eager"]
 
@@ -27,25 +27,9 @@ _aten = torch.ops.aten
 _KEY = DispatchKey.CompositeImplicitAutograd
 
 
-@contextmanager
-def composites_of_eager() -> Iterator[None]:
+def composites_of_eager() -> AbstractContextManager[None]:
     """While active, these calls are traced so that they round and lie as in eager mode."""
-    ours: dict[torch._ops.OpOverload, Callable[..., Any]] = {
-        _aten.gru_cell.default: _gru_cell,
-        _aten.rrelu.default: _rrelu,
-    }
-    before = {overload: overload.py_kernels.get(_KEY) for overload in ours}
-    for overload, kernel in ours.items():
-        overload.py_kernels[_KEY] = kernel
-        overload._dispatch_cache.clear()
-    try:
-        yield
-    finally:
-        for overload, earlier in before.items():
-            del overload.py_kernels[_KEY]
-            if earlier is not None:
-                overload.py_kernels[_KEY] = earlier
-            overload._dispatch_cache.clear()
+    return kernels_in_place({_aten.gru_cell.default: _gru_cell, _aten.rrelu.default: _rrelu}, _KEY)
 
 
 def _gru_cell(

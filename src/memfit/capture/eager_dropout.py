@@ -18,12 +18,13 @@ Known limits: noise that is used otherwise than to multiply data of its shape an
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import torch
 from torch._C import DispatchKey
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from memfit.capture.python_kernels import kernels_in_place
 
 __all__ = ["draws_laid_out", "drawn", "kept_scale", "masked", "masked_over_data"]
 
@@ -48,20 +49,9 @@ drawn = torch.ops.memfit.drawn.default
 """Zeros and ones, laid out as a tensor is, in the order in which an in-place draw over it takes its numbers."""
 
 
-@contextmanager
-def draws_laid_out() -> Iterator[None]:
+def draws_laid_out() -> AbstractContextManager[None]:
     """While active, in-place draws of zeros and ones keep the layout of what they fill."""
-    overload, key = _aten.bernoulli_.float, DispatchKey.Autograd
-    before = overload.py_kernels.get(key)
-    overload.py_kernels[key] = _draw_over
-    overload._dispatch_cache.clear()
-    try:
-        yield
-    finally:
-        del overload.py_kernels[key]
-        if before is not None:
-            overload.py_kernels[key] = before
-        overload._dispatch_cache.clear()
+    return kernels_in_place({_aten.bernoulli_.float: _draw_over}, DispatchKey.Autograd)
 
 
 def _draw_over(data: torch.Tensor, p: float = 0.5, *, generator: torch.Generator | None = None) -> torch.Tensor:

@@ -13,12 +13,14 @@ eager's longer formula makes contiguous ones. Second derivatives have none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
 from torch._C import DispatchKey
+
+from memfit.capture.python_kernels import kernels_in_place
 
 __all__ = ["gradients_on_values"]
 
@@ -83,22 +85,9 @@ class _Recorded(torch.autograd.Function):
         return ctx.op(gradients[0], *ctx.saved_tensors, *ctx.settings), None, None
 
 
-@contextmanager
-def gradients_on_values() -> Iterator[None]:
+def gradients_on_values() -> AbstractContextManager[None]:
     """While active, these ops are recorded with gradients that look at values as in eager mode."""
-    key = DispatchKey.Autograd
-    before = {forward: forward.py_kernels.get(key) for forward in _GRADIENTS}
-    for forward in _GRADIENTS:
-        forward.py_kernels[key] = _recorded(forward)
-        forward._dispatch_cache.clear()
-    try:
-        yield
-    finally:
-        for forward, earlier in before.items():
-            del forward.py_kernels[key]
-            if earlier is not None:
-                forward.py_kernels[key] = earlier
-            forward._dispatch_cache.clear()
+    return kernels_in_place({forward: _recorded(forward) for forward in _GRADIENTS}, DispatchKey.Autograd)
 
 
 def _recorded(forward: torch._ops.OpOverload) -> Callable[..., torch.Tensor]:

@@ -10,8 +10,8 @@ whether it does on a view that has the axes in the order of memory. If neither, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -21,25 +21,17 @@ from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memfit.capture.python_kernels import kernels_in_place
 from memfit.capture.samples_of_calls import is_dense_layout, real_like, sizes_to_try
 from memfit.errors import CaptureError
 
 __all__ = ["filled_as_in_eager"]
 
 
-@contextmanager
-def filled_as_in_eager() -> Iterator[None]:
+def filled_as_in_eager() -> AbstractContextManager[None]:
     """While active, calls that fill a tensor at random in place are traced so that it gets eager's numbers."""
     fills = [op for op in _random_fills() if DispatchKey.Autograd not in op.py_kernels]
-    try:
-        for op in fills:
-            op.py_kernels[DispatchKey.Autograd] = _traced(op)
-            op._dispatch_cache.clear()
-        yield
-    finally:
-        for op in fills:
-            op.py_kernels.pop(DispatchKey.Autograd, None)
-            op._dispatch_cache.clear()
+    return kernels_in_place({op: _traced(op) for op in fills}, DispatchKey.Autograd)
 
 
 def _random_fills() -> list[torch._ops.OpOverload]:

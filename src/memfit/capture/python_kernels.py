@@ -1,0 +1,32 @@
+"""Python kernels in place of an op's own, for the time of a trace.
+
+The Python dispatcher, under which AOTAutograd traces, asks an op's `py_kernels` first. The table is the process's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._C import DispatchKey
+
+__all__ = ["kernels_in_place"]
+
+
+@contextmanager
+def kernels_in_place(kernels: Mapping[torch._ops.OpOverload, Callable[..., Any]], key: DispatchKey) -> Iterator[None]:
+    """While active, these ops run these kernels at a dispatch key; those that were there are back afterwards."""
+    before = {op: op.py_kernels.get(key) for op in kernels}
+    try:
+        for op, kernel in kernels.items():
+            op.py_kernels[key] = kernel
+            op._dispatch_cache.clear()
+        yield
+    finally:
+        for op, earlier in before.items():
+            op.py_kernels.pop(key, None)
+            if earlier is not None:
+                op.py_kernels[key] = earlier
+            op._dispatch_cache.clear()
