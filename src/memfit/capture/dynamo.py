@@ -36,11 +36,18 @@ from memfit.capture.joint import read_joint
 from memfit.capture.live_bytes import LiveBytes
 from memfit.capture.loss import LossReading
 from memfit.capture.module_names import name_modules
-from memfit.capture.pieces import Piece, Pieces, gradient_strides_of, tensors_in
+from memfit.capture.pieces import Piece, Pieces, gradient_strides_of, inputs_shared_in, tensors_in
 from memfit.capture.plain_parts import NOTHING_PLAIN, PlainParts, UnplannableGraphError, find_plain_parts
 from memfit.capture.preserve import preserved
 from memfit.capture.reading import JointReading
 from memfit.capture.sharded import gathering, is_sharded
+from memfit.capture.shared_inputs import (
+    repeated_places,
+    return_each_term,
+    taking_for_each_use,
+    terms_of_inputs,
+    uses_of_inputs,
+)
 from memfit.capture.tangents import (
     GradientStrides,
     Strides,
@@ -66,6 +73,7 @@ def capture_pieces(
     grid: tuple[int, ...] = (),
     gradient_outputs: frozenset[int] | None = None,
     gradient_strides: GradientStrides | None = None,
+    shared: SharedInputs | None = None,
     last_key: str | None = None,
     accumulate: Accumulate | None = None,
     checkpointing: str = "refuse",
@@ -81,6 +89,7 @@ def capture_pieces(
         grid: see there.
         gradient_outputs: which outputs of the last graph receive a gradient; None for all of them.
         gradient_strides: how gradients of outputs of the graphs lie, where that is not as the outputs do.
+        shared: which inputs graphs take once for each use (`memfit.capture.shared_inputs`).
         last_key: with that, which graph is the last.
         accumulate: how gradients of parameters are added to `.grad` inside the graph; None if that is left to autograd.
         checkpointing: `"refuse"` or `"replace"`, what is done where the model checkpoints itself.
@@ -101,6 +110,7 @@ def capture_pieces(
         grid=grid,
         gradient_outputs=gradient_outputs,
         gradient_strides=gradient_strides or {},
+        shared=shared or {},
         last_key=last_key,
         accumulate=accumulate,
         replaced=replaced,
@@ -168,6 +178,7 @@ def _capture(
     grid: tuple[int, ...],
     gradient_outputs: frozenset[int] | None,
     gradient_strides: GradientStrides,
+    shared: SharedInputs,
     last_key: str | None,
     accumulate: Accumulate | None,
     replaced: bool,
@@ -182,8 +193,11 @@ def _capture(
         name_modules(gm.graph, model)
         readings: list[JointReading] = []
         of_inputs: dict[int, Strides] = {}
+        terms: dict[int, int] = {}
 
         def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **rest: Any) -> Any:
+            terms.update({} if fake else terms_of_inputs(joint, num_fwd_outputs, uses))
+            return_each_term(joint, num_fwd_outputs, repeated)
             of_inputs.update(strides_of_input_gradients(joint.graph))
             halves = default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **rest)
             in_place = in_place_nodes(gm)
@@ -201,13 +215,16 @@ def _capture(
             raise UnplannableGraphError("a number is read from a tensor")  # in a graph it would round as a tensor does
         if fake or key == last_key:
             detach_outputs(gm, gradient_outputs)
+        repeated = {} if fake else shared.get(key, {})
+        taken, examples = taking_for_each_use(gm, inputs, repeated)
+        uses = [] if fake else uses_of_inputs(gm)
         results = [n.meta["example_value"] if isinstance(n, fx.Node) else n for n in outputs_of(gm)]
         original = gm.forward if fake else types.MethodType(type(gm).forward, gm)
         if not fake and has_tensor_hooks(gm):
             original = without_tensor_hooks(gm).forward
         try:
             with as_in_eager(), laid_out_as_made(gradient_strides.get("" if fake else key, {})):
-                aot_autograd(fw_compiler=_as_is, bw_compiler=_as_is, partition_fn=partition)(gm, inputs)
+                aot_autograd(fw_compiler=_as_is, bw_compiler=_as_is, partition_fn=partition)(taken, examples)
         except UnplannableGraphError as error:
             if fake:
                 raise
@@ -233,11 +250,12 @@ def _capture(
             pieces.append(
                 Piece(
                     reading=readings[0],
-                    inputs=tuple(real_inputs),
+                    inputs=(*real_inputs, *(real_inputs[place] for place in repeated_places(repeated))),
                     outputs=outputs,
                     gathered=gathered(),
                     key="" if fake else key,
                     input_strides=of_inputs,
+                    terms=terms,
                 )
             )
             return outputs
@@ -262,7 +280,8 @@ def _capture(
     if read is None or not captured:
         return made
     loss = read(made, take_back)
-    return replace(made, loss=loss, gradient_strides=gradient_strides_of(made, loss))
+    made = replace(made, loss=loss, gradient_strides=gradient_strides_of(made, loss))
+    return made if fake else replace(made, shared=inputs_shared_in(made))
 
 
 def _as_is(gm: fx.GraphModule, inputs: Any) -> fx.GraphModule:

@@ -25,7 +25,7 @@ from memfit.capture.reading import JointStorage
 from memfit.capture.rewrite import is_tangent
 from memfit.step.graph import StorageKind
 
-__all__ = ["find_storages", "forward_nodes", "overwritten_inputs", "tuple_reads"]
+__all__ = ["find_storages", "forward_nodes", "overwritten_inputs", "tuple_reads", "written_inputs"]
 
 
 def forward_nodes(graph: fx.Graph, outputs: list[fx.Node | None]) -> set[fx.Node]:
@@ -101,12 +101,16 @@ def find_storages(
 
 
 def overwritten_inputs(graph: fx.Graph, storage_of: dict[fx.Node, int]) -> set[int]:
-    """Storages of the inputs that the step writes to, in the graph or in AOTAutograd's epilogue."""
+    """Storages of the inputs that the step writes to."""
+    return {storage_of[n] for n in written_inputs(graph) if n in storage_of}
+
+
+def written_inputs(graph: fx.Graph) -> list[fx.Node]:
+    """The inputs that the step writes to, in the graph or in AOTAutograd's epilogue."""
     (output,) = graph.find_nodes(op="output")
     mutated = [d.mutated_input for d in output.meta["desc"] if isinstance(d, InputMutationAOTOutput)]
     written = [n for n in graph.find_nodes(op="placeholder") if n.meta.get("desc") in mutated]
-    written += [n.args[0] for n in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)]
-    return {storage_of[n] for n in written if n in storage_of}
+    return written + [n.args[0] for n in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)]
 
 
 def tuple_reads(argument: fx.Node, storage_of: dict[fx.Node, int]) -> list[int]:

@@ -14,9 +14,10 @@ from memfit.capture.loss import LossReading
 from memfit.capture.plain_parts import NOTHING_PLAIN, PlainParts
 from memfit.capture.reading import JointReading
 from memfit.capture.sharded import Gathered
+from memfit.capture.shared_inputs import SharedInputs, shared_inputs
 from memfit.capture.tangents import GradientStrides, Strides, layouts_between
 
-__all__ = ["Piece", "Pieces", "gradient_strides_of", "tensors_in"]
+__all__ = ["Piece", "Pieces", "gradient_strides_of", "inputs_shared_in", "tensors_in"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,7 @@ class Piece:
         gathered: the units of a sharded module that were gathered while it ran.
         key: of the graph it was made from (`memfit.capture.dynamo_graph.graph_key`); empty for the only one.
         input_strides: by inputs how their gradients lie.
+        terms: by inputs of how many terms their gradients are sums, where these are several.
     """
 
     reading: JointReading
@@ -38,6 +40,7 @@ class Piece:
     gathered: tuple[Gathered, ...] = ()
     key: str = ""
     input_strides: Mapping[int, Strides] = field(default_factory=dict)
+    terms: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +57,7 @@ class Pieces:
         replaced: whether the model's own checkpoints are left out.
         loss: what the loss does with the output and with what left by a side door, if it was read.
         gradient_strides: how gradients of outputs of the graphs lie, where that is not as the outputs do.
+        shared: which inputs of the graphs have several uses and are used by later code too, if that was asked.
     """
 
     pieces: tuple[Piece, ...]
@@ -72,6 +76,7 @@ class Pieces:
 
     loss: LossReading | None = None
     gradient_strides: GradientStrides = field(default_factory=dict)
+    shared: SharedInputs = field(default_factory=dict)
 
     def receivers(self) -> list[torch.Tensor]:
         """The tensors of the output, then those that left the last piece by a side door and need a gradient.
@@ -99,6 +104,13 @@ def gradient_strides_of(pieces: Pieces, loss: LossReading) -> GradientStrides:
         if found.setdefault(piece.key, strides) != strides:
             several.add(piece.key)
     return {key: strides for key, strides in found.items() if strides and key not in several}
+
+
+def inputs_shared_in(pieces: Pieces) -> SharedInputs:
+    """Which inputs of the graphs have several uses and are used by later code as well."""
+    if any(piece.gathered for piece in pieces.pieces) or not any(piece.terms for piece in pieces.pieces):
+        return {}
+    return shared_inputs([(p.key, p.inputs, p.outputs, p.terms) for p in pieces.pieces], pieces.receivers())
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

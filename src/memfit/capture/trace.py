@@ -23,6 +23,7 @@ from memfit.capture.optimizer import OptimizerCost, optimizer_cost
 from memfit.capture.pieces import Pieces
 from memfit.capture.reading import JointOp
 from memfit.capture.sharded import local, without_gathering
+from memfit.capture.shared_inputs import SharedInputs
 from memfit.capture.tangents import GradientStrides
 from memfit.capture.unwrapped_optimizer import OptimizerLike
 from memfit.errors import CaptureError, SpecError
@@ -41,6 +42,7 @@ class Capture:
         joint_ops: for each op of the graph its joint op; None for the loss and what hooks do between pieces.
         gradient_outputs: which outputs of the last piece receive gradients; None for all.
         gradient_strides: how gradients of outputs of the pieces lie, where that is not as the outputs do.
+        shared: which inputs pieces take once for each use (`memfit.capture.shared_inputs`).
         between_bytes: the part of the graph's static bytes that plain code between pieces holds.
         loss: how it was read.
         deferred: ops of the backward pass that come last and can wait (`memfit.planner.deferral`).
@@ -51,6 +53,7 @@ class Capture:
     joint_ops: tuple[JointOp | None, ...]
     gradient_outputs: frozenset[int] | None
     gradient_strides: GradientStrides = field(default_factory=dict)
+    shared: SharedInputs = field(default_factory=dict)
     between_bytes: int = 0
     deferred: frozenset[int] = frozenset()
     loss: LossReading | None = None
@@ -165,14 +168,16 @@ def capture_step(
         if not cut or (pieces.breaks and pieces.last_key is None):
             gradient_outputs = None  # a graph that runs earlier as well has all its outputs
         strides: GradientStrides = {}
+        shared: SharedInputs = {}
         again = gradient_outputs is not None
         for _ in range(_MOST_LAYOUTS):
-            if not again and pieces.gradient_strides == strides:
+            if not again and pieces.gradient_strides == strides and pieces.shared == shared:
                 break
-            again, strides = False, pieces.gradient_strides
+            again, strides, shared = False, pieces.gradient_strides, pieces.shared
             pieces = captured(
                 gradient_outputs=gradient_outputs,
                 gradient_strides=strides,
+                shared=shared,
                 last_key=pieces.last_key,
                 read=lambda *_: loss,
             )
@@ -205,6 +210,7 @@ def capture_step(
         joint_ops=joint_ops,
         gradient_outputs=gradient_outputs,
         gradient_strides=strides,
+        shared=shared,
         between_bytes=between_bytes,
         loss=loss,
     )

@@ -32,6 +32,13 @@ from memfit.capture.eager_kernels import as_in_eager
 from memfit.capture.failures import user_line
 from memfit.capture.joint import read_joint
 from memfit.capture.plain_parts import NOTHING_PLAIN, PlainParts, UnplannableGraphError
+from memfit.capture.shared_inputs import (
+    SharedInputs,
+    calling_with_each_once,
+    repeated_places,
+    return_each_term,
+    taking_for_each_use,
+)
 from memfit.capture.tangents import GradientStrides, laid_out_as_made
 from memfit.capture.trace import Capture, device_of
 from memfit.errors import OutOfMemoryError, PlanMismatchError
@@ -124,6 +131,7 @@ def compile_program(
     return compile_planned(
         *(model, programs, capture.gradient_outputs),
         gradient_strides=capture.gradient_strides,
+        shared=capture.shared,
         last_key=capture.pieces.last_key,
         in_pieces=bool(capture.pieces.breaks),
         plain=capture.pieces.plain,
@@ -140,6 +148,7 @@ def compile_planned(
     gradient_outputs: frozenset[int] | None,
     *,
     gradient_strides: GradientStrides | None = None,
+    shared: SharedInputs | None = None,
     last_key: str | None = None,
     in_pieces: bool = False,
     plain: PlainParts = NOTHING_PLAIN,
@@ -155,6 +164,7 @@ def compile_planned(
         programs: one for each piece.
         gradient_outputs: which outputs of the last piece receive gradients; None for all.
         gradient_strides: how gradients of outputs of the pieces lie, where that is not as the outputs do.
+        shared: which inputs pieces take once for each use (`memfit.capture.shared_inputs`).
         last_key: which graph is that of the last piece.
         in_pieces: whether the graph may break.
         plain: what is left to plain code.
@@ -184,6 +194,9 @@ def compile_planned(
         key = graph_key(gm) if in_pieces else ""
         cut = detach_outputs(gm, gradient_outputs) if not in_pieces or key == last_key else []
         strides = (gradient_strides or {}).get(key, {})
+        repeated = (shared or {}).get(key, {})
+        taken, examples = taking_for_each_use(gm, inputs, repeated)
+        by_autograd += [by_autograd[place] for place in repeated_places(repeated)]
         accumulated = accumulated_inputs(inputs) if any(p.accumulate for p in programs) else frozenset[int]()
         casts = cast_once(gm, inputs)
         as_made = any(p.accumulate is Accumulate.AS_MADE for p in programs)
@@ -194,6 +207,7 @@ def compile_planned(
 
         def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, turn: int, **rest: Any) -> Any:
             nonlocal digest
+            return_each_term(joint, num_fwd_outputs, repeated)
             piece.reached = _reached(joint, num_fwd_outputs, by_autograd)
             reading = read_joint(
                 *(joint, num_fwd_outputs),
@@ -237,7 +251,8 @@ def compile_planned(
         def compiled(turn: int) -> Callable[..., Any]:
             split = functools.partial(partition, turn=turn)
             with planning_backward(in_autocast=in_autocast), as_in_eager(), laid_out_as_made(strides):
-                call = aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=split)(gm, inputs)
+                call = aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=split)(taken, examples)
+            call = calling_with_each_once(call, repeated)
             return noting_forward(call, piece, _PASS.get) if digest else call
 
         try:
