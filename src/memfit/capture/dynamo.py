@@ -25,7 +25,7 @@ from torch._functorch.partitioners import default_partition
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memfit.capture.adding import Accumulate
-from memfit.capture.between_pieces import as_made_with_gradient, has_tensor_hooks, without_tensor_hooks
+from memfit.capture.between_pieces import Handed, handed_over, has_tensor_hooks, without_tensor_hooks
 from memfit.capture.checkpoints import refusing_checkpoints, without_checkpoints
 from memfit.capture.compiled_call import compile_call
 from memfit.capture.dynamo_graph import accumulated_inputs, detach_outputs, graph_key, in_place_nodes, outputs_of
@@ -42,6 +42,7 @@ from memfit.capture.preserve import preserved
 from memfit.capture.reading import JointReading
 from memfit.capture.sharded import gathering, is_sharded
 from memfit.capture.shared_inputs import (
+    SharedInputs,
     repeated_places,
     return_each_term,
     taking_for_each_use,
@@ -192,7 +193,7 @@ def _capture(
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         name_modules(gm.graph, model)
         readings: list[JointReading] = []
-        of_inputs: dict[int, Strides] = {}
+        of_inputs: dict[int, Strides | None] = {}
         terms: dict[int, int] = {}
 
         def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **rest: Any) -> Any:
@@ -241,24 +242,25 @@ def _capture(
         lying = strides_of_outputs(readings[0].module.graph)
 
         def run(*real_inputs: Any) -> tuple[Any, ...]:
+            units = gathered()
+            operands = (*real_inputs, *(real_inputs[place] for place in repeated_places(repeated)))
             if fake:
-                outputs = tuple(_twin(r, fake_mode, lying.get(place)) for place, r in enumerate(results))
+                handed = Handed(outputs=tuple(_twin(r, fake_mode, lying.get(p)) for p, r in enumerate(results)))
             else:
                 with torch.no_grad():
                     made = original(*real_inputs)
-                outputs = tuple(as_made_with_gradient(o, r) for o, r in zip(made, results, strict=True))
+                handed = handed_over(made, results, () if units else operands, of_inputs)
             pieces.append(
                 Piece(
                     reading=readings[0],
-                    inputs=(*real_inputs, *(real_inputs[place] for place in repeated_places(repeated))),
-                    outputs=outputs,
-                    gathered=gathered(),
+                    inputs=operands,
+                    handed=handed,
+                    gathered=units,
                     key="" if fake else key,
-                    input_strides=of_inputs,
                     terms=terms,
                 )
             )
-            return outputs
+            return handed.outputs
 
         return run
 

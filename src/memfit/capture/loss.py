@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import gc
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,6 +176,31 @@ def backward_of(output: Any, loss_fn: LossFunction | None) -> torch.Tensor | Non
     return None
 
 
+def _twins(output: Any) -> dict[int, torch.Tensor]:
+    """By identity, leaves in place of those tensors that code behind the last captured graph made."""
+    tensors = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
+    return {id(t): t.detach().requires_grad_() for t in tensors if t.requires_grad and t.grad_fn is not None}
+
+
+def _with_twins(output: Any, twins: Mapping[int, torch.Tensor]) -> Any:
+    return pytree.tree_map_only(torch.Tensor, lambda t: twins.get(id(t), t), output) if twins else output
+
+
+def _gradients(loss: torch.Tensor, wanted: Sequence[torch.Tensor], twins: Mapping[int, torch.Tensor]) -> list[Any]:
+    """The gradients of tensors, some of which the loss took in the form of their twins.
+
+    What the loss saved is freed, as in a training loop; what code of the model saved is there for who asks next.
+    """
+    found: list[Any] = list(torch.autograd.grad(loss, [twins.get(id(t), t) for t in wanted], allow_unused=True))
+    ends = [(t, g) for t, g in zip(wanted, found, strict=True) if id(t) in twins and g is not None]
+    if len(wanted) == 1 or not ends:
+        return found
+    through = torch.autograd.grad(
+        [t for t, _ in ends], wanted, [g for _, g in ends], retain_graph=True, allow_unused=True
+    )
+    return [b if a is None or b is not None else a for a, b in zip(found, through, strict=True)]
+
+
 def read_loss(
     output: Any,
     loss_fn: LossFunction | None,
@@ -208,7 +233,8 @@ def read_loss(
         return sum(nbytes for key, (count, nbytes) in after.items() if count > before[key][0])
 
     with torch.enable_grad(), strides_of_kernels(), LossBytes(device_type) as counter:
-        loss = scalar_loss(output, loss_fn)
+        twins = _twins(output)
+        loss = scalar_loss(_with_twins(output, twins), loss_fn)
         if loss is None:
             return LossReading(receives_gradient=tuple(t.requires_grad for t in tensors), transient_bytes=0)
         if not loss.requires_grad:
@@ -217,7 +243,7 @@ def read_loss(
                 f"train; is something detached, or under no_grad ({loss_place(loss_fn)})?"
             )
         with backward_region():
-            gradients = torch.autograd.grad(loss, differentiable, allow_unused=True)
+            gradients = _gradients(loss, differentiable, twins)
         lying: dict[int, Strides | None] = {}
         for tensor, gradient in zip(differentiable, gradients, strict=True):
             if gradient is not None:
@@ -226,7 +252,7 @@ def read_loss(
         peak = counter.peak
         # The gradient of the loss is there until the backward pass ends.
         held = counter.live - sum(tangents.values()) + loss.numel() * loss.element_size()
-        del loss, gradients, gradient
+        del loss, gradients, gradient, twins
         if counter.live or kept_outputs():
             gc.collect()  # cycles of Python keep nothing for long
         kept = counter.live

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree as pytree
 
+from memfit.capture.between_pieces import Handed
 from memfit.capture.loss import LossReading
 from memfit.capture.plain_parts import NOTHING_PLAIN, PlainParts
 from memfit.capture.reading import JointReading
@@ -27,20 +28,23 @@ class Piece:
     Attributes:
         reading: its joint graph.
         inputs: the real tensors it takes, in the order of its placeholders.
-        outputs: what it returned while capturing, fake or real.
+        handed: what it returned while capturing, fake or real.
         gathered: the units of a sharded module that were gathered while it ran.
         key: of the graph it was made from (`memfit.capture.dynamo_graph.graph_key`); empty for the only one.
-        input_strides: by inputs how their gradients lie.
         terms: by inputs of how many terms their gradients are sums, where these are several.
     """
 
     reading: JointReading
     inputs: tuple[Any, ...]
-    outputs: tuple[Any, ...]
+    handed: Handed
     gathered: tuple[Gathered, ...] = ()
     key: str = ""
-    input_strides: Mapping[int, Strides] = field(default_factory=dict)
     terms: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def outputs(self) -> tuple[Any, ...]:
+        """What it returned."""
+        return self.handed.outputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,22 +99,32 @@ def gradient_strides_of(pieces: Pieces, loss: LossReading) -> GradientStrides:
         return {}  # hooks of a sharded module would communicate
     received = zip(pieces.receivers(), loss.receives_gradient, loss.gradient_strides, strict=False)
     ends = [(tensor, strides) for tensor, receives, strides in received if receives]
-    for piece in reversed(pieces.pieces):  # gradients are summed in the order of the backward pass
-        inputs = ((piece.inputs[place], strides) for place, strides in piece.input_strides.items())
-        ends += [(t, strides) for t, strides in inputs if not isinstance(t, nn.Parameter)]
+    wanted = [_receiving(piece) for piece in pieces.pieces]
+    lying = iter(layouts_between(ends, [where for receiving in wanted for where in receiving.values()]))
     found: dict[str, dict[int, Strides]] = {}
     several: set[str] = set()
-    for piece, strides in zip(pieces.pieces, layouts_between(ends, [p.outputs for p in pieces.pieces]), strict=True):
+    for piece, receiving in zip(pieces.pieces, wanted, strict=True):
+        of_outputs = dict(zip(receiving, lying, strict=False))
+        strides = {p: s for p, s in of_outputs.items() if s is not None and s != tuple(piece.outputs[p].stride())}
         if found.setdefault(piece.key, strides) != strides:
             several.add(piece.key)
     return {key: strides for key, strides in found.items() if strides and key not in several}
 
 
+def _receiving(piece: Piece) -> dict[int, torch.Tensor | GradientEdge]:
+    """By places among the outputs of a piece where their gradients come to."""
+    node = piece.handed.node
+    if node is not None:
+        return {place: GradientEdge(node, result) for place, result in piece.handed.result_of.items()}
+    outputs = enumerate(piece.outputs)
+    return {place: value for place, value in outputs if isinstance(value, torch.Tensor) and value.requires_grad}
+
+
 def inputs_shared_in(pieces: Pieces) -> SharedInputs:
     """Which inputs of the graphs have several uses and are used by later code as well."""
-    if any(piece.gathered for piece in pieces.pieces) or not any(piece.terms for piece in pieces.pieces):
+    if not any(piece.terms for piece in pieces.pieces):
         return {}
-    return shared_inputs([(p.key, p.inputs, p.outputs, p.terms) for p in pieces.pieces], pieces.receivers())
+    return shared_inputs([(p.key, p.handed, p.terms) for p in pieces.pieces], pieces.receivers())
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

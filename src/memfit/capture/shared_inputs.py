@@ -6,9 +6,9 @@ the gradient that later code brought: c + (b + a) in place of (c + b) + a, which
 
 *Idea*: a piece takes such an input once for each use. Its node then has as many edges to where the input was made, and
 the engine adds up what comes along them in their order, which is eager's. Nothing in the graph uses the repeated
-inputs; the sum that AOTAutograd traced is taken apart, and each of its terms is the gradient of one of them. AOTAutograd
-marks the additions of the engine, and Dynamo's fake tensors tell how many there are. Where no later code uses an input
-its sum stays, as terms take more memory: each of them lives until the piece has run backward.
+inputs; the sum that AOTAutograd traced is taken apart, and each of its terms is the gradient of one of them.
+AOTAutograd marks the additions of the engine, and Dynamo's fake tensors tell how many there are. Where no later code
+uses an input its sum stays, as terms take more memory: each of them lives until the piece has run backward.
 
 Known limits: an input that the graph writes over keeps its sum, and so does one that is used inside a higher-order
 call, whose uses cannot be counted. The proof compares the bits.
@@ -25,6 +25,7 @@ from torch import fx
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 
+from memfit.capture.between_pieces import Handed
 from memfit.capture.dynamo_graph import outputs_of
 from memfit.capture.joint_storages import written_inputs
 
@@ -49,7 +50,7 @@ _Place = tuple[Any, int]
 def uses_of_inputs(gm: fx.GraphModule) -> list[int]:
     """How many edges of the autograd graph behind Dynamo's fake tensors lead to each input of its graph."""
     results = [node.meta.get("example_value") for node in outputs_of(gm) if isinstance(node, fx.Node)]
-    uses = Counter(place for node in _nodes(results) for edge in node.next_functions if (place := _place_of(*edge)))
+    uses = Counter(_place_of(*edge) for node in _nodes(results) for edge in node.next_functions)
     places = [_place(node.meta.get("example_value")) for node in gm.graph.find_nodes(op="placeholder")]
     return [0 if place is None else uses[place] for place in places]
 
@@ -137,31 +138,25 @@ def calling_with_each_once(call: Callable[..., Any], repeated: Mapping[int, int]
 
 
 def shared_inputs(
-    graphs: Iterable[tuple[str, Sequence[Any], Sequence[Any], Mapping[int, int]]], ends: Sequence[torch.Tensor]
+    graphs: Iterable[tuple[str, Handed, Mapping[int, int]]], ends: Sequence[torch.Tensor]
 ) -> SharedInputs:
     """Which inputs of graphs with several uses are used by later code as well, a graph or the code between.
 
     Args:
-        graphs: in forward order: of each its key, inputs, outputs, and the terms of its inputs (`terms_of_inputs`).
-        ends: what the module returned and the loss may use. Its autograd graph leads to outputs of the graphs.
+        graphs: of each its key, what it handed over, and the terms of its inputs (`terms_of_inputs`).
+        ends: what the module returned and the loss may use.
     """
-    told = list(graphs)
-    taken = [[_place(value) for value in inputs] for _, inputs, _, _ in told]
-    wanted = {taken[number][place] for number, (_, _, _, terms) in enumerate(told) for place in terms} - {None}
-    by_code: dict[_Place, list[int]] = {}
-    for node in _nodes([*ends, *(value for _, inputs, _, _ in told for value in inputs)]):
+    used: dict[_Place, list[int]] = {}
+    for node in _nodes(ends):
         for edge in node.next_functions:
-            place_of = _place_of(*edge)
-            if place_of in wanted:
-                by_code.setdefault(place_of, []).append(node._sequence_nr())
+            used.setdefault(_place_of(*edge), []).append(node._sequence_nr())
+    returned = {_place(value) for value in ends}
     shared: dict[str, dict[int, int]] = {}
-    for number, (key, _, outputs, terms) in enumerate(told):
-        later = {place for places in taken[number + 1 :] for place in places} | {_place(value) for value in ends}
-        made = min((v.grad_fn._sequence_nr() for v in outputs if getattr(v, "grad_fn", None) is not None), default=0)
-        for place, times in terms.items():
-            here = taken[number][place]
-            if here in wanted and (here in later or any(when > made for when in by_code.get(here, ()))):
-                shared.setdefault(key, {})[place] = times
+    for key, handed, terms in graphs:
+        for place in terms.keys() & handed.edge_of.keys():
+            where = _place_of(*handed.node.next_functions[handed.edge_of[place]])
+            if where in returned or any(when > handed.node._sequence_nr() for when in used.get(where, ())):
+                shared.setdefault(key, {})[place] = terms[place]
     return shared
 
 
@@ -189,8 +184,8 @@ def _terms(gradient: fx.Node, most: int) -> list[fx.Node]:
 
 def _nodes(values: Iterable[Any]) -> Iterator[Any]:
     """The nodes of the autograd graph behind some tensors."""
-    waiting = [value.grad_fn for value in values if isinstance(value, torch.Tensor)]
-    seen = {None}
+    waiting: list[Any] = [value.grad_fn for value in values if isinstance(value, torch.Tensor)]
+    seen: set[Any] = {None}
     while waiting:
         node = waiting.pop()
         if node not in seen:
@@ -206,7 +201,7 @@ def _place(value: Any) -> _Place | None:
     return (id(value), 0) if value.grad_fn is None else (value.grad_fn, value.output_nr)
 
 
-def _place_of(node: Any, output: int) -> _Place | None:
+def _place_of(node: Any, output: int) -> _Place:
     """The place that an edge leads to; a leaf's node is made anew where the graph is."""
     variable = getattr(node, "variable", None)
     return (node, output) if variable is None else (id(variable), 0)

@@ -7,9 +7,9 @@ other bits, and the copy takes memory.
 
 *Idea*: reading the loss tells the layout of each gradient (`memfit.capture.loss.read_loss`), and AOTAutograd's guess is
 corrected before the joint graph is traced. Where the graph breaks, the joint graph of each piece tells how the
-gradients of its inputs lie, and the engine takes zeros of these layouts through the code between the pieces, whose
-autograd graph is there after capturing. At run time a gradient of another layout than the plan's, of another loss say,
-is copied to the plan's as before.
+gradients of its inputs lie, and the engine takes zeros of these layouts through the autograd graph of the step, which
+is there after capturing, with one node for each piece (`memfit.capture.between_pieces`). At run time a gradient of
+another layout than the plan's, of another loss say, is copied to the plan's as before.
 
 Known limits: gradients whose elements share memory (those of a plain sum, say) are taken to lie as the outputs do, as
 no other gradient could be copied to such a layout; so are those of outputs that are views of each other, and those of
@@ -64,56 +64,39 @@ def strides_without_overlap(tensor: torch.Tensor) -> Strides | None:
     return tuple(tensor.stride())
 
 
-def layouts_between(
-    inputs: Sequence[tuple[torch.Tensor, Strides | None]], outputs: Sequence[Sequence[Any]]
-) -> list[dict[int, Strides]]:
-    """By graphs, and by places among their outputs, the strides of gradients that do not lie as the outputs do.
+def layouts_between(ends: Sequence[tuple[torch.Tensor, Strides | None]], wanted: Sequence[Any]) -> list[Strides | None]:
+    """The strides of gradients at some places of an autograd graph; None where none comes or they are not known.
 
     Args:
-        inputs: tensors that receive a gradient from the loss or from a graph, and how it lies, if that is known.
-        outputs: of each graph; tensors among them are leaves of the autograd graph that leads to the inputs.
+        ends: tensors that receive a gradient from the loss, and how it lies, if that is known.
+        wanted: leaves of the graph, or places in it (`torch.autograd.graph.GradientEdge`).
     """
-    found: list[dict[int, Strides]] = [{} for _ in outputs]
-    places = [
-        (number, place, tensor)
-        for number, returned in enumerate(outputs)
-        for place, tensor in enumerate(returned)
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad
-    ]
-    ends = [(t, strides) for t, strides in inputs if t.requires_grad]
-    if not places or not ends:
-        return found
+    starts = [(t, strides) for t, strides in ends if t.requires_grad]
+    if not starts or not wanted:
+        return [None for _ in wanted]
     try:
-        zeros = [torch.zeros_like(t) if s is None else _strided_zeros(t, s) for t, s in ends]
+        zeros = [torch.zeros_like(t) if s is None else _strided_zeros(t, s) for t, s in starts]
         with backward_region():
-            gradients = torch.autograd.grad(
-                [t for t, _ in ends], [t for *_, t in places], zeros, retain_graph=True, allow_unused=True
-            )
+            gradients = torch.autograd.grad([t for t, _ in starts], wanted, zeros, retain_graph=True, allow_unused=True)
     except Exception as error:  # code between pieces, and hooks, are anyone's; the proof compares the bits
         log.info("gradients between pieces are taken to lie as their tensors do: %s", error)
-        return found
-    for (number, place, tensor), gradient in zip(places, gradients, strict=True):
-        strides = None if gradient is None else strides_without_overlap(gradient)
-        if strides is not None and strides != tuple(tensor.stride()):
-            found[number][place] = strides
-    return found
+        return [None for _ in wanted]
+    return [None if gradient is None else strides_without_overlap(gradient) for gradient in gradients]
 
 
 def _strided_zeros(like: torch.Tensor, strides: Strides) -> torch.Tensor:
     return torch.empty_strided(tuple(like.shape), strides, dtype=like.dtype, device=like.device).zero_()
 
 
-def strides_of_input_gradients(joint: fx.Graph) -> dict[int, Strides]:
-    """By places among the inputs of the traced function how their gradients lie."""
+def strides_of_input_gradients(joint: fx.Graph) -> dict[int, Strides | None]:
+    """By places among the inputs of the traced function how their gradients lie, of those with one."""
     (output,) = joint.find_nodes(op="output")
-    found: dict[int, Strides] = {}
+    found: dict[int, Strides | None] = {}
     for node, desc in zip(output.args[0], output.meta["desc"], strict=True):
         value = node.meta.get("val") if isinstance(node, fx.Node) else None
         of = getattr(desc, "grad_of", None)
         if isinstance(value, torch.Tensor) and isinstance(desc, GradAOTOutput) and isinstance(of, PlainAOTInput):
-            strides = strides_without_overlap(value)
-            if strides is not None:
-                found[of.idx] = strides
+            found[of.idx] = strides_without_overlap(value)
     return found
 
 

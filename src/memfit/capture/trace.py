@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from memfit.capture.adding import Accumulate
+from memfit.capture.between_pieces import Handed
 from memfit.capture.checkpoints import checkpoint_error
 from memfit.capture.dynamo import capture_pieces
 from memfit.capture.join import join
@@ -203,7 +204,7 @@ def capture_step(
         label=label or type(model).__name__,
     )
     # A capture outlives the call: it must not hold the inputs or what the pieces returned.
-    bare = tuple(replace(piece, inputs=(), outputs=()) for piece in pieces.pieces)
+    bare = tuple(replace(piece, inputs=(), handed=Handed(outputs=())) for piece in pieces.pieces)
     return Capture(
         graph=graph,
         pieces=replace(pieces, pieces=bare, output=None, loss=None),
