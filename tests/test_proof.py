@@ -107,3 +107,41 @@ def test_a_forward_pass_alone_saves_nothing_and_sees_gradients_enabled() -> None
 def test_an_unknown_word_for_exactness() -> None:
     with pytest.raises(memfit.SpecError, match="exact"):
         memfit.plan(nn.Linear(8, 4), (torch.randn(4, 8),), budget="1GiB", exact="nearly")
+
+
+class Gated(nn.Module):
+    """A branch behind a gate that begins at one number."""
+
+    def __init__(self, gate: float, *, checked: bool = False) -> None:
+        super().__init__()
+        self.first, self.branch, self.checked = nn.Linear(8, 8), TwoFaced(0.25), checked
+        self.gate = nn.Parameter(torch.full((4,), gate))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.checked:
+            checked(self.gate)
+        return self.first(x)[:, :4] + self.gate * self.branch(x)
+
+
+@torch.compiler.disable
+def checked(gate: torch.Tensor) -> None:
+    if bool((gate != gate[0]).any()):
+        raise ValueError("the gate opens")
+
+
+@pytest.mark.parametrize("gate", [0.0, 1e-12])
+def test_a_branch_behind_a_closed_gate_is_compared_too(gate: float) -> None:
+    torch.manual_seed(0)
+    model, x = Gated(gate), torch.randn(4, 8)
+    version = model.gate._version
+    with pytest.raises(memfit.ExactnessError, match="branch"):
+        memfit.fit(model, (x,), budget="1GiB", loss_fn=loss, search_seconds=0.1)
+    assert torch.equal(model.gate, torch.full((4,), gate)) and model.gate._version == version
+
+
+def test_a_model_that_checks_its_parameters_is_compared_as_it_is() -> None:
+    torch.manual_seed(0)
+    plain = Gated(0.0, checked=True)
+    plain.branch.off = 0.0
+    plan = memfit.plan(plain, (torch.randn(4, 8),), budget="1GiB", loss_fn=loss, search_seconds=0.1)
+    assert plan.proof is not None and plan.proof.is_exact

@@ -27,6 +27,7 @@ from memfit.capture.replicated import bucket_bytes, unwrapped
 from memfit.capture.sharded import is_sharded
 from memfit.capture.trace import Capture, device_of
 from memfit.errors import BudgetError, MemfitError
+from memfit.perturbed import constant_parameters
 from memfit.planner.explain import binding_place
 from memfit.planner.streaming import least_streaming
 from memfit.planning import Progress, Request, capture_and_profile, check_request, plan_captured, resolve_budget
@@ -275,7 +276,7 @@ def prove(
     with preserved(model, args, kwargs, request.loss_fn, request.optimizer) as state:
         step = _proving_step(model, args, kwargs, request, state)
         begin = time.perf_counter()
-        plain = _plain_result(step, plan, device_of(model))
+        step, plain = _with_plain_result(step, plan, device_of(model))
         seconds = time.perf_counter() - begin
         for attempt in range(_PROVING_RUNS):
             assert plan.planned is not None
@@ -325,6 +326,20 @@ def _proving_step(
         state=state,
         through=is_sharded(model),
     )
+
+
+def _with_plain_result(step: ProvingStep, plan: Plan, device: torch.device) -> tuple[ProvingStep, StepResult | None]:
+    """The plain step's results on perturbed parameters; on those of the module where the others lead nowhere."""
+    constant = () if is_sharded(step.model) else constant_parameters(step.model, step.state)
+    if constant:
+        try:
+            perturbed = replace(step, perturbed=constant)
+            plain = _plain_result(perturbed, plan, device)
+            if plain is not None and plain.is_finite:
+                return perturbed, plain
+        except Exception as error:  # the user's code may check its parameters; without them it says what it has to say
+            log.info("the plain step refuses perturbed parameters: %s: %s", type(error).__name__, error)
+    return step, _plain_result(step, plan, device)
 
 
 def _plain_result(step: ProvingStep, plan: Plan, device: torch.device) -> StepResult | None:

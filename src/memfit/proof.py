@@ -8,6 +8,8 @@ yet the model's code sees gradients enabled, as in training.
 
 A plain step that differs from itself, because a kernel of it is not deterministic, is noticed by a second one.
 
+Parameters that hold one number only are moved for both steps (`memfit.perturbed`), or they would hide differences.
+
 Known limits: a step that takes another way for other inputs is checked for these inputs only.
 """
 
@@ -29,8 +31,10 @@ from memfit.capture.backward_autocast import backward_region
 from memfit.capture.inputs import DetachedInputs
 from memfit.capture.loss import LossFunction, scalar_loss
 from memfit.capture.preserve import Snapshot
+from memfit.capture.tensor_state import TensorState
 from memfit.capture.trace import device_of
 from memfit.errors import ExactnessError
+from memfit.perturbed import perturb
 from memfit.rounding import is_within_rounding
 from memfit.runtime.difference import first_difference
 
@@ -94,6 +98,12 @@ class StepResult:
     has_gradients: bool
     computed_in: torch.dtype | None = None
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether loss, outputs and gradients hold numbers only."""
+        told = [t for key, t in self.tensors.items() if key[0] in ("loss", "output", "gradient")]
+        return all(bool(t.to_dense().isfinite().all()) for t in told if not t.is_quantized)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProvingStep:
@@ -105,6 +115,7 @@ class ProvingStep:
         loss_fn: as for `memfit.plan`.
         state: to which everything is put back after each step.
         through: whether a backward pass may go through all it reaches; a sharded module's hooks ask for that.
+        perturbed: parameters that are moved before each step whose results are noted.
     """
 
     model: nn.Module
@@ -112,6 +123,7 @@ class ProvingStep:
     loss_fn: LossFunction | None
     state: Snapshot
     through: bool = False
+    perturbed: tuple[TensorState, ...] = ()
 
     def run(self, call: Callable[..., Any]) -> None:
         """Forward pass, loss and backward pass through `call`; gradients that come are dropped."""
@@ -122,6 +134,7 @@ class ProvingStep:
     def result(self, call: Callable[..., Any], *, backward: bool = True) -> StepResult:
         """Runs one step through `call`, notes what it leaves behind, and restores the state."""
         try:
+            perturb(self.perturbed)
             return self._result(call, backward)
         finally:
             self._drop_gradients()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings, strategies
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 import memfit
 from memfit.capture.kernel_strides import strides_of_kernels
+from memfit.runtime.recorded_ops import RecordedOps
 
 aten = torch.ops.aten
 UPRIGHT, TURNED = torch.rand(3, 6, 10) + 0.1, (torch.rand(3, 10, 6) + 0.1).transpose(1, 2)
@@ -54,6 +57,66 @@ def test_fake_results_lie_as_kernels_results(call: tuple[Any, ...], operands: tu
     made = op(*operands, *numbers)
     assert (found.shape, found.stride(), found.dtype) == (made.shape, made.stride(), made.dtype)
     assert fake().shape == told.shape
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "flatten": lambda t: t.flatten(0, 1),
+    "flat": lambda t: t.reshape(-1),
+    "unflatten": lambda t: t.unflatten(0, (1, -1)),
+    "ones between": lambda t: t.reshape([n for size in t.shape if size > 1 for n in (1, size)]),
+    "ones behind": lambda t: torch.ops.aten._unsafe_view.default(t, [n for n in t.shape if n > 1] + [1, 1]),
+    "select": lambda t: t.select(0, 0),
+    "new axis": lambda t: t[:, None],
+}
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    shape=strategies.lists(strategies.sampled_from([1, 1, 2, 3]), min_size=2, max_size=4),
+    order=strategies.randoms(use_true_random=False),
+    stride=strategies.sampled_from([1, 6, 7, 36]),
+)
+def test_fake_views_have_torchs_strides_along_axes_of_one_element(shape: list[int], order: Any, stride: int) -> None:
+    axes = order.sample(range(len(shape)), len(shape))
+    lying = torch.rand(shape).permute(axes).contiguous()
+    strides = [order.choice([s, stride]) if n == 1 else s for n, s in zip(lying.shape, lying.stride(), strict=True)]
+    real = lying.as_strided(lying.shape, strides)
+    mode = FakeTensorMode()
+    with strides_of_kernels():
+        for name, view in VIEWS.items():
+            try:
+                made = view(real)
+            except RuntimeError:  # no view of such a layout
+                continue
+            with mode:
+                found = view(mode.from_tensor(real))
+            assert (found.shape, found.stride()) == (made.shape, made.stride()), name
+
+
+class Windows(nn.Module):
+    """Attention's windows over an image of one pixel: padded, cut into windows, and mapped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.norm, self.again = nn.Conv2d(4, 32, 2, 2), nn.LayerNorm(32), nn.LayerNorm(32)
+        self.mapped = nn.Linear(32, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(x).flatten(2).transpose(1, 2)
+        x = self.again(self.norm(x)).view(2, 1, 1, 32)
+        x = functional.pad(x, (0, 0, 0, 6, 0, 6)).reshape(2, 1, 7, 1, 7, 32).transpose(2, 3)
+        return self.mapped(x)
+
+
+def test_an_image_of_one_pixel_lies_as_it_does() -> None:
+    """Where it is taken for channels last, the layer that follows maps and adds the bias in two ops, not in one."""
+    torch.manual_seed(0)
+    model, x = Windows(), torch.randn(2, 4, 2, 2)
+    expected = model(x).detach()
+    memfit.fit(model, (x,), budget="1GiB", loss_fn=lambda output: output.square().sum())
+    with RecordedOps() as recorded:
+        assert torch.equal(model(x).detach(), expected)
+    assert "aten.addmm.default" in {op.name for op in recorded.ops}
 
 
 class Turned(nn.Module):

@@ -8,9 +8,11 @@ an operand of another layout, view what cannot be viewed so, sum in another orde
 *Idea*: ask the kernel. While a graph is made, a call whose tensors are not all contiguous is made a second time, on a
 few real elements that lie alike (`memfit.capture.samples_of_calls`), with the kernel and with fake tensors; where the
 two differ the fake result of the call itself gets the layout of the kernel's. Each call is asked about once.
+Strides along axes of one element count too, since kernels look there for whether an image is channels last; views get
+theirs by torch's own rule, on the meta device.
 
 Known limits: ops of other libraries are taken at their word, and so are calls whose kernels refuse every sample, and
-those with integer operands that are not element-wise: made-up places to read from are not given to kernels.
+most of those with integer operands that are not element-wise: made-up places to read from are not given to kernels.
 """
 
 from __future__ import annotations
@@ -23,8 +25,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._dispatch.python import no_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit.capture.samples_of_calls import made_by_kernel, real_like, sizes_to_try, smaller_numbers, strides_alike
 
@@ -84,6 +89,8 @@ class _Asked:
     strides: dict[Any, _Strides] = field(default_factory=dict)
 
     def result(self, mode: FakeTensorMode, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if not self.within.call and func in _RESHAPES:
+            return _viewed(mode, self.plain(mode, func, types, args, kwargs), func, *args)
         if self.within.call or not self._makes_tensors(func):
             return self.plain(mode, func, types, args, kwargs)
         self.within.call = True
@@ -104,7 +111,7 @@ class _Asked:
         results, nesting = pytree.tree_flatten(made)
         operands = [a for a in arguments if isinstance(a, torch.Tensor)]
         tensors = [*operands, *(r for r in results if isinstance(r, torch.Tensor))]
-        if all(t.is_contiguous() for t in tensors) or not all(_is_known(t) for t in tensors):
+        if not all(_is_known(t) for t in tensors) or all(_is_upright(t) for t in tensors):
             return made
         memory = {t.untyped_storage()._cdata for t in operands}
         if any(r.untyped_storage()._cdata in memory for r in results if isinstance(r, torch.Tensor)):
@@ -129,10 +136,11 @@ class _Asked:
     ) -> _Strides:
         """How the results lie where that is not as faked; None for each that does."""
         operands = [a for a in arguments if isinstance(a, torch.Tensor)]
-        if torch.Tag.pointwise not in func.tags and any(_may_be_places(t) for t in operands):
+        places = torch.Tag.pointwise not in func.tags and any(_may_be_places(t) for t in operands)
+        if places and func.overloadpacket not in _TAKING_PLACES:
             return (None,) * len(results)
         for sizes in sizes_to_try(operands):
-            for number in (0, 1):
+            for number in (0,) if places else (0, 1):
                 try:
                     fake = pytree.tree_leaves(self._faked(mode, func, arguments, spec, sizes))  # looks at shapes first
                     real = pytree.tree_leaves(made_by_kernel(func, arguments, spec, sizes, number))
@@ -159,6 +167,31 @@ class _Asked:
             ]
             args, kwargs = pytree.tree_unflatten(ours, spec)
             return func(*args, **kwargs)
+
+
+_TAKING_PLACES = {
+    getattr(torch.ops.aten, name)
+    for name in (
+        *("gather", "index_add", "index_copy", "index_fill", "index_put", "index_select"),
+        *("scatter", "scatter_add", "scatter_reduce"),
+    )
+}
+"""Their integers are places along an axis, so that zero is one of them whatever the sizes."""
+
+_RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+
+
+def _viewed(mode: FakeTensorMode, made: Any, func: Any, viewed: Any, shape: Sequence[int]) -> Any:
+    """A fake view with the strides that torch's own code gives it, also along axes of one element."""
+    if not (_is_known(viewed) and _is_known(made)) or _is_upright(viewed):
+        return made
+    with _disable_current_modes(), no_dispatch(), no_python_dispatcher():
+        like = torch.empty_strided(viewed.shape, viewed.stride(), dtype=viewed.dtype, device="meta")
+        strides = func(like, shape).stride()
+    if strides == made.stride():
+        return made
+    with mode:
+        return torch.ops.aten.as_strided.default(viewed, tuple(made.shape), strides, viewed.storage_offset())
 
 
 def _makes_tensors(func: Any) -> bool:
@@ -189,6 +222,14 @@ def _is_known(tensor: torch.Tensor) -> bool:
     )
 
 
+def _is_upright(tensor: torch.Tensor) -> bool:
+    """Whether it is contiguous, with the strides of a new tensor also along axes of one element.
+
+    Kernels look at the latter where they guess whether an image is channels last.
+    """
+    return tensor.stride() == torch._prims_common.make_contiguous_strides_for(tensor.shape)
+
+
 def _key(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return (tuple(value.shape), tuple(value.stride()), value.dtype, value.device)
@@ -214,7 +255,7 @@ def _strides_of_results(results: Sequence[Any], fake: Sequence[Any], real: Seque
             return None
         if ours.dim() != result.dim() or not _lies_as(result, ours):
             return None
-        same = _strides(ours) == _strides(kernels) or result.numel() == 0
+        same = ours.stride() == kernels.stride() or result.numel() == 0
         shape, strides = tuple(kernels.shape), tuple(kernels.stride())
         whole = result.shape == kernels.shape
         found.append(None if same else strides if whole else strides_alike(shape, strides, result.shape))
@@ -225,10 +266,6 @@ def _lies_as(large: torch.Tensor, small: torch.Tensor) -> bool:
     alike = strides_alike(tuple(large.shape), tuple(large.stride()), tuple(small.shape))
     axes = [axis for axis, size in enumerate(large.shape) if size > 1]
     return alike is not None and all(alike[axis] == small.stride(axis) for axis in axes)
-
-
-def _strides(tensor: torch.Tensor) -> list[int]:
-    return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
 
 
 def _laid_out(mode: FakeTensorMode, like: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:

@@ -260,6 +260,7 @@ def fingerprint(tensor: torch.Tensor) -> bytes | None:
     if tensor.numel() and not tensor.untyped_storage().nbytes():  # it stands for its shape only, or is freed
         return None
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    flat = flat.as_strided(flat.shape, (1,))  # a single element has any stride, also when contiguous
     found = hashlib.blake2b(f"{tensor.dtype} {tensor.numel()} ".encode(), digest_size=16)
     step = max(1, _CHUNK_BYTES // max(1, tensor.element_size()))
     for start in range(0, tensor.numel(), step):
