@@ -25,6 +25,9 @@ __all__ = ["BAD", "CRASH", "FAILURES", "OK", "Plain", "compare", "plain_run"]
 OK, NO_FIT, REFUSED, BAD, CRASH = "ok", "no fit", "refused", "BAD", "CRASH"
 FAILURES = (BAD, CRASH, "SLOW")
 TURNS = 3
+_MOST_PLANNED_AGAIN = 5
+"""A model that takes another way each time is planned again so often at most."""
+
 _OF_THE_LOOP_BYTES = 256
 """Numbers that the loop makes of its losses, beside the model's and the loss's memory that a budget covers."""
 
@@ -106,6 +109,16 @@ def compare(recipe: Recipe, plain: Plain, share: float, *, search_seconds: float
     return row
 
 
+def _live_bytes(case: Case) -> int:
+    """The peak of a turn in which nothing is planned: what planning itself takes on a host is not the step's."""
+    for number in range(TURNS, TURNS + _MOST_PLANNED_AGAIN):
+        plan = memfit.plan_of(case.model)
+        live = measured_turn(case, number)
+        if memfit.plan_of(case.model) is plan:
+            break
+    return live
+
+
 def _compared(recipe: Recipe, plain: Plain, share: float, problems: list[str], seconds: float) -> dict[str, Any]:
     kept = library_bytes(recipe.mode.device)
     budget = int(plain.peak_bytes * share) + kept
@@ -134,7 +147,7 @@ def _compared(recipe: Recipe, plain: Plain, share: float, problems: list[str], s
         problems += [f"turn {number}: {line}" for line in _different(expected, found, recipe.mode)]
     if _in_order(log) != _in_order(plain.log):
         problems.append(f"hooks ran otherwise: {_told(plain.log, log)}")
-    row["live_bytes"] = live = measured_turn(case, TURNS) + kept
+    row["live_bytes"] = live = _live_bytes(case) + kept
     if live > budget + _OF_THE_LOOP_BYTES:
         problems.append(f"over the budget by {100 * (live / budget - 1):.1f} % ({live} of {budget} bytes)")
     return row | {"status": OK}
