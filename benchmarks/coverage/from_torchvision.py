@@ -59,7 +59,7 @@ def sample(name: str) -> Sample:
     more: dict[str, Any] = {"weights_backbone": None} if kind in ("detection", "segmentation") else {}
     if name in ("googlenet", "inception_v3"):
         more["init_weights"] = False
-    for size in (64, 96, 224):
+    for size in (64, 96, 224, 299):
         torch.manual_seed(0)
         try:
             made = _sample(kind, models.get_model(name, weights=None, **more), size)
@@ -77,6 +77,8 @@ def sample(name: str) -> Sample:
 def _sample(kind: str, model: torch.nn.Module, size: int) -> Sample:
     match kind:
         case "detection":
+            if model.transform.fixed_size is None:  # else it makes each image one of 800 pixels
+                model.transform.min_size, model.transform.max_size = (size,), size
             boxes = torch.tensor([[4.0, 4.0, 30.0, 40.0], [10.0, 8.0, 50.0, 60.0]])
             target: dict[str, torch.Tensor] = {"boxes": boxes, "labels": torch.tensor([1, 2])}
             target["masks"] = torch.ones(2, size, size, dtype=torch.uint8)
