@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import memfit
+from tests.notices import notices
 
 
 class _Broken(nn.Module):
@@ -98,3 +99,70 @@ def test_gradients_have_the_bits_of_the_plain_step(kind: type[_Broken]) -> None:
             assert planned.grad is None, name
         else:
             assert planned.grad is not None and torch.equal(own.grad, planned.grad), name
+
+
+class _Tied(nn.Module):
+    """A table read at both ends, and a layer that runs several times in between."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.table, self.layer, self.times = nn.Embedding(40, 16), nn.Linear(16, 16), times
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.table(tokens)
+        for _ in range(self.times):
+            x = x + torch.tanh(self.layer(x))
+        return F.linear(x, self.table.weight)
+
+
+def _differing(model: nn.Module, other: nn.Module, batches: list[torch.Tensor], penalty: float = 0.0) -> list[str]:
+    for each in (model, other):
+        each.zero_grad()
+        loss = sum(number * each(batch).square().mean() for number, batch in enumerate(batches, 1))
+        (loss + penalty * sum(p.square().sum() for p in each.parameters())).backward()
+    pairs = zip(model.named_parameters(), other.named_parameters(), strict=True)
+    return [name for (name, p), (_, q) in pairs if not torch.equal(p.grad, q.grad)]
+
+
+@pytest.mark.parametrize("penalty", [0.0, 0.37])
+@pytest.mark.parametrize("passes", [1, 2, 3])
+def test_two_uses_of_a_parameter_are_added_up_as_in_eager(passes: int, penalty: float) -> None:
+    """Passes before one backward pass, and a penalty beside the module's own loss, each add to the gradient."""
+    torch.manual_seed(0)
+    model = _Tied(1)
+    plain, batches = copy.deepcopy(model), [torch.randint(0, 40, (4, 12)) for _ in range(passes)]
+    memfit.fit(model, (batches[0],), budget="1GiB", loss_fn=lambda out: out.square().mean(), search_seconds=0.1)
+    assert _differing(model, plain, batches, penalty) == []
+
+
+def test_many_uses_are_added_up_so_once_the_loop_is_seen_to_make_several_passes() -> None:
+    torch.manual_seed(0)
+    model = _Tied(4)
+    plain, batches = copy.deepcopy(model), [torch.randint(0, 40, (4, 12)) for _ in range(2)]
+    memfit.fit(model, (batches[0],), budget="1GiB", loss_fn=lambda out: out.square().mean(), search_seconds=0.1)
+    assert _differing(model, plain, batches[:1]) == []
+    with notices() as told:
+        rounded = _differing(model, plain, batches)
+    assert rounded and set(rounded) <= {"layer.weight", "layer.bias"}
+    assert "layer.weight" in told[0] and "up to rounding" in told[0]
+    assert _differing(model, plain, batches) == []
+
+
+def test_an_input_that_other_code_uses_too_gets_its_gradient_as_in_eager() -> None:
+    """A block with a skip around it, in a larger model: its input is used inside, twice, and outside."""
+    torch.manual_seed(0)
+
+    class Block(_Broken):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(torch.tanh(self.first(x)) * x)
+
+    before, block = nn.Linear(16, 16), Block()
+    model = nn.ModuleDict({"before": before, "block": block})
+    plain, x = copy.deepcopy(model), torch.randn(8, 16)
+    memfit.fit(block, (torch.randn(8, 16, requires_grad=True),), budget="1GiB", search_seconds=0.1)
+    for each in (model, plain):
+        hidden = each["before"](x)
+        (hidden.sin() * 0.3 + each["block"](hidden) + hidden.cos()).square().mean().backward()
+    pairs = zip(model.named_parameters(), plain.named_parameters(), strict=True)
+    for name, p, q in [(name, p.grad, q.grad) for (name, p), (_, q) in pairs if q.grad is not None]:
+        assert torch.equal(p, q), name

@@ -75,6 +75,7 @@ def capture_pieces(
     gradient_outputs: frozenset[int] | None = None,
     gradient_strides: GradientStrides | None = None,
     shared: SharedInputs | None = None,
+    by_use: bool = False,
     last_key: str | None = None,
     accumulate: Accumulate | None = None,
     checkpointing: str = "refuse",
@@ -91,6 +92,7 @@ def capture_pieces(
         gradient_outputs: which outputs of the last graph receive a gradient; None for all of them.
         gradient_strides: how gradients of outputs of the graphs lie, where that is not as the outputs do.
         shared: which inputs graphs take once for each use (`memfit.capture.shared_inputs`).
+        by_use: whether all that have several uses shall be.
         last_key: with that, which graph is the last.
         accumulate: how gradients of parameters are added to `.grad` inside the graph; None if that is left to autograd.
         checkpointing: `"refuse"` or `"replace"`, what is done where the model checkpoints itself.
@@ -112,6 +114,7 @@ def capture_pieces(
         gradient_outputs=gradient_outputs,
         gradient_strides=gradient_strides or {},
         shared=shared or {},
+        by_use=by_use,
         last_key=last_key,
         accumulate=accumulate,
         replaced=replaced,
@@ -180,6 +183,7 @@ def _capture(
     gradient_outputs: frozenset[int] | None,
     gradient_strides: GradientStrides,
     shared: SharedInputs,
+    by_use: bool,
     last_key: str | None,
     accumulate: Accumulate | None,
     replaced: bool,
@@ -197,7 +201,8 @@ def _capture(
         terms: dict[int, int] = {}
 
         def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **rest: Any) -> Any:
-            terms.update({} if fake else terms_of_inputs(joint, num_fwd_outputs, uses))
+            found = {} if gathered() else terms_of_inputs(joint, num_fwd_outputs, uses)
+            terms.update({place: number for place, number in found.items() if place not in accumulated})
             return_each_term(joint, num_fwd_outputs, repeated)
             of_inputs.update(strides_of_input_gradients(joint.graph))
             halves = default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **rest)
@@ -216,9 +221,9 @@ def _capture(
             raise UnplannableGraphError("a number is read from a tensor")  # in a graph it would round as a tensor does
         if fake or key == last_key:
             detach_outputs(gm, gradient_outputs)
-        repeated = {} if fake else shared.get(key, {})
+        repeated = shared.get("" if fake else key, {})
         taken, examples = taking_for_each_use(gm, inputs, repeated)
-        uses = [] if fake else uses_of_inputs(gm)
+        uses = uses_of_inputs(gm)
         results = [n.meta["example_value"] if isinstance(n, fx.Node) else n for n in outputs_of(gm)]
         original = gm.forward if fake else types.MethodType(type(gm).forward, gm)
         if not fake and has_tensor_hooks(gm):
@@ -283,7 +288,7 @@ def _capture(
         return made
     loss = read(made, take_back)
     made = replace(made, loss=loss, gradient_strides=gradient_strides_of(made, loss))
-    return made if fake else replace(made, shared=inputs_shared_in(made))
+    return replace(made, shared=inputs_shared_in(made, by_use=by_use))
 
 
 def _as_is(gm: fx.GraphModule, inputs: Any) -> fx.GraphModule:

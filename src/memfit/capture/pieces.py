@@ -15,7 +15,7 @@ from memfit.capture.loss import LossReading
 from memfit.capture.plain_parts import NOTHING_PLAIN, PlainParts
 from memfit.capture.reading import JointReading
 from memfit.capture.sharded import Gathered
-from memfit.capture.shared_inputs import SharedInputs, shared_inputs
+from memfit.capture.shared_inputs import SharedInputs, cheap_terms, shared_inputs
 from memfit.capture.tangents import GradientStrides, Strides, layouts_between
 
 __all__ = ["Piece", "Pieces", "gradient_strides_of", "inputs_shared_in", "tensors_in"]
@@ -61,7 +61,7 @@ class Pieces:
         replaced: whether the model's own checkpoints are left out.
         loss: what the loss does with the output and with what left by a side door, if it was read.
         gradient_strides: how gradients of outputs of the graphs lie, where that is not as the outputs do.
-        shared: which inputs of the graphs have several uses and are used by later code too, if that was asked.
+        shared: which inputs of the graphs with several uses they shall take once for each (`inputs_shared_in`).
     """
 
     pieces: tuple[Piece, ...]
@@ -120,11 +120,22 @@ def _receiving(piece: Piece) -> dict[int, torch.Tensor | GradientEdge]:
     return {place: value for place, value in outputs if isinstance(value, torch.Tensor) and value.requires_grad}
 
 
-def inputs_shared_in(pieces: Pieces) -> SharedInputs:
-    """Which inputs of the graphs have several uses and are used by later code as well."""
+def inputs_shared_in(pieces: Pieces, *, by_use: bool) -> SharedInputs:
+    """Which inputs with several uses graphs shall take once for each: where later code uses them too, and cheap ones.
+
+    Args:
+        pieces: as captured.
+        by_use: whether it shall be all of them.
+    """
     if not any(piece.terms for piece in pieces.pieces):
         return {}
-    return shared_inputs([(p.key, p.handed, p.terms) for p in pieces.pieces], pieces.receivers())
+    handed = [(p.key, p.handed, p.terms) for p in pieces.pieces if p.handed.node is not None]
+    shared = {key: dict(of_graph) for key, of_graph in shared_inputs(handed, pieces.receivers()).items()}
+    for piece in pieces.pieces:
+        chosen = piece.terms if by_use else cheap_terms(piece.terms, piece.inputs)
+        if chosen:
+            shared[piece.key] = shared.get(piece.key, {}) | dict(chosen)
+    return shared
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

@@ -44,6 +44,7 @@ class Capture:
         gradient_outputs: which outputs of the last piece receive gradients; None for all.
         gradient_strides: how gradients of outputs of the pieces lie, where that is not as the outputs do.
         shared: which inputs pieces take once for each use (`memfit.capture.shared_inputs`).
+        summed: names of parameters with several uses whose gradients are added up inside a piece all the same.
         between_bytes: the part of the graph's static bytes that plain code between pieces holds.
         loss: how it was read.
         deferred: ops of the backward pass that come last and can wait (`memfit.planner.deferral`).
@@ -55,6 +56,7 @@ class Capture:
     gradient_outputs: frozenset[int] | None
     gradient_strides: GradientStrides = field(default_factory=dict)
     shared: SharedInputs = field(default_factory=dict)
+    summed: tuple[str, ...] = ()
     between_bytes: int = 0
     deferred: frozenset[int] = frozenset()
     loss: LossReading | None = None
@@ -118,6 +120,7 @@ def capture_step(
     grid: tuple[int, ...] = (),
     accumulate: Accumulate | None = None,
     cut: bool = True,
+    by_use: bool = False,
     checkpointing: str = "refuse",
 ) -> Capture:
     """Captures one training step without running it (with graph breaks: without saving anything).
@@ -133,6 +136,7 @@ def capture_step(
         grid: for the lever `tile`, see `memfit.capture.joint.read_joint`.
         accumulate: how gradients of parameters are added to `.grad` inside the step; None if that is left to autograd.
         cut: whether outputs the loss does not use are cut from the gradient.
+        by_use: see `memfit.capture.dynamo.capture_pieces`.
         checkpointing: see `memfit.capture.dynamo.capture_pieces`.
 
     Returns:
@@ -151,6 +155,7 @@ def capture_step(
         separate=separate,
         grid=grid,
         accumulate=accumulate,
+        by_use=by_use,
         checkpointing=checkpointing,
     )
 
@@ -203,6 +208,7 @@ def capture_step(
         after_step_bytes=cost.step_bytes,
         label=label or type(model).__name__,
     )
+    summed = _summed(model, pieces, shared)
     # A capture outlives the call: it must not hold the inputs or what the pieces returned.
     bare = tuple(replace(piece, inputs=(), handed=Handed(outputs=())) for piece in pieces.pieces)
     return Capture(
@@ -212,9 +218,20 @@ def capture_step(
         gradient_outputs=gradient_outputs,
         gradient_strides=strides,
         shared=shared,
+        summed=summed,
         between_bytes=between_bytes,
         loss=loss,
     )
+
+
+def _summed(model: nn.Module, pieces: Pieces, shared: SharedInputs) -> tuple[str, ...]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = {
+        names.get(id(piece.inputs[place]), "an input")
+        for piece in pieces.pieces
+        for place in piece.terms.keys() - shared.get(piece.key, {}).keys()
+    }
+    return tuple(sorted(found))
 
 
 def _coming_gradient_bytes(model: nn.Module, pieces: Pieces) -> int:

@@ -142,7 +142,8 @@ class Fitted:
         return self._run(model, key, another, args, kwargs)
 
     def _run(self, model: nn.Module, key: Signature, call: PlannedCall, args: Any, kwargs: Any) -> Any:
-        here = self.loops.begin(key, type(model).__name__)
+        planned = self.plans[key].planned
+        here = self.loops.begin(key, type(model).__name__, () if planned is None else planned.capture.summed)
         output = call.recorded(here, args, kwargs)
         self.loops.add(here)
         if here.strayed or here.executed != call.pieces:
@@ -195,7 +196,9 @@ class Fitted:
     def _as_the_loop(self, key: Signature, **more: Any) -> Request:
         """The request, for what is known of the loop."""
         inside = self.request.backward_in_autocast or (key, True) in self.loops.regions
-        return replace(self.request, cut=key not in self.loops.widened, backward_in_autocast=inside, **more)
+        several = bool(self.loops.beside.get(key))
+        cut = key not in self.loops.widened
+        return replace(self.request, cut=cut, by_use=several, backward_in_autocast=inside, **more)
 
     def _plan_now(self, model: nn.Module, key: Signature, args: Any, kwargs: Any) -> PlannedCall | None:
         try:

@@ -9,6 +9,9 @@ it (`Request.beside_bytes`), which is a fixed point: what one pass keeps is what
 Idea: gradient caching (Gao et al., 2021, GradCache) treats such losses by a second forward pass for each part; here the
 loop stays as it is and the budget is shared.
 
+Autograd adds up the gradients of all uses of a parameter in all passes one after the other. So the next plan returns
+the gradient of each use by itself (`memfit.capture.shared_inputs`), and until then it is told whose are rounded.
+
 Known limits: the first step that makes more passes than were planned for may exceed the budget. All passes of one
 signature have one plan.
 """
@@ -18,7 +21,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from memfit.errors import BudgetError
@@ -33,6 +36,7 @@ __all__ = ["Loops", "held_bytes"]
 log = logging.getLogger(__name__)
 
 _MOST_TRIES = 5
+_NAMED = 3
 _CLOSE_ENOUGH = 0.05
 """What is set aside for other passes may exceed what they hold by this share of the budget."""
 
@@ -57,11 +61,17 @@ class Loops:
     regions: set[tuple[Signature, bool]] = field(default_factory=set)
     differentiated_twice: set[Signature] = field(default_factory=set)
 
-    def begin(self, key: Signature, name: str) -> Pass:
-        """A record for a forward pass that is about to run; notes what is in flight beside it."""
+    def begin(self, key: Signature, name: str, summed: Sequence[str] = ()) -> Pass:
+        """A record for a forward pass that is about to run; notes what is in flight beside it.
+
+        Args:
+            key: signature of the pass.
+            name: of the module.
+            summed: names of parameters the gradients of whose uses the pass adds up by itself.
+        """
         others = in_flight(self.passes)
         if others:
-            self._note(Counter([key, *(one.key for one in others)]), name)
+            self._note(Counter([key, *(one.key for one in others)]), name, summed)
         return Pass(key=key, refused=self.differentiated_twice, widened=self.widened, regions=self.regions)
 
     def add(self, here: Pass) -> None:
@@ -77,7 +87,13 @@ class Loops:
         now = Counter(one.key for one in in_flight(self.passes))
         return now <= known
 
-    def _note(self, together: Counter[Signature], name: str) -> None:
+    def _note(self, together: Counter[Signature], name: str, summed: Sequence[str]) -> None:
+        rounded = ""
+        if summed:
+            rounded = (
+                f"; until then gradients of {_some(summed)} are equal to the plain step's up to rounding, as each pass "
+                "adds up those of its uses first"
+            )
         for key in together:
             others = together - Counter([key])
             known = self.beside.get(key, Counter())
@@ -85,9 +101,10 @@ class Loops:
                 self.beside[key] = known | others
                 log.warning(
                     "%s makes %d forward passes before a backward pass; this step may take more than the budget, the "
-                    "next one is planned for as many",
+                    "next one is planned for as many%s",
                     name,
                     together.total(),
+                    rounded,
                 )
 
     def plan(self, key: Signature, planned: Callable[[int], Plan], name: str, plans: Mapping[Signature, Plan]) -> Plan:
@@ -152,6 +169,11 @@ class Loops:
             budget_bytes=known.budget_bytes,
             least_bytes=least_bytes,
         ) from failure
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def held_bytes(plan: Plan) -> int:
