@@ -119,7 +119,8 @@ def _differing(model: nn.Module, other: nn.Module, batches: list[torch.Tensor], 
     for each in (model, other):
         each.zero_grad()
         loss = sum(number * each(batch).square().mean() for number, batch in enumerate(batches, 1))
-        (loss + penalty * sum(p.square().sum() for p in each.parameters())).backward()
+        more = penalty * sum(p.square().sum() for p in each.parameters()) if penalty else 0.0
+        (loss + more).backward()
     pairs = zip(model.named_parameters(), other.named_parameters(), strict=True)
     return [name for (name, p), (_, q) in pairs if not torch.equal(p.grad, q.grad)]
 
@@ -146,6 +147,19 @@ def test_many_uses_are_added_up_so_once_the_loop_is_seen_to_make_several_passes(
     assert rounded and set(rounded) <= {"layer.weight", "layer.bias"}
     assert "layer.weight" in told[0] and "up to rounding" in told[0]
     assert _differing(model, plain, batches) == []
+
+
+def test_a_penalty_on_a_parameter_of_many_uses_is_told_and_planned_for() -> None:
+    torch.manual_seed(0)
+    model = _Tied(4)
+    plain, batches = copy.deepcopy(model), [torch.randint(0, 40, (4, 12))]
+    memfit.fit(model, (batches[0],), budget="1GiB", loss_fn=lambda out: out.square().mean(), search_seconds=0.1)
+    with notices() as told:
+        assert _differing(model, plain, batches) == [] and not told
+        rounded = _differing(model, plain, batches, 0.37)
+    assert rounded and set(rounded) <= {"layer.weight", "layer.bias"}
+    assert len(told) == 1 and "layer." in told[0] and "up to rounding" in told[0]
+    assert _differing(model, plain, batches, 0.37) == []
 
 
 def test_an_input_that_other_code_uses_too_gets_its_gradient_as_in_eager() -> None:

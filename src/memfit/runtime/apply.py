@@ -38,6 +38,8 @@ from memfit.capture.shared_inputs import (
     repeated_places,
     return_each_term,
     taking_for_each_use,
+    terms_of_inputs,
+    uses_of_inputs,
 )
 from memfit.capture.tangents import GradientStrides, laid_out_as_made
 from memfit.capture.trace import Capture, device_of
@@ -188,13 +190,16 @@ def compile_planned(
 
     in_autocast = backward_in_autocast()
 
+    def named(value: Any) -> str:
+        return next((name for name, parameter in model.named_parameters() if parameter is value), "an input")
+
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         by_autograd = reached_by_autograd(gm)
         piece = CompiledPiece(in_pieces=in_pieces, autocast=in_autocast if autocast_is_on() else None)
         key = graph_key(gm) if in_pieces else ""
         cut = detach_outputs(gm, gradient_outputs) if not in_pieces or key == last_key else []
         strides = (gradient_strides or {}).get(key, {})
-        repeated = (shared or {}).get(key, {})
+        repeated, uses = (shared or {}).get(key, {}), uses_of_inputs(gm)
         taken, examples = taking_for_each_use(gm, inputs, repeated)
         by_autograd += [by_autograd[place] for place in repeated_places(repeated)]
         accumulated = accumulated_inputs(inputs) if any(p.accumulate for p in programs) else frozenset[int]()
@@ -207,6 +212,8 @@ def compile_planned(
 
         def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, turn: int, **rest: Any) -> Any:
             nonlocal digest
+            terms = terms_of_inputs(joint, num_fwd_outputs, uses)
+            piece.summed = {p: named(inputs[p]) for p in terms.keys() - repeated.keys() - accumulated}
             return_each_term(joint, num_fwd_outputs, repeated)
             piece.reached = _reached(joint, num_fwd_outputs, by_autograd)
             reading = read_joint(

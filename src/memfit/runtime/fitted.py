@@ -191,14 +191,14 @@ class Fitted:
         if planned is None:
             return False
         widened, inside = key in self.loops.widened, (key, True) in self.loops.regions
-        return (widened and planned.request.cut) or (inside and not planned.request.backward_in_autocast)
+        apart = key in self.loops.apart and bool(planned.capture.summed) and not planned.request.by_use
+        return (widened and planned.request.cut) or (inside and not planned.request.backward_in_autocast) or apart
 
     def _as_the_loop(self, key: Signature, **more: Any) -> Request:
         """The request, for what is known of the loop."""
         inside = self.request.backward_in_autocast or (key, True) in self.loops.regions
-        several = bool(self.loops.beside.get(key))
-        cut = key not in self.loops.widened
-        return replace(self.request, cut=cut, by_use=several, backward_in_autocast=inside, **more)
+        cut, by_use = key not in self.loops.widened, key in self.loops.apart
+        return replace(self.request, cut=cut, by_use=by_use, backward_in_autocast=inside, **more)
 
     def _plan_now(self, model: nn.Module, key: Signature, args: Any, kwargs: Any) -> PlannedCall | None:
         try:

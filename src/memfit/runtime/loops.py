@@ -51,6 +51,7 @@ class Loops:
         planned_beside: the same, as it was when plans were made.
         widened: signatures whose calls are planned with all outputs, as one that was cut got a gradient.
         regions: see `Pass`.
+        apart: signatures whose calls are planned with gradients use by use, as others add to them.
         differentiated_twice: signatures whose calls run plainly for that.
     """
 
@@ -59,6 +60,7 @@ class Loops:
     planned_beside: dict[Signature, Counter[Signature]] = field(default_factory=dict)
     widened: set[Signature] = field(default_factory=set)
     regions: set[tuple[Signature, bool]] = field(default_factory=set)
+    apart: set[Signature] = field(default_factory=set)
     differentiated_twice: set[Signature] = field(default_factory=set)
 
     def begin(self, key: Signature, name: str, summed: Sequence[str] = ()) -> Pass:
@@ -72,7 +74,13 @@ class Loops:
         others = in_flight(self.passes)
         if others:
             self._note(Counter([key, *(one.key for one in others)]), name, summed)
-        return Pass(key=key, refused=self.differentiated_twice, widened=self.widened, regions=self.regions)
+        return Pass(
+            key=key,
+            refused=self.differentiated_twice,
+            widened=self.widened,
+            regions=self.regions,
+            apart=self.apart,
+        )
 
     def add(self, here: Pass) -> None:
         """Counts a pass that has run and waits for its backward pass."""
@@ -99,6 +107,7 @@ class Loops:
             known = self.beside.get(key, Counter())
             if not others <= known:
                 self.beside[key] = known | others
+                self.apart.add(key)
                 log.warning(
                     "%s makes %d forward passes before a backward pass; this step may take more than the budget, the "
                     "next one is planned for as many%s",

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from memfit.capture.backward_autocast import autocast_is_on
 from memfit.errors import SecondDerivativeError
@@ -39,6 +40,7 @@ class Pass:
         widened: where the signatures of passes are noted of which a cut output got a gradient.
         regions: where the signatures of passes are noted whose backward pass ran inside an autocast region and was not
             planned so (True), or the other way round (False).
+        apart: where the signatures of passes are noted whose gradients shall be returned use by use.
         executed: how many pieces have run by the plan.
         waiting: of how many the backward pass has not run.
         strayed: whether a piece ran plainly because it was not planned.
@@ -49,6 +51,7 @@ class Pass:
     refused: set[Any] = field(default_factory=set)
     widened: set[Any] = field(default_factory=set)
     regions: set[tuple[Any, bool]] = field(default_factory=set)
+    apart: set[Any] = field(default_factory=set)
     executed: int = 0
     waiting: int = 0
     strayed: bool = False
@@ -65,6 +68,7 @@ class CompiledPiece:
         in_pieces: whether the step has other graphs as well.
         autocast: whether the backward pass is planned inside a region (True) or outside (False); None if there is none.
         settled: whether a backward pass of the loop has run in the autocast region it was planned for.
+        summed: by places among the inputs the names of those whose gradients are sums of several uses.
         whole: the graph, to recompute it where an output that was cut gets a gradient or the region is another; None
             where neither can be.
     """
@@ -74,6 +78,7 @@ class CompiledPiece:
     in_pieces: bool = False
     autocast: bool | None = None
     settled: bool = False
+    summed: Mapping[int, str] = field(default_factory=dict)
     whole: WholeGraph | None = None
 
     def told_apart(self) -> bool:
@@ -94,6 +99,7 @@ class PieceOfPass:
         arrived: gradients of cut outputs in the backward pass that runs now.
         others: gradients of other outputs, if there are such.
         otherwise: whether the backward pass that runs now is in another autocast region than planned.
+        sums: by places among the inputs where gradients lie that are sums, and their versions.
     """
 
     of: Pass
@@ -104,6 +110,40 @@ class PieceOfPass:
     arrived: dict[int, torch.Tensor] = field(default_factory=dict)
     others: dict[int, torch.Tensor] = field(default_factory=dict)
     otherwise: bool = False
+    sums: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def watch(self, operands: Sequence[Any]) -> None:
+        """Has autograd tell what gradient arrives at inputs that the graph adds up gradients for.
+
+        Where other code brings some as well, eager adds up all of them one after the other.
+        """
+        for place in self.piece.summed:
+            if not (isinstance(operands[place], torch.Tensor) and operands[place].requires_grad):
+                continue
+            edge = get_gradient_edge(operands[place])
+            handles: list[Any] = []
+            arrived = functools.partial(self._note_sum, place, edge.output_nr, handles)
+            handles.append(edge.node.register_prehook(arrived))
+
+    def note_sums(self, gradients: Sequence[Any]) -> None:
+        """Told what the graph returns to autograd."""
+        returned = {place: gradients[place] for place in self.piece.summed}
+        self.sums = {place: _identity(g) for place, g in returned.items() if isinstance(g, torch.Tensor)}
+
+    def _note_sum(self, place: int, output: int, handles: list[Any], gradients: Sequence[Any]) -> None:
+        """Told by autograd, right before it goes on from an input, the whole gradient of that."""
+        for handle in handles:
+            handle.remove()
+        mine, whole = self.sums.get(place), gradients[output]
+        alone = mine is None or not isinstance(whole, torch.Tensor) or _identity(whole) == mine
+        if alone or self.of.key is None or self.of.key in self.of.apart:
+            return
+        self.of.apart.add(self.of.key)
+        log.warning(
+            "other code adds to the gradient of %s in the same backward pass, and the plan adds up those of several "
+            "uses first: this step's is equal to the plain one up to rounding, the next step is planned use by use",
+            self.piece.summed[place],
+        )
 
     def note(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Told by autograd, right before the graph runs backward, what comes in."""
@@ -186,6 +226,7 @@ def noting_forward(
         record = PieceOfPass(here, piece)
         setattr(node, _RECORD, record)
         _refuse_second_derivatives(type(node))
+        record.watch(operands)
         if piece.told_apart():
             node.register_prehook(record.note)
         if piece.autocast is not None:
@@ -237,6 +278,11 @@ def _refuse(here: Pass, gradients: Any) -> None:
         "which runs the module's own "
         "code without a plan. From now on calls with such inputs run plainly"
     )
+
+
+def _identity(tensor: torch.Tensor) -> tuple[int, int]:
+    """What is another one where autograd has added something, in place or not."""
+    return (id(tensor), 0) if tensor.layout is not torch.strided else (tensor.data_ptr(), tensor._version)
 
 
 def _node_of(outputs: Sequence[Any], places: dict[int, int]) -> Any:
@@ -291,6 +337,7 @@ def noting_backward(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], A
             operands.clear()
             return tuple(None for _ in reached)
         results = call(operands)
+        record.note_sums(results)
         if not missing or len(results) != len(reached):
             return results
         return tuple(None if of and of <= missing else r for r, of in zip(results, reached, strict=True))
