@@ -78,3 +78,40 @@ def test_pieces_hand_over_what_the_plain_step_does(kind: str) -> None:
     for expected, found in zip(plain.parameters(), fitted.parameters(), strict=True):
         assert expected.grad is not None and found.grad is not None
         assert torch.equal(expected.grad, found.grad)
+
+
+@torch.compiler.disable
+def _turned(x: torch.Tensor) -> torch.Tensor:
+    return x.transpose(2, 3).contiguous().transpose(2, 3).sin()
+
+
+@torch.compiler.disable
+def _behind(x: torch.Tensor) -> torch.Tensor:
+    return x.transpose(1, 3).exp()
+
+
+class _CodeBehind(nn.Module):
+    """Two pieces with plain code between them, and such behind them that saves its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 7, 3, padding=1), nn.Linear(10, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _behind(self.second(_turned(torch.tanh(self.first(x)))))
+
+
+def test_reading_the_loss_leaves_code_behind_the_last_piece_its_graph() -> None:
+    """It is run backward again, for the layout in which the gradient of the last piece comes: a bias's is its sum."""
+    torch.manual_seed(0)
+    model, x = _CodeBehind(), torch.randn(4, 3, 9, 10)
+    plain = copy.deepcopy(model)
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        return (output * torch.linspace(0.1, 1.0, output.numel()).view(output.shape)).square().mean()
+
+    memfit.fit(model, (x,), budget="1GiB", loss_fn=loss, search_seconds=0.1)
+    for each in (model, plain):
+        loss(each(x)).backward()
+    for (name, p), (_, q) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad), name
