@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +27,9 @@ __all__ = ["BAD", "CRASH", "FAILURES", "OK", "Plain", "compare", "plain_run"]
 OK, NO_FIT, REFUSED, BAD, CRASH = "ok", "no fit", "refused", "BAD", "CRASH"
 FAILURES = (BAD, CRASH, "SLOW")
 TURNS = 3
+_OVER = "takes more than its budget"
+"""How memfit begins to tell that several passes, or inputs of another size, do not fit."""
+
 _MOST_PLANNED_AGAIN = 5
 """A model that takes another way each time is planned again so often at most."""
 
@@ -109,6 +114,27 @@ def compare(recipe: Recipe, plain: Plain, share: float, *, search_seconds: float
     return row
 
 
+class _Noting(logging.Handler):
+    def __init__(self, texts: list[str]) -> None:
+        super().__init__(logging.WARNING)
+        self.texts = texts
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+@contextmanager
+def _notices() -> Iterator[list[str]]:
+    """What memfit tells meanwhile."""
+    texts: list[str] = []
+    handler = _Noting(texts)
+    logging.getLogger("memfit").addHandler(handler)
+    try:
+        yield texts
+    finally:
+        logging.getLogger("memfit").removeHandler(handler)
+
+
 def _live_bytes(case: Case) -> int:
     """The peak of a turn in which nothing is planned: what planning itself takes on a host is not the step's."""
     for number in range(TURNS, TURNS + _MOST_PLANNED_AGAIN):
@@ -142,12 +168,15 @@ def _compared(recipe: Recipe, plain: Plain, share: float, problems: list[str], s
     }
     if recipe.mode.hooks:
         register(case, log, fitted=True)
-    for number, expected in enumerate(plain.turns):
-        found = turn(case, number)
-        problems += [f"turn {number}: {line}" for line in _different(expected, found, recipe.mode)]
+    with _notices() as told:
+        for number, expected in enumerate(plain.turns):
+            found = turn(case, number)
+            problems += [f"turn {number}: {line}" for line in _different(expected, found, recipe.mode)]
     if _in_order(log) != _in_order(plain.log):
         problems.append(f"hooks ran otherwise: {_told(plain.log, log)}")
     row["live_bytes"] = live = _live_bytes(case) + kept
+    if live > budget + _OF_THE_LOOP_BYTES and any(_OVER in text for text in told):
+        return row | {"status": NO_FIT, "least_bytes": live}  # in the middle of training it is told, not raised
     if live > budget + _OF_THE_LOOP_BYTES:
         problems.append(f"over the budget by {100 * (live / budget - 1):.1f} % ({live} of {budget} bytes)")
     return row | {"status": OK}
