@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+from torch import nn
 
+import memfit
 from memfit.capture.batch_norm import parts_of, takes_channels
 from memfit.capture.costs import _check_hollow
 from memfit.capture.parts import call_in_parts
@@ -144,3 +148,36 @@ def test_numbers_in_place_have_the_bits_of_numbers_in_half_precision() -> None:
         for op in (torch.ops.aten.mul.Scalar, torch.ops.aten.div.Scalar):
             for number in (1.1283791670955126, 0.7, 1 / 3):
                 assert torch.equal(IN_PLACE[op][0](data.clone(), number), op(data, number)), (op, number)
+
+
+class _Polar(nn.Module):
+    """The gradient of a complex product is a product with a conjugate, which is a view until it is read."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.mapped, self.kind = nn.Linear(6, 6), kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pairs = self.mapped(x).unflatten(-1, (-1, 2)).contiguous()
+        if self.kind == "polar":
+            return torch.view_as_real(torch.polar(pairs[..., 1].abs() + 0.1, pairs[..., 0])).flatten(-2)
+        z = torch.view_as_complex(pairs)
+        made = {
+            "product": z.conj() * z.sin(),
+            "sum": z.conj() + z.exp(),
+            "negative": torch.complex(z.real, z.conj().imag),
+        }
+        return torch.view_as_real(made[self.kind] * 1.5).flatten(-2)
+
+
+@pytest.mark.parametrize("kind", ["polar", "product", "sum", "negative"])
+@pytest.mark.parametrize("middle", [False, True])
+def test_nothing_is_written_over_a_conjugate(kind: str, middle: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(_Polar(kind), *([nn.Tanh(), _Polar(kind)] if middle else []))
+    plain, x = copy.deepcopy(model), torch.randn(5, 6)
+    memfit.fit(model, (x,), budget="1GiB", loss_fn=lambda out: out.square().mean(), search_seconds=0.1)
+    for each in (model, plain):
+        each(x).square().mean().backward()
+    for (name, p), (_, q) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad), name

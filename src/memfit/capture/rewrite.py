@@ -437,5 +437,6 @@ def _may_overwrite(
         and value.shape == result.shape
         and value.stride() == result.stride()
         and value.dtype == result.dtype
+        and not (value.is_conj() or value.is_neg())  # what is written so holds the conjugate, and says so
         and storages[storage].nbytes == storages[written].nbytes
     )
