@@ -202,7 +202,7 @@ def _capture(
 
         def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **rest: Any) -> Any:
             found = {} if gathered() else terms_of_inputs(joint, num_fwd_outputs, uses)
-            terms.update({place: number for place, number in found.items() if place not in accumulated})
+            terms.update({place: number for place, number in found.items() if place not in without})
             return_each_term(joint, num_fwd_outputs, repeated)
             of_inputs.update(strides_of_input_gradients(joint.graph))
             halves = default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **rest)
@@ -216,6 +216,7 @@ def _capture(
 
         accumulated = accumulated_inputs(inputs) if accumulate else frozenset[int]()
         casts = cast_once(gm, inputs)
+        without = accumulated | frozenset(casts)  # eager adds up gradients of a cast weight before it casts them back
         key = graph_key(gm)
         if fake and any(isinstance(node.meta.get("example_value"), _NUMBERS) for node in gm.graph.nodes):
             raise UnplannableGraphError("a number is read from a tensor")  # in a graph it would round as a tensor does

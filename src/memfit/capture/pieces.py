@@ -15,7 +15,7 @@ from memfit.capture.loss import LossReading
 from memfit.capture.plain_parts import NOTHING_PLAIN, PlainParts
 from memfit.capture.reading import JointReading
 from memfit.capture.sharded import Gathered
-from memfit.capture.shared_inputs import SharedInputs, cheap_terms, shared_inputs
+from memfit.capture.shared_inputs import SharedInputs, shared_inputs
 from memfit.capture.tangents import GradientStrides, Strides, layouts_between
 
 __all__ = ["Piece", "Pieces", "gradient_strides_of", "inputs_shared_in", "tensors_in"]
@@ -121,7 +121,7 @@ def _receiving(piece: Piece) -> dict[int, torch.Tensor | GradientEdge]:
 
 
 def inputs_shared_in(pieces: Pieces, *, by_use: bool) -> SharedInputs:
-    """Which inputs with several uses graphs shall take once for each: where later code uses them too, and cheap ones.
+    """Which inputs with several uses graphs shall take once for each: where later code uses them too.
 
     Args:
         pieces: as captured.
@@ -132,9 +132,8 @@ def inputs_shared_in(pieces: Pieces, *, by_use: bool) -> SharedInputs:
     handed = [(p.key, p.handed, p.terms) for p in pieces.pieces if p.handed.node is not None]
     shared = {key: dict(of_graph) for key, of_graph in shared_inputs(handed, pieces.receivers()).items()}
     for piece in pieces.pieces:
-        chosen = piece.terms if by_use else cheap_terms(piece.terms, piece.inputs)
-        if chosen:
-            shared[piece.key] = shared.get(piece.key, {}) | dict(chosen)
+        if by_use and piece.terms:
+            shared[piece.key] = shared.get(piece.key, {}) | dict(piece.terms)
     return shared
 
 

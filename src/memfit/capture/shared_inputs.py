@@ -8,9 +8,9 @@ the gradient that later code brought: c + (b + a) in place of (c + b) + a, which
 the engine adds up what comes along them in their order, which is eager's. Nothing in the graph uses the repeated
 inputs; the sum that AOTAutograd traced is taken apart, and each of its terms is the gradient of one of them.
 AOTAutograd marks the additions of the engine, and Dynamo's fake tensors tell how many there are. Terms take more memory
-than their sum, as each of them lives until the piece has run backward. So where no later code of the module uses an
-input, only those with two uses are taken apart, or with little memory: code that memfit does not see may use them,
-another pass of the module or a penalty on its parameters. Once a loop is seen to make several passes, all are.
+than their sum, as each of them lives until the piece has run backward, so where no later code of the module uses an
+input its sum stays. Code that memfit does not see may use it: another pass of the module, or a penalty on its
+parameters. Once a loop is seen to do so (`memfit.runtime.passes`), all are taken apart.
 
 Known limits: an input that the graph writes over keeps its sum, and so does one that is used inside a higher-order
 call, whose uses cannot be counted. The proof compares the bits.
@@ -34,7 +34,6 @@ from memfit.capture.joint_storages import written_inputs
 __all__ = [
     "SharedInputs",
     "calling_with_each_once",
-    "cheap_terms",
     "repeated_places",
     "return_each_term",
     "shared_inputs",
@@ -45,12 +44,6 @@ __all__ = [
 
 SharedInputs = Mapping[str, Mapping[int, int]]
 """By the keys of graphs, and by places among their inputs, how often an input is taken."""
-
-_TWO = 2
-"""The two terms of a sum are there together anyway, when it is made."""
-
-_SMALL = 0.05
-"""Terms may take so much of what all inputs take."""
 
 _Place = tuple[Any, int]
 """Where autograd adds up a gradient: a node of its and which of its outputs, or a leaf."""
@@ -167,27 +160,6 @@ def shared_inputs(
             if where in returned or any(when > handed.node._sequence_nr() for when in used.get(where, ())):
                 shared.setdefault(key, {})[place] = terms[place]
     return shared
-
-
-def cheap_terms(terms: Mapping[int, int], inputs: Sequence[Any]) -> dict[int, int]:
-    """Of the inputs with several uses those whose gradients take little more memory one by one.
-
-    Args:
-        terms: of a graph, see `terms_of_inputs`.
-        inputs: of that graph, whose memory is the measure.
-    """
-    room = _SMALL * sum(_bytes(value) for value in inputs)
-    found = {}
-    for place, times in sorted(terms.items(), key=lambda item: (item[1] - 1) * _bytes(inputs[item[0]])):
-        more = (times - 1) * _bytes(inputs[place])
-        if times == _TWO or more <= room:
-            found[place] = times
-            room -= more
-    return dict(sorted(found.items()))
-
-
-def _bytes(value: Any) -> int:
-    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
 
 
 def _another(example: torch.Tensor) -> torch.Tensor:

@@ -201,6 +201,7 @@ def compile_planned(
         strides = (gradient_strides or {}).get(key, {})
         repeated, uses = (shared or {}).get(key, {}), uses_of_inputs(gm)
         taken, examples = taking_for_each_use(gm, inputs, repeated)
+        piece.repeated = len(repeated_places(repeated))
         by_autograd += [by_autograd[place] for place in repeated_places(repeated)]
         accumulated = accumulated_inputs(inputs) if any(p.accumulate for p in programs) else frozenset[int]()
         casts = cast_once(gm, inputs)
@@ -213,7 +214,9 @@ def compile_planned(
         def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, turn: int, **rest: Any) -> Any:
             nonlocal digest
             terms = terms_of_inputs(joint, num_fwd_outputs, uses)
-            piece.summed = {p: named(inputs[p]) for p in terms.keys() - repeated.keys() - accumulated}
+            piece.summed = {
+                p: named(inputs[p]) for p in terms.keys() - repeated.keys() - accumulated - frozenset(casts)
+            }
             return_each_term(joint, num_fwd_outputs, repeated)
             piece.reached = _reached(joint, num_fwd_outputs, by_autograd)
             reading = read_joint(

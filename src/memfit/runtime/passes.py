@@ -68,6 +68,7 @@ class CompiledPiece:
         in_pieces: whether the step has other graphs as well.
         autocast: whether the backward pass is planned inside a region (True) or outside (False); None if there is none.
         settled: whether a backward pass of the loop has run in the autocast region it was planned for.
+        repeated: how many inputs it takes once more, for another use; recomputed, the first brings the whole gradient.
         summed: by places among the inputs the names of those whose gradients are sums of several uses.
         whole: the graph, to recompute it where an output that was cut gets a gradient or the region is another; None
             where neither can be.
@@ -78,6 +79,7 @@ class CompiledPiece:
     in_pieces: bool = False
     autocast: bool | None = None
     settled: bool = False
+    repeated: int = 0
     summed: Mapping[int, str] = field(default_factory=dict)
     whole: WholeGraph | None = None
 
@@ -327,7 +329,7 @@ def noting_backward(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], A
         kept = torch._C._autograd._get_current_graph_task_keep_graph()
         if record.arrived or record.otherwise:
             operands.clear()
-            gradients = record.recompute()
+            gradients = record.recompute() + (None,) * record.piece.repeated
             record.begun = record.begun if kept else None
             return gradients
         record.begun = record.begun if kept else None
