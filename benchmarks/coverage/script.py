@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = [
@@ -103,17 +104,21 @@ def loss_of(output: Any) -> torch.Tensor:
 
 
 def results(model: nn.Module, **more: Any) -> Results:
-    """Gradients, parameters, buffers, the random state, and whatever else is given; copied by who gets it."""
-    found = {name: leaf for name, value in more.items() for name, leaf in _leaves(name, value)}
-    for name, parameter in model.named_parameters():
-        found[f"parameter {name}"] = parameter
-        if parameter.grad is not None:
-            found[f"gradient {name}"] = parameter.grad
-    found.update((f"buffer {name}", buffer) for name, buffer in model.named_buffers())
-    found["random state"] = torch.get_rng_state()
-    if torch.cuda.is_initialized():
-        found["random state on the device"] = torch.cuda.get_rng_state()
-    return {name: tensor.detach() for name, tensor in found.items()}
+    """Gradients, parameters, buffers, the random state, and whatever else is given; copied by who gets it.
+
+    What this makes itself is not the step's memory, so no mode that counts sees it.
+    """
+    with _disable_current_modes():
+        found = {name: leaf for name, value in more.items() for name, leaf in _leaves(name, value)}
+        for name, parameter in model.named_parameters():
+            found[f"parameter {name}"] = parameter
+            if parameter.grad is not None:
+                found[f"gradient {name}"] = parameter.grad
+        found.update((f"buffer {name}", buffer) for name, buffer in model.named_buffers())
+        found["random state"] = torch.get_rng_state()
+        if torch.cuda.is_initialized():
+            found["random state on the device"] = torch.cuda.get_rng_state()
+        return {name: tensor.detach() for name, tensor in found.items()}
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
