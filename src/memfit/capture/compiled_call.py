@@ -20,6 +20,7 @@ from memfit.capture.checkpoints import without_checkpoints
 from memfit.capture.constant_branches import constant_branches
 from memfit.capture.eager_answers import eager_answers
 from memfit.capture.log_calls import logs_left_out
+from memfit.capture.marked_tensors import marks_left_out
 from memfit.capture.one_graph import OneGraph
 from memfit.capture.own_calls import own_call
 from memfit.capture.plain_parts import NOTHING_PLAIN, PlainParts
@@ -64,7 +65,9 @@ def compile_call(
     # Dynamo would run them plainly, without a plan and over the budget, and say nothing.
     limits = {"recompile_limit": _MOST_PLANS, "accumulated_recompile_limit": _MOST_PLANS}
     # By default Dynamo looks at hooks once: those registered or removed later would not be noticed.
-    options = limits | logs_left_out() | {"skip_nnmodule_hook_guards": False}
+    # And random numbers of NumPy it would draw from torch's generator; with the last option the graph breaks there.
+    own_random = {"use_numpy_random_stream": True}
+    options = limits | logs_left_out() | own_random | {"skip_nnmodule_hook_guards": False}
 
     def run(*args: Any, **kwargs: Any) -> Any:
         around = without_checkpoints() if replaced and in_pieces else contextlib.nullcontext()
@@ -75,6 +78,7 @@ def compile_call(
             around,
             eager_answers(),
             constant_branches(),
+            marks_left_out(),
         ):
             return compiled(*args, **kwargs)
 
