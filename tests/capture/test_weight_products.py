@@ -87,10 +87,9 @@ def test_a_product_that_would_be_less_exact_is_none() -> None:
 def test_in_tiles_a_convolution_stays_whole() -> None:
     """Slices of its weight gradient are added to each other, so nothing is gained by making it alone."""
     model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Tanh(), nn.Conv2d(8, 4, 1))
-    for grid, calls in (((), 3), ((2, 1, 1), 2)):
+    for grid, sums in (((), 2), ((2, 1, 1), 0)):  # a bias has a sum of its own where the weight has a product
         capture = capture_step(model, (torch.randn(4, 3, 8, 8),), {}, grid=grid, accumulate=Accumulate.AS_MADE)
-        made = [op.target for op in capture.graph.ops if op.target.endswith("convolution_backward.default")]
-        assert len(made) == calls, grid
+        assert [op.target for op in capture.graph.ops].count("aten.sum.dim_IntList") == sums, grid
 
 
 def test_such_a_product_is_timed_as_it_runs() -> None:

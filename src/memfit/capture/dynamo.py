@@ -28,7 +28,14 @@ from memfit.capture.adding import Accumulate
 from memfit.capture.between_pieces import Handed, handed_over, has_tensor_hooks, without_tensor_hooks
 from memfit.capture.checkpoints import refusing_checkpoints, without_checkpoints
 from memfit.capture.compiled_call import compile_call
-from memfit.capture.dynamo_graph import accumulated_inputs, detach_outputs, graph_key, in_place_nodes, outputs_of
+from memfit.capture.dynamo_graph import (
+    accumulated_inputs,
+    detach_outputs,
+    graph_key,
+    in_place_nodes,
+    outputs_of,
+    returned_inputs,
+)
 from memfit.capture.eager_autocast import cast_once
 from memfit.capture.eager_kernels import as_in_eager
 from memfit.capture.failures import explained, nothing_captured, quiet
@@ -40,6 +47,7 @@ from memfit.capture.pieces import Piece, Pieces, gradient_strides_of, inputs_sha
 from memfit.capture.plain_parts import NOTHING_PLAIN, PlainParts, UnplannableGraphError, find_plain_parts
 from memfit.capture.preserve import preserved
 from memfit.capture.reading import JointReading
+from memfit.capture.returned_views import calling_after, returned_views_first
 from memfit.capture.sharded import gathering, is_sharded
 from memfit.capture.shared_inputs import (
     SharedInputs,
@@ -196,6 +204,7 @@ def _capture(
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         name_modules(gm.graph, model)
+        gm, inputs, views = returned_views_first(gm, inputs)
         readings: list[JointReading] = []
         of_inputs: dict[int, Strides | None] = {}
         terms: dict[int, int] = {}
@@ -236,19 +245,20 @@ def _capture(
             if fake:
                 raise
             log.warning("%s: the graph around it runs as plain code", error)
-            return gm.forward
+            return calling_after(views, gm.forward)
         if not readings:
             if fake:
                 raise CaptureError(
                     f"no gradient reaches a parameter or an input of {type(model).__name__}, so there is nothing "
                     "to train: is everything frozen, under no_grad, or detached, in the model or in loss_fn?"
                 )
-            return gm.forward
+            return calling_after(views, gm.forward)
 
         lying = strides_of_outputs(readings[0].module.graph)
 
         def run(*real_inputs: Any) -> tuple[Any, ...]:
             units = gathered()
+            real_inputs = (*real_inputs, *views(*real_inputs))
             operands = (*real_inputs, *(real_inputs[place] for place in repeated_places(repeated)))
             if fake:
                 handed = Handed(outputs=tuple(_twin(r, fake_mode, lying.get(p)) for p, r in enumerate(results)))
@@ -264,6 +274,7 @@ def _capture(
                     gathered=units,
                     key="" if fake else key,
                     terms=terms,
+                    returned=returned_inputs(gm),
                 )
             )
             return handed.outputs

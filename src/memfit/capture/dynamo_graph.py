@@ -19,6 +19,7 @@ __all__ = [
     "in_place_nodes",
     "is_in_place",
     "outputs_of",
+    "returned_inputs",
 ]
 
 
@@ -108,3 +109,9 @@ def outputs_of(gm: fx.GraphModule) -> list[Any]:
     """The nodes and constants that the graph returns."""
     (output,) = gm.graph.find_nodes(op="output")
     return list(output.args[0])
+
+
+def returned_inputs(gm: fx.GraphModule) -> frozenset[int]:
+    """Places of the inputs that the graph returns as they are."""
+    results = outputs_of(gm)
+    return frozenset(place for place, node in enumerate(gm.graph.find_nodes(op="placeholder")) if node in results)

@@ -32,6 +32,7 @@ class Piece:
         gathered: the units of a sharded module that were gathered while it ran.
         key: of the graph it was made from (`memfit.capture.dynamo_graph.graph_key`); empty for the only one.
         terms: by inputs of how many terms their gradients are sums, where these are several.
+        returned: places of the inputs that it returns.
     """
 
     reading: JointReading
@@ -40,6 +41,7 @@ class Piece:
     gathered: tuple[Gathered, ...] = ()
     key: str = ""
     terms: Mapping[int, int] = field(default_factory=dict)
+    returned: frozenset[int] = frozenset()
 
     @property
     def outputs(self) -> tuple[Any, ...]:
@@ -131,10 +133,23 @@ def inputs_shared_in(pieces: Pieces, *, by_use: bool) -> SharedInputs:
         return {}
     handed = [(p.key, p.handed, p.terms) for p in pieces.pieces if p.handed.node is not None]
     shared = {key: dict(of_graph) for key, of_graph in shared_inputs(handed, pieces.receivers()).items()}
+    returned = _receiving_ids(pieces)
     for piece in pieces.pieces:
-        if by_use and piece.terms:
-            shared[piece.key] = shared.get(piece.key, {}) | dict(piece.terms)
+        terms = {p: n for p, n in piece.terms.items() if by_use or _is_returned(piece, p, returned)}
+        if terms:
+            shared[piece.key] = shared.get(piece.key, {}) | terms
     return shared
+
+
+def _receiving_ids(pieces: Pieces) -> set[int]:
+    """Of the tensors that the module returned and the loss uses."""
+    receives = () if pieces.loss is None else pieces.loss.receives_gradient
+    return {id(tensor) for tensor, does in zip(pieces.receivers(), receives, strict=False) if does}
+
+
+def _is_returned(piece: Piece, place: int, returned: set[int]) -> bool:
+    """Whether the only piece returns an input, or the module does; of several pieces the autograd graph tells."""
+    return piece.handed.node is None and (place in piece.returned or id(piece.inputs[place]) in returned)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

@@ -37,6 +37,7 @@ __all__ = [
     "repeated_places",
     "return_each_term",
     "shared_inputs",
+    "static_example",
     "taking_for_each_use",
     "terms_of_inputs",
     "uses_of_inputs",
@@ -113,7 +114,7 @@ def taking_for_each_use(
     examples = list(inputs)
     for number, place in enumerate(repeated_places(repeated)):
         graph.placeholder(f"{placeholders[place].name}_again_{number}")
-        examples.append(_another(inputs[place]))
+        examples.append(static_example(inputs[place]))
     for node in gm.graph.nodes:
         if node.op != "placeholder":
             copied[node] = graph.node_copy(node, copied.__getitem__)
@@ -162,14 +163,17 @@ def shared_inputs(
     return shared
 
 
-def _another(example: torch.Tensor) -> torch.Tensor:
-    """An example of an input that is not another one, as AOTAutograd takes a tensor that comes twice as one input."""
+def static_example(example: torch.Tensor) -> torch.Tensor:
+    """A leaf like a tensor, as an example of another input; its shape is static, as those of Dynamo's inputs are.
+
+    AOTAutograd takes a tensor that comes twice as one input, and shapes of tensors that it meets first as dynamic.
+    """
     other = example.detach().requires_grad_()
     context = TracingContext.try_get()
     mode = None if context is None else context.fake_mode
     if mode is None or isinstance(other, FakeTensor):
         return other
-    return mode.from_tensor(other, static_shapes=True)  # Dynamo's inputs have static shapes, it would be given others
+    return mode.from_tensor(other, static_shapes=True)
 
 
 def _terms(gradient: fx.Node, most: int) -> list[fx.Node]:

@@ -32,6 +32,7 @@ from memfit.capture.eager_kernels import as_in_eager
 from memfit.capture.failures import user_line
 from memfit.capture.joint import read_joint
 from memfit.capture.plain_parts import NOTHING_PLAIN, PlainParts, UnplannableGraphError
+from memfit.capture.returned_views import calling_after, returned_views_first
 from memfit.capture.shared_inputs import (
     SharedInputs,
     calling_with_each_once,
@@ -194,6 +195,7 @@ def compile_planned(
         return next((name for name, parameter in model.named_parameters() if parameter is value), "an input")
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        gm, inputs, views = returned_views_first(gm, inputs)
         by_autograd = reached_by_autograd(gm)
         piece = CompiledPiece(in_pieces=in_pieces, autocast=in_autocast if autocast_is_on() else None)
         key = graph_key(gm) if in_pieces else ""
@@ -263,20 +265,20 @@ def compile_planned(
             with planning_backward(in_autocast=in_autocast), as_in_eager(), laid_out_as_made(strides):
                 call = aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=split)(taken, examples)
             call = calling_with_each_once(call, repeated)
-            return noting_forward(call, piece, _PASS.get) if digest else call
+            return calling_after(views, noting_forward(call, piece, _PASS.get) if digest else call)
 
         try:
             first = compiled(0)
         except _StrayGraphError:
             attach_outputs(gm, cut)
-            return _plainly(gm)
+            return calling_after(views, _plainly(gm))
         except UnplannableGraphError as error:
             if not in_pieces:
                 raise
             log.warning(
                 "a graph of the model that was not planned runs as plain code (%s): %s", error, "; ".join(plain.reasons)
             )
-            return gm.forward
+            return calling_after(views, gm.forward)
         turns = len(of_graph.get(digest, ()))
         if turns < 2:
             return first
