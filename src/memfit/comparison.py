@@ -237,7 +237,7 @@ class _Bench:
         call: Callable[..., Any] = self.model
         if plan is not None:
             assert plan.planned is not None
-            call = compile_program(self.model, plan.planned.capture, plan.program, describe=plan.__str__)
+            call = compile_program(self.model, plan.planned.capture, plan.program, describe=plan.words())
         loss_fn, optimizer = self.request.loss_fn, self.request.whole_optimizer
         return training_step(call, self.model, self.args, self.kwargs, loss_fn=loss_fn, optimizer=optimizer)
 

@@ -282,7 +282,7 @@ def prove(
             assert plan.planned is not None
             if progress is not None:
                 progress("prove", attempt, _PROVING_RUNS)
-            call = compile_program(model, plan.planned.capture, plan.program, describe=plan.__str__)
+            call = compile_program(model, plan.planned.capture, plan.program, describe=plan.words())
             found = step.result(call)  # compiles
             rounding = plan.is_tiled or request.exact == "rounding"
             proof = compare(step, call, plain, found, rounding=rounding, seconds=seconds) if plain is not None else None

@@ -7,8 +7,8 @@ call: the step is captured again, and a step that differs from the planned one i
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from memfit.planner.activations import count_activations
@@ -146,6 +146,13 @@ class Plan:
         means += ", in slices, gradients up to rounding" if self.is_tiled else ""
         means += f"; {self.proof}" if self.proof is not None and not self.proof.is_exact else ""
         return f"{'Fits' if self.fits else 'Does not fit'}: {peaks}; {time} ({means})."
+
+    def words(self) -> Callable[[], str]:
+        """Tells the plan as `str` does, without keeping its loss and its optimizer, and so the model, alive."""
+        if self.planned is None:
+            return self.__str__
+        request = replace(self.planned.request, loss_fn=None, optimizer=None)
+        return replace(self, planned=replace(self.planned, request=request, call=None)).__str__
 
     def __str__(self) -> str:
         """The plan as pseudo-code."""

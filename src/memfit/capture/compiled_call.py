@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
+from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo.external_utils import wrap_inline
 
 from memfit.capture.checkpoints import without_checkpoints
@@ -53,11 +55,15 @@ def compile_call(
         return impl(*args, **kwargs)
 
     # Dynamo caches by code object; a copy keeps fitted models from sharing one cache and its size limit.
-    own = types.FunctionType(call.__code__.replace(co_name=_CALL), call.__globals__, _CALL, None, call.__closure__)
-    compiled: Callable[..., Any] = torch.compile(own, backend=backend, fullgraph=fullgraph, dynamic=False)
+    code = call.__code__.replace(co_name=_CALL)
+    own = types.FunctionType(code, call.__globals__, _CALL, None, call.__closure__)
+    vars(own)["backend"] = backend
+    # Dynamo's table of what it compiled and its cache keep each other alive, and with them the plan.
+    weakref.finalize(own, reset_code, code).atexit = False
+    compiled: Callable[..., Any] = torch.compile(own, backend=_weakly(backend), fullgraph=fullgraph, dynamic=False)
     forwards = _forwards_of_torch(model) if in_pieces else []
-    names = dict(model.named_modules())
-    left = [names[name] for name in sorted(plain.modules) if name in names]
+    modules = dict(model.named_modules())
+    left = [modules[name] for name in sorted(plain.modules) if name in modules]
     forwards += [(vars(m), torch._dynamo.disable(m.forward)) for m in left]
     if plain.only_children:
         forwards.append((vars(model), torch._dynamo.disable(model.forward, recursive=False)))
@@ -83,6 +89,18 @@ def compile_call(
             return compiled(*args, **kwargs)
 
     return run
+
+
+def _weakly(backend: Callable[..., Any]) -> Callable[..., Any]:
+    """The same backend, which is freed although Dynamo keeps all backends, and with it the model."""
+    held = weakref.ref(backend)
+
+    def weak(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        alive = held()
+        assert alive is not None, "the compiled function holds it"
+        return alive(gm, inputs)
+
+    return weak
 
 
 def call_has_begun() -> bool:

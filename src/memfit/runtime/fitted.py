@@ -292,7 +292,7 @@ class Fitted:
         call = plan.planned.call
         if call is None:
             with planning_backward(in_autocast=plan.planned.request.backward_in_autocast):
-                call = compile_program(model, plan.planned.capture, plan.program, describe=plan.__str__)
+                call = compile_program(model, plan.planned.capture, plan.program, describe=plan.words())
         self.plans[key] = self.latest = replace(plan, planned=replace(plan.planned, call=None))
         self.calls[key] = call
         self.stale.discard(key)
