@@ -21,6 +21,7 @@ from torch._dynamo.external_utils import wrap_inline
 from memfit.capture.checkpoints import without_checkpoints
 from memfit.capture.constant_branches import constant_branches
 from memfit.capture.eager_answers import eager_answers
+from memfit.capture.fake_kernels import rules_of_kernels
 from memfit.capture.log_calls import logs_left_out
 from memfit.capture.marked_tensors import marks_left_out
 from memfit.capture.one_graph import OneGraph
@@ -85,6 +86,7 @@ def compile_call(
             eager_answers(),
             constant_branches(),
             marks_left_out(),
+            rules_of_kernels(),
         ):
             return compiled(*args, **kwargs)
 
