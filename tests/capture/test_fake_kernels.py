@@ -64,8 +64,9 @@ def test_experts_are_planned(dtype: torch.dtype, told: list[str]) -> None:
     def loss_of(output: Tensor) -> Tensor:
         return output.square().mean()
 
-    least = memfit.estimate(copy.deepcopy(plain), (x,), loss_fn=loss_of).least
-    memfit.fit(fitted, (x,), budget=least, loss_fn=loss_of, search_seconds=0.2)
+    with pytest.raises(memfit.BudgetError) as least:
+        memfit.fit(fitted, (x,), budget="1KiB", loss_fn=loss_of, search_seconds=0.2)
+    memfit.fit(fitted, (x,), budget=least.value.least_bytes, loss_fn=loss_of, search_seconds=0.2)
     for step in range(2):
         for model in (plain, fitted):
             model.zero_grad()
