@@ -27,6 +27,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from memfit.bits import max_difference, same_bits
+from memfit.capture.autograd_graph import leaves_behind
 from memfit.capture.backward_autocast import backward_region
 from memfit.capture.inputs import DetachedInputs
 from memfit.capture.loss import LossFunction, scalar_loss
@@ -199,7 +200,7 @@ class ProvingStep:
     def _own_leaves(self, foreign: list[torch.Tensor]) -> list[torch.Tensor]:
         """The leaves that may receive gradients: the model's own, and those at which no graph of the caller starts."""
         ours = {id(t) for t in (*self.model.parameters(), *self.inputs.leaves)}
-        theirs = _leaves_of(foreign) - ours
+        theirs = leaves_behind(foreign) - ours
         return [t for t in self._receiving() if t.requires_grad and id(t) not in theirs]
 
 
@@ -331,20 +332,3 @@ def _dropped(tensor: torch.Tensor) -> None:
 
 def _refused(_: None) -> torch.Tensor:
     raise RuntimeError("the forward pass alone was run, and something differentiates it")
-
-
-def _leaves_of(tensors: list[torch.Tensor]) -> set[int]:
-    """Ids of the leaves that tensors were made of."""
-    found: set[int] = set()
-    seen: set[Any] = set()
-    stack: list[Any] = [t.grad_fn for t in tensors]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            found.add(id(leaf))
-        stack.extend(following for following, _ in node.next_functions)
-    return found

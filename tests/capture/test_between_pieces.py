@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import memfit
+from memfit.capture.trace import capture_step
 
 
 class _Halve(torch.autograd.Function):
@@ -115,3 +116,36 @@ def test_reading_the_loss_leaves_code_behind_the_last_piece_its_graph() -> None:
         loss(each(x)).backward()
     for (name, p), (_, q) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
         assert torch.equal(p.grad, q.grad), name
+
+
+class PartlyUsed(nn.Module):
+    """A part that no output reaches, one that plain code runs, and one whose penalty is in the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.unused, self.penalized = nn.Linear(8, 8), nn.Linear(64, 64), nn.Linear(32, 32)
+        self.scale = nn.Parameter(torch.ones(16, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).tanh()
+        torch._dynamo.graph_break()
+        return plainly(hidden, self.scale).exp()
+
+
+@torch.compiler.disable
+def plainly(x: Tensor, scale: Tensor) -> Tensor:
+    return (x[:, None] * scale).sum(1)
+
+
+def test_only_gradients_that_come_are_counted() -> None:
+    def loss_of(output: Tensor) -> Tensor:
+        penalty = sum((p.square().sum() for p in model.penalized.parameters()), torch.zeros(()))
+        return output.square().mean() + penalty
+
+    model, x = PartlyUsed(), torch.randn(4, 8)
+    penalized = 4 * sum(p.numel() for p in model.penalized.parameters())
+    scale = 4 * model.scale.numel()
+    bare = capture_step(model, (x,), {}, loss_fn=lambda output: output.square().mean()).between_bytes
+    whole = capture_step(model, (x,), {}, loss_fn=loss_of).between_bytes
+    assert whole == bare + penalized
+    assert scale <= bare < scale + 4 * 4 * 16 * 8 * 2

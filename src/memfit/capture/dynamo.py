@@ -70,6 +70,8 @@ __all__ = ["capture_pieces", "first_lines"]
 
 log = logging.getLogger(__name__)
 
+_Read = Callable[[Pieces, Callable[[], None]], LossReading]
+
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -87,7 +89,7 @@ def capture_pieces(
     last_key: str | None = None,
     accumulate: Accumulate | None = None,
     checkpointing: str = "refuse",
-    read: Callable[[Pieces, Callable[[], None]], LossReading] | None = None,
+    read: _Read | None = None,
 ) -> Pieces:
     """Captures the training step of `model(*args, **kwargs)`. Changes nothing.
 
@@ -145,7 +147,7 @@ def capture_pieces(
     with preserved(model, args, kwargs), around:
         plain = find_plain_parts(model, args, kwargs)
     try:
-        pieces, between_bytes = _in_pieces(model, args, kwargs, captured, plain)
+        pieces, between_bytes = _in_pieces(model, args, kwargs, captured, plain, read)
     except MemfitError:
         raise
     except (torch._dynamo.exc.TorchDynamoException, RuntimeError, LookupError, TypeError, AssertionError) as error:
@@ -153,7 +155,7 @@ def capture_pieces(
         log.info("capturing only what the model's forward pass calls: %s", first_lines(str(error)))
         failure, plain = error, replace(plain, only_children=True)
         try:
-            pieces, between_bytes = _in_pieces(model, args, kwargs, captured, plain)
+            pieces, between_bytes = _in_pieces(model, args, kwargs, captured, plain, read)
         except torch._dynamo.exc.TorchDynamoException as second:
             raise explained(second, model) from second
     if not pieces.pieces:
@@ -166,17 +168,30 @@ def capture_pieces(
 
 
 def _in_pieces(
-    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], captured: Callable[..., Pieces], plain: PlainParts
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    captured: Callable[..., Pieces],
+    plain: PlainParts,
+    read: _Read | None,
 ) -> tuple[Pieces, int]:
     """The pieces, one after the other, and what plain autograd saves for the code between them."""
+    live: list[int] = []
+
+    def counted(pieces: Pieces, take_back: Callable[[], None]) -> LossReading:
+        live.append(counter.live)  # reading the loss makes copies of what it closes over
+        assert read is not None
+        return read(pieces, take_back)
+
     with preserved(model, args, kwargs), LiveBytes() as counter, quiet():
-        pieces = captured(fake=False, take_back=lambda: None, plain=plain)
+        pieces = captured(fake=False, take_back=lambda: None, plain=plain, read=read and counted)
+        live.append(counter.live)
         returned = {
             t.untyped_storage()._cdata: int(t.untyped_storage().nbytes())
             for piece in pieces.pieces
             for t in tensors_in(piece.outputs)
         }
-        return pieces, max(0, counter.live - sum(returned.values()))
+        return pieces, max(0, live[0] - sum(returned.values()))
 
 
 def _capture(
@@ -195,7 +210,7 @@ def _capture(
     last_key: str | None,
     accumulate: Accumulate | None,
     replaced: bool,
-    read: Callable[[Pieces, Callable[[], None]], LossReading] | None,
+    read: _Read | None,
     plain: PlainParts = NOTHING_PLAIN,
 ) -> Pieces:
     pieces: list[Piece] = []

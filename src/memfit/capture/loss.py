@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from memfit.capture.autograd_graph import leaves_behind
 from memfit.capture.backward_autocast import backward_region
 from memfit.capture.failures import user_line
 from memfit.capture.kernel_strides import strides_of_kernels
@@ -52,6 +53,7 @@ class LossReading:
         output_bytes: of the outputs.
         shapes: of those tensors.
         gradient_strides: how their gradients lie; None where that is not known.
+        leaves: ids of the leaves that it reaches past the output, parameters that it penalizes say.
     """
 
     receives_gradient: tuple[bool, ...]
@@ -61,6 +63,7 @@ class LossReading:
     kept_bytes: int = 0
     shapes: tuple[tuple[int, ...], ...] = ()
     gradient_strides: tuple[Strides | None, ...] = ()
+    leaves: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +101,7 @@ class AssumedLoss:
             output_bytes=nbytes,
             shapes=shapes,
             gradient_strides=self._strides(shapes),
+            leaves=frozenset() if self.before is None else self.before.leaves,
         )
 
     def _strides(self, shapes: Sequence[tuple[int, ...]]) -> tuple[Strides | None, ...]:
@@ -242,6 +246,7 @@ def read_loss(
                 "the loss does not depend on the model's output by differentiable operations, so there is nothing to "
                 f"train; is something detached, or under no_grad ({loss_place(loss_fn)})?"
             )
+        beyond = leaves_behind([loss])
         with backward_region():
             gradients = _gradients(loss, differentiable, twins)
         lying: dict[int, Strides | None] = {}
@@ -266,4 +271,5 @@ def read_loss(
         output_bytes=sum(t.numel() * t.element_size() for t in tensors),
         shapes=tuple(tuple(t.shape) for t in tensors),
         gradient_strides=tuple(lying.get(id(t)) for t in tensors),
+        leaves=beyond,
     )

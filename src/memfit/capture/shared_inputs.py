@@ -19,7 +19,7 @@ call, whose uses cannot be counted. The proof compares the bits.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from torch import fx
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 
+from memfit.capture.autograd_graph import nodes_behind
 from memfit.capture.between_pieces import Handed
 from memfit.capture.dynamo_graph import outputs_of
 from memfit.capture.joint_storages import written_inputs
@@ -53,7 +54,7 @@ _Place = tuple[Any, int]
 def uses_of_inputs(gm: fx.GraphModule) -> list[int]:
     """How many edges of the autograd graph behind Dynamo's fake tensors lead to each input of its graph."""
     results = [node.meta.get("example_value") for node in outputs_of(gm) if isinstance(node, fx.Node)]
-    uses = Counter(_place_of(*edge) for node in _nodes(results) for edge in node.next_functions)
+    uses = Counter(_place_of(*edge) for node in nodes_behind(results) for edge in node.next_functions)
     places = [_place(node.meta.get("example_value")) for node in gm.graph.find_nodes(op="placeholder")]
     return [0 if place is None else uses[place] for place in places]
 
@@ -150,7 +151,7 @@ def shared_inputs(
         ends: what the module returned and the loss may use.
     """
     used: dict[_Place, list[int]] = {}
-    for node in _nodes(ends):
+    for node in nodes_behind(ends):
         for edge in node.next_functions:
             used.setdefault(_place_of(*edge), []).append(node._sequence_nr())
     returned = {_place(value) for value in ends}
@@ -186,18 +187,6 @@ def _terms(gradient: fx.Node, most: int) -> list[fx.Node]:
         later.append(term)
         gradient = before
     return [gradient, *reversed(later)]
-
-
-def _nodes(values: Iterable[Any]) -> Iterator[Any]:
-    """The nodes of the autograd graph behind some tensors."""
-    waiting: list[Any] = [value.grad_fn for value in values if isinstance(value, torch.Tensor)]
-    seen: set[Any] = {None}
-    while waiting:
-        node = waiting.pop()
-        if node not in seen:
-            seen.add(node)
-            yield node
-            waiting += [before for before, _ in node.next_functions]
 
 
 def _place(value: Any) -> _Place | None:

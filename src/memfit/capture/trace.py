@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from memfit.capture.adding import Accumulate
+from memfit.capture.autograd_graph import leaves_behind
 from memfit.capture.between_pieces import Handed
 from memfit.capture.checkpoints import checkpoint_error
 from memfit.capture.dynamo import capture_pieces
@@ -243,14 +244,18 @@ def _coming_gradient_bytes(model: nn.Module, pieces: Pieces) -> int:
 
 def _between_bytes(model: nn.Module, pieces: Pieces, device_type: str) -> int:
     """What code between the pieces holds: saved tensors, and the gradients of parameters only it uses."""
-    if not pieces.breaks:
+    if not pieces.breaks or pieces.loss is None:
         return 0
+    received = zip(pieces.receivers(), pieces.loss.receives_gradient, strict=False)
+    reached = leaves_behind(tensor for tensor, does in received if does) | pieces.loss.leaves
+    if pieces.plain.modules or pieces.plain.loose:  # which of its parameters such code uses may depend on the data
+        reached = frozenset(id(p) for p in model.parameters() if p.requires_grad)
     used = {t.untyped_storage()._cdata for p in pieces.pieces for t in p.inputs if isinstance(t, torch.Tensor)}
     gathered = any(piece.gathered for piece in pieces.pieces)
     outside = [
         p
         for p in model.parameters()
-        if p.requires_grad and p.untyped_storage()._cdata not in used and not (gathered and local(p) is not p)
+        if id(p) in reached and p.untyped_storage()._cdata not in used and not (gathered and local(p) is not p)
     ]
     return pieces.between_bytes + storage_bytes(outside, device_type)
 

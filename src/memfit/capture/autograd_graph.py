@@ -1,0 +1,28 @@
+"""Questions to the graph that autograd builds behind tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+__all__ = ["leaves_behind", "nodes_behind"]
+
+
+def nodes_behind(values: Iterable[Any]) -> Iterator[Any]:
+    """The nodes of the graph behind some tensors, each once; other values have none."""
+    waiting: list[Any] = [value.grad_fn for value in values if isinstance(value, torch.Tensor)]
+    seen: set[Any] = {None}
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [before for before, _ in node.next_functions]
+
+
+def leaves_behind(values: Iterable[Any]) -> frozenset[int]:
+    """Ids of the leaves that tensors were made of, parameters mostly; one that is a leaf itself is not among them."""
+    leaves = (getattr(node, "variable", None) for node in nodes_behind(values))
+    return frozenset(id(leaf) for leaf in leaves if leaf is not None)
