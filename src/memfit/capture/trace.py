@@ -47,6 +47,7 @@ class Capture:
         shared: which inputs pieces take once for each use (`memfit.capture.shared_inputs`).
         summed: names of parameters with several uses whose gradients are added up inside a piece all the same.
         between_bytes: the part of the graph's static bytes that plain code between pieces holds.
+        input_bytes: the part of them that the inputs take.
         loss: how it was read.
         deferred: ops of the backward pass that come last and can wait (`memfit.planner.deferral`).
     """
@@ -59,6 +60,7 @@ class Capture:
     shared: SharedInputs = field(default_factory=dict)
     summed: tuple[str, ...] = ()
     between_bytes: int = 0
+    input_bytes: int = 0
     deferred: frozenset[int] = frozenset()
     loss: LossReading | None = None
 
@@ -221,6 +223,7 @@ def capture_step(
         shared=shared,
         summed=summed,
         between_bytes=between_bytes,
+        input_bytes=storage_bytes(pytree.tree_leaves((args, kwargs)), device_type),
         loss=loss,
     )
 

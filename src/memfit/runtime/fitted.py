@@ -27,7 +27,7 @@ from memfit.capture.preserve import preserved
 from memfit.capture.replicated import bucket_bytes, unwrapped
 from memfit.errors import BudgetError, LossError, MemfitError, PlanMismatchError, SpecError
 from memfit.runtime.apply import PlannedCall, compile_program
-from memfit.runtime.loops import Loops
+from memfit.runtime.loops import Loops, TogetherError
 from memfit.runtime.module_state import module_state
 from memfit.runtime.opaque import make_opaque, not_traced, undisturbed
 from memfit.runtime.passes import Pass
@@ -259,20 +259,24 @@ class Fitted:
         """
         if self.latest is None:
             raise error
-        known = self.plans.get(key)
-        if known is not None and key not in self.stale:  # several passes do not fit together
-            self._tell(f"over {key}", f"takes more than its budget: {error}; each pass runs as it was planned alone")
-            return known
-        self._tell(
-            f"over {key}",
-            f"takes more than its budget for these inputs, or with these gradients and hooks: {error}; it runs with "
-            f"{format_bytes(error.least_bytes)}, the least that works",
-        )
+        least_bytes = error.least_bytes
+        if isinstance(error, TogetherError):
+            least = "about that much" if error.plan is not None else "the least that works for each"
+            self._tell(f"over {key}", f"takes more than its budget: {error}; the passes run with {least}")
+            if error.plan is not None:
+                return error.plan
+            least_bytes = 1  # of one pass it is not known yet
+        else:
+            self._tell(
+                f"over {key}",
+                f"takes more than its budget for these inputs, or with these gradients and hooks: {error}; it runs "
+                f"with {format_bytes(error.least_bytes)}, the least that works",
+            )
         for _ in range(_MOST_STRAYS):
             try:
-                return self._made(model, args, kwargs, self._as_the_loop(key, budget=error.least_bytes))
+                return self._made(model, args, kwargs, self._as_the_loop(key, budget=least_bytes))
             except BudgetError as more:
-                error = more
+                error, least_bytes = more, more.least_bytes
         raise error
 
     def _without_loss(self, request: Request, error: LossError) -> Request:

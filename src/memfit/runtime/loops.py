@@ -31,7 +31,7 @@ from memfit.runtime.signature import Signature
 from memfit.step.simulate import simulate
 from memfit.units import format_bytes
 
-__all__ = ["Loops", "held_bytes"]
+__all__ = ["Loops", "TogetherError", "held_bytes"]
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +39,18 @@ _MOST_TRIES = 5
 _NAMED = 3
 _CLOSE_ENOUGH = 0.05
 """What is set aside for other passes may exceed what they hold by this share of the budget."""
+
+
+class TogetherError(BudgetError):
+    """Several passes do not fit together.
+
+    Attributes:
+        plan: of one of them, such that all take as little together as was found; None if nothing was found.
+    """
+
+    def __init__(self, message: str, *, budget_bytes: int, least_bytes: int, plan: Plan | None) -> None:
+        super().__init__(message, budget_bytes=budget_bytes, least_bytes=least_bytes)
+        self.plan = plan
 
 
 @dataclass(slots=True)
@@ -126,7 +138,7 @@ class Loops:
             plans: what there is by signature.
 
         Raises:
-            BudgetError: if the passes do not fit together.
+            BudgetError: if the pass does not fit beside others, or `TogetherError` if several like it do not.
         """
         others = self.beside.get(key)
         if not others:
@@ -149,19 +161,29 @@ class Loops:
         most = alike * held_bytes(known)
         low, high, aside = 0, most, min(most, max(0, room * alike // (alike + 1)))
         found: Plan | None = None
+        least: tuple[int, Plan] | None = None
         failure: BudgetError | None = None
+        edge: int | None = None
         for _ in range(_MOST_TRIES):
             try:
                 plan = planned(beside_bytes + aside)
             except BudgetError as error:
                 failure = error if failure is None or error.least_bytes < failure.least_bytes else failure
                 high = aside
+                edge = aside - (error.least_bytes - known.budget_bytes)  # below zero where one pass does not fit
+                if edge > low or least is None:
+                    aside = edge
+                    continue
             else:
                 held = alike * held_bytes(plan)
+                together = plan.predicted.peak_bytes - aside + held
+                least = min(least or (together, plan), (together, plan), key=lambda one: one[0])
                 if held <= aside:
                     found, high = plan, aside
                     if aside - held <= _CLOSE_ENOUGH * plan.budget_bytes:
                         break
+                elif aside == edge:  # no plan of a pass holds less
+                    break
                 else:
                     low = aside
             if high - low <= 1:
@@ -170,13 +192,17 @@ class Loops:
         if found is not None:
             log.info("%s: %s set aside for %d other passes", name, format_bytes(aside), alike)
             return found
-        least_bytes = failure.least_bytes if failure is not None else known.budget_bytes + most
-        raise BudgetError(
+        if least is None:
+            least_bytes = known.budget_bytes + most if failure is None else failure.least_bytes
+        else:
+            least_bytes = max(least[0], known.budget_bytes + 1)
+        raise TogetherError(
             f"{name} makes {alike + 1} forward passes before a backward pass, and what they hold together does not fit "
             f"{format_bytes(known.budget_bytes)}; call it once on all inputs put together, go back after each pass, or "
             f"give it about {format_bytes(least_bytes)}" + ("" if failure is None else f" (of one pass: {failure})"),
             budget_bytes=known.budget_bytes,
             least_bytes=least_bytes,
+            plan=None if least is None else least[1],
         ) from failure
 
 
@@ -186,10 +212,11 @@ def _some(names: Sequence[str]) -> str:
 
 
 def held_bytes(plan: Plan) -> int:
-    """What a pass by a plan holds between its forward and its backward pass, results included."""
+    """What a pass by a plan holds between its forward and its backward pass, inputs and results included."""
     assert plan.planned is not None
-    graph = plan.planned.graph
-    return max(0, simulate(graph, plan.program).forward_end_bytes - graph.static_bytes)
+    graph, capture = plan.planned.graph, plan.planned.capture
+    made_bytes = simulate(graph, plan.program).forward_end_bytes - graph.static_bytes
+    return max(0, made_bytes) + capture.input_bytes + capture.between_bytes
 
 
 def _gradient_bytes(plan: Plan) -> int:
