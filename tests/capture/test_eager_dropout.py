@@ -170,3 +170,49 @@ def test_afterwards_the_ops_are_as_before() -> None:
     with as_in_eager():
         assert [dict(op.py_kernels) for op in ops] != before
     assert [dict(op.py_kernels) for op in ops] == before
+
+
+class Unread(nn.Module):
+    """Draws whose results nobody reads, as in the last layer of a model with two streams."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = torch.relu(layer(x))
+            if self.kind == "dropout":
+                F.dropout(hidden.softmax(-1), 0.3).view(-1).exp()
+            elif self.kind == "in place":
+                torch.empty_like(hidden).normal_()
+            elif self.kind == "channels":
+                F.dropout1d(hidden[None], 0.3)
+            elif self.kind == "other shape":
+                torch.randint(0, 5, (7,), device=x.device)
+            x = x + F.dropout(hidden, 0.3)
+        return x
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("kind", ["dropout", "in place", "channels", "other shape"])
+def test_draws_that_nobody_reads_take_their_numbers(kind: str) -> None:
+    """`fit` proves one step; recomputed draws and the steps after it are compared here."""
+    torch.manual_seed(0)
+    plain, x = Unread(kind), torch.randn(64, 16)
+    fitted = copy.deepcopy(plain)
+
+    def loss_of(output: torch.Tensor) -> torch.Tensor:
+        return output.square().mean()
+
+    with pytest.raises(memfit.BudgetError) as least:
+        memfit.fit(fitted, (x,), budget=1, loss_fn=loss_of, search_seconds=0.1)
+    memfit.fit(fitted, (x,), budget=least.value.least_bytes, loss_fn=loss_of, search_seconds=0.1)
+    for step in range(2):
+        for model in (plain, fitted):
+            torch.manual_seed(step)
+            model.zero_grad()
+            loss_of(model(x)).backward()
+        for p, q in zip(plain.parameters(), fitted.parameters(), strict=True):
+            assert p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad)

@@ -27,7 +27,7 @@ from memfit.capture.eager_composites import composites_of_eager
 from memfit.capture.eager_dropout import draws_laid_out
 from memfit.capture.gradients_on_values import gradients_on_values
 from memfit.capture.kernel_strides import strides_of_kernels
-from memfit.capture.random_fills import filled_as_in_eager
+from memfit.capture.random_fills import draws_kept, filled_as_in_eager
 
 __all__ = ["as_in_eager"]
 
@@ -50,6 +50,7 @@ _CONTEXTS = (
     draws_laid_out,
     composites_of_eager,
     filled_as_in_eager,
+    draws_kept,
     gradients_on_values,
     traced_backward,
 )

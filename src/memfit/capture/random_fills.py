@@ -5,6 +5,9 @@ numbers of a generator go to other places where the operand is channels last. Fo
 out, on a real tensor that lies alike, whether the functional op draws the same numbers in the same places, and if not
 whether it does on a view that has the axes in the order of memory. If neither, there is no graph with eager's bits.
 
+A call whose result nobody reads (dropout in a branch of the last layer that leads nowhere) draws its numbers in eager
+mode too, and calls after it get the next ones, so such calls stay in the graph.
+
 *Idea*: ours; the ops are found by their tags and schemas.
 """
 
@@ -12,9 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch._inductor.config
 from torch._C import DispatchKey
 from torch._dispatch.python import no_python_dispatcher
 from torch.utils import _pytree as pytree
@@ -25,13 +29,21 @@ from memfit.capture.python_kernels import kernels_in_place
 from memfit.capture.samples_of_calls import is_dense_layout, real_like, sizes_to_try
 from memfit.errors import CaptureError
 
-__all__ = ["filled_as_in_eager"]
+__all__ = ["draws_kept", "filled_as_in_eager"]
 
 
 def filled_as_in_eager() -> AbstractContextManager[None]:
     """While active, calls that fill a tensor at random in place are traced so that it gets eager's numbers."""
     fills = [op for op in _random_fills() if DispatchKey.Autograd not in op.py_kernels]
     return kernels_in_place({op: _traced(op) for op in fills}, DispatchKey.Autograd)
+
+
+def draws_kept() -> AbstractContextManager[None]:
+    """While active, calls that draw random numbers stay in a graph although nobody reads the result.
+
+    AOTAutograd drops them as dead code unless Inductor is told to draw the numbers that eager mode draws.
+    """
+    return cast(AbstractContextManager[None], torch._inductor.config.patch(fallback_random=True))
 
 
 def _random_fills() -> list[torch._ops.OpOverload]:
