@@ -145,3 +145,18 @@ def test_a_model_that_checks_its_parameters_is_compared_as_it_is() -> None:
     plain.branch.off = 0.0
     plan = memfit.plan(plain, (torch.randn(4, 8),), budget="1GiB", loss_fn=loss, search_seconds=0.1)
     assert plan.proof is not None and plan.proof.is_exact
+
+
+@pytest.mark.smoke
+def test_casts_that_autocast_keeps_are_not_of_moved_parameters(told: list[str]) -> None:
+    """Inside a region they would outlive the proof: the caller's code would read them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.PReLU(16), nn.Linear(16, 16))
+    nn.init.zeros_(model[0].bias)
+    x = torch.randn(8, 16, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        before = model(x)
+        memfit.fit(model, (x,), budget="1GiB", loss_fn=loss, search_seconds=0.1)
+        assert torch.equal(model.forward(x), before)
+        assert torch.equal(model(x), before)
+    assert not told

@@ -5,7 +5,8 @@ order, or a whole branch behind a gate, then makes no bit of a difference; after
 So a proof on such values would be one for the first step only.
 
 *Idea:* mutation of the state rather than of the program: each such parameter is moved by up to `SPREAD`, by the same
-numbers each time, for the plain step and for the planned one. `memfit.capture.preserve` puts the values back.
+numbers each time, for the plain step and for the planned one. `memfit.capture.preserve` puts the values back. Autocast
+keeps casts of parameters until its region ends, and does not see that values change, so its cache is cleared.
 
 Known limits: only parameters that learn, since others stay as they are; not those of sharded modules, nor such that
 have no room for a copy. Inputs that are all one number still hide differences.
@@ -46,3 +47,5 @@ def perturb(parameters: Sequence[TensorState]) -> None:
         assert state.alias is not None
         moved = torch.rand(state.alias.shape, generator=torch.Generator().manual_seed(place), device="cpu")
         state.alias.add_((moved * (2 * SPREAD) - SPREAD).to(state.alias))
+    if parameters:
+        torch.clear_autocast_cache()

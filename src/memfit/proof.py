@@ -140,6 +140,8 @@ class ProvingStep:
         finally:
             self._drop_gradients()
             self.state.restore()
+            if self.perturbed:
+                torch.clear_autocast_cache()
 
     def plain(self, *, backward: bool = True) -> StepResult:
         """The same of the plain module."""
