@@ -41,6 +41,7 @@ class LiveBytes(TorchDispatchMode):
         self.peak_bytes = 0
         self._now = 0
         self._known = {_key(tensor) for tensor in existing}
+        self._made: dict[int, tuple[weakref.ref[Any], int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
@@ -65,11 +66,23 @@ class LiveBytes(TorchDispatchMode):
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
         self._known.add(key)
+        self._made[key] = (weakref.ref(storage), nbytes)
         self._now += nbytes
-        self.peak_bytes = max(self.peak_bytes, self._now)
-        weakref.finalize(storage, self._gone, key, nbytes)
+        weakref.finalize(storage, self._gone, key)
+        if self._now > self.peak_bytes:
+            self._see_resized()
+            self.peak_bytes = max(self.peak_bytes, self._now)
 
-    def _gone(self, key: int, nbytes: int) -> None:
+    def _see_resized(self) -> None:
+        """Counts storages anew that were made larger or smaller; a tensor may be there for its shape only."""
+        for key, (made, nbytes) in list(self._made.items()):
+            storage = made()
+            if storage is not None and storage.nbytes() != nbytes:
+                self._made[key] = (made, storage.nbytes())
+                self._now += storage.nbytes() - nbytes
+
+    def _gone(self, key: int) -> None:
+        _, nbytes = self._made.pop(key)
         self._now -= nbytes
         self._known.discard(key)
 
