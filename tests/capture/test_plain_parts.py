@@ -178,3 +178,17 @@ def test_fit_under_anomaly_mode() -> None:
     with torch.autograd.set_detect_anomaly(True):
         memfit.fit(model, (X,), budget="1GiB", loss_fn=loss_of, search_seconds=0.5)
         gradients(model, (X,))
+
+
+def test_where_plain_code_has_all_that_trains_the_line_is_named() -> None:
+    class Chosen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.layer(x)
+            return self.layer(x[x[:, 0] > 0])
+
+    with pytest.raises(memfit.CaptureError, match=r"shapes depend on data .*test_plain_parts\.py:\d+.* is in it"):
+        memfit.fit(Chosen(), (torch.randn(8, 8),), budget="1GiB", loss_fn=loss_of, search_seconds=0.1)

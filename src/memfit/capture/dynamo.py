@@ -38,7 +38,7 @@ from memfit.capture.dynamo_graph import (
 )
 from memfit.capture.eager_autocast import cast_once
 from memfit.capture.eager_kernels import as_in_eager
-from memfit.capture.failures import explained, nothing_captured, quiet
+from memfit.capture.failures import explained, left_to_plain_code, nothing_captured, quiet
 from memfit.capture.joint import read_joint
 from memfit.capture.live_bytes import LiveBytes
 from memfit.capture.loss import LossReading
@@ -158,6 +158,8 @@ def capture_pieces(
             pieces, between_bytes = _in_pieces(model, args, kwargs, captured, plain, read)
         except torch._dynamo.exc.TorchDynamoException as second:
             raise explained(second, model) from second
+    if not pieces.pieces and plain.reasons:
+        raise left_to_plain_code(model, plain.reasons) from failure
     if not pieces.pieces:
         raise nothing_captured(failure, model) from failure
     if is_sharded(model):  # what its hooks hold is told by `memfit.capture.communication`

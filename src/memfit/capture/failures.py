@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import nn
 
 from memfit.errors import CaptureError, MemfitError
 
-__all__ = ["explained", "nothing_captured", "quiet", "told_plainly", "user_line"]
+__all__ = ["explained", "left_to_plain_code", "nothing_captured", "quiet", "told_plainly", "user_line"]
 
 _HERE = str(Path(__file__).resolve().parent.parent) + os.sep
 _TORCH = str(Path(torch.__file__).resolve().parent) + os.sep
@@ -53,6 +53,14 @@ def nothing_captured(error: BaseException, model: nn.Module) -> CaptureError:
             "are planned, or write the recurrence as a loop over nn.GRUCell, nn.LSTMCell or nn.RNNCell"
         )
     return explained(error, model, start="nothing of the model can be captured")
+
+
+def left_to_plain_code(model: nn.Module, reasons: Sequence[str]) -> CaptureError:
+    """The error of a model in which all that trains is in parts that stay plain code, for these reasons."""
+    return CaptureError(
+        f"nothing of {type(model).__name__} can be planned: {'; '.join(reasons)}, so that part is left to plain "
+        "code, and all that trains is in it; fit the modules that run before and after that code"
+    )
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from memfit.capture.autograd_graph import leaves_behind
 from memfit.capture.between_pieces import Handed
 from memfit.capture.checkpoints import checkpoint_error
 from memfit.capture.dynamo import capture_pieces
+from memfit.capture.failures import left_to_plain_code
 from memfit.capture.join import join
 from memfit.capture.loss import LossFunction, LossReading
 from memfit.capture.loss_on_values import loss_reading
@@ -192,6 +193,8 @@ def capture_step(
             )
     graph, joint_ops = join(pieces, loss.transient_bytes, device_type, held_bytes=loss.held_bytes)
     if not any(op.phase is Phase.BACKWARD for op in graph.ops):
+        if pieces.plain.reasons:
+            raise left_to_plain_code(model, pieces.plain.reasons)
         raise CaptureError(
             f"no gradient of the loss reaches a parameter or an input of {type(model).__name__}, so there is no "
             f"backward pass to plan (device: {device_type}); is everything frozen or detached, or, on the meta "
