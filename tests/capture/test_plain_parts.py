@@ -118,7 +118,8 @@ def test_experts_are_left_to_plain_code_with_a_notice() -> None:
         memfit.fit(seeded(make), inputs, budget="1GiB", loss_fn=loss_of, search_seconds=0.5)
     finally:
         logger.removeHandler(handler)
-    assert any("shapes depend on data in 1 (" in line and "test_plain_parts.py:" in line for line in told)
+    (line,) = told
+    assert "shapes depend on data in 1 (" in line and "test_plain_parts.py:" in line
 
 
 def test_an_output_without_a_gradient_behind_a_break() -> None:
@@ -192,3 +193,22 @@ def test_where_plain_code_has_all_that_trains_the_line_is_named() -> None:
 
     with pytest.raises(memfit.CaptureError, match=r"shapes depend on data .*test_plain_parts\.py:\d+.* is in it"):
         memfit.fit(Chosen(), (torch.randn(8, 8),), budget="1GiB", loss_fn=loss_of, search_seconds=0.1)
+
+
+def test_a_part_is_told_once_however_often_it_is_captured(told: list[str]) -> None:
+    """The second capture leaves out the gradient of an output that the loss does not use."""
+
+    class Reading(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 32), nn.Linear(32, 8)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            hidden = self.first(x).tanh()
+            if hidden.sum().item() > 1e9:
+                hidden = -hidden
+            hidden = hidden.exp()
+            return self.second(hidden), hidden
+
+    memfit.fit(Reading(), (torch.randn(8, 8),), budget="1GiB", loss_fn=lambda y: y[0].sum(), search_seconds=0.1)
+    assert len([line for line in told if "a number is read" in line]) == 1

@@ -90,6 +90,7 @@ def capture_pieces(
     accumulate: Accumulate | None = None,
     checkpointing: str = "refuse",
     read: _Read | None = None,
+    before: Pieces | None = None,
 ) -> Pieces:
     """Captures the training step of `model(*args, **kwargs)`. Changes nothing.
 
@@ -108,6 +109,7 @@ def capture_pieces(
         checkpointing: `"refuse"` or `"replace"`, what is done where the model checkpoints itself.
         read: reads the loss while what the forward pass left on modules and in hooks is still there; its second
             argument takes that back, where it is fake.
+        before: the same step as it was captured with other settings; where its graph broke, it is not tried whole.
 
     Returns:
         The pieces and the output of the module.
@@ -130,9 +132,12 @@ def capture_pieces(
         replaced=replaced,
         read=read,
     )
+    if before is not None and before.breaks:
+        pieces, between_bytes = _in_pieces(model, args, kwargs, captured, before.plain, read)
+        return replace(pieces, breaks=before.breaks, between_bytes=between_bytes)
     try:
-        with preserved(model, args, kwargs, values=False) as before, quiet():
-            return captured(fake=True, take_back=before.restore)
+        with preserved(model, args, kwargs, values=False) as state, quiet():
+            return captured(fake=True, take_back=state.restore)
     except UnplannableGraphError as error:
         failure: Exception = error
     except MemfitError:
@@ -162,8 +167,6 @@ def capture_pieces(
         raise left_to_plain_code(model, plain.reasons) from failure
     if not pieces.pieces:
         raise nothing_captured(failure, model) from failure
-    if is_sharded(model):  # what its hooks hold is told by `memfit.capture.communication`
-        between_bytes = 0
     for told in plain.reasons:
         log.warning("%s: that part runs as plain code, what is around it as planned", told)
     return replace(pieces, breaks=(reason,), between_bytes=between_bytes)
@@ -193,6 +196,8 @@ def _in_pieces(
             for piece in pieces.pieces
             for t in tensors_in(piece.outputs)
         }
+        if is_sharded(model):  # what its hooks hold is told by `memfit.capture.communication`
+            return pieces, 0
         return pieces, max(0, live[0] - sum(returned.values()))
 
 

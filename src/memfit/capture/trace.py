@@ -190,6 +190,7 @@ def capture_step(
                 shared=shared,
                 last_key=pieces.last_key,
                 read=lambda *_: loss,
+                before=pieces,
             )
     graph, joint_ops = join(pieces, loss.transient_bytes, device_type, held_bytes=loss.held_bytes)
     if not any(op.phase is Phase.BACKWARD for op in graph.ops):
