@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections import deque
+from collections import OrderedDict, deque
 from typing import Any
 
 import numpy as np
@@ -197,3 +197,42 @@ def test_planning_stays_out_of_the_callers_graph() -> None:
     target = torch.sigmoid(plain[0](x))[:, :4]
     loss(plain[1](torch.tanh(plain[0](x)))).backward()
     assert torch.equal(encoder.weight.grad, plain[0].weight.grad)
+
+
+class Making(OrderedDict[str, Any]):
+    """Makes an object of what it holds each time it is read, as tables of activations in transformers do."""
+
+    def __getitem__(self, key: str) -> Any:
+        raise TypeError(f"{key} cannot be made without arguments")
+
+    def update(self, *_: Any, **__: Any) -> None:
+        raise TypeError("cannot be changed so")
+
+
+class Reluctant(list[Any]):
+    """A list that is not looked through."""
+
+    def __iter__(self) -> Any:
+        raise TypeError("cannot be looked through")
+
+
+class Shy(set[Any]):
+    """A set that is not looked through."""
+
+    def __iter__(self) -> Any:
+        raise TypeError("cannot be looked through")
+
+
+def test_containers_are_read_by_the_methods_of_their_base_class() -> None:
+    kept, added = torch.zeros(2), object()
+    making, reluctant, shy = Making(b=kept, a=nn.ReLU), Reluctant([kept, 1]), Shy([kept])
+    making.move_to_end("b")
+    with preserved((making, reluctant, shy)):
+        OrderedDict.__setitem__(making, "c", added)
+        making.move_to_end("a")
+        reluctant.append(added)
+        shy.add(added)
+        kept.add_(1)
+    assert list(making) == ["a", "b"] and dict.__getitem__(making, "b") is kept
+    assert len(reluctant) == 2 and len(shy) == 1 and added not in shy
+    assert torch.equal(kept, torch.zeros(2))

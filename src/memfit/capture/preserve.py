@@ -26,7 +26,7 @@ import random
 import sys
 import sysconfig
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -238,38 +238,43 @@ class _Walk:
             self.undo.append(restore)
 
     def _mapping(self, mapping: dict[Any, Any], name: str) -> None:
-        saved = dict(mapping)
+        # By its base class's methods: some make an object of what they hold each time it is read.
+        base = OrderedDict if isinstance(mapping, OrderedDict) else dict
+        saved = _items(mapping)
         self._children(saved.items(), name)
 
         def restore() -> None:
-            if _same_items(mapping, saved):
+            if _same_items(_items(mapping), saved):
                 return
-            mapping.clear()
-            mapping.update(saved)
+            base.clear(mapping)
+            for key, value in saved.items():
+                base.__setitem__(mapping, key, value)
 
         self.undo.append(restore)
 
     def _sequence(self, sequence: Any, name: str) -> None:
-        saved = list(sequence)
+        base: Any = next(kind for kind in (list, deque, bytearray) if isinstance(sequence, kind))
+        saved = list(base.__iter__(sequence))
         if not isinstance(sequence, bytearray):
             self._children(enumerate(saved), name)
 
         def restore() -> None:
-            if len(sequence) == len(saved) and all(a is b for a, b in zip(sequence, saved, strict=True)):
+            now = list(base.__iter__(sequence))
+            if len(now) == len(saved) and all(a is b for a, b in zip(now, saved, strict=True)):
                 return
-            sequence.clear()
-            sequence.extend(saved)
+            base.clear(sequence)
+            base.extend(sequence, saved)
 
         self.undo.append(restore)
 
     def _set(self, members: set[Any], name: str) -> None:
-        saved = set(members)
+        saved = set(set.__iter__(members))
         self._children(enumerate(saved), name)
 
         def restore() -> None:
-            if members != saved:
-                members.clear()
-                members.update(saved)
+            if set(set.__iter__(members)) != saved:
+                set.clear(members)
+                set.update(members, saved)
 
         self.undo.append(restore)
 
@@ -371,6 +376,12 @@ def _again(get: Callable[[], Any], put: Callable[[Any], Any]) -> Callable[[], No
     """Restores a state that is read and written by calls."""
     state = get()
     return lambda: put(state)
+
+
+def _items(mapping: dict[Any, Any]) -> dict[Any, Any]:
+    """What a dictionary holds, in its order, whatever its class makes of that."""
+    keys = OrderedDict.__iter__(mapping) if isinstance(mapping, OrderedDict) else dict.__iter__(mapping)
+    return {key: dict.__getitem__(mapping, key) for key in keys}
 
 
 def _same_items(mapping: dict[Any, Any], saved: dict[Any, Any]) -> bool:
