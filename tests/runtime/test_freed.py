@@ -73,7 +73,7 @@ def release(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("make", [whole, Breaking])
-@pytest.mark.parametrize("use", [fit, train, plan, estimate, fail, release])
+@pytest.mark.parametrize("use", [fit, pytest.param(train, marks=pytest.mark.smoke), plan, estimate, fail, release])
 def test_nothing_keeps_a_planned_model(make: Callable[[], nn.Module], use: Callable[[nn.Module], None]) -> None:
     model = make()
     use(model)

@@ -261,9 +261,16 @@ def compile_planned(
             return noting_backward(_boxed(lowered, describe, later))
 
         def compiled(turn: int) -> Callable[..., Any]:
-            split = functools.partial(partition, turn=turn)
+            # Some versions of AOTAutograd keep the function, and with it the model, among Dynamo's globals.
+            split = [functools.partial(partition, turn=turn)]
             with planning_backward(in_autocast=in_autocast), as_in_eager(), laid_out_as_made(strides):
-                call = aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=split)(taken, examples)
+                trace = aot_autograd(
+                    fw_compiler=forward,
+                    bw_compiler=backward,
+                    partition_fn=lambda *joint, **rest: split[0](*joint, **rest),
+                )
+                call = trace(taken, examples)
+            split.clear()
             call = calling_with_each_once(call, repeated)
             return calling_after(views, noting_forward(call, piece, _PASS.get) if digest else call)
 
