@@ -177,7 +177,7 @@ class Unread(nn.Module):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
         self.kind = kind
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
