@@ -50,7 +50,9 @@ def in_two(module: fx.GraphModule, later: Later) -> Callable[[list[Any]], Any]:
 
     def run(operands: list[Any]) -> Any:
         made = list(run_first(operands))
-        rest = made[count:]
+        # A result of the forward pass that was saved knows its graph, and the graph holds the inputs of the pass. What
+        # is also returned as a gradient stays the same tensor: autograd then copies it where it would add to it.
+        rest = [one.detach() if isinstance(one, torch.Tensor) and one.grad_fn else one for one in made[count:]]
         del made[count:]
         later.append(functools.partial(run_second, rest))
         return made
