@@ -70,3 +70,25 @@ def test_passes_that_do_not_fit_together_run_with_the_least_that_is_told(told: l
     assert not [text for text in told if "does not fit" in text]
     assert static + step_bytes(roomy) <= 1.02 * about
     assert about < 0.8 * (static + step_bytes(plain))
+
+
+def test_passes_of_other_sizes_run_with_the_least_too(told: list[str]) -> None:
+    plain = encoder()
+    with pytest.raises(memfit.BudgetError) as least:
+        memfit.fit(copy.deepcopy(plain), (X,), budget=1, loss_fn=square, search_seconds=0.05)
+    model = copy.deepcopy(plain)
+    memfit.fit(model, (X,), budget=int(1.02 * least.value.least_bytes), loss_fn=square, search_seconds=0.05)
+
+    def both(of: nn.Module) -> None:
+        of.zero_grad()
+        (square(of(X)) + square(of(X[:200]))).backward()
+
+    peaks = []
+    for of in (plain, model, model, model):
+        with LiveBytes() as counter:
+            both(of)
+        peaks.append(counter.peak)
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad)
+    assert peaks[-1] < 0.6 * peaks[0]
+    assert [text for text in told if "the least that works for each" in text]

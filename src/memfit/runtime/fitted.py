@@ -260,11 +260,12 @@ class Fitted:
         if self.latest is None:
             raise error
         least_bytes = error.least_bytes
-        if isinstance(error, TogetherError):
-            least = "about that much" if error.plan is not None else "the least that works for each"
+        plan = error.plan if isinstance(error, TogetherError) else None
+        if plan is not None or (key in self.plans and key not in self.stale):  # several passes do not fit together
+            least = "about that much" if plan is not None else "the least that works for each"
             self._tell(f"over {key}", f"takes more than its budget: {error}; the passes run with {least}")
-            if error.plan is not None:
-                return error.plan
+            if plan is not None:
+                return plan
             least_bytes = 1  # of one pass it is not known yet
         else:
             self._tell(
