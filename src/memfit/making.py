@@ -26,7 +26,7 @@ from memfit.capture.preserve import Snapshot, preserved
 from memfit.capture.replicated import bucket_bytes, unwrapped
 from memfit.capture.sharded import is_sharded
 from memfit.capture.trace import Capture, device_of
-from memfit.errors import BudgetError, MemfitError
+from memfit.errors import BudgetError, ExactnessError, MemfitError
 from memfit.perturbed import constant_parameters
 from memfit.planner.explain import binding_place
 from memfit.planner.streaming import least_streaming
@@ -115,6 +115,14 @@ def _made(
     budget_bytes = resolve_budget(request.budget, device, step[1].static_bytes)
     try:
         return plan_profiled(model, args, kwargs, step, request, budget_bytes, progress=progress, keep_call=keep_call)
+    except ExactnessError as error:
+        # The loss alone brings no gradient to what the model leaves on itself. Zeros there are not the same as none:
+        # an infinite derivative makes NaN of them, and a sum with them may lie otherwise in memory.
+        if not step[0].assumed:
+            raise
+        log.info("planned without gradients for what the forward pass leaves behind: %s", error)
+        without = replace(request, without_gradient=request.without_gradient | step[0].assumed)
+        return _made(model, args, kwargs, without, progress=progress, keep_call=keep_call)
     except BudgetError as error:
         told = _with_measured_least(error, model, args, kwargs, step, request)
         if not request.tiles:

@@ -84,6 +84,7 @@ class Request:
         accumulate: how gradients of parameters are added to `.grad` when made; None for after the backward pass.
         beside_bytes: what is in memory beside the module and its inputs, such as DDP's buckets.
         cut: whether outputs the loss does not use are cut from the gradient.
+        without_gradient: outputs of the last graph to cut beside, as none reached them in the loop.
         by_use: whether gradients are returned use by use, since passes share a backward pass.
         checkpointing: `"refuse"` a model that checkpoints itself, or `"replace"` its checkpoints by the plan.
         backward_in_autocast: whether the loop runs the backward pass inside the autocast region of the forward pass.
@@ -102,6 +103,7 @@ class Request:
     accumulate: Accumulate | None = None
     beside_bytes: int = 0
     cut: bool = True
+    without_gradient: frozenset[int] = frozenset()
     by_use: bool = False
     checkpointing: str = "refuse"
     backward_in_autocast: bool = False
@@ -188,6 +190,7 @@ def capture_and_profile(
             grid=grid,
             accumulate=request.accumulate,
             cut=request.cut,
+            without_gradient=request.without_gradient,
             by_use=request.by_use,
             checkpointing=request.checkpointing,
         )

@@ -266,3 +266,60 @@ def test_a_frozen_module_and_errors_of_the_module_are_as_in_eager() -> None:
     for m in (model, twin):
         square(m(X)).backward()
     assert equal(model, twin)
+
+
+class Watched(nn.Module):
+    """Leaves a statistic on itself that nobody differentiates; nought times an infinite derivative is NaN."""
+
+    def __init__(self, *, infinite: bool) -> None:
+        super().__init__()
+        self.infinite = infinite
+        self.body, self.head = nn.Linear(16, 16), nn.Linear(16, 4)
+        self.activity: Any = None
+        self.aux: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.body(x))
+        self.activity = (hidden - hidden.detach()).sqrt() if self.infinite else hidden.exp()
+        self.aux = hidden.square().mean()
+        return self.head(hidden)
+
+
+@pytest.mark.parametrize("infinite", [False, True])
+@pytest.mark.parametrize("adds_aux", [False, True])
+def test_a_tensor_on_a_module_that_gets_no_gradient_adds_none(adds_aux: bool, infinite: bool) -> None:
+    model, twin = fitted(Watched(infinite=infinite))
+    with notices() as told:
+        for _ in range(4):
+            loss, expected = square(model(X)), square(twin(X))
+            if adds_aux:
+                loss, expected = loss + model.aux, expected + twin.aux
+            loss.backward()
+            expected.backward()
+            for mine, plain in zip(gradients(model), gradients(twin), strict=True):
+                assert mine is not None and plain is not None
+                assert torch.isfinite(plain).all()
+                assert torch.equal(mine, plain)
+    # With zeros the plan of the infinite one cannot be proved, so it begins without all gradients of that kind.
+    assert sum("no gradient arrived" in text for text in told) == (0 if infinite else 1), told
+    assert sum("a gradient arrived" in text for text in told) == (1 if infinite and adds_aux else 0), told
+    planned = memfit.plan_of(model).planned
+    assert planned is not None
+    assert len(planned.request.without_gradient) == (1 if adds_aux else 2), "from the second step on it is planned so"
+
+
+def test_a_weight_that_a_hook_makes_anew_gets_no_gradient_of_zeros() -> None:
+    torch.manual_seed(0)
+    convolution = nn.utils.spectral_norm(nn.Conv2d(4, 4, 3, padding=1))
+    model = nn.Sequential(convolution, nn.Conv2d(4, 4, 3))
+    twin = copy.deepcopy(model)
+    x = torch.randn(6, 4, 8, 8).to(memory_format=torch.channels_last)
+    memfit.fit(model, (x,), budget="64MiB", loss_fn=square, search_seconds=0.2)
+    with notices() as told:
+        for _ in range(2):
+            square(model(x)).backward()
+            square(twin(x)).backward()
+            for mine, plain in zip(gradients(model), gradients(twin), strict=True):
+                assert mine is not None and plain is not None
+                assert torch.equal(mine, plain)
+    assert not told, "that is known from the start"

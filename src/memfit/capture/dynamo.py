@@ -35,6 +35,7 @@ from memfit.capture.dynamo_graph import (
     in_place_nodes,
     outputs_of,
     returned_inputs,
+    weights_made,
 )
 from memfit.capture.eager_autocast import cast_once
 from memfit.capture.eager_kernels import as_in_eager
@@ -223,6 +224,7 @@ def _capture(
     pieces: list[Piece] = []
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     gathered = gathering(model)
+    held = frozenset(id(t) for t in (*model.parameters(), *model.buffers()))
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         name_modules(gm.graph, model)
@@ -253,6 +255,7 @@ def _capture(
             raise UnplannableGraphError("a number is read from a tensor")  # in a graph it would round as a tensor does
         if fake or key == last_key:
             detach_outputs(gm, gradient_outputs)
+        weights = weights_made(gm, inputs, held)
         repeated = shared.get("" if fake else key, {})
         taken, examples = taking_for_each_use(gm, inputs, repeated)
         uses = uses_of_inputs(gm)
@@ -297,6 +300,7 @@ def _capture(
                     key="" if fake else key,
                     terms=terms,
                     returned=returned_inputs(gm),
+                    weights=weights,
                 )
             )
             return handed.outputs

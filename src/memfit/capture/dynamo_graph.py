@@ -20,6 +20,7 @@ __all__ = [
     "is_in_place",
     "outputs_of",
     "returned_inputs",
+    "weights_made",
 ]
 
 
@@ -115,3 +116,28 @@ def returned_inputs(gm: fx.GraphModule) -> frozenset[int]:
     """Places of the inputs that the graph returns as they are."""
     results = outputs_of(gm)
     return frozenset(place for place, node in enumerate(gm.graph.find_nodes(op="placeholder")) if node in results)
+
+
+def weights_made(gm: fx.GraphModule, inputs: Sequence[Any], held: frozenset[int]) -> frozenset[int]:
+    """Places of the outputs that are made of the module's own tensors alone and are more than a number.
+
+    Hooks leave such on a module: the weight that spectral normalization or pruning makes. Nobody differentiates it
+    again, unlike an auxiliary loss.
+
+    Args:
+        gm: the graph.
+        inputs: of it.
+        held: ids of the module's parameters and buffers.
+    """
+    own: dict[fx.Node, bool] = {}
+    for node, value in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
+        own[node] = id(value) in held
+    for node in gm.graph.nodes:
+        if node.op != "placeholder":
+            behind = node.all_input_nodes
+            own[node] = bool(behind) and all(own[one] for one in behind)
+    return frozenset(
+        place
+        for place, node in enumerate(outputs_of(gm))
+        if isinstance(node, fx.Node) and own[node] and getattr(node.meta.get("example_value"), "ndim", 0) > 0
+    )

@@ -25,7 +25,7 @@ from memfit.capture.loss import AssumedLoss, LossFunction, LossReading, loss_nam
 from memfit.capture.preserve import preserved
 from memfit.errors import CaptureError, LossError
 
-__all__ = ["loss_reading"]
+__all__ = ["loss_reading", "not_reaching"]
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +85,13 @@ def loss_reading(
             raise
         except Exception as error:
             raise LossError(_told(loss_fn, error)) from error
+
+
+def not_reaching(reading: LossReading, receivers: Sequence[Any], others: Sequence[Any]) -> LossReading:
+    """The reading with no gradient for other tensors, since the loop brings them none."""
+    without = {id(t) for t in others}
+    received = zip(receivers, reading.receives_gradient, strict=False)
+    return replace(reading, receives_gradient=tuple(does and id(t) not in without for t, does in received))
 
 
 def _used_by_the_loop(reading: LossReading, output: Any, receivers: Sequence[torch.Tensor]) -> LossReading:

@@ -33,6 +33,7 @@ class Piece:
         key: of the graph it was made from (`memfit.capture.dynamo_graph.graph_key`); empty for the only one.
         terms: by inputs of how many terms their gradients are sums, where these are several.
         returned: places of the inputs that it returns.
+        weights: places of the outputs that are made of the module's own tensors alone.
     """
 
     reading: JointReading
@@ -42,6 +43,7 @@ class Piece:
     key: str = ""
     terms: Mapping[int, int] = field(default_factory=dict)
     returned: frozenset[int] = frozenset()
+    weights: frozenset[int] = frozenset()
 
     @property
     def outputs(self) -> tuple[Any, ...]:
@@ -87,11 +89,13 @@ class Pieces:
     def receivers(self) -> list[torch.Tensor]:
         """The tensors of the output, then those that left the last piece by a side door and need a gradient.
 
-        Hooks collect features, and a forward pass leaves an auxiliary loss on `self`.
+        Hooks collect features, and a forward pass leaves an auxiliary loss on `self`. A weight that it makes anew and
+        leaves there is none of them.
         """
         returned = tensors_in(self.output)
-        known = {id(t) for t in returned}
-        beside = [t for t in tensors_in(self.pieces[-1].outputs) if t.requires_grad and id(t) not in known]
+        last = self.pieces[-1]
+        known = {id(t) for t in returned} | {id(last.outputs[place]) for place in last.weights}
+        beside = [t for t in tensors_in(last.outputs) if t.requires_grad and id(t) not in known]
         return [*returned, *beside]
 
 

@@ -20,10 +20,10 @@ from memfit.capture.dynamo import capture_pieces
 from memfit.capture.failures import left_to_plain_code
 from memfit.capture.join import join
 from memfit.capture.loss import LossFunction, LossReading
-from memfit.capture.loss_on_values import loss_reading
+from memfit.capture.loss_on_values import loss_reading, not_reaching
 from memfit.capture.one_graph import OneGraph
 from memfit.capture.optimizer import OptimizerCost, optimizer_cost
-from memfit.capture.pieces import Pieces
+from memfit.capture.pieces import Pieces, tensors_in
 from memfit.capture.reading import JointOp
 from memfit.capture.sharded import local, without_gathering
 from memfit.capture.shared_inputs import SharedInputs
@@ -44,6 +44,8 @@ class Capture:
         pieces: where it came from.
         joint_ops: for each op of the graph its joint op; None for the loss and what hooks do between pieces.
         gradient_outputs: which outputs of the last piece receive gradients; None for all.
+        assumed: those of them that are not returned, and of which only the loop can tell.
+        without_gradient: outputs of the last piece that were cut as the loop brought them none, or may bring none.
         gradient_strides: how gradients of outputs of the pieces lie, where that is not as the outputs do.
         shared: which inputs pieces take once for each use (`memfit.capture.shared_inputs`).
         summed: names of parameters with several uses whose gradients are added up inside a piece all the same.
@@ -57,6 +59,8 @@ class Capture:
     pieces: Pieces
     joint_ops: tuple[JointOp | None, ...]
     gradient_outputs: frozenset[int] | None
+    assumed: frozenset[int] = frozenset()
+    without_gradient: frozenset[int] = frozenset()
     gradient_strides: GradientStrides = field(default_factory=dict)
     shared: SharedInputs = field(default_factory=dict)
     summed: tuple[str, ...] = ()
@@ -124,6 +128,7 @@ def capture_step(
     grid: tuple[int, ...] = (),
     accumulate: Accumulate | None = None,
     cut: bool = True,
+    without_gradient: frozenset[int] = frozenset(),
     by_use: bool = False,
     checkpointing: str = "refuse",
 ) -> Capture:
@@ -140,6 +145,7 @@ def capture_step(
         grid: for the lever `tile`, see `memfit.capture.joint.read_joint`.
         accumulate: how gradients of parameters are added to `.grad` inside the step; None if that is left to autograd.
         cut: whether outputs the loss does not use are cut from the gradient.
+        without_gradient: places of outputs of the last graph that are cut as well.
         by_use: see `memfit.capture.dynamo.capture_pieces`.
         checkpointing: see `memfit.capture.dynamo.capture_pieces`.
 
@@ -166,9 +172,11 @@ def capture_step(
     def read(pieces: Pieces, take_back: Callable[[], None]) -> LossReading:
         receivers = pieces.receivers()
         with without_gathering(model, receivers):
-            return loss_reading(
+            found = loss_reading(
                 model, args, kwargs, pieces.output, loss_fn, device_type, receivers=receivers, take_back=take_back
             )
+        last = pieces.pieces[-1].outputs
+        return not_reaching(found, receivers, [last[place] for place in without_gradient if place < len(last)])
 
     with torch.autograd.set_detect_anomaly(False):  # it looks at values, and there are none
         pieces = captured(read=read)
@@ -216,6 +224,7 @@ def capture_step(
         label=label or type(model).__name__,
     )
     summed = _summed(model, pieces, shared)
+    assumed = _assumed(pieces, loss.receives_gradient)
     # A capture outlives the call: it must not hold the inputs or what the pieces returned.
     bare = tuple(replace(piece, inputs=(), handed=Handed(outputs=())) for piece in pieces.pieces)
     return Capture(
@@ -223,6 +232,8 @@ def capture_step(
         pieces=replace(pieces, pieces=bare, output=None, loss=None),
         joint_ops=joint_ops,
         gradient_outputs=gradient_outputs,
+        assumed=assumed if cut else frozenset(),
+        without_gradient=without_gradient,
         gradient_strides=strides,
         shared=shared,
         summed=summed,
@@ -324,3 +335,10 @@ def _gradient_outputs(pieces: Pieces, receives: Sequence[bool]) -> frozenset[int
     wanted = frozenset(i for i, o in enumerate(last) if id(o) in reached)
     possible = frozenset(i for i, o in enumerate(last) if isinstance(o, torch.Tensor) and o.requires_grad)
     return None if wanted == possible else wanted
+
+
+def _assumed(pieces: Pieces, receives: Sequence[bool]) -> frozenset[int]:
+    """Places among the last piece's outputs of those that left by a side door and may receive a gradient."""
+    returned = {id(t) for t in tensors_in(pieces.output)}
+    does = {id(t) for t, does in zip(pieces.receivers(), receives, strict=False) if does} - returned
+    return frozenset(place for place, output in enumerate(pieces.pieces[-1].outputs) if id(output) in does)

@@ -133,6 +133,8 @@ def compile_program(
     programs = piece_programs(capture, program)
     return compile_planned(
         *(model, programs, capture.gradient_outputs),
+        assumed=capture.assumed,
+        without_gradient=capture.without_gradient,
         gradient_strides=capture.gradient_strides,
         shared=capture.shared,
         last_key=capture.pieces.last_key,
@@ -150,6 +152,8 @@ def compile_planned(
     programs: Sequence[PieceProgram],
     gradient_outputs: frozenset[int] | None,
     *,
+    assumed: frozenset[int] = frozenset(),
+    without_gradient: frozenset[int] = frozenset(),
     gradient_strides: GradientStrides | None = None,
     shared: SharedInputs | None = None,
     last_key: str | None = None,
@@ -166,6 +170,8 @@ def compile_planned(
         model: the module.
         programs: one for each piece.
         gradient_outputs: which outputs of the last piece receive gradients; None for all.
+        assumed: those of them that the loop may bring none.
+        without_gradient: outputs that were cut as the loop may bring them none.
         gradient_strides: how gradients of outputs of the pieces lie, where that is not as the outputs do.
         shared: which inputs pieces take once for each use (`memfit.capture.shared_inputs`).
         last_key: which graph is that of the last piece.
@@ -199,7 +205,10 @@ def compile_planned(
         by_autograd = reached_by_autograd(gm)
         piece = CompiledPiece(in_pieces=in_pieces, autocast=in_autocast if autocast_is_on() else None)
         key = graph_key(gm) if in_pieces else ""
-        cut = detach_outputs(gm, gradient_outputs) if not in_pieces or key == last_key else []
+        is_last = not in_pieces or key == last_key
+        cut = detach_outputs(gm, gradient_outputs) if is_last else []
+        if is_last:
+            piece.assumed, piece.without_gradient = assumed, without_gradient
         strides = (gradient_strides or {}).get(key, {})
         repeated, uses = (shared or {}).get(key, {}), uses_of_inputs(gm)
         taken, examples = taking_for_each_use(gm, inputs, repeated)
@@ -242,7 +251,7 @@ def compile_planned(
                 )
             place = of_graph[digest][turn]
             program, swapper = programs[place], swappers[place]
-            if cut or (piece.autocast is not None and not in_pieces):
+            if cut or piece.assumed or (piece.autocast is not None and not in_pieces):
                 aligned = len(piece.reached) == len(by_autograd)
                 piece.whole = whole_graph(gm, cut, reading, aligned=aligned)
             return lower(

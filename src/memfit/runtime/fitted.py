@@ -192,12 +192,25 @@ class Fitted:
             return False
         widened, inside = key in self.loops.widened, (key, True) in self.loops.regions
         apart = key in self.loops.apart and bool(planned.capture.summed) and not planned.request.by_use
-        return (widened and planned.request.cut) or (inside and not planned.request.backward_in_autocast) or apart
+        narrowed = not widened and self._without_gradient(key) != planned.request.without_gradient
+        return (
+            (widened and planned.request.cut)
+            or narrowed
+            or (inside and not planned.request.backward_in_autocast)
+            or apart
+        )
+
+    def _without_gradient(self, key: Signature) -> frozenset[int]:
+        """Outputs that left by a side door and that the loop brings no gradient, as far as is known."""
+        planned = self.plans[key].planned if key in self.plans else None
+        known = frozenset[int]() if planned is None else planned.request.without_gradient
+        return self.loops.narrowed.get(key, known)
 
     def _as_the_loop(self, key: Signature, **more: Any) -> Request:
         """The request, for what is known of the loop."""
         inside = self.request.backward_in_autocast or (key, True) in self.loops.regions
         cut, by_use = key not in self.loops.widened, key in self.loops.apart
+        more |= {"without_gradient": self._without_gradient(key) if cut else frozenset[int]()}
         return replace(self.request, cut=cut, by_use=by_use, backward_in_autocast=inside, **more)
 
     def _plan_now(self, model: nn.Module, key: Signature, args: Any, kwargs: Any) -> PlannedCall | None:

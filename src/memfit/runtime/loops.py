@@ -62,6 +62,7 @@ class Loops:
         beside: by signature the passes seen in flight beside one of it, the most of each signature.
         planned_beside: the same, as it was when plans were made.
         widened: signatures whose calls are planned with all outputs, as one that was cut got a gradient.
+        narrowed: see `Pass`.
         regions: see `Pass`.
         apart: signatures whose calls are planned with gradients use by use, as others add to them.
         differentiated_twice: signatures whose calls run plainly for that.
@@ -71,6 +72,7 @@ class Loops:
     beside: dict[Signature, Counter[Signature]] = field(default_factory=dict)
     planned_beside: dict[Signature, Counter[Signature]] = field(default_factory=dict)
     widened: set[Signature] = field(default_factory=set)
+    narrowed: dict[Signature, frozenset[int]] = field(default_factory=dict)
     regions: set[tuple[Signature, bool]] = field(default_factory=set)
     apart: set[Signature] = field(default_factory=set)
     differentiated_twice: set[Signature] = field(default_factory=set)
@@ -90,6 +92,7 @@ class Loops:
             key=key,
             refused=self.differentiated_twice,
             widened=self.widened,
+            narrowed=self.narrowed,
             regions=self.regions,
             apart=self.apart,
         )

@@ -38,6 +38,7 @@ class Pass:
         key: signature of its call; None outside of a fitted module.
         refused: where the signatures of passes are noted that are differentiated twice.
         widened: where the signatures of passes are noted of which a cut output got a gradient.
+        narrowed: where by signatures of passes the outputs are noted that left by a side door and get no gradient.
         regions: where the signatures of passes are noted whose backward pass ran inside an autocast region and was not
             planned so (True), or the other way round (False).
         apart: where the signatures of passes are noted whose gradients shall be returned use by use.
@@ -50,6 +51,7 @@ class Pass:
     key: Any = None
     refused: set[Any] = field(default_factory=set)
     widened: set[Any] = field(default_factory=set)
+    narrowed: dict[Any, frozenset[int]] = field(default_factory=dict)
     regions: set[tuple[Any, bool]] = field(default_factory=set)
     apart: set[Any] = field(default_factory=set)
     executed: int = 0
@@ -67,6 +69,8 @@ class CompiledPiece:
         places: of outputs among the gradients autograd hands to the graph, once it ran.
         in_pieces: whether the step has other graphs as well.
         autocast: whether the backward pass is planned inside a region (True) or outside (False); None if there is none.
+        assumed: outputs that are planned with a gradient, and of which no backward pass of the loop has told yet.
+        without_gradient: outputs that are cut since the loop, not the loss, brings them a gradient or none.
         settled: whether a backward pass of the loop has run in the autocast region it was planned for.
         repeated: how many inputs it takes once more, for another use; recomputed, the first brings the whole gradient.
         summed: by places among the inputs the names of those whose gradients are sums of several uses.
@@ -78,6 +82,8 @@ class CompiledPiece:
     places: dict[int, int] = field(default_factory=dict)
     in_pieces: bool = False
     autocast: bool | None = None
+    assumed: frozenset[int] = frozenset()
+    without_gradient: frozenset[int] = frozenset()
     settled: bool = False
     repeated: int = 0
     summed: Mapping[int, str] = field(default_factory=dict)
@@ -100,6 +106,7 @@ class PieceOfPass:
         begun: of a graph with cut outputs, the inputs and random states that recompute it.
         arrived: gradients of cut outputs in the backward pass that runs now.
         others: gradients of other outputs, if there are such.
+        without: outputs of the plan's that got no gradient in the backward pass that runs now, the first of the loop.
         otherwise: whether the backward pass that runs now is in another autocast region than planned.
         sums: by places among the inputs where gradients lie that are sums, and their versions.
     """
@@ -111,6 +118,7 @@ class PieceOfPass:
     begun: Begun | None = None
     arrived: dict[int, torch.Tensor] = field(default_factory=dict)
     others: dict[int, torch.Tensor] = field(default_factory=dict)
+    without: frozenset[int] = frozenset()
     otherwise: bool = False
     sums: dict[int, tuple[int, int]] = field(default_factory=dict)
 
@@ -152,8 +160,21 @@ class PieceOfPass:
         absent = [gradient is None for gradient in gradients]
         self.missing = frozenset(o for o, place in self.piece.places.items() if absent[place])
         self.nothing = all(absent) and not self.arrived
-        if self.arrived:
+        self.without = self._without()
+        if self.arrived or self.without:
             self.others = self._by_output(gradients)
+
+    def _without(self) -> frozenset[int]:
+        """Outputs that the loop was assumed to use and does not, if that is known now for the first time."""
+        assumed, key = self.piece.assumed, self.of.key
+        if not assumed or key is None or self.nothing:
+            return frozenset()
+        self.piece.assumed = frozenset()
+        without = assumed & self.missing
+        known = key in self.of.widened or key in self.of.narrowed
+        return (
+            without if without and not known and self.begun is not None and self.begun.can_recompute() else frozenset()
+        )
 
     def note_autocast(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Told by autograd, in the region that the backward pass runs in."""
@@ -189,11 +210,29 @@ class PieceOfPass:
 
     def recompute(self) -> tuple[torch.Tensor | None, ...]:
         """The gradients of all outputs, cut ones too, by a second forward pass."""
-        begun, arrived, by_cut = self.begun, self.others | self.arrived, bool(self.arrived)
+        begun, arrived, by_cut = self.begun, self.others | self.arrived, frozenset(self.arrived)
         inside = self.otherwise is not bool(self.piece.autocast)  # the other one if otherwise
-        self.arrived, self.others, self.missing, self.otherwise = {}, {}, frozenset(), False
+        without = self.without
+        self.arrived, self.others, self.otherwise = {}, {}, False
+        self.missing = self.without = frozenset()
         assert begun is not None
-        if by_cut and self.of.key not in self.of.widened:
+        if without:
+            self.of.narrowed[self.of.key] = self.piece.without_gradient | without
+            log.warning(
+                "no gradient arrived for a tensor that the forward pass leaves on a module or in a hook, and it was "
+                "planned with one, which may be used by the loop: this step's forward pass is recomputed without a "
+                "plan, with the same bits and over the budget, and the next one is planned without that gradient; "
+                "detach() such a tensor where the model leaves it"
+            )
+        beside = self.of.narrowed.get(self.of.key, self.piece.without_gradient)
+        if by_cut and by_cut <= beside:
+            self.of.narrowed[self.of.key] = beside - by_cut
+            log.warning(
+                "a gradient arrived for a tensor that the forward pass leaves on a module or in a hook, and it was "
+                "planned without one: this step's forward pass is recomputed without a plan, with the same bits and "
+                "over the budget, and the next one is planned with that gradient"
+            )
+        elif by_cut and self.of.key not in self.of.widened:
             self.of.widened.add(self.of.key)
             log.warning(
                 "a gradient arrived for an output that the loss given to memfit does not use: this step's forward pass "
@@ -217,7 +256,8 @@ def noting_forward(
 
     def run(*operands: Any) -> Any:
         here = current()
-        asked = piece.whole is not None and (piece.whole.cut or (not piece.settled and here and here.key is not None))
+        unsettled = piece.assumed or (piece.autocast is not None and not piece.settled)
+        asked = piece.whole is not None and (piece.whole.cut or (unsettled and here and here.key is not None))
         begun = Begun.now(piece.whole, operands) if piece.whole is not None and asked else None
         outputs = call(*operands)
         node = None if here is None else _node_of(outputs, piece.places)
@@ -327,7 +367,7 @@ def noting_backward(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], A
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             record.of.waiting -= 1
         kept = torch._C._autograd._get_current_graph_task_keep_graph()
-        if record.arrived or record.otherwise:
+        if record.arrived or record.otherwise or record.without:
             operands.clear()
             gradients = record.recompute() + (None,) * record.piece.repeated
             record.begun = record.begun if kept else None
