@@ -17,9 +17,10 @@ import torch
 from torch import fx, nn
 from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo.external_utils import wrap_inline
+from torch.utils import _pytree as pytree
 
+from memfit.capture.branches import Decision, decided_branches
 from memfit.capture.checkpoints import without_checkpoints
-from memfit.capture.constant_branches import constant_branches
 from memfit.capture.eager_answers import eager_answers
 from memfit.capture.fake_kernels import rules_of_kernels
 from memfit.capture.log_calls import logs_left_out
@@ -43,10 +44,12 @@ def compile_call(
     in_pieces: bool = False,
     plain: PlainParts = NOTHING_PLAIN,
     replaced: bool = False,
+    decisions: list[Decision] | None = None,
 ) -> Callable[..., Any]:
     """`model`'s call, compiled with `backend` under Dynamo's guards, with a cache of its own; of one graph without.
 
-    What is `plain` Dynamo leaves alone; with `replaced` the model's own checkpoints are calls of their functions.
+    What is `plain` Dynamo leaves alone; with `replaced` the model's own checkpoints are calls of their functions. Branches
+    on inputs that it is compiled for are added to `decisions`; without it they break the graph.
     """
     if isinstance(model, OneGraph):
         return model.compiled(backend)
@@ -74,6 +77,7 @@ def compile_call(
     # By default Dynamo looks at hooks once: those registered or removed later would not be noticed.
     # And random numbers of NumPy it would draw from torch's generator; with the last option the graph breaks there.
     own_random = {"use_numpy_random_stream": True}
+    state = [] if decisions is None else [*model.parameters(), *model.buffers()]
     options = limits | logs_left_out() | own_random | {"skip_nnmodule_hook_guards": False}
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -84,7 +88,7 @@ def compile_call(
             _replaced(forwards),
             around,
             eager_answers(),
-            constant_branches(),
+            decided_branches(decisions, pytree.tree_leaves((args, kwargs)) if state else (), state),
             marks_left_out(),
             rules_of_kernels(),
         ):

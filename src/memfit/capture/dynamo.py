@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memfit.capture.adding import Accumulate
 from memfit.capture.between_pieces import Handed, handed_over, has_tensor_hooks, without_tensor_hooks
+from memfit.capture.branches import Decision
 from memfit.capture.checkpoints import refusing_checkpoints, without_checkpoints
 from memfit.capture.compiled_call import compile_call
 from memfit.capture.dynamo_graph import (
@@ -307,7 +308,11 @@ def _capture(
 
         return run
 
-    call = compile_call(model, backend, fullgraph=fake, in_pieces=not fake, plain=plain, replaced=replaced)
+    # Processes that share a module must capture it equally often, whatever is in their batches.
+    decisions = None if is_sharded(model) else list[Decision]()
+    call = compile_call(
+        model, backend, fullgraph=fake, in_pieces=not fake, plain=plain, replaced=replaced, decisions=decisions
+    )
     try:
         output = call(*args, **kwargs)
     except torch._dynamo.exc.BackendCompilerFailed as error:

@@ -25,6 +25,7 @@ from torch.fx.graph import _BoxedCodeGen
 
 from memfit.capture.adding import Accumulate
 from memfit.capture.backward_autocast import autocast_is_on, backward_in_autocast, planning_backward
+from memfit.capture.branches import Decision
 from memfit.capture.compiled_call import call_has_begun, compile_call
 from memfit.capture.dynamo_graph import accumulated_inputs, attach_outputs, detach_outputs, graph_key
 from memfit.capture.eager_autocast import cast_once
@@ -33,6 +34,7 @@ from memfit.capture.failures import user_line
 from memfit.capture.joint import read_joint
 from memfit.capture.plain_parts import NOTHING_PLAIN, PlainParts, UnplannableGraphError
 from memfit.capture.returned_views import calling_after, returned_views_first
+from memfit.capture.sharded import is_sharded
 from memfit.capture.shared_inputs import (
     SharedInputs,
     calling_with_each_once,
@@ -82,11 +84,13 @@ class PlannedCall:
         run: compiles on its first call.
         swappers: of the pieces that swap.
         pieces: how many graphs run by the plan.
+        decisions: branches on inputs that it was compiled for, as far as it is compiled.
     """
 
     run: Callable[..., Any]
     swappers: tuple[Swapper, ...] = ()
     pieces: int = 1
+    decisions: Sequence[Decision] = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module."""
@@ -300,8 +304,11 @@ def compile_planned(
             return first
         return _in_turn([first, *(compiled(turn) for turn in range(1, turns))], digest)
 
-    run = compile_call(model, backend, in_pieces=in_pieces, plain=plain, replaced=replaced)
-    return PlannedCall(run, tuple(s for s in swappers if s is not None), len(programs))
+    decisions = None if is_sharded(model) else list[Decision]()
+    run = compile_call(model, backend, in_pieces=in_pieces, plain=plain, replaced=replaced, decisions=decisions)
+    return PlannedCall(
+        run, tuple(s for s in swappers if s is not None), len(programs), () if decisions is None else decisions
+    )
 
 
 class _StrayGraphError(UnplannableGraphError):

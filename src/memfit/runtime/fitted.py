@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from memfit.capture.backward_autocast import planning_backward
 from memfit.capture.failures import explained
@@ -63,6 +64,7 @@ class Fitted:
         request: how to plan for another signature.
         plans: by signature.
         calls: by signature, what runs.
+        variants: by signatures of inputs those of calls whose branches on inputs go different ways.
         unsigned: a plan from a file that waits for its first call.
         beneath: what was in the slot before: the call that `module.compile()` put there, for calls without a plan.
         loops: how the loop's forward and backward passes follow each other.
@@ -78,6 +80,7 @@ class Fitted:
     request: Request
     plans: dict[Signature, Plan] = field(default_factory=dict)
     calls: dict[Signature, PlannedCall] = field(default_factory=dict)
+    variants: dict[Signature, list[Signature]] = field(default_factory=dict)
     unsigned: Plan | None = None
     beneath: Callable[..., Any] | None = None
     loops: Loops = field(default_factory=Loops)
@@ -111,7 +114,7 @@ class Fitted:
             return model._call_impl(*args, **kwargs)
         if nothing_to_train(state, args, kwargs):
             return model._call_impl(*args, **kwargs)
-        key = signature(model, args, kwargs, state)
+        key = self._variant(signature(model, args, kwargs, state), args, kwargs)
         if key in self.loops.differentiated_twice:
             self._tell("twice", "runs plainly where it is differentiated twice, without its plan")
             return model._call_impl(*args, **kwargs)
@@ -140,6 +143,23 @@ class Fitted:
         if another is None or another is call:
             return model._call_impl(*args, **kwargs)
         return self._run(model, key, another, args, kwargs)
+
+    def _variant(self, key: Signature, args: Any, kwargs: Any) -> Signature:
+        """The signature of the plan that is made for the way that branches on these inputs go; a new one without."""
+        known = self.calls.get(key)
+        if known is None or not known.decisions:
+            return key
+        leaves = pytree.tree_leaves((args, kwargs))
+        variants = self.variants.setdefault(key, [key])
+        for variant in variants:
+            call = self.calls.get(variant)
+            if call is not None and all(decision.holds(leaves[decision.place]) for decision in call.decisions):
+                return variant
+        unplanned = next((variant for variant in variants if variant not in self.calls), None)
+        if unplanned is None:
+            unplanned = (*key, len(variants))
+            variants.append(unplanned)
+        return unplanned
 
     def _run(self, model: nn.Module, key: Signature, call: PlannedCall, args: Any, kwargs: Any) -> Any:
         planned = self.plans[key].planned
