@@ -121,10 +121,9 @@ def _decided(node: fx.Node, decisions: list[Decision] | None, places: dict[int, 
     code, condition = _function(node, calls, inputs)
     given, place = [], None
     for one in inputs:
-        argument = one.meta.get("grapharg")
-        real = None if argument is None or argument.is_tensor is False else argument.example
+        real = getattr(one.meta.get("grapharg"), "example", None)
         place = places.get(id(real))
-        if not isinstance(real, torch.Tensor) or place is None or real.is_meta or argument.source is None:
+        if not isinstance(real, torch.Tensor) or place is None or real.is_meta:
             return None
         given.append(real)
     try:

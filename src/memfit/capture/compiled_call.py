@@ -48,8 +48,8 @@ def compile_call(
 ) -> Callable[..., Any]:
     """`model`'s call, compiled with `backend` under Dynamo's guards, with a cache of its own; of one graph without.
 
-    What is `plain` Dynamo leaves alone; with `replaced` the model's own checkpoints are calls of their functions. Branches
-    on inputs that it is compiled for are added to `decisions`; without it they break the graph.
+    What is `plain` Dynamo leaves alone; with `replaced` the model's own checkpoints are calls of their functions.
+    Branches on inputs that it is compiled for are added to `decisions`; without it they break the graph.
     """
     if isinstance(model, OneGraph):
         return model.compiled(backend)
