@@ -118,10 +118,13 @@ def _made(
     except ExactnessError as error:
         # The loss alone brings no gradient to what the model leaves on itself. Zeros there are not the same as none:
         # an infinite derivative makes NaN of them, and a sum with them may lie otherwise in memory.
-        if not step[0].assumed:
+        between = bool(step[0].unreached) and not request.cut_between
+        if not request.cut or not (step[0].assumed or between):
             raise
         log.info("planned without gradients for what the forward pass leaves behind: %s", error)
-        without = replace(request, without_gradient=request.without_gradient | step[0].assumed)
+        without = replace(
+            request, without_gradient=request.without_gradient | step[0].assumed, cut_between=bool(step[0].unreached)
+        )
         return _made(model, args, kwargs, without, progress=progress, keep_call=keep_call)
     except BudgetError as error:
         told = _with_measured_least(error, model, args, kwargs, step, request)

@@ -85,6 +85,7 @@ class Request:
         beside_bytes: what is in memory beside the module and its inputs, such as DDP's buckets.
         cut: whether outputs the loss does not use are cut from the gradient.
         without_gradient: outputs of the last graph to cut beside, as none reached them in the loop.
+        cut_between: whether outputs of earlier graphs are cut that no gradient of the loss comes to.
         by_use: whether gradients are returned use by use, since passes share a backward pass.
         checkpointing: `"refuse"` a model that checkpoints itself, or `"replace"` its checkpoints by the plan.
         backward_in_autocast: whether the loop runs the backward pass inside the autocast region of the forward pass.
@@ -104,6 +105,7 @@ class Request:
     beside_bytes: int = 0
     cut: bool = True
     without_gradient: frozenset[int] = frozenset()
+    cut_between: bool = False
     by_use: bool = False
     checkpointing: str = "refuse"
     backward_in_autocast: bool = False
@@ -191,6 +193,7 @@ def capture_and_profile(
             accumulate=request.accumulate,
             cut=request.cut,
             without_gradient=request.without_gradient,
+            cut_between=request.cut_between,
             by_use=request.by_use,
             checkpointing=request.checkpointing,
         )

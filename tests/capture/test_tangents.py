@@ -56,6 +56,36 @@ class Broken(nn.Module):
         return self.last(y.permute(1, 0, 2).tanh()).permute(1, 0, 2)
 
 
+class Sine(nn.Module):
+    """Two pieces; the first leaves a number behind that nobody uses."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+        self.seen: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = x.sin()
+        self.seen = x.exp().sum()
+        torch._dynamo.graph_break()
+        return x.sin()
+
+
+class ManyPieces(nn.Module):
+    """The first piece sums over its gradient, the last one turns it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.scale = nn.Linear(32, 32), nn.Parameter(torch.tensor(1e-3))
+        self.parts = nn.Sequential(*[Sine(times) for times in range(1, 7)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        y = self.parts(y * self.first.bias.sum() * (y * self.scale).sum().sigmoid())
+        return y.permute(1, 0, 2)
+
+
 LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
     "mse": lambda o: functional.mse_loss(o, torch.ones_like(o)),
     "square": lambda o: o.square().mean(),
@@ -101,6 +131,16 @@ def test_pieces_hand_each_other_gradients_as_in_the_plain_step() -> None:
     told = planned.capture.gradient_strides
     assert told[planned.capture.pieces.pieces[0].key] == {0: (32, 7 * 32, 1)}
     assert all(map(same_bits, _stepped(plain, x, loss)[0], _stepped(model, x, loss)[0]))
+
+
+def test_layouts_of_gradients_reach_the_first_of_many_pieces() -> None:
+    torch.manual_seed(0)
+    model, x = ManyPieces(), torch.randn(7, 333, 32)
+    plain = copy.deepcopy(model)
+    memfit.fit(model, (x,), budget="1GiB", loss_fn=LOSSES["mse"], search_seconds=0.1)
+    planned = memfit.plan_of(model).planned
+    assert planned is not None and len(planned.capture.pieces.pieces) > 6
+    assert all(map(same_bits, _stepped(plain, x, LOSSES["mse"])[0], _stepped(model, x, LOSSES["mse"])[0]))
 
 
 def test_another_loss_than_the_planned_one_is_right_up_to_rounding_and_same_shapes_lie_alike() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["leaves_behind", "nodes_behind"]
+__all__ = ["edges_behind", "leaves_behind", "nodes_behind"]
 
 
 def nodes_behind(values: Iterable[Any]) -> Iterator[Any]:
@@ -20,6 +20,15 @@ def nodes_behind(values: Iterable[Any]) -> Iterator[Any]:
             seen.add(node)
             yield node
             waiting += [before for before, _ in node.next_functions]
+
+
+def edges_behind(values: Iterable[Any]) -> set[tuple[Any, int]]:
+    """The results of nodes that a gradient of some tensors may come to: each node and the number of its result."""
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    found = {(value.grad_fn, value.output_nr) for value in tensors}
+    for node in nodes_behind(tensors):
+        found.update(node.next_functions)
+    return found
 
 
 def leaves_behind(values: Iterable[Any]) -> frozenset[int]:

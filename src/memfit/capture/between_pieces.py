@@ -23,7 +23,7 @@ from torch import fx
 
 from memfit.capture.tangents import Strides
 
-__all__ = ["Handed", "handed_over", "has_tensor_hooks", "without_tensor_hooks"]
+__all__ = ["Handed", "handed_over", "has_tensor_hooks", "lay_out_anew", "without_tensor_hooks"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +80,18 @@ def handed_over(
         # Edges lead to tensors only, the first to the anchor.
         edge_of={place: edge for edge, place in enumerate(reached, start=1)},
     )
+
+
+def lay_out_anew(handed: Handed, inputs: Sequence[Any], lying: Mapping[int, Strides | None]) -> None:
+    """Has the node of a piece hand on gradients that lie otherwise than it was told first.
+
+    Args:
+        handed: what the piece handed over.
+        inputs: what it took.
+        lying: see `handed_over`.
+    """
+    if handed.node is not None:
+        handed.node.like = [_layout(inputs[place], lying.get(place)) for place in handed.edge_of]
 
 
 def _needs_gradient(value: Any) -> bool:

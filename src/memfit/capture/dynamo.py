@@ -20,53 +20,26 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.partitioners import default_partition
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memfit.capture.adding import Accumulate
 from memfit.capture.between_pieces import Handed, handed_over, has_tensor_hooks, without_tensor_hooks
 from memfit.capture.branches import Decision
 from memfit.capture.checkpoints import refusing_checkpoints, without_checkpoints
 from memfit.capture.compiled_call import compile_call
-from memfit.capture.dynamo_graph import (
-    accumulated_inputs,
-    detach_outputs,
-    graph_key,
-    in_place_nodes,
-    outputs_of,
-    returned_inputs,
-    weights_made,
-)
-from memfit.capture.eager_autocast import cast_once
-from memfit.capture.eager_kernels import as_in_eager
-from memfit.capture.failures import explained, left_to_plain_code, nothing_captured, quiet
-from memfit.capture.joint import read_joint
+from memfit.capture.dynamo_graph import graph_key, outputs_of, returned_inputs, weights_made
+from memfit.capture.failures import explained, left_to_plain_code, nothing_captured, nothing_reached, quiet
 from memfit.capture.live_bytes import LiveBytes
 from memfit.capture.loss import LossReading
 from memfit.capture.module_names import name_modules
-from memfit.capture.pieces import Piece, Pieces, gradient_strides_of, inputs_shared_in, tensors_in
+from memfit.capture.pieces import Piece, Pieces, tensors_in
 from memfit.capture.plain_parts import NOTHING_PLAIN, PlainParts, UnplannableGraphError, find_plain_parts
 from memfit.capture.preserve import preserved
-from memfit.capture.reading import JointReading
 from memfit.capture.returned_views import calling_after, returned_views_first
+from memfit.capture.settling import settled
 from memfit.capture.sharded import gathering, is_sharded
-from memfit.capture.shared_inputs import (
-    SharedInputs,
-    repeated_places,
-    return_each_term,
-    taking_for_each_use,
-    terms_of_inputs,
-    uses_of_inputs,
-)
-from memfit.capture.tangents import (
-    GradientStrides,
-    Strides,
-    laid_out_as_made,
-    strides_of_input_gradients,
-    strides_of_outputs,
-)
-from memfit.errors import CaptureError, MemfitError
+from memfit.capture.tangents import Strides, strides_of_outputs
+from memfit.capture.traced_graph import DynamoGraph, Reader, Surroundings, Traced, as_dynamo_made, trace
+from memfit.errors import MemfitError
 
 __all__ = ["capture_pieces", "first_lines"]
 
@@ -82,17 +55,12 @@ def capture_pieces(
     args: Sequence[Any],
     kwargs: dict[str, Any],
     *,
-    separate: Callable[[str], bool],
-    grid: tuple[int, ...] = (),
-    gradient_outputs: frozenset[int] | None = None,
-    gradient_strides: GradientStrides | None = None,
-    shared: SharedInputs | None = None,
-    by_use: bool = False,
-    last_key: str | None = None,
-    accumulate: Accumulate | None = None,
+    reader: Reader,
     checkpointing: str = "refuse",
     read: _Read | None = None,
-    before: Pieces | None = None,
+    by_use: bool = False,
+    cut: bool = True,
+    cut_between: bool = False,
 ) -> Pieces:
     """Captures the training step of `model(*args, **kwargs)`. Changes nothing.
 
@@ -100,18 +68,14 @@ def capture_pieces(
         model: in training mode.
         args: positional inputs.
         kwargs: keyword inputs.
-        separate: see `memfit.capture.joint.read_joint`.
-        grid: see there.
-        gradient_outputs: which outputs of the last graph receive a gradient; None for all of them.
-        gradient_strides: how gradients of outputs of the graphs lie, where that is not as the outputs do.
-        shared: which inputs graphs take once for each use (`memfit.capture.shared_inputs`).
-        by_use: whether all that have several uses shall be.
-        last_key: with that, which graph is the last.
-        accumulate: how gradients of parameters are added to `.grad` inside the graph; None if that is left to autograd.
+        reader: how joint graphs are read.
         checkpointing: `"refuse"` or `"replace"`, what is done where the model checkpoints itself.
         read: reads the loss while what the forward pass left on modules and in hooks is still there; its second
-            argument takes that back, where it is fake.
-        before: the same step as it was captured with other settings; where its graph broke, it is not tried whole.
+            argument takes that back, where it is fake. Without it graphs are as if all outputs received a gradient.
+        by_use: whether all inputs of graphs that have several uses are taken once for each
+            (`memfit.capture.shared_inputs`).
+        cut: whether outputs of the last graph that receive no gradient are cut.
+        cut_between: whether those of earlier graphs are.
 
     Returns:
         The pieces and the output of the module.
@@ -119,24 +83,9 @@ def capture_pieces(
     Raises:
         CaptureError: if Dynamo cannot capture the model, naming the line. What the plain forward pass raises is raised.
     """
-    replaced = checkpointing == "replace"
     captured = functools.partial(
-        _capture,
-        *(model, args, kwargs),
-        separate=separate,
-        grid=grid,
-        gradient_outputs=gradient_outputs,
-        gradient_strides=gradient_strides or {},
-        shared=shared or {},
-        by_use=by_use,
-        last_key=last_key,
-        accumulate=accumulate,
-        replaced=replaced,
-        read=read,
+        _capture, model, args, kwargs, reader=reader, read=read, by_use=by_use, cut=cut, cut_between=cut_between
     )
-    if before is not None and before.breaks:
-        pieces, between_bytes = _in_pieces(model, args, kwargs, captured, before.plain, read)
-        return replace(pieces, breaks=before.breaks, between_bytes=between_bytes)
     try:
         with preserved(model, args, kwargs, values=False) as state, quiet():
             return captured(fake=True, take_back=state.restore)
@@ -150,7 +99,7 @@ def capture_pieces(
     log.info("the graph breaks, capturing piece by piece: %s", reason)
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         raise explained(failure, model, start="the model looks at values, which the meta device does not have")
-    around = without_checkpoints() if replaced else refusing_checkpoints()
+    around = without_checkpoints() if checkpointing == "replace" else refusing_checkpoints()
     with preserved(model, args, kwargs), around:
         plain = find_plain_parts(model, args, kwargs)
     try:
@@ -210,96 +159,71 @@ def _capture(
     *,
     fake: bool,
     take_back: Callable[[], None],
-    separate: Callable[[str], bool],
-    grid: tuple[int, ...],
-    gradient_outputs: frozenset[int] | None,
-    gradient_strides: GradientStrides,
-    shared: SharedInputs,
-    by_use: bool,
-    last_key: str | None,
-    accumulate: Accumulate | None,
-    replaced: bool,
+    reader: Reader,
     read: _Read | None,
+    by_use: bool,
+    cut: bool,
+    cut_between: bool,
     plain: PlainParts = NOTHING_PLAIN,
 ) -> Pieces:
     pieces: list[Piece] = []
+    graphs: list[DynamoGraph] = []
+    runs: list[int] = []
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     gathered = gathering(model)
     held = frozenset(id(t) for t in (*model.parameters(), *model.buffers()))
 
+    def trace_anew(graph: DynamoGraph, around: Surroundings) -> Traced | None:
+        traced = trace(graph, around, reader)
+        if traced is None and fake:
+            raise nothing_reached(model)
+        return traced
+
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         name_modules(gm.graph, model)
         gm, inputs, views = returned_views_first(gm, inputs)
-        readings: list[JointReading] = []
-        of_inputs: dict[int, Strides | None] = {}
-        terms: dict[int, int] = {}
-
-        def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **rest: Any) -> Any:
-            found = {} if gathered() else terms_of_inputs(joint, num_fwd_outputs, uses)
-            terms.update({place: number for place, number in found.items() if place not in without})
-            return_each_term(joint, num_fwd_outputs, repeated)
-            of_inputs.update(strides_of_input_gradients(joint.graph))
-            halves = default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **rest)
-            in_place = in_place_nodes(gm)
-            reading = functools.partial(
-                read_joint, joint, num_fwd_outputs, separate=separate, grid=grid, replaced=replaced
-            )
-            as_made = accumulate is Accumulate.AS_MADE
-            readings.append(reading(in_place=in_place, accumulated=accumulated, as_made=as_made, cast_once=casts))
-            return halves
-
-        accumulated = accumulated_inputs(inputs) if accumulate else frozenset[int]()
-        casts = cast_once(gm, inputs)
-        without = accumulated | frozenset(casts)  # eager adds up gradients of a cast weight before it casts them back
-        key = graph_key(gm)
+        graph = as_dynamo_made(gm, inputs, "" if fake else graph_key(gm), gathered=bool(gathered()))
         if fake and any(isinstance(node.meta.get("example_value"), _NUMBERS) for node in gm.graph.nodes):
             raise UnplannableGraphError("a number is read from a tensor")  # in a graph it would round as a tensor does
-        if fake or key == last_key:
-            detach_outputs(gm, gradient_outputs)
-        weights = weights_made(gm, inputs, held)
-        repeated = shared.get("" if fake else key, {})
-        taken, examples = taking_for_each_use(gm, inputs, repeated)
-        uses = uses_of_inputs(gm)
         results = [n.meta["example_value"] if isinstance(n, fx.Node) else n for n in outputs_of(gm)]
         original = gm.forward if fake else types.MethodType(type(gm).forward, gm)
         if not fake and has_tensor_hooks(gm):
             original = without_tensor_hooks(gm).forward
         try:
-            with as_in_eager(), laid_out_as_made(gradient_strides.get("" if fake else key, {})):
-                aot_autograd(fw_compiler=_as_is, bw_compiler=_as_is, partition_fn=partition)(taken, examples)
+            traced = trace(graph, Surroundings(), reader)
         except UnplannableGraphError as error:
             if fake:
                 raise
             log.warning("%s: the graph around it runs as plain code", error)
             return calling_after(views, gm.forward)
-        if not readings:
+        if traced is None:
             if fake:
-                raise CaptureError(
-                    f"no gradient reaches a parameter or an input of {type(model).__name__}, so there is nothing "
-                    "to train: is everything frozen, under no_grad, or detached, in the model or in loss_fn?"
-                )
+                raise nothing_reached(model)
             return calling_after(views, gm.forward)
-
-        lying = strides_of_outputs(readings[0].module.graph)
+        weights = weights_made(gm, inputs, held)
+        key, number = graph.key, len(graphs)
+        graphs.append(graph)
+        del graph  # Dynamo keeps the function below, and that must not keep the inputs
+        lying = strides_of_outputs(traced.reading.module.graph)
 
         def run(*real_inputs: Any) -> tuple[Any, ...]:
             units = gathered()
-            real_inputs = (*real_inputs, *views(*real_inputs))
-            operands = (*real_inputs, *(real_inputs[place] for place in repeated_places(repeated)))
+            operands = (*real_inputs, *views(*real_inputs))
             if fake:
                 handed = Handed(outputs=tuple(_twin(r, fake_mode, lying.get(p)) for p, r in enumerate(results)))
             else:
                 with torch.no_grad():
-                    made = original(*real_inputs)
-                handed = handed_over(made, results, () if units else operands, of_inputs)
+                    made = original(*operands)
+                handed = handed_over(made, results, () if units else operands, traced.of_inputs)
+            runs.append(number)
             pieces.append(
                 Piece(
-                    reading=readings[0],
+                    reading=traced.reading,
                     inputs=operands,
                     handed=handed,
                     gathered=units,
-                    key="" if fake else key,
-                    terms=terms,
+                    key=key,
+                    terms=traced.terms,
                     returned=returned_inputs(gm),
                     weights=weights,
                 )
@@ -311,10 +235,11 @@ def _capture(
     # Processes that share a module must capture it equally often, whatever is in their batches.
     decisions = None if is_sharded(model) else list[Decision]()
     call = compile_call(
-        model, backend, fullgraph=fake, in_pieces=not fake, plain=plain, replaced=replaced, decisions=decisions
+        model, backend, fullgraph=fake, in_pieces=not fake, plain=plain, replaced=reader.replaced, decisions=decisions
     )
     try:
         output = call(*args, **kwargs)
+        captured, sources = tuple(pieces), tuple(graphs[number] for number in runs)
     except torch._dynamo.exc.BackendCompilerFailed as error:
         if isinstance(error.inner_exception, MemfitError):
             raise error.inner_exception from None
@@ -324,18 +249,14 @@ def _capture(
         if isinstance(cause, MemfitError):
             raise cause from None
         raise
-    captured = tuple(pieces)
-    pieces.clear()  # Dynamo keeps the backend, and with it this list
-    made = Pieces(pieces=captured, output=output, staying=gathered(), plain=plain, replaced=replaced)
+    finally:
+        pieces.clear()  # Dynamo keeps the backend, and with it these lists
+        graphs.clear()
+    made = Pieces(pieces=captured, output=output, staying=gathered(), plain=plain, replaced=reader.replaced)
     if read is None or not captured:
         return made
     loss = read(made, take_back)
-    made = replace(made, loss=loss, gradient_strides=gradient_strides_of(made, loss))
-    return replace(made, shared=inputs_shared_in(made, by_use=by_use))
-
-
-def _as_is(gm: fx.GraphModule, inputs: Any) -> fx.GraphModule:
-    return gm
+    return settled(made, sources, loss, trace_anew, by_use=by_use, cut=cut, cut_between=cut_between)
 
 
 def _twin(value: Any, fake_mode: FakeTensorMode, strides: Strides | None) -> Any:

@@ -13,6 +13,7 @@ from torch import fx, nn
 
 __all__ = [
     "accumulated_inputs",
+    "all_but",
     "attach_outputs",
     "detach_outputs",
     "graph_key",
@@ -65,6 +66,11 @@ def is_in_place(node: fx.Node) -> bool:
     except (TypeError, ValueError):  # a builtin
         return bool(node.kwargs.get("inplace")) or (name.endswith("_") and not name.endswith("__"))
     return bool(arguments.get("inplace")) or (name.endswith("_") and not name.endswith("__"))
+
+
+def all_but(gm: fx.GraphModule, places: frozenset[int]) -> frozenset[int]:
+    """Places of all outputs but some."""
+    return frozenset(range(len(outputs_of(gm)))) - places
 
 
 def detach_outputs(gm: fx.GraphModule, gradient_outputs: frozenset[int] | None) -> list[int]:

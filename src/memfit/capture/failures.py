@@ -16,7 +16,15 @@ from torch import nn
 
 from memfit.errors import CaptureError, MemfitError
 
-__all__ = ["explained", "left_to_plain_code", "nothing_captured", "quiet", "told_plainly", "user_line"]
+__all__ = [
+    "explained",
+    "left_to_plain_code",
+    "nothing_captured",
+    "nothing_reached",
+    "quiet",
+    "told_plainly",
+    "user_line",
+]
 
 _HERE = str(Path(__file__).resolve().parent.parent) + os.sep
 _TORCH = str(Path(torch.__file__).resolve().parent) + os.sep
@@ -38,6 +46,14 @@ def explained(error: BaseException, model: nn.Module, *, start: str = "cannot ca
     return CaptureError(
         f"{start}: {_fact(inner)} (at {where}); take that code out of the module that is fitted, or mark its function "
         "with @torch.compiler.disable, which leaves it plain code between planned pieces"
+    )
+
+
+def nothing_reached(model: nn.Module) -> CaptureError:
+    """The error of a model that is one graph without a gradient."""
+    return CaptureError(
+        f"no gradient reaches a parameter or an input of {type(model).__name__}, so there is nothing "
+        "to train: is everything frozen, under no_grad, or detached, in the model or in loss_fn?"
     )
 
 

@@ -10,6 +10,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree as pytree
 
+from memfit.capture.autograd_graph import edges_behind
 from memfit.capture.between_pieces import Handed
 from memfit.capture.loss import LossReading
 from memfit.capture.plain_parts import NOTHING_PLAIN, PlainParts
@@ -18,7 +19,15 @@ from memfit.capture.sharded import Gathered
 from memfit.capture.shared_inputs import SharedInputs, shared_inputs
 from memfit.capture.tangents import GradientStrides, Strides, layouts_between
 
-__all__ = ["Piece", "Pieces", "gradient_strides_of", "inputs_shared_in", "tensors_in"]
+__all__ = [
+    "Piece",
+    "Pieces",
+    "gradient_outputs_of",
+    "gradient_strides_of",
+    "inputs_shared_in",
+    "tensors_in",
+    "unreached_in",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +73,11 @@ class Pieces:
         plain: what is left to plain code.
         replaced: whether the model's own checkpoints are left out.
         loss: what the loss does with the output and with what left by a side door, if it was read.
+        gradient_outputs: which outputs of the last graph receive gradients; None for all.
         gradient_strides: how gradients of outputs of the graphs lie, where that is not as the outputs do.
         shared: which inputs of the graphs with several uses they shall take once for each (`inputs_shared_in`).
+        unreached: which outputs of earlier graphs no gradient of the loss comes to (`unreached_in`).
+        cut_between: those of them that are cut.
     """
 
     pieces: tuple[Piece, ...]
@@ -83,8 +95,11 @@ class Pieces:
         return keys[-1] if keys.count(keys[-1]) == 1 else None
 
     loss: LossReading | None = None
+    gradient_outputs: frozenset[int] | None = None
     gradient_strides: GradientStrides = field(default_factory=dict)
     shared: SharedInputs = field(default_factory=dict)
+    unreached: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    cut_between: Mapping[str, frozenset[int]] = field(default_factory=dict)
 
     def receivers(self) -> list[torch.Tensor]:
         """The tensors of the output, then those that left the last piece by a side door and need a gradient.
@@ -99,22 +114,20 @@ class Pieces:
         return [*returned, *beside]
 
 
-def gradient_strides_of(pieces: Pieces, loss: LossReading) -> GradientStrides:
-    """By graphs how gradients of their outputs lie, where that is not as the outputs do and always the same."""
+def gradient_strides_of(pieces: Pieces) -> list[dict[int, Strides]]:
+    """For each piece how gradients of its outputs lie, where that is not as the outputs do."""
     if any(piece.gathered for piece in pieces.pieces):
-        return {}  # hooks of a sharded module would communicate
-    received = zip(pieces.receivers(), loss.receives_gradient, loss.gradient_strides, strict=False)
+        return [{} for _ in pieces.pieces]  # hooks of a sharded module would communicate
+    assert pieces.loss is not None
+    received = zip(pieces.receivers(), pieces.loss.receives_gradient, pieces.loss.gradient_strides, strict=False)
     ends = [(tensor, strides) for tensor, receives, strides in received if receives]
     wanted = [_receiving(piece) for piece in pieces.pieces]
     lying = iter(layouts_between(ends, [where for receiving in wanted for where in receiving.values()]))
-    found: dict[str, dict[int, Strides]] = {}
-    several: set[str] = set()
+    found: list[dict[int, Strides]] = []
     for piece, receiving in zip(pieces.pieces, wanted, strict=True):
         of_outputs = dict(zip(receiving, lying, strict=False))
-        strides = {p: s for p, s in of_outputs.items() if s is not None and s != tuple(piece.outputs[p].stride())}
-        if found.setdefault(piece.key, strides) != strides:
-            several.add(piece.key)
-    return {key: strides for key, strides in found.items() if strides and key not in several}
+        found.append({p: s for p, s in of_outputs.items() if s is not None and s != tuple(piece.outputs[p].stride())})
+    return found
 
 
 def _receiving(piece: Piece) -> dict[int, torch.Tensor | GradientEdge]:
@@ -124,6 +137,32 @@ def _receiving(piece: Piece) -> dict[int, torch.Tensor | GradientEdge]:
         return {place: GradientEdge(node, result) for place, result in piece.handed.result_of.items()}
     outputs = enumerate(piece.outputs)
     return {place: value for place, value in outputs if isinstance(value, torch.Tensor) and value.requires_grad}
+
+
+def gradient_outputs_of(pieces: Pieces) -> frozenset[int] | None:
+    """Places among the last piece's outputs of those that receive gradients, None if all that could do."""
+    assert pieces.loss is not None
+    receives = zip(pieces.receivers(), pieces.loss.receives_gradient, strict=True)
+    reached = {id(t) for t, does in receives if does}
+    # Tensors that Dynamo's epilogue makes anew cannot be followed; then every output counts.
+    last = pieces.pieces[-1].outputs
+    if not reached <= {id(o) for o in last}:
+        return None
+    wanted = frozenset(i for i, o in enumerate(last) if id(o) in reached)
+    possible = frozenset(i for i, o in enumerate(last) if isinstance(o, torch.Tensor) and o.requires_grad)
+    return None if wanted == possible else wanted
+
+
+def unreached_in(pieces: Pieces, loss: LossReading) -> Mapping[str, frozenset[int]]:
+    """By graphs the outputs of all but the last that no gradient of the loss comes to, each time they run."""
+    received = zip(pieces.receivers(), loss.receives_gradient, strict=False)
+    reached = edges_behind(tensor for tensor, receives in received if receives)
+    found: dict[str, frozenset[int]] = {}
+    for piece in pieces.pieces:
+        results = piece.handed.result_of.items()
+        without = frozenset(place for place, result in results if (piece.handed.node, result) not in reached)
+        found[piece.key] = found.get(piece.key, without) & without
+    return {key: places for key, places in found.items() if places and key != pieces.last_key}
 
 
 def inputs_shared_in(pieces: Pieces, *, by_use: bool) -> SharedInputs:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -28,6 +27,7 @@ from memfit.capture.reading import JointOp
 from memfit.capture.sharded import local, without_gathering
 from memfit.capture.shared_inputs import SharedInputs
 from memfit.capture.tangents import GradientStrides
+from memfit.capture.traced_graph import Reader
 from memfit.capture.unwrapped_optimizer import OptimizerLike
 from memfit.errors import CaptureError, SpecError
 from memfit.step.graph import Phase, StepGraph
@@ -46,6 +46,8 @@ class Capture:
         gradient_outputs: which outputs of the last piece receive gradients; None for all.
         assumed: those of them that are not returned, and of which only the loop can tell.
         without_gradient: outputs of the last piece that were cut as the loop brought them none, or may bring none.
+        unreached: by graphs which outputs of earlier pieces no gradient of the loss comes to.
+        cut_between: those of them that were cut.
         gradient_strides: how gradients of outputs of the pieces lie, where that is not as the outputs do.
         shared: which inputs pieces take once for each use (`memfit.capture.shared_inputs`).
         summed: names of parameters with several uses whose gradients are added up inside a piece all the same.
@@ -61,6 +63,8 @@ class Capture:
     gradient_outputs: frozenset[int] | None
     assumed: frozenset[int] = frozenset()
     without_gradient: frozenset[int] = frozenset()
+    unreached: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    cut_between: Mapping[str, frozenset[int]] = field(default_factory=dict)
     gradient_strides: GradientStrides = field(default_factory=dict)
     shared: SharedInputs = field(default_factory=dict)
     summed: tuple[str, ...] = ()
@@ -78,10 +82,6 @@ class Capture:
     def grid(self) -> tuple[int, ...]:
         """Into how many tiles samples may be cut; empty if it was not captured for the lever `tile`."""
         return max((piece.reading.grid for piece in self.pieces.pieces), default=())
-
-
-_MOST_LAYOUTS = 4
-"""Layouts of gradients that one piece hands to another settle within as many captures, or the proof tells."""
 
 
 def _never(_: str) -> bool:
@@ -129,6 +129,7 @@ def capture_step(
     accumulate: Accumulate | None = None,
     cut: bool = True,
     without_gradient: frozenset[int] = frozenset(),
+    cut_between: bool = False,
     by_use: bool = False,
     checkpointing: str = "refuse",
 ) -> Capture:
@@ -146,6 +147,7 @@ def capture_step(
         accumulate: how gradients of parameters are added to `.grad` inside the step; None if that is left to autograd.
         cut: whether outputs the loss does not use are cut from the gradient.
         without_gradient: places of outputs of the last graph that are cut as well.
+        cut_between: whether outputs of earlier graphs are cut that no gradient of the loss comes to.
         by_use: see `memfit.capture.dynamo.capture_pieces`.
         checkpointing: see `memfit.capture.dynamo.capture_pieces`.
 
@@ -157,17 +159,6 @@ def capture_step(
     """
     check_step(model, args, kwargs, checkpointing=checkpointing)
     device_type = device_of(model).type
-    captured = functools.partial(
-        capture_pieces,
-        model,
-        args,
-        kwargs,
-        separate=separate,
-        grid=grid,
-        accumulate=accumulate,
-        by_use=by_use,
-        checkpointing=checkpointing,
-    )
 
     def read(pieces: Pieces, take_back: Callable[[], None]) -> LossReading:
         receivers = pieces.receivers()
@@ -179,27 +170,19 @@ def capture_step(
         return not_reaching(found, receivers, [last[place] for place in without_gradient if place < len(last)])
 
     with torch.autograd.set_detect_anomaly(False):  # it looks at values, and there are none
-        pieces = captured(read=read)
-        loss = pieces.loss
-        assert loss is not None
-        gradient_outputs = _gradient_outputs(pieces, loss.receives_gradient)
-        if not cut or (pieces.breaks and pieces.last_key is None):
-            gradient_outputs = None  # a graph that runs earlier as well has all its outputs
-        strides: GradientStrides = {}
-        shared: SharedInputs = {}
-        again = gradient_outputs is not None
-        for _ in range(_MOST_LAYOUTS):
-            if not again and pieces.gradient_strides == strides and pieces.shared == shared:
-                break
-            again, strides, shared = False, pieces.gradient_strides, pieces.shared
-            pieces = captured(
-                gradient_outputs=gradient_outputs,
-                gradient_strides=strides,
-                shared=shared,
-                last_key=pieces.last_key,
-                read=lambda *_: loss,
-                before=pieces,
-            )
+        pieces = capture_pieces(
+            model,
+            args,
+            kwargs,
+            reader=Reader(separate=separate, grid=grid, accumulate=accumulate, replaced=checkpointing == "replace"),
+            checkpointing=checkpointing,
+            read=read,
+            by_use=by_use,
+            cut=cut,
+            cut_between=cut_between,
+        )
+    loss = pieces.loss
+    assert loss is not None
     graph, joint_ops = join(pieces, loss.transient_bytes, device_type, held_bytes=loss.held_bytes)
     if not any(op.phase is Phase.BACKWARD for op in graph.ops):
         if pieces.plain.reasons:
@@ -223,7 +206,7 @@ def capture_step(
         after_step_bytes=cost.step_bytes,
         label=label or type(model).__name__,
     )
-    summed = _summed(model, pieces, shared)
+    summed = _summed(model, pieces, pieces.shared)
     assumed = _assumed(pieces, loss.receives_gradient)
     # A capture outlives the call: it must not hold the inputs or what the pieces returned.
     bare = tuple(replace(piece, inputs=(), handed=Handed(outputs=())) for piece in pieces.pieces)
@@ -231,11 +214,13 @@ def capture_step(
         graph=graph,
         pieces=replace(pieces, pieces=bare, output=None, loss=None),
         joint_ops=joint_ops,
-        gradient_outputs=gradient_outputs,
+        gradient_outputs=pieces.gradient_outputs,
         assumed=assumed if cut else frozenset(),
         without_gradient=without_gradient,
-        gradient_strides=strides,
-        shared=shared,
+        unreached=pieces.unreached,
+        cut_between=pieces.cut_between,
+        gradient_strides=pieces.gradient_strides,
+        shared=pieces.shared,
         summed=summed,
         between_bytes=between_bytes,
         input_bytes=storage_bytes(pytree.tree_leaves((args, kwargs)), device_type),
@@ -323,18 +308,6 @@ def check_step(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], *,
                 f"an input of shape {tuple(tensor.shape)} is on {tensor.device}, the model on {device}; "
                 f"move it with .to('{device}')"
             )
-
-
-def _gradient_outputs(pieces: Pieces, receives: Sequence[bool]) -> frozenset[int] | None:
-    """Positions among the last piece's outputs that receive gradients, None if all that could do."""
-    reached = {id(t) for t, does in zip(pieces.receivers(), receives, strict=True) if does}
-    # Tensors that Dynamo's epilogue makes anew cannot be followed; then every output counts.
-    last = pieces.pieces[-1].outputs
-    if not reached <= {id(o) for o in last}:
-        return None
-    wanted = frozenset(i for i, o in enumerate(last) if id(o) in reached)
-    possible = frozenset(i for i, o in enumerate(last) if isinstance(o, torch.Tensor) and o.requires_grad)
-    return None if wanted == possible else wanted
 
 
 def _assumed(pieces: Pieces, receives: Sequence[bool]) -> frozenset[int]:

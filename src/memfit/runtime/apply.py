@@ -27,7 +27,7 @@ from memfit.capture.adding import Accumulate
 from memfit.capture.backward_autocast import autocast_is_on, backward_in_autocast, planning_backward
 from memfit.capture.branches import Decision
 from memfit.capture.compiled_call import call_has_begun, compile_call
-from memfit.capture.dynamo_graph import accumulated_inputs, attach_outputs, detach_outputs, graph_key
+from memfit.capture.dynamo_graph import accumulated_inputs, all_but, attach_outputs, detach_outputs, graph_key
 from memfit.capture.eager_autocast import cast_once
 from memfit.capture.eager_kernels import as_in_eager
 from memfit.capture.failures import user_line
@@ -139,6 +139,7 @@ def compile_program(
         *(model, programs, capture.gradient_outputs),
         assumed=capture.assumed,
         without_gradient=capture.without_gradient,
+        cut_between=capture.cut_between,
         gradient_strides=capture.gradient_strides,
         shared=capture.shared,
         last_key=capture.pieces.last_key,
@@ -158,6 +159,7 @@ def compile_planned(
     *,
     assumed: frozenset[int] = frozenset(),
     without_gradient: frozenset[int] = frozenset(),
+    cut_between: Mapping[str, frozenset[int]] | None = None,
     gradient_strides: GradientStrides | None = None,
     shared: SharedInputs | None = None,
     last_key: str | None = None,
@@ -176,6 +178,7 @@ def compile_planned(
         gradient_outputs: which outputs of the last piece receive gradients; None for all.
         assumed: those of them that the loop may bring none.
         without_gradient: outputs that were cut as the loop may bring them none.
+        cut_between: outputs of earlier pieces that were cut, by their graphs.
         gradient_strides: how gradients of outputs of the pieces lie, where that is not as the outputs do.
         shared: which inputs pieces take once for each use (`memfit.capture.shared_inputs`).
         last_key: which graph is that of the last piece.
@@ -210,7 +213,8 @@ def compile_planned(
         piece = CompiledPiece(in_pieces=in_pieces, autocast=in_autocast if autocast_is_on() else None)
         key = graph_key(gm) if in_pieces else ""
         is_last = not in_pieces or key == last_key
-        cut = detach_outputs(gm, gradient_outputs) if is_last else []
+        between = (cut_between or {}).get(key, frozenset())
+        cut = detach_outputs(gm, gradient_outputs if is_last else all_but(gm, between))
         if is_last:
             piece.assumed, piece.without_gradient = assumed, without_gradient
         strides = (gradient_strides or {}).get(key, {})

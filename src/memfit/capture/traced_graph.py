@@ -1,0 +1,188 @@
+"""One graph of Dynamo's, traced by AOTAutograd: once, and again where more is known of the step around it.
+
+What the backward pass of a graph does depends on what comes after the graph: which of its outputs receive a gradient,
+how that gradient lies, which inputs later code uses too. All that is known only when the whole forward pass was
+captured. Dynamo's part of the work, following the code, does not depend on it and takes most of the time.
+
+*Idea*: the graph is kept as Dynamo made it, and a copy is traced anew with what is known by then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import default_partition
+from torch._guards import TracingContext, tracing
+
+from memfit.capture.adding import Accumulate
+from memfit.capture.dynamo_graph import accumulated_inputs, detach_outputs, in_place_nodes
+from memfit.capture.eager_answers import eager_answers
+from memfit.capture.eager_autocast import cast_once
+from memfit.capture.eager_kernels import as_in_eager
+from memfit.capture.fake_kernels import rules_of_kernels
+from memfit.capture.joint import read_joint
+from memfit.capture.reading import JointReading
+from memfit.capture.shared_inputs import return_each_term, taking_for_each_use, terms_of_inputs, uses_of_inputs
+from memfit.capture.tangents import Strides, laid_out_as_made, strides_of_input_gradients
+
+__all__ = ["DynamoGraph", "Reader", "Surroundings", "Traced", "as_dynamo_made", "trace"]
+
+_DEVICES = ("cpu", "cuda", "xpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reader:
+    """How joint graphs are read, see `memfit.capture.joint.read_joint`.
+
+    Attributes:
+        separate: which gradients are made part by part.
+        grid: for the lever `tile`.
+        accumulate: how gradients are added to `.grad` inside the graph; None if that is left to autograd.
+        replaced: whether the model's own checkpoints are left out.
+    """
+
+    separate: Callable[[str], bool]
+    grid: tuple[int, ...] = ()
+    accumulate: Accumulate | None = None
+    replaced: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What the step around a graph does with it.
+
+    Attributes:
+        receive: places of the outputs that receive a gradient; None for all.
+        strides: by places of outputs how their gradients lie, where that is not as the outputs do.
+        repeated: by places of inputs how often they are taken (`memfit.capture.shared_inputs`).
+    """
+
+    receive: frozenset[int] | None = None
+    strides: Mapping[int, Strides] = field(default_factory=dict)
+    repeated: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DynamoGraph:
+    """A graph as Dynamo made it, and what was around when it did.
+
+    Attributes:
+        gm: the graph, which tracing leaves as it is.
+        inputs: examples.
+        key: of the graph (`memfit.capture.dynamo_graph.graph_key`); empty for the only one.
+        gathered: whether units of a sharded module were gathered.
+        context: Dynamo's, with its fake tensors.
+        grad: whether gradients were recorded.
+        autocast: by device type the dtype, of those where it was on.
+    """
+
+    gm: fx.GraphModule
+    inputs: tuple[Any, ...]
+    key: str
+    gathered: bool
+    context: TracingContext | None
+    grad: bool
+    autocast: Mapping[str, torch.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traced:
+    """What tracing told.
+
+    Attributes:
+        reading: the joint graph, read.
+        terms: by inputs of how many terms their gradients are sums, where these are several.
+        of_inputs: by inputs that receive a gradient how that lies; None where that is unknown.
+    """
+
+    reading: JointReading
+    terms: Mapping[int, int]
+    of_inputs: Mapping[int, Strides | None]
+
+
+def as_dynamo_made(gm: fx.GraphModule, inputs: Sequence[Any], key: str, *, gathered: bool) -> DynamoGraph:
+    """Keeps a graph, called where Dynamo hands it over."""
+    devices = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
+    return DynamoGraph(
+        gm=gm,
+        inputs=tuple(inputs),
+        key=key,
+        gathered=gathered,
+        context=TracingContext.try_get(),
+        grad=torch.is_grad_enabled(),
+        autocast={device: torch.get_autocast_dtype(device) for device in devices},
+    )
+
+
+def trace(graph: DynamoGraph, around: Surroundings, reader: Reader) -> Traced | None:
+    """Traces a copy of a graph and its backward pass; None if no gradient reaches it.
+
+    Raises:
+        UnplannableGraphError: if it cannot be planned.
+    """
+    readings: list[JointReading] = []
+    of_inputs: dict[int, Strides | None] = {}
+    terms: dict[int, int] = {}
+    gm = fx.GraphModule(graph.gm, _copy(graph.gm.graph))
+    gm.meta = dict(graph.gm.meta)
+    accumulated = accumulated_inputs(graph.inputs) if reader.accumulate else frozenset[int]()
+    casts = cast_once(gm, graph.inputs)
+    without = accumulated | frozenset(casts)  # eager adds up gradients of a cast weight before it casts them back
+    detach_outputs(gm, around.receive)
+    uses = uses_of_inputs(gm)
+    in_place = in_place_nodes(gm)
+
+    def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **rest: Any) -> Any:
+        found = {} if graph.gathered else terms_of_inputs(joint, num_fwd_outputs, uses)
+        terms.update({place: number for place, number in found.items() if place not in without})
+        return_each_term(joint, num_fwd_outputs, around.repeated)
+        of_inputs.update(strides_of_input_gradients(joint.graph))
+        halves = default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **rest)
+        reading = functools.partial(
+            read_joint, joint, num_fwd_outputs, separate=reader.separate, grid=reader.grid, replaced=reader.replaced
+        )
+        as_made = reader.accumulate is Accumulate.AS_MADE
+        readings.append(reading(in_place=in_place, accumulated=accumulated, as_made=as_made, cast_once=casts))
+        return halves
+
+    with _as_it_was(graph), as_in_eager(), laid_out_as_made(around.strides):
+        taken, examples = taking_for_each_use(gm, graph.inputs, around.repeated)
+        aot_autograd(fw_compiler=_as_is, bw_compiler=_as_is, partition_fn=partition)(taken, examples)
+    return Traced(reading=readings[0], terms=terms, of_inputs=of_inputs) if readings else None
+
+
+@contextlib.contextmanager
+def _as_it_was(graph: DynamoGraph) -> Iterator[None]:
+    """The settings that the graph was handed over with; nothing to do while that call lasts."""
+    if TracingContext.try_get() is graph.context:
+        yield
+        return
+    with contextlib.ExitStack() as around:
+        around.enter_context(torch.set_grad_enabled(graph.grad))
+        for device in _DEVICES:
+            dtype = graph.autocast.get(device)
+            if dtype is not None or torch.is_autocast_enabled(device):
+                around.enter_context(torch.autocast(device, dtype, enabled=dtype is not None))
+        around.enter_context(eager_answers())
+        around.enter_context(rules_of_kernels())
+        around.enter_context(tracing(graph.context))
+        yield
+
+
+def _copy(graph: fx.Graph) -> fx.Graph:
+    copied = fx.Graph()
+    nodes: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        nodes[node] = copied.node_copy(node, nodes.__getitem__)
+    return copied
+
+
+def _as_is(gm: fx.GraphModule, inputs: Any) -> fx.GraphModule:
+    return gm
