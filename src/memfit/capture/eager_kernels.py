@@ -27,6 +27,7 @@ from memfit.capture.eager_composites import composites_of_eager
 from memfit.capture.eager_dropout import draws_laid_out
 from memfit.capture.gradients_on_values import gradients_on_values
 from memfit.capture.kernel_strides import strides_of_kernels
+from memfit.capture.quantiles import quantiles_of_eager
 from memfit.capture.random_fills import draws_kept, filled_as_in_eager
 
 __all__ = ["as_in_eager"]
@@ -52,6 +53,7 @@ _CONTEXTS = (
     filled_as_in_eager,
     draws_kept,
     gradients_on_values,
+    quantiles_of_eager,
     traced_backward,
 )
 """Each makes some calls be traced as eager PyTorch runs them."""
