@@ -158,6 +158,7 @@ def test_losses_differentiated_one_after_the_other_reach_their_own_parameters() 
         assert (x is None) == (y is None) and (x is None or torch.equal(x, y))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("kind", ["module", "function", "parent", "compile()"])
 def test_compiled_code_around_a_fitted_module_runs_the_plan(kind: str) -> None:
     model, twin = fitted(Blocks())
@@ -177,6 +178,7 @@ def test_compiled_code_around_a_fitted_module_runs_the_plan(kind: str) -> None:
     assert equal(model, twin)
 
 
+@pytest.mark.smoke
 def test_code_that_ran_compiled_before_runs_the_plan() -> None:
     other, other_twin = fitted(Heads())
     model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))

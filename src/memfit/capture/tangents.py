@@ -21,11 +21,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch._functorch.aot_autograd as aot
+import torch._functorch.config
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput, PlainAOTOutput
 from torch._subclasses.fake_tensor import FakeTensor
@@ -113,10 +114,11 @@ def strides_of_outputs(joint: fx.Graph) -> dict[int, Strides]:
 
 @contextmanager
 def laid_out_as_made(strides: Mapping[int, Strides]) -> Iterator[None]:
-    """While active, AOTAutograd traces gradients of outputs with these strides, by the outputs' places."""
+    """While active, AOTAutograd traces gradients with these strides, by places of outputs; others lie as the outputs."""
     plain = getattr(aot, _COLLECT, None)
     if plain is None or not strides:
-        yield
+        with _as_the_outputs():
+            yield
         return
 
     def collect(*args: Any, **kwargs: Any) -> Any:
@@ -134,9 +136,19 @@ def laid_out_as_made(strides: Mapping[int, Strides]) -> Iterator[None]:
 
     setattr(aot, _COLLECT, collect)
     try:
-        yield
+        with _as_the_outputs():
+            yield
     finally:
         setattr(aot, _COLLECT, plain)
+
+
+def _as_the_outputs() -> AbstractContextManager[Any]:
+    """Has AOTAutograd take gradients to lie as their outputs do, which older versions of torch do not by themselves."""
+    name = "guess_tangent_strides_as_outputs"
+    if not hasattr(torch._functorch.config, name):
+        return nullcontext()
+    made: AbstractContextManager[Any] = torch._functorch.config.patch(name, True)
+    return made
 
 
 def _lay_out(found: Any, place: int, strides: Strides | None) -> None:

@@ -13,6 +13,7 @@ forget what it compiled; a plan applied by itself (`Plan.apply`) does not.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -41,11 +42,16 @@ def make_opaque(slot_type: type) -> None:
     if plainly is None or by_name is None or getattr(plainly, _REPLACED, False):
         return
 
+    takes_context = "tx" in inspect.signature(by_name).parameters  # not in torch 2.11
+
+    def context(tx: Any) -> tuple[Any, ...]:
+        return (tx,) if takes_context else ()
+
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         exporting = torch.compiler.is_exporting() or getattr(tx, "export", False)
         if exporting or in_own_call() or not isinstance(getattr(self.value, "_compiled_call_impl", None), slot_type):
             return plainly(self, tx, args, kwargs)
-        source = by_name(self, tx, "_wrapped_call_impl") if self.source else None
+        source = by_name(self, *context(tx), "_wrapped_call_impl") if self.source else None
         function: Any = nn.Module._wrapped_call_impl
         called: Any = UserFunctionVariable(function, source=source)
         return called.call_function(tx, [self, *args], kwargs)
