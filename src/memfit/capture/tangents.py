@@ -114,7 +114,7 @@ def strides_of_outputs(joint: fx.Graph) -> dict[int, Strides]:
 
 @contextmanager
 def laid_out_as_made(strides: Mapping[int, Strides]) -> Iterator[None]:
-    """While active, AOTAutograd traces gradients with these strides, by places of outputs; others lie as the outputs."""
+    """While active, AOTAutograd traces gradients with these strides, by places of outputs; others as the outputs."""
     plain = getattr(aot, _COLLECT, None)
     if plain is None or not strides:
         with _as_the_outputs():
