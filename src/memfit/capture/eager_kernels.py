@@ -27,6 +27,7 @@ from memfit.capture.eager_composites import composites_of_eager
 from memfit.capture.eager_dropout import draws_laid_out
 from memfit.capture.gradients_on_values import gradients_on_values
 from memfit.capture.kernel_strides import strides_of_kernels
+from memfit.capture.masked_fills import masked_fills_of_eager
 from memfit.capture.quantiles import quantiles_of_eager
 from memfit.capture.random_fills import draws_kept, filled_as_in_eager
 
@@ -54,6 +55,7 @@ _CONTEXTS = (
     draws_kept,
     gradients_on_values,
     quantiles_of_eager,
+    masked_fills_of_eager,
     traced_backward,
 )
 """Each makes some calls be traced as eager PyTorch runs them."""
