@@ -28,6 +28,7 @@ def only_last(model: nn.Sequential) -> nn.Sequential:
     return model
 
 
+@pytest.mark.smoke
 def test_parameters_that_are_unfrozen_run_over_the_budget_with_a_notice() -> None:
     model, x = only_last(stack()), torch.randn(16, 64)
     plain = copy.deepcopy(model)

@@ -32,6 +32,13 @@ from memfit.capture.plain_parts import NOTHING_PLAIN, PlainParts
 __all__ = ["call_has_begun", "compile_call"]
 
 _MOST_PLANS = 100_000
+_ALL_GUARDS = {
+    name: False
+    for name in ("skip_tensor_guards_with_matching_dict_tags", "use_recursive_dict_tags_for_guards")
+    if hasattr(torch._dynamo.config, name)
+}
+"""Dynamo does not look at the tensors of a module again while its tables are as they were, and so it misses that a
+parameter learns from now on (seen in torch 2.11)."""
 _CALL = "fitted_call"
 """Name of the function that Dynamo compiles."""
 
@@ -78,7 +85,7 @@ def compile_call(
     # And random numbers of NumPy it would draw from torch's generator; with the last option the graph breaks there.
     own_random = {"use_numpy_random_stream": True}
     state = [] if decisions is None else [*model.parameters(), *model.buffers()]
-    options = limits | logs_left_out() | own_random | {"skip_nnmodule_hook_guards": False}
+    options = limits | logs_left_out() | own_random | {"skip_nnmodule_hook_guards": False} | _ALL_GUARDS
 
     def run(*args: Any, **kwargs: Any) -> Any:
         around = without_checkpoints() if replaced and in_pieces else contextlib.nullcontext()
