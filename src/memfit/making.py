@@ -115,17 +115,6 @@ def _made(
     budget_bytes = resolve_budget(request.budget, device, step[1].static_bytes)
     try:
         return plan_profiled(model, args, kwargs, step, request, budget_bytes, progress=progress, keep_call=keep_call)
-    except ExactnessError as error:
-        # The loss alone brings no gradient to what the model leaves on itself. Zeros there are not the same as none:
-        # an infinite derivative makes NaN of them, and a sum with them may lie otherwise in memory.
-        between = bool(step[0].unreached) and not request.cut_between
-        if not request.cut or not (step[0].assumed or between):
-            raise
-        log.info("planned without gradients for what the forward pass leaves behind: %s", error)
-        without = replace(
-            request, without_gradient=request.without_gradient | step[0].assumed, cut_between=bool(step[0].unreached)
-        )
-        return _made(model, args, kwargs, without, progress=progress, keep_call=keep_call)
     except BudgetError as error:
         told = _with_measured_least(error, model, args, kwargs, step, request)
         if not request.tiles:
@@ -133,6 +122,33 @@ def _made(
         if told is error:
             raise
         raise told from error
+    except ExactnessError as error:
+        without = _without_zeros(request, step[0])
+        if without is None:
+            raise
+        log.info("planned without gradients for what the forward pass leaves behind: %s", error)
+        plan = _made(model, args, kwargs, without, progress=progress, keep_call=keep_call and not request.told)
+    if not request.told or not step[0].assumed:
+        return plan
+    # The loop brings gradients that the loss alone does not. Without them the plan is exact, so it is with them; with
+    # them, the plain step of the loss is another step.
+    with_them = replace(request, cut_between=without.cut_between, told=False, proves_gradients=False)
+    return _made(model, args, kwargs, with_them, progress=progress, keep_call=keep_call)
+
+
+def _without_zeros(request: Request, capture: Capture) -> Request | None:
+    """The request for a plan that feeds no zeros where the loss brings no gradient; None if it fed none.
+
+    The loss alone brings no gradient to what the model leaves on itself. Zeros there are not the same as none: an
+    infinite derivative makes NaN of them, and a sum with them may lie otherwise in memory.
+    """
+    between = bool(capture.unreached)
+    if not request.cut or not request.proves_gradients:
+        return None
+    if not capture.assumed and (request.cut_between or not between):
+        return None
+    without = request.without_gradient | capture.assumed
+    return replace(request, without_gradient=without, cut_between=between, told=False)
 
 
 def plan_profiled(
@@ -354,12 +370,14 @@ def _with_plain_result(step: ProvingStep, plan: Plan, device: torch.device) -> t
 
 
 def _plain_result(step: ProvingStep, plan: Plan, device: torch.device) -> StepResult | None:
-    """The results of the plain step, without gradients where that does not fit in what is free.
+    """The results of the plain step, without gradients where that does not fit in what is free or says nothing.
 
     None for a sharded module some process of which has no room for it, since all run it or none does.
     """
     assert plan.planned is not None
     model, graph = step.model, plan.planned.graph
+    if not plan.planned.request.proves_gradients:
+        return replace(step.plain(backward=False), other_gradients=True)
     more_bytes = plan.predicted.plain_peak_bytes - graph.static_bytes
     on_host = graph.gradient_bytes if device.type == "cpu" else 0  # results are copied there
     fits = agreed_peak(model, 0 if more_bytes + on_host <= free_bytes(device) else 1) == 0

@@ -86,6 +86,9 @@ class Request:
         cut: whether outputs the loss does not use are cut from the gradient.
         without_gradient: outputs of the last graph to cut beside, as none reached them in the loop.
         cut_between: whether outputs of earlier graphs are cut that no gradient of the loss comes to.
+        told: whether the loop, not a guess, tells which outputs left by a side door get a gradient.
+        proves_gradients: whether gradients are compared, too, where the loss alone brings those of the loop.
+        decide: whether branches on inputs are decided, each way with a plan of its own; else they break the graph.
         by_use: whether gradients are returned use by use, since passes share a backward pass.
         checkpointing: `"refuse"` a model that checkpoints itself, or `"replace"` its checkpoints by the plan.
         backward_in_autocast: whether the loop runs the backward pass inside the autocast region of the forward pass.
@@ -106,6 +109,9 @@ class Request:
     cut: bool = True
     without_gradient: frozenset[int] = frozenset()
     cut_between: bool = False
+    told: bool = False
+    proves_gradients: bool = True
+    decide: bool = True
     by_use: bool = False
     checkpointing: str = "refuse"
     backward_in_autocast: bool = False
@@ -194,6 +200,7 @@ def capture_and_profile(
             cut=request.cut,
             without_gradient=request.without_gradient,
             cut_between=request.cut_between,
+            decide=request.decide,
             by_use=request.by_use,
             checkpointing=request.checkpointing,
         )

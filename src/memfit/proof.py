@@ -19,7 +19,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -62,6 +62,7 @@ class Proof:
         deterministic: whether the plain step has the same bits twice; True where that was not in question.
         relative_difference: of all gradients together (of outputs, without gradients), relative to their norm.
         seconds: what the plain steps took.
+        other_gradients: whether gradients were left out because the loop brings others than the loss alone.
     """
 
     gradients: bool
@@ -70,6 +71,7 @@ class Proof:
     deterministic: bool = True
     relative_difference: float = 0.0
     seconds: float = 0.0
+    other_gradients: bool = False
 
     @property
     def is_exact(self) -> bool:
@@ -78,7 +80,9 @@ class Proof:
 
     def __str__(self) -> str:
         """In words."""
-        what = "outputs and gradients" if self.gradients else "outputs (the plain backward pass does not fit)"
+        why_not = "the loop brings other gradients than the loss alone, and without those they are proved"
+        why_not = why_not if self.other_gradients else "the plain backward pass does not fit"
+        what = "outputs and gradients" if self.gradients else f"outputs ({why_not})"
         if self.is_exact:
             return f"{what} proved equal to the plain step's, bit by bit"
         why = "" if self.deterministic else ", which is not deterministic itself"
@@ -93,11 +97,13 @@ class StepResult:
         tensors: by kind (`loss`, `output`, `gradient`, `state`, `random state`) and name.
         has_gradients: whether the backward pass ran.
         computed_in: the narrowest floating dtype among results, and of autocast; None if there is none.
+        other_gradients: whether the loop brings other gradients than the loss alone, so that its own are not told.
     """
 
     tensors: Mapping[_Key, torch.Tensor] = field(repr=False)
     has_gradients: bool
     computed_in: torch.dtype | None = None
+    other_gradients: bool = False
 
     @property
     def is_finite(self) -> bool:
@@ -233,7 +239,13 @@ def compare(
     """
     keys = list(dict.fromkeys((*plain.tensors, *(planned.tensors if plain.has_gradients else ()))))
     differing = [k for k in keys if not _equal(plain.tensors.get(k), planned.tensors.get(k))]
-    proof = Proof(gradients=plain.has_gradients, tensors=len(keys), equal=len(keys) - len(differing), seconds=seconds)
+    proof = Proof(
+        gradients=plain.has_gradients,
+        tensors=len(keys),
+        equal=len(keys) - len(differing),
+        seconds=seconds,
+        other_gradients=plain.other_gradients,
+    )
     if not differing:
         return proof
     begin = time.perf_counter()
@@ -241,14 +253,7 @@ def compare(
     seconds += time.perf_counter() - begin
     deterministic = all(_equal(plain.tensors.get(k), again.tensors.get(k)) for k in keys)
     off = _relative_difference(plain, planned)
-    proof = Proof(
-        gradients=plain.has_gradients,
-        tensors=len(keys),
-        equal=len(keys) - len(differing),
-        deterministic=deterministic,
-        relative_difference=off,
-        seconds=seconds,
-    )
+    proof = replace(proof, deterministic=deterministic, relative_difference=off, seconds=seconds)
     name = type(step.model).__name__
     if not deterministic:
         log.warning("the plain step of %s has other bits each time, so a plan is proved up to that only", name)

@@ -134,3 +134,61 @@ def test_a_branch_breaks_the_graph_if_it_is_not_on_the_input_as_given(name: str)
     memfit.fit(model, (x, FULL.clone()), budget="1GiB", loss_fn=torch.sum, search_seconds=0.1)
     for mask in (FULL, LAST):
         assert torch.equal(model(x, mask.clone()), twin(x, mask.clone()))
+
+
+class EachPlace(nn.Module):
+    """Goes one of 64 ways, by which places of a mask are set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = torch.tanh(self.layer(x))
+        for place in range(6):
+            if mask[place]:
+                x = x * 0.5
+        return x
+
+
+def test_a_branch_that_goes_many_ways_is_planned_in_pieces_from_some_way_on() -> None:
+    torch.manual_seed(0)
+    model, x = EachPlace(), torch.randn(3, 8)
+    twin = copy.deepcopy(model)
+    masks = [torch.tensor([number >> place & 1 for place in range(6)]) for number in range(12)]
+    memfit.fit(model, (x, masks[0]), budget="1GiB", loss_fn=torch.sum, search_seconds=0.1)
+    with notices() as told:
+        for mask in [*masks, *masks]:
+            before = memfit.plan_of(model)
+            assert torch.equal(model(x, mask), twin(x, mask))
+        assert memfit.plan_of(model) is before
+    assert sum("go many ways" in text for text in told) == 1, told
+    planned = before.planned
+    assert planned is not None and planned.capture.pieces.breaks
+
+
+class Solving(nn.Module):
+    """A condition that some inputs have no value for, which is not always asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.asks = nn.Linear(8, 8), True
+
+    def forward(self, x: Tensor, matrix: Tensor) -> Tensor:
+        x = torch.tanh(self.layer(x))
+        if not self.asks:
+            return x * 3
+        return x * 2 if torch.linalg.cholesky(matrix).sum() > 0 else x
+
+
+def test_a_condition_that_cannot_be_computed_raises_only_where_the_module_does() -> None:
+    torch.manual_seed(0)
+    model, x = Solving(), torch.randn(3, 8)
+    memfit.fit(model, (x, torch.eye(2)), budget="1GiB", loss_fn=torch.sum, search_seconds=0.1)
+    planned = memfit.plan_of(model).planned
+    assert planned is not None and not planned.capture.pieces.breaks
+    with pytest.raises(torch.linalg.LinAlgError, match="not positive-definite"):
+        model(x, -torch.eye(2))
+    assert torch.equal(model(x, 2 * torch.eye(2)), 2 * torch.tanh(model.layer(x)))
+    model.asks = False
+    assert torch.equal(model(x, -torch.eye(2)), 3 * torch.tanh(model.layer(x)))

@@ -325,3 +325,39 @@ def test_a_weight_that_a_hook_makes_anew_gets_no_gradient_of_zeros() -> None:
                 assert mine is not None and plain is not None
                 assert torch.equal(mine, plain)
     assert not told, "that is known from the start"
+
+
+class Auxiliary(nn.Module):
+    """Leaves a loss on itself; a gradient of zeros for it makes a sum come out in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.rand(16)), nn.Parameter(torch.rand(16))
+        self.last = nn.Conv1d(8, 8, 3, padding=1)
+        self.aux: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * self.scale + self.shift
+        self.aux = y.square().mean()
+        return self.last(y.mT.reshape(4, 8, -1))
+
+
+@pytest.mark.parametrize("adds_aux", [False, True])
+def test_an_auxiliary_loss_is_planned_with_its_gradient_though_the_proof_brings_none(adds_aux: bool) -> None:
+    torch.manual_seed(0)
+    model, twin, x = Auxiliary(), Auxiliary(), torch.randn(32, 33, 16)
+    twin.load_state_dict(model.state_dict())
+    memfit.fit(model, (x,), budget="64MiB", loss_fn=square, search_seconds=0.2)
+    plans = []
+    with notices() as told:
+        for _ in range(4):
+            for one in (model, twin):
+                loss = square(one(x))
+                (loss + one.aux if adds_aux else loss).backward()
+            for mine, plain in zip(gradients(model), gradients(twin), strict=True):
+                assert mine is not None and plain is not None
+                assert torch.equal(mine, plain)
+            plans.append(memfit.plan_of(model))
+    assert plans[1] is plans[2] is plans[3], "it settles with the second step"
+    assert len(told) <= 1, told
+    assert plans[3].proof is not None and plans[3].proof.is_exact

@@ -65,8 +65,12 @@ class Decision:
         """Whether the branch goes the same way for another input."""
         if not isinstance(given, torch.Tensor):
             return False
-        with torch.no_grad():
-            return bool(self.condition(given)) is self.value
+        try:
+            with torch.no_grad():
+                return bool(self.condition(given)) is self.value
+        except Exception as error:  # planning for this input runs the module, which raises what is its own
+            log.debug("a condition cannot be computed: %s", error)
+            return False
 
 
 @contextlib.contextmanager

@@ -61,6 +61,7 @@ def capture_pieces(
     by_use: bool = False,
     cut: bool = True,
     cut_between: bool = False,
+    decide: bool = True,
 ) -> Pieces:
     """Captures the training step of `model(*args, **kwargs)`. Changes nothing.
 
@@ -76,6 +77,7 @@ def capture_pieces(
             (`memfit.capture.shared_inputs`).
         cut: whether outputs of the last graph that receive no gradient are cut.
         cut_between: whether those of earlier graphs are.
+        decide: whether branches on inputs are decided; else they break the graph.
 
     Returns:
         The pieces and the output of the module.
@@ -84,7 +86,14 @@ def capture_pieces(
         CaptureError: if Dynamo cannot capture the model, naming the line. What the plain forward pass raises is raised.
     """
     captured = functools.partial(
-        _capture, model, args, kwargs, reader=reader, read=read, by_use=by_use, cut=cut, cut_between=cut_between
+        _capture,
+        *(model, args, kwargs),
+        reader=reader,
+        read=read,
+        by_use=by_use,
+        cut=cut,
+        cut_between=cut_between,
+        decide=decide,
     )
     try:
         with preserved(model, args, kwargs, values=False) as state, quiet():
@@ -164,6 +173,7 @@ def _capture(
     by_use: bool,
     cut: bool,
     cut_between: bool,
+    decide: bool,
     plain: PlainParts = NOTHING_PLAIN,
 ) -> Pieces:
     pieces: list[Piece] = []
@@ -232,8 +242,7 @@ def _capture(
 
         return run
 
-    # Processes that share a module must capture it equally often, whatever is in their batches.
-    decisions = None if is_sharded(model) else list[Decision]()
+    decisions = list[Decision]() if decide else None
     call = compile_call(
         model, backend, fullgraph=fake, in_pieces=not fake, plain=plain, replaced=reader.replaced, decisions=decisions
     )

@@ -68,9 +68,9 @@ def is_in_place(node: fx.Node) -> bool:
     return bool(arguments.get("inplace")) or (name.endswith("_") and not name.endswith("__"))
 
 
-def all_but(gm: fx.GraphModule, places: frozenset[int]) -> frozenset[int]:
-    """Places of all outputs but some."""
-    return frozenset(range(len(outputs_of(gm)))) - places
+def all_but(gm: fx.GraphModule, places: frozenset[int]) -> frozenset[int] | None:
+    """Places of all outputs but some; None for all of them."""
+    return frozenset(range(len(outputs_of(gm)))) - places if places else None
 
 
 def detach_outputs(gm: fx.GraphModule, gradient_outputs: frozenset[int] | None) -> list[int]:

@@ -13,8 +13,8 @@ eager's longer formula makes contiguous ones. Second derivatives have none.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -22,21 +22,28 @@ from torch._C import DispatchKey
 
 from memfit.capture.python_kernels import kernels_in_place
 
-__all__ = ["gradients_on_values"]
+__all__ = ["asking_autograd", "gradients_on_values"]
 
 _aten = torch.ops.aten
 
 _LIBRARY = torch.library.Library("memfit", "FRAGMENT")
 
 
+@contextmanager
+def asking_autograd() -> Iterator[None]:
+    """While active, a kernel, which runs below autograd, can have it record calls."""
+    with ExitStack() as around:
+        around.enter_context(torch.enable_grad())
+        for key in (DispatchKey.AutogradFunctionality, DispatchKey.ADInplaceOrView):
+            around.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
+        yield
+
+
 def _gradient_of(forward: torch._ops.OpOverload, name: str, settings: str) -> torch._ops.OpOverload:
     """Defines the op for the gradient of a forward op, which takes the data and these settings."""
 
     def kernel(gradient: torch.Tensor, data: torch.Tensor, result: torch.Tensor, *more: Any) -> torch.Tensor:
-        with ExitStack() as around:
-            around.enter_context(torch.enable_grad())
-            for key in (DispatchKey.AutogradFunctionality, DispatchKey.ADInplaceOrView):  # kernels run below them
-                around.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
+        with asking_autograd():
             leaf = data.detach().requires_grad_()
             (made,) = torch.autograd.grad(_called(forward, leaf, more), leaf, gradient)
         wanted = torch.empty_like(data)

@@ -14,12 +14,13 @@ left as it is.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch._C import DispatchKey
 
+from memfit.capture.gradients_on_values import asking_autograd
 from memfit.capture.python_kernels import kernels_in_place
 
 __all__ = ["quantiles_of_eager"]
@@ -38,10 +39,7 @@ def _gradient(
     interpolation: str,
     skips_nan: bool,
 ) -> torch.Tensor:
-    with ExitStack() as around:
-        around.enter_context(torch.enable_grad())
-        for key in (DispatchKey.AutogradFunctionality, DispatchKey.ADInplaceOrView):  # kernels run below them
-            around.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
+    with asking_autograd():
         leaf = data.detach().requires_grad_()
         call = torch.nanquantile if skips_nan else torch.quantile
         result = call(leaf, q, dim, keepdim, interpolation=interpolation)

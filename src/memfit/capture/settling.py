@@ -12,12 +12,12 @@ there meanwhile, with one node for each graph that hands on zeros laid out as to
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from memfit.capture.between_pieces import lay_out_anew
-from memfit.capture.dynamo_graph import outputs_of
+from memfit.capture.dynamo_graph import all_but
 from memfit.capture.loss import LossReading
 from memfit.capture.pieces import (
     Piece,
@@ -74,7 +74,7 @@ def settled(
         for place, (run, lying) in enumerate(zip(runs, strides, strict=True)):
             key = run.graph.key
             around = Surroundings(
-                receive=receive if key == last_key else _all_but(run.graph, between),
+                receive=receive if key == last_key else all_but(run.graph.gm, between.get(key, frozenset())),
                 strides={} if key in several else lying,
                 repeated=shared.get(key, {}),
             )
@@ -144,9 +144,3 @@ def _in_other(run: _Run, around: Surroundings, traced: Traced | None) -> _Run:
     lay_out_anew(run.piece.handed, run.inputs, traced.of_inputs)
     piece = replace(run.piece, reading=traced.reading, terms=traced.terms, inputs=operands)
     return replace(run, around=around, piece=piece)
-
-
-def _all_but(graph: DynamoGraph, without: Mapping[str, frozenset[int]]) -> frozenset[int] | None:
-    if graph.key not in without:
-        return None
-    return frozenset(range(len(outputs_of(graph.gm)))) - without[graph.key]

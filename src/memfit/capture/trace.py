@@ -24,7 +24,7 @@ from memfit.capture.one_graph import OneGraph
 from memfit.capture.optimizer import OptimizerCost, optimizer_cost
 from memfit.capture.pieces import Pieces, tensors_in
 from memfit.capture.reading import JointOp
-from memfit.capture.sharded import local, without_gathering
+from memfit.capture.sharded import is_sharded, local, without_gathering
 from memfit.capture.shared_inputs import SharedInputs
 from memfit.capture.tangents import GradientStrides
 from memfit.capture.traced_graph import Reader
@@ -48,6 +48,7 @@ class Capture:
         without_gradient: outputs of the last piece that were cut as the loop brought them none, or may bring none.
         unreached: by graphs which outputs of earlier pieces no gradient of the loss comes to.
         cut_between: those of them that were cut.
+        decide: whether branches on inputs are decided.
         gradient_strides: how gradients of outputs of the pieces lie, where that is not as the outputs do.
         shared: which inputs pieces take once for each use (`memfit.capture.shared_inputs`).
         summed: names of parameters with several uses whose gradients are added up inside a piece all the same.
@@ -65,6 +66,7 @@ class Capture:
     without_gradient: frozenset[int] = frozenset()
     unreached: Mapping[str, frozenset[int]] = field(default_factory=dict)
     cut_between: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    decide: bool = False
     gradient_strides: GradientStrides = field(default_factory=dict)
     shared: SharedInputs = field(default_factory=dict)
     summed: tuple[str, ...] = ()
@@ -130,6 +132,7 @@ def capture_step(
     cut: bool = True,
     without_gradient: frozenset[int] = frozenset(),
     cut_between: bool = False,
+    decide: bool = True,
     by_use: bool = False,
     checkpointing: str = "refuse",
 ) -> Capture:
@@ -148,6 +151,7 @@ def capture_step(
         cut: whether outputs the loss does not use are cut from the gradient.
         without_gradient: places of outputs of the last graph that are cut as well.
         cut_between: whether outputs of earlier graphs are cut that no gradient of the loss comes to.
+        decide: whether branches on inputs are decided; else they break the graph.
         by_use: see `memfit.capture.dynamo.capture_pieces`.
         checkpointing: see `memfit.capture.dynamo.capture_pieces`.
 
@@ -159,6 +163,8 @@ def capture_step(
     """
     check_step(model, args, kwargs, checkpointing=checkpointing)
     device_type = device_of(model).type
+    # Processes that share a module must capture it equally often, whatever is in their batches.
+    decide = decide and not is_sharded(model)
 
     def read(pieces: Pieces, take_back: Callable[[], None]) -> LossReading:
         receivers = pieces.receivers()
@@ -180,6 +186,7 @@ def capture_step(
             by_use=by_use,
             cut=cut,
             cut_between=cut_between,
+            decide=decide,
         )
     loss = pieces.loss
     assert loss is not None
@@ -219,6 +226,7 @@ def capture_step(
         without_gradient=without_gradient,
         unreached=pieces.unreached,
         cut_between=pieces.cut_between,
+        decide=decide,
         gradient_strides=pieces.gradient_strides,
         shared=pieces.shared,
         summed=summed,

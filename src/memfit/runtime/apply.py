@@ -34,7 +34,6 @@ from memfit.capture.failures import user_line
 from memfit.capture.joint import read_joint
 from memfit.capture.plain_parts import NOTHING_PLAIN, PlainParts, UnplannableGraphError
 from memfit.capture.returned_views import calling_after, returned_views_first
-from memfit.capture.sharded import is_sharded
 from memfit.capture.shared_inputs import (
     SharedInputs,
     calling_with_each_once,
@@ -140,6 +139,7 @@ def compile_program(
         assumed=capture.assumed,
         without_gradient=capture.without_gradient,
         cut_between=capture.cut_between,
+        decide=capture.decide,
         gradient_strides=capture.gradient_strides,
         shared=capture.shared,
         last_key=capture.pieces.last_key,
@@ -160,6 +160,7 @@ def compile_planned(
     assumed: frozenset[int] = frozenset(),
     without_gradient: frozenset[int] = frozenset(),
     cut_between: Mapping[str, frozenset[int]] | None = None,
+    decide: bool = False,
     gradient_strides: GradientStrides | None = None,
     shared: SharedInputs | None = None,
     last_key: str | None = None,
@@ -179,6 +180,7 @@ def compile_planned(
         assumed: those of them that the loop may bring none.
         without_gradient: outputs that were cut as the loop may bring them none.
         cut_between: outputs of earlier pieces that were cut, by their graphs.
+        decide: whether branches on inputs are decided.
         gradient_strides: how gradients of outputs of the pieces lie, where that is not as the outputs do.
         shared: which inputs pieces take once for each use (`memfit.capture.shared_inputs`).
         last_key: which graph is that of the last piece.
@@ -308,11 +310,10 @@ def compile_planned(
             return first
         return _in_turn([first, *(compiled(turn) for turn in range(1, turns))], digest)
 
-    decisions = None if is_sharded(model) else list[Decision]()
+    decisions = list[Decision]() if decide else None
     run = compile_call(model, backend, in_pieces=in_pieces, plain=plain, replaced=replaced, decisions=decisions)
-    return PlannedCall(
-        run, tuple(s for s in swappers if s is not None), len(programs), () if decisions is None else decisions
-    )
+    used = tuple(swapper for swapper in swappers if swapper is not None)
+    return PlannedCall(run, used, len(programs), () if decisions is None else decisions)
 
 
 class _StrayGraphError(UnplannableGraphError):

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from memfit.capture.backward_autocast import planning_backward
 from memfit.capture.failures import explained
@@ -34,6 +33,7 @@ from memfit.runtime.opaque import make_opaque, not_traced, undisturbed
 from memfit.runtime.passes import Pass
 from memfit.runtime.plain_calls import nothing_to_train, transformed
 from memfit.runtime.signature import Signature, signature
+from memfit.runtime.variants import Variants, decides
 from memfit.step.check import check
 from memfit.step.codec import fingerprint_difference, graph_digest
 from memfit.units import format_bytes
@@ -41,7 +41,7 @@ from memfit.units import format_bytes
 if TYPE_CHECKING:
     from memfit.capture.loss import LossFunction
     from memfit.capture.unwrapped_optimizer import OptimizerLike
-    from memfit.planning import Request
+    from memfit.planning import Planned, Request
     from memfit.plans import Plan
 
 __all__ = ["Fitted", "fitted_call", "install", "release"]
@@ -64,7 +64,7 @@ class Fitted:
         request: how to plan for another signature.
         plans: by signature.
         calls: by signature, what runs.
-        variants: by signatures of inputs those of calls whose branches on inputs go different ways.
+        variants: the ways that branches on inputs went.
         unsigned: a plan from a file that waits for its first call.
         beneath: what was in the slot before: the call that `module.compile()` put there, for calls without a plan.
         loops: how the loop's forward and backward passes follow each other.
@@ -80,7 +80,7 @@ class Fitted:
     request: Request
     plans: dict[Signature, Plan] = field(default_factory=dict)
     calls: dict[Signature, PlannedCall] = field(default_factory=dict)
-    variants: dict[Signature, list[Signature]] = field(default_factory=dict)
+    variants: Variants = field(default_factory=Variants)
     unsigned: Plan | None = None
     beneath: Callable[..., Any] | None = None
     loops: Loops = field(default_factory=Loops)
@@ -114,13 +114,13 @@ class Fitted:
             return model._call_impl(*args, **kwargs)
         if nothing_to_train(state, args, kwargs):
             return model._call_impl(*args, **kwargs)
-        key = self._variant(signature(model, args, kwargs, state), args, kwargs)
+        key = self.variants.signature(signature(model, args, kwargs, state), self.calls, args, kwargs)
         if key in self.loops.differentiated_twice:
             self._tell("twice", "runs plainly where it is differentiated twice, without its plan")
             return model._call_impl(*args, **kwargs)
         if key in self.plain:
             return model._call_impl(*args, **kwargs)
-        if key in self.plans and self._is_planned_otherwise(key):
+        if self.loops.is_otherwise(key, self._planned(key)):
             self.stale.add(key)
         call = self.calls.get(key)
         if call is None or key in self.stale or self.loops.outgrown(key):
@@ -143,23 +143,6 @@ class Fitted:
         if another is None or another is call:
             return model._call_impl(*args, **kwargs)
         return self._run(model, key, another, args, kwargs)
-
-    def _variant(self, key: Signature, args: Any, kwargs: Any) -> Signature:
-        """The signature of the plan that is made for the way that branches on these inputs go; a new one without."""
-        known = self.calls.get(key)
-        if known is None or not known.decisions:
-            return key
-        leaves = pytree.tree_leaves((args, kwargs))
-        variants = self.variants.setdefault(key, [key])
-        for variant in variants:
-            call = self.calls.get(variant)
-            if call is not None and all(decision.holds(leaves[decision.place]) for decision in call.decisions):
-                return variant
-        unplanned = next((variant for variant in variants if variant not in self.calls), None)
-        if unplanned is None:
-            unplanned = (*key, len(variants))
-            variants.append(unplanned)
-        return unplanned
 
     def _run(self, model: nn.Module, key: Signature, call: PlannedCall, args: Any, kwargs: Any) -> Any:
         planned = self.plans[key].planned
@@ -205,33 +188,12 @@ class Fitted:
                 return here  # another thread planned it meanwhile
             return self._plan_now(model, key, args, kwargs)
 
-    def _is_planned_otherwise(self, key: Signature) -> bool:
-        """Whether the loop does with the output or in its backward pass what the plan does not know."""
-        planned = self.plans[key].planned
-        if planned is None:
-            return False
-        widened, inside = key in self.loops.widened, (key, True) in self.loops.regions
-        apart = key in self.loops.apart and bool(planned.capture.summed) and not planned.request.by_use
-        narrowed = not widened and self._without_gradient(key) != planned.request.without_gradient
-        return (
-            (widened and planned.request.cut)
-            or narrowed
-            or (inside and not planned.request.backward_in_autocast)
-            or apart
-        )
-
-    def _without_gradient(self, key: Signature) -> frozenset[int]:
-        """Outputs that left by a side door and that the loop brings no gradient, as far as is known."""
-        planned = self.plans[key].planned if key in self.plans else None
-        known = frozenset[int]() if planned is None else planned.request.without_gradient
-        return self.loops.narrowed.get(key, known)
+    def _planned(self, key: Signature) -> Planned | None:
+        return self.plans[key].planned if key in self.plans else None
 
     def _as_the_loop(self, key: Signature, **more: Any) -> Request:
         """The request, for what is known of the loop."""
-        inside = self.request.backward_in_autocast or (key, True) in self.loops.regions
-        cut, by_use = key not in self.loops.widened, key in self.loops.apart
-        more |= {"without_gradient": self._without_gradient(key) if cut else frozenset[int]()}
-        return replace(self.request, cut=cut, by_use=by_use, backward_in_autocast=inside, **more)
+        return self.loops.request(key, self.request, self._planned(key), decide=decides(key), **more)
 
     def _plan_now(self, model: nn.Module, key: Signature, args: Any, kwargs: Any) -> PlannedCall | None:
         try:
@@ -266,6 +228,12 @@ class Fitted:
                 waiting, self.unsigned = self.unsigned, None
                 return verified(waiting, model, args, kwargs, self.request)
             log.info("planning for inputs %s", key)
+            if not decides(key):
+                self._tell(
+                    "ways",
+                    "has branches on its inputs that go many ways, each planned when it was first taken; from here on "
+                    "other ways run by one plan in pieces around these branches",
+                )
 
             def planned(beside_bytes: int) -> Plan:
                 beside_bytes += self.request.beside_bytes

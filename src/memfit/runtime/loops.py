@@ -22,7 +22,8 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from memfit.errors import BudgetError
 from memfit.plans import Plan
@@ -30,6 +31,9 @@ from memfit.runtime.passes import Pass, in_flight
 from memfit.runtime.signature import Signature
 from memfit.step.simulate import simulate
 from memfit.units import format_bytes
+
+if TYPE_CHECKING:
+    from memfit.planning import Planned, Request
 
 __all__ = ["Loops", "TogetherError", "held_bytes"]
 
@@ -109,6 +113,48 @@ class Loops:
             return False
         now = Counter(one.key for one in in_flight(self.passes))
         return now <= known
+
+    def without_gradient(self, key: Signature, request: Request | None) -> frozenset[int]:
+        """Outputs that left by a side door and that the loop brings no gradient, as far as is known.
+
+        Args:
+            key: signature of the pass.
+            request: what it is planned for now, if it is.
+        """
+        return self.narrowed.get(key, frozenset[int]() if request is None else request.without_gradient)
+
+    def is_otherwise(self, key: Signature, planned: Planned | None) -> bool:
+        """Whether the loop does with the output or in its backward pass what a plan does not know."""
+        if planned is None:
+            return False
+        request = planned.request
+        if key in self.widened:
+            narrowed, widened = False, request.cut
+        else:
+            narrowed, widened = self.without_gradient(key, request) != request.without_gradient, False
+        apart = key in self.apart and bool(planned.capture.summed) and not request.by_use
+        return narrowed or widened or apart or ((key, True) in self.regions and not request.backward_in_autocast)
+
+    def request(self, key: Signature, asked: Request, planned: Planned | None, **more: Any) -> Request:
+        """What was asked for, for what is known of the loop.
+
+        Args:
+            key: signature of the pass.
+            asked: for any pass.
+            planned: its plan, if it has one.
+            more: other fields of the request.
+        """
+        cut = key not in self.widened
+        without = self.without_gradient(key, None if planned is None else planned.request)
+        return replace(
+            asked,
+            cut=cut,
+            without_gradient=without if cut else frozenset[int](),
+            told=cut and key in self.narrowed,
+            by_use=key in self.apart,
+            backward_in_autocast=asked.backward_in_autocast or (key, True) in self.regions,
+            **more,
+        )
 
     def _note(self, together: Counter[Signature], name: str, summed: Sequence[str]) -> None:
         rounded = ""
