@@ -47,3 +47,12 @@ def test_plain_and_fitted(mode: str, seed: int) -> None:
 
 def test_there_are_forty() -> None:
     assert sum(map(len, SEEDS.values())) == 40
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_auxiliary_loss_that_only_the_loop_adds_settles_within_the_budget() -> None:
+    """Zeros in place of its gradient have other bits here, so the first plan is made without it."""
+    recipe = choose(67010, MODES["disk"])
+    assert any(step.block == "auxiliary_loss" for step in recipe.steps), "another seed shows it now"
+    row = compare(recipe, plain_run(recipe), 0.0, search_seconds=0.3)
+    assert row["status"] == "ok", row["problems"]
