@@ -212,3 +212,30 @@ def test_a_part_is_told_once_however_often_it_is_captured(told: list[str]) -> No
 
     memfit.fit(Reading(), (torch.randn(8, 8),), budget="1GiB", loss_fn=lambda y: y[0].sum(), search_seconds=0.1)
     assert len([line for line in told if "a number is read" in line]) == 1
+
+
+@pytest.mark.smoke
+def test_a_layer_that_does_nothing_leaves_the_others_planned() -> None:
+    """Dynamo skips code for good once a call of it did nothing; torch's layers must not share theirs."""
+
+    class Noise(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator = torch.Generator().manual_seed(0)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.rand(x.shape, generator=self.generator)
+
+    class Looped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Identity(), nn.Linear(8, 8), Noise(), nn.Linear(8, 8)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    plan = memfit.plan(Looped(), (torch.randn(4, 8),), budget="1MiB", loss_fn=loss_of)
+    assert plan.planned is not None
+    assert [op.target for op in plan.planned.capture.graph.ops].count("aten.addmm.default") == 2

@@ -136,10 +136,20 @@ def _forwards_of_torch(model: nn.Module) -> list[tuple[dict[str, Any], Callable[
     would leave the layer to eager.
     """
     return [
-        (vars(module), wrap_inline(module.forward))
+        (vars(module), _own_code(wrap_inline(module.forward)))
         for module in model.modules()
         if type(module).forward.__module__.startswith("torch.nn.modules") and "forward" not in vars(module)
     ]
+
+
+def _own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, with code that no other has: Dynamo skips code for good once a call of it did nothing.
+
+    Else an `nn.Identity` in front would leave all layers behind it to eager.
+    """
+    assert isinstance(function, types.FunctionType)
+    function.__code__ = function.__code__.replace()
+    return function
 
 
 @contextlib.contextmanager
