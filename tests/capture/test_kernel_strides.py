@@ -143,3 +143,26 @@ def test_a_gradient_is_not_written_over_what_lies_otherwise() -> None:
     model(x).square().sum().backward()
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.grad, expected[name]), name
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("turned", [False, True])
+def test_statistics_of_mixed_precision_have_the_dtype_of_the_kernels(turned: bool) -> None:
+    """With it the backward kernel can be asked, which refuses statistics of half precision."""
+    data = torch.rand(4, 12, 8).bfloat16().transpose(1, 2) if turned else torch.rand(4, 8, 12).bfloat16()
+    tensors = (data, *(torch.ones(8) for _ in range(4)))
+
+    def step(data: Tensor, *of_channels: Tensor) -> list[Tensor]:
+        out, mean, invstd = aten.native_batch_norm.default(data, *of_channels, True, 0.1, 1e-5)
+        return [
+            *(out, mean, invstd),
+            *aten.native_batch_norm_backward.default(
+                out, data, of_channels[0], *of_channels[2:], mean, invstd, True, 1e-5, [True] * 3
+            ),
+        ]
+
+    mode = FakeTensorMode()
+    with strides_of_kernels(), mode:
+        found = step(*map(mode.from_tensor, tensors))
+    made = step(*tensors)
+    assert [(t.stride(), t.dtype) for t in found] == [(t.stride(), t.dtype) for t in made]

@@ -15,15 +15,18 @@ rounding, as `addcmul` does.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import fx
+from torch._guards import detect_fake_mode
 
 from memfit.capture.batch_norm import cudnn_batch_norm, cudnn_batch_norm_updating
 
-__all__ = ["NORMS", "Call", "from_statistics", "normalise", "normalise_over_data", "without_statistics"]
+__all__ = ["NORMS", "Call", "from_statistics", "lies_as", "normalise", "normalise_over_data", "without_statistics"]
 
 _aten = torch.ops.aten
 
@@ -93,14 +96,21 @@ def from_statistics(node: fx.Node) -> Call | None:
     value = cast(fx.Node, data).meta["val"]
     if value.device.type != "cpu" or value.dtype is not torch.float32:
         return None
-    if value.stride() != results[0].meta["val"].stride():
-        return None  # the kernel lays its result out anew where channels are neither first nor last
-    return Call(
-        name=node.name,
-        target=normalise,
-        args=(data, results[1], results[2], weight, bias),
-        meta={"val": results[0].meta["val"]},
-    )
+    args = (data, results[1], results[2], weight, bias)
+    if not lies_as(normalise, args, results[0].meta["val"]):
+        return None
+    return Call(name=node.name, target=normalise, args=args, meta={"val": results[0].meta["val"]})
+
+
+def lies_as(target: Callable[..., torch.Tensor], args: tuple[Any, ...], like: torch.Tensor) -> bool:
+    """Whether a call of nodes or fake tensors makes a tensor with the strides of another, as views of that need.
+
+    Kernels of batch normalisation lay their results out anew where channels are neither second nor last; what is
+    written in pointwise ops keeps the layout of the data.
+    """
+    values = fx.map_arg(args, lambda node: node.meta["val"])
+    with detect_fake_mode(like) or nullcontext():
+        return target(*values).stride() == like.stride()
 
 
 def normalise(data: torch.Tensor, *statistics: Any) -> torch.Tensor:

@@ -9,7 +9,8 @@ an operand of another layout, view what cannot be viewed so, sum in another orde
 few real elements that lie alike (`memfit.capture.samples_of_calls`), with the kernel and with fake tensors; where the
 two differ the fake result of the call itself gets the layout of the kernel's. Each call is asked about once.
 Strides along axes of one element count too, since kernels look there for whether an image is channels last; views get
-theirs by torch's own rule, on the meta device.
+theirs by torch's own rule, on the meta device. Where floating-point operands have several dtypes the kernel is asked
+too, and its results' dtypes count: statistics of batch normalisation in mixed precision are those of the weights.
 
 Known limits: ops of other libraries are taken at their word, and so are calls whose kernels refuse every sample, and
 most of those with integer operands that are not element-wise: made-up places to read from are not given to kernels.
@@ -39,7 +40,10 @@ log = logging.getLogger(__name__)
 
 _OURS = "_memfit_strides_of_kernels"
 
-_Strides = tuple[tuple[int, ...] | None, ...]
+_Layout = tuple[tuple[int, ...], torch.dtype]
+"""Strides and dtype."""
+
+_Layouts = tuple[_Layout | None, ...]
 
 
 @contextmanager
@@ -86,7 +90,7 @@ class _Asked:
     plain: Any
     within: _Within = field(default_factory=_Within)
     kinds: dict[Any, bool] = field(default_factory=dict)
-    strides: dict[Any, _Strides] = field(default_factory=dict)
+    layouts: dict[Any, _Layouts] = field(default_factory=dict)
 
     def result(self, mode: FakeTensorMode, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if not self.within.call and func in _RESHAPES:
@@ -111,19 +115,22 @@ class _Asked:
         results, nesting = pytree.tree_flatten(made)
         operands = [a for a in arguments if isinstance(a, torch.Tensor)]
         tensors = [*operands, *(r for r in results if isinstance(r, torch.Tensor))]
-        if not all(_is_known(t) for t in tensors) or all(_is_upright(t) for t in tensors):
+        if not all(_is_known(t) for t in tensors):
+            return made
+        if all(_is_upright(t) for t in tensors) and len({t.dtype for t in operands if t.is_floating_point()}) < 2:
             return made
         memory = {t.untyped_storage()._cdata for t in operands}
         if any(r.untyped_storage()._cdata in memory for r in results if isinstance(r, torch.Tensor)):
             return made
         key = (func, spec, *map(_key, arguments), *map(_key, results))
-        strides = self.strides.get(key)
-        if strides is None:
-            strides = self.strides[key] = self._ask(mode, func, arguments, spec, results)
-        if not any(strides):
+        layouts = self.layouts.get(key)
+        if layouts is None:
+            layouts = self.layouts[key] = self._ask(mode, func, arguments, spec, results)
+        if not any(layouts):
             return made
         return pytree.tree_unflatten(
-            [r if s is None else _laid_out(mode, r, s) for r, s in zip(results, strides, strict=True)], nesting
+            [r if lies is None else _laid_out(mode, r, *lies) for r, lies in zip(results, layouts, strict=True)],
+            nesting,
         )
 
     def _ask(
@@ -133,7 +140,7 @@ class _Asked:
         arguments: Sequence[Any],
         spec: pytree.TreeSpec,
         results: Sequence[Any],
-    ) -> _Strides:
+    ) -> _Layouts:
         """How the results lie where that is not as faked; None for each that does."""
         operands = [a for a in arguments if isinstance(a, torch.Tensor)]
         places = torch.Tag.pointwise not in func.tags and any(_may_be_places(t) for t in operands)
@@ -147,9 +154,9 @@ class _Asked:
                 except Exception as error:  # whatever a kernel says to a call that it cannot do
                     log.debug("%s refuses a sample of sizes %s: %s", func, sizes, error)
                     continue
-                strides = _strides_of_results(results, fake, real)
-                if strides is not None:
-                    return strides
+                layouts = _layouts_of_results(results, fake, real)
+                if layouts is not None:
+                    return layouts
         log.debug("%s is laid out as faked, its kernel takes no sample", func)
         return (None,) * len(results)
 
@@ -236,8 +243,8 @@ def _key(value: Any) -> Any:
     return (type(value), value) if value.__hash__ else (type(value), repr(value))
 
 
-def _strides_of_results(results: Sequence[Any], fake: Sequence[Any], real: Sequence[Any]) -> _Strides | None:
-    """For each result the strides it has where they are not as faked; None if the sample is another kind of call.
+def _layouts_of_results(results: Sequence[Any], fake: Sequence[Any], real: Sequence[Any]) -> _Layouts | None:
+    """For each result how it lies where that is not as faked; None if the sample is another kind of call.
 
     Args:
         results: of the call, fake.
@@ -246,19 +253,22 @@ def _strides_of_results(results: Sequence[Any], fake: Sequence[Any], real: Seque
     """
     if not len(results) == len(fake) == len(real):
         return None
-    found: list[tuple[int, ...] | None] = []
+    found: list[_Layout | None] = []
     for result, ours, kernels in zip(results, fake, real, strict=True):
         if not isinstance(result, torch.Tensor):
             found.append(None)
             continue
         if not isinstance(ours, torch.Tensor) or not isinstance(kernels, torch.Tensor) or ours.shape != kernels.shape:
             return None
-        if ours.dim() != result.dim() or not _lies_as(result, ours):
+        if ours.dim() != result.dim() or ours.dtype != result.dtype or not _lies_as(result, ours):
             return None
-        same = ours.stride() == kernels.stride() or result.numel() == 0
         shape, strides = tuple(kernels.shape), tuple(kernels.stride())
-        whole = result.shape == kernels.shape
-        found.append(None if same else strides if whole else strides_alike(shape, strides, result.shape))
+        if ours.stride() == strides or result.numel() == 0:
+            lies: tuple[int, ...] | None = tuple(result.stride())
+        else:
+            lies = strides if result.shape == kernels.shape else strides_alike(shape, strides, result.shape)
+        same = lies == result.stride() and kernels.dtype == result.dtype
+        found.append(None if same or lies is None else (lies, kernels.dtype))
     return tuple(found)
 
 
@@ -268,6 +278,6 @@ def _lies_as(large: torch.Tensor, small: torch.Tensor) -> bool:
     return alike is not None and all(alike[axis] == small.stride(axis) for axis in axes)
 
 
-def _laid_out(mode: FakeTensorMode, like: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+def _laid_out(mode: FakeTensorMode, like: torch.Tensor, strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     with mode:
-        return torch.empty_strided(tuple(like.shape), strides, dtype=like.dtype, device=like.device)
+        return torch.empty_strided(tuple(like.shape), strides, dtype=dtype, device=like.device)

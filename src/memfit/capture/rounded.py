@@ -19,7 +19,7 @@ import torch
 from torch import fx
 from torch._guards import detect_fake_mode
 
-from memfit.capture.again import Call, normalise
+from memfit.capture.again import Call, lies_as, normalise
 from memfit.capture.batch_norm import input_gradient_from_sums, statistics_from_sums, sums_of_data
 from memfit.capture.concatenations import PLAIN_CALL
 
@@ -38,6 +38,8 @@ def split_batch_norm(module: fx.GraphModule) -> None:
         count = math.prod(shape) // shape[1]
         known = len(results) == len(node.users) and 0 in results
         if training is not True or not known or count < 2 or not _is_splittable(data, weight):
+            continue
+        if not lies_as(normalise, (data, *values[1:3], weight, bias), values[0]):
             continue
         whole = Call(name=node.name, target=node.target, args=node.args, meta=node.meta)
         with graph.inserting_before(node):
@@ -81,13 +83,16 @@ def split_batch_norm_backward(module: fx.GraphModule) -> None:
             continue
         gradient, data, weight, _, _, mean, invstd, *_ = cast(tuple[Any, ...], node.args)
         values = node.meta["val"]
+        count = data.meta["val"].numel() // data.meta["val"].shape[1]
+        parts = (gradient, data, weight, mean, invstd, *values[1:3], count)
+        if not lies_as(input_gradient_from_sums, parts, values[0]):
+            continue
         whole = Call(name=node.name, target=node.target, args=node.args, meta=node.meta)
         with graph.inserting_before(node):
             sums = graph.call_function(node.target, (*node.args[:-1], [False, True, True]))
             sums.meta = {**node.meta, "val": (None, *values[1:]), PLAIN_CALL: None}
             of_weight, of_bias = (graph.call_function(operator.getitem, (sums, place)) for place in (1, 2))
             of_weight.meta, of_bias.meta = dict(results[1].meta), dict(results[2].meta)
-            count = data.meta["val"].numel() // data.meta["val"].shape[1]
             made = graph.call_function(
                 input_gradient_from_sums, (gradient, data, weight, mean, invstd, of_weight, of_bias, count)
             )
