@@ -83,7 +83,7 @@ def compile_call(
     limits = {"recompile_limit": _MOST_PLANS, "accumulated_recompile_limit": _MOST_PLANS}
     # By default Dynamo looks at hooks once: those registered or removed later would not be noticed.
     # And random numbers of NumPy it would draw from torch's generator; with the last option the graph breaks there.
-    own_random = {"use_numpy_random_stream": True}
+    own_random = {"use_numpy_random_stream": True, "trace_numpy": not plain.numpy}
     state = [] if decisions is None else [*model.parameters(), *model.buffers()]
     options = limits | logs_left_out() | own_random | {"skip_nnmodule_hook_guards": False} | _ALL_GUARDS
 

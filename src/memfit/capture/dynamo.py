@@ -31,6 +31,7 @@ from memfit.capture.failures import explained, left_to_plain_code, nothing_captu
 from memfit.capture.live_bytes import LiveBytes
 from memfit.capture.loss import LossReading
 from memfit.capture.module_names import name_modules
+from memfit.capture.numpy_code import NumpyCodeError, refuse_rounding_numpy
 from memfit.capture.pieces import Piece, Pieces, tensors_in
 from memfit.capture.plain_parts import NOTHING_PLAIN, PlainParts, UnplannableGraphError, find_plain_parts
 from memfit.capture.preserve import preserved
@@ -110,9 +111,13 @@ def capture_pieces(
         raise explained(failure, model, start="the model looks at values, which the meta device does not have")
     around = without_checkpoints() if checkpointing == "replace" else refusing_checkpoints()
     with preserved(model, args, kwargs), around:
-        plain = find_plain_parts(model, args, kwargs)
+        plain = replace(find_plain_parts(model, args, kwargs), numpy=isinstance(failure, NumpyCodeError))
     try:
-        pieces, between_bytes = _in_pieces(model, args, kwargs, captured, plain, read)
+        try:
+            pieces, between_bytes = _in_pieces(model, args, kwargs, captured, plain, read)
+        except NumpyCodeError:  # in a graph behind the first break
+            plain = replace(plain, numpy=True)
+            pieces, between_bytes = _in_pieces(model, args, kwargs, captured, plain, read)
     except MemfitError:
         raise
     except (torch._dynamo.exc.TorchDynamoException, RuntimeError, LookupError, TypeError, AssertionError) as error:
@@ -190,6 +195,7 @@ def _capture(
         return traced
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        refuse_rounding_numpy(gm.graph)
         name_modules(gm.graph, model)
         gm, inputs, views = returned_views_first(gm, inputs)
         graph = as_dynamo_made(gm, inputs, "" if fake else graph_key(gm), gathered=bool(gathered()))

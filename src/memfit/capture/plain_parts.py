@@ -51,12 +51,14 @@ class PlainParts:
         modules: names of modules whose forward passes Dynamo leaves alone.
         loose: whether graphs that were not planned run plainly, since shapes between the pieces depend on data.
         only_children: whether only what the forward pass of the model calls is captured, not its own code.
+        numpy: whether NumPy's code is left alone (`memfit.capture.numpy_code`).
         reasons: for people, with the user's lines.
     """
 
     modules: frozenset[str] = frozenset()
     loose: bool = False
     only_children: bool = False
+    numpy: bool = False
     reasons: tuple[str, ...] = ()
 
 
