@@ -135,21 +135,18 @@ def _forwards_of_torch(model: nn.Module) -> list[tuple[dict[str, Any], Callable[
     It looks into an `nn.Linear` from code that it traces. Where a break keeps it out of that (any in a loop does), it
     would leave the layer to eager.
     """
-    return [
-        (vars(module), _own_code(wrap_inline(module.forward)))
-        for module in model.modules()
-        if type(module).forward.__module__.startswith("torch.nn.modules") and "forward" not in vars(module)
-    ]
-
-
-def _own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, with code that no other has: Dynamo skips code for good once a call of it did nothing.
-
-    Else an `nn.Identity` in front would leave all layers behind it to eager.
-    """
-    assert isinstance(function, types.FunctionType)
-    function.__code__ = function.__code__.replace()
-    return function
+    # Dynamo skips code for good once a call of it did nothing, so an `nn.Identity` shares none with others. Modules of
+    # the same types do: what looks alike is compiled once.
+    codes: dict[tuple[type, ...], types.CodeType] = {}
+    forwards: list[tuple[dict[str, Any], Callable[..., Any]]] = []
+    for module in model.modules():
+        if type(module).forward.__module__.startswith("torch.nn.modules") and "forward" not in vars(module):
+            wrapped = wrap_inline(module.forward)
+            assert isinstance(wrapped, types.FunctionType)
+            alike = tuple(type(part) for part in module.modules())
+            wrapped.__code__ = codes.setdefault(alike, wrapped.__code__.replace())
+            forwards.append((vars(module), wrapped))
+    return forwards
 
 
 @contextlib.contextmanager
