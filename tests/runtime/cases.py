@@ -15,7 +15,7 @@ from memfit.planning import Request, capture_and_profile, plan_captured
 from memfit.step.simulate import simulate_plain
 from memfit.verification import verify
 from memfit.zoo import build
-from tests import models
+from tests import models, short_nets
 
 __all__ = ["CASES", "check_bits_and_budget", "image_case"]
 
@@ -53,8 +53,8 @@ CASES = {
     "masked": lambda: (models.Masked(), (torch.randn(4, 24, 32),), {}, lambda output: (output**2).mean()),
     "kernels": lambda: image_case(models.Kernels(), 16),
     "kernels of one sample": lambda: image_case(models.Kernels(), 16, batch=1),
-    "resnet18": lambda: spec_case("torchvision:resnet18", 4, (3, 64, 64)),
-    "mobilenet_v2": lambda: spec_case("torchvision:mobilenet_v2", 2, (3, 64, 64)),
+    "resnet": lambda: spec_case(short_nets.RESNET, 4, (3, 64, 64)),
+    "mobilenet": lambda: spec_case(short_nets.MOBILENET, 2, (3, 64, 64)),
     "unet": lambda: spec_case("zoo:unet?width=8", 2, (3, 32, 32)),
     "gpt": lambda: spec_case("zoo:gpt?layers=2&width=64&heads=4&dropout=0.1", 2, (32,)),
     "llama": lambda: spec_case("zoo:llama?layers=2&width=64&heads=4&vocabulary=100", 2, (32,)),

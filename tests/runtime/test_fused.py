@@ -56,8 +56,8 @@ class Branches(nn.Module):
         return x.view(x.shape[0], 4, -1).neg().view(x.shape) - nn.functional.avg_pool2d(x, 3, 1, 1)
 
 
-def residual() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *(Block(16, 16) for _ in range(3)), Block(16, 8, 2))
+def residual(blocks: int = 3) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), *(Block(16, 16) for _ in range(blocks)), Block(16, 8, 2))
 
 
 def branches() -> nn.Module:
@@ -116,7 +116,7 @@ def test_bits_and_peak_of_all_that_can_run_as_one(
 
 def test_the_least_budget_is_lower() -> None:
     torch.manual_seed(0)
-    model, x = residual(), torch.randn(8, 3, 40, 40)
+    model, x = residual(blocks=2), torch.randn(8, 3, 40, 40)
     _, graph = capture_and_profile(model, (x,), {}, Request(budget=1, loss_fn=loss_fn))
     lean = leanest(graph)
     alone = replace(lean, ops=tuple(without_slices(op) for op in lean.ops))
@@ -187,7 +187,7 @@ def saved_spares(plan: memfit.Plan) -> list[int]:
 def test_retaining_the_graph_keeps_what_would_be_overwritten(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memfit.planner.spares._is_quicker", lambda *_: True)
     torch.manual_seed(0)
-    model, x = residual(), torch.randn(6, 3, 24, 24)
+    model, x = residual(blocks=2), torch.randn(6, 3, 24, 24)
     with pytest.raises(memfit.BudgetError) as refused:
         memfit.plan(model, (x,), budget=1000, loss_fn=loss_fn, strategy=strategy, prove=False)
     memfit.fit(model, (x,), budget=refused.value.least_bytes, loss_fn=loss_fn, strategy=strategy)

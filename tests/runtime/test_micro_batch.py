@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from memfit.planning import Request
 from memfit.step.program import Action
 from memfit.verification import verify
 from memfit.zoo import build
+from tests.short_nets import RESNET
 
 
 def request(strategy: str, loss: Any = None, budget: int | str = "8GiB") -> Request:
@@ -25,7 +27,7 @@ def request(strategy: str, loss: Any = None, budget: int | str = "8GiB") -> Requ
     [
         ("zoo:gpt?layers=2&width=64&heads=4", 6, (64,)),
         ("zoo:llama?layers=2&width=64&heads=4&kv_heads=2", 6, (64,)),
-        ("torchvision:resnet18?num_classes=4", 6, (3, 64, 64)),
+        pytest.param(RESNET, 6, (3, 64, 64), id="resnet"),
     ],
 )
 def test_parts_of_the_batch(spec: str, batch: int, shape: tuple[int, ...]) -> None:
@@ -100,13 +102,14 @@ def test_the_loss_is_that_of_the_whole_batch(reduction: str) -> None:
 
 def test_tight_budgets_cut_single_samples() -> None:
     """What no recomputation reaches, in a model without space or statistics, with dropout."""
-    example = build("zoo:gpt?layers=2&width=64&heads=4", batch=8, shape=(256,))
+    example = build("zoo:gpt?layers=1&width=64&heads=4", batch=8, shape=(256,))
     args, loss = tuple(example.args), example.loss_fn
     with pytest.raises(memfit.BudgetError) as bitwise:
-        memfit.plan(example.model, args, budget=1, loss_fn=loss, prove=False)
+        memfit.plan(example.model, args, budget=1, loss_fn=loss, search_seconds=0.5, prove=False)
     with pytest.raises(memfit.BudgetError) as tiled:
-        memfit.plan(example.model, args, budget=1, loss_fn=loss, levers="all", prove=False)
+        memfit.plan(example.model, args, budget=1, loss_fn=loss, levers="all", search_seconds=0.5, prove=False)
     assert tiled.value.least_bytes < 0.9 * bitwise.value.least_bytes
-    result = verify(example.model, args, {}, request("auto", loss, tiled.value.least_bytes), loss_fn=loss)
+    asked = replace(request("auto", loss, tiled.value.least_bytes), search_seconds=0.5)
+    result = verify(example.model, args, {}, asked, loss_fn=loss)
     assert result.plan.is_tiled and not result.differing and result.fits
     assert result.recomputes_executed == result.recomputes_planned

@@ -29,12 +29,13 @@ from memfit.step.simulate import simulate_plain
 from memfit.verification import verify
 from memfit.zoo import build
 from tests.runtime.test_fused import channels_last, loss_fn, residual
+from tests.short_nets import RESNET
 
 
 def least_bytes(model: nn.Module, args: tuple[Any, ...], loss: Any) -> tuple[int, int]:
     """Without tiling and with it, both from one error."""
     with pytest.raises(memfit.BudgetError, match='levers="all", the same gradients up to rounding, fits') as caught:
-        memfit.plan(model, args, budget=1, loss_fn=loss, prove=False)
+        memfit.plan(model, args, budget=1, loss_fn=loss, search_seconds=0.5, prove=False)
     return caught.value.least_bytes, int(str(caught.value).rpartition("(")[2].partition(" bytes")[0])
 
 
@@ -67,7 +68,7 @@ def test_less_memory_and_the_same_gradients() -> None:
 @pytest.mark.parametrize(
     ("spec", "batch", "shape", "grid"),
     [
-        ("torchvision:resnet18?num_classes=4", 6, (3, 64, 64), (1, 1)),
+        pytest.param(RESNET, 6, (3, 64, 64), (1, 1), id="resnet"),
         ("zoo:unet?width=8", 2, (3, 64, 64), (3, 5)),
         ("zoo:vgg16-trunk?classes=8", 1, (3, 64, 96), (2, 2)),
     ],
@@ -172,7 +173,7 @@ def test_float64_gradients_of_any_stack(case: tuple[nn.Module, torch.Tensor, tup
 @pytest.mark.parametrize(
     ("spec", "batch", "shape", "grid"),
     [
-        ("torchvision:resnet18?num_classes=4", 3, (3, 64, 64), (2, 2)),
+        pytest.param(RESNET, 3, (3, 64, 64), (2, 2), id="resnet"),
         ("zoo:unet?width=8", 3, (3, 32, 32), (1, 1)),
         ("timm:convnext_atto?num_classes=4", 3, (3, 64, 64), (1, 1)),
         ("zoo:gpt?layers=2&width=32&heads=2", 5, (24,), (1, 1)),
