@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from memfit.capture.again import normalise, normalise_over_data
+from memfit.capture.again import from_statistics, normalise, normalise_over_data
 from memfit.capture.costs import Costs, costs_again
 from memfit.capture.trace import capture_step
 from memfit.planning import Request, capture_and_profile
@@ -17,6 +17,7 @@ from memfit.verification import verify
 from memfit.zoo import build
 
 _aten = torch.ops.aten
+NORM = _aten._native_batch_norm_legit_functional.default
 
 
 @pytest.mark.smoke
@@ -40,6 +41,33 @@ def convolutions() -> nn.Sequential:
 
 def loss_fn(output: torch.Tensor) -> torch.Tensor:
     return output.square().mean()
+
+
+class Turned(nn.Module):
+    """Data whose channels are the first axis in memory, of which the kernel makes a contiguous result."""
+
+    def __init__(self, axes: tuple[int, int]) -> None:
+        super().__init__()
+        self.axes, self.first, self.norm, self.last = axes, nn.Linear(6, 6), nn.BatchNorm1d(8), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.first(x).transpose(*self.axes))).tanh()
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(("shape", "axes", "made"), [((4, 8, 6), (0, 0), True), ((8, 4, 6), (0, 1), False)])
+def test_parts_of_a_normalisation_are_made_where_they_lie_as_the_whole(
+    shape: tuple[int, ...], axes: tuple[int, int], made: bool
+) -> None:
+    model, x = Turned(axes), torch.randn(shape)
+    (piece,) = capture_step(model, (x,), {}, loss_fn=loss_fn).pieces.pieces
+    (whole,) = piece.reading.module.graph.find_nodes(op="call_function", target=NORM)
+    assert (from_statistics(whole) is not None) is made
+    (piece,) = capture_step(model, (x,), {}, loss_fn=loss_fn, grid=(2, 2)).pieces.pieces
+    targets = [node.target for node in piece.reading.module.graph.nodes]
+    assert (normalise in targets, NORM in targets) == (made, not made)
+    kernel, parts = whole.meta["val"][0], [n for n in piece.reading.module.graph.nodes if n.target is normalise]
+    assert all(part.meta["val"].stride() == kernel.stride() for part in parts)
 
 
 def test_a_plan_normalises_again_without_new_statistics() -> None:

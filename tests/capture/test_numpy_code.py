@@ -8,17 +8,25 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+import torch._numpy
 from torch import Tensor, nn
 from torch.nn import functional
 
 import memfit
+from memfit.capture.numpy_code import _ROUNDED_ONE_WAY
 from memfit.capture.trace import capture_step
 
 FUNCTIONS: dict[str, tuple[bool, Callable[[Tensor], Tensor]]] = {
-    "root of a number": (True, lambda x: x / np.sqrt(x.shape[-1])),
+    "root of a number": (True, lambda x: x / np.sqrt(x.shape[-1] + 3)),
     "a number": (True, lambda x: x * np.float32(0.3)),
     "places": (True, lambda x: x[torch.as_tensor(np.arange(4))]),
-    "exponential": (False, lambda x: x * float(np.exp(-0.3))),
+    "a range of numbers": (True, lambda x: x * torch.as_tensor(np.arange(0.3, 1.0, 0.1)[5])),
+    "absolute values of complex numbers": (
+        False,
+        lambda x: x + torch.from_numpy(np.abs(x.detach().numpy().astype(np.complex64) * (1 + 2j))),
+    ),
+    "exponential of a number": (True, lambda x: x * float(np.exp(-0.3))),
+    "roots": (False, lambda x: x + torch.from_numpy(np.sqrt(np.abs(x.detach().numpy())))),
     "mean": (False, lambda x: x + torch.from_numpy(x.detach().numpy().mean(keepdims=True))),
     "deviation behind a break": (False, lambda x: broken(x) + torch.from_numpy(x.detach().numpy().std(0))),
 }
@@ -41,6 +49,26 @@ class With(nn.Module):
 
 def loss_of(output: Tensor) -> Tensor:
     return output.square().mean()
+
+
+NUMBERS = np.random.default_rng(0).standard_normal((2, 1000))
+CALLS = {
+    **dict.fromkeys(("abs", "ceil", "floor", "negative", "rint", "sign", "square"), (NUMBERS[0],)),
+    **dict.fromkeys(("add", "divide", "maximum", "minimum", "multiply", "subtract"), tuple(NUMBERS)),
+    **dict.fromkeys(("amax", "amin", "argmax", "argmin", "nonzero", "ravel", "flip"), (NUMBERS[0].reshape(40, 25),)),
+    "clip": (NUMBERS[0], -0.5, 0.7),
+    "where": (NUMBERS[0] > 0, *NUMBERS),
+}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("name", CALLS)
+def test_torch_rounds_as_numpy_does_what_stays_in_graphs(name: str, dtype: type) -> None:
+    assert name in _ROUNDED_ONE_WAY
+    args = [a.astype(dtype) if isinstance(a, np.ndarray) and a.dtype != bool else a for a in CALLS[name]]
+    numpys, torchs = getattr(np, name)(*args), getattr(torch._numpy, name)(*args)
+    for ours, theirs in zip(*(r if isinstance(r, tuple) else (r,) for r in (torchs, numpys)), strict=True):
+        assert np.array_equal(np.asarray(ours.tensor), theirs, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -103,10 +103,15 @@ def from_statistics(node: fx.Node) -> Call | None:
 
 
 def lies_as(target: Callable[..., torch.Tensor], args: tuple[Any, ...], like: torch.Tensor) -> bool:
-    """Whether a call of nodes or fake tensors makes a tensor with the strides of another, as views of that need.
+    """Whether the call's result has the strides of `like`. Where it has not, views of `like` cannot be taken of it.
 
-    Kernels of batch normalisation lay their results out anew where channels are neither second nor last; what is
-    written in pointwise ops keeps the layout of the data.
+    A kernel of batch normalisation makes a contiguous result of data that is neither contiguous nor channels last;
+    pointwise ops keep the strides of the data.
+
+    Args:
+        target: makes one tensor.
+        args: of the call, nodes or fake tensors.
+        like: the kernel's result, fake.
     """
     values = fx.map_arg(args, lambda node: node.meta["val"])
     with detect_fake_mode(like) or nullcontext():

@@ -31,7 +31,7 @@ from memfit.capture.failures import explained, left_to_plain_code, nothing_captu
 from memfit.capture.live_bytes import LiveBytes
 from memfit.capture.loss import LossReading
 from memfit.capture.module_names import name_modules
-from memfit.capture.numpy_code import NumpyCodeError, refuse_rounding_numpy
+from memfit.capture.numpy_code import NumpyCodeError, numbers_by_numpy, refuse_rounding_numpy
 from memfit.capture.pieces import Piece, Pieces, tensors_in
 from memfit.capture.plain_parts import NOTHING_PLAIN, PlainParts, UnplannableGraphError, find_plain_parts
 from memfit.capture.preserve import preserved
@@ -113,11 +113,7 @@ def capture_pieces(
     with preserved(model, args, kwargs), around:
         plain = replace(find_plain_parts(model, args, kwargs), numpy=isinstance(failure, NumpyCodeError))
     try:
-        try:
-            pieces, between_bytes = _in_pieces(model, args, kwargs, captured, plain, read)
-        except NumpyCodeError:  # in a graph behind the first break
-            plain = replace(plain, numpy=True)
-            pieces, between_bytes = _in_pieces(model, args, kwargs, captured, plain, read)
+        pieces, between_bytes = _in_pieces(model, args, kwargs, captured, plain, read)
     except MemfitError:
         raise
     except (torch._dynamo.exc.TorchDynamoException, RuntimeError, LookupError, TypeError, AssertionError) as error:
@@ -146,6 +142,20 @@ def _in_pieces(
     read: _Read | None,
 ) -> tuple[Pieces, int]:
     """The pieces, one after the other, and what plain autograd saves for the code between them."""
+    try:
+        return _watched(model, args, kwargs, captured, plain, read)
+    except NumpyCodeError:  # in a graph behind the first break
+        return _watched(model, args, kwargs, captured, replace(plain, numpy=True), read)
+
+
+def _watched(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    captured: Callable[..., Pieces],
+    plain: PlainParts,
+    read: _Read | None,
+) -> tuple[Pieces, int]:
     live: list[int] = []
 
     def counted(pieces: Pieces, take_back: Callable[[], None]) -> LossReading:
@@ -195,6 +205,7 @@ def _capture(
         return traced
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        numbers_by_numpy(gm)
         refuse_rounding_numpy(gm.graph)
         name_modules(gm.graph, model)
         gm, inputs, views = returned_views_first(gm, inputs)
