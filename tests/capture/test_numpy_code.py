@@ -83,3 +83,31 @@ def test_bits(name: str) -> None:
     for planned, plain in zip(model.parameters(), twin.parameters(), strict=True):
         assert planned.grad is not None and plain.grad is not None
         assert torch.equal(planned.grad, plain.grad)
+
+
+def test_a_graph_that_was_not_planned_calls_numpy() -> None:
+    """It is behind a break, where the step cannot be planned anew any more."""
+
+    class Later(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last, self.turn = nn.Linear(16, 16), nn.Linear(16, 16), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = broken(self.first(x)).sin()
+            if self.turn:
+                values = x.detach().numpy()
+                x = x + torch.from_numpy(np.exp(values).mean(0) + np.linalg.norm(values, axis=0))
+            return self.last(x)
+
+    model, x = Later(), torch.randn(33, 16)
+    twin = copy.deepcopy(model)
+    memfit.fit(model, (x,), budget="1MiB", loss_fn=loss_of)
+    for turn in range(3):
+        for each in (model, twin):
+            each.turn = turn
+            each.zero_grad()
+            loss_of(each(x)).backward()
+        for planned, plain in zip(model.parameters(), twin.parameters(), strict=True):
+            assert planned.grad is not None and plain.grad is not None
+            assert torch.equal(planned.grad, plain.grad)

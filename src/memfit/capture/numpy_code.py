@@ -7,6 +7,7 @@ approximations. A step that is planned with them is not the plain one.
 constant of the graph. Calls on arrays are planned where they are rounded in one way only, which is the correct one:
 calls that move elements, compare them, or take one correctly rounded step for each. Where a graph holds any other call,
 the model is captured anew with NumPy left alone; Dynamo's graphs break there, and the pieces around them are planned.
+A graph that was not planned and runs as plain code calls NumPy itself.
 
 Known limits: the list is by name; what it does not know breaks graphs, and so do complex numbers, whose products and
 absolute values are sums.
@@ -14,17 +15,20 @@ absolute values are sums.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import fx
 from torch._dynamo.utils import numpy_method_wrapper, numpy_operator_wrapper, numpy_to_tensor_wrapper
+from torch.utils import _pytree as pytree
 
 from memfit.capture.failures import user_line
 from memfit.capture.plain_parts import UnplannableGraphError
 
-__all__ = ["NumpyCodeError", "numbers_by_numpy", "refuse_rounding_numpy"]
+__all__ = ["NumpyCodeError", "call_numpy", "numbers_by_numpy", "refuse_rounding_numpy"]
 
 _WRAPPERS: tuple[Any, ...] = (numpy_to_tensor_wrapper, numpy_method_wrapper, numpy_operator_wrapper)
 
@@ -91,6 +95,45 @@ def refuse_rounding_numpy(graph: fx.Graph) -> None:
                 f"NumPy computes `{name}`{f' at {place}' if place else ''}, which torch rounds otherwise; mark that "
                 "function with @torch.compiler.disable, which leaves it plain code between planned pieces"
             )
+
+
+def call_numpy(gm: fx.GraphModule) -> None:
+    """Lets a graph of Dynamo's that runs as plain code call NumPy where it would call torch in its place.
+
+    Args:
+        gm: the graph; changed in place.
+
+    Raises:
+        NumpyCodeError: if it calls what NumPy has under another name.
+    """
+    calls = [node for node in gm.graph.nodes if isinstance(node.target, _WRAPPERS)]
+    for node in calls:
+        node.target = _called(node)
+    if calls:
+        gm.recompile()
+
+
+def _called(node: fx.Node) -> Callable[..., Any]:
+    """The call of NumPy that a node stands for, on tensors."""
+    target, name = cast(Any, node.target), _name(node)
+    if isinstance(target, numpy_to_tensor_wrapper):
+        function = next((getattr(m, name) for m in (np, np.linalg, np.fft) if hasattr(m, name)), None)
+    elif isinstance(target, numpy_method_wrapper):
+        function = functools.partial(_method, name)
+    else:
+        function = target.op
+    if function is None:
+        raise NumpyCodeError(f"NumPy's `{name}` is in a graph that was not planned, and memfit cannot call it")
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.numpy(), (args, kwargs))
+        return pytree.tree_map_only((np.ndarray, np.generic), torch.as_tensor, function(*args, **kwargs))
+
+    return call
+
+
+def _method(name: str, array: Any, *args: Any, **kwargs: Any) -> Any:
+    return getattr(array, name)(*args, **kwargs)
 
 
 def _name(node: fx.Node) -> str:

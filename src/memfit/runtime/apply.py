@@ -32,7 +32,7 @@ from memfit.capture.eager_autocast import cast_once
 from memfit.capture.eager_kernels import as_in_eager
 from memfit.capture.failures import user_line
 from memfit.capture.joint import read_joint
-from memfit.capture.numpy_code import numbers_by_numpy, refuse_rounding_numpy
+from memfit.capture.numpy_code import call_numpy, numbers_by_numpy
 from memfit.capture.plain_parts import NOTHING_PLAIN, PlainParts, UnplannableGraphError
 from memfit.capture.returned_views import calling_after, returned_views_first
 from memfit.capture.shared_inputs import (
@@ -298,13 +298,13 @@ def compile_planned(
         try:
             first = compiled(0)
         except _StrayGraphError:
-            refuse_rounding_numpy(gm.graph)
+            call_numpy(gm)
             attach_outputs(gm, cut)
             return calling_after(views, _plainly(gm))
         except UnplannableGraphError as error:
             if not in_pieces:
                 raise
-            refuse_rounding_numpy(gm.graph)
+            call_numpy(gm)
             log.warning(
                 "a graph of the model that was not planned runs as plain code (%s): %s", error, "; ".join(plain.reasons)
             )
