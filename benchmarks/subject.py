@@ -15,9 +15,9 @@ from memfit.capture.loss import backward_of
 from memfit.capture.preserve import preserved
 from memfit.capture.profile import profile_ops, separated
 from memfit.capture.trace import Capture, capture_step
-from memfit.making import prove
 from memfit.planning import Request, plan_captured
 from memfit.plans import Plan
+from memfit.proving import prove
 from memfit.runtime.apply import compile_program
 from memfit.runtime.training import interleaved_seconds, resident_bytes, step_peak, training_step
 from memfit.step.graph import StepGraph

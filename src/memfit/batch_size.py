@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit import making, strategies
+from memfit import strategies
 from memfit.capture.loss import LossFunction
 from memfit.capture.trace import Capture, device_of
 from memfit.errors import BudgetError, SpecError
@@ -30,6 +30,7 @@ from memfit.planner.swapping import has_room, peak_bytes, placed_on_tiers, swapp
 from memfit.planner.ways import leanest
 from memfit.planning import Progress, Request, capture_and_profile, plan_captured, resolve_budget
 from memfit.plans import Plan
+from memfit.proving import prove
 from memfit.step.graph import StepGraph
 from memfit.step.links import Tier
 from memfit.step.simulate import simulate, simulate_plain
@@ -247,7 +248,7 @@ class _Steps:
         capture, graph = self.captured[batch]
         args, kwargs, request = self.asked(batch)
         plan = plan_captured(self.model, args, kwargs, capture, graph, request, budget_bytes, progress=self.progress)
-        return making.prove(self.model, args, kwargs, plan, progress=self.progress) if request.prove else plan
+        return prove(self.model, args, kwargs, plan, progress=self.progress) if request.prove else plan
 
 
 def _inputs(made: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -7,7 +7,6 @@ made first. Where tiles are allowed and it costs time, one with tiles is made as
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,36 +15,26 @@ import torch
 from torch import nn
 
 from memfit import strategies
-from memfit.agreement import agreed_peak
 from memfit.capture.backward_autocast import planning_backward
 from memfit.capture.failures import told_plainly
 from memfit.capture.grids import grids
 from memfit.capture.inputs import detached
-from memfit.capture.library_memory import library_bytes
-from memfit.capture.preserve import Snapshot, preserved
+from memfit.capture.preserve import preserved
 from memfit.capture.replicated import bucket_bytes, unwrapped
-from memfit.capture.sharded import is_sharded
 from memfit.capture.trace import Capture, device_of
 from memfit.errors import BudgetError, ExactnessError, MemfitError
-from memfit.perturbed import constant_parameters
-from memfit.planner.explain import binding_place
 from memfit.planner.streaming import least_streaming
 from memfit.planning import Progress, Request, capture_and_profile, check_request, plan_captured, resolve_budget
 from memfit.plans import Plan
-from memfit.proof import ProvingStep, StepResult, compare
-from memfit.refusals import advised, refusal, refused
-from memfit.runtime.apply import PlannedCall, compile_program
-from memfit.runtime.device_memory import free_bytes
-from memfit.runtime.measure import measure
+from memfit.proving import peak_of, prove, proving_step
+from memfit.refusals import advised, refused
 from memfit.step.graph import StepGraph
-from memfit.step.simulate import simulate
 from memfit.units import format_bytes
 
-__all__ = ["Step", "make_plan", "plan_profiled", "prove"]
+__all__ = ["Step", "make_plan", "plan_profiled"]
 
 log = logging.getLogger(__name__)
 
-_PROVING_RUNS = 3
 _LEAST_TRIES = 3
 _MORE = 1.02
 """A least budget that cannot be planned for is raised so much."""
@@ -94,7 +83,7 @@ def make_plan(
 
     def plain_step() -> None:
         with preserved(model, args, kwargs, request.loss_fn, request.optimizer) as state:
-            _proving_step(model, args, kwargs, request, state).plain()
+            proving_step(model, args, kwargs, request, state).plain()
 
     with told_plainly(model, plain_step), planning_backward(in_autocast=request.backward_in_autocast):
         return _made(model, args, kwargs, request, progress=progress, keep_call=keep_call)
@@ -226,7 +215,7 @@ def _with_measured_least(
     for _ in range(_LEAST_TRIES):
         try:
             plan = plan_profiled(model, args, kwargs, step, replace(request, prove=False), least_bytes)
-            peak_bytes = _peak_of(model, args, kwargs, plan, request)
+            peak_bytes = peak_of(model, args, kwargs, plan, request)
         except BudgetError as again:
             least_bytes = max(again.least_bytes, int(least_bytes * _MORE))
             continue
@@ -239,16 +228,6 @@ def _with_measured_least(
         return error
     missed = least_bytes - error.least_bytes
     return refused(error, budget_bytes=error.budget_bytes, missed_bytes=missed, measured_bytes=least_bytes)
-
-
-def _peak_of(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], plan: Plan, request: Request) -> int:
-    """The measured peak of a plan."""
-    assert plan.planned is not None
-    call = compile_program(model, plan.planned.capture, plan.program)
-    with preserved(model, args, kwargs, request.loss_fn, request.optimizer) as state:
-        step = _proving_step(model, args, kwargs, request, state)
-        step.result(call)  # compiles
-        return _measured_peak(step, plan, call)
 
 
 def _with_all_levers(
@@ -274,129 +253,3 @@ def _with_all_levers(
         return error
     advice = f'levers="all", the same gradients up to rounding, fits from {format_bytes(least)} ({least} bytes) on'
     return advised(error, advice)
-
-
-def prove(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    plan: Plan,
-    *,
-    progress: Progress | None = None,
-    keep_call: bool = False,
-) -> Plan:
-    """Runs the plan; compares its results with the plain step's, and plans for less if the peak exceeds the budget.
-
-    The model, its inputs, the loss and the optimizer are as before, whether that succeeds or not.
-
-    Returns:
-        The plan with its proof and measured peak; with `keep_call` it keeps the compiled call (`Planned.call`).
-
-    Raises:
-        BudgetError: if no correction fits.
-        ExactnessError: if the results are not those of the plain step.
-    """
-    assert plan.planned is not None
-    request = plan.planned.request
-    budget_bytes = plan.budget_bytes
-    target = budget_bytes
-    with preserved(model, args, kwargs, request.loss_fn, request.optimizer) as state:
-        step = _proving_step(model, args, kwargs, request, state)
-        begin = time.perf_counter()
-        step, plain = _with_plain_result(step, plan, device_of(model))
-        seconds = time.perf_counter() - begin
-        for attempt in range(_PROVING_RUNS):
-            assert plan.planned is not None
-            if progress is not None:
-                progress("prove", attempt, _PROVING_RUNS)
-            call = compile_program(model, plan.planned.capture, plan.program, describe=plan.words())
-            found = step.result(call)  # compiles
-            rounding = plan.is_tiled or request.exact == "rounding"
-            proof = compare(step, call, plain, found, rounding=rounding, seconds=seconds) if plain is not None else None
-            del found
-            peak = _measured_peak(step, plan, call)
-            state.restore()
-            if progress is not None:
-                progress("prove", _PROVING_RUNS, _PROVING_RUNS)
-            if peak <= budget_bytes:
-                planned = replace(plan.planned, call=call) if keep_call else plan.planned
-                return replace(plan, budget_bytes=budget_bytes, measured_peak_bytes=peak, proof=proof, planned=planned)
-            if attempt == _PROVING_RUNS - 1:
-                break
-            # What the model of memory misses is taken from what the planner may use.
-            target -= max(peak - budget_bytes, peak - plan.predicted.peak_bytes)
-            log.info("measured %d bytes, predicted %d; planning for %d", peak, plan.predicted.peak_bytes, target)
-            try:
-                plan = plan_captured(model, args, kwargs, plan.planned.capture, plan.planned.graph, request, target)
-            except BudgetError as error:
-                missed = budget_bytes - target
-                raise refused(error, budget_bytes=budget_bytes, missed_bytes=missed) from error
-    assert plan.planned is not None
-    timeline = simulate(plan.planned.graph, plan.program)
-    raise refusal(
-        budget_bytes=budget_bytes,
-        least_bytes=peak,
-        binding=binding_place(plan.planned.graph, plan.program, timeline),
-        missed_bytes=max(0, peak - timeline.peak_bytes),
-        advice=f"{_PROVING_RUNS} plans, each made for less than the one before, took more when they ran; does code of "
-        "the model hold more memory with each pass?",
-    )
-
-
-def _proving_step(
-    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], request: Request, state: Snapshot
-) -> ProvingStep:
-    return ProvingStep(
-        model=model,
-        inputs=detached(args, kwargs),
-        loss_fn=request.loss_fn,
-        state=state,
-        through=is_sharded(model),
-    )
-
-
-def _with_plain_result(step: ProvingStep, plan: Plan, device: torch.device) -> tuple[ProvingStep, StepResult | None]:
-    """The plain step's results on perturbed parameters; on those of the module where the others lead nowhere."""
-    constant = () if is_sharded(step.model) else constant_parameters(step.model, step.state)
-    if constant:
-        try:
-            perturbed = replace(step, perturbed=constant)
-            plain = _plain_result(perturbed, plan, device)
-            if plain is not None and plain.is_finite:
-                return perturbed, plain
-        except Exception as error:  # the user's code may check its parameters; without them it says what it has to say
-            log.info("the plain step refuses perturbed parameters: %s: %s", type(error).__name__, error)
-    return step, _plain_result(step, plan, device)
-
-
-def _plain_result(step: ProvingStep, plan: Plan, device: torch.device) -> StepResult | None:
-    """The results of the plain step, without gradients where that does not fit in what is free or says nothing.
-
-    None for a sharded module some process of which has no room for it, since all run it or none does.
-    """
-    assert plan.planned is not None
-    model, graph = step.model, plan.planned.graph
-    if not plan.planned.request.proves_gradients:
-        return replace(step.plain(backward=False), other_gradients=True)
-    more_bytes = plan.predicted.plain_peak_bytes - graph.static_bytes
-    on_host = graph.gradient_bytes if device.type == "cpu" else 0  # results are copied there
-    fits = agreed_peak(model, 0 if more_bytes + on_host <= free_bytes(device) else 1) == 0
-    if is_sharded(model) and not fits:
-        log.warning("the plain step of the sharded module does not fit in what is free, so no bits are proved")
-        return None
-    try:
-        return step.plain(backward=fits)
-    except torch.OutOfMemoryError:
-        if not fits or is_sharded(model):
-            raise
-    return step.plain(backward=False)
-
-
-def _measured_peak(step: ProvingStep, plan: Plan, call: PlannedCall) -> int:
-    """Peak of one planned forward and backward pass; gradients that exist stay and count."""
-    assert plan.planned is not None
-    # Memory of code between pieces and of libraries is measured here, so it is not counted as there already.
-    graph, device = plan.planned.graph, device_of(step.model)
-    start = graph.static_bytes - plan.planned.capture.between_bytes - library_bytes(graph, device)
-    measured = measure(lambda: step.run(call), device=device, warmup=0, repeats=0, start_bytes=start)
-    return agreed_peak(step.model, measured.peak_bytes)

@@ -83,7 +83,9 @@ class Begun:
         inputs: of the run.
         versions: of the inputs that are tensors, before it ran.
         after: the same when it had run.
-        states: of the generators, before it ran.
+        random_before: a generator of the processor in the state before it ran, None if it draws nothing; it is an
+            object of Python, so its 5 KiB take nothing of the memory of tensors.
+        cuda_states: of each GPU's generator.
         autocast: by device type the dtype, None where it was off.
     """
 
@@ -91,7 +93,8 @@ class Begun:
     inputs: tuple[Any, ...]
     versions: tuple[int, ...]
     after: tuple[int, ...]
-    states: tuple[torch.Tensor, ...]
+    random_before: torch.Generator | None
+    cuda_states: tuple[torch.Tensor, ...]
     autocast: Mapping[str, torch.dtype | None]
 
     @classmethod
@@ -99,10 +102,9 @@ class Begun:
         """Right before the run."""
         devices = {"cpu"} | {t.device.type for t in inputs if isinstance(t, torch.Tensor)} - {"meta"}
         on = {d: torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in devices}
-        states: tuple[torch.Tensor, ...] = ()
-        if whole.random:
-            states = (torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if "cuda" in devices else ()))
-        return cls(whole, inputs, _versions(inputs), (), states, on)
+        before = torch.default_generator.clone_state() if whole.random else None
+        cuda_states = tuple(torch.cuda.get_rng_state_all()) if whole.random and "cuda" in devices else ()
+        return cls(whole, inputs, _versions(inputs), (), before, cuda_states, on)
 
     def done(self) -> None:
         """Right after it."""
@@ -161,11 +163,11 @@ class Begun:
     def _as_before(self) -> Iterator[None]:
         with contextlib.ExitStack() as around:
             around.enter_context(self._region())
-            if self.states:
-                cuda = list(range(len(self.states) - 1))
+            if self.random_before is not None:
+                cuda = list(range(len(self.cuda_states)))
                 around.enter_context(torch.random.fork_rng(cuda, enabled=True))
-                torch.set_rng_state(self.states[0])
-                for index, state in enumerate(self.states[1:]):
+                torch.set_rng_state(self.random_before.get_state())
+                for index, state in enumerate(self.cuda_states):
                     torch.cuda.set_rng_state(state, index)
             yield
 

@@ -18,9 +18,10 @@ from torch import nn
 
 import memfit
 from memfit.errors import SwapError
-from memfit.making import make_plan, prove
+from memfit.making import make_plan
 from memfit.planning import Request, capture_and_profile, plan_captured
 from memfit.plans import Plan
+from memfit.proving import prove
 from memfit.runtime.apply import compile_program
 from memfit.runtime.swap.disk import DiskSpace
 from memfit.step.check import check

@@ -1,0 +1,197 @@
+"""A plan is run before it is given out: its results are the plain step's, and its peak is within the budget.
+
+The planner predicts a peak, and a run may take more: workspaces of kernels, an allocator that leaves bytes unused. As
+in any closed loop, what was missed is taken from what the planner may use, and the next plan is measured again.
+
+Known limits: the plain step's gradients are compared where it fits in what is free, else its outputs only.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.agreement import agreed_peak
+from memfit.capture.inputs import detached
+from memfit.capture.library_memory import library_bytes
+from memfit.capture.preserve import Snapshot, preserved
+from memfit.capture.sharded import is_sharded
+from memfit.capture.trace import device_of
+from memfit.errors import BudgetError
+from memfit.perturbed import constant_parameters
+from memfit.planner.explain import binding_place
+from memfit.planning import Progress, Request, plan_captured
+from memfit.plans import Plan
+from memfit.proof import ProvingStep, StepResult, compare
+from memfit.refusals import refusal, refused
+from memfit.runtime.apply import PlannedCall, compile_program
+from memfit.runtime.device_memory import free_bytes
+from memfit.runtime.measure import measure
+from memfit.step.simulate import simulate
+
+__all__ = ["peak_of", "prove", "proving_step"]
+
+log = logging.getLogger(__name__)
+
+_PROVING_RUNS = 4
+
+
+def prove(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    plan: Plan,
+    *,
+    progress: Progress | None = None,
+    keep_call: bool = False,
+) -> Plan:
+    """Runs the plan; compares its results with the plain step's, and plans for less if the peak exceeds the budget.
+
+    The model, its inputs, the loss and the optimizer are as before, whether that succeeds or not.
+
+    Returns:
+        The plan with its proof and measured peak; with `keep_call` it keeps the compiled call (`Planned.call`).
+
+    Raises:
+        BudgetError: if no correction fits.
+        ExactnessError: if the results are not those of the plain step.
+    """
+    assert plan.planned is not None
+    request = plan.planned.request
+    budget_bytes = plan.budget_bytes
+    target = budget_bytes
+    with preserved(model, args, kwargs, request.loss_fn, request.optimizer) as state:
+        step = proving_step(model, args, kwargs, request, state)
+        begin = time.perf_counter()
+        step, plain = _with_plain_result(step, plan, device_of(model))
+        seconds = time.perf_counter() - begin
+        for attempt in range(_PROVING_RUNS):
+            assert plan.planned is not None
+            if progress is not None:
+                progress("prove", attempt, _PROVING_RUNS)
+            call = compile_program(model, plan.planned.capture, plan.program, describe=plan.words())
+            found = step.result(call)  # compiles
+            rounding = plan.is_tiled or request.exact == "rounding"
+            proof = compare(step, call, plain, found, rounding=rounding, seconds=seconds) if plain is not None else None
+            del found
+            peak = _measured_peak(step, plan, call)
+            state.restore()
+            if progress is not None:
+                progress("prove", _PROVING_RUNS, _PROVING_RUNS)
+            if peak <= budget_bytes:
+                planned = replace(plan.planned, call=call) if keep_call else plan.planned
+                return replace(plan, budget_bytes=budget_bytes, measured_peak_bytes=peak, proof=proof, planned=planned)
+            if attempt == _PROVING_RUNS - 1:
+                break
+            # What the model of memory misses is taken from what the planner may use.
+            before, target = target, min(target - peak, plan.predicted.peak_bytes - peak) + budget_bytes
+            log.info("measured %d bytes, predicted %d; planning for %d", peak, plan.predicted.peak_bytes, target)
+            try:
+                plan = _corrected(model, args, kwargs, plan, target, below=before)
+            except BudgetError as error:
+                missed = budget_bytes - target
+                raise refused(error, budget_bytes=budget_bytes, missed_bytes=missed) from error
+    assert plan.planned is not None
+    timeline = simulate(plan.planned.graph, plan.program)
+    raise refusal(
+        budget_bytes=budget_bytes,
+        least_bytes=peak,
+        binding=binding_place(plan.planned.graph, plan.program, timeline),
+        missed_bytes=max(0, peak - timeline.peak_bytes),
+        advice=f"{_PROVING_RUNS} plans, each made for less than the one before, took more when they ran; does code of "
+        "the model hold more memory with each pass?",
+    )
+
+
+def _corrected(
+    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], plan: Plan, budget_bytes: int, *, below: int
+) -> Plan:
+    """A plan of the same step for less memory, or else the leanest one if that is less than what did not do.
+
+    A lean plan may miss less than the one that missed, and a promised least budget was measured with the leanest.
+    """
+    assert plan.planned is not None
+    planned = plan.planned
+    try:
+        return plan_captured(model, args, kwargs, planned.capture, planned.graph, planned.request, budget_bytes)
+    except BudgetError as error:
+        if error.least_bytes >= below:
+            raise
+        log.info("planning for %d, the least", error.least_bytes)
+        return plan_captured(model, args, kwargs, planned.capture, planned.graph, planned.request, error.least_bytes)
+
+
+def peak_of(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], plan: Plan, request: Request) -> int:
+    """The measured peak of a plan."""
+    assert plan.planned is not None
+    call = compile_program(model, plan.planned.capture, plan.program)
+    with preserved(model, args, kwargs, request.loss_fn, request.optimizer) as state:
+        step = proving_step(model, args, kwargs, request, state)
+        step.result(call)  # compiles
+        return _measured_peak(step, plan, call)
+
+
+def proving_step(
+    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], request: Request, state: Snapshot
+) -> ProvingStep:
+    """One step of the module on detached inputs, from a state that each run restores."""
+    return ProvingStep(
+        model=model,
+        inputs=detached(args, kwargs),
+        loss_fn=request.loss_fn,
+        state=state,
+        through=is_sharded(model),
+    )
+
+
+def _with_plain_result(step: ProvingStep, plan: Plan, device: torch.device) -> tuple[ProvingStep, StepResult | None]:
+    """The plain step's results on perturbed parameters; on those of the module where the others lead nowhere."""
+    constant = () if is_sharded(step.model) else constant_parameters(step.model, step.state)
+    if constant:
+        try:
+            perturbed = replace(step, perturbed=constant)
+            plain = _plain_result(perturbed, plan, device)
+            if plain is not None and plain.is_finite:
+                return perturbed, plain
+        except Exception as error:  # the user's code may check its parameters; without them it says what it has to say
+            log.info("the plain step refuses perturbed parameters: %s: %s", type(error).__name__, error)
+    return step, _plain_result(step, plan, device)
+
+
+def _plain_result(step: ProvingStep, plan: Plan, device: torch.device) -> StepResult | None:
+    """The results of the plain step, without gradients where that does not fit in what is free or says nothing.
+
+    None for a sharded module some process of which has no room for it, since all run it or none does.
+    """
+    assert plan.planned is not None
+    model, graph = step.model, plan.planned.graph
+    if not plan.planned.request.proves_gradients:
+        return replace(step.plain(backward=False), other_gradients=True)
+    more_bytes = plan.predicted.plain_peak_bytes - graph.static_bytes
+    on_host = graph.gradient_bytes if device.type == "cpu" else 0  # results are copied there
+    fits = agreed_peak(model, 0 if more_bytes + on_host <= free_bytes(device) else 1) == 0
+    if is_sharded(model) and not fits:
+        log.warning("the plain step of the sharded module does not fit in what is free, so no bits are proved")
+        return None
+    try:
+        return step.plain(backward=fits)
+    except torch.OutOfMemoryError:
+        if not fits or is_sharded(model):
+            raise
+    return step.plain(backward=False)
+
+
+def _measured_peak(step: ProvingStep, plan: Plan, call: PlannedCall) -> int:
+    """Peak of one planned forward and backward pass; gradients that exist stay and count."""
+    assert plan.planned is not None
+    # Memory of code between pieces and of libraries is measured here, so it is not counted as there already.
+    graph, device = plan.planned.graph, device_of(step.model)
+    start = graph.static_bytes - plan.planned.capture.between_bytes - library_bytes(graph, device)
+    measured = measure(lambda: step.run(call), device=device, warmup=0, repeats=0, start_bytes=start)
+    return agreed_peak(step.model, measured.peak_bytes)
