@@ -239,3 +239,28 @@ def test_a_layer_that_does_nothing_leaves_the_others_planned() -> None:
     plan = memfit.plan(Looped(), (torch.randn(4, 8),), budget="1MiB", loss_fn=loss_of)
     assert plan.planned is not None
     assert [op.target for op in plan.planned.capture.graph.ops].count("aten.addmm.default") == 2
+
+
+def test_a_module_whose_setting_makes_it_do_nothing_leaves_others_of_its_class_planned() -> None:
+    class Scaled(nn.Module):
+        def __init__(self, by: float) -> None:
+            super().__init__()
+            self.by = by
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x if self.by == 1.0 else x.mul(self.by).sin()
+
+    class Looped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(8, 8), *(Scaled(by) for by in (1.0, 0.5, 1.0, 0.5))])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+                torch._dynamo.graph_break()
+            return x
+
+    plan = memfit.plan(Looped(), (torch.randn(4, 8),), budget="1MiB", loss_fn=loss_of)
+    assert plan.planned is not None
+    assert [op.target for op in plan.planned.capture.graph.ops].count("aten.sin.default") == 2

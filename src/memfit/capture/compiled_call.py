@@ -1,7 +1,8 @@
 """A module's call, compiled under Dynamo's guards with a backend of ours.
 
 Dynamo compiles a function of our own that calls the module, so that fitted modules share no cache. Code that stays
-plain it leaves alone, and into torch's own layers it looks also where a break kept it out of the code that calls them.
+plain it leaves alone, and into layers of torch and such as hold settings only it looks also where a break kept it out
+of the code that calls them.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def compile_call(
     # Dynamo's table of what it compiled and its cache keep each other alive, and with them the plan.
     weakref.finalize(own, reset_code, code).atexit = False
     compiled: Callable[..., Any] = torch.compile(own, backend=_weakly(backend), fullgraph=fullgraph, dynamic=False)
-    forwards = _forwards_of_torch(model) if in_pieces else []
+    forwards = _own_forwards(model) if in_pieces else []
     modules = dict(model.named_modules())
     left = [modules[name] for name in sorted(plain.modules) if name in modules]
     forwards += [(vars(m), torch._dynamo.disable(m.forward)) for m in left]
@@ -129,24 +130,36 @@ def call_has_begun() -> bool:
     return False
 
 
-def _forwards_of_torch(model: nn.Module) -> list[tuple[dict[str, Any], Callable[..., Any]]]:
-    """Attributes of the modules that are torch's own, and forward passes of theirs that Dynamo looks into.
+def _own_forwards(model: nn.Module) -> list[tuple[dict[str, Any], Callable[..., Any]]]:
+    """Attributes of modules whose forward pass Dynamo shall look into by itself, and that pass under a code of its own.
 
     It looks into an `nn.Linear` from code that it traces. Where a break keeps it out of that (any in a loop does), it
-    would leave the layer to eager.
+    would leave the layers of torch to eager. And it skips code for good once a call of it did nothing: a drop path of
+    rate 0, or an `nn.Identity`, would leave all others of its kind to eager.
     """
-    # Dynamo skips code for good once a call of it did nothing, so an `nn.Identity` shares none with others. Modules of
-    # the same types do: what looks alike is compiled once.
-    codes: dict[tuple[type, ...], types.CodeType] = {}
+    # Modules of the same types and settings share code: what looks alike is compiled once.
+    codes: dict[tuple[Any, ...], types.CodeType] = {}
     forwards: list[tuple[dict[str, Any], Callable[..., Any]]] = []
     for module in model.modules():
-        if type(module).forward.__module__.startswith("torch.nn.modules") and "forward" not in vars(module):
-            wrapped = wrap_inline(module.forward)
-            assert isinstance(wrapped, types.FunctionType)
-            alike = tuple(type(part) for part in module.modules())
-            wrapped.__code__ = codes.setdefault(alike, wrapped.__code__.replace())
-            forwards.append((vars(module), wrapped))
+        of_torch = type(module).forward.__module__.startswith("torch.nn.modules")
+        if "forward" in vars(module) or not (of_torch or _may_do_nothing(module)):
+            continue
+        wrapped = wrap_inline(module.forward)
+        assert isinstance(wrapped, types.FunctionType)
+        alike = (*(type(part) for part in module.modules()), *(() if of_torch else _settings(module)))
+        wrapped.__code__ = codes.setdefault(alike, wrapped.__code__.replace())
+        forwards.append((vars(module), wrapped))
     return forwards
+
+
+def _may_do_nothing(module: nn.Module) -> bool:
+    """Whether a module holds nothing but settings."""
+    return not any(True for _ in module.children()) and not module._parameters and not module._buffers
+
+
+def _settings(module: nn.Module) -> tuple[tuple[str, Any], ...]:
+    plain = (bool, int, float, str, types.NoneType)
+    return tuple((name, value) for name, value in vars(module).items() if isinstance(value, plain))
 
 
 @contextlib.contextmanager
