@@ -12,6 +12,7 @@ import benchmarks.swap.main as swap
 import benchmarks.tile.main as tile
 import benchmarks.tile.seed000 as seed000
 import benchmarks.tile.tokens as tokens
+from tests.short_nets import RESNET
 
 GPT = "zoo:gpt?layers=1&width=32&heads=2&positions=32"
 
@@ -112,7 +113,7 @@ def test_planning(capsys):
 
 
 def test_tile(capsys):
-    tile.main(["--only", "torchvision:resnet18?num_classes=4@4@3x64x64", "--wall", "0"])
+    tile.main(["--only", f"{RESNET}@4@3x64x64", "--wall", "0"])
     header, row = rows(capsys.readouterr().out)
     found = dict(zip(header, row, strict=True))
     assert float(found["least with tiling MiB"]) <= float(found["least without tiling MiB"])
@@ -138,7 +139,7 @@ def test_gpu_on_a_cpu(capsys):
 
 
 def test_seed_000(capsys):
-    seed000.main(["--sizes", "64", "--grids", "2x2", "--repeats", "1"])
+    seed000.main(["--sizes", "32", "--grids", "2x2", "--shares", "50", "--repeats", "1"])
     header, *cells = rows(capsys.readouterr().out)
     found = {row[1]: dict(zip(header, row, strict=True)) for row in cells}
     assert {"none", "checkpoint_sequential 5", "tile:2x2", "memfit, none's peak"} <= set(found)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from memfit.report.records import COMPARISON_COLUMNS
+from tests.short_nets import RESNET
 
 MODEL = "zoo:mlp?width=64&layers=6"
 BATCH = ("--batch", 4096, "--shape", "16")
@@ -129,10 +130,9 @@ def test_max_batch_finds_more_than_plain(memfit: Callable) -> None:
 
 
 def test_demo_trains_twice_and_compares(memfit: Callable) -> None:
-    pytest.importorskip("torchvision")
     pytest.importorskip("sklearn")
     found = memfit(
-        *("demo", "--model", "torchvision:resnet18?num_classes=2", "--batch", 64, "--size", 32, "--steps", 3),
+        *("demo", "--model", f"{RESNET}?classes=2", "--batch", 64, "--size", 32, "--steps", 3),
         *("--percent", 97),
     )
     assert found.code == 0, found.err

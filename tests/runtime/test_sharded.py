@@ -115,13 +115,16 @@ def fits(rank: int, world: int, shard: Callable[[Stack], None], share: float) ->
     shard(plain)
     shard(fitted)
     x = data(rank)
-    ample = memfit.plan(fitted, (x,), budget="2GiB", loss_fn=loss_fn)
+    options: Any = {"budget": "2GiB", "loss_fn": loss_fn, "search_seconds": 0.1}
+    ample = memfit.plan(fitted, (x,), **options)
     assert ample.planned is not None
     assert ample.planned.graph.static_bytes == shards(fitted) + x.nbytes
     adam = torch.optim.Adam(fitted.parameters())
     trained_bytes = sum(held(p).nbytes for p in fitted.parameters() if p.requires_grad)
     trained_count = sum(p.requires_grad for p in fitted.parameters())
-    with_state = memfit.plan(fitted, (x,), budget="2GiB", loss_fn=loss_fn, optimizer=adam, prove=False)
+    with_state = memfit.plan(
+        fitted, (x,), budget="2GiB", loss_fn=loss_fn, optimizer=adam, search_seconds=0.1, prove=False
+    )
     state_bytes = with_state.predicted.peak_bytes - ample.predicted.peak_bytes
     assert state_bytes == 2 * trained_bytes + 4 * trained_count  # two averages of each shard, and a count
     buffers = [s.nbytes for s in ample.planned.graph.storages if s.name.startswith("buffer") and "again" not in s.name]
@@ -193,15 +196,15 @@ def refuses_together(rank: int, world: int) -> None:
     in_blocks(model)
     x = data(rank)
     at_rest = [type(p) for p in model.parameters()]
-    ample = memfit.plan(model, (x,), budget="2GiB", loss_fn=loss_fn)
+    ample = memfit.plan(model, (x,), budget="2GiB", loss_fn=loss_fn, search_seconds=0.1)
     with pytest.raises(BudgetError) as told:
-        memfit.plan(model, (x,), budget=shards(model) + x.nbytes, loss_fn=loss_fn)
+        memfit.plan(model, (x,), budget=shards(model) + x.nbytes, loss_fn=loss_fn, search_seconds=0.1)
     assert len(set(everywhere((told.value.least_bytes, str(told.value))))) == 1
     with pytest.raises(PipelineError if rank == 0 else PlanMismatchError, match="another step"):
-        memfit.plan(model, (data(rank, _SAMPLES + rank),), budget="2GiB", loss_fn=loss_fn)
+        memfit.plan(model, (data(rank, _SAMPLES + rank),), budget="2GiB", loss_fn=loss_fn, search_seconds=0.1)
     model.train(rank == 0)
     with pytest.raises(PipelineError if rank == 0 else CaptureError, match="eval mode"):
-        memfit.plan(model, (x,), budget="2GiB", loss_fn=loss_fn)
+        memfit.plan(model, (x,), budget="2GiB", loss_fn=loss_fn, search_seconds=0.1)
     model.train()
     assert [type(p) for p in model.parameters()] == at_rest
     # It trains on as before, and for inputs of another shape it is planned again.

@@ -72,7 +72,7 @@ def loss_fn(output: torch.Tensor) -> torch.Tensor:
 
 def images(dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
     torch.manual_seed(0)
-    return Normalised().to(dtype), (torch.randn(6, 3, 64, 64, dtype=dtype),), {}, loss_fn
+    return Normalised().to(dtype), (torch.randn(6, 3, 32, 32, dtype=dtype),), {}, loss_fn
 
 
 def spec(name: str, batch: int, shape: tuple[int, ...]) -> tuple[Any, ...]:
@@ -93,7 +93,7 @@ Planner = Callable[[int], Plan]
 def captured(case: tuple[Any, ...], grid: tuple[int, ...]) -> tuple[Planner, Planner]:
     """Plans a step without tiers, and with a disk, as it was captured once."""
     model, args, kwargs, loss = case
-    request = Request(budget=1, loss_fn=loss, levers="all", tiers="disk", search_seconds=0.5)
+    request = Request(budget=1, loss_fn=loss, levers="all", tiers="disk", search_seconds=0.1)
     capture, graph = capture_and_profile(model, args, kwargs, request, grid=grid)
 
     def planned(budget: int, *, graph: StepGraph) -> Plan:
@@ -183,7 +183,7 @@ def test_a_fitted_model_goes_on_and_leaves_nothing(spaces: list[DiskSpace], tmp_
     case = images()
     model, args, _, _ = case
     twin = copy.deepcopy(model)
-    plan = captured(case, (1, 1, 6))[1](2_400_000)
+    plan = captured(case, (1, 1, 6))[1](1_100_000)
     assert plan.program.streamed()
     path = tmp_path / "plan.json"
     plan.save(path)
@@ -256,7 +256,7 @@ def failing(real: Callable[..., int], after: int) -> Callable[..., int]:
 def test_the_whole_road_and_its_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memfit.making.grids", lambda *_: [(1, 1, 6)])
     model, args, kwargs, loss = images()
-    request = Request(budget=1000, loss_fn=loss, levers="all", tiers="disk", search_seconds=0.5)
+    request = Request(budget=1000, loss_fn=loss, levers="all", tiers="disk", search_seconds=0.1)
     with pytest.raises(memfit.BudgetError) as failure:
         make_plan(model, args, kwargs, replace(request, prove=False))
     request = replace(request, budget=failure.value.least_bytes)
