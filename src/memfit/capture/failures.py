@@ -129,13 +129,19 @@ def quiet() -> Iterator[None]:
         if isinstance(logger, logging.Logger) and name.startswith(tuple(f"{noisy}." for noisy in _NOISY))
     ]
     levels = [(logger, logger.level) for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
+    _set_levels([(logger, logging.CRITICAL) for logger in loggers])
     try:
         yield
     finally:
-        for logger, level in levels:
-            logger.setLevel(level)
+        _set_levels(levels)
+
+
+def _set_levels(levels: Sequence[tuple[logging.Logger, int]]) -> None:
+    """Sets the levels of loggers; `setLevel` goes through all loggers there are, so it is called once."""
+    for logger, level in levels:
+        logger.level = level
+    for logger, level in levels[:1]:
+        logger.setLevel(level)
 
 
 def _fact(error: BaseException) -> str:
