@@ -1,9 +1,11 @@
-"""The memory a training step will take, from fake tensors and rooflines: the model does not run, no device is needed.
+"""The memory a training step will take, from fake tensors and rooflines: no device is needed.
 
-On CPU a few samples say how much workspace convolutions take (`memfit.capture.sampled_workspace`). With tiers it also
-says what swapping can do; their links are measured, once for each machine.
+The peak is that of the plain step run on fake tensors, so with the lifetimes that Python, autograd and its engine give;
+what it is made of is told by the graph. On CPU samples say how much workspace kernels take. A model whose code looks at
+values runs one real step for it (`memfit.plain_peak`). With tiers it also says what swapping can do; their links are
+measured, once for each machine.
 
-Known limits: workspace of other ops, and of convolutions on other devices, is not known.
+Known limits: workspaces on other devices are not known, of kernels of others neither.
 """
 
 from __future__ import annotations
@@ -17,11 +19,14 @@ from torch.utils import _pytree as pytree
 
 from memfit import strategies
 from memfit.capture.loss import LossFunction
+from memfit.capture.one_graph import OneGraph
 from memfit.capture.optimizer import optimizer_cost
 from memfit.capture.profile import with_rooflines
+from memfit.capture.sharded import is_sharded
 from memfit.capture.trace import capture_step, device_of, given_args, storage_bytes
 from memfit.capture.unwrapped_optimizer import OptimizerLike
 from memfit.errors import SpecError
+from memfit.plain_peak import PlainPeak, plain_peak
 from memfit.planner.bound import op_wall_bytes
 from memfit.planner.explain import prediction
 from memfit.runtime.swap.tiers import tier_links
@@ -51,6 +56,7 @@ class Estimate:
         step_seconds: roofline time, good for ratios only.
         by_module: activations by module, largest first.
         peak_at: op at which the peak is.
+        measured: whether the peak is that of a real step, since the model's code looks at values.
         swapping: the step with all swapped that can be, if asked; ops by rooflines, links as measured.
     """
 
@@ -66,6 +72,7 @@ class Estimate:
     step_seconds: float
     by_module: tuple[tuple[str, int], ...]
     peak_at: str
+    measured: bool = False
     swapping: Prediction | None = None
 
     def by_kind(self) -> tuple[tuple[str, int], ...]:
@@ -75,7 +82,8 @@ class Estimate:
 
     def __str__(self) -> str:
         """A short table."""
-        lines = [f"estimate  {self.label} (predicted, the model was not run)"]
+        how = "measured, as its code looks at values" if self.measured else "predicted, the model was not run"
+        lines = [f"estimate  {self.label} ({how})"]
         lines += [f"  {kind:<12} {format_bytes(nbytes):>12}" for kind, nbytes in self.by_kind()]
         lines.append(f"  {'peak':<12} {format_bytes(self.peak):>12}  at {self.peak_at}")
         return "\n".join(lines)
@@ -91,7 +99,7 @@ def estimate(
     label: str = "",
     tiers: str | None = None,
 ) -> Estimate:
-    """Predicts the memory of a plain training step without running it.
+    """Predicts the memory of a plain training step, without running it unless its code looks at values.
 
     Args:
         model: in training mode; on the meta device if there is no room for it.
@@ -124,11 +132,24 @@ def estimate(
         separate=lambda _: True,
     )
     graph = replace(with_rooflines(capture), tiers=links)
-    there = [*model.buffers(), *pytree.tree_leaves((tuple(args), kwargs or {})), *(p.grad for p in model.parameters())]
-    return _summary(graph, model, optimizer, storage_bytes(there, device_of(model).type))
+    args, kwargs = given_args(args), dict(kwargs or {})
+    there = [*model.buffers(), *pytree.tree_leaves((args, kwargs)), *(p.grad for p in model.parameters())]
+    device, counted = device_of(model), None
+    if not is_sharded(model) and not isinstance(model, OneGraph):
+        predicted_bytes = simulate_plain(graph).peak_bytes
+        counted = plain_peak(model, args, kwargs, loss_fn, device, predicted_bytes=predicted_bytes)
+    kept_bytes = capture.loss.kept_bytes if capture.loss is not None else 0
+    return _summary(graph, model, optimizer, storage_bytes(there, device.type), counted, kept_bytes)
 
 
-def _summary(graph: StepGraph, model: nn.Module, optimizer: OptimizerLike | None, buffers: int) -> Estimate:
+def _summary(
+    graph: StepGraph,
+    model: nn.Module,
+    optimizer: OptimizerLike | None,
+    buffers: int,
+    counted: PlainPeak | None,
+    kept_bytes: int,
+) -> Estimate:
     program = plain_program(graph)
     timeline = simulate_plain(graph)
     device_type = device_of(model).type
@@ -155,6 +176,19 @@ def _summary(graph: StepGraph, model: nn.Module, optimizer: OptimizerLike | None
     if position < len(program.instructions):
         op = graph.ops[program.instructions[position].index]
         where = f"{op.target} of {op.module or 'the model'}" + (" (backward)" if op.phase is Phase.BACKWARD else "")
+    peak, measured = timeline.peak_bytes, False
+    if counted is not None:
+        peak = parameters + buffers + state + kept_bytes + counted.step_bytes
+        after_step = parameters + buffers + state + kept_bytes + graph.gradient_bytes + graph.after_step_bytes
+        measured = not counted.at
+        if peak >= after_step:
+            where = where if not counted.at or where.startswith(f"{counted.at} ") else counted.at
+        else:
+            peak, where = after_step, "optimizer.step()"
+        room = max(0, peak - parameters - buffers - gradients - state)
+        if activations > room:  # lives are shorter than the graph knows
+            saved = {module: nbytes * room // activations for module, nbytes in saved.items()}
+            activations = sum(saved.values())
     swapping = None
     if graph.tiers:
         swapping = prediction(graph, simulate(graph, strategies.program("swap", graph, None)))
@@ -165,11 +199,12 @@ def _summary(graph: StepGraph, model: nn.Module, optimizer: OptimizerLike | None
         gradients=gradients,
         optimizer=state,
         activations=activations,
-        temporaries=timeline.peak_bytes - parameters - buffers - gradients - state - activations,
-        peak=timeline.peak_bytes,
+        temporaries=peak - parameters - buffers - gradients - state - activations,
+        peak=peak,
         least=op_wall_bytes(graph),
         step_seconds=timeline.step_seconds,
         by_module=tuple(sorted(saved.items(), key=lambda item: -item[1])),
         peak_at=where,
+        measured=measured,
         swapping=swapping,
     )

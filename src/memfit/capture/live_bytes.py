@@ -28,7 +28,7 @@ class LiveBytes(TorchDispatchMode):
         self.device_type = device_type
         self.live = 0
         self.peak = 0
-        self._seen: set[int] = set()
+        self._seen: dict[int, int] = {}  # bytes by storage
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operands = {t.untyped_storage()._cdata for t in pytree.tree_leaves((args, kwargs)) if _has_storage(t)}
@@ -43,21 +43,23 @@ class LiveBytes(TorchDispatchMode):
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in operands or key in self._seen:
+        if key in self._seen:
+            grown = max(0, int(storage.nbytes()) - self._seen[key])  # by resizing
+        elif key in operands:
             return
-        nbytes = self._nbytes(tensor)
-        self._seen.add(key)
-        self.live += nbytes
+        else:
+            self._seen[key], grown = 0, self._nbytes(tensor)
+            weakref.finalize(storage, self._gone, key)
+        self._seen[key] += grown
+        self.live += grown
         self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._gone, key, nbytes)
 
     def _nbytes(self, tensor: torch.Tensor) -> int:
         """What a result takes."""
         return int(tensor.untyped_storage().nbytes())
 
-    def _gone(self, key: int, nbytes: int) -> None:
-        self._seen.discard(key)
-        self.live -= nbytes
+    def _gone(self, key: int) -> None:
+        self.live -= self._seen.pop(key)
 
 
 def _has_storage(value: Any) -> bool:

@@ -6,6 +6,7 @@ to a plan; `estimate` says that its times are such.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from memfit.capture.cost_key import tensors_of
 from memfit.capture.rewrite import convolution_input_gradient
 from memfit.capture.slices import convolution_input_slices
 
-__all__ = ["flops_of", "roofline_seconds"]
+__all__ = ["flops_of", "flops_of_values", "roofline_seconds"]
 
 _RATES = {"cpu": (2e11, 2e10), "cuda": (2e13, 1.5e12)}
 """FLOP/s and byte/s of a nominal device."""
@@ -44,12 +45,15 @@ def flops_of(node: fx.Node | Call) -> float:
         target, args = convolution_input_gradient, args[:-1]
     if target is convolution_input_gradient:
         target, args = torch.ops.aten.convolution_backward.default, (*args, [True, False, False])
-    if not isinstance(target, torch._ops.OpOverload):
-        return 0.0
-    count = flop_registry.get(target.overloadpacket)
+    return flops_of_values(target, args, kwargs, node.meta.get("val"))
+
+
+def flops_of_values(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> float:
+    """Arithmetic of a call with fake tensors, as torch counts it; 0 where it does not."""
+    count = flop_registry.get(target.overloadpacket) if isinstance(target, torch._ops.OpOverload) else None
     if count is None:
         return 0.0
     try:
-        return float(count(*args, **kwargs, out_val=node.meta.get("val")))
+        return float(count(*args, **kwargs, out_val=result))
     except (TypeError, ValueError, AssertionError, AttributeError, IndexError):
         return 0.0

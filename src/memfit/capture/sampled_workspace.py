@@ -1,27 +1,31 @@
-"""Workspace of convolutions that nobody profiled, from a few samples of the batch.
+"""Workspace of kernels that nobody profiled, from a few samples of the batch.
 
-CPU's convolutions copy operands into blocked layouts, or, where oneDNN has no kernel (float64, some shapes), into
-columns: workspace as large as the operands, or many times that. No formula tells which kernel is taken, so the call is
-made on two samples and on four, and what it takes grows with the samples: a line through two points. Calls of no more
-than four samples run whole.
+Kernels take memory that no op returns. CPU's convolutions copy operands into blocked layouts, or, where oneDNN has no
+kernel (float64, some shapes), into columns; poolings copy what is laid out otherwise; a transform, a sort and a
+normalisation's gradient have buffers of their own. No formula tells which kernel is taken, so a small call is made as
+it is, and of a large one two samples of the batch and four: what it takes grows with them, a line through two points.
 
-Known limits: CPU only, and batches that are outermost in memory; a kernel that is another for a large batch is not
-seen; calls that would take too long or too much memory even so have none.
+Known limits: CPU only, ops of torch's own only, and of large calls batches that are outermost in memory; a kernel that
+is another for a large batch is not seen; calls that would take too long or too much memory even so have none. Where a
+call is asked with all indices alike, a kernel that sorts them may take less.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from memfit.capture.again import Call
 from memfit.capture.cost_key import cost_key
-from memfit.capture.one_run import measured
 from memfit.capture.rewrite import convolution_input_gradient
-from memfit.capture.roofline import flops_of
+from memfit.capture.roofline import flops_of, flops_of_values
+from memfit.capture.samples_of_calls import kernels_only
+from memfit.runtime.measure import allocation_peak
 
 __all__ = ["SampledWorkspace"]
 
@@ -34,11 +38,13 @@ _SAMPLED: dict[Any, tuple[int, ...]] = {
     _aten.convolution_backward.default: (0, 1),
     convolution_input_gradient: (0, 1),
 }
-"""Of each call the operands that have a row for each sample."""
+"""Of convolutions the operands that have a row for each sample; of another op those as long as its first operand."""
 
 _FEW, _MORE = 2, 4
 _MOST_FLOPS = 2e11
 _MOST_BYTES = 1 << 30
+_WHOLE_BYTES = 1 << 24
+"""A call that reads so much is made as it is."""
 
 
 class SampledWorkspace:
@@ -48,30 +54,44 @@ class SampledWorkspace:
         self._known: dict[str, int] = {}
 
     def __call__(self, call: fx.Node | Call) -> int:
-        """Bytes that the call takes beyond what it reads and writes; 0 if it is none of those that are asked."""
+        """Bytes that a convolution of a graph takes beyond what it reads and writes; 0 for another call."""
         if call.target not in _SAMPLED:
             return 0
-        key = cost_key(call)
+        values: Any = fx.map_arg(tuple(call.args), lambda node: node.meta.get("val"))
+        return self._asked(cost_key(call), call.target, values, {}, flops_of(call))
+
+    def of_values(self, target: object, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+        """The same of any op of torch's own, called with fake tensors."""
+        if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or target.is_view:
+            return 0
+        key = f"{target}({','.join(_described(v) for v in (*args, *kwargs.items()))})"
+        return self._asked(key, target, tuple(args), kwargs, flops_of_values(target, args, kwargs, result))
+
+    def _asked(self, key: str, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], flops: float) -> int:
         if key not in self._known:
-            self._known[key] = _workspace_bytes(call)
+            self._known[key] = _workspace_bytes(target, args, kwargs, flops)
         return self._known[key]
 
 
-def _workspace_bytes(call: fx.Node | Call) -> int:
-    values: Any = fx.map_arg(tuple(call.args), lambda node: node.meta.get("val"))
-    rows = [values[index] for index in _SAMPLED[call.target]]
-    if any(not isinstance(t, torch.Tensor) or t.device.type != "cpu" or not _batch_is_outermost(t) for t in rows):
+def _workspace_bytes(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], flops: float) -> int:
+    tensors = [t for t in pytree.tree_leaves((args, dict(kwargs))) if isinstance(t, torch.Tensor)]
+    if not tensors or any(t.device.type != "cpu" or t.layout is not torch.strided for t in tensors):
         return 0
-    batch = int(rows[0].shape[0])
-    counts = (batch,) if batch <= _MORE else (_FEW, _MORE)
+    rows = _SAMPLED.get(target)
+    operands = tensors if rows is None else [args[index] for index in rows]
+    batch = int(operands[0].shape[0]) if operands[0].dim() else 0
+    sampled = {id(t) for t in operands if rows is not None or (t.dim() and t.shape[0] == batch)}
+    nbytes = sum(t.numel() * t.element_size() for t in tensors)
+    counts = (batch,) if batch <= _MORE or nbytes <= _WHOLE_BYTES else (_FEW, _MORE)
+    if counts != (batch,) and not all(_batch_is_outermost(t) for t in tensors if id(t) in sampled):
+        return 0
     share = counts[-1] / max(1, batch)
-    nbytes = share * sum(t.numel() * t.element_size() for t in values if isinstance(t, torch.Tensor))
-    if not batch or share * flops_of(call) > _MOST_FLOPS or nbytes > _MOST_BYTES:
+    if share * flops > _MOST_FLOPS or share * nbytes > _MOST_BYTES:
         return 0
     try:
-        taken = [_taken_bytes(call.target, values, _SAMPLED[call.target], count) for count in counts]
-    except (RuntimeError, TypeError, ValueError) as error:
-        log.info("cannot ask a sample of %s for its workspace (%s)", call.target, error)
+        taken = [_taken_bytes(target, args, kwargs, sampled, count) for count in counts]
+    except Exception as error:  # whatever a kernel raises that does not take such a call
+        log.info("cannot ask a sample of %s for its workspace (%s)", target, error)
         return 0
     if len(taken) == 1:
         return taken[0]
@@ -79,18 +99,40 @@ def _workspace_bytes(call: fx.Node | Call) -> int:
     return max(0, few + (more - few) * (batch - _FEW) // (_MORE - _FEW))
 
 
-def _taken_bytes(target: Any, values: tuple[Any, ...], rows: tuple[int, ...], count: int) -> int:
-    def sample(index: int, value: Any) -> Any:
+def _taken_bytes(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], sampled: Set[int], count: int) -> int:
+    def sample(value: Any) -> Any:
+        if isinstance(value, torch.Generator):
+            return None
         if not isinstance(value, torch.Tensor):
             return value
-        shape = (count, *value.shape[1:]) if index in rows else value.shape
-        return torch.empty_strided(tuple(shape), value.stride(), dtype=value.dtype, device="cpu").zero_()
+        shape = (count, *value.shape[1:]) if id(value) in sampled else tuple(value.shape)
+        made = torch.empty_strided(shape, value.stride(), dtype=value.dtype, device="cpu")
+        return made.fill_(0.5) if value.dtype.is_floating_point else made.zero_()
 
-    args = [sample(index, value) for index, value in enumerate(values)]
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        _, way = measured(lambda: target(*args), torch.device("cpu"))
-    return way.workspace_bytes
+    with kernels_only(random=True), torch.autocast("cpu", enabled=False):
+        ours, named = pytree.tree_map(sample, (args, dict(kwargs)))
+        operands = {t.untyped_storage().data_ptr() for t in pytree.tree_leaves((ours, named)) if _is_strided(t)}
+        results: list[Any] = []
+        peak = allocation_peak(lambda: results.append(target(*ours, **named)))
+    made = {
+        t.untyped_storage().data_ptr(): int(t.untyped_storage().nbytes())
+        for t in pytree.tree_leaves(results)
+        if _is_strided(t)
+    }
+    return max(0, peak - sum(made[pointer] for pointer in made.keys() - operands))
+
+
+def _is_strided(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype}{tuple(value.shape)}{tuple(value.stride()) if _is_strided(value) else value.layout}"
+    if isinstance(value, list | tuple):
+        return "(" + ",".join(_described(v) for v in value) + ")"
+    return repr(value)
 
 
 def _batch_is_outermost(tensor: torch.Tensor) -> bool:
-    return tensor.dim() > 2 and tensor.stride(0) >= max(tensor.stride()[1:])
+    return tensor.dim() > 1 and tensor.stride(0) >= max(tensor.stride()[1:])

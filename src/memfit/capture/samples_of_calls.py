@@ -12,7 +12,7 @@ up to the call itself if it is not large.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -22,7 +22,15 @@ from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["is_dense_layout", "made_by_kernel", "real_like", "sizes_to_try", "smaller_numbers", "strides_alike"]
+__all__ = [
+    "is_dense_layout",
+    "kernels_only",
+    "made_by_kernel",
+    "real_like",
+    "sizes_to_try",
+    "smaller_numbers",
+    "strides_alike",
+]
 
 _LARGEST_KEPT = 8
 _NEAR = 8
@@ -138,6 +146,23 @@ def real_like(tensor: torch.Tensor, sizes: Mapping[int, int], number: int) -> to
     return made.fill_(number / 2 if made.dtype.is_floating_point else number)
 
 
+@contextmanager
+def kernels_only(*, random: bool = False, cuda: Sequence[int] = ()) -> Iterator[None]:
+    """While active, calls on real tensors go to their kernels, whatever modes are active around.
+
+    Args:
+        random: whether random generators shall be as before.
+        cuda: GPUs whose generators that holds for too.
+    """
+    with ExitStack() as aside:
+        aside.enter_context(_disable_current_modes())
+        for context in (no_dispatch(), no_python_dispatcher(), torch._C._AutoDispatchBelowAutograd()):
+            aside.enter_context(context)
+        if random:
+            aside.enter_context(torch.random.fork_rng(devices=list(cuda)))
+        yield
+
+
 def made_by_kernel(
     func: torch._ops.OpOverload, arguments: Sequence[Any], spec: pytree.TreeSpec, sizes: Mapping[int, int], number: int
 ) -> Any:
@@ -158,12 +183,7 @@ def made_by_kernel(
     """
     random = torch.Tag.nondeterministic_seeded in func.tags
     devices = {a.device.index or 0 for a in arguments if isinstance(a, torch.Tensor) and a.device.type == "cuda"}
-    with ExitStack() as aside:
-        aside.enter_context(_disable_current_modes())
-        for context in (no_dispatch(), no_python_dispatcher(), torch._C._AutoDispatchBelowAutograd()):
-            aside.enter_context(context)
-        if random:
-            aside.enter_context(torch.random.fork_rng(devices=sorted(devices)))
+    with kernels_only(random=random, cuda=sorted(devices)):
         ours = [_real_argument(a, sizes, number) for a in smaller_numbers(arguments, sizes)]
         args, kwargs = pytree.tree_unflatten(ours, spec)
         return func(*args, **kwargs)

@@ -18,7 +18,7 @@ from benchmarks.swap.resident import resident_growth
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
-model = nn.Sequential(*(nn.Sequential(nn.Conv2d(8, 8, 1), nn.Tanh()) for _ in range(10)))
+model = nn.Sequential(*(nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.Tanh()) for _ in range(10)))
 x = torch.randn(16, 8, 256, 256)  # results of 32 MiB, which malloc always gives back to the system
 if sys.argv[1] == "swap":
     calibrate._SECONDS = 0.02

@@ -1,0 +1,82 @@
+"""The peak of a plain step: counted on fake tensors, or, where its code looks at values, measured in one real step.
+
+Numbers read from tensors, masks by index and sorted tokens make sizes that only a run tells. A model whose code does
+so runs while it is captured, too. It is run here where twice the memory that its graph predicts is free.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.capture.inputs import detached
+from memfit.capture.loss import LossFunction, backward_of
+from memfit.capture.plain_bytes import counted_step
+from memfit.capture.preserve import preserved
+from memfit.runtime.device_memory import free_bytes
+from memfit.runtime.measure import measure
+
+__all__ = ["PlainPeak", "plain_peak"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainPeak:
+    """The peak of a plain step.
+
+    Attributes:
+        step_bytes: what it takes beyond what is there before it.
+        at: the op at the peak; empty if it was measured.
+    """
+
+    step_bytes: int
+    at: str = ""
+
+
+def plain_peak(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    loss_fn: LossFunction | None,
+    device: torch.device,
+    *,
+    predicted_bytes: int,
+) -> PlainPeak | None:
+    """The peak of a step without optimizer; the model and all that is reachable from it are as before.
+
+    Args:
+        model: in training mode.
+        args: positional inputs.
+        kwargs: keyword inputs.
+        loss_fn: the user's loss.
+        device: of the model.
+        predicted_bytes: what its graph says of the peak.
+
+    Returns:
+        None where neither can be done.
+    """
+    counted = counted_step(model, args, kwargs, loss_fn, device.type)
+    if counted is not None:
+        return PlainPeak(step_bytes=counted[0], at=counted[1])
+    if device.type == "meta" or 2 * predicted_bytes > free_bytes(device):
+        return None
+    inputs = detached(args, kwargs)
+    fresh = [parameter for parameter in model.parameters() if parameter.grad is None]
+
+    def step() -> None:
+        backward_of(model(*inputs.args, **inputs.kwargs), loss_fn)
+        for parameter in fresh:
+            parameter.grad = None
+
+    try:
+        with preserved(model, args, kwargs, loss_fn):
+            return PlainPeak(step_bytes=measure(step, device=device, repeats=0, start_bytes=0).peak_bytes)
+    except Exception as error:  # of the user's code: what its graph says remains
+        log.info("the plain step does not run: %s: %s", type(error).__name__, error)
+        return None
