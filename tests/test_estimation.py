@@ -75,6 +75,88 @@ def test_random_states_of_a_graph_with_an_output_that_is_cut() -> None:
     assert abs(plan.predicted.peak_bytes - plan.measured_peak_bytes) < 0.02 * plan.measured_peak_bytes
 
 
+class Local(nn.Module):
+    """A variable holds a large tensor until the function returns, long after the last op that reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        table = torch.arange(64.0).repeat(256, 4)
+        scale = table.sum() / 1e6
+        y = self.layer(x).repeat(64, 1)
+        return y.pow(2) * scale
+
+
+class Valued(nn.Module):
+    """How much it takes is known from values only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = x[x[:, 0] > 0]
+        return self.layer(kept).tanh().repeat(int(kept.shape[0]), 1)
+
+
+class Kept(nn.Module):
+    """The last result stays on the module until the next one is there, and gradients come from several places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x).max(-1, keepdim=True).values + layer(x).tanh()
+        self.last = x.detach().clone()
+        return x
+
+
+PLAIN: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
+    "a local variable": lambda: (Local(), torch.randn(32, 64)),
+    "sizes from values": lambda: (Valued(), torch.randn(48, 64)),
+    "results that stay": lambda: (Kept(), torch.randn(64, 32)),
+    "pooling of another layout": lambda: (
+        nn.Sequential(nn.Conv2d(3, 8, 3), nn.AvgPool2d(2)),
+        torch.randn(4, 3, 32, 32).transpose(2, 3),
+    ),
+    "a legacy function that resizes": lambda: (
+        nn.Sequential(nn.Conv2d(3, 8, 1), nn.CrossMapLRN2d(3)),
+        torch.randn(4, 3, 32, 32),
+    ),
+    "normalisations": lambda: (
+        nn.Sequential(nn.Conv2d(3, 8, 1), nn.GroupNorm(2, 8), nn.Flatten(2), nn.LayerNorm(1024)),
+        torch.randn(4, 3, 32, 32),
+    ),
+    "an encoder": lambda: (nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), torch.randn(4, 24, 32)),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_steps_within_two_percent(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = PLAIN[name]()
+    found = memfit.estimate(model.train(), (x,), loss_fn=_loss)
+    assert found.peak == pytest.approx(_measured(model, x, _loss), rel=0.02)
+    assert sum(nbytes for _, nbytes in found.by_kind()) == found.peak
+    assert found.measured == ("looks at values" in str(found)) == (name == "sizes from values")
+
+
+def test_an_estimate_leaves_no_trace() -> None:
+    model, x = Kept(), torch.randn(64, 32)
+    model.last = before = torch.zeros(1)
+    handle = model.layers[0].register_forward_hook(lambda *_: seen.append(1))
+    seen: list[int] = []
+    state = torch.get_rng_state()
+    memfit.estimate(model, (x,), loss_fn=_loss)
+    assert model.last is before and not seen and torch.equal(torch.get_rng_state(), state)
+    assert all(type(p) is nn.Parameter and p.grad is None for p in model.parameters())
+    handle.remove()
+
+
 def test_asking_for_workspace_leaves_no_trace() -> None:
     model, x = MODELS["grouped"]()
     state = torch.get_rng_state()

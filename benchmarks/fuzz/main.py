@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     shares = tuple(float(share) for share in options.shares.split(",") if share)
     rows = list(done)
     with Worker(JOB, seconds=options.seconds) as worker, options.to.open("a") as file:
-        for number, seed in enumerate(_seeds(options.seeds)):
+        for number, seed in enumerate(seeds_of(options.seeds)):
             for mode in [modes[number % len(modes)]] if options.in_turn else modes:
                 if (seed, mode) in known:
                     continue
@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
                     rows.append(row)
                     print(json.dumps(row), file=file, flush=True)
                     _say(row)
-    wanted = set(_seeds(options.seeds))
+    wanted = set(seeds_of(options.seeds))
     rows = [row for row in rows if row["seed"] in wanted and row["mode"] in modes]
     print(summary(rows))
     return sum(row["status"] in FAILURES for row in rows)
@@ -65,7 +65,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def _seeds(text: str) -> Iterator[int]:
+def seeds_of(text: str) -> Iterator[int]:
+    """Seeds as the command line has them: FIRST-LAST, or numbers with commas between."""
     for part in text.split(","):
         first, dash, last = part.partition("-")
         yield from range(int(first), int(last if dash else first) + 1)

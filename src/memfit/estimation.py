@@ -178,8 +178,8 @@ def _summary(
         where = f"{op.target} of {op.module or 'the model'}" + (" (backward)" if op.phase is Phase.BACKWARD else "")
     peak, measured = timeline.peak_bytes, False
     if counted is not None:
-        peak = parameters + buffers + state + kept_bytes + counted.step_bytes
-        after_step = parameters + buffers + state + kept_bytes + graph.gradient_bytes + graph.after_step_bytes
+        there = parameters + buffers + state + kept_bytes
+        peak, after_step = there + counted.step_bytes, there + graph.gradient_bytes + graph.after_step_bytes
         measured = not counted.at
         if peak >= after_step:
             where = where if not counted.at or where.startswith(f"{counted.at} ") else counted.at

@@ -5,7 +5,8 @@ run, and the engine adds gradients up as they come. To run the step as it is, on
 that: eager's own idea of a dry run, as `torch._subclasses.fake_tensor` makes it possible. What kernels take beyond
 their results is asked of samples (`memfit.capture.sampled_workspace`).
 
-The step runs twice, and the second run counts: tables and masks that a model keeps are made in the first.
+The step runs twice, and the second run counts: tables and masks that a model keeps are made in the first. As where a
+step is measured, what it keeps beside its parameters and buffers is not counted once it is there.
 
 Known limits: code that looks at values cannot run on fake tensors; there is no count then. On a GPU nothing is known of
 workspaces, and blocks of the allocator are not rounded up.
@@ -24,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from memfit.capture.fake_kernels import rules_of_kernels
 from memfit.capture.inputs import detached
+from memfit.capture.kernel_strides import strides_of_kernels
 from memfit.capture.loss import LossFunction, backward_of
 from memfit.capture.loss_memory import LossBytes
 from memfit.capture.preserve import preserved
@@ -33,6 +35,9 @@ __all__ = ["counted_step"]
 
 log = logging.getLogger(__name__)
 
+_IN_PLACE = frozenset((torch.ops.aten.add.Tensor, torch.ops.aten.scatter.src, torch.ops.aten.scatter_add.default))
+"""Calls that a mode sees while gradients are computed, and of which the first operand is written over without one."""
+
 
 def counted_step(
     model: nn.Module,
@@ -41,7 +46,7 @@ def counted_step(
     loss_fn: LossFunction | None,
     device_type: str,
 ) -> tuple[int, str] | None:
-    """Bytes that one plain step takes at most beyond what is there before it, and the op at which it does.
+    """Bytes of one plain step at its peak beyond parameters, buffers, inputs and gradients there are, and the op there.
 
     Args:
         model: in training mode; it is as before.
@@ -57,7 +62,7 @@ def counted_step(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     held = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     try:
-        with preserved(model, args, kwargs, loss_fn, values=False), rules_of_kernels():
+        with preserved(model, args, kwargs, loss_fn, values=False), rules_of_kernels(), strides_of_kernels():
             fakes: dict[str, torch.Tensor] = {name: mode.from_tensor(tensor) for name, tensor in held.items()}
             for name, tensor in held.items():
                 if tensor.grad is not None:
@@ -67,15 +72,15 @@ def counted_step(
             def step() -> None:
                 backward_of(torch.func.functional_call(model, fakes, ours, named), loss_fn)
 
-            counter = _PlainBytes(mode, device_type)
-            with mode, counter:
-                step()
+            workspace = SampledWorkspace()
+            for _ in range(2):
+                counter = _PlainBytes(mode, device_type, workspace)
+                with mode, counter:
+                    step()
                 for name, tensor in held.items():
                     if tensor.grad is None:
                         fakes[name].grad = None
-                before = counter.peak = counter.live
-                step()
-            return counter.peak - before, counter.at
+            return counter.peak, counter.at
     except Exception as error:  # of any code of the user's or of torch's: it then is not known
         log.info("the plain step does not run on fake tensors: %s: %s", type(error).__name__, error)
         return None
@@ -84,20 +89,38 @@ def counted_step(
 class _PlainBytes(LossBytes):
     """Counts as `LossBytes` does, and what kernels take; real tensors that code brings along are there already."""
 
-    def __init__(self, mode: FakeTensorMode, device_type: str) -> None:
+    def __init__(self, mode: FakeTensorMode, device_type: str, workspace: SampledWorkspace) -> None:
         super().__init__(device_type)
         self._mode = mode
         self.at = ""
-        self._workspace = SampledWorkspace()
+        self._workspace = workspace
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the op; see `LiveBytes`."""
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._fake, (args, kwargs or {}))
         before = self.peak
         result = super().__torch_dispatch__(func, types, args, kwargs)
+        if _is_in_place(func, args):
+            self.peak = before
+            return result
         self.peak = max(self.peak, self.live + self._workspace.of_values(func, args, kwargs, result))
         self.at = str(func) if self.peak > before else self.at
         return result
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if isinstance(tensor, FakeTensor) else self._mode.from_tensor(tensor)
+
+
+def _is_in_place(func: Any, args: Sequence[Any]) -> bool:
+    """Whether autograd writes over the first operand where no mode is active: gradients are added up so, and scattered.
+
+    Where that operand is held elsewhere its engine does not add in place, and the next op shows that. A formula of
+    autograd that adds two tensors of one shape looks the same, and few do.
+    """
+    if func not in _IN_PLACE or torch._C._current_graph_task_id() == -1:
+        return False
+    one, other = args[0], args[1]
+    if func is not torch.ops.aten.add.Tensor:
+        return True
+    alike = isinstance(other, torch.Tensor) and one.shape == other.shape and one.dtype == other.dtype
+    return alike and any(torch.ops.aten.is_non_overlapping_and_dense.default(t) for t in (one, other))
