@@ -115,6 +115,33 @@ class Kept(nn.Module):
         return x
 
 
+class Recurrent(nn.Module):
+    """CPU's fused layer leaves a reserve for its backward pass, and takes lengths as places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(16, 16, num_layers=2, batch_first=True, bidirectional=True)
+        self.last = nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.layer(x)[0]).tanh()
+
+
+class Unpooled(nn.Module):
+    """Kernels that read memory at places without a look at them cannot be asked with made-up numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.register_buffer("offsets", torch.tensor([0, 3, 5]))
+        self.bag = nn.EmbeddingBag(10, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pooled, places = nn.functional.max_pool1d(self.layer(x), 2, return_indices=True)
+        bags = self.bag(torch.arange(8), self.offsets)
+        return nn.functional.max_unpool1d(pooled, places, 2) * bags.mean()
+
+
 PLAIN: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
     "a local variable": lambda: (Local(), torch.randn(32, 64)),
     "sizes from values": lambda: (Valued(), torch.randn(48, 64)),
@@ -131,6 +158,8 @@ PLAIN: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
         nn.Sequential(nn.Conv2d(3, 8, 1), nn.GroupNorm(2, 8), nn.Flatten(2), nn.LayerNorm(1024)),
         torch.randn(4, 3, 32, 32),
     ),
+    "a fused layer": lambda: (Recurrent(), torch.randn(4, 12, 16)),
+    "kernels that read places": lambda: (Unpooled(), torch.randn(64, 4, 16)),
     "an encoder": lambda: (nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), torch.randn(4, 24, 32)),
 }
 

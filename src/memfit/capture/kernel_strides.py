@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit.capture.samples_of_calls import made_by_kernel, real_like, sizes_to_try, smaller_numbers, strides_alike
 
-__all__ = ["strides_of_kernels"]
+__all__ = ["TAKING_PLACES", "reads_places", "strides_of_kernels"]
 
 log = logging.getLogger(__name__)
 
@@ -143,8 +143,8 @@ class _Asked:
     ) -> _Layouts:
         """How the results lie where that is not as faked; None for each that does."""
         operands = [a for a in arguments if isinstance(a, torch.Tensor)]
-        places = torch.Tag.pointwise not in func.tags and any(_may_be_places(t) for t in operands)
-        if places and func.overloadpacket not in _TAKING_PLACES:
+        places = reads_places(func, operands)
+        if places and func.overloadpacket not in TAKING_PLACES:
             return (None,) * len(results)
         for sizes in sizes_to_try(operands):
             for number in (0,) if places else (0, 1):
@@ -176,7 +176,7 @@ class _Asked:
             return func(*args, **kwargs)
 
 
-_TAKING_PLACES = {
+TAKING_PLACES = {
     getattr(torch.ops.aten, name)
     for name in (
         *("gather", "index_add", "index_copy", "index_fill", "index_put", "index_select"),
@@ -210,9 +210,11 @@ def _makes_tensors(func: Any) -> bool:
     return not told and any("Tensor" in str(r.type) and r.alias_info is None for r in schema.returns)
 
 
-def _may_be_places(tensor: torch.Tensor) -> bool:
-    """Whether it holds integers: kernels read memory at such places, some without a look at them."""
-    return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype is torch.bool)
+def reads_places(func: torch._ops.OpOverload, operands: Sequence[torch.Tensor]) -> bool:
+    """Whether a kernel may read memory at places that integers tell, some without a look at them."""
+    return torch.Tag.pointwise not in func.tags and any(
+        not (t.dtype.is_floating_point or t.dtype.is_complex or t.dtype is torch.bool) for t in operands
+    )
 
 
 def _is_known(tensor: torch.Tensor) -> bool:

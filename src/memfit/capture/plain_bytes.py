@@ -94,18 +94,35 @@ class _PlainBytes(LossBytes):
         self._mode = mode
         self.at = ""
         self._workspace = workspace
+        self._reserve_bytes = 0
+        self._reserves: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the op; see `LiveBytes`."""
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._fake, (args, kwargs or {}))
         before = self.peak
+        self._reserve_bytes = self._workspace.reserve_of(func, args)
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if _is_in_place(func, args):
             self.peak = before
             return result
-        self.peak = max(self.peak, self.live + self._workspace.of_values(func, args, kwargs, result))
+        asked = pytree.tree_map_only(torch.Tensor, self._with_its_size, args)
+        self.peak = max(self.peak, self.live + self._workspace.of_values(func, asked, kwargs, result))
         self.at = str(func) if self.peak > before else self.at
         return result
+
+    def _nbytes(self, tensor: torch.Tensor) -> int:
+        """What a result takes."""
+        if self._reserve_bytes == 0 or tensor.numel() or tensor.dtype is not torch.uint8:
+            return super()._nbytes(tensor)
+        self._reserves[tensor.untyped_storage()._cdata] = self._reserve_bytes
+        return self._reserve_bytes
+
+    def _with_its_size(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.numel() or tensor.dtype is not torch.uint8:
+            return tensor
+        with self._mode:
+            return torch.empty(self._reserves.get(tensor.untyped_storage()._cdata, 0), dtype=torch.uint8)
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if isinstance(tensor, FakeTensor) else self._mode.from_tensor(tensor)

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from memfit.capture.again import Call
 from memfit.capture.cost_key import cost_key
+from memfit.capture.kernel_strides import TAKING_PLACES, reads_places
 from memfit.capture.rewrite import convolution_input_gradient
 from memfit.capture.roofline import flops_of, flops_of_values
 from memfit.capture.samples_of_calls import kernels_only
@@ -39,6 +40,17 @@ _SAMPLED: dict[Any, tuple[int, ...]] = {
     convolution_input_gradient: (0, 1),
 }
 """Of convolutions the operands that have a row for each sample; of another op those as long as its first operand."""
+
+_TAKING_PLACES = {
+    getattr(_aten, name)
+    for name in (
+        *("embedding", "embedding_dense_backward", "index", "max_pool2d_with_indices_backward"),
+        *("nll_loss_forward", "nll_loss_backward", "nll_loss2d_forward", "nll_loss2d_backward"),
+        "mkldnn_rnn_layer_backward",
+        *("sort", "topk", "sum", "cumsum", "cat", "repeat", "where", "_to_copy", "clone", "copy_"),
+    )
+}
+"""More ops that can be asked with zeros for integers: places along an axis, classes, or numbers like others."""
 
 _FEW, _MORE = 2, 4
 _MOST_FLOPS = 2e11
@@ -67,6 +79,17 @@ class SampledWorkspace:
         key = f"{target}({','.join(_described(v) for v in (*args, *kwargs.items()))})"
         return self._asked(key, target, tuple(args), kwargs, flops_of_values(target, args, kwargs, result))
 
+    def reserve_of(self, target: object, args: Sequence[Any]) -> int:
+        """Bytes of what a fused layer of CPU's leaves for its backward pass, which fake tensors say is empty."""
+        if target is not _aten.mkldnn_rnn_layer.default:
+            return 0
+        key = f"reserve of {','.join(_described(value) for value in args)}"
+        if key not in self._known:
+            with kernels_only(random=True), torch.autocast("cpu", enabled=False):
+                *_, reserve = _aten.mkldnn_rnn_layer.default(*(_sample(value, frozenset(), 0) for value in args))
+            self._known[key] = int(reserve.untyped_storage().nbytes())
+        return self._known[key]
+
     def _asked(self, key: str, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], flops: float) -> int:
         if key not in self._known:
             self._known[key] = _workspace_bytes(target, args, kwargs, flops)
@@ -77,6 +100,9 @@ def _workspace_bytes(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
     tensors = [t for t in pytree.tree_leaves((args, dict(kwargs))) if isinstance(t, torch.Tensor)]
     if not tensors or any(t.device.type != "cpu" or t.layout is not torch.strided for t in tensors):
         return 0
+    if isinstance(target, torch._ops.OpOverload) and reads_places(target, tensors):
+        if target.overloadpacket not in TAKING_PLACES | _TAKING_PLACES:
+            return 0
     rows = _SAMPLED.get(target)
     operands = tensors if rows is None else [args[index] for index in rows]
     batch = int(operands[0].shape[0]) if operands[0].dim() else 0
@@ -100,26 +126,25 @@ def _workspace_bytes(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 
 def _taken_bytes(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], sampled: Set[int], count: int) -> int:
-    def sample(value: Any) -> Any:
-        if isinstance(value, torch.Generator):
-            return None
-        if not isinstance(value, torch.Tensor):
-            return value
-        shape = (count, *value.shape[1:]) if id(value) in sampled else tuple(value.shape)
-        made = torch.empty_strided(shape, value.stride(), dtype=value.dtype, device="cpu")
-        return made.fill_(0.5) if value.dtype.is_floating_point else made.zero_()
-
+    results: list[Any] = []
     with kernels_only(random=True), torch.autocast("cpu", enabled=False):
-        ours, named = pytree.tree_map(sample, (args, dict(kwargs)))
+        ours, named = pytree.tree_map(lambda value: _sample(value, sampled, count), (args, dict(kwargs)))
         operands = {t.untyped_storage().data_ptr() for t in pytree.tree_leaves((ours, named)) if _is_strided(t)}
-        results: list[Any] = []
         peak = allocation_peak(lambda: results.append(target(*ours, **named)))
-    made = {
-        t.untyped_storage().data_ptr(): int(t.untyped_storage().nbytes())
-        for t in pytree.tree_leaves(results)
-        if _is_strided(t)
-    }
+    storages = [t.untyped_storage() for t in pytree.tree_leaves(results) if _is_strided(t)]
+    made = {storage.data_ptr(): int(storage.nbytes()) for storage in storages}
     return max(0, peak - sum(made[pointer] for pointer in made.keys() - operands))
+
+
+def _sample(value: Any, sampled: Set[int], count: int) -> Any:
+    if isinstance(value, torch.Generator):
+        return None
+    if not isinstance(value, torch.Tensor):
+        return value
+    shape = (count, *value.shape[1:]) if id(value) in sampled else tuple(value.shape)
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, value.stride(), strict=True) if size)
+    number = 0.5 if value.dtype.is_floating_point else 0
+    return torch.full((extent,), number, dtype=value.dtype, device="cpu").as_strided(shape, value.stride())
 
 
 def _is_strided(value: object) -> bool:
