@@ -39,7 +39,7 @@ from memfit.capture.returned_views import calling_after, returned_views_first
 from memfit.capture.settling import settled
 from memfit.capture.sharded import gathering, is_sharded
 from memfit.capture.tangents import Strides, strides_of_outputs
-from memfit.capture.traced_graph import DynamoGraph, Reader, Surroundings, Traced, as_dynamo_made, trace
+from memfit.capture.traced_graph import DynamoGraph, Reader, Surroundings, Traced, as_dynamo_made, not_traced, trace
 from memfit.errors import MemfitError
 
 __all__ = ["capture_pieces", "first_lines"]
@@ -197,6 +197,8 @@ def _capture(
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     gathered = gathering(model)
     held = frozenset(id(t) for t in (*model.parameters(), *model.buffers()))
+    later = fake and read is not None  # with one graph all that tracing asks for is known once the loss is read
+    lying: dict[int, Strides] = {}
 
     def trace_anew(graph: DynamoGraph, around: Surroundings) -> Traced | None:
         traced = trace(graph, around, reader)
@@ -216,8 +218,10 @@ def _capture(
         original = gm.forward if fake else types.MethodType(type(gm).forward, gm)
         if not fake and has_tensor_hooks(gm):
             original = without_tensor_hooks(gm).forward
+        if later and not any(isinstance(r, torch.Tensor) and r.requires_grad for r in results):
+            raise nothing_reached(model)
         try:
-            traced = trace(graph, Surroundings(), reader)
+            traced = not_traced(gm) if later else trace(graph, Surroundings(), reader)
         except UnplannableGraphError as error:
             if fake:
                 raise
@@ -231,7 +235,8 @@ def _capture(
         key, number = graph.key, len(graphs)
         graphs.append(graph)
         del graph  # Dynamo keeps the function below, and that must not keep the inputs
-        lying = strides_of_outputs(traced.reading.module.graph)
+        if not later:
+            lying.update(strides_of_outputs(traced.reading.module.graph))
 
         def run(*real_inputs: Any) -> tuple[Any, ...]:
             units = gathered()
@@ -281,8 +286,21 @@ def _capture(
     made = Pieces(pieces=captured, output=output, staying=gathered(), plain=plain, replaced=reader.replaced)
     if read is None or not captured:
         return made
-    loss = read(made, take_back)
-    return settled(made, sources, loss, trace_anew, by_use=by_use, cut=cut, cut_between=cut_between)
+    settle = functools.partial(
+        settled, trace=trace_anew, traced=not later, by_use=by_use, cut=cut, cut_between=cut_between
+    )
+    found = settle(made, sources, read(made, take_back))
+    if not later:
+        return found
+    lying.update(strides_of_outputs(found.pieces[0].reading.module.graph))
+    seen = found.pieces[0].outputs
+    if all(seen[place].stride() == strides for place, strides in lying.items()):
+        return found
+    # The loss has seen outputs that lie as Dynamo thinks. It is read anew with outputs that lie as the kernels'.
+    output = call(*args, **kwargs)
+    made = replace(made, pieces=tuple(pieces), output=output)
+    pieces.clear()
+    return settle(made, sources, read(made, take_back))
 
 
 def _twin(value: Any, fake_mode: FakeTensorMode, strides: Strides | None) -> Any:

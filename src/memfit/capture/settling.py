@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from memfit.capture.between_pieces import lay_out_anew
@@ -41,8 +41,9 @@ def settled(
     pieces: Pieces,
     graphs: Sequence[DynamoGraph],
     loss: LossReading,
-    trace: Callable[[DynamoGraph, Surroundings], Traced | None],
     *,
+    trace: Callable[[DynamoGraph, Surroundings], Traced | None],
+    traced: bool,
     by_use: bool,
     cut: bool,
     cut_between: bool,
@@ -53,7 +54,8 @@ def settled(
         pieces: as captured, while their autograd graph is there.
         graphs: what each of them was traced from.
         loss: how it uses the output and what left by a side door.
-        trace: traces a graph once more; None if no gradient reaches it, and it runs as plain code.
+        trace: traces a graph (once more); None if no gradient reaches it, and it runs as plain code.
+        traced: whether graphs have been traced, as if nothing were known around them.
         by_use: whether all inputs that have several uses are taken once for each.
         cut: whether outputs of the last graph that receive no gradient are cut.
         cut_between: whether those of earlier graphs are.
@@ -64,8 +66,10 @@ def settled(
     receive = gradient_outputs_of(pieces) if cut and pieces.last_key is not None else None
     between = unreached if cut and cut_between else {}
     last_key = pieces.last_key
-    runs = [_Run(piece=p, graph=g, inputs=p.inputs) for p, g in zip(pieces.pieces, graphs, strict=True)]
-    traced: dict[DynamoGraph, list[tuple[Surroundings, Traced | None]]] = {}
+    around = Surroundings() if traced else None
+    pairs = zip(pieces.pieces, graphs, strict=True)
+    runs = [_Run(piece=p, graph=g, inputs=p.inputs, around=around) for p, g in pairs]
+    known: dict[DynamoGraph, list[tuple[Surroundings, Traced | None]]] = {}
     several: set[str] = set()
     for _ in range(_MOST_ROUNDS):
         shared = inputs_shared_in(pieces, by_use=by_use)
@@ -79,7 +83,7 @@ def settled(
                 repeated=shared.get(key, {}),
             )
             if around != run.around:
-                runs[place] = _in_other(run, around, _traced(run.graph, around, traced, trace))
+                runs[place] = _in_other(run, around, _traced(run.graph, around, known, trace))
                 anew = True
         runs = [run for run in runs if not run.plain]
         pieces = replace(pieces, pieces=tuple(run.piece for run in runs))
@@ -95,7 +99,7 @@ def settled(
     return replace(
         pieces,
         gradient_outputs=receive,
-        gradient_strides={run.graph.key: run.around.strides for run in runs if run.around.strides},
+        gradient_strides={r.graph.key: r.around.strides for r in runs if r.around is not None and r.around.strides},
         shared=shared,
         unreached=unreached,
         cut_between=between,
@@ -110,14 +114,14 @@ class _Run:
         piece: as traced last.
         graph: what it was traced from.
         inputs: of the run.
-        around: what it was traced with.
+        around: what it was traced with; None if it was not yet.
         plain: whether no gradient reaches it, so that it runs as plain code.
     """
 
     piece: Piece
     graph: DynamoGraph
     inputs: tuple[Any, ...]
-    around: Surroundings = field(default_factory=Surroundings)
+    around: Surroundings | None
     plain: bool = False
 
 

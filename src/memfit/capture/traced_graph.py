@@ -32,7 +32,7 @@ from memfit.capture.reading import JointReading
 from memfit.capture.shared_inputs import return_each_term, taking_for_each_use, terms_of_inputs, uses_of_inputs
 from memfit.capture.tangents import Strides, laid_out_as_made, strides_of_input_gradients
 
-__all__ = ["DynamoGraph", "Reader", "Surroundings", "Traced", "as_dynamo_made", "trace"]
+__all__ = ["DynamoGraph", "Reader", "Surroundings", "Traced", "as_dynamo_made", "not_traced", "trace"]
 
 _DEVICES = ("cpu", "cuda", "xpu")
 
@@ -105,6 +105,14 @@ class Traced:
     reading: JointReading
     terms: Mapping[int, int]
     of_inputs: Mapping[int, Strides | None]
+
+
+def not_traced(gm: fx.GraphModule) -> Traced:
+    """What stands for the result where tracing waits for what is around the graph."""
+    nothing = JointReading(
+        module=gm, num_forward_outputs=0, ops=(), storages=(), storage_of={}, output_storages=(), gradient_storages=()
+    )
+    return Traced(reading=nothing, terms={}, of_inputs={})
 
 
 def as_dynamo_made(gm: fx.GraphModule, inputs: Sequence[Any], key: str, *, gathered: bool) -> DynamoGraph:
