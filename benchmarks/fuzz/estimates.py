@@ -6,6 +6,7 @@ python -m benchmarks.fuzz.estimates --seeds 0-199 --mode bitwise
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import warnings
 from collections.abc import Iterator
@@ -29,9 +30,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seeds", default="0-99", help="FIRST-LAST, or numbers with commas between")
     parser.add_argument("--mode", default="bitwise", choices=MODES)
     options = parser.parse_args(arguments)
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
-    ratios = dict(_ratios(options.seeds, MODES[options.mode]))
+    with _quiet():
+        ratios = dict(_ratios(options.seeds, MODES[options.mode]))
     far = {seed: ratio for seed, ratio in ratios.items() if abs(ratio - 1) > _NEAR}
     for seed, ratio in far.items():
         blocks = [step.block for step in choose(seed, MODES[options.mode], ()).steps]
@@ -39,6 +39,17 @@ def main(arguments: list[str] | None = None) -> int:
     least, most = min(ratios.values(), default=1.0), max(ratios.values(), default=1.0)
     print(f"{len(ratios) - len(far)} of {len(ratios)} models within 2 %, from {least:.3f} to {most:.3f}")
     return len(far)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def _ratios(seeds: str, mode: Mode) -> Iterator[tuple[int, float]]:

@@ -10,6 +10,7 @@ from torch import nn
 
 import memfit
 from benchmarks.fuzz import compare as comparing
+from benchmarks.fuzz import estimates
 from benchmarks.fuzz.compare import Plain, compare, plain_run
 from benchmarks.fuzz.live_bytes import LiveBytes
 from benchmarks.fuzz.modes import MODES
@@ -141,3 +142,8 @@ def test_same_is_bit_by_bit(dtype: torch.dtype) -> None:
     assert not same(zero, -zero)
     assert not same(zero, zero.double() if dtype is not torch.float64 else zero.float())
     assert not same(zero, None)
+
+
+def test_estimates_of_random_models(capsys: pytest.CaptureFixture[str]) -> None:
+    assert estimates.main(["--seeds", "77000-77003"]) == 0
+    assert "4 of 4 models within 2 %" in capsys.readouterr().out
