@@ -35,7 +35,7 @@ from memfit.runtime.device_memory import free_bytes
 from memfit.runtime.measure import measure
 from memfit.step.simulate import simulate
 
-__all__ = ["peak_of", "prove", "proving_step"]
+__all__ = ["lowered", "peak_of", "prove", "proving_step"]
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,8 @@ def prove(
             if attempt == _PROVING_RUNS - 1:
                 break
             # What the model of memory misses is taken from what the planner may use.
-            before, target = target, min(target - peak, plan.predicted.peak_bytes - peak) + budget_bytes
+            before = target
+            target = lowered(target, budget_bytes, measured_bytes=peak, predicted_bytes=plan.predicted.peak_bytes)
             log.info("measured %d bytes, predicted %d; planning for %d", peak, plan.predicted.peak_bytes, target)
             try:
                 plan = _corrected(model, args, kwargs, plan, target, below=before)
@@ -107,6 +108,14 @@ def prove(
         advice=f"{_PROVING_RUNS} plans, each made for less than the one before, took more when they ran; does code of "
         "the model hold more memory with each pass?",
     )
+
+
+def lowered(target_bytes: int, budget_bytes: int, *, measured_bytes: int, predicted_bytes: int) -> int:
+    """What the next plan is made for, when one that was made for `target_bytes` took more than the budget.
+
+    What it missed is taken from the budget: from the last target what earlier plans missed has been taken already.
+    """
+    return min(target_bytes - (measured_bytes - budget_bytes), budget_bytes - (measured_bytes - predicted_bytes))
 
 
 def _corrected(
