@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -178,3 +179,39 @@ def test_strides_are_told_where_each_element_has_memory_of_its_own(axes: list[An
     dense = torch.empty(sizes).permute(torch.randperm(len(sizes)).tolist())
     assert strides_without_overlap(dense) == dense.stride()
     assert strides_without_overlap(dense.unsqueeze(-1).expand(*dense.shape, 2)) is None
+
+
+class _Normalised(nn.Module):
+    """Dynamo thinks that the result of a group normalisation lies as its operand; the kernel's is contiguous."""
+
+    def __init__(self, last: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.last = nn.Conv2d(4, 4, 1), last
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.layer(x))
+
+
+_LAST: dict[str, Callable[[Tensor], Tensor]] = {
+    "group norm": lambda y: functional.group_norm(y, 2),
+    "log softmax": lambda y: y.transpose(1, 3).log_softmax(-1),
+    "layer norm": lambda y: functional.layer_norm(y.transpose(1, 3), (4,)),
+}
+
+
+@pytest.mark.parametrize("height", [8, 1])
+@pytest.mark.parametrize("name", _LAST)
+def test_the_loss_sees_outputs_that_lie_as_kernels_lay_them(name: str, height: int, tmp_path: Path) -> None:
+    model = _Normalised(_LAST[name])
+    x = torch.randn(2, 4, height, 8).contiguous(memory_format=torch.channels_last)
+    seen = tmp_path / "strides"
+
+    def loss_fn(y: Tensor) -> Tensor:
+        seen.write_text(str(y.stride()))  # what a list would note is taken back
+        return y.square().mean()
+
+    captured = capture_step(model, (x,), {}, loss_fn=loss_fn)
+    assert len(captured.pieces.pieces) == 1
+    assert seen.read_text() == str(model(x).stride())
+    plan = memfit.plan(model, (x,), budget="1MiB", loss_fn=lambda y: y.square().mean(), search_seconds=0.1)
+    assert plan.proof is not None and plan.proof.is_exact
