@@ -8,8 +8,9 @@ their results is asked of samples (`memfit.capture.sampled_workspace`).
 The step runs twice, and the second run counts: tables and masks that a model keeps are made in the first. As where a
 step is measured, what it keeps beside its parameters and buffers is not counted once it is there.
 
-Known limits: code that looks at values cannot run on fake tensors; there is no count then. On a GPU nothing is known of
-workspaces, and blocks of the allocator are not rounded up.
+Known limits: code that looks at values cannot run on fake tensors; there is no count then. What code writes through
+NumPy into a tensor that is a plain attribute is written. On a GPU nothing is known of workspaces, and blocks of the
+allocator are not rounded up.
 """
 
 from __future__ import annotations
