@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import memfit
+from memfit.capture.sampled_workspace import SampledWorkspace
+from memfit.report.table import plain_text
 from memfit.runtime.training import resident_bytes, step_peak, training_step
 
 
@@ -172,6 +176,23 @@ def test_plain_steps_within_two_percent(name: str) -> None:
     assert found.peak == pytest.approx(_measured(model, x, _loss), rel=0.02)
     assert sum(nbytes for _, nbytes in found.by_kind()) == found.peak
     assert found.measured == ("looks at values" in str(found)) == (name == "sizes from values")
+
+
+def test_the_table_of_a_measured_estimate_does_not_say_that_nothing_was_run() -> None:
+    model, x = PLAIN["sizes from values"]()
+    found = memfit.estimate(model, (x,), loss_fn=_loss)
+    assert "measured" in plain_text(found) and "not run" not in plain_text(found)
+
+
+def test_a_call_with_a_large_result_is_not_made_to_learn_its_workspace() -> None:
+    """Operands of 320 KiB whose distances take 1.5 GiB: a machine with less must survive the question."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with FakeTensorMode():
+        x = torch.empty(20_000, 4)
+        result = torch.empty(20_000, 20_000)
+        args = (x, x, 2.0, None)
+    SampledWorkspace().of_values(torch.ops.aten._cdist_forward.default, args, {}, result)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 512 << 10
 
 
 def test_an_estimate_leaves_no_trace() -> None:

@@ -5,7 +5,7 @@ what it is made of is told by the graph. On CPU samples say how much workspace k
 values runs one real step for it (`memfit.plain_peak`). With tiers it also says what swapping can do; their links are
 measured, once for each machine.
 
-Known limits: workspaces on other devices are not known, of kernels of others neither.
+Known limits: workspaces are not known on other devices, nor of kernels that are not torch's own.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from memfit.capture.loss import LossFunction
 from memfit.capture.one_graph import OneGraph
 from memfit.capture.optimizer import optimizer_cost
 from memfit.capture.profile import with_rooflines
+from memfit.capture.replicated import unwrapped
 from memfit.capture.sharded import is_sharded
 from memfit.capture.trace import capture_step, device_of, given_args, storage_bytes
 from memfit.capture.unwrapped_optimizer import OptimizerLike
@@ -55,7 +56,7 @@ class Estimate:
         least: no program that runs whole ops goes below.
         step_seconds: roofline time, good for ratios only.
         by_module: activations by module, largest first.
-        peak_at: op at which the peak is.
+        peak_at: op at which the peak is; by the graph, if the peak was measured.
         measured: whether the peak is that of a real step, since the model's code looks at values.
         swapping: the step with all swapped that can be, if asked; ops by rooflines, links as measured.
     """
@@ -75,6 +76,11 @@ class Estimate:
     measured: bool = False
     swapping: Prediction | None = None
 
+    @property
+    def basis(self) -> str:
+        """How the peak was found, for people."""
+        return "measured, as its code looks at values" if self.measured else "predicted, the model was not run"
+
     def by_kind(self) -> tuple[tuple[str, int], ...]:
         """The parts of the step's memory and their bytes."""
         kinds = ("parameters", "buffers", "gradients", "optimizer", "activations", "temporaries")
@@ -82,8 +88,7 @@ class Estimate:
 
     def __str__(self) -> str:
         """A short table."""
-        how = "measured, as its code looks at values" if self.measured else "predicted, the model was not run"
-        lines = [f"estimate  {self.label} ({how})"]
+        lines = [f"estimate  {self.label} ({self.basis})"]
         lines += [f"  {kind:<12} {format_bytes(nbytes):>12}" for kind, nbytes in self.by_kind()]
         lines.append(f"  {'peak':<12} {format_bytes(self.peak):>12}  at {self.peak_at}")
         return "\n".join(lines)
@@ -135,7 +140,7 @@ def estimate(
     args, kwargs = given_args(args), dict(kwargs or {})
     there = [*model.buffers(), *pytree.tree_leaves((args, kwargs)), *(p.grad for p in model.parameters())]
     device, counted = device_of(model), None
-    if not is_sharded(model) and not isinstance(model, OneGraph):
+    if not is_sharded(model) and not isinstance(model, OneGraph) and unwrapped(model) is model:
         predicted_bytes = simulate_plain(graph).peak_bytes
         counted = plain_peak(model, args, kwargs, loss_fn, device, predicted_bytes=predicted_bytes)
     kept_bytes = capture.loss.kept_bytes if capture.loss is not None else 0

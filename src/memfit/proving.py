@@ -95,6 +95,7 @@ def prove(
             log.info("measured %d bytes, predicted %d; planning for %d", peak, plan.predicted.peak_bytes, target)
             try:
                 plan = _corrected(model, args, kwargs, plan, target, below=before)
+                target = plan.budget_bytes  # of the leanest plan more than was asked for
             except BudgetError as error:
                 missed = budget_bytes - target
                 raise refused(error, budget_bytes=budget_bytes, missed_bytes=missed) from error
@@ -111,9 +112,10 @@ def prove(
 
 
 def lowered(target_bytes: int, budget_bytes: int, *, measured_bytes: int, predicted_bytes: int) -> int:
-    """What the next plan is made for, when one that was made for `target_bytes` took more than the budget.
+    """The budget of the next plan, after a plan made for `target_bytes` took more than `budget_bytes`.
 
-    What it missed is taken from the budget: from the last target what earlier plans missed has been taken already.
+    By how much a plan exceeds its prediction is taken from the user's budget, once. It is not taken from the last
+    target, which is lowered already by how much earlier plans exceeded theirs.
     """
     return min(target_bytes - (measured_bytes - budget_bytes), budget_bytes - (measured_bytes - predicted_bytes))
 
@@ -121,9 +123,10 @@ def lowered(target_bytes: int, budget_bytes: int, *, measured_bytes: int, predic
 def _corrected(
     model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], plan: Plan, budget_bytes: int, *, below: int
 ) -> Plan:
-    """A plan of the same step for less memory, or else the leanest one if that is less than what did not do.
+    """A plan of the same step for less memory; where none fits, the leanest plan, if it is made for less than `below`.
 
-    A lean plan may miss less than the one that missed, and a promised least budget was measured with the leanest.
+    The leanest plan may exceed its prediction by less than the last plan did, and `BudgetError.least_bytes` was
+    measured with it.
     """
     assert plan.planned is not None
     planned = plan.planned

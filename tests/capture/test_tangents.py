@@ -215,3 +215,25 @@ def test_the_loss_sees_outputs_that_lie_as_kernels_lay_them(name: str, height: i
     assert seen.read_text() == str(model(x).stride())
     plan = memfit.plan(model, (x,), budget="1MiB", loss_fn=lambda y: y.square().mean(), search_seconds=0.1)
     assert plan.proof is not None and plan.proof.is_exact
+
+
+class _Counting(_Normalised):
+    """Its first call leaves a state that the second one reads, and another number."""
+
+    def __init__(self) -> None:
+        super().__init__(_LAST["group norm"])
+        self.calls, self.state = 0, torch.zeros(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y = super().forward(x) * (self.state + self.calls)
+        self.state = y.detach().mean()
+        return y
+
+
+def test_a_loss_that_is_read_twice_sees_the_same_step_twice() -> None:
+    model, x = _Counting(), torch.randn(2, 4, 8, 8).contiguous(memory_format=torch.channels_last)
+    state = model.state
+    captured = capture_step(model, (x,), {}, loss_fn=lambda y: y.square().mean())
+    assert len(captured.pieces.pieces) == 1 and not captured.pieces.breaks
+    assert model.calls == 0 and model.state is state

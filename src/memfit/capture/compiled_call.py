@@ -1,8 +1,8 @@
 """A module's call, compiled under Dynamo's guards with a backend of ours.
 
-Dynamo compiles a function of our own that calls the module, so that fitted modules share no cache. Code that stays
-plain it leaves alone, and into layers of torch and such as hold settings only it looks also where a break kept it out
-of the code that calls them.
+Dynamo compiles a function of our own that calls the module, so that fitted modules share no cache. It leaves
+alone code that stays plain. Behind a graph break it compiles layers of torch, and modules without parameters, by
+themselves.
 """
 
 from __future__ import annotations
@@ -132,11 +132,11 @@ def call_has_begun() -> bool:
 
 
 def _own_forwards(model: nn.Module) -> list[tuple[dict[str, Any], Callable[..., Any]]]:
-    """Attributes of modules whose forward pass Dynamo shall look into by itself, and that pass under a code of its own.
+    """Attributes of the modules that Dynamo shall compile by themselves behind a graph break, and their forward passes.
 
-    It looks into an `nn.Linear` from code that it traces. Where a break keeps it out of that (any in a loop does), it
-    would leave the layers of torch to eager. And it skips code for good once a call of it did nothing: a drop path of
-    rate 0, or an `nn.Identity`, would leave all others of its kind to eager.
+    Dynamo inlines an `nn.Linear` into code that it traces. Where a break ends that code (any break in a loop does), it
+    would run layers of torch in eager mode. And it never compiles code again once a call of it did nothing: a drop
+    path of rate 0 would leave all drop paths to eager mode. So each kind of module has a code object of its own.
     """
     # Modules of the same types and settings share code: what looks alike is compiled once.
     codes: dict[tuple[Any, ...], types.CodeType] = {}
@@ -154,7 +154,7 @@ def _own_forwards(model: nn.Module) -> list[tuple[dict[str, Any], Callable[..., 
 
 
 def _may_do_nothing(module: nn.Module) -> bool:
-    """Whether a module holds nothing but settings."""
+    """Whether a module has no parameters, buffers or children, so that its settings may make it an identity."""
     return not any(True for _ in module.children()) and not module._parameters and not module._buffers
 
 

@@ -142,20 +142,6 @@ def _in_pieces(
     read: _Read | None,
 ) -> tuple[Pieces, int]:
     """The pieces, one after the other, and what plain autograd saves for the code between them."""
-    try:
-        return _watched(model, args, kwargs, captured, plain, read)
-    except NumpyCodeError:  # in a graph behind the first break
-        return _watched(model, args, kwargs, captured, replace(plain, numpy=True), read)
-
-
-def _watched(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    captured: Callable[..., Pieces],
-    plain: PlainParts,
-    read: _Read | None,
-) -> tuple[Pieces, int]:
     live: list[int] = []
 
     def counted(pieces: Pieces, take_back: Callable[[], None]) -> LossReading:
@@ -163,17 +149,22 @@ def _watched(
         assert read is not None
         return read(pieces, take_back)
 
-    with preserved(model, args, kwargs), LiveBytes() as counter, quiet():
-        pieces = captured(fake=False, take_back=lambda: None, plain=plain, read=read and counted)
-        live.append(counter.live)
-        returned = {
-            t.untyped_storage()._cdata: int(t.untyped_storage().nbytes())
-            for piece in pieces.pieces
-            for t in tensors_in(piece.outputs)
-        }
-        if is_sharded(model):  # what its hooks hold is told by `memfit.capture.communication`
-            return pieces, 0
-        return pieces, max(0, live[0] - sum(returned.values()))
+    try:
+        with preserved(model, args, kwargs), LiveBytes() as counter, quiet():
+            pieces = captured(fake=False, take_back=lambda: None, plain=plain, read=read and counted)
+            live.append(counter.live)
+            returned = {
+                t.untyped_storage()._cdata: int(t.untyped_storage().nbytes())
+                for piece in pieces.pieces
+                for t in tensors_in(piece.outputs)
+            }
+            if is_sharded(model):  # what its hooks hold is told by `memfit.capture.communication`
+                return pieces, 0
+            return pieces, max(0, live[0] - sum(returned.values()))
+    except NumpyCodeError:  # in a graph behind the first break
+        if plain.numpy:
+            raise
+    return _in_pieces(model, args, kwargs, captured, replace(plain, numpy=True), read)
 
 
 def _capture(
@@ -297,7 +288,10 @@ def _capture(
     if all(seen[place].stride() == strides for place, strides in lying.items()):
         return found
     # The loss has seen outputs that lie as Dynamo thinks. It is read anew with outputs that lie as the kernels'.
+    take_back()
     output = call(*args, **kwargs)
+    sources = tuple(graphs) or sources  # what the first call left on the module may make it another graph
+    graphs.clear()
     made = replace(made, pieces=tuple(pieces), output=output)
     pieces.clear()
     return settle(made, sources, read(made, take_back))

@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit.capture.samples_of_calls import made_by_kernel, real_like, sizes_to_try, smaller_numbers, strides_alike
 
-__all__ = ["TAKING_PLACES", "reads_places", "strides_of_kernels"]
+__all__ = ["TAKING_INDICES", "reads_by_index", "strides_of_kernels"]
 
 log = logging.getLogger(__name__)
 
@@ -143,11 +143,11 @@ class _Asked:
     ) -> _Layouts:
         """How the results lie where that is not as faked; None for each that does."""
         operands = [a for a in arguments if isinstance(a, torch.Tensor)]
-        places = reads_places(func, operands)
-        if places and func.overloadpacket not in TAKING_PLACES:
+        by_index = reads_by_index(func, operands)
+        if by_index and func.overloadpacket not in TAKING_INDICES:
             return (None,) * len(results)
         for sizes in sizes_to_try(operands):
-            for number in (0,) if places else (0, 1):
+            for number in (0,) if by_index else (0, 1):
                 try:
                     fake = pytree.tree_leaves(self._faked(mode, func, arguments, spec, sizes))  # looks at shapes first
                     real = pytree.tree_leaves(made_by_kernel(func, arguments, spec, sizes, number))
@@ -176,14 +176,14 @@ class _Asked:
             return func(*args, **kwargs)
 
 
-TAKING_PLACES = {
+TAKING_INDICES = {
     getattr(torch.ops.aten, name)
     for name in (
         *("gather", "index_add", "index_copy", "index_fill", "index_put", "index_select"),
         *("scatter", "scatter_add", "scatter_reduce"),
     )
 }
-"""Their integers are places along an axis, so that zero is one of them whatever the sizes."""
+"""Their integers are indices along an axis, so that zero is one of them whatever the sizes."""
 
 _RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
@@ -210,8 +210,8 @@ def _makes_tensors(func: Any) -> bool:
     return not told and any("Tensor" in str(r.type) and r.alias_info is None for r in schema.returns)
 
 
-def reads_places(func: torch._ops.OpOverload, operands: Sequence[torch.Tensor]) -> bool:
-    """Whether a kernel may read memory at places that integers tell, some without a look at them."""
+def reads_by_index(func: torch._ops.OpOverload, operands: Sequence[torch.Tensor]) -> bool:
+    """Whether integers among the operands may be indices, which some kernels do not check."""
     return torch.Tag.pointwise not in func.tags and any(
         not (t.dtype.is_floating_point or t.dtype.is_complex or t.dtype is torch.bool) for t in operands
     )

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from memfit.capture.again import Call
 from memfit.capture.cost_key import cost_key
-from memfit.capture.kernel_strides import TAKING_PLACES, reads_places
+from memfit.capture.kernel_strides import TAKING_INDICES, reads_by_index
 from memfit.capture.rewrite import convolution_input_gradient
 from memfit.capture.roofline import flops_of, flops_of_values
 from memfit.capture.samples_of_calls import kernels_only
@@ -41,7 +41,7 @@ _SAMPLED: dict[Any, tuple[int, ...]] = {
 }
 """Of convolutions the operands that have a row for each sample; of another op those as long as its first operand."""
 
-_TAKING_PLACES = {
+_TAKING_INDICES = {
     getattr(_aten, name)
     for name in (
         *("embedding", "embedding_dense_backward", "index", "max_pool2d_with_indices_backward"),
@@ -50,13 +50,13 @@ _TAKING_PLACES = {
         *("sort", "topk", "sum", "cumsum", "cat", "repeat", "where", "_to_copy", "clone", "copy_"),
     )
 }
-"""More ops that can be asked with zeros for integers: places along an axis, classes, or numbers like others."""
+"""More ops that can be asked with zeros for integers: indices along an axis, classes, or plain numbers."""
 
 _FEW, _MORE = 2, 4
 _MOST_FLOPS = 2e11
 _MOST_BYTES = 1 << 30
 _WHOLE_BYTES = 1 << 24
-"""A call that reads so much is made as it is."""
+"""A call that reads and writes no more is made as it is."""
 
 
 class SampledWorkspace:
@@ -70,14 +70,14 @@ class SampledWorkspace:
         if call.target not in _SAMPLED:
             return 0
         values: Any = fx.map_arg(tuple(call.args), lambda node: node.meta.get("val"))
-        return self._asked(cost_key(call), call.target, values, {}, flops_of(call))
+        return self._asked(cost_key(call), call.target, values, {}, flops_of(call), call.meta.get("val"))
 
     def of_values(self, target: object, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
         """The same of any op of torch's own, called with fake tensors."""
         if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or target.is_view:
             return 0
         key = f"{target}({','.join(_described(v) for v in (*args, *kwargs.items()))})"
-        return self._asked(key, target, tuple(args), kwargs, flops_of_values(target, args, kwargs, result))
+        return self._asked(key, target, tuple(args), kwargs, flops_of_values(target, args, kwargs, result), result)
 
     def reserve_of(self, target: object, args: Sequence[Any]) -> int:
         """Bytes of what a fused layer of CPU's leaves for its backward pass, which fake tensors say is empty."""
@@ -90,24 +90,27 @@ class SampledWorkspace:
             self._known[key] = int(reserve.untyped_storage().nbytes())
         return self._known[key]
 
-    def _asked(self, key: str, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], flops: float) -> int:
+    def _asked(
+        self, key: str, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], flops: float, result: Any
+    ) -> int:
         if key not in self._known:
-            self._known[key] = _workspace_bytes(target, args, kwargs, flops)
+            self._known[key] = _workspace_bytes(target, args, kwargs, flops, result)
         return self._known[key]
 
 
-def _workspace_bytes(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], flops: float) -> int:
+def _workspace_bytes(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], flops: float, result: Any) -> int:
     tensors = [t for t in pytree.tree_leaves((args, dict(kwargs))) if isinstance(t, torch.Tensor)]
     if not tensors or any(t.device.type != "cpu" or t.layout is not torch.strided for t in tensors):
         return 0
-    if isinstance(target, torch._ops.OpOverload) and reads_places(target, tensors):
-        if target.overloadpacket not in TAKING_PLACES | _TAKING_PLACES:
+    if isinstance(target, torch._ops.OpOverload) and reads_by_index(target, tensors):
+        if target.overloadpacket not in TAKING_INDICES | _TAKING_INDICES:
             return 0
     rows = _SAMPLED.get(target)
     operands = tensors if rows is None else [args[index] for index in rows]
     batch = int(operands[0].shape[0]) if operands[0].dim() else 0
     sampled = {id(t) for t in operands if rows is not None or (t.dim() and t.shape[0] == batch)}
-    nbytes = sum(t.numel() * t.element_size() for t in tensors)
+    made = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]  # a product may be far larger
+    nbytes = sum(t.numel() * t.element_size() for t in (*tensors, *made))
     counts = (batch,) if batch <= _MORE or nbytes <= _WHOLE_BYTES else (_FEW, _MORE)
     if counts != (batch,) and not all(_batch_is_outermost(t) for t in tensors if id(t) in sampled):
         return 0

@@ -165,6 +165,7 @@ def _(result: Estimate) -> Record:
         "predicted_least_bytes": result.least,
         "roofline_seconds": result.step_seconds,
         "peak_at": result.peak_at,
+        "peak_is_measured": result.measured,
         "swapping": None if result.swapping is None else asdict(result.swapping),
         "activations_by_module": [{"module": name, "predicted_bytes": nbytes} for name, nbytes in result.by_module],
     }

@@ -143,7 +143,7 @@ def _(result: Estimate) -> list[Sheet]:
     rows = [(kind, format_bytes(nbytes), _of(nbytes, result.peak)) for kind, nbytes in result.by_kind()]
     rows.append((f"peak, at {result.peak_at}", format_bytes(result.peak), ""))
     parts = Sheet(
-        title=f"estimate  {result.label} (predicted, the model was not run)",
+        title=f"estimate  {result.label} ({result.basis})",
         headers=("what", "predicted", "of the peak"),
         rows=tuple(rows),
         rules=frozenset({len(rows) - 2}),
