@@ -264,3 +264,34 @@ def test_a_module_whose_setting_makes_it_do_nothing_leaves_others_of_its_class_p
     plan = memfit.plan(Looped(), (torch.randn(4, 8),), budget="1MiB", loss_fn=loss_of)
     assert plan.planned is not None
     assert [op.target for op in plan.planned.capture.graph.ops].count("aten.sin.default") == 2
+
+
+class _Sine(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+
+def test_scripted_and_traced_modules_behind_a_break() -> None:
+    class Looped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            compiled = [torch.jit.script(_Sine()), torch.jit.trace(_Sine(), torch.randn(2, 8))]
+            self.layers = nn.ModuleList([nn.Linear(8, 8), *compiled, nn.Linear(8, 8)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+                torch._dynamo.graph_break()
+            return x
+
+    torch.manual_seed(0)
+    model, x = Looped(), torch.randn(4, 8)
+    plain = model(x)
+    loss_of(plain).backward()
+    gradients = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    memfit.fit(model, (x,), budget="1MiB", loss_fn=loss_of)
+    planned = model(x)
+    loss_of(planned).backward()
+    assert torch.equal(plain, planned)
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))

@@ -142,6 +142,8 @@ def _own_forwards(model: nn.Module) -> list[tuple[dict[str, Any], Callable[..., 
     codes: dict[tuple[Any, ...], types.CodeType] = {}
     forwards: list[tuple[dict[str, Any], Callable[..., Any]]] = []
     for module in model.modules():
+        if isinstance(module, torch.jit.ScriptModule):  # no code of Python's
+            continue
         of_torch = type(module).forward.__module__.startswith("torch.nn.modules")
         if "forward" in vars(module) or not (of_torch or _may_do_nothing(module)):
             continue
