@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -182,6 +183,16 @@ def test_the_table_of_a_measured_estimate_does_not_say_that_nothing_was_run() ->
     model, x = PLAIN["sizes from values"]()
     found = memfit.estimate(model, (x,), loss_fn=_loss)
     assert "measured" in plain_text(found) and "not run" not in plain_text(found)
+
+
+def test_the_step_of_the_only_process_of_a_group_is_measured() -> None:
+    """A launcher of one process, or a pipeline planned before, leaves a group of one."""
+    model, x = PLAIN["sizes from values"]()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert memfit.estimate(model, (x,), loss_fn=_loss).measured
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_call_with_a_large_result_is_not_made_to_learn_its_workspace() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memfit import processes
 from memfit.capture.inputs import detached
 from memfit.capture.loss import LossFunction, backward_of
 from memfit.capture.plain_bytes import counted_step
@@ -65,8 +66,8 @@ def plain_peak(
     if counted is not None:
         return PlainPeak(step_bytes=counted[0], at=counted[1])
     # A real step of one process among several would wait for the others where it communicates.
-    alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-    if device.type == "meta" or not alone or 2 * predicted_bytes > free_bytes(device):
+    among_others = torch.distributed.is_available() and processes.world_size() > 1
+    if device.type == "meta" or among_others or 2 * predicted_bytes > free_bytes(device):
         return None
     inputs = detached(args, kwargs)
     fresh = [parameter for parameter in model.parameters() if parameter.grad is None]
