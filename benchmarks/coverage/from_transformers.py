@@ -77,7 +77,7 @@ def sample(name: str) -> Sample:
     if mapping is None:
         raise NotBuilt(f"no mapping for {head}")
     last = ""
-    for strength in (2, 1):
+    for strength in (2, 1, 0):
         try:
             config_class = configuration_auto.CONFIG_MAPPING[kind]
             config = shrunk(config_class(), strength)
@@ -85,7 +85,7 @@ def sample(name: str) -> Sample:
             model_class = found[0] if isinstance(found, tuple) else found
             with torch.device("meta"):
                 count = sum(p.numel() for p in model_class(config).parameters())
-            if count > 25_000_000:
+            if count > 40_000_000:
                 raise NotBuilt(f"{count / 1e6:.0f} million parameters with the smallest configuration")
             return _running(model_class, config_class, strength)
         except NotBuilt as error:
@@ -100,10 +100,12 @@ def shrunk(config: Any, strength: int) -> Any:
 
     Args:
         config: made with its defaults; changed.
-        strength: 2 to make everything smaller, 1 to leave widths and heads.
+        strength: 2 to make everything smaller, 1 to leave widths and heads, 0 for two heads as wide as they are.
     """
     from transformers import PretrainedConfig
 
+    if strength == 0:
+        _with_two_heads(config)
     for name, value in list(vars(config).items()):
         if isinstance(value, PretrainedConfig):
             shrunk(value, strength)
@@ -120,10 +122,33 @@ def shrunk(config: Any, strength: int) -> Any:
     for name, value in list(vars(config).items()):
         if name.endswith("_token_id") and isinstance(value, int) and value >= VOCABULARY:
             _set(config, name, 1 if "bos" in name else 2 if "eos" in name else VOCABULARY - 5)
+    if getattr(config, "pad_token_id", 0) is None:
+        _set(config, "pad_token_id", 0)
     for name in ("use_cache", "output_attentions", "output_hidden_states"):
         if hasattr(config, name):
             _set(config, name, False)
     return config
+
+
+def _with_two_heads(config: Any) -> None:
+    """Fewer heads, each as wide as it is: rotary sections and low-rank queries belong to a width."""
+    try:
+        heads, width = config.num_attention_heads, config.hidden_size
+    except Exception:  # a part without attention, or one whose layers differ
+        return
+    if type(heads) is not int or type(width) is not int or heads <= 2 or width % heads:
+        return
+    each = width // heads
+    pairs = getattr(config, "num_key_value_heads", None)
+    for name, value in list(vars(config).items()):
+        if value == heads and "head" in name:
+            _set(config, name, 2)
+        elif type(value) is int and name in ("intermediate_size", "moe_intermediate_size", "ffn_dim"):
+            _set(config, name, min(value, 64))
+        elif value == width and re.search(r"hidden|width|dim|d_model|embed", name):
+            _set(config, name, 2 * each)
+    if type(pairs) is int and pairs != heads:
+        _set(config, "num_key_value_heads", min(pairs, 1 if pairs < heads else 2))
 
 
 def _set(config: Any, name: str, value: Any) -> None:
@@ -137,7 +162,7 @@ def _smaller(name: str, value: int, strength: int) -> int:
     for pattern, most in RULES:
         if re.fullmatch(pattern, name):
             wide = most in (4, 8, 32) or "kv" in pattern
-            return value if strength == 1 and wide and "layers" not in pattern else min(value, most)
+            return value if strength < 2 and wide and "layers" not in pattern else min(value, most)
     return value
 
 
@@ -160,7 +185,7 @@ def _running(model_class: Any, config_class: Any, strength: int) -> Sample:
     config, model = shrunk(config_class(), strength), make().train()
     last = ""
     for labels in (True, False):
-        for form in (0, 1, 2):
+        for form in (0, 1, 2, 3):
             torch.manual_seed(0)
             try:
                 kwargs = _inputs(model, config, labels, form)
@@ -213,7 +238,9 @@ def _inputs(model: Any, config: Any, labels: bool, form: int) -> dict[str, Any]:
     if form == 0 and main == "input_ids":
         wanted |= {"attention_mask"} & set(parameters)
     if "MultipleChoice" in type(model).__name__:
-        known = {n: v[:, None].expand(2, 2, *v.shape[1:]) for n, v in known.items() if v.shape[:2] == tokens.shape}
+        known = {n: v[:, None].expand(2, 2, *v.shape[1:]).contiguous() for n, v in known.items() if v.shape[:2] == tokens.shape}
+    if form == 3:
+        wanted |= known.keys() & parameters.keys()
     missing = wanted - set(known)
     if missing:
         raise NotBuilt(f"no input is known for {', '.join(sorted(missing))}")
