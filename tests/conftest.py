@@ -65,6 +65,15 @@ def nothing_compiled_stays() -> Iterator[None]:
         dynamo.reset()
 
 
+@pytest.fixture(autouse=True)
+def no_process_group_is_left() -> Iterator[None]:
+    """Pipelines of one process make a group, which the next test would find."""
+    yield
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
 @pytest.fixture
 def told() -> Iterator[list[str]]:
     """Texts of the warnings that memfit logs in the test."""

@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-import torch.distributed as dist
 
 from memfit.cli import main
 from memfit.pipelining.plan import decode_pipeline, encode_pipeline
 
 _MODEL = "zoo:gpt?layers=2&width=36&positions=16"
 _QUICK = ("--schedule", "1f1b", "--checkpoint", "always")
-
-
-@pytest.fixture(autouse=True)
-def no_process_group_is_left() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def test_a_pipeline_is_planned_printed_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

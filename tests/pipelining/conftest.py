@@ -1,21 +1,12 @@
-"""A process group of one for each test that needs it, and short searches."""
+"""Short searches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from memfit.pipelining import search, stage_planner
-
-
-@pytest.fixture(autouse=True)
-def no_process_group_is_left() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)
