@@ -61,6 +61,7 @@ def join(
     storages, numbers = _numbered(pieces)
     passing = _passing_gradients(pieces, numbers, storages)
     storages, numbers, passing = _without_aliases(storages, numbers, passing)
+    uses = _uses_added_up(pieces, numbers, storages)
     last = len(pieces.pieces) - 1
     around = _communication(pieces, numbers, storages, device_type)
     forward: list[tuple[Op, JointOp | None]] = []
@@ -70,9 +71,10 @@ def join(
         forward += _unrun(around.before_forward[index])
         forward += [pair for pair in here if pair[0].phase is Phase.FORWARD]
         forward += _unrun(around.after_forward[index])
-        behind = _unrun(_added(passing.added.get(index, ()), index))
+        behind = _unrun(_added(passing.added.get(index, ()), index, storages))
         behind += _unrun(around.before_backward[index])
         behind += [pair for pair in here if pair[0].phase is Phase.BACKWARD]
+        behind += _unrun(_added(uses.get(index, ()), index, storages))
         behind += _unrun(_end(piece, numbers[index], index, last))
         backward = behind + _unrun(around.after_backward[index]) + backward
     outputs = tuple(dict.fromkeys(numbers[last][s] for s in pieces.pieces[last].reading.output_storages))
@@ -180,6 +182,34 @@ def _passing_gradients(pieces: Pieces, numbers: Sequence[dict[int, int]], storag
     return passing
 
 
+def _uses_added_up(
+    pieces: Pieces, numbers: Sequence[dict[int, int]], storages: list[Storage]
+) -> dict[int, tuple[int, ...]]:
+    """By pieces the gradients of parameters and inputs that are added up when a piece has brought one more.
+
+    Only the last one, of the first piece, stays; the others end there.
+    """
+    added: dict[int, tuple[int, ...]] = {}
+    brought: dict[int, list[int]] = {}
+    for index in range(len(pieces.pieces) - 1, -1, -1):
+        piece, number = pieces.pieces[index], numbers[index]
+        gathered = {parameter for unit in piece.gathered for parameter in unit.parameters}
+        here: dict[int, None] = {}
+        for value, local in zip(piece.inputs, piece.reading.gradient_of_input, strict=False):
+            if local is None or not isinstance(value, torch.Tensor) or not value.is_leaf or id(value) in gathered:
+                continue
+            if storages[number[local]].kind is StorageKind.GRADIENT and number[local] not in here:
+                here[number[local]] = None
+                brought.setdefault(id(value), []).append(number[local])
+        last = [gradients for gradients in brought.values() if len(gradients) > 1 and gradients[-1] in here]
+        if last:
+            added[index] = tuple(dict.fromkeys(gradient for gradients in last for gradient in gradients))
+    for gradients in brought.values():
+        for storage in gradients[:-1]:
+            storages[storage] = replace(storages[storage], kind=StorageKind.BACKWARD)
+    return added
+
+
 def _tangent_of_output(piece: Piece, number: dict[int, int]) -> dict[int, int]:
     """By outputs of a piece, numbered as in the step, the local storages of their gradients, where that is certain."""
     reading = piece.reading
@@ -218,9 +248,15 @@ def _without_aliases(
     )
 
 
-def _added(gradients: Sequence[int], piece: int) -> tuple[Op, ...]:
-    """Autograd's sum of gradients that come to a piece from several others."""
-    return (_between("add-gradients", Phase.BACKWARD, piece, gradients),) if gradients else ()
+def _added(gradients: Sequence[int], piece: int, storages: Sequence[Storage]) -> tuple[Op, ...]:
+    """Autograd's sums of gradients that come from several pieces.
+
+    It adds in place, but not where a dispatch mode is active, as one that counts operations or bytes is.
+    """
+    if not gradients:
+        return ()
+    sum_bytes = max(storages[gradient].nbytes for gradient in gradients)
+    return (replace(_between("add-gradients", Phase.BACKWARD, piece, gradients), workspace_bytes=sum_bytes),)
 
 
 def _end(piece: Piece, number: dict[int, int], index: int, last: int) -> tuple[Op, ...]:
