@@ -238,7 +238,11 @@ def _inputs(model: Any, config: Any, labels: bool, form: int) -> dict[str, Any]:
     if form == 0 and main == "input_ids":
         wanted |= {"attention_mask"} & set(parameters)
     if "MultipleChoice" in type(model).__name__:
-        known = {n: v[:, None].expand(2, 2, *v.shape[1:]).contiguous() for n, v in known.items() if v.shape[:2] == tokens.shape}
+        known = {
+            n: v[:, None].expand(2, 2, *v.shape[1:]).contiguous()
+            for n, v in known.items()
+            if v.shape[:2] == tokens.shape
+        }
     if form == 3:
         wanted |= known.keys() & parameters.keys()
     missing = wanted - set(known)
