@@ -1,4 +1,4 @@
-"""A branch on a tensor made from constants or from one input breaks no graph; any other does."""
+"""Branches on constants, small buffers or one input break no graph, nor do sizes read from the former; others do."""
 
 from __future__ import annotations
 
@@ -109,13 +109,13 @@ def test_a_way_that_was_planned_is_not_planned_again() -> None:
     assert memfit.plan_of(model) is before
 
 
-@pytest.mark.parametrize("name", ["written over", "a buffer", "many turns"])
+@pytest.mark.parametrize("name", ["written over", "a large buffer", "many turns"])
 def test_a_branch_breaks_the_graph_if_it_is_not_on_the_input_as_given(name: str) -> None:
     class Other(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.layer = nn.Linear(8, 8)
-            self.register_buffer("mask", FULL.clone())
+            self.register_buffer("mask", torch.ones(32, dtype=torch.long))
 
         def forward(self, x: Tensor, mask: Tensor) -> Tensor:
             x = torch.tanh(self.layer(x))
@@ -124,7 +124,7 @@ def test_a_branch_breaks_the_graph_if_it_is_not_on_the_input_as_given(name: str)
             while name == "many turns" and mask.sum() < 100:
                 mask = mask + 1
                 x = x * 1.5
-            if (self.mask if name == "a buffer" else mask).all():
+            if (self.mask if name == "a large buffer" else mask).all():
                 return x
             return x * 2
 
@@ -192,3 +192,101 @@ def test_a_condition_that_cannot_be_computed_raises_only_where_the_module_does()
     assert torch.equal(model(x, 2 * torch.eye(2)), 2 * torch.tanh(model.layer(x)))
     model.asks = False
     assert torch.equal(model(x, -torch.eye(2)), 3 * torch.tanh(model.layer(x)))
+
+
+class Padded(nn.Module):
+    """Keeps its sizes as buffers and pads by them, as audio codecs do."""
+
+    kernel: Tensor
+    stride: Tensor
+
+    def __init__(self, kernel: int, stride: int, mode: str) -> None:
+        super().__init__()
+        self.layer, self.mode = nn.Conv1d(4, 4, kernel, stride), mode
+        self.register_buffer("kernel", torch.tensor(kernel), persistent=False)
+        self.register_buffer("stride", torch.tensor(stride), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left = self.kernel - self.stride
+        count = torch.ceil((x.shape[-1] - self.kernel + left) / self.stride + 1).long() - 1
+        right = count * self.stride + self.kernel - left - x.shape[-1]
+        more = max(left, right) - x.shape[-1] + 1
+        if more > 0:
+            x = nn.functional.pad(x, (0, int(more)))
+        x = nn.functional.pad(x, (left, right), self.mode)
+        return torch.tanh(self.layer(x[..., : x.shape[-1] - max(more, 0 * more)]))
+
+
+class Counted(nn.Module):
+    """Reads numbers from positions that it counts itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[0])
+        count = int(places.max()) + 1
+        return self.layer(x)[:count] * torch.arange(count).unsqueeze(1) * places.float().mean().item()
+
+
+NUMBERS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
+    "zeros": lambda: (nn.Sequential(Padded(3, 2, "constant"), Padded(5, 2, "constant")), torch.randn(2, 4, 37)),
+    "a reflection": lambda: (nn.Sequential(Padded(3, 2, "reflect"), Padded(4, 3, "reflect")), torch.randn(2, 4, 37)),
+    "constants": lambda: (Counted(), torch.randn(5, 8)),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_sizes_that_are_constants_or_small_buffers_break_nothing(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = NUMBERS[name]()
+    assert not capture_step(model, (x,), {}, loss_fn=torch.sum).pieces.breaks
+    twin = copy.deepcopy(model)
+    memfit.fit(model, (x,), budget="1GiB", loss_fn=torch.sum, search_seconds=0.1)
+    assert torch.equal(model(x), twin(x))
+
+
+def test_a_broken_graph_goes_on_at_sizes_too() -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.recurrent, self.second = Padded(3, 2, "constant"), nn.LSTM(4, 4), Padded(3, 2, "constant")
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x).permute(2, 0, 1)
+            return self.second(self.recurrent(x)[0].permute(1, 2, 0))
+
+    torch.manual_seed(0)
+    capture = capture_step(Broken(), (torch.randn(2, 4, 37),), {}, loss_fn=torch.sum)
+    assert capture.pieces.breaks and not capture.pieces.plain.modules
+
+
+def test_a_buffer_that_changes_is_read_anew() -> None:
+    class Counter(nn.Module):
+        steps: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+            self.register_buffer("steps", torch.tensor(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            made = self.layer(x) * int(self.steps)
+            self.steps += 1
+            return made
+
+    torch.manual_seed(0)
+    model, x = Counter(), torch.randn(5, 8)
+    twin = copy.deepcopy(model)
+    memfit.fit(model, (x,), budget="1GiB", loss_fn=torch.sum, search_seconds=0.1)
+    plans = []
+    for _ in range(5):
+        found, expected = model(x), twin(x)
+        assert torch.equal(found, expected)
+        found.sum().backward()
+        expected.sum().backward()
+        plans.append(memfit.plan_of(model))
+    for mine, plain in zip(model.parameters(), twin.parameters(), strict=True):
+        assert mine.grad is not None and plain.grad is not None and torch.equal(mine.grad, plain.grad)
+    assert plans[0] is not plans[2] is plans[4], "the last plan looks at the buffer"

@@ -237,3 +237,35 @@ def test_a_loss_that_is_read_twice_sees_the_same_step_twice() -> None:
     captured = capture_step(model, (x,), {}, loss_fn=lambda y: y.square().mean())
     assert len(captured.pieces.pieces) == 1 and not captured.pieces.breaks
     assert model.calls == 0 and model.state is state
+
+
+class _Turning(nn.Module):
+    """The same layers behind a break, each a piece of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.recurrent = nn.Conv1d(4, 8, 3), nn.LSTM(8, 8)
+        self.layers = nn.ModuleList([nn.ELU(), nn.ConvTranspose1d(8, 4, 3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).permute(2, 0, 1)
+        x = (self.recurrent(x)[0] + x).permute(1, 2, 0)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class _Twice(nn.Module):
+    """No gradient comes to the first run of the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = _Turning(), _Turning()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(x + self.first(x).detach())
+
+
+def test_a_run_without_gradient_leaves_the_layout_to_the_other_run_of_the_graph() -> None:
+    torch.manual_seed(0)
+    memfit.fit(_Twice(), (torch.randn(2, 4, 9),), budget="1GiB", loss_fn=LOSSES["square"])

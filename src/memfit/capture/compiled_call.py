@@ -20,8 +20,9 @@ from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo.external_utils import wrap_inline
 from torch.utils import _pytree as pytree
 
-from memfit.capture.branches import Decision, decided_branches
+from memfit.capture.branches import decided_branches
 from memfit.capture.checkpoints import without_checkpoints
+from memfit.capture.decisions import Decision
 from memfit.capture.eager_answers import eager_answers
 from memfit.capture.fake_kernels import rules_of_kernels
 from memfit.capture.log_calls import logs_left_out
@@ -85,7 +86,7 @@ def compile_call(
     # By default Dynamo looks at hooks once: those registered or removed later would not be noticed.
     # And random numbers of NumPy it would draw from torch's generator; with the last option the graph breaks there.
     own_random = {"use_numpy_random_stream": True, "trace_numpy": not plain.numpy}
-    state = [] if decisions is None else [*model.parameters(), *model.buffers()]
+    state = {} if decisions is None else dict((*model.named_parameters(), *model.named_buffers()))
     options = limits | logs_left_out() | own_random | {"skip_nnmodule_hook_guards": False} | _ALL_GUARDS
 
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -23,9 +23,9 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memfit.capture.between_pieces import Handed, handed_over, has_tensor_hooks, without_tensor_hooks
-from memfit.capture.branches import Decision
 from memfit.capture.checkpoints import refusing_checkpoints, without_checkpoints
 from memfit.capture.compiled_call import compile_call
+from memfit.capture.decisions import Decision
 from memfit.capture.dynamo_graph import graph_key, outputs_of, returned_inputs, weights_made
 from memfit.capture.failures import explained, left_to_plain_code, nothing_captured, nothing_reached, quiet
 from memfit.capture.live_bytes import LiveBytes
@@ -111,7 +111,7 @@ def capture_pieces(
         raise explained(failure, model, start="the model looks at values, which the meta device does not have")
     around = without_checkpoints() if checkpointing == "replace" else refusing_checkpoints()
     with preserved(model, args, kwargs), around:
-        plain = replace(find_plain_parts(model, args, kwargs), numpy=isinstance(failure, NumpyCodeError))
+        plain = replace(find_plain_parts(model, args, kwargs, decide=decide), numpy=isinstance(failure, NumpyCodeError))
     try:
         pieces, between_bytes = _in_pieces(model, args, kwargs, captured, plain, read)
     except MemfitError:

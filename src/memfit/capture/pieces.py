@@ -115,7 +115,7 @@ class Pieces:
 
 
 def gradient_strides_of(pieces: Pieces) -> list[dict[int, Strides]]:
-    """For each piece how gradients of its outputs lie, where that is not as the outputs do."""
+    """For each piece how the gradients of its outputs lie, of those that receive one."""
     if any(piece.gathered for piece in pieces.pieces):
         return [{} for _ in pieces.pieces]  # hooks of a sharded module would communicate
     assert pieces.loss is not None
@@ -124,9 +124,9 @@ def gradient_strides_of(pieces: Pieces) -> list[dict[int, Strides]]:
     wanted = [_receiving(piece) for piece in pieces.pieces]
     lying = iter(layouts_between(ends, [where for receiving in wanted for where in receiving.values()]))
     found: list[dict[int, Strides]] = []
-    for piece, receiving in zip(pieces.pieces, wanted, strict=True):
+    for receiving in wanted:
         of_outputs = dict(zip(receiving, lying, strict=False))
-        found.append({p: s for p, s in of_outputs.items() if s is not None and s != tuple(piece.outputs[p].stride())})
+        found.append({place: strides for place, strides in of_outputs.items() if strides is not None})
     return found
 
 

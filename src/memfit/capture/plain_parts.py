@@ -27,9 +27,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["NOTHING_PLAIN", "PlainParts", "UnplannableGraphError", "find_plain_parts", "place_of"]
-
+from memfit.capture.decisions import MOST_OF_A_BUFFER
 from memfit.errors import CaptureError
+
+__all__ = ["NOTHING_PLAIN", "PlainParts", "UnplannableGraphError", "find_plain_parts", "place_of"]
 
 _aten = torch.ops.aten
 _HERE = str(Path(__file__).resolve().parent.parent) + os.sep
@@ -65,12 +66,14 @@ class PlainParts:
 NOTHING_PLAIN = PlainParts()
 
 
-def find_plain_parts(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> PlainParts:
+def find_plain_parts(
+    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], *, decide: bool = True
+) -> PlainParts:
     """Runs the plain forward pass once, without gradients, and watches its ops.
 
     The caller restores what the pass changes; what it raises is the user's own error.
     """
-    watch = _Watch(model)
+    watch = _Watch(model, decide=decide)
     with torch.no_grad(), watch:
         model._call_impl(*args, **kwargs)
     for name, module in model.named_modules():
@@ -105,8 +108,13 @@ def _frames() -> Iterator[types.FrameType]:
 class _Watch(TorchDispatchMode):
     """Finds the modules in which sizes depend on data, or tensors have no storage of their own."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, decide: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.decide = decide
+        self.settled: Any = WeakTensorKeyDictionary()  # tensors whose numbers Dynamo does not break at
+        for buffer in model.buffers():
+            if buffer.numel() <= MOST_OF_A_BUFFER:
+                self.settled[buffer] = True
         self.names = {id(module): name for name, module in model.named_modules()}
         self.found: dict[str, tuple[str, str]] = {}
         self.dynamic = False
@@ -118,6 +126,7 @@ class _Watch(TorchDispatchMode):
         leaves = pytree.tree_leaves((args, kwargs))
         operands = [t for t in leaves if isinstance(t, torch.Tensor)]
         results = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+        self._settle(func, operands, results)
         if func is _aten._local_scalar_dense.default:
             self._number_read(operands[0], result)
         elif any(t.layout is not torch.strided for t in (*operands, *results)):
@@ -133,9 +142,20 @@ class _Watch(TorchDispatchMode):
             self._follow(leaves, operands, results)
         return result
 
+    def _settle(self, func: Any, operands: list[torch.Tensor], results: list[torch.Tensor]) -> None:
+        """Follows tensors made from constants and small buffers alone (`memfit.capture.decisions`)."""
+        certain = all(t in self.settled for t in operands) and torch.Tag.nondeterministic_seeded not in func.tags
+        for tensor in results:
+            if any(tensor is t for t in operands) or not certain:
+                self.settled.pop(tensor, None)
+            else:
+                self.settled[tensor] = True
+
     def _number_read(self, tensor: torch.Tensor, number: Any) -> None:
         if tensor.dtype is torch.bool:
             return  # a branch; the graph breaks there
+        if self.decide and tensor in self.settled:
+            return
         if not tensor.dtype.is_floating_point and isinstance(number, int):
             self.read.add(number)
         self.dynamic = True

@@ -12,7 +12,7 @@ there meanwhile, with one node for each graph that hands on zeros laid out as to
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from memfit.capture.pieces import (
     unreached_in,
 )
 from memfit.capture.shared_inputs import repeated_places
+from memfit.capture.tangents import Strides
 from memfit.capture.traced_graph import DynamoGraph, Surroundings, Traced
 
 __all__ = ["settled"]
@@ -70,16 +71,17 @@ def settled(
     pairs = zip(pieces.pieces, graphs, strict=True)
     runs = [_Run(piece=p, graph=g, inputs=p.inputs, around=around) for p, g in pairs]
     known: dict[DynamoGraph, list[tuple[Surroundings, Traced | None]]] = {}
-    several: set[str] = set()
+    several: set[tuple[str, int]] = set()
     for _ in range(_MOST_ROUNDS):
         shared = inputs_shared_in(pieces, by_use=by_use)
-        strides = gradient_strides_of(pieces)
+        lying = gradient_strides_of(pieces)
+        strides = _agreed(runs, lying, several)
         anew = False
-        for place, (run, lying) in enumerate(zip(runs, strides, strict=True)):
+        for place, run in enumerate(runs):
             key = run.graph.key
             around = Surroundings(
                 receive=receive if key == last_key else all_but(run.graph.gm, between.get(key, frozenset())),
-                strides={} if key in several else lying,
+                strides=strides[key],
                 repeated=shared.get(key, {}),
             )
             if around != run.around:
@@ -89,8 +91,7 @@ def settled(
         pieces = replace(pieces, pieces=tuple(run.piece for run in runs))
         if anew:
             continue
-        # Runs of graphs with one key are told apart neither here nor when the plan is compiled.
-        differing = {a.graph.key for a in runs for b in runs if a.graph.key == b.graph.key and a.around != b.around}
+        differing = _differing(runs, lying) - several
         if not differing:
             break
         several |= differing
@@ -123,6 +124,43 @@ class _Run:
     inputs: tuple[Any, ...]
     around: Surroundings | None
     plain: bool = False
+
+
+def _agreed(
+    runs: Sequence[_Run], lying: Sequence[Mapping[int, Strides]], several: set[tuple[str, int]]
+) -> dict[str, dict[int, Strides]]:
+    """By graphs how gradients of their outputs lie, where that is not as the outputs do.
+
+    Runs of graphs with one key are told apart neither here nor when the plan is compiled; the last one counts, which
+    is the first to be settled. Those to which no gradient comes leave it to the others.
+
+    Args:
+        runs: of all graphs.
+        lying: for each of them how the gradients that come to it lie.
+        several: graphs and places at which gradients lie in several ways.
+    """
+    agreed: dict[str, dict[int, Strides]] = {run.graph.key: {} for run in runs}
+    for run, strides in zip(runs, lying, strict=True):
+        agreed[run.graph.key].update(strides)
+    outputs = {run.graph.key: run.piece.outputs for run in runs}
+    return {
+        key: {
+            place: strides
+            for place, strides in here.items()
+            if (key, place) not in several and strides != tuple(outputs[key][place].stride())
+        }
+        for key, here in agreed.items()
+    }
+
+
+def _differing(runs: Sequence[_Run], lying: Sequence[Mapping[int, Strides]]) -> set[tuple[str, int]]:
+    """Graphs and places of their outputs at which gradients lie in one way in one run and in another in another."""
+    first: dict[tuple[str, int], Strides] = {}
+    found: set[tuple[str, int]] = set()
+    for run, strides in zip(runs, lying, strict=True):
+        keys = [(run.graph.key, place) for place in strides]
+        found.update(key for key in keys if first.setdefault(key, strides[key[1]]) != strides[key[1]])
+    return found
 
 
 def _traced(

@@ -25,8 +25,8 @@ from torch.fx.graph import _BoxedCodeGen
 
 from memfit.capture.adding import Accumulate
 from memfit.capture.backward_autocast import autocast_is_on, backward_in_autocast, planning_backward
-from memfit.capture.branches import Decision
 from memfit.capture.compiled_call import call_has_begun, compile_call
+from memfit.capture.decisions import Decision
 from memfit.capture.dynamo_graph import accumulated_inputs, all_but, attach_outputs, detach_outputs, graph_key
 from memfit.capture.eager_autocast import cast_once
 from memfit.capture.eager_kernels import as_in_eager

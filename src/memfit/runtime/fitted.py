@@ -114,7 +114,7 @@ class Fitted:
             return model._call_impl(*args, **kwargs)
         if nothing_to_train(state, args, kwargs):
             return model._call_impl(*args, **kwargs)
-        key = self.variants.signature(signature(model, args, kwargs, state), self.calls, args, kwargs)
+        key = self.variants.signature(signature(model, args, kwargs, state), self.calls, model, args, kwargs)
         if key in self.loops.differentiated_twice:
             self._tell("twice", "runs plainly where it is differentiated twice, without its plan")
             return model._call_impl(*args, **kwargs)
@@ -231,8 +231,8 @@ class Fitted:
             if not decides(key):
                 self._tell(
                     "ways",
-                    "has branches on its inputs that go many ways, each planned when it was first taken; from here on "
-                    "other ways run by one plan in pieces around these branches",
+                    "has branches on its inputs that go many ways, or on buffers that change, each planned when it was "
+                    "first taken; from here on other ways run by one plan in pieces around these branches",
                 )
 
             def planned(beside_bytes: int) -> Plan:

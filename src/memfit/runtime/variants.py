@@ -1,7 +1,8 @@
 """Which plan a call takes, where branches on its inputs go several ways.
 
 A graph is made for one way (`memfit.capture.branches`). Calls of one signature may go another way, when a mask that was
-all ones has padding in it. So each way has a signature of its own, and its plan is kept.
+all ones has padding in it. So each way has a signature of its own, and its plan is kept. A buffer that was taken for
+a constant and changed may change with each step; the graph breaks where it is looked at from then on.
 
 Known limits: a condition is computed here to choose the plan, and once more by Dynamo's guard. A module whose branches
 go a new way in each call would be planned in each call; after `_MOST_WAYS` the graph breaks at them instead.
@@ -9,12 +10,14 @@ go a new way in each call would be planned in each call; after `_MOST_WAYS` the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
 from torch.utils import _pytree as pytree
 
+from memfit.capture.decisions import Decision
 from memfit.runtime.apply import PlannedCall
 from memfit.runtime.signature import Signature
 
@@ -34,12 +37,15 @@ class Variants:
 
     known: dict[Signature, list[Signature]] = field(default_factory=dict)
 
-    def signature(self, key: Signature, calls: Mapping[Signature, PlannedCall], args: Any, kwargs: Any) -> Signature:
+    def signature(
+        self, key: Signature, calls: Mapping[Signature, PlannedCall], model: nn.Module, args: Any, kwargs: Any
+    ) -> Signature:
         """The signature of the way that branches on these inputs go.
 
         Args:
             key: the signature of the inputs.
             calls: what runs, by signature of the way.
+            model: the module.
             args: positional inputs.
             kwargs: keyword inputs.
         """
@@ -48,12 +54,33 @@ class Variants:
             return key
         leaves = pytree.tree_leaves((args, kwargs))
         ways = self.known.setdefault(key, [key])
+        constant = True
         for way in ways:
             call = calls.get(way)
-            if call is None or all(decision.holds(leaves[decision.place]) for decision in call.decisions):
+            missed = None if call is None else _missed(call.decisions, model, leaves)
+            if missed is None:
                 return way  # the last one may not be planned yet
-        ways.append((*key, len(ways)) if len(ways) < _MOST_WAYS else (*key, _UNDECIDED))
+            constant &= isinstance(missed.place, int)
+        ways.append((*key, len(ways)) if constant and len(ways) < _MOST_WAYS else (*key, _UNDECIDED))
         return ways[-1]
+
+
+def _missed(decisions: Sequence[Decision], model: nn.Module, leaves: Sequence[Any]) -> Decision | None:
+    """The first decision that does not hold any more."""
+    for decision in decisions:
+        place = decision.place
+        if not decision.holds(leaves[place] if isinstance(place, int) else _buffer(model, place)):
+            return decision
+    return None
+
+
+def _buffer(model: nn.Module, name: str) -> Any:
+    """A buffer as it is now; None if it is no longer there."""
+    path, _, last = name.rpartition(".")
+    try:
+        return model.get_submodule(path)._buffers.get(last)
+    except AttributeError:
+        return None
 
 
 def decides(key: Signature) -> bool:

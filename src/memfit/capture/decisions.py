@@ -1,0 +1,222 @@
+"""What a tensor is worth while a graph is made, and under which condition it is worth that in another call.
+
+Constant folding, for the few numbers that code of Python asks for while Dynamo follows it. What is made from constants
+alone has its value. What is made from buffers of few elements, such as the sizes that an audio codec keeps as tensors,
+has it as long as these buffers are as they are. A condition may look at one input besides: it is computed anew for each
+call, and only has to come out the same way.
+
+Idea: ours; tracing compilers guard shapes in the same way.
+
+Known limits: nothing that depends on a parameter, on a larger buffer or on several inputs is decided, and no number
+that depends on an input, since every batch may have another one.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._dynamo.guards import install_guard
+from torch._guards import Guard
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+__all__ = ["MOST_OF_A_BUFFER", "Decision", "Given", "decided"]
+
+log = logging.getLogger(__name__)
+
+_MOST_CALLS = 64
+_MOST_DECISIONS = 16
+"""A loop that runs until an input says so would be unrolled for each number of turns."""
+_MOST_ELEMENTS = 1 << 22
+MOST_OF_A_BUFFER = 16
+"""Elements of a buffer that may be taken as they are; a table of positions is not meant."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Decision:
+    """What a graph was made for.
+
+    Attributes:
+        place: of the input among the leaves of the call's arguments, or the name of the buffer.
+        value: of the condition.
+        code: of the condition, for an input.
+        condition: computes it from the input or buffer.
+    """
+
+    place: int | str
+    value: bool
+    code: str
+    condition: Callable[[torch.Tensor], torch.Tensor | bool]
+
+    def holds(self, given: Any) -> bool:
+        """Whether the condition comes out the same way for another input, or for the buffer as it is now."""
+        if not isinstance(given, torch.Tensor):
+            return False
+        try:
+            with torch.no_grad():
+                return bool(self.condition(given)) is self.value
+        except Exception as error:  # planning for this input runs the module, which raises what is its own
+            log.debug("a condition cannot be computed: %s", error)
+            return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What there is to decide by.
+
+    Attributes:
+        decisions: where decisions are noted; None to decide by constants only.
+        places: of inputs, by their identities.
+        buffers: names of buffers, by their identities.
+    """
+
+    decisions: list[Decision] | None
+    places: Mapping[int, int]
+    buffers: Mapping[int, str]
+
+
+def decided(node: fx.Node, given: Given, *, is_number: bool = False) -> torch.Tensor | None:
+    """The value of a tensor in a graph that is being made, if it is certain or can be guarded.
+
+    Args:
+        node: makes the tensor.
+        given: what there is to decide by.
+        is_number: whether the value itself counts, not only whether it is true.
+    """
+    behind = _behind(node)
+    if behind is None:
+        return None
+    calls, found = behind
+    if found and given.decisions is None:
+        return None
+    examples = [getattr(one.meta.get("grapharg"), "example", None) for one in found]
+    real = [t for t in examples if isinstance(t, torch.Tensor) and not t.is_meta]
+    if len(real) < len(examples):
+        return None
+    inputs = [(one, t) for one, t in zip(found, real, strict=True) if id(t) in given.places]
+    if len(inputs) > 1 or (inputs and is_number):
+        return None
+    if any(id(t) not in given.places and not _is_small(t, given) for t in real):
+        return None
+    try:
+        with _disable_current_modes(), unset_fake_temporarily(), torch.no_grad():
+            code, compute = _function(node, calls, found)
+            now = [t if id(t) in given.places else t.detach().clone() for t in real]
+            made = compute(*now)
+            value = made if isinstance(made, torch.Tensor) and made.numel() == 1 else None
+            is_true = value is not None and bool(value)
+    except Exception as error:  # whatever it is, Dynamo breaks the graph as it would have
+        log.debug("a value cannot be computed while tracing: %s", error)
+        return None
+    if value is None:
+        return None
+    for (one, t), saved in zip(zip(found, real, strict=True), now, strict=True):
+        if id(t) not in given.places:
+            equal = functools.partial(torch.equal, saved)
+            _guarded(one, given, Decision(place=given.buffers[id(t)], value=True, code="", condition=equal))
+    for one, t in inputs:
+        of_input = _of_one(compute, now, real.index(t))
+        decision = Decision(place=given.places[id(t)], value=is_true, code=code, condition=of_input)
+        if not _guarded(one, given, decision):
+            return None
+    return value
+
+
+def _is_small(tensor: torch.Tensor, given: Given) -> bool:
+    return id(tensor) in given.buffers and tensor.numel() <= MOST_OF_A_BUFFER
+
+
+def _of_one(compute: Callable[..., Any], now: Sequence[torch.Tensor], place: int) -> Callable[[torch.Tensor], Any]:
+    """The computation as a function of the input alone, with the buffers as they are now."""
+    before, after = tuple(now[:place]), tuple(now[place + 1 :])
+    return lambda given: compute(*before, given, *after)
+
+
+def _guarded(one: fx.Node, given: Given, decision: Decision) -> bool:
+    """Notes a decision once and has Dynamo guard it; False if there are too many."""
+    assert given.decisions is not None
+    known = next((d for d in given.decisions if _is_same(d, decision)), None)
+    if known is None:
+        of_inputs = sum(isinstance(d.place, int) for d in given.decisions)
+        if isinstance(decision.place, int) and of_inputs >= _MOST_DECISIONS:
+            return False
+        given.decisions.append(decision)
+    # Dynamo takes what it compiles only where the condition comes out the same way.
+    create = functools.partial(_add_guard, decision=known or decision)
+    install_guard(Guard(one.meta["grapharg"].source, create))
+    return True
+
+
+def _is_same(one: Decision, other: Decision) -> bool:
+    return (one.place, one.value, one.code) == (other.place, other.value, other.code)
+
+
+def _add_guard(builder: Any, guard: Guard, *, decision: Decision) -> None:
+    told = f"what is read from {guard.name} is as when it was planned ({decision.value})"
+    builder.get_guard_manager(guard).add_lambda_guard(decision.holds, [told], guard.user_stack)
+
+
+def _function(node: fx.Node, calls: set[fx.Node], inputs: Sequence[fx.Node]) -> tuple[str, Callable[..., Any]]:
+    """The calls behind a node, as code and as a function of the inputs that holds nothing of the graph they are in."""
+    alone = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for number, one in enumerate(inputs):
+        copies[one] = alone.placeholder(f"given{number}")
+    for call in node.graph.nodes:
+        if call in calls:
+            copies[call] = alone.node_copy(call, copies.__getitem__)
+            copies[call].meta = {}
+    alone.output(copies[node])
+    made = fx.GraphModule(nn.Module(), alone)
+    return made.code, made.forward
+
+
+def _behind(node: fx.Node) -> tuple[set[fx.Node], list[fx.Node]] | None:
+    """All calls and inputs that a node depends on; None if something else is among them, or they cost much."""
+    found: set[fx.Node] = set()
+    inputs: list[fx.Node] = []
+    waiting = [node]
+    while waiting:
+        call = waiting.pop()
+        if call in found or call in inputs:
+            continue
+        if len(found) == _MOST_CALLS or not _is_settled(call):
+            return None
+        if call.op == "placeholder":
+            inputs.append(call)
+        elif call.op in ("call_function", "call_method"):
+            found.add(call)
+            waiting += call.all_input_nodes
+        else:
+            return None
+    return found, inputs
+
+
+def _is_settled(call: fx.Node) -> bool:
+    """Whether a call makes the same each time, of few elements, and nobody writes over it."""
+    made = call.meta.get("example_value")
+    tensors = [t for t in pytree.tree_leaves(made) if isinstance(t, torch.Tensor)]
+    sizes = [t.numel() for t in tensors]
+    if any(not isinstance(size, int) or size > _MOST_ELEMENTS for size in sizes):
+        return False
+    if call.op == "placeholder":
+        return bool(tensors) and all(t._version == 0 for t in tensors)  # of fake tensors, which begin with nought
+    names = {str(getattr(user.target, "__name__", user.target)) for user in (call, *call.users)}
+    if any(name.endswith("_") and not name.endswith("__") for name in names) or "setitem" in names:
+        return False
+    if any("out" in user.kwargs for user in call.users):
+        return False
+    return not (call.op == "call_function" and _draws(call.target))
+
+
+def _draws(target: Any) -> bool:
+    """Whether a function of torch looks at a random generator."""
+    name = str(getattr(target, "__name__", target))
+    return any(part in name for part in ("rand", "normal", "bernoulli", "dropout", "multinomial", "poisson", "empty"))
