@@ -17,10 +17,10 @@ from hypothesis import HealthCheck, settings
 from tests.notices import notices
 
 _SHORT = (
-    ("memfit.planning", "find_program", 0.4),
-    ("memfit.planning", "relaxed_bound", 0.1),
-    ("memfit.planner.under_way", "find_program", 0.2),
-    ("memfit.batch_size", "find_program", 0.2),
+    ("memfit.planning", "find_program", 0.15),
+    ("memfit.planning", "relaxed_bound", 0.05),
+    ("memfit.planner.under_way", "find_program", 0.1),
+    ("memfit.batch_size", "find_program", 0.1),
 )
 """Searches, where they are called from, and how many seconds they may take in tests."""
 
@@ -36,6 +36,7 @@ def pytest_collection_finish() -> None:
     """What is imported by now is no garbage; every collection of a long run would look through it."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(100_000, 50, 100)  # by default a tenth of the time goes to looking for cycles in graphs
 
 
 @pytest.fixture(autouse=True)

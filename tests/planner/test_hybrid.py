@@ -71,8 +71,8 @@ def plain_peak(graph: StepGraph) -> int:
 def test_a_link_of_a_quarter_of_computes_rate_takes_a_third_of_the_overhead_away() -> None:
     graph = residual_units(20)
     budget = int(0.3 * plain_peak(graph))
-    alone = find_order(graph, budget, seconds=3.0).timeline
-    found = find_program(with_links(graph, byte_rate(graph) / 4), budget, seconds=3.0)
+    alone = find_order(graph, budget, seconds=1.5).timeline
+    found = find_program(with_links(graph, byte_rate(graph) / 4), budget, seconds=1.5)
     check(with_links(graph, byte_rate(graph) / 4), found.program)
     extra = found.timeline.step_seconds - graph.seconds
     assert 0 < extra <= 2 / 3 * (alone.step_seconds - graph.seconds)
