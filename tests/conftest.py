@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.notices import notices
+from benchmarks.notices import notices
 
 _SHORT = (
     ("memfit.planning", "find_program", 0.15),

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +19,7 @@ from benchmarks.fuzz.model import Case, assemble
 from benchmarks.fuzz.modes import Mode, autocast
 from benchmarks.fuzz.recipe import Recipe
 from benchmarks.fuzz.snapshot import differences, same, snapshot
+from benchmarks.notices import notices
 
 __all__ = ["BAD", "CRASH", "FAILURES", "OK", "Plain", "compare", "plain_run"]
 
@@ -114,27 +113,6 @@ def compare(recipe: Recipe, plain: Plain, share: float, *, search_seconds: float
     return row
 
 
-class _Noting(logging.Handler):
-    def __init__(self, texts: list[str]) -> None:
-        super().__init__(logging.WARNING)
-        self.texts = texts
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
-@contextmanager
-def _notices() -> Iterator[list[str]]:
-    """What memfit tells meanwhile."""
-    texts: list[str] = []
-    handler = _Noting(texts)
-    logging.getLogger("memfit").addHandler(handler)
-    try:
-        yield texts
-    finally:
-        logging.getLogger("memfit").removeHandler(handler)
-
-
 def _live_bytes(case: Case) -> int:
     """The peak of a turn in which nothing is planned: what planning itself takes on a host is not the step's."""
     for number in range(TURNS, TURNS + _MOST_PLANNED_AGAIN):
@@ -168,7 +146,7 @@ def _compared(recipe: Recipe, plain: Plain, share: float, problems: list[str], s
     }
     if recipe.mode.hooks:
         register(case, log, fitted=True)
-    with _notices() as told:
+    with notices() as told:
         for number, expected in enumerate(plain.turns):
             found = turn(case, number)
             problems += [f"turn {number}: {line}" for line in _different(expected, found, recipe.mode)]

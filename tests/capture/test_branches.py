@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import memfit
+from benchmarks.notices import notices
 from memfit.capture.trace import capture_step
-from tests.notices import notices
 
 
 class Branching(nn.Module):

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import memfit
+from benchmarks.notices import notices
 from memfit.capture.loss import loss_place
 from memfit.errors import CaptureError, SpecError
-from tests.notices import notices
 
 
 def _model() -> nn.Module:

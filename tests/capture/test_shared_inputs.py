@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import memfit
-from tests.notices import notices
+from benchmarks.notices import notices
 
 
 class _Broken(nn.Module):

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import memfit
+from benchmarks.notices import notices
 from memfit.capture.preserve import preserved
-from tests.notices import notices
 
 
 def test_a_tensor_that_nobody_wrote_keeps_its_version_and_the_callers_graph() -> None:

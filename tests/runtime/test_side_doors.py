@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import memfit
+from benchmarks.notices import notices
 from memfit.runtime.fitted import fitted_call
-from tests.notices import notices
 
 X = torch.randn(32, 16, generator=torch.Generator().manual_seed(0))
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import memfit
+from benchmarks.notices import notices
 from memfit.errors import BudgetError
-from tests.notices import notices
 
 
 def stack() -> nn.Sequential:
