@@ -74,8 +74,8 @@ def join(
         behind = _unrun(_added(passing.added.get(index, ()), index, storages))
         behind += _unrun(around.before_backward[index])
         behind += [pair for pair in here if pair[0].phase is Phase.BACKWARD]
-        behind += _unrun(_added(uses.get(index, ()), index, storages))
         behind += _unrun(_end(piece, numbers[index], index, last))
+        behind += _unrun(_added(uses.get(index, ()), index, storages))
         backward = behind + _unrun(around.after_backward[index]) + backward
     outputs = tuple(dict.fromkeys(numbers[last][s] for s in pieces.pieces[last].reading.output_storages))
     outputs = tuple(s for s in outputs if storages[s].kind is not StorageKind.STATIC)
