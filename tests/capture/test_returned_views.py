@@ -100,3 +100,47 @@ def test_a_parameter_that_is_returned(shape: tuple[int, ...], used: bool, told: 
     for p, q in zip(plain.parameters(), fitted.parameters(), strict=True):
         assert p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad)
     assert not told
+
+
+class OfResults(nn.Module):
+    """Returns views of its own results and uses them, as text encoders do with the first token."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.second, self.kind = nn.Linear(8, 16), nn.Linear(16, 8), kind
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        hidden = self.first(x).tanh()
+        if self.kind == "first token":
+            token = hidden[:, 0]
+            return hidden, token, self.second(token).sin()
+        if self.kind == "flat":
+            flat = hidden.view(len(x), -1)
+            return hidden, flat, self.second(flat[:, :16]).sin(), flat.exp()
+        turned = hidden.transpose(1, 2)
+        return turned, self.second(hidden).sum(1) * (turned * turned).sum(1)[:, :1]
+
+
+def mean_of_all(output: tuple[Tensor, ...]) -> Tensor:
+    return torch.stack([t.square().mean() + t.sin().mean() for t in output]).sum()
+
+
+@pytest.mark.parametrize("kind", ["first token", "flat", "turned"])
+def test_gradients_of_a_returned_view_of_a_result_are_added_as_in_eager(kind: str) -> None:
+    torch.manual_seed(0)
+    plain, x = OfResults(kind), torch.randn(4, 5, 8)
+    fitted = copy.deepcopy(plain)
+    memfit.fit(fitted, (x,), budget="1GiB", loss_fn=mean_of_all, search_seconds=0.1)
+    expected, found = plain(x), fitted(x)
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one, other) and one.stride() == other.stride()
+    first = [outputs[0].untyped_storage().data_ptr() for outputs in (expected, found)]
+    shared = [
+        [t.untyped_storage().data_ptr() == start for t in outputs]
+        for outputs, start in zip((expected, found), first, strict=True)
+    ]
+    assert shared[0] == shared[1], "a view takes no memory of its own"
+    mean_of_all(expected).backward()
+    mean_of_all(found).backward()
+    for p, q in zip(plain.parameters(), fitted.parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad)

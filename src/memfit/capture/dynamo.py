@@ -40,6 +40,7 @@ from memfit.capture.settling import settled
 from memfit.capture.sharded import gathering, is_sharded
 from memfit.capture.tangents import Strides, strides_of_outputs
 from memfit.capture.traced_graph import DynamoGraph, Reader, Surroundings, Traced, as_dynamo_made, not_traced, trace
+from memfit.capture.used_views import hand_on_used_views
 from memfit.errors import MemfitError
 
 __all__ = ["capture_pieces", "first_lines"]
@@ -202,6 +203,7 @@ def _capture(
         refuse_rounding_numpy(gm.graph)
         name_modules(gm.graph, model)
         gm, inputs, views = returned_views_first(gm, inputs)
+        hand_on_used_views(gm)
         graph = as_dynamo_made(gm, inputs, "" if fake else graph_key(gm), gathered=bool(gathered()))
         if fake and any(isinstance(node.meta.get("example_value"), _NUMBERS) for node in gm.graph.nodes):
             raise UnplannableGraphError("a number is read from a tensor")  # in a graph it would round as a tensor does

@@ -39,6 +39,7 @@ from memfit.capture.plain_parts import UnplannableGraphError
 from memfit.capture.reading import JointOp, JointReading, JointStorage
 from memfit.capture.repeated import merge_repeated
 from memfit.capture.samples import KEEP_BITS
+from memfit.capture.used_views import take_out
 from memfit.capture.weight_products import separate_weight_products
 from memfit.step.by_slices import BySlices
 from memfit.step.graph import Phase, StorageKind
@@ -85,6 +86,7 @@ def read_joint(
         CaptureError: if the model checkpoints itself.
     """
     _refuse_unplannable(module.graph, replaced=replaced)
+    take_out(module)
     sum_before_casting(module, num_forward_outputs, cast_once)
     merge_repeated(module)
     dropout.mask_by_bytes(module)

@@ -46,6 +46,7 @@ from memfit.capture.shared_inputs import (
 )
 from memfit.capture.tangents import GradientStrides, laid_out_as_made
 from memfit.capture.trace import Capture, device_of
+from memfit.capture.used_views import hand_on_used_views
 from memfit.errors import OutOfMemoryError, PlanMismatchError
 from memfit.runtime.accumulate import accumulation
 from memfit.runtime.bindings import call_cheaply
@@ -213,6 +214,7 @@ def compile_planned(
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         numbers_by_numpy(gm)
         gm, inputs, views = returned_views_first(gm, inputs)
+        hand_on_used_views(gm)
         by_autograd = reached_by_autograd(gm)
         piece = CompiledPiece(in_pieces=in_pieces, autocast=in_autocast if autocast_is_on() else None)
         key = graph_key(gm) if in_pieces else ""
