@@ -100,6 +100,7 @@ def test_the_loss_is_that_of_the_whole_batch(reduction: str) -> None:
     assert not result.differing and max(check.max_difference for check in result.checks) < 1e-12
 
 
+@pytest.mark.full_search
 def test_tight_budgets_cut_single_samples() -> None:
     """What no recomputation reaches, in a model without space or statistics, with dropout."""
     example = build("zoo:gpt?layers=1&width=64&heads=4", batch=8, shape=(256,))
