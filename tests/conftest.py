@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 from benchmarks.notices import notices
 
 _SHORT = (
-    ("memfit.planning", "find_program", 0.15),
+    ("memfit.planning", "find_program", 0.25),
     ("memfit.planning", "relaxed_bound", 0.05),
     ("memfit.planner.under_way", "find_program", 0.1),
     ("memfit.batch_size", "find_program", 0.1),
