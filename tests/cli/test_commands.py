@@ -152,6 +152,6 @@ def test_max_size_finds_more_than_plain(memfit: Callable) -> None:
 
 def test_demo_tile_trains_on_whole_photographs(memfit: Callable) -> None:
     pytest.importorskip("sklearn")
-    found = memfit("demo", "tile", "--steps", 3, "--scale", 0.25, "--tile-budget", "170MiB", "--times", 1)
+    found = memfit("demo", "tile", "--steps", 3, "--scale", 0.25, "--tile-budget", "140MiB", "--times", 1)
     assert found.code == 0, found.err
     assert found.last.startswith("Fits: ") and "losses at full resolution equal up to rounding" in found.last

@@ -191,7 +191,7 @@ def test_dropout_of_a_micro_batch_depends_on_nothing_but_its_number() -> None:
     torch.manual_seed(4)
     case = gpt(8, torch.float64, dropout=0.2)
     found = []
-    for stages, schedule, checkpoint in ((1, "1f1b", "never"), (2, "gpipe", "always"), (3, "1f1b", "except_last")):
+    for stages, schedule, checkpoint in ((1, "1f1b", "never"), (2, "gpipe", "always"), (4, "1f1b", "except_last")):
         pipe = piped(case, num_stages=stages, num_microbatches=4, schedule=schedule, checkpoint=checkpoint)
         torch.manual_seed(9)
         step(pipe, case)

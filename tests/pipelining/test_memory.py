@@ -188,7 +188,7 @@ def test_each_device_keeps_its_own_budget() -> None:
 
 
 def test_uneven_budgets_that_do_not_fit_are_told_in_their_proportion() -> None:
-    case = wide(4, layers=1)
+    case = wide(4)
     with pytest.raises(BudgetError, match=r"for device 0, .* for device 1 \(\d+, \d+ bytes\) work") as told:
         plan(case, num_stages=2, num_microbatches=2, budget_per_device=["300KiB", "200KiB"], schedule="1f1b")
     most = told.value.least_bytes
@@ -203,7 +203,7 @@ def test_one_f_one_b_holds_less_than_gpipe() -> None:
 
 @pytest.mark.full_search
 def test_too_little_memory_is_told_and_nothing_is_lost() -> None:
-    case = wide(4, layers=1)
+    case = wide(4)
     before = {name: tensor.clone() for name, tensor in case.model.state_dict().items()}
     with pytest.raises(BudgetError) as told:
         plan(case, num_stages=2, num_microbatches=2, budget_per_device="300KiB")
