@@ -290,3 +290,66 @@ def test_a_buffer_that_changes_is_read_anew() -> None:
     for mine, plain in zip(model.parameters(), twin.parameters(), strict=True):
         assert mine.grad is not None and plain.grad is not None and torch.equal(mine.grad, plain.grad)
     assert plans[0] is not plans[2] is plans[4], "the last plan looks at the buffer"
+
+
+class Limited(nn.Module):
+    """Compares an input with a number that it keeps as a buffer, which comes first in the graph."""
+
+    limit: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("limit", torch.tensor([2]))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = self.layer(x * self.limit)
+        if self.limit > mask.sum():
+            return x.sin()
+        return x * 2
+
+
+def test_a_branch_may_look_at_an_input_and_a_small_buffer() -> None:
+    torch.manual_seed(0)
+    model, x = Limited(), torch.randn(3, 8)
+    twin = copy.deepcopy(model)
+    assert not capture_step(model, (x, FULL), {}, loss_fn=torch.sum).pieces.breaks
+    memfit.fit(model, (x, FULL), budget="1GiB", loss_fn=torch.sum, search_seconds=0.1)
+    few = torch.tensor([1, 0, 0])
+    for mask in (FULL, few, FULL, few):
+        assert torch.equal(model(x, mask), twin(x, mask))
+    for each in (model, twin):
+        each.limit.fill_(4)
+    for mask in (FULL, few):
+        assert torch.equal(model(x, mask), twin(x, mask))
+
+
+def test_a_buffer_that_changes_within_a_call_is_read_each_time() -> None:
+    class Stepping(nn.Module):
+        count: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.register_buffer("count", torch.tensor(1))
+
+        @torch._dynamo.disable
+        def advance(self, x: Tensor) -> Tensor:
+            self.count += 1
+            return x
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x).sin() * int(self.count)
+            return self.second(self.advance(x)).sin() * int(self.count)
+
+    torch.manual_seed(0)
+    model, x = Stepping(), torch.randn(3, 8)
+    twin = copy.deepcopy(model)
+    memfit.fit(model, (x,), budget="1GiB", loss_fn=torch.sum, search_seconds=0.1)
+    for _ in range(3):
+        found, expected = model(x), twin(x)
+        assert torch.equal(found, expected)
+        found.sum().backward()
+        expected.sum().backward()
+        for mine, plain in zip(model.parameters(), twin.parameters(), strict=True):
+            assert mine.grad is not None and plain.grad is not None and torch.equal(mine.grad, plain.grad)

@@ -46,7 +46,7 @@ class Decision:
     Attributes:
         place: of the input among the leaves of the call's arguments, or the name of the buffer.
         value: of the condition.
-        code: of the condition, for an input.
+        code: of the condition on an input; the numbers that a buffer is compared with.
         condition: computes it from the input or buffer.
     """
 
@@ -100,15 +100,15 @@ def decided(node: fx.Node, given: Given, *, is_number: bool = False) -> torch.Te
     real = [t for t in examples if isinstance(t, torch.Tensor) and not t.is_meta]
     if len(real) < len(examples):
         return None
-    inputs = [(one, t) for one, t in zip(found, real, strict=True) if id(t) in given.places]
+    inputs = [number for number, t in enumerate(real) if id(t) in given.places]
     if len(inputs) > 1 or (inputs and is_number):
         return None
-    if any(id(t) not in given.places and not _is_small(t, given) for t in real):
+    if any(number not in inputs and not _is_small(t, given) for number, t in enumerate(real)):
         return None
     try:
         with _disable_current_modes(), unset_fake_temporarily(), torch.no_grad():
             code, compute = _function(node, calls, found)
-            now = [t if id(t) in given.places else t.detach().clone() for t in real]
+            now = [t if number in inputs else t.detach().clone() for number, t in enumerate(real)]
             made = compute(*now)
             value = made if isinstance(made, torch.Tensor) and made.numel() == 1 else None
             is_true = value is not None and bool(value)
@@ -117,13 +117,14 @@ def decided(node: fx.Node, given: Given, *, is_number: bool = False) -> torch.Te
         return None
     if value is None:
         return None
-    for (one, t), saved in zip(zip(found, real, strict=True), now, strict=True):
-        if id(t) not in given.places:
+    for number, (one, t) in enumerate(zip(found, real, strict=True)):
+        if number in inputs:
+            place: int | str = given.places[id(t)]
+            decision = Decision(place=place, value=is_true, code=code, condition=_of_one(compute, now, number))
+        else:
+            place, saved = given.buffers[id(t)], now[number]
             equal = functools.partial(torch.equal, saved)
-            _guarded(one, given, Decision(place=given.buffers[id(t)], value=True, code="", condition=equal))
-    for one, t in inputs:
-        of_input = _of_one(compute, now, real.index(t))
-        decision = Decision(place=given.places[id(t)], value=is_true, code=code, condition=of_input)
+            decision = Decision(place=place, value=True, code=str(saved.tolist()), condition=equal)
         if not _guarded(one, given, decision):
             return None
     return value
