@@ -293,7 +293,7 @@ def test_a_buffer_that_changes_is_read_anew() -> None:
 
 
 class Limited(nn.Module):
-    """Compares an input with a number that it keeps as a buffer, which comes first in the graph."""
+    """Compares an input with a number that it keeps as a buffer."""
 
     limit: Tensor
 
@@ -304,7 +304,7 @@ class Limited(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         x = self.layer(x * self.limit)
-        if self.limit > mask.sum():
+        if mask.sum() < self.limit:
             return x.sin()
         return x * 2
 
