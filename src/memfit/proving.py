@@ -8,6 +8,7 @@ Known limits: the plain step's gradients are compared where it fits in what is f
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Sequence
@@ -71,6 +72,7 @@ def prove(
         begin = time.perf_counter()
         step, plain = _with_plain_result(step, plan, device_of(model))
         seconds = time.perf_counter() - begin
+        leanest = False
         for attempt in range(_PROVING_RUNS):
             assert plan.planned is not None
             if progress is not None:
@@ -90,15 +92,24 @@ def prove(
             if attempt == _PROVING_RUNS - 1:
                 break
             # What the model of memory misses is taken from what the planner may use.
-            before = target
             target = lowered(target, budget_bytes, measured_bytes=peak, predicted_bytes=plan.predicted.peak_bytes)
             log.info("measured %d bytes, predicted %d; planning for %d", peak, plan.predicted.peak_bytes, target)
+            planned = plan.planned
+            again = functools.partial(plan_captured, model, args, kwargs, planned.capture, planned.graph, request)
             try:
-                plan = _corrected(model, args, kwargs, plan, target, below=before)
-                target = plan.budget_bytes  # of the leanest plan more than was asked for
+                try:
+                    plan = again(target)
+                except BudgetError as error:
+                    if leanest or error.least_bytes > budget_bytes:
+                        raise
+                    # The leanest plan may exceed its prediction by less than the others did, and
+                    # `BudgetError.least_bytes` was measured with it.
+                    leanest = True
+                    log.info("planning for %d, the least", error.least_bytes)
+                    plan = again(error.least_bytes)
+                    target = error.least_bytes
             except BudgetError as error:
-                missed = budget_bytes - target
-                raise refused(error, budget_bytes=budget_bytes, missed_bytes=missed) from error
+                raise refused(error, budget_bytes=budget_bytes, missed_bytes=budget_bytes - target) from error
     assert plan.planned is not None
     timeline = simulate(plan.planned.graph, plan.program)
     raise refusal(
@@ -118,25 +129,6 @@ def lowered(target_bytes: int, budget_bytes: int, *, measured_bytes: int, predic
     target, which is lowered already by how much earlier plans exceeded theirs.
     """
     return min(target_bytes - (measured_bytes - budget_bytes), budget_bytes - (measured_bytes - predicted_bytes))
-
-
-def _corrected(
-    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], plan: Plan, budget_bytes: int, *, below: int
-) -> Plan:
-    """A plan of the same step for less memory; where none fits, the leanest plan, if it is made for less than `below`.
-
-    The leanest plan may exceed its prediction by less than the last plan did, and `BudgetError.least_bytes` was
-    measured with it.
-    """
-    assert plan.planned is not None
-    planned = plan.planned
-    try:
-        return plan_captured(model, args, kwargs, planned.capture, planned.graph, planned.request, budget_bytes)
-    except BudgetError as error:
-        if error.least_bytes >= below:
-            raise
-        log.info("planning for %d, the least", error.least_bytes)
-        return plan_captured(model, args, kwargs, planned.capture, planned.graph, planned.request, error.least_bytes)
 
 
 def peak_of(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], plan: Plan, request: Request) -> int:

@@ -69,6 +69,7 @@ def measure(
     device = torch.device(device)
     for _ in range(warmup):
         step()
+    torch.clear_autocast_cache()  # an autocast region of the caller's keeps casts of weights, which a step makes
     if device.type == "cuda":
         peak, start, reserved = _cuda_peak(step, device)
         if start_bytes is not None:  # what else is in memory is not the step's

@@ -1,0 +1,60 @@
+"""What is measured of a step is what it takes in a loop, whatever ran before in the same region of autocast."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import memfit
+from memfit.runtime.measure import measure
+
+
+class Recurrent(nn.Module):
+    """Code between planned pieces whose weights autocast casts, and a norm whose parameters are moved to prove bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.norm = nn.Linear(16, 64), nn.LayerNorm(64)
+        self.cell, self.out = nn.Linear(64, 64), nn.Linear(64, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.norm(self.into(x)))
+        torch._dynamo.graph_break()
+        x = self.recurred(x)
+        return self.out(torch.tanh(x))
+
+    @torch.compiler.disable
+    def recurred(self, x: torch.Tensor) -> torch.Tensor:
+        state = torch.zeros_like(x[0])
+        for row in x:
+            state = torch.tanh(self.cell(state) + row)
+        return state
+
+
+def test_casts_of_weights_count_each_time() -> None:
+    layer, x = nn.Linear(256, 256), torch.randn(4, 256)
+
+    def step() -> None:
+        layer(x).sum().backward()
+        layer.zero_grad()
+
+    def step_in_its_own_region() -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            step()
+
+    expected = measure(step_in_its_own_region, repeats=0, start_bytes=0).peak_bytes
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert [measure(step, repeats=0, start_bytes=0).peak_bytes for _ in range(2)] == [expected] * 2
+
+
+def test_the_least_budget_is_that_of_a_step_in_the_callers_autocast() -> None:
+    torch.manual_seed(0)
+    model, x = Recurrent(), torch.randn(6, 8, 16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        try:
+            memfit.fit(model, (x,), budget=1, loss_fn=lambda output: output.float().square().mean())
+        except memfit.BudgetError as error:
+            least_bytes = error.least_bytes
+        memfit.fit(model, (x,), budget=least_bytes, loss_fn=lambda output: output.float().square().mean())
+    plan = memfit.plan_of(model)
+    assert plan is not None and plan.measured_peak_bytes is not None and plan.measured_peak_bytes <= least_bytes
