@@ -136,6 +136,75 @@ def test_a_branch_breaks_the_graph_if_it_is_not_on_the_input_as_given(name: str)
         assert torch.equal(model(x, mask.clone()), twin(x, mask.clone()))
 
 
+class Checked(nn.Module):
+    """Compares numbers that it reads from an input, and notes one in each third call."""
+
+    def __init__(self, condition: Callable[[Tensor, int], bool]) -> None:
+        super().__init__()
+        self.table, self.layer, self.condition = nn.Embedding(16, 8), nn.Linear(8, 8), condition
+        self.calls, self.noted, self.notes = 0, 0.0, False
+
+    def forward(self, ids: Tensor) -> Tensor:
+        assert ids.min().item() >= 0, "ids begin with nought"
+        hidden = torch.tanh(self.layer(self.table(ids)))
+        if self.condition(ids, self.table.num_embeddings):
+            hidden = hidden * 2
+        self.calls += 1
+        if self.notes and self.calls % 3 == 0:
+            self.noted = ids.float().mean().item()
+        return hidden
+
+
+def _highest(ids: Tensor, most: int) -> bool:
+    highest = ids.max().item()
+    return 3 < highest < most / 2
+
+
+COMPARED: dict[str, Callable[[Tensor, int], bool]] = {
+    "item": lambda ids, most: ids.max().item() < most // 2,
+    "int": lambda ids, most: int(ids.max()) + 1 <= most // 2,
+    "float": lambda ids, most: float(ids.float().mean()) * 0.1 < 0.1 * 0.3 * most,
+    "bool": lambda ids, most: bool((ids < most // 2).all()),
+    "truth": lambda ids, most: not (ids >= most // 2).any().item(),
+    "count": lambda ids, most: (ids >= most // 2).sum().item() == 0,
+    "two": _highest,
+}
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_numbers_of_an_input_that_are_only_compared_break_nothing(name: str) -> None:
+    torch.manual_seed(0)
+    model, low, high = Checked(COMPARED[name]), torch.randint(0, 8, (4, 6)), torch.randint(8, 16, (4, 6))
+    plain = copy.deepcopy(model)
+    assert not capture_step(model, (low,), {}, loss_fn=torch.sum).pieces.breaks
+    memfit.fit(model, (low,), budget="1GiB", loss_fn=torch.sum, search_seconds=0.1)
+    for ids in (low, high, low.flip(0), high.flip(0)):
+        _assert_same_gradients(plain, model, ids)
+    with pytest.raises(AssertionError, match="begin with nought"):
+        model(low - 20)
+    _assert_same_gradients(plain, model, low)
+
+
+def test_a_number_that_is_read_in_a_later_call_is_the_plain_one() -> None:
+    torch.manual_seed(0)
+    model, ids = Checked(COMPARED["item"]), torch.randint(0, 8, (4, 6))
+    plain = copy.deepcopy(model)
+    memfit.fit(model, (ids,), budget="1GiB", loss_fn=torch.sum, search_seconds=0.1)
+    model.notes = plain.notes = True
+    model.calls = plain.calls = 0
+    for _ in range(7):
+        _assert_same_gradients(plain, model, ids)
+        assert type(model.noted) is float and model.noted == plain.noted and model.calls == plain.calls
+
+
+def _assert_same_gradients(plain: nn.Module, fitted: nn.Module, *inputs: Tensor) -> None:
+    for module in (plain, fitted):
+        module.zero_grad()
+        module(*inputs).square().sum().backward()
+    for one, other in zip(plain.parameters(), fitted.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None and torch.equal(one.grad, other.grad)
+
+
 class EachPlace(nn.Module):
     """Goes one of 64 ways, by which places of a mask are set."""
 

@@ -1,10 +1,11 @@
 """Branches on tensors, and sizes read from them, that can be decided while a graph is made break nothing.
 
 A library may look at the values of a tensor that it made itself: positions counted from nought, a causal mask. Others
-look at an input: is any place of the mask padding, is any label to be left out? And some compute a padding from sizes
-that they keep as buffers. Dynamo breaks the graph at all of these, as it has no values. Those that can be decided
-(`memfit.capture.decisions`) are constants here, under a guard: Dynamo computes the condition anew before each call, as
-eager does, and takes the graph only if it holds. That is a guarded specialization, as tracing compilers do for shapes.
+look at an input: is any place of the mask padding, does the longest text, read as a number, fit the positions? And some
+compute a padding from sizes that they keep as buffers. Dynamo breaks the graph at all of these, as it has no values.
+Those that can be decided (`memfit.capture.decisions`) are constants here, under a guard: Dynamo computes the condition
+anew before each call, as eager does, and takes the graph only if it holds. That is a guarded specialization, as tracing
+compilers do for shapes.
 
 Idea: ours. What is wrapped is where Dynamo breaks: jumps, `item`, slices, and calls of torch that take sizes.
 
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch._dynamo import symbolic_convert
 from torch._dynamo.variables import ConstantVariable, ListVariable, TensorVariable, TupleVariable
+from torch._dynamo.variables.tensor import SymNodeVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
 from memfit.capture.decisions import Decision, Given, decided
@@ -98,7 +100,7 @@ def decided_branches(
 def _folding(jump: Callable[[Any, Any], Any], given: Given) -> Callable[[Any, Any], Any]:
     def fold_and_jump(tx: Any, instruction: Any) -> Any:
         condition = tx.stack[-1]
-        if isinstance(condition, TensorVariable):
+        if isinstance(condition, TensorVariable | SymNodeVariable):
             value = decided(condition.proxy.node, given)
             if value is not None:
                 tx.stack[-1] = ConstantVariable.create(bool(value))
@@ -123,14 +125,15 @@ def _numbers_in(argument: Any, given: Given) -> Any:
         if all(new is old for new, old in zip(items, argument.items, strict=True)):
             return argument
         return type(argument)(items)
-    if not isinstance(argument, TensorVariable):
+    if not isinstance(argument, TensorVariable) or argument.dtype is torch.bool:
         return argument
     number = _number(argument, given)
     return ConstantVariable.create(number) if type(number) is int else argument
 
 
 def _number(tensor: TensorVariable, given: Given) -> bool | int | float | None:
-    """The number in a tensor of one element."""
-    value = decided(tensor.proxy.node, given, is_number=True)
+    """The number in a tensor of one element; of one that says whether something is so, an input may decide."""
+    is_number = getattr(tensor, "dtype", None) is not torch.bool
+    value = decided(tensor.proxy.node, given, is_number=is_number)
     found = None if value is None or value.is_complex() else value.item()
     return found if isinstance(found, bool | int | float) else None

@@ -2,13 +2,13 @@
 
 Constant folding, for the few numbers that code of Python asks for while Dynamo follows it. What is made from constants
 alone has its value. What is made from buffers of few elements, such as the sizes that an audio codec keeps as tensors,
-has it as long as these buffers are as they are. A condition may look at one input besides: it is computed anew for each
-call, and only has to come out the same way.
+has it as long as these buffers are as they are. A condition may look at one input besides, at numbers read from it too:
+it is computed anew for each call, and only has to come out the same way.
 
 Idea: ours; tracing compilers guard shapes in the same way.
 
 Known limits: nothing that depends on a parameter, on a larger buffer or on several inputs is decided, and no number
-that depends on an input, since every batch may have another one.
+that depends on an input and is used otherwise than in a condition, since every batch may have another one.
 """
 
 from __future__ import annotations
@@ -110,6 +110,8 @@ def decided(node: fx.Node, given: Given, *, is_number: bool = False) -> torch.Te
             code, compute = _function(node, calls, found)
             now = [t if number in inputs else t.detach().clone() for number, t in enumerate(real)]
             made = compute(*now)
+            if isinstance(made, bool | int | float):
+                made = torch.tensor(made)  # of numbers that were read from a tensor
             value = made if isinstance(made, torch.Tensor) and made.numel() == 1 else None
             is_true = value is not None and bool(value)
     except Exception as error:  # whatever it is, Dynamo breaks the graph as it would have

@@ -26,7 +26,7 @@ from memfit.capture.between_pieces import Handed, handed_over, has_tensor_hooks,
 from memfit.capture.checkpoints import refusing_checkpoints, without_checkpoints
 from memfit.capture.compiled_call import compile_call
 from memfit.capture.decisions import Decision
-from memfit.capture.dynamo_graph import graph_key, outputs_of, returned_inputs, weights_made
+from memfit.capture.dynamo_graph import graph_key, outputs_of, reads_numbers, returned_inputs, weights_made
 from memfit.capture.failures import explained, left_to_plain_code, nothing_captured, nothing_reached, quiet
 from memfit.capture.live_bytes import LiveBytes
 from memfit.capture.loss import LossReading
@@ -48,8 +48,6 @@ __all__ = ["capture_pieces", "first_lines"]
 log = logging.getLogger(__name__)
 
 _Read = Callable[[Pieces, Callable[[], None]], LossReading]
-
-_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def capture_pieces(
@@ -205,8 +203,8 @@ def _capture(
         gm, inputs, views = returned_views_first(gm, inputs)
         hand_on_used_views(gm)
         graph = as_dynamo_made(gm, inputs, "" if fake else graph_key(gm), gathered=bool(gathered()))
-        if fake and any(isinstance(node.meta.get("example_value"), _NUMBERS) for node in gm.graph.nodes):
-            raise UnplannableGraphError("a number is read from a tensor")  # in a graph it would round as a tensor does
+        if fake and reads_numbers(gm):
+            raise UnplannableGraphError("a number is read from a tensor")
         results = [n.meta["example_value"] if isinstance(n, fx.Node) else n for n in outputs_of(gm)]
         original = gm.forward if fake else types.MethodType(type(gm).forward, gm)
         if not fake and has_tensor_hooks(gm):

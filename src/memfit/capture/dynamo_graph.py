@@ -20,9 +20,12 @@ __all__ = [
     "in_place_nodes",
     "is_in_place",
     "outputs_of",
+    "reads_numbers",
     "returned_inputs",
     "weights_made",
 ]
+
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def graph_key(gm: fx.GraphModule) -> str:
@@ -110,6 +113,11 @@ def attach_outputs(gm: fx.GraphModule, positions: Sequence[int]) -> None:
     for node in cut.values():
         gm.graph.erase_node(node)
     gm.recompile()
+
+
+def reads_numbers(gm: fx.GraphModule) -> bool:
+    """Whether numbers are read from tensors: Python rounds and promotes them otherwise than a graph's tensors."""
+    return any(isinstance(node.meta.get("example_value"), _NUMBERS) for node in gm.graph.nodes)
 
 
 def outputs_of(gm: fx.GraphModule) -> list[Any]:

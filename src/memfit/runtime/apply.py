@@ -27,7 +27,14 @@ from memfit.capture.adding import Accumulate
 from memfit.capture.backward_autocast import autocast_is_on, backward_in_autocast, planning_backward
 from memfit.capture.compiled_call import call_has_begun, compile_call
 from memfit.capture.decisions import Decision
-from memfit.capture.dynamo_graph import accumulated_inputs, all_but, attach_outputs, detach_outputs, graph_key
+from memfit.capture.dynamo_graph import (
+    accumulated_inputs,
+    all_but,
+    attach_outputs,
+    detach_outputs,
+    graph_key,
+    reads_numbers,
+)
 from memfit.capture.eager_autocast import cast_once
 from memfit.capture.eager_kernels import as_in_eager
 from memfit.capture.failures import user_line
@@ -211,7 +218,13 @@ def compile_planned(
     def named(value: Any) -> str:
         return next((name for name, parameter in model.named_parameters() if parameter is value), "an input")
 
+    def unplanned(gm: fx.GraphModule) -> PlanMismatchError:
+        told = f"{type(model).__name__} now runs a graph that was not planned{_begin(gm)}"
+        return PlanMismatchError(f"{told}; plan or fit it anew, as it now is")
+
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        if not in_pieces and reads_numbers(gm):
+            raise unplanned(gm)
         numbers_by_numpy(gm)
         gm, inputs, views = returned_views_first(gm, inputs)
         hand_on_used_views(gm)
@@ -259,10 +272,7 @@ def compile_planned(
             if digest not in of_graph and begun:
                 raise _StrayGraphError("a graph behind a break was not planned")
             if digest not in of_graph:
-                raise PlanMismatchError(
-                    f"{type(model).__name__} now runs a graph that was not planned{_begin(gm)}; plan or fit it "
-                    "anew, as it now is"
-                )
+                raise unplanned(gm)
             place = of_graph[digest][turn]
             program, swapper = programs[place], swappers[place]
             if cut or piece.assumed or (piece.autocast is not None and not in_pieces):
