@@ -31,6 +31,9 @@ settings.load_profile("memfit")
 # Measured costs belong to the tests, not to the user who runs them; all workers share them.
 os.environ["MEMFIT_CACHE"] = str(Path(tempfile.gettempdir()) / f"memfit-tests-{os.getuid()}")
 
+# The same for Dynamo, which looks for garbage after each graph; it reads this when it is imported.
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
+
 
 def pytest_collection_finish() -> None:
     """What is imported by now is no garbage; every collection of a long run would look through it."""

@@ -91,6 +91,28 @@ def test_what_is_no_cost_is_ignored(own_directory: Path, damage: str) -> None:
     assert again["one"] == (way(1.0),) and again["two"] == (way(2.0),)
 
 
+def test_what_others_append_is_read_and_a_file_that_is_another_anew(own_directory: Path) -> None:
+    cache = open_cache(CPU)
+    cache["one"] = (way(1.0),)
+    cache.save()
+    (file,) = own_directory.iterdir()
+    line = '["other", [[1, 2.0, 64]]]'
+    with file.open("a") as others:
+        others.write(line[:12])
+        others.flush()
+        assert list(open_cache(CPU)) == ["one"]  # half of a line
+        others.write(line[12:] + "\n")
+    assert dict(open_cache(CPU)) == {"one": (way(1.0),), "other": (way(2.0),)}
+    file.write_text(line + "\n")  # shorter
+    assert dict(open_cache(CPU)) == {"other": (way(2.0),)}
+    replacing = file.with_suffix(".new")
+    replacing.write_text('["third", [[1, 3.0, 64]]]\n' * 4)
+    replacing.replace(file)
+    assert dict(open_cache(CPU)) == {"third": (way(3.0),)}
+    file.write_bytes(b"\xff\n" * 200)
+    assert not open_cache(CPU)
+
+
 def test_a_place_that_cannot_be_written_is_no_error(own_directory: Path) -> None:
     own_directory.parent.mkdir(exist_ok=True)
     own_directory.write_text("a file, not a directory")

@@ -2,17 +2,20 @@
 
 A cost depends on the device, the torch version and the number of threads; each combination has its own file. What is
 measured is appended, so processes that measure at the same time lose nothing of each other's. The file is data: lines
-that are no costs are ignored, and what is missing is measured anew.
+that are no costs are ignored, and what is missing is measured anew. It is opened for each step that is captured, so a
+process reads each line once, and then only what has been appended.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
 import os
 import platform
 from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -65,18 +68,11 @@ class CostCache(MutableMapping[str, tuple[Way, ...]]):
         if self.path is None:
             return
         try:
-            lines = self.path.read_text().splitlines()
+            self._unread = _read_so_far(self.path).entries_now()
         except FileNotFoundError:
             return
         except (OSError, ValueError) as error:
             log.warning("cannot read measured costs from %s: %s", self.path, error)
-            return
-        for line in filter(None, lines):
-            key, text = _divided(line)
-            if key:
-                self._unread[key] = text
-            else:
-                log.warning("ignoring a damaged line of measured costs: %.80s", line)
 
     def save(self) -> None:
         """Appends what is new, readable by the owner only; a file that cannot be written is not an error."""
@@ -92,6 +88,53 @@ class CostCache(MutableMapping[str, tuple[Way, ...]]):
                 file.write(text.encode())
         except OSError as error:
             log.warning("cannot save measured costs to %s: %s", self.path, error)
+
+
+@dataclass(slots=True)
+class _Reader:
+    """What was read of a file so far.
+
+    Attributes:
+        path: of the file.
+        identity: of the file that was read, by its file system; another one may have taken its place.
+        read_bytes: how much of it was read, whole lines only.
+        entries: JSON by key.
+    """
+
+    path: Path
+    identity: tuple[int, int] = (0, 0)
+    read_bytes: int = 0
+    entries: dict[str, str] = field(default_factory=dict)
+
+    def entries_now(self) -> dict[str, str]:
+        """All entries, those that have been appended since included."""
+        with self.path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            identity = (status.st_dev, status.st_ino)
+            if identity != self.identity or status.st_size < self.read_bytes:
+                self.identity, self.read_bytes, self.entries = identity, 0, {}
+            file.seek(self.read_bytes)
+            new = file.read()
+        whole = new[: new.rfind(b"\n") + 1]
+        self.entries.update(_entries(whole.decode()))
+        self.read_bytes += len(whole)
+        return self.entries | _entries(new[len(whole) :].decode())  # a line that is being written, or was cut off
+
+
+@functools.cache
+def _read_so_far(path: Path) -> _Reader:
+    return _Reader(path)
+
+
+def _entries(text: str) -> dict[str, str]:
+    entries: dict[str, str] = {}
+    for line in filter(None, text.splitlines()):
+        key, costs = _divided(line)
+        if key:
+            entries[key] = costs
+        else:
+            log.warning("ignoring a damaged line of measured costs: %.80s", line)
+    return entries
 
 
 def cache_directory() -> Path:

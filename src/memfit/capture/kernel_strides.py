@@ -7,7 +7,8 @@ an operand of another layout, view what cannot be viewed so, sum in another orde
 
 *Idea*: ask the kernel. While a graph is made, a call whose tensors are not all contiguous is made a second time, on a
 few real elements that lie alike (`memfit.capture.samples_of_calls`), with the kernel and with fake tensors; where the
-two differ the fake result of the call itself gets the layout of the kernel's. Each call is asked about once.
+two differ the fake result of the call itself gets the layout of the kernel's. Each call is asked about once, in a
+process: how a kernel lays out the result of such a call is a fact of torch's.
 Strides along axes of one element count too, since kernels look there for whether an image is channels last; views get
 theirs by torch's own rule, on the meta device. Where floating-point operands have several dtypes the kernel is asked
 too, and its results' dtypes count: statistics of batch normalisation in mixed precision are those of the weights.
@@ -18,6 +19,7 @@ most of those with integer operands that are not element-wise: made-up places to
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +34,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memfit.capture.kernel_settings import kernel_settings
 from memfit.capture.samples_of_calls import made_by_kernel, real_like, sizes_to_try, smaller_numbers, strides_alike
 
 __all__ = ["TAKING_INDICES", "reads_by_index", "strides_of_kernels"]
@@ -39,6 +42,11 @@ __all__ = ["TAKING_INDICES", "reads_by_index", "strides_of_kernels"]
 log = logging.getLogger(__name__)
 
 _OURS = "_memfit_strides_of_kernels"
+
+_PLAIN = (
+    *(torch.Tensor, bool, int, float, complex, str, type(None)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
 
 _Layout = tuple[tuple[int, ...], torch.dtype]
 """Strides and dtype."""
@@ -53,7 +61,7 @@ def strides_of_kernels() -> Iterator[None]:
     if hasattr(plain, _OURS):
         yield
         return
-    asked = _Asked(plain=plain)
+    asked = _Asked(plain=plain, lasting=_known_layouts(_settings()))
 
     def dispatch(mode: FakeTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return asked.result(mode, func, types, args, kwargs or {})
@@ -77,6 +85,18 @@ def _quiet() -> Iterator[None]:
         theirs.disabled = before
 
 
+def _settings() -> tuple[object, ...]:
+    """What chooses kernels beside the calls."""
+    chosen = torch.are_deterministic_algorithms_enabled(), torch.backends.mkldnn.enabled, torch.get_default_dtype()
+    return (*chosen, *kernel_settings("cpu"), *(kernel_settings("cuda") if torch.cuda.is_initialized() else ()))
+
+
+@functools.cache
+def _known_layouts(settings: tuple[object, ...]) -> dict[Any, _Layouts]:
+    """The kernels' answers so far, under the same settings."""
+    return {}
+
+
 class _Within(threading.local):
     """Whether this thread is inside a call: what a call calls in turn is no call of the graph."""
 
@@ -85,9 +105,18 @@ class _Within(threading.local):
 
 @dataclass(slots=True, kw_only=True)
 class _Asked:
-    """The kernels' answers, and torch's own way to fake results."""
+    """The kernels' answers, and torch's own way to fake results.
+
+    Attributes:
+        plain: torch's own way.
+        lasting: answers about calls of tensors and plain values, which outlive the graph.
+        within: a call of the graph.
+        kinds: which ops make tensors.
+        layouts: other answers; their keys may hold objects of the user's.
+    """
 
     plain: Any
+    lasting: dict[Any, _Layouts]
     within: _Within = field(default_factory=_Within)
     kinds: dict[Any, bool] = field(default_factory=dict)
     layouts: dict[Any, _Layouts] = field(default_factory=dict)
@@ -123,9 +152,10 @@ class _Asked:
         if any(r.untyped_storage()._cdata in memory for r in results if isinstance(r, torch.Tensor)):
             return made
         key = (func, spec, *map(_key, arguments), *map(_key, results))
-        layouts = self.layouts.get(key)
+        known = self.lasting if all(isinstance(a, _PLAIN) for a in arguments) else self.layouts
+        layouts = known.get(key)
         if layouts is None:
-            layouts = self.layouts[key] = self._ask(mode, func, arguments, spec, results)
+            layouts = known[key] = self._ask(mode, func, arguments, spec, results)
         if not any(layouts):
             return made
         return pytree.tree_unflatten(
