@@ -88,7 +88,8 @@ def _quiet() -> Iterator[None]:
 def _settings() -> tuple[object, ...]:
     """What chooses kernels beside the calls."""
     chosen = torch.are_deterministic_algorithms_enabled(), torch.backends.mkldnn.enabled, torch.get_default_dtype()
-    return (*chosen, *kernel_settings("cpu"), *(kernel_settings("cuda") if torch.cuda.is_initialized() else ()))
+    casts = (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"))
+    return (*chosen, *casts, *kernel_settings("cpu"), *(kernel_settings("cuda") if torch.cuda.is_initialized() else ()))
 
 
 @functools.cache

@@ -156,8 +156,7 @@ def kernels_only(*, random: bool = False, cuda: Sequence[int] = ()) -> Iterator[
     """
     with ExitStack() as aside:
         aside.enter_context(_disable_current_modes())
-        below = torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast()
-        for context in (no_dispatch(), no_python_dispatcher(), *below):
+        for context in (no_dispatch(), no_python_dispatcher(), torch._C._AutoDispatchBelowAutograd()):
             aside.enter_context(context)
         if random:
             aside.enter_context(torch.random.fork_rng(devices=list(cuda)))
