@@ -86,7 +86,16 @@ def make_plan(
             proving_step(model, args, kwargs, request, state).plain()
 
     with told_plainly(model, plain_step), planning_backward(in_autocast=request.backward_in_autocast):
-        return _made(model, args, kwargs, request, progress=progress, keep_call=keep_call)
+        plan = _made(model, args, kwargs, request, progress=progress, keep_call=keep_call)
+    return plan if keep_call else _without_call(plan)
+
+
+def _without_call(plan: Plan) -> Plan:
+    """The same plan, which does not keep the module alive."""
+    assert plan.planned is not None
+    capture = plan.planned.capture
+    bare = replace(capture, pieces=replace(capture.pieces, call=None))
+    return replace(plan, planned=replace(plan.planned, capture=bare))
 
 
 def _made(

@@ -26,12 +26,14 @@ from memfit.capture.between_pieces import Handed, handed_over, has_tensor_hooks,
 from memfit.capture.checkpoints import refusing_checkpoints, without_checkpoints
 from memfit.capture.compiled_call import compile_call
 from memfit.capture.decisions import Decision
+from memfit.capture.dynamo_call import DynamoCall, running_plan
 from memfit.capture.dynamo_graph import graph_key, outputs_of, reads_numbers, returned_inputs, weights_made
 from memfit.capture.failures import explained, left_to_plain_code, nothing_captured, nothing_reached, quiet
 from memfit.capture.live_bytes import LiveBytes
 from memfit.capture.loss import LossReading
 from memfit.capture.module_names import name_modules
 from memfit.capture.numpy_code import NumpyCodeError, numbers_by_numpy, refuse_rounding_numpy
+from memfit.capture.one_graph import OneGraph
 from memfit.capture.pieces import Piece, Pieces, tensors_in
 from memfit.capture.plain_parts import NOTHING_PLAIN, PlainParts, UnplannableGraphError, find_plain_parts
 from memfit.capture.preserve import preserved
@@ -196,7 +198,12 @@ def _capture(
             raise nothing_reached(model)
         return traced
 
+    of = object()
+
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        plan = running_plan(of)
+        if plan is not None:
+            return plan.backend(gm, inputs)
         numbers_by_numpy(gm)
         refuse_rounding_numpy(gm.graph)
         name_modules(gm.graph, model)
@@ -225,11 +232,15 @@ def _capture(
         weights = weights_made(gm, inputs, held)
         key, number = graph.key, len(graphs)
         graphs.append(graph)
+        bare = replace(graph, inputs=())
         del graph  # Dynamo keeps the function below, and that must not keep the inputs
         if not later:
             lying.update(strides_of_outputs(traced.reading.module.graph))
 
-        def run(*real_inputs: Any) -> tuple[Any, ...]:
+        def run(*real_inputs: Any) -> Any:
+            plan = running_plan(of)
+            if plan is not None:
+                return plan.run(bare, views, real_inputs)
             units = gathered()
             operands = (*real_inputs, *views(*real_inputs))
             if fake:
@@ -275,6 +286,10 @@ def _capture(
         pieces.clear()  # Dynamo keeps the backend, and with it these lists
         graphs.clear()
     made = Pieces(pieces=captured, output=output, staying=gathered(), plain=plain, replaced=reader.replaced)
+    if later and not isinstance(model, OneGraph) and not is_sharded(model):
+        made = replace(
+            made, call=DynamoCall(model=model, of=of, call=call, decisions=() if decisions is None else decisions)
+        )
     if read is None or not captured:
         return made
     settle = functools.partial(

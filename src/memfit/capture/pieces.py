@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from memfit.capture.autograd_graph import edges_behind
 from memfit.capture.between_pieces import Handed
+from memfit.capture.dynamo_call import DynamoCall
 from memfit.capture.loss import LossReading
 from memfit.capture.plain_parts import NOTHING_PLAIN, PlainParts
 from memfit.capture.reading import JointReading
@@ -72,6 +73,7 @@ class Pieces:
         staying: the units of a sharded module that were gathered when it had run.
         plain: what is left to plain code.
         replaced: whether the model's own checkpoints are left out.
+        call: what Dynamo compiled, where that is one graph; plans of the step run it.
         loss: what the loss does with the output and with what left by a side door, if it was read.
         gradient_outputs: which outputs of the last graph receive gradients; None for all.
         gradient_strides: how gradients of outputs of the graphs lie, where that is not as the outputs do.
@@ -87,6 +89,7 @@ class Pieces:
     staying: tuple[Gathered, ...] = ()
     plain: PlainParts = NOTHING_PLAIN
     replaced: bool = False
+    call: DynamoCall | None = None
 
     @property
     def last_key(self) -> str | None:

@@ -32,7 +32,17 @@ from memfit.capture.reading import JointReading
 from memfit.capture.shared_inputs import return_each_term, taking_for_each_use, terms_of_inputs, uses_of_inputs
 from memfit.capture.tangents import Strides, laid_out_as_made, strides_of_input_gradients
 
-__all__ = ["DynamoGraph", "Reader", "Surroundings", "Traced", "as_dynamo_made", "not_traced", "trace"]
+__all__ = [
+    "DynamoGraph",
+    "Reader",
+    "Surroundings",
+    "Traced",
+    "as_dynamo_made",
+    "as_it_was",
+    "copied",
+    "not_traced",
+    "trace",
+]
 
 _DEVICES = ("cpu", "cuda", "xpu")
 
@@ -138,8 +148,7 @@ def trace(graph: DynamoGraph, around: Surroundings, reader: Reader) -> Traced | 
     readings: list[JointReading] = []
     of_inputs: dict[int, Strides | None] = {}
     terms: dict[int, int] = {}
-    gm = fx.GraphModule(graph.gm, _copy(graph.gm.graph))
-    gm.meta = dict(graph.gm.meta)
+    gm = copied(graph.gm)
     accumulated = accumulated_inputs(graph.inputs) if reader.accumulate else frozenset[int]()
     casts = cast_once(gm, graph.inputs)
     without = accumulated | frozenset(casts)  # eager adds up gradients of a cast weight before it casts them back
@@ -160,14 +169,14 @@ def trace(graph: DynamoGraph, around: Surroundings, reader: Reader) -> Traced | 
         readings.append(reading(in_place=in_place, accumulated=accumulated, as_made=as_made, cast_once=casts))
         return halves
 
-    with _as_it_was(graph), as_in_eager(), laid_out_as_made(around.strides):
+    with as_it_was(graph), as_in_eager(), laid_out_as_made(around.strides):
         taken, examples = taking_for_each_use(gm, graph.inputs, around.repeated)
         aot_autograd(fw_compiler=_as_is, bw_compiler=_as_is, partition_fn=partition)(taken, examples)
     return Traced(reading=readings[0], terms=terms, of_inputs=of_inputs) if readings else None
 
 
 @contextlib.contextmanager
-def _as_it_was(graph: DynamoGraph) -> Iterator[None]:
+def as_it_was(graph: DynamoGraph) -> Iterator[None]:
     """The settings that the graph was handed over with; nothing to do while that call lasts."""
     if TracingContext.try_get() is graph.context:
         yield
@@ -184,12 +193,15 @@ def _as_it_was(graph: DynamoGraph) -> Iterator[None]:
         yield
 
 
-def _copy(graph: fx.Graph) -> fx.Graph:
-    copied = fx.Graph()
+def copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy over the same modules."""
+    graph = fx.Graph()
     nodes: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        nodes[node] = copied.node_copy(node, nodes.__getitem__)
-    return copied
+    for node in gm.graph.nodes:
+        nodes[node] = graph.node_copy(node, nodes.__getitem__)
+    copy = fx.GraphModule(gm, graph)
+    copy.meta = dict(gm.meta)
+    return copy
 
 
 def _as_is(gm: fx.GraphModule, inputs: Any) -> fx.GraphModule:

@@ -27,6 +27,7 @@ from memfit.capture.adding import Accumulate
 from memfit.capture.backward_autocast import autocast_is_on, backward_in_autocast, planning_backward
 from memfit.capture.compiled_call import call_has_begun, compile_call
 from memfit.capture.decisions import Decision
+from memfit.capture.dynamo_call import DynamoCall, RunsGraphs
 from memfit.capture.dynamo_graph import (
     accumulated_inputs,
     all_but,
@@ -141,6 +142,7 @@ def compile_program(
     Raises:
         SwapError: if there is no room for what the program swaps.
     """
+    followed = capture.pieces.call
     spaces = open_spaces(capture.graph, program, device_of(model))
     programs = piece_programs(capture, program)
     return compile_planned(
@@ -158,6 +160,7 @@ def compile_program(
         spaces=spaces,
         describe=describe,
         later=later,
+        followed=followed if followed is not None and followed.model is model else None,
     )
 
 
@@ -179,6 +182,7 @@ def compile_planned(
     spaces: Mapping[Tier, SwapSpace] | None = None,
     describe: Callable[[], str] = str,
     later: Later | None = None,
+    followed: DynamoCall | None = None,
 ) -> PlannedCall:
     """Compiles the module's call so that it runs a plan.
 
@@ -199,6 +203,7 @@ def compile_planned(
         spaces: the tiers that the programs swap to.
         describe: words about the plan, for an out-of-memory error.
         later: see `compile_program`.
+        followed: what Dynamo compiled for the capture; without it the module's code is followed anew.
 
     Returns:
         A callable with the signature of the module; compiles on its first call.
@@ -228,6 +233,9 @@ def compile_planned(
         numbers_by_numpy(gm)
         gm, inputs, views = returned_views_first(gm, inputs)
         hand_on_used_views(gm)
+        return calling_after(views, compile_graph(gm, inputs))
+
+    def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         by_autograd = reached_by_autograd(gm)
         piece = CompiledPiece(in_pieces=in_pieces, autocast=in_autocast if autocast_is_on() else None)
         key = graph_key(gm) if in_pieces else ""
@@ -305,14 +313,14 @@ def compile_planned(
                 call = trace(taken, examples)
             split.clear()
             call = calling_with_each_once(call, repeated)
-            return calling_after(views, noting_forward(call, piece, _PASS.get) if digest else call)
+            return noting_forward(call, piece, _PASS.get) if digest else call
 
         try:
             first = compiled(0)
         except _StrayGraphError:
             call_numpy(gm)
             attach_outputs(gm, cut)
-            return calling_after(views, _plainly(gm))
+            return _plainly(gm)
         except UnplannableGraphError as error:
             if not in_pieces:
                 raise
@@ -320,15 +328,25 @@ def compile_planned(
             log.warning(
                 "a graph of the model that was not planned runs as plain code (%s): %s", error, "; ".join(plain.reasons)
             )
-            return calling_after(views, gm.forward)
+            return gm.forward
         turns = len(of_graph.get(digest, ()))
         if turns < 2:
             return first
         return _in_turn([first, *(compiled(turn) for turn in range(1, turns))], digest)
 
+    used = tuple(swapper for swapper in swappers if swapper is not None)
+    if followed is not None:
+        plan = RunsGraphs(backend=backend, compile_graph=compile_graph)
+
+        def run_followed(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return followed.run(plan, args, kwargs)
+            except torch._dynamo.exc.Unsupported as error:  # code that it follows anew would break the graph
+                raise PlanMismatchError(f"{type(model).__name__} now runs code that was not planned") from error
+
+        return PlannedCall(run_followed, used, len(programs), followed.decisions)
     decisions = list[Decision]() if decide else None
     run = compile_call(model, backend, in_pieces=in_pieces, plain=plain, replaced=replaced, decisions=decisions)
-    used = tuple(swapper for swapper in swappers if swapper is not None)
     return PlannedCall(run, used, len(programs), () if decisions is None else decisions)
 
 

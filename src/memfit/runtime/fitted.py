@@ -129,7 +129,7 @@ class Fitted:
             return model._call_impl(*args, **kwargs)
         try:
             return self._run(model, key, call, args, kwargs)
-        except torch._dynamo.exc.TorchDynamoException as error:
+        except (torch._dynamo.exc.TorchDynamoException, PlanMismatchError) as error:
             failure = getattr(error, "inner_exception", error)
             if not isinstance(failure, PlanMismatchError):
                 if isinstance(failure, MemfitError):

@@ -1,0 +1,98 @@
+"""A module's call as Dynamo compiled it for a capture, which the plans of that step run too.
+
+A step is captured once, and then compiled for each plan that is tried: to measure it, to correct it, to train. What
+Dynamo makes of the module's code and the guards that it sets do not depend on the plan, and for many models following
+the code takes longer than all else.
+
+*Idea*: late binding. What Dynamo was given for a graph looks up who runs the graph now: nobody, while the step is
+captured, else a plan, which traces its own copy of the graph when it is first run. Where the guards fail, Dynamo
+follows the code anew for the plan that runs.
+
+Known limits: one graph without a break. The call holds the module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from memfit.capture.decisions import Decision
+from memfit.capture.returned_views import Views, calling_after
+from memfit.capture.shared_inputs import static_example
+from memfit.capture.traced_graph import DynamoGraph, as_it_was, copied
+
+__all__ = ["DynamoCall", "RunsGraphs", "running_plan"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RunsGraphs:
+    """A plan, to a call that Dynamo compiled.
+
+    Attributes:
+        backend: compiles a graph that Dynamo made for it, as a backend of Dynamo's does.
+        compile_graph: the same of a graph of the capture, and examples of its operands.
+        compiled: those of the capture so far.
+    """
+
+    backend: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+    compile_graph: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+    compiled: dict[DynamoGraph, Callable[..., Any]] = field(default_factory=dict)
+
+    def run(self, graph: DynamoGraph, views: Views, inputs: Sequence[Any]) -> Any:
+        """Runs a graph of the capture; compiles it at first."""
+        call = self.compiled.get(graph)
+        if call is None:
+            gm = copied(graph.gm)
+            with as_it_was(graph):
+                fakes = _known_as_static(graph, inputs)
+                call = self.compile_graph(gm, [*inputs, *(static_example(view) for view in views(*inputs))])
+            del fakes
+            call = self.compiled[graph] = calling_after(views, call)
+        return call(*inputs)
+
+
+def _known_as_static(graph: DynamoGraph, inputs: Sequence[Any]) -> list[torch.Tensor]:
+    """Fake tensors for operands, whose sizes are no symbols; AOTAutograd takes them as long as they are held."""
+    mode = None if graph.context is None else graph.context.fake_mode
+    real = [value for value in inputs if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)]
+    return [] if mode is None else [mode.from_tensor(value, static_shapes=True) for value in real]
+
+
+_RUNNING: ContextVar[tuple[object, RunsGraphs] | None] = ContextVar("memfit_running_plan", default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DynamoCall:
+    """What Dynamo compiled for a capture.
+
+    Attributes:
+        model: the module that was captured.
+        of: what `running_plan` is asked with by what was compiled.
+        call: takes the arguments of the module.
+        decisions: branches that it was compiled for (`memfit.capture.decisions`).
+    """
+
+    model: nn.Module
+    of: object
+    call: Callable[..., Any]
+    decisions: Sequence[Decision] = ()
+
+    def run(self, plan: RunsGraphs, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Calls the module, whose graph is run by a plan."""
+        token = _RUNNING.set((self.of, plan))
+        try:
+            return self.call(*args, **kwargs)
+        finally:
+            _RUNNING.reset(token)
+
+
+def running_plan(of: object) -> RunsGraphs | None:
+    """The plan that runs a compiled call; None while the step is captured."""
+    running = _RUNNING.get()
+    return running[1] if running is not None and running[0] is of else None
