@@ -83,6 +83,9 @@ class DynamoCall:
     call: Callable[..., Any]
     decisions: Sequence[Decision] = ()
 
+    def __deepcopy__(self, memo: object) -> DynamoCall:
+        return self  # what was compiled calls this module, whatever is copied with it
+
     def run(self, plan: RunsGraphs, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Calls the module, whose graph is run by a plan."""
         token = _RUNNING.set((self.of, plan))
