@@ -23,9 +23,11 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memfit.capture.decisions import Decision
+from memfit.capture.dynamo_graph import copied
+from memfit.capture.joints import known_joints
 from memfit.capture.returned_views import Views, calling_after
 from memfit.capture.shared_inputs import static_example
-from memfit.capture.traced_graph import DynamoGraph, as_it_was, copied
+from memfit.capture.traced_graph import DynamoGraph, as_it_was
 
 __all__ = ["DynamoCall", "RunsGraphs", "running_plan"]
 
@@ -49,7 +51,7 @@ class RunsGraphs:
         call = self.compiled.get(graph)
         if call is None:
             gm = copied(graph.gm)
-            with as_it_was(graph):
+            with as_it_was(graph), known_joints(graph.joints):
                 fakes = _known_as_static(graph, inputs)
                 call = self.compile_graph(gm, [*inputs, *(static_example(view) for view in views(*inputs))])
             del fakes

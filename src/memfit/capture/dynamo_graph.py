@@ -15,6 +15,7 @@ __all__ = [
     "accumulated_inputs",
     "all_but",
     "attach_outputs",
+    "copied",
     "detach_outputs",
     "graph_key",
     "in_place_nodes",
@@ -155,3 +156,14 @@ def weights_made(gm: fx.GraphModule, inputs: Sequence[Any], held: frozenset[int]
         for place, node in enumerate(outputs_of(gm))
         if isinstance(node, fx.Node) and own[node] and getattr(node.meta.get("example_value"), "ndim", 0) > 0
     )
+
+
+def copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy over the same modules."""
+    graph = fx.Graph()
+    nodes: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.nodes:
+        nodes[node] = graph.node_copy(node, nodes.__getitem__)
+    copy = fx.GraphModule(gm, graph)
+    copy.meta = dict(gm.meta)
+    return copy

@@ -22,12 +22,13 @@ from torch._functorch.partitioners import default_partition
 from torch._guards import TracingContext, tracing
 
 from memfit.capture.adding import Accumulate
-from memfit.capture.dynamo_graph import accumulated_inputs, detach_outputs, in_place_nodes
+from memfit.capture.dynamo_graph import accumulated_inputs, copied, detach_outputs, in_place_nodes
 from memfit.capture.eager_answers import eager_answers
 from memfit.capture.eager_autocast import cast_once
 from memfit.capture.eager_kernels import as_in_eager
 from memfit.capture.fake_kernels import rules_of_kernels
 from memfit.capture.joint import read_joint
+from memfit.capture.joints import Joints, known_joints, traced_once
 from memfit.capture.reading import JointReading
 from memfit.capture.shared_inputs import return_each_term, taking_for_each_use, terms_of_inputs, uses_of_inputs
 from memfit.capture.tangents import Strides, laid_out_as_made, strides_of_input_gradients
@@ -39,7 +40,6 @@ __all__ = [
     "Traced",
     "as_dynamo_made",
     "as_it_was",
-    "copied",
     "not_traced",
     "trace",
 ]
@@ -91,6 +91,7 @@ class DynamoGraph:
         context: Dynamo's, with its fake tensors.
         grad: whether gradients were recorded.
         autocast: by device type the dtype, of those where it was on.
+        joints: what was traced of it.
     """
 
     gm: fx.GraphModule
@@ -100,6 +101,7 @@ class DynamoGraph:
     context: TracingContext | None
     grad: bool
     autocast: Mapping[str, torch.dtype]
+    joints: Joints = field(default_factory=Joints)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +171,8 @@ def trace(graph: DynamoGraph, around: Surroundings, reader: Reader) -> Traced | 
         readings.append(reading(in_place=in_place, accumulated=accumulated, as_made=as_made, cast_once=casts))
         return halves
 
-    with as_it_was(graph), as_in_eager(), laid_out_as_made(around.strides):
+    once = traced_once(around.receive, around.strides, around.repeated)
+    with as_it_was(graph), as_in_eager(), laid_out_as_made(around.strides), known_joints(graph.joints), once:
         taken, examples = taking_for_each_use(gm, graph.inputs, around.repeated)
         aot_autograd(fw_compiler=_as_is, bw_compiler=_as_is, partition_fn=partition)(taken, examples)
     return Traced(reading=readings[0], terms=terms, of_inputs=of_inputs) if readings else None
@@ -191,17 +194,6 @@ def as_it_was(graph: DynamoGraph) -> Iterator[None]:
         around.enter_context(rules_of_kernels())
         around.enter_context(tracing(graph.context))
         yield
-
-
-def copied(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy over the same modules."""
-    graph = fx.Graph()
-    nodes: dict[fx.Node, fx.Node] = {}
-    for node in gm.graph.nodes:
-        nodes[node] = graph.node_copy(node, nodes.__getitem__)
-    copy = fx.GraphModule(gm, graph)
-    copy.meta = dict(gm.meta)
-    return copy
 
 
 def _as_is(gm: fx.GraphModule, inputs: Any) -> fx.GraphModule:
