@@ -44,11 +44,13 @@ class _Joint:
         graph: nobody changes it.
         inputs: fake, and what they are.
         known: what AOTAutograd knew of the graph before, see `_known_before`.
+        learned: what it noted about the graph while it traced it.
     """
 
     graph: fx.GraphModule
     inputs: tuple[Any, ...]
     known: tuple[Any, ...]
+    learned: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -97,7 +99,10 @@ def traced_once(
             known = _known_before(flat_args, fw_metadata)
             joint = joints.by_use.get(use)
             if joint is not None and joint.known == known:
+                for name, value in joint.learned.items():
+                    setattr(fw_metadata, name, _shallow(value))
                 return copied(joint.graph), *joint.inputs, None
+            before = {name: _shallow(value) for name, value in vars(fw_metadata).items()}
             outside = _KNOWN.set(None)  # tracing may trace other graphs
             try:
                 made = plain(flat_fn, flat_args, descs, aot_config, fw_metadata=fw_metadata)
@@ -105,7 +110,12 @@ def traced_once(
                 _KNOWN.reset(outside)
             graph, *inputs, subclasses = made
             if subclasses is None:
-                joints.by_use[use] = _Joint(graph=copied(graph), inputs=tuple(inputs), known=known)
+                learned = {
+                    name: _shallow(value)
+                    for name, value in vars(fw_metadata).items()
+                    if name not in before or not _is_same(before[name], value)
+                }
+                joints.by_use[use] = _Joint(graph=copied(graph), inputs=tuple(inputs), known=known, learned=learned)
             return made
 
         setattr(dispatch, _OURS, True)
@@ -128,3 +138,13 @@ def _known_before(flat_args: Any, metadata: Any) -> tuple[Any, ...]:
     )
     told = (getattr(metadata, name) for name in _TOLD)
     return (*lying, *(tuple(value) if isinstance(value, list) else value for value in told))
+
+
+def _shallow(value: Any) -> Any:
+    return list(value) if isinstance(value, list) else value
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+    return one is other
