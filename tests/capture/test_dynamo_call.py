@@ -14,9 +14,12 @@ from torch._dynamo.utils import counters
 from torch._functorch._aot_autograd import graph_compile
 
 import memfit
+from memfit.capture.trace import capture_step
 from memfit.making import make_plan
 from memfit.planning import Request
-from memfit.runtime.apply import compile_program
+from memfit.runtime.apply import compile_planned, compile_program
+from memfit.runtime.piece_program import piece_programs
+from memfit.step.program import plain_order, program_of
 
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
 
@@ -99,6 +102,15 @@ def test_a_copy_runs_its_own_code() -> None:
     assert_same_gradients(other, plain)
     assert all(p.grad is None for p in model.parameters())
     assert copy.deepcopy(capture.pieces.call) is capture.pieces.call
+
+
+def test_a_graph_that_is_not_that_of_the_plan_is_told() -> None:
+    model, deeper = made(), nn.Sequential(*made(), nn.Tanh())
+    captures = [capture_step(module, (X,), {}, loss_fn=square) for module in (model, deeper)]
+    programs = piece_programs(captures[1], program_of(captures[1].graph, plain_order(captures[1].graph)))
+    call = compile_planned(model, programs, None, followed=captures[0].pieces.call)
+    with pytest.raises(memfit.PlanMismatchError):
+        call(X)
 
 
 def test_a_plan_that_is_kept_keeps_no_module() -> None:

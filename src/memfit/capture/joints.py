@@ -109,14 +109,16 @@ def traced_once(
             finally:
                 _KNOWN.reset(outside)
             graph, *inputs, subclasses = made
-            if subclasses is None:
-                learned = {
-                    name: _shallow(value)
-                    for name, value in vars(fw_metadata).items()
-                    if name not in before or not _is_same(before[name], value)
-                }
-                joints.by_use[use] = _Joint(graph=copied(graph), inputs=tuple(inputs), known=known, learned=learned)
-            return made
+            if subclasses is not None:
+                return made
+            learned = {
+                name: _shallow(value)
+                for name, value in vars(fw_metadata).items()
+                if name not in before or not _is_same(before[name], value)
+            }
+            kept = _Joint(graph=copied(graph), inputs=tuple(inputs), known=known, learned=learned)
+            joints.by_use[use] = kept
+            return copied(kept.graph), *inputs, None  # what is added to each copy gets the same names
 
         setattr(dispatch, _OURS, True)
         names["aot_dispatch_autograd_graph"] = dispatch

@@ -234,9 +234,9 @@ def compile_planned(
         numbers_by_numpy(gm)
         gm, inputs, views = returned_views_first(gm, inputs)
         hand_on_used_views(gm)
-        return calling_after(views, compile_graph(gm, inputs))
+        return calling_after(views, compile_graph(gm, inputs, begun=call_has_begun()))
 
-    def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any], *, begun: bool = False) -> Callable[..., Any]:
         by_autograd = reached_by_autograd(gm)
         piece = CompiledPiece(in_pieces=in_pieces, autocast=in_autocast if autocast_is_on() else None)
         key = graph_key(gm) if in_pieces else ""
@@ -257,7 +257,6 @@ def compile_planned(
         adding = {place: accumulation(inputs[place]) for place in accumulated}
 
         digest = ""
-        begun = call_has_begun()
 
         def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, turn: int, **rest: Any) -> Any:
             nonlocal digest
