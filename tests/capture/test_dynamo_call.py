@@ -5,13 +5,11 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
-from torch._functorch._aot_autograd import graph_compile
 
 import memfit
 from memfit.capture.trace import capture_step
@@ -52,27 +50,6 @@ def test_code_is_followed_once_for_all_plans_of_a_step() -> None:
         square(module(X)).backward()
     assert graphs_so_far() == before + 1
     assert_same_gradients(model, plain)
-
-
-def test_a_joint_graph_is_traced_once_for_each_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    traced: list[int] = []
-    plain = vars(graph_compile)["aot_dispatch_autograd_graph"]
-
-    def noted(*operands: Any, **rest: Any) -> Any:
-        traced.append(len(operands))
-        return plain(*operands, **rest)
-
-    monkeypatch.setitem(vars(graph_compile), "aot_dispatch_autograd_graph", noted)
-    model, other = made(), made()
-    with pytest.raises(memfit.BudgetError) as refused:  # its least budget is measured
-        memfit.fit(model, (X,), budget=1, loss_fn=square, search_seconds=0.1)
-    assert len(traced) == 1
-    memfit.fit(model, (X,), budget=refused.value.least_bytes, loss_fn=square, search_seconds=0.1)
-    assert len(traced) == 2
-    for module in (model, other):
-        square(module(X)).backward()
-    assert len(traced) == 2
-    assert_same_gradients(model, other)
 
 
 def test_code_that_changed_is_followed_anew_before_it_runs() -> None:

@@ -24,7 +24,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memfit.capture.decisions import Decision
 from memfit.capture.dynamo_graph import copied
-from memfit.capture.joints import known_joints
 from memfit.capture.returned_views import Views, calling_after
 from memfit.capture.shared_inputs import static_example
 from memfit.capture.traced_graph import DynamoGraph, as_it_was
@@ -51,7 +50,7 @@ class RunsGraphs:
         call = self.compiled.get(graph)
         if call is None:
             gm = copied(graph.gm)
-            with as_it_was(graph), known_joints(graph.joints):
+            with as_it_was(graph):
                 fakes = _known_as_static(graph, inputs)
                 call = self.compile_graph(gm, [*inputs, *(static_example(view) for view in views(*inputs))])
             del fakes

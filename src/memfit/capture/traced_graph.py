@@ -28,7 +28,6 @@ from memfit.capture.eager_autocast import cast_once
 from memfit.capture.eager_kernels import as_in_eager
 from memfit.capture.fake_kernels import rules_of_kernels
 from memfit.capture.joint import read_joint
-from memfit.capture.joints import Joints, known_joints, traced_once
 from memfit.capture.reading import JointReading
 from memfit.capture.shared_inputs import return_each_term, taking_for_each_use, terms_of_inputs, uses_of_inputs
 from memfit.capture.tangents import Strides, laid_out_as_made, strides_of_input_gradients
@@ -91,7 +90,6 @@ class DynamoGraph:
         context: Dynamo's, with its fake tensors.
         grad: whether gradients were recorded.
         autocast: by device type the dtype, of those where it was on.
-        joints: what was traced of it.
     """
 
     gm: fx.GraphModule
@@ -101,7 +99,6 @@ class DynamoGraph:
     context: TracingContext | None
     grad: bool
     autocast: Mapping[str, torch.dtype]
-    joints: Joints = field(default_factory=Joints)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,8 +168,7 @@ def trace(graph: DynamoGraph, around: Surroundings, reader: Reader) -> Traced | 
         readings.append(reading(in_place=in_place, accumulated=accumulated, as_made=as_made, cast_once=casts))
         return halves
 
-    once = traced_once(around.receive, around.strides, around.repeated)
-    with as_it_was(graph), as_in_eager(), laid_out_as_made(around.strides), known_joints(graph.joints), once:
+    with as_it_was(graph), as_in_eager(), laid_out_as_made(around.strides):
         taken, examples = taking_for_each_use(gm, graph.inputs, around.repeated)
         aot_autograd(fw_compiler=_as_is, bw_compiler=_as_is, partition_fn=partition)(taken, examples)
     return Traced(reading=readings[0], terms=terms, of_inputs=of_inputs) if readings else None

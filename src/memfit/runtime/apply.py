@@ -40,7 +40,6 @@ from memfit.capture.eager_autocast import cast_once
 from memfit.capture.eager_kernels import as_in_eager
 from memfit.capture.failures import user_line
 from memfit.capture.joint import read_joint
-from memfit.capture.joints import traced_once
 from memfit.capture.numpy_code import call_numpy, numbers_by_numpy
 from memfit.capture.plain_parts import NOTHING_PLAIN, PlainParts, UnplannableGraphError
 from memfit.capture.returned_views import calling_after, returned_views_first
@@ -242,8 +241,7 @@ def compile_planned(
         key = graph_key(gm) if in_pieces else ""
         is_last = not in_pieces or key == last_key
         between = (cut_between or {}).get(key, frozenset())
-        receive = gradient_outputs if is_last else all_but(gm, between)
-        cut = detach_outputs(gm, receive)
+        cut = detach_outputs(gm, gradient_outputs if is_last else all_but(gm, between))
         if is_last:
             piece.assumed, piece.without_gradient = assumed, without_gradient
         strides = (gradient_strides or {}).get(key, {})
@@ -305,12 +303,7 @@ def compile_planned(
         def compiled(turn: int) -> Callable[..., Any]:
             # Some versions of AOTAutograd keep the function, and with it the model, among Dynamo's globals.
             split = [functools.partial(partition, turn=turn)]
-            with (
-                planning_backward(in_autocast=in_autocast),
-                as_in_eager(),
-                laid_out_as_made(strides),
-                traced_once(receive, strides, repeated),
-            ):
+            with planning_backward(in_autocast=in_autocast), as_in_eager(), laid_out_as_made(strides):
                 trace = aot_autograd(
                     fw_compiler=forward,
                     bw_compiler=backward,
