@@ -72,7 +72,7 @@ def prove(
         begin = time.perf_counter()
         step, plain = _with_plain_result(step, plan, device_of(model))
         seconds = time.perf_counter() - begin
-        leanest = False
+        tried_least = False
         for attempt in range(_PROVING_RUNS):
             assert plan.planned is not None
             if progress is not None:
@@ -100,12 +100,12 @@ def prove(
                 try:
                     plan = again(target)
                 except BudgetError as error:
-                    if leanest or error.least_bytes > budget_bytes:
+                    if tried_least or error.least_bytes > budget_bytes:
                         raise
-                    # The leanest plan may exceed its prediction by less than the others did, and
-                    # `BudgetError.least_bytes` was measured with it.
-                    leanest = True
-                    log.info("planning for %d, the least", error.least_bytes)
+                    # The plan with the lowest predicted peak may exceed it by less than the other plans exceed theirs,
+                    # and `BudgetError.least_bytes` was measured with that plan.
+                    tried_least = True
+                    log.info("planning for %d bytes, the lowest predicted peak", error.least_bytes)
                     plan = again(error.least_bytes)
                     target = error.least_bytes
             except BudgetError as error:

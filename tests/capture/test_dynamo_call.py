@@ -90,6 +90,33 @@ def test_a_graph_that_is_not_that_of_the_plan_is_told() -> None:
         call(X)
 
 
+class Counting(nn.Module):
+    """Counts its calls, and later breaks its graph and reads a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls, self.read = nn.Linear(8, 8), 0, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.read:
+            torch._dynamo.graph_break()
+            return self.layer(x) * x.mean().item()
+        return self.layer(x)
+
+
+def test_a_number_behind_a_break_runs_no_code_twice() -> None:
+    torch.manual_seed(0)
+    model = Counting()
+    capture = capture_step(model, (X,), {}, loss_fn=square)
+    programs = piece_programs(capture, program_of(capture.graph, plain_order(capture.graph)))
+    call, plain = compile_planned(model, programs, None), copy.deepcopy(model)
+    model.read = plain.read = True
+    before = model.calls, plain.calls
+    assert torch.equal(call(X), plain(X))
+    assert (model.calls - before[0], plain.calls - before[1]) == (1, 1)
+
+
 def test_a_plan_that_is_kept_keeps_no_module() -> None:
     model = made()
     plan = make_plan(model, (X,), {}, Request(budget="1GiB", loss_fn=square, prove=False))

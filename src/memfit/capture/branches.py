@@ -132,7 +132,7 @@ def _numbers_in(argument: Any, given: Given) -> Any:
 
 
 def _number(tensor: TensorVariable, given: Given) -> bool | int | float | None:
-    """The number in a tensor of one element; of one that says whether something is so, an input may decide."""
+    """The number in a tensor of one element. A boolean may depend on an input, since it has two values only."""
     is_number = getattr(tensor, "dtype", None) is not torch.bool
     value = decided(tensor.proxy.node, given, is_number=is_number)
     found = None if value is None or value.is_complex() else value.item()

@@ -87,7 +87,7 @@ def compile_call(
     # And random numbers of NumPy it would draw from torch's generator; with the last option the graph breaks there.
     own_random = {"use_numpy_random_stream": True, "trace_numpy": not plain.numpy}
     state = {} if decisions is None else dict((*model.named_parameters(), *model.named_buffers()))
-    # As for one graph without a break: a number that an input is asked for breaks it only if it cannot be decided on.
+    # In one graph, a number that is read from an input breaks the graph only if its use cannot be decided.
     limits["capture_scalar_outputs"] = not in_pieces
     options = limits | logs_left_out() | own_random | {"skip_nnmodule_hook_guards": False} | _ALL_GUARDS
 

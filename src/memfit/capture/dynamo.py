@@ -198,10 +198,10 @@ def _capture(
             raise nothing_reached(model)
         return traced
 
-    of = object()
+    identity = object()
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        plan = running_plan(of)
+        plan = running_plan(identity)
         if plan is not None:
             return plan.backend(gm, inputs)
         numbers_by_numpy(gm)
@@ -238,7 +238,7 @@ def _capture(
             lying.update(strides_of_outputs(traced.reading.module.graph))
 
         def run(*real_inputs: Any) -> Any:
-            plan = running_plan(of)
+            plan = running_plan(identity)
             if plan is not None:
                 return plan.run(bare, views, real_inputs)
             units = gathered()
@@ -288,7 +288,10 @@ def _capture(
     made = Pieces(pieces=captured, output=output, staying=gathered(), plain=plain, replaced=reader.replaced)
     if later and not isinstance(model, OneGraph) and not is_sharded(model):
         made = replace(
-            made, call=DynamoCall(model=model, of=of, call=call, decisions=() if decisions is None else decisions)
+            made,
+            call=DynamoCall(
+                model=model, identity=identity, call=call, decisions=() if decisions is None else decisions
+            ),
         )
     if read is None or not captured:
         return made

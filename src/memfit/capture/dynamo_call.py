@@ -33,12 +33,12 @@ __all__ = ["DynamoCall", "RunsGraphs", "running_plan"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RunsGraphs:
-    """A plan, to a call that Dynamo compiled.
+    """A plan as the call that Dynamo compiled sees it.
 
     Attributes:
         backend: compiles a graph that Dynamo made for it, as a backend of Dynamo's does.
-        compile_graph: the same of a graph of the capture, and examples of its operands.
-        compiled: those of the capture so far.
+        compile_graph: compiles a copy of a graph of the capture, given examples of its operands.
+        compiled: the graphs of the capture that have been compiled.
     """
 
     backend: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -59,7 +59,7 @@ class RunsGraphs:
 
 
 def _known_as_static(graph: DynamoGraph, inputs: Sequence[Any]) -> list[torch.Tensor]:
-    """Fake tensors for operands, whose sizes are no symbols; AOTAutograd takes them as long as they are held."""
+    """Fake tensors of the operands, with sizes that are numbers; AOTAutograd finds them while the caller holds them."""
     mode = None if graph.context is None else graph.context.fake_mode
     real = [value for value in inputs if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)]
     return [] if mode is None else [mode.from_tensor(value, static_shapes=True) for value in real]
@@ -74,29 +74,29 @@ class DynamoCall:
 
     Attributes:
         model: the module that was captured.
-        of: what `running_plan` is asked with by what was compiled.
+        identity: by which the compiled code asks `running_plan`.
         call: takes the arguments of the module.
         decisions: branches that it was compiled for (`memfit.capture.decisions`).
     """
 
     model: nn.Module
-    of: object
+    identity: object
     call: Callable[..., Any]
     decisions: Sequence[Decision] = ()
 
     def __deepcopy__(self, memo: object) -> DynamoCall:
-        return self  # what was compiled calls this module, whatever is copied with it
+        return self  # the compiled code calls this module, not a copy
 
     def run(self, plan: RunsGraphs, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Calls the module, whose graph is run by a plan."""
-        token = _RUNNING.set((self.of, plan))
+        token = _RUNNING.set((self.identity, plan))
         try:
             return self.call(*args, **kwargs)
         finally:
             _RUNNING.reset(token)
 
 
-def running_plan(of: object) -> RunsGraphs | None:
+def running_plan(identity: object) -> RunsGraphs | None:
     """The plan that runs a compiled call; None while the step is captured."""
     running = _RUNNING.get()
-    return running[1] if running is not None and running[0] is of else None
+    return running[1] if running is not None and running[0] is identity else None

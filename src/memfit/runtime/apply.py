@@ -223,13 +223,15 @@ def compile_planned(
     def named(value: Any) -> str:
         return next((name for name, parameter in model.named_parameters() if parameter is value), "an input")
 
-    def unplanned(gm: fx.GraphModule) -> PlanMismatchError:
-        told = f"{type(model).__name__} now runs a graph that was not planned{_begin(gm)}"
+    def unplanned(place: str) -> PlanMismatchError:
+        told = f"{type(model).__name__} now runs a graph that was not planned{place}"
         return PlanMismatchError(f"{told}; plan or fit it anew, as it now is")
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         if not in_pieces and reads_numbers(gm):
-            raise unplanned(gm)
+            if call_has_begun():  # behind a break
+                return _plainly(gm)
+            raise unplanned(_begin(gm))
         numbers_by_numpy(gm)
         gm, inputs, views = returned_views_first(gm, inputs)
         hand_on_used_views(gm)
@@ -279,7 +281,7 @@ def compile_planned(
             if digest not in of_graph and begun:
                 raise _StrayGraphError("a graph behind a break was not planned")
             if digest not in of_graph:
-                raise unplanned(gm)
+                raise unplanned(_begin(gm))
             place = of_graph[digest][turn]
             program, swapper = programs[place], swappers[place]
             if cut or piece.assumed or (piece.autocast is not None and not in_pieces):
@@ -340,8 +342,9 @@ def compile_planned(
         def run_followed(*args: Any, **kwargs: Any) -> Any:
             try:
                 return followed.run(plan, args, kwargs)
-            except torch._dynamo.exc.Unsupported as error:  # code that it follows anew would break the graph
-                raise PlanMismatchError(f"{type(model).__name__} now runs code that was not planned") from error
+            except torch._dynamo.exc.Unsupported as error:  # the code has changed and would break the graph now
+                reason = next(iter(str(error).splitlines()), "")
+                raise unplanned(f", where the graph breaks ({reason})") from error
 
         return PlannedCall(run_followed, used, len(programs), followed.decisions)
     decisions = list[Decision]() if decide else None
