@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import lru_cache
 
 import torch
 import torch._decomp
@@ -66,7 +67,8 @@ def as_in_eager() -> Iterator[None]:
     """While active, calls are traced as the kernels that eager PyTorch runs."""
     aside = [
         (overload, key, overload.py_kernels.pop(key))
-        for overload in _overloads()
+        for overload in _overloads(_how_many_known())
+        if overload.py_kernels
         for key in _KEYS
         if key in overload.py_kernels
     ]
@@ -83,10 +85,19 @@ def as_in_eager() -> Iterator[None]:
             overload._dispatch_cache.clear()
 
 
-def _overloads() -> Iterator[torch._ops.OpOverload]:
+def _how_many_known() -> int:
+    """How many attributes torch's own ops have: they grow as overloads are met, and none goes."""
+    packets = vars(torch.ops.aten).values()
+    return sum(len(vars(packet)) for packet in packets if isinstance(packet, torch._ops.OpOverloadPacket))
+
+
+@lru_cache(maxsize=1)
+def _overloads(known: int) -> tuple[torch._ops.OpOverload, ...]:
     """Ops of torch's own that Python code has been met or registered for; others have no Python kernels."""
-    for packet in list(vars(torch.ops.aten).values()):
-        if isinstance(packet, torch._ops.OpOverloadPacket) and packet.__name__ not in _NEEDED:
-            for overload in list(vars(packet).values()):
-                if isinstance(overload, torch._ops.OpOverload):
-                    yield overload
+    return tuple(
+        overload
+        for packet in list(vars(torch.ops.aten).values())
+        if isinstance(packet, torch._ops.OpOverloadPacket) and packet.__name__ not in _NEEDED
+        for overload in list(vars(packet).values())
+        if isinstance(overload, torch._ops.OpOverload)
+    )

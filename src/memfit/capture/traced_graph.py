@@ -17,20 +17,18 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.partitioners import default_partition
 from torch._guards import TracingContext, tracing
 
 from memfit.capture.adding import Accumulate
 from memfit.capture.dynamo_graph import accumulated_inputs, copied, detach_outputs, in_place_nodes
 from memfit.capture.eager_answers import eager_answers
 from memfit.capture.eager_autocast import cast_once
-from memfit.capture.eager_kernels import as_in_eager
 from memfit.capture.fake_kernels import rules_of_kernels
 from memfit.capture.joint import read_joint
 from memfit.capture.reading import JointReading
 from memfit.capture.shared_inputs import return_each_term, taking_for_each_use, terms_of_inputs, uses_of_inputs
-from memfit.capture.tangents import Strides, laid_out_as_made, strides_of_input_gradients
+from memfit.capture.tangents import Strides, strides_of_input_gradients
+from memfit.capture.trace_joint import hand_over_joint
 
 __all__ = [
     "DynamoGraph",
@@ -155,22 +153,20 @@ def trace(graph: DynamoGraph, around: Surroundings, reader: Reader) -> Traced | 
     uses = uses_of_inputs(gm)
     in_place = in_place_nodes(gm)
 
-    def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **rest: Any) -> Any:
-        found = {} if graph.gathered else terms_of_inputs(joint, num_fwd_outputs, uses)
+    def read(joint: fx.GraphModule, num_forward_outputs: int) -> None:
+        found = {} if graph.gathered else terms_of_inputs(joint, num_forward_outputs, uses)
         terms.update({place: number for place, number in found.items() if place not in without})
-        return_each_term(joint, num_fwd_outputs, around.repeated)
+        return_each_term(joint, num_forward_outputs, around.repeated)
         of_inputs.update(strides_of_input_gradients(joint.graph))
-        halves = default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **rest)
         reading = functools.partial(
-            read_joint, joint, num_fwd_outputs, separate=reader.separate, grid=reader.grid, replaced=reader.replaced
+            read_joint, joint, num_forward_outputs, separate=reader.separate, grid=reader.grid, replaced=reader.replaced
         )
         as_made = reader.accumulate is Accumulate.AS_MADE
         readings.append(reading(in_place=in_place, accumulated=accumulated, as_made=as_made, cast_once=casts))
-        return halves
 
-    with as_it_was(graph), as_in_eager(), laid_out_as_made(around.strides):
+    with as_it_was(graph):
         taken, examples = taking_for_each_use(gm, graph.inputs, around.repeated)
-        aot_autograd(fw_compiler=_as_is, bw_compiler=_as_is, partition_fn=partition)(taken, examples)
+        hand_over_joint(taken, examples, strides=around.strides, read=read)
     return Traced(reading=readings[0], terms=terms, of_inputs=of_inputs) if readings else None
 
 
@@ -190,7 +186,3 @@ def as_it_was(graph: DynamoGraph) -> Iterator[None]:
         around.enter_context(rules_of_kernels())
         around.enter_context(tracing(graph.context))
         yield
-
-
-def _as_is(gm: fx.GraphModule, inputs: Any) -> fx.GraphModule:
-    return gm

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._dynamo.backends.common import aot_autograd
 from torch.fx.graph import _BoxedCodeGen
 
 from memfit.capture.adding import Accumulate
@@ -37,7 +36,6 @@ from memfit.capture.dynamo_graph import (
     reads_numbers,
 )
 from memfit.capture.eager_autocast import cast_once
-from memfit.capture.eager_kernels import as_in_eager
 from memfit.capture.failures import user_line
 from memfit.capture.joint import read_joint
 from memfit.capture.numpy_code import call_numpy, numbers_by_numpy
@@ -52,8 +50,9 @@ from memfit.capture.shared_inputs import (
     terms_of_inputs,
     uses_of_inputs,
 )
-from memfit.capture.tangents import GradientStrides, laid_out_as_made
+from memfit.capture.tangents import GradientStrides
 from memfit.capture.trace import Capture, device_of
+from memfit.capture.trace_joint import trace_joint
 from memfit.capture.used_views import hand_on_used_views
 from memfit.errors import OutOfMemoryError, PlanMismatchError
 from memfit.runtime.accumulate import accumulation
@@ -305,13 +304,14 @@ def compile_planned(
         def compiled(turn: int) -> Callable[..., Any]:
             # Some versions of AOTAutograd keep the function, and with it the model, among Dynamo's globals.
             split = [functools.partial(partition, turn=turn)]
-            with planning_backward(in_autocast=in_autocast), as_in_eager(), laid_out_as_made(strides):
-                trace = aot_autograd(
-                    fw_compiler=forward,
-                    bw_compiler=backward,
-                    partition_fn=lambda *joint, **rest: split[0](*joint, **rest),
+            with planning_backward(in_autocast=in_autocast):
+                call = trace_joint(
+                    *(taken, examples),
+                    strides=strides,
+                    partition=lambda *joint, **rest: split[0](*joint, **rest),
+                    forward=forward,
+                    backward=backward,
                 )
-                call = trace(taken, examples)
             split.clear()
             call = calling_with_each_once(call, repeated)
             return noting_forward(call, piece, _PASS.get) if digest else call
