@@ -137,8 +137,9 @@ def test_code_before_an_unplanned_graph_runs_once(kind: type[Turning], told: lis
     for seed in range(2, 5):
         assert_same_steps(plain, fitted, seed)
         assert fitted.calls == plain.calls
-    # One graph is planned anew before any of its code runs.
+    # One graph is planned anew before any of its code runs, and the user is told once.
     assert ("its code took another way" in " ".join(told)) == (kind is Turning)
+    assert sum("changed since it was planned" in text for text in told) == (kind is Effects)
 
 
 def test_a_changed_module_that_takes_more_than_the_budget_goes_on(told: list[str]) -> None:
