@@ -29,6 +29,8 @@ from memfit.capture.tangents import Strides, laid_out_as_made
 __all__ = ["hand_over_joint", "trace_joint"]
 
 _CONFIG = "AOTConfig"
+_PLAIN_CONFIG = getattr(aot, _CONFIG)
+_SILENT_CONFIG = functools.partial(_PLAIN_CONFIG, enable_log=False)
 
 
 def trace_joint(
@@ -84,15 +86,11 @@ def _as_is(gm: fx.GraphModule, inputs: Any) -> fx.GraphModule:
 @contextmanager
 def _without_texts() -> Iterator[None]:
     """While active, AOTAutograd makes no texts of graphs, unless somebody asked for its logs."""
-    plain = getattr(aot, _CONFIG)
-    if _logs_wanted():
-        yield
-        return
-    setattr(aot, _CONFIG, functools.partial(plain, enable_log=False))
+    setattr(aot, _CONFIG, _PLAIN_CONFIG if _logs_wanted() else _SILENT_CONFIG)
     try:
         yield
     finally:
-        setattr(aot, _CONFIG, plain)
+        setattr(aot, _CONFIG, _PLAIN_CONFIG)
 
 
 def _logs_wanted() -> bool:
