@@ -30,7 +30,7 @@ SPREAD = 0.1
 
 def constant_parameters(model: nn.Module, state: Snapshot) -> tuple[TensorState, ...]:
     """The parameters of a module that learn, hold one number only, and can be put back."""
-    learning = {id(p) for p in model.parameters() if p.requires_grad and p.is_floating_point() and p.numel()}
+    learning = {id(p) for p in model.parameters() if p.requires_grad and p.numel()}
     return tuple(s for s in state.tensors if id(s.tensor) in learning and s.copy is not None and _is_constant(s))
 
 
@@ -45,7 +45,8 @@ def perturb(parameters: Sequence[TensorState]) -> None:
     """Moves each element of some parameters, by numbers that depend on the parameter's place and shape only."""
     for place, state in enumerate(parameters):
         assert state.alias is not None
-        moved = torch.rand(state.alias.shape, generator=torch.Generator().manual_seed(place), device="cpu")
-        state.alias.add_((moved * (2 * SPREAD) - SPREAD).to(state.alias))
+        numbers = torch.view_as_real(state.alias) if state.alias.is_complex() else state.alias
+        moved = torch.rand(numbers.shape, generator=torch.Generator().manual_seed(place), device="cpu")
+        numbers.add_((moved * (2 * SPREAD) - SPREAD).to(numbers))
     if parameters:
         torch.clear_autocast_cache()

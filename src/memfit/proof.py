@@ -310,7 +310,7 @@ def _relative_difference(plain: StepResult, planned: StepResult) -> float:
 
 
 def _narrowest(tensors: Mapping[_Key, torch.Tensor], device: torch.device) -> torch.dtype | None:
-    dtypes = {t.dtype for t in tensors.values() if t.is_floating_point()}
+    dtypes = {t.dtype for t in tensors.values() if t.is_floating_point() or t.is_complex()}
     if torch.is_autocast_enabled(device.type):
         dtypes.add(torch.get_autocast_dtype(device.type))
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None)

@@ -18,10 +18,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-__all__ = ["in_float64", "is_within_rounding", "own_rounding"]
+__all__ = ["in_float64", "in_widest", "is_within_rounding", "own_rounding"]
 
 _TIMES = 4
 """So many times the plain step's own error."""
+
+_WIDE = (torch.float64, torch.complex128)
 
 _OF_FLOAT64 = 1e-12
 """Relative to all gradients together."""
@@ -42,11 +44,11 @@ def in_float64(
     """The model, made float64, and its inputs likewise."""
 
     def wide(tensor: torch.Tensor) -> torch.Tensor:
-        is_narrow = tensor.is_floating_point() and tensor.dtype is not torch.float64
-        return tensor.detach().double().requires_grad_(tensor.requires_grad) if is_narrow else tensor
+        made = in_widest(tensor)
+        return tensor if made is tensor else made.detach().requires_grad_(tensor.requires_grad)
 
     wide_args, wide_kwargs = pytree.tree_map_only(torch.Tensor, wide, (tuple(args), kwargs))
-    return model.double(), wide_args, wide_kwargs
+    return model._apply(in_widest), wide_args, wide_kwargs
 
 
 def own_rounding(plain: Mapping[Any, torch.Tensor], wide: Mapping[Any, torch.Tensor]) -> float | None:
@@ -81,22 +83,31 @@ def is_within_rounding(
         own: see `own_rounding`. By chance a single tensor may be nearer than that.
         computed_in: the narrowest dtype that it was computed in, if that is another than its own.
     """
-    if plain.shape != found.shape or plain.dtype is not found.dtype or not plain.is_floating_point():
+    if plain.shape != found.shape or plain.dtype is not found.dtype or in_widest(plain).dtype not in _WIDE:
         return False
     eps = torch.finfo(plain.dtype).eps
     if reference is None:
-        return _distance(found, plain) <= _share(computed_in or plain.dtype) * max(scale, float(plain.double().norm()))
-    least = max(eps, own) * float(reference.double().norm())
+        return _distance(found, plain) <= _share(computed_in or plain.dtype) * max(
+            scale, float(in_widest(plain).norm())
+        )
+    least = max(eps, own) * float(in_widest(reference).norm())
     return _distance(found, reference) <= _TIMES * max(_distance(plain, reference), least)
 
 
 def _share(dtype: torch.dtype) -> float:
     """How far a step may be from another, relatively, where no wider one tells how far each is from the truth."""
-    if dtype is torch.float64:
+    if dtype in _WIDE:
         return _OF_FLOAT64
     info = torch.finfo(dtype)
     return (_OF_RANDOM if info.bits > 16 else _OF_NARROW) * info.eps
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.double() - b.double()).norm())
+    return float((in_widest(a) - in_widest(b)).norm())
+
+
+def in_widest(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in the widest dtype of its kind; one of integers as it is."""
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.double() if tensor.is_floating_point() else tensor

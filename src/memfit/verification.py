@@ -31,7 +31,7 @@ from memfit.capture.unwrapped_optimizer import OptimizerLike, steppable, unwrapp
 from memfit.making import make_plan
 from memfit.planning import Progress, Request
 from memfit.plans import Plan
-from memfit.rounding import in_float64, is_within_rounding, own_rounding
+from memfit.rounding import in_float64, in_widest, is_within_rounding, own_rounding
 from memfit.runtime.difference import Difference, first_difference
 from memfit.runtime.executed import ExecutedOps, executed_recomputations
 from memfit.runtime.fitted import fitted_call, verified
@@ -330,7 +330,7 @@ def _reference(
     runner = _Runner(model, optimizer, args, kwargs, plan.planned.request.loss_fn)
     runner.model, wide_args, wide_kwargs = in_float64(runner.model, args, kwargs)
     runner.original = wide_args, wide_kwargs
-    runner.gradients = [None if g is None else g.double() for g in runner.gradients]
+    runner.gradients = [None if g is None else in_widest(g) for g in runner.gradients]
     return runner
 
 
@@ -345,7 +345,7 @@ def _up_to_rounding(
     own = own_rounding(gradients, wide)
     if own is None:
         exact = {}
-    scale = math.hypot(*(float(t.double().norm()) for t in gradients.values()))
+    scale = math.hypot(*(float(in_widest(t).norm()) for t in gradients.values()))
 
     def marked(check: Check) -> Check:
         key = check.kind, check.name

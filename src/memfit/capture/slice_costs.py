@@ -95,7 +95,8 @@ def _rounded_slices(
     """The same for slices that have them up to rounding, sums over slices among them."""
     run, cuts, sums = _slice_runner(call, slices, values, device), _cuts(slices), sums_of(call)
     wholes, axes = results_in(whole), _axes_ofresults_in(call, slices)
-    eps = max((torch.finfo(t.dtype).eps for t in values.values() if t.is_floating_point()), default=0.0)
+    rounded = (t.dtype for t in values.values() if t.is_floating_point() or t.is_complex())
+    eps = max((torch.finfo(dtype).eps for dtype in rounded), default=0.0)
     added: dict[int, torch.Tensor] = {}
     seconds = 0.0
     _, way = measured(lambda: run(cuts[len(cuts) // 2]), device)
@@ -213,6 +214,8 @@ def _close(expected: object, found: object, eps: float) -> bool:
         return expected is None and found is None
     if expected.shape != found.shape or expected.dtype is not found.dtype:
         return False
+    if expected.is_complex():
+        expected, found = torch.view_as_real(expected.resolve_conj()), torch.view_as_real(found.resolve_conj())
     if not expected.is_floating_point() or not expected.numel():
         return torch.equal(expected, found)
     largest = expected.abs().nan_to_num(0.0, 0.0, 0.0).max()
