@@ -35,7 +35,13 @@ from memfit.capture.module_names import name_modules
 from memfit.capture.numpy_code import NumpyCodeError, numbers_by_numpy, refuse_rounding_numpy
 from memfit.capture.one_graph import OneGraph
 from memfit.capture.pieces import Piece, Pieces, tensors_in
-from memfit.capture.plain_parts import NOTHING_PLAIN, PlainParts, UnplannableGraphError, find_plain_parts
+from memfit.capture.plain_parts import (
+    NOTHING_PLAIN,
+    GradientsTakenError,
+    PlainParts,
+    UnplannableGraphError,
+    find_plain_parts,
+)
 from memfit.capture.preserve import preserved
 from memfit.capture.returned_views import calling_after, returned_views_first
 from memfit.capture.settling import settled
@@ -110,9 +116,17 @@ def capture_pieces(
     log.info("the graph breaks, capturing piece by piece: %s", reason)
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         raise explained(failure, model, start="the model looks at values, which the meta device does not have")
-    around = without_checkpoints() if checkpointing == "replace" else refusing_checkpoints()
-    with preserved(model, args, kwargs), around:
-        plain = replace(find_plain_parts(model, args, kwargs, decide=decide), numpy=isinstance(failure, NumpyCodeError))
+
+    def watched(*, gradients: bool) -> PlainParts:
+        around = without_checkpoints() if checkpointing == "replace" else refusing_checkpoints()
+        with preserved(model, args, kwargs), around:
+            return find_plain_parts(model, args, kwargs, decide=decide, gradients=gradients)
+
+    try:
+        plain = watched(gradients=False)
+    except GradientsTakenError:
+        plain = watched(gradients=True)
+    plain = replace(plain, numpy=isinstance(failure, NumpyCodeError))
     try:
         pieces, between_bytes = _in_pieces(model, args, kwargs, captured, plain, read)
     except MemfitError:

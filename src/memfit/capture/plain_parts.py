@@ -4,7 +4,7 @@ A plan is for one graph of static shapes. Routing to experts, boxes that are kep
 shapes at each step, so a graph of it would be another one each time. Dynamo breaks the graph at the op; that leaves
 graphs of other shapes behind it. *Idea*: watch the ops of one plain forward pass, in which torch tags those whose
 results' sizes are known only when they have run. The modules in which such tensors appear run as they are, between
-pieces that are planned; what is around them has static shapes.
+pieces that are planned; what is around them has static shapes. So do modules that take gradients.
 
 Known limits: follows sizes, not tensors, so a static size that happens to equal a dynamic one may leave a module more
 to plain code. Where the root module itself looks at data, the graphs behind that are planned for the shapes seen;
@@ -23,14 +23,23 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memfit.capture.decisions import MOST_OF_A_BUFFER
+from memfit.capture.failures import left_to_plain_code
 from memfit.errors import CaptureError
 
-__all__ = ["NOTHING_PLAIN", "PlainParts", "UnplannableGraphError", "find_plain_parts", "place_of"]
+__all__ = [
+    "NOTHING_PLAIN",
+    "GradientsTakenError",
+    "PlainParts",
+    "UnplannableGraphError",
+    "find_plain_parts",
+    "place_of",
+]
 
 _aten = torch.ops.aten
 _HERE = str(Path(__file__).resolve().parent.parent) + os.sep
@@ -38,6 +47,8 @@ _TORCH = str(Path(torch.__file__).resolve().parent) + os.sep
 _SHAPING = torch.Tag.dynamic_output_shape
 _BY_MASK = (torch.bool, torch.uint8)
 _SPARSE_GRADIENT = ("sparse",)
+_TAKING_GRADIENTS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
+_TAKEN = "gradients are taken"
 
 
 class UnplannableGraphError(CaptureError):
@@ -66,16 +77,32 @@ class PlainParts:
 NOTHING_PLAIN = PlainParts()
 
 
+class GradientsTakenError(Exception):
+    """A forward pass takes gradients, so it does not run without them."""
+
+
 def find_plain_parts(
-    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], *, decide: bool = True
+    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], *, decide: bool = True, gradients: bool = False
 ) -> PlainParts:
-    """Runs the plain forward pass once, without gradients, and watches its ops.
+    """Runs the plain forward pass once, without gradients or with them, and watches its ops.
 
     The caller restores what the pass changes; what it raises is the user's own error.
+
+    Raises:
+        GradientsTakenError: if the pass fails where it takes gradients itself and there are none.
+        CaptureError: if the model's own code takes gradients.
     """
     watch = _Watch(model, decide=decide)
-    with torch.no_grad(), watch:
-        model._call_impl(*args, **kwargs)
+    taken = _GradientsTaken(watch)
+    try:
+        with torch.set_grad_enabled(gradients), watch, taken:
+            model._call_impl(*args, **kwargs)
+    except RuntimeError as error:
+        if taken.by and not gradients:
+            raise GradientsTakenError from error
+        raise
+    if "" in taken.by:
+        raise left_to_plain_code(model, [taken.by[""]])
     for name, module in model.named_modules():
         if name and isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             watch.found.setdefault(name, (f"the gradient of {name} is sparse", name))
@@ -130,14 +157,14 @@ class _Watch(TorchDispatchMode):
         if func is _aten._local_scalar_dense.default:
             self._number_read(operands[0], result)
         elif any(t.layout is not torch.strided for t in (*operands, *results)):
-            self._mark("a tensor is sparse")
+            self.mark("a tensor is sparse")
         elif _sparse_gradient(func, args, kwargs or {}):
-            self._mark("a gradient is sparse")
+            self.mark("a gradient is sparse")
         elif _shaped_by_data(func, operands):
             self.dynamic = True
             for tensor in results:
                 self.sizes[tensor] = frozenset(tensor.shape)
-            self._mark("shapes depend on data")
+            self.mark("shapes depend on data")
         else:
             self._follow(leaves, operands, results)
         return result
@@ -159,7 +186,7 @@ class _Watch(TorchDispatchMode):
         if not tensor.dtype.is_floating_point and isinstance(number, int):
             self.read.add(number)
         self.dynamic = True
-        self._mark("a number is read from a tensor")
+        self.mark("a number is read from a tensor")
 
     def _follow(self, leaves: list[Any], operands: list[torch.Tensor], results: list[torch.Tensor]) -> None:
         sizes = frozenset[int]().union(*(self.sizes.get(t, frozenset()) for t in operands))
@@ -176,18 +203,39 @@ class _Watch(TorchDispatchMode):
             if here:
                 self.sizes[tensor] = here
         if of_data:
-            self._mark("shapes depend on data")
+            self.mark("shapes depend on data")
 
-    def _mark(self, reason: str) -> None:
+    def mark(self, reason: str) -> str | None:
+        """Notes the module whose code runs, and returns its name; None where that is no module's."""
         for frame in _frames():
             if frame.f_code.co_filename.startswith(_HERE):
                 continue
             first = frame.f_code.co_varnames[:1] if frame.f_code.co_argcount else ()
-            name = self.names.get(id(frame.f_locals.get(*first))) if first else None
+            name: str | None = self.names.get(id(frame.f_locals.get(*first))) if first else None
             if name is not None:
                 if name not in self.found:
                     self.found[name] = (f"{reason} in {name or 'the model itself'} ({place_of()})", place_of())
-                return
+                return name
+        return None
+
+
+class _GradientsTaken(TorchFunctionMode):
+    """Finds the modules whose code takes gradients.
+
+    A planned piece is one node of the autograd graph: it has no gradients of what is made inside, and no second ones.
+    """
+
+    def __init__(self, watch: _Watch) -> None:
+        super().__init__()
+        self.watch = watch
+        self.by: dict[str, str] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _TAKING_GRADIENTS:
+            name = self.watch.mark(_TAKEN)
+            if name is not None:
+                self.by.setdefault(name, f"{_TAKEN} in {name or 'the forward pass of the model itself'} ({place_of()})")
+        return func(*args, **(kwargs or {}))
 
 
 def _shaped_by_data(func: Any, operands: list[torch.Tensor]) -> bool:
