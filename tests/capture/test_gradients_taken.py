@@ -11,6 +11,7 @@ from torch import nn
 import memfit
 from benchmarks.notices import notices
 from memfit.step.graph import Op
+from memfit.verification import verify
 
 X = torch.randn(6, 5, 8, generator=torch.Generator().manual_seed(0))
 
@@ -69,6 +70,33 @@ def test_what_is_around_such_a_module_is_planned(kind: type[nn.Module]) -> None:
             loss_of(model(X)).backward()
         for p, q in zip(plain.parameters(), fitted.parameters(), strict=True):
             assert p.grad is q.grad is None or torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
+    plan = memfit.plan_of(fitted)
+    assert verify(memfit.release(fitted), (X,), {}, plan, loss_fn=loss_of).fits
+
+
+class Transformed(nn.Module):
+    """Takes a gradient by a transform, which is captured, and breaks its graph elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        force = torch.func.grad(lambda z: self.last(z).square().sum())(x)
+        torch._dynamo.graph_break()
+        return self.last(force + x)
+
+
+def test_transforms_are_planned() -> None:
+    torch.manual_seed(0)
+    plain = Transformed()
+    fitted = copy.deepcopy(plain)
+    memfit.fit(fitted, (X,), budget="1GiB", loss_fn=loss_of, search_seconds=0.1)
+    for model in (plain, fitted):
+        loss_of(model(X)).backward()
+    for p, q in zip(plain.parameters(), fitted.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)  # type: ignore[arg-type]
 
 
 def planned_ops(model: nn.Module) -> list[Op]:

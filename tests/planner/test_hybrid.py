@@ -115,10 +115,10 @@ def test_what_compute_waits_for_stays() -> None:
 def test_a_useless_link_is_not_used() -> None:
     graph = residual_units(6)
     budget = int(0.5 * plain_peak(graph))
-    found = find_program(with_links(graph, 1.0), budget, seconds=0.3)
+    # Both searches end by themselves after a few seconds, so a busy machine does not cut them at different places.
+    found = find_program(with_links(graph, 1.0), budget, seconds=30.0)
     assert not found.program.swapped()
-    # The same search ends sooner on a busy machine: the shortest one is what it takes at least.
-    assert found.timeline.step_seconds <= find_order(graph, budget, seconds=0.0).timeline.step_seconds + 1e-9
+    assert found.timeline.step_seconds <= find_order(graph, budget, seconds=30.0).timeline.step_seconds + 1e-9
 
 
 @settings(max_examples=25)

@@ -86,7 +86,7 @@ def as_in_eager() -> Iterator[None]:
 
 
 def _how_many_known() -> int:
-    """How many attributes torch's own ops have: they grow as overloads are met, and none goes."""
+    """How many attributes torch's own ops have: attributes are added as overloads are first used, and stay."""
     packets = vars(torch.ops.aten).values()
     return sum(len(vars(packet)) for packet in packets if isinstance(packet, torch._ops.OpOverloadPacket))
 

@@ -4,11 +4,14 @@ A plan is for one graph of static shapes. Routing to experts, boxes that are kep
 shapes at each step, so a graph of it would be another one each time. Dynamo breaks the graph at the op; that leaves
 graphs of other shapes behind it. *Idea*: watch the ops of one plain forward pass, in which torch tags those whose
 results' sizes are known only when they have run. The modules in which such tensors appear run as they are, between
-pieces that are planned; what is around them has static shapes. So do modules that take gradients.
+pieces that are planned; what is around them has static shapes. A module that takes gradients in its forward pass
+(`torch.autograd.grad`) runs as it is, too: a planned piece is one node of the autograd graph, and has no gradients of
+what is made inside. Transforms of `torch.func` are part of a graph.
 
 Known limits: follows sizes, not tensors, so a static size that happens to equal a dynamic one may leave a module more
 to plain code. Where the root module itself looks at data, the graphs behind that are planned for the shapes seen;
-with others they run plainly, which is told.
+with others they run plainly, which is told. A forward pass that takes gradients is watched with all that autograd
+saves.
 """
 
 from __future__ import annotations
@@ -78,7 +81,7 @@ NOTHING_PLAIN = PlainParts()
 
 
 class GradientsTakenError(Exception):
-    """A forward pass takes gradients, so it does not run without them."""
+    """A forward pass that takes gradients itself cannot run while autograd records nothing."""
 
 
 def find_plain_parts(
@@ -222,7 +225,7 @@ class _Watch(TorchDispatchMode):
 class _GradientsTaken(TorchFunctionMode):
     """Finds the modules whose code takes gradients.
 
-    A planned piece is one node of the autograd graph: it has no gradients of what is made inside, and no second ones.
+    Those that a transform of `torch.func` takes are none of these: the transform is captured as part of a graph.
     """
 
     def __init__(self, watch: _Watch) -> None:
@@ -231,7 +234,7 @@ class _GradientsTaken(TorchFunctionMode):
         self.by: dict[str, str] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _TAKING_GRADIENTS:
+        if func in _TAKING_GRADIENTS and torch._C._functorch.peek_interpreter_stack() is None:
             name = self.watch.mark(_TAKEN)
             if name is not None:
                 self.by.setdefault(name, f"{_TAKEN} in {name or 'the forward pass of the model itself'} ({place_of()})")

@@ -1,11 +1,13 @@
-"""Has AOTAutograd trace the joint graph of a forward and a backward pass, and no more than that.
+"""Has AOTAutograd trace the joint graph of a forward and a backward pass, without work that nobody uses.
 
-AOTAutograd traces, cuts the joint graph in two and compiles both. On the way it writes the code of each graph down, for
-its logs and for Python to run, which nobody reads where the graph is changed next. A capture needs no more than the
-joint graph.
+AOTAutograd traces the joint graph, cuts it in two and compiles both parts. It also generates Python code for each graph
+and prints each graph for its logs. memfit changes most of these graphs before they run, and a capture needs the joint
+graph only.
 
-*Idea*: codes of graphs are written when they are called first, as Inductor has it too; texts for logs are made only
-where somebody asks for logs; and a capture ends the work by an exception once it has read the joint graph.
+*Idea*: code is generated when a graph runs for the first time (lazy graph modules, as Inductor uses them). Graphs are
+printed only where logs were asked for. A capture stops AOTAutograd by an exception once it has read the joint graph.
+
+Known limits: these settings belong to the process, so graphs that another thread compiles meanwhile are not printed.
 """
 
 from __future__ import annotations
@@ -85,7 +87,7 @@ def _as_is(gm: fx.GraphModule, inputs: Any) -> fx.GraphModule:
 
 @contextmanager
 def _without_texts() -> Iterator[None]:
-    """While active, AOTAutograd makes no texts of graphs, unless somebody asked for its logs."""
+    """While active, AOTAutograd prints no graphs, unless its logs were asked for."""
     setattr(aot, _CONFIG, _PLAIN_CONFIG if _logs_wanted() else _SILENT_CONFIG)
     try:
         yield

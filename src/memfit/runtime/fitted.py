@@ -137,7 +137,7 @@ class Fitted:
                 _raise_as_plain(model, args, kwargs)
                 raise explained(error, model, start="cannot run the plan") from error
         # Nothing ran: the module's Python state asks for another graph than the planned one.
-        self._tell("changed", f"changed since it was planned and is planned again ({str(failure).partition(';')[0]})")
+        self._tell("changed", f"changed since it was planned and needs another plan ({str(failure).partition(';')[0]})")
         self.stale.add(key)
         another = self._plan_for(model, key, args, kwargs)
         if another is None or another is call:
