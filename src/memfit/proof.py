@@ -34,7 +34,7 @@ from memfit.capture.loss import LossFunction, scalar_loss
 from memfit.capture.preserve import Snapshot
 from memfit.capture.tensor_state import TensorState
 from memfit.capture.trace import device_of
-from memfit.errors import ExactnessError
+from memfit.errors import CaptureError, ExactnessError
 from memfit.perturbed import perturb
 from memfit.rounding import is_within_rounding
 from memfit.runtime.difference import first_difference
@@ -338,4 +338,7 @@ def _dropped(tensor: torch.Tensor) -> None:
 
 
 def _refused(_: None) -> torch.Tensor:
-    raise RuntimeError("the forward pass alone was run, and something differentiates it")
+    raise CaptureError(
+        "cannot prove the plan: the plain backward pass does not fit in what is free, and in the forward pass alone "
+        "nothing is saved for the gradients that the model's own code takes; prove=False plans without the proof"
+    )

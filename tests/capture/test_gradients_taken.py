@@ -10,6 +10,9 @@ from torch import nn
 
 import memfit
 from benchmarks.notices import notices
+from memfit.capture.inputs import detached
+from memfit.capture.preserve import preserved
+from memfit.proof import ProvingStep
 from memfit.step.graph import Op
 from memfit.verification import verify
 
@@ -110,3 +113,12 @@ def test_a_model_that_does_it_itself_is_refused_with_the_line(kind: type[nn.Modu
     pattern = r"gradients are taken in the forward pass of the model itself \(.*test_gradients_taken\.py:\d+\)"
     with pytest.raises(memfit.CaptureError, match=pattern):
         memfit.fit(kind(), (X,), budget="1GiB", loss_fn=loss_of, search_seconds=0.1)
+
+
+@pytest.mark.parametrize("kind", [Field, Attack])
+def test_the_forward_pass_alone_proves_nothing_and_says_so(kind: type[nn.Module]) -> None:
+    model = kind()
+    with preserved(model) as state:
+        step = ProvingStep(model=model, inputs=detached((X,), {}), loss_fn=loss_of, state=state)
+        with pytest.raises(memfit.CaptureError, match=r"takes; prove=False plans without the proof"):
+            step.plain(backward=False)
