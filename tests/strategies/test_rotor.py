@@ -87,6 +87,24 @@ def test_as_fast_as_the_proven_optimum_on_a_chain(length: int) -> None:
             assert optimum - 1e-6 <= found <= 2 * optimum
 
 
+@pytest.mark.parametrize("graph", HAND_BUILT, ids=["even", "uneven", "residual", "unet"])
+def test_without_time_only_stretches_of_one_block_are_priced(graph: StepGraph) -> None:
+    site = site_of(graph, cut_chain(graph, most=24), span=64, narrow=0, patience=6, seconds=0)
+    assert all(ways and {way.stop for way in ways} == {start + 1} for start, ways in enumerate(site.ways))
+    least, plain = rotor.least_bytes(graph), plain_peak(graph)
+    budget = (least + plain) // 2
+    hurried = rotor.fast_order(graph, budget, seconds=0)
+    assert hurried is not None
+    found = timeline(graph, hurried)
+    assert found.peak_bytes <= budget
+    assert found.recompute_seconds >= timeline(graph, rotor.order(graph, budget)).recompute_seconds
+
+
+def test_below_the_widest_op_there_is_no_fast_order() -> None:
+    graph = residual(5)
+    assert rotor.fast_order(graph, op_wall_bytes(graph) - 1) is None
+
+
 def test_without_a_budget_nothing_runs_again() -> None:
     graph = residual(2)
     assert rotor.order(graph, None) == plain_order(graph)

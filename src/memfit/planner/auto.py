@@ -172,7 +172,7 @@ def find_order(
 
     hopeless = budget_bytes < op_wall_bytes(graph)
     rotor_first = is_large and moves is not None
-    for name, start in () if hopeless else _starts(lean, budget_bytes, rotor_first=rotor_first):
+    for name, start in () if hopeless else _starts(lean, budget_bytes, seconds, rotor_first=rotor_first):
         if progress is not None:
             progress(name)
         fitting = spill(lean, start, budget_bytes if moves is None else moves.spill_bytes)
@@ -213,10 +213,12 @@ def _peak(graph: StepGraph, order: Sequence[int]) -> int:
     return simulate(graph, program_of(graph, order)).peak_bytes
 
 
-def _starts(graph: StepGraph, budget_bytes: int, *, rotor_first: bool) -> Iterator[tuple[str, list[int]]]:
+def _starts(
+    graph: StepGraph, budget_bytes: int, seconds: float, *, rotor_first: bool
+) -> Iterator[tuple[str, list[int]]]:
     """Orders to polish, the likeliest and quickest first; where there is time for one only, that is rotor's."""
     if rotor_first:
-        yield from _rotors(graph, budget_bytes, (1.0,))
+        yield from _rotors(graph, budget_bytes, (1.0,), seconds)
     if graph.is_tiled:
         yield from _in_slices(graph, budget_bytes)
     for windows in (1, 6, 3, 12, 20):
@@ -226,9 +228,9 @@ def _starts(graph: StepGraph, budget_bytes: int, *, rotor_first: bool) -> Iterat
             yield f"{windows} windows", list(candidate.order)
             if windows == 1 and number == 0:
                 # The first selection ignores working sets; where that is too far off, this one is near at once.
-                yield from _rotors(graph, budget_bytes, (1.0,))
+                yield from _rotors(graph, budget_bytes, (1.0,), seconds)
         if windows == 1:
-            yield from _rotors(graph, budget_bytes, _MORE_MEMORY)
+            yield from _rotors(graph, budget_bytes, _MORE_MEMORY, seconds)
     room = budget_bytes - graph.static_bytes
     for share in (0.95, 0.8, 0.6, 0.4, 0.3, 0.2, 0.1):
         selection = select_kept(graph, int(room * share), seconds=0.5)
@@ -256,13 +258,14 @@ def _sliced(graph: StepGraph, windows: int) -> list[int]:
     return min(both, key=lambda order: _peak(graph, order))
 
 
-def _rotors(graph: StepGraph, budget_bytes: int, shares: Sequence[float]) -> Iterator[tuple[str, list[int]]]:
+def _rotors(
+    graph: StepGraph, budget_bytes: int, shares: Sequence[float], seconds: float
+) -> Iterator[tuple[str, list[int]]]:
     """Rotor's orders for shares of the budget; once its table is made, each takes no time."""
     for more in shares:
-        try:
-            yield f"rotor with {more:.0%} of the budget", rotor.order(graph, int(budget_bytes * more))
-        except BudgetError:
-            pass
+        order = rotor.fast_order(graph, int(budget_bytes * more), seconds=seconds)
+        if order is not None:
+            yield f"rotor with {more:.0%} of the budget", order
 
 
 def _no_plan(graph: StepGraph, budget_bytes: int, least: list[int], taken_bytes: int = 0) -> BudgetError:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from math import inf
 
 import numpy as np
 
@@ -29,7 +30,7 @@ from memfit.step.simulate import simulate
 from memfit.strategies.rotor.table import Table, fill, order_at
 from memfit.strategies.rotor.ways import Site, site_of
 
-__all__ = ["least_bytes", "least_order", "order"]
+__all__ = ["fast_order", "least_bytes", "least_order", "order"]
 
 _BLOCKS = 24
 _SPAN = 64
@@ -63,12 +64,9 @@ def order(graph: StepGraph, budget_bytes: int | None) -> list[int]:
     """
     if budget_bytes is None or _peak(graph, plain_order(graph)) <= budget_bytes:
         return plain_order(graph)
-    room = budget_bytes - graph.static_bytes
-    if budget_bytes >= op_wall_bytes(graph):
-        table = _table(graph, int(room * _HOPE))
-        fitting = _first_fitting(graph, table, _amounts(table)[::-1], budget_bytes)
-        if fitting is not None:
-            return fitting
+    fitting = fast_order(graph, budget_bytes)
+    if fitting is not None:
+        return fitting
     least = least_order(graph)
     if _peak(graph, least) <= budget_bytes:
         return least
@@ -77,6 +75,20 @@ def order(graph: StepGraph, budget_bytes: int | None) -> list[int]:
         subject="order of strategy 'rotor'",
         advice="strategy 'auto' may go lower",
     )
+
+
+def fast_order(graph: StepGraph, budget_bytes: int, *, seconds: float = inf) -> list[int] | None:
+    """The fastest order of the table that fits, None if none does.
+
+    Args:
+        graph: the step.
+        budget_bytes: peak of the step.
+        seconds: after so long, stretches of several blocks that are not priced yet are left out of the table.
+    """
+    if budget_bytes < op_wall_bytes(graph):
+        return None
+    table = _table(graph, int((budget_bytes - graph.static_bytes) * _HOPE), seconds)
+    return _first_fitting(graph, table, _amounts(table)[::-1], budget_bytes)
 
 
 def _first_fitting(graph: StepGraph, table: Table, amounts: Sequence[int], budget_bytes: int) -> list[int] | None:
@@ -134,20 +146,21 @@ def _peak(graph: StepGraph, found: Sequence[int]) -> int:
     return simulate(graph, program_of(graph, found)).peak_bytes
 
 
-def _table(graph: StepGraph, limit_bytes: int) -> Table:
+def _table(graph: StepGraph, limit_bytes: int, seconds: float = inf) -> Table:
     """A table that goes at least to a limit; patient where that is near the widest op."""
     slot_bytes = max(1, (_peak(graph, plain_order(graph)) - graph.static_bytes) // _SLOTS)
     at_wall = limit_bytes + graph.static_bytes <= _AT_WALL * op_wall_bytes(graph)
     patience = _MORE_PATIENCE if at_wall else _PATIENCE
-    return _filled(graph, slot_bytes, (limit_bytes // slot_bytes // 128 + 1) * 128, patience)
+    return _filled(graph, slot_bytes, (limit_bytes // slot_bytes // 128 + 1) * 128, patience, seconds)
 
 
 @lru_cache(maxsize=8)
-def _filled(graph: StepGraph, slot_bytes: int, slots: int, patience: int) -> Table:
-    return fill(_site(graph, patience), slots=slots, slot_bytes=slot_bytes)
+def _filled(graph: StepGraph, slot_bytes: int, slots: int, patience: int, seconds: float) -> Table:
+    return fill(_site(graph, patience, seconds), slots=slots, slot_bytes=slot_bytes)
 
 
 @lru_cache(maxsize=8)
-def _site(graph: StepGraph, patience: int) -> Site:
+def _site(graph: StepGraph, patience: int, seconds: float) -> Site:
     narrow = int(_NARROW * (op_wall_bytes(graph) - graph.static_bytes))
-    return site_of(graph, cut_chain(graph, most=_BLOCKS), span=_SPAN, narrow=narrow, patience=patience)
+    chain = cut_chain(graph, most=_BLOCKS)
+    return site_of(graph, chain, span=_SPAN, narrow=narrow, patience=patience, seconds=seconds)

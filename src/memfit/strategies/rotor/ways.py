@@ -7,8 +7,10 @@ when ops that nobody needs are left out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from memfit.planner.chain import Chain
 from memfit.step.graph import StepGraph, StorageKind
@@ -97,8 +99,8 @@ class Site:
     backward_base: tuple[int, ...]
 
 
-def site_of(graph: StepGraph, chain: Chain, *, span: int, narrow: int, patience: int) -> Site:
-    """Prices every way of every stretch.
+def site_of(graph: StepGraph, chain: Chain, *, span: int, narrow: int, patience: int, seconds: float = inf) -> Site:
+    """Prices every way of every stretch, short stretches first.
 
     Args:
         graph: the step.
@@ -106,34 +108,41 @@ def site_of(graph: StepGraph, chain: Chain, *, span: int, narrow: int, patience:
         span: most forward ops of a stretch of several blocks.
         narrow: memory below which a narrower backward pass is not worth looking for.
         patience: how many vain attempts at a narrower one end the search.
+        seconds: after so long, stretches of several blocks are left out.
     """
+    until = time.monotonic() + seconds
     lasts = _last_reads(graph)
     in_use = _in_use(graph, chain)
     blocks = chain.blocks
     forward_base = tuple(in_use[block.last + 1] for block in blocks)
     backward_base = (0, *(in_use[block.backward_first] for block in blocks))
-    ways: list[tuple[Way, ...]] = []
-    passes: list[Pass] = []
-    for start in range(len(blocks)):
-        here: list[Way] = []
-        for stop in (start + width for width in _WIDTHS if start + width <= len(blocks)):
-            if stop > start + 1 and _weight(graph, chain, start, stop) > span:
-                break
-            shape = shape_of(graph, chain, lasts, start, stop)
-            if stop == start + 1:
-                passes.append(_pass(graph, chain, shape, start))
-            here += _ways(
-                shape, chain, start, stop, max(forward_base[start:stop]), backward_base[stop], narrow, patience
-            )
-        ways.append(tuple(here))
+    shapes = [shape_of(graph, chain, lasts, start, start + 1) for start in range(len(blocks))]
+    ways: list[list[Way]] = [[] for _ in blocks]
+    for start, stop in _stretches(graph, chain, span):
+        if stop > start + 1 and time.monotonic() > until:
+            break
+        shape = shapes[start] if stop == start + 1 else shape_of(graph, chain, lasts, start, stop)
+        ways[start] += _ways(
+            *(shape, chain, start, stop),
+            *(max(forward_base[start:stop]), backward_base[stop]),
+            *(narrow, patience),
+        )
     return Site(
         chain=chain,
-        ways=tuple(ways),
-        passes=tuple(passes),
+        ways=tuple(map(tuple, ways)),
+        passes=tuple(_pass(graph, chain, shape, start) for start, shape in enumerate(shapes)),
         checkpoint_bytes=_checkpoint_bytes(graph, chain),
         forward_base=forward_base,
         backward_base=backward_base,
     )
+
+
+def _stretches(graph: StepGraph, chain: Chain, span: int) -> Iterator[tuple[int, int]]:
+    """First block of each stretch and the block after its last, short stretches first."""
+    for width in _WIDTHS:
+        for start in range(len(chain.blocks) - width + 1):
+            if width == 1 or _weight(graph, chain, start, start + width) <= span:
+                yield start, start + width
 
 
 def _weight(graph: StepGraph, chain: Chain, start: int, stop: int) -> int:
