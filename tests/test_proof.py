@@ -160,3 +160,29 @@ def test_casts_that_autocast_keeps_are_not_of_moved_parameters(told: list[str]) 
         assert torch.equal(model.forward(x), before)
         assert torch.equal(model(x), before)
     assert not told
+
+
+class ForksOnABias(nn.Module):
+    """Takes another way once its bias is not zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.bias = nn.Parameter(torch.zeros(16))
+        self.narrow, self.wide = nn.Linear(16, 16), nn.Sequential(nn.Linear(16, 256), nn.GELU(), nn.Linear(256, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))
+        moved = hidden + self.bias
+        if (moved - hidden).abs().sum() == 0:
+            return self.narrow(moved) * 2
+        return self.wide(moved)
+
+
+def test_the_way_that_is_measured_is_compiled_before_where_moved_parameters_took_another() -> None:
+    torch.manual_seed(0)
+    model, x = ForksOnABias(), torch.randn(4, 16)
+    plan = memfit.plan(model, (x,), budget=2**20, search_seconds=0.2)
+    assert plan.planned is not None and len(plan.planned.capture.pieces.pieces) > 1
+    assert plan.measured_peak_bytes is not None
+    assert plan.measured_peak_bytes <= plan.predicted.peak_bytes + 256

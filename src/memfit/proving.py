@@ -194,6 +194,9 @@ def _plain_result(step: ProvingStep, plan: Plan, device: torch.device) -> StepRe
 def _measured_peak(step: ProvingStep, plan: Plan, call: PlannedCall) -> int:
     """Peak of one planned forward and backward pass; gradients that exist stay and count."""
     assert plan.planned is not None
+    if step.perturbed and len(plan.planned.capture.pieces.pieces) > 1:
+        step.run(call)  # code between pieces may branch on parameters, and what it calls is compiled for these now
+        step.state.restore()
     # Memory of code between pieces and of libraries is measured here, so it is not counted as there already.
     graph, device = plan.planned.graph, device_of(step.model)
     start = graph.static_bytes - plan.planned.capture.between_bytes - library_bytes(graph, device)
