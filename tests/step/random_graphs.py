@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 from hypothesis import strategies as st
 
@@ -13,6 +14,38 @@ __all__ = ["orders", "sliced_step_graphs", "sliced_steps_and_orders", "step_grap
 
 _SIZES = st.sampled_from([0, 1, 2, 3, 4, 4, 4, 8, 8, 100])
 _SECONDS = st.integers(0, 16).map(lambda eighths: eighths / 8)  # sums of eighths are exact
+
+# Strategies are made once: hypothesis checks and labels each new one, which takes longer than to draw from it.
+_TARGETS = st.sampled_from(["aten.mm.default", "aten.relu.default"])
+_MODULES = st.sampled_from(["", "layer1.0", "layer1.1"])
+_WORKSPACES = st.sampled_from([0, 0, 5, 50])
+_WRITTEN = st.lists(_SIZES, min_size=1, max_size=3)
+_RANDOM_STATES = st.sampled_from([0, 0, 0, 16])
+_SELDOM_NOT = st.sampled_from([True, True, True, False])
+_MOST = st.sampled_from([True, True, True, True, False])
+_EVEN = st.booleans()
+_STATIC_BYTES = st.integers(0, 1000)
+_AFTER_STEP = st.sampled_from([0, 0, 20, 2000])
+_LABELS = st.sampled_from(["", "toy · 16×3"])
+_SLICE_WORKSPACES = st.sampled_from([0, 0, 2])
+_COPY_SHARES = st.sampled_from([0.0, 0.25, 1.0])
+_EQUAL_SIZES = st.sampled_from([100, 100, 100, 40])
+
+
+@lru_cache
+def _whole(least: int, most: int) -> st.SearchStrategy[int]:
+    return st.integers(least, most)
+
+
+@lru_cache
+def _places(count: int, least: int, most: int) -> st.SearchStrategy[list[int]]:
+    """Distinct places of a list of `count`, none where it is empty."""
+    return st.lists(_whole(0, count - 1), min_size=least, max_size=most, unique=True) if count else st.just([])
+
+
+@lru_cache
+def _pieces(most_pieces: int, least: int, most: int) -> st.SearchStrategy[list[int]]:
+    return st.lists(_whole(0, most_pieces - 1), min_size=least, max_size=most).map(sorted)
 
 
 @st.composite
@@ -40,22 +73,22 @@ def step_graphs(
         places = [s for s in reads if [storages[s].nbytes] == sizes and storages[s].kind is not StorageKind.STATIC]
         made = Op(
             name=f"{phase}{len(ops)}",
-            target=draw(st.sampled_from(["aten.mm.default", "aten.relu.default"])),
-            module=draw(st.sampled_from(["", "layer1.0", "layer1.1"])),
+            target=draw(_TARGETS),
+            module=draw(_MODULES),
             phase=phase,
             piece=piece,
             reads=tuple(reads),
             writes=tuple(writes),
             in_place_over=tuple(some(places, 0, 2)),
             seconds=draw(_SECONDS),
-            workspace_bytes=draw(st.sampled_from([0, 0, 5, 50])),
+            workspace_bytes=draw(_WORKSPACES),
             **facts,
         )
         ops.append(replace(made, again=later(made)) if facts.get("recomputable") else made)
 
     def later(made: Op) -> Op | None:
         """Another call for all but the first time, from results that last, as batch normalisation has."""
-        if len(made.writes) < 2 or made.random_state_bytes or not draw(st.booleans()):
+        if len(made.writes) < 2 or made.random_state_bytes or not draw(_EVEN):
             return None
         return replace(
             made,
@@ -68,16 +101,16 @@ def step_graphs(
         )
 
     def some(of: list[int], least: int, most: int) -> list[int]:
-        return draw(st.lists(st.sampled_from(of), min_size=least, max_size=most, unique=True)) if of else []
+        return [of[place] for place in draw(_places(len(of), least, most))]
 
-    static = [storage(StorageKind.STATIC, draw(_SIZES)) for _ in range(draw(st.integers(1, 3)))]
-    trained = {s for s in static if draw(st.booleans())}
+    static = [storage(StorageKind.STATIC, draw(_SIZES)) for _ in range(draw(_whole(1, 3)))]
+    trained = {s for s in static if draw(_EVEN)}
     values: list[int] = []
-    pieces = sorted(draw(st.lists(st.integers(0, max_pieces - 1), min_size=min_forward, max_size=max_forward)))
+    pieces = draw(_pieces(max_pieces, min_forward, max_forward))
     for piece in pieces:
         reads = some(values[-3:], 0, 2) + some(static, 0 if values else 1, 1)
-        sizes = draw(st.lists(_SIZES, min_size=1, max_size=3))
-        if reads and draw(st.booleans()):
+        sizes = draw(_WRITTEN)
+        if reads and draw(_EVEN):
             sizes[0] = storages[reads[0]].nbytes  # as pointwise ops do
         writes = [storage(StorageKind.FORWARD, nbytes) for nbytes in sizes]
         op(
@@ -85,8 +118,8 @@ def step_graphs(
             piece,
             reads,
             writes,
-            random_state_bytes=draw(st.sampled_from([0, 0, 0, 16])),
-            recomputable=exact or draw(st.sampled_from([True, True, True, False])),
+            random_state_bytes=draw(_RANDOM_STATES),
+            recomputable=exact or draw(_SELDOM_NOT),
         )
         values += writes
     piece_of = {s: made.piece for made in ops for s in made.writes}
@@ -116,10 +149,10 @@ def step_graphs(
         ops=tuple(ops),
         storages=tuple(storages),
         outputs=tuple(outputs),
-        static_bytes=draw(st.integers(0, 1000)),
-        after_step_bytes=draw(st.sampled_from([0, 0, 20, 2000])),
+        static_bytes=draw(_STATIC_BYTES),
+        after_step_bytes=draw(_AFTER_STEP),
         after_step_seconds=draw(_SECONDS),
-        label=draw(st.sampled_from(["", "toy · 16×3"])),
+        label=draw(_LABELS),
     )
 
 
@@ -130,37 +163,36 @@ def sliced_step_graphs(draw: st.DrawFn, *, may_tile: bool = True) -> StepGraph:
     Tiled ones can do so the first time and in the backward pass as well, and some of their results are sums.
     """
     graph = draw(step_graphs(min_forward=4, max_forward=8, exact=True))
-    batch = draw(st.integers(2, 5))
-    samples = draw(st.integers(1, batch - 1))
-    tiled = may_tile and draw(st.booleans())
-    most = st.sampled_from([True, True, True, True, False])
+    batch = draw(_whole(2, 5))
+    samples = draw(_whole(1, batch - 1))
+    tiled = may_tile and draw(_EVEN)
 
     def sliced(op: Op, before: Op | None) -> Op:
         op = replace(op, in_place_over=(), workspace_bytes=0, random_state_bytes=0, again=None)
         if op.phase is not Phase.FORWARD and not (tiled and op.phase is Phase.BACKWARD):
             return op
-        if op.phase is Phase.FORWARD and before is not None and draw(most):
+        if op.phase is Phase.FORWARD and before is not None and draw(_MOST):
             op = replace(op, reads=tuple(dict.fromkeys((*op.reads, before.writes[0]))))
-        reads = tuple(s for s in op.reads if draw(most))
+        reads = tuple(s for s in op.reads if draw(_MOST))
         slices = BySlices(
             batch=batch,
             samples=samples,
             seconds=draw(_SECONDS),
-            workspace_bytes=draw(st.sampled_from([0, 0, 2])),
+            workspace_bytes=draw(_SLICE_WORKSPACES),
             reads=reads,
             copy_seconds=(copy := draw(_SECONDS)),
-            copy_over_seconds=copy * draw(st.sampled_from([0.0, 0.25, 1.0])),
-            sums=tuple(s for s in op.writes if tiled and draw(st.booleans())),
+            copy_over_seconds=copy * draw(_COPY_SHARES),
+            sums=tuple(s for s in op.writes if tiled and draw(_EVEN)),
             first=tiled,
-            accumulates=tiled and draw(st.booleans()),
+            accumulates=tiled and draw(_EVEN),
         )
-        return replace(op, by_slices=slices) if draw(most) else op
+        return replace(op, by_slices=slices) if draw(_MOST) else op
 
     ops = tuple(sliced(op, before) for op, before in zip(graph.ops, [None, *graph.ops], strict=False))
     piece = {s: op.piece for op in ops for s in op.writes}
     crossing = {s for op in ops for s in op.reads if piece.get(s) != op.piece}
     storages = tuple(
-        replace(s, nbytes=draw(st.sampled_from([100, 100, 100, 40])), reusable=number not in crossing and draw(most))
+        replace(s, nbytes=draw(_EQUAL_SIZES), reusable=number not in crossing and draw(_MOST))
         if s.kind in (StorageKind.FORWARD, StorageKind.BACKWARD)
         else s
         for number, s in enumerate(graph.storages)
@@ -177,8 +209,8 @@ def orders(draw: st.DrawFn, graph: StepGraph, *, max_again: int = 8) -> list[int
     of the piece whose backward pass is running, or about to.
     """
     order = list(range(len(graph.ops)))
-    for _ in range(draw(st.integers(0, max_again))):
-        place = draw(st.integers(1, len(order)))
+    for _ in range(draw(_whole(0, max_again))):
+        place = draw(_whole(1, len(order)))
         backward = [graph.ops[i] for i in order[:place] if graph.ops[i].phase is Phase.BACKWARD]
         piece_reached = backward[-1].piece if backward else max(op.piece for op in graph.ops)
         coming = [graph.ops[i].piece for i in order[place:] if graph.ops[i].phase is Phase.BACKWARD]
@@ -192,7 +224,7 @@ def orders(draw: st.DrawFn, graph: StepGraph, *, max_again: int = 8) -> list[int
             and piece_coming <= graph.ops[i].piece <= piece_reached
         ]
         if candidates:
-            order.insert(place, draw(st.sampled_from(candidates)))
+            order.insert(place, candidates[draw(_whole(0, len(candidates) - 1))])
     return order
 
 
@@ -202,8 +234,8 @@ def sliced_steps_and_orders(draw: st.DrawFn) -> tuple[StepGraph, list[int]]:
     graph = draw(sliced_step_graphs())
     order = draw(orders(graph, max_again=2))
     forward = [i for i, op in enumerate(graph.ops) if op.phase is Phase.FORWARD]
-    first = draw(st.integers(0, len(forward) // 2))
-    last = draw(st.integers(len(forward) // 2, len(forward)))
+    first = draw(_whole(0, len(forward) // 2))
+    last = draw(_whole(len(forward) // 2, len(forward)))
     place = order.index(graph.loss_index) + 1
     backward = [op.piece for op in graph.ops if op.phase is Phase.BACKWARD]
     again = (i for i in forward[first:last] if graph.ops[i].recomputable)
