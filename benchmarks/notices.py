@@ -6,7 +6,10 @@ import contextlib
 import logging
 from collections.abc import Iterator
 
-__all__ = ["notices"]
+__all__ = ["OTHER_WAY", "notices"]
+
+OTHER_WAY = "other memory than planned"
+"""What memfit tells, among other words, of a step whose code took another way than when it was planned."""
 
 
 class _Noting(logging.Handler):

@@ -15,7 +15,7 @@ import memfit
 from benchmarks.coverage.script import STEPS, NotBuilt, Results, Script
 from benchmarks.fuzz.live_bytes import LiveBytes, storage_bytes
 from benchmarks.fuzz.snapshot import same
-from benchmarks.notices import notices
+from benchmarks.notices import OTHER_WAY, notices
 from memfit.step.graph import Phase, StorageKind
 
 __all__ = ["STATUSES", "trial"]
@@ -30,9 +30,6 @@ SHARE = 0.8
 PLANNED_AGAIN = "planned again in the last step, so its memory is not the step's alone"
 
 TOOK_ANOTHER_WAY = "code took another way in some step, which memfit told"
-
-OTHER_WAY = "other memory than planned"
-"""What memfit tells where code took another way in a step, as where layers are dropped at random."""
 
 ROOM = 0.85
 """Of the way from what a single op needs to the plain peak: what such a budget is instead."""
