@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
+from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
 import memfit
@@ -46,6 +47,18 @@ def test_unknown_words(name: str, value: str) -> None:
 def test_eval_mode() -> None:
     with pytest.raises(memfit.CaptureError, match=r"model\.train\(\)"):
         memfit.plan(Residual().eval(), (X,), budget="1GiB")
+
+
+@pytest.mark.parametrize("entry", ["estimate", "plan", "fit"])
+def test_parameters_without_a_shape_yet(entry: str) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Sequential(nn.LazyBatchNorm2d(), nn.Flatten(), nn.LazyLinear(8)))
+    budget = {} if entry == "estimate" else {"budget": "1GiB"}
+    with pytest.raises(memfit.CaptureError, match=r"'weight' of 1\.0 \(LazyBatchNorm2d\).*call the model once"):
+        getattr(memfit, entry)(model, (X,), **budget)
+    assert sum(map(is_lazy, model.parameters())) == 4
+    with torch.no_grad():
+        model(X)
+    getattr(memfit, entry)(model, (X,), **budget)
 
 
 def test_nothing_to_train() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from memfit.capture.adding import Accumulate
@@ -300,6 +301,12 @@ def check_step(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], *,
         own = [getattr(module, attribute, False) for attribute in ("gradient_checkpointing", "grad_checkpointing")]
         if checkpointing != "replace" and any(on is True for on in own):
             raise checkpoint_error(name or type(module).__name__)
+        lazy = [key for key, tensor in _own_tensors(module) if is_lazy(tensor)]
+        if lazy:
+            raise CaptureError(
+                f"{lazy[0]!r} of {name or type(module).__name__} ({type(module).__name__}) has no shape before the "
+                "first call; call the model once on an example input, under torch.no_grad(), before memfit plans it"
+            )
     try:
         inspect.signature(model.forward).bind(*args, **kwargs)
     except TypeError as error:
@@ -316,6 +323,11 @@ def check_step(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], *,
                 f"an input of shape {tuple(tensor.shape)} is on {tensor.device}, the model on {device}; "
                 f"move it with .to('{device}')"
             )
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(recurse=False)
+    yield from module.named_buffers(recurse=False)
 
 
 def _assumed(pieces: Pieces, receives: Sequence[bool]) -> frozenset[int]:
