@@ -9,7 +9,7 @@ from torch.nn import functional
 from memfit.errors import CaptureError
 from memfit.pipelining.forward_graph import capture_forward
 from memfit.pipelining.loss_weights import LossReading, loss_shares, read_loss
-from memfit.pipelining.traced_loss import trace_loss
+from memfit.pipelining.traced_loss import TracedLosses, trace_loss
 
 CROSS_ENTROPY = functional.cross_entropy
 LOSSES = {
@@ -85,3 +85,18 @@ def test_parts_without_any_target_and_unlike_means_are_refused() -> None:
     with pytest.raises(CaptureError, match="does not depend on the batch"):
         shares(lambda o, t: o.square().sum() + model.weight.square().sum(), t)
     assert shares(lambda o, t: CROSS_ENTROPY(o, t) + model.weight.square().sum(), t) == [0.5, 0.5]
+
+
+def test_a_size_is_traced_once() -> None:
+    model, asked = torch.nn.Linear(6, 5), []
+
+    def capture(samples: int):
+        asked.append(samples)
+        x, target = torch.randn(samples, 6), torch.randint(5, (samples,))
+        return capture_forward(model, (x,), {}, target, CROSS_ENTROPY), [x, target]
+
+    traced = TracedLosses(capture=capture)
+    given = traced.of(4, capture(4))
+    assert traced.of(4) is given
+    assert traced.of(2) is traced.of(2)
+    assert asked == [4, 2]

@@ -25,14 +25,14 @@ from memfit.pipelining.budgets import above_budget, corrected, fits
 from memfit.pipelining.building import CompiledStage, compile_stage, engine_stages
 from memfit.pipelining.coupling import check_halves, refuse_batch_norm, refuse_mixing
 from memfit.pipelining.engine_stage import EngineStage
-from memfit.pipelining.forward_graph import ForwardGraph, PipelineLoss, capture_forward, loss_of
+from memfit.pipelining.forward_graph import ForwardGraph, PipelineLoss, loss_of
 from memfit.pipelining.loss_weights import loss_shares, read_loss
 from memfit.pipelining.microbatches import batch_size, cut_batch, first_samples, with_samples
 from memfit.pipelining.plan import PipelinePlan, StageProgram, calls_digest
 from memfit.pipelining.question import Found, Question, StagePlan
 from memfit.pipelining.random_stream import RandomStream
 from memfit.pipelining.search import asked_schedule, plan_cuts, search
-from memfit.pipelining.traced_loss import TracedLoss, trace_loss
+from memfit.pipelining.traced_loss import TracedLosses
 from memfit.planner.pipeline_memory import StageMemory, device_peaks
 from memfit.planner.schedule import with_transfers
 from memfit.runtime.measure import measure
@@ -71,6 +71,7 @@ def make_pipeline_plan(
     *,
     loss_fn: PipelineLoss | None,
     spec: Any,
+    traced: TracedLosses,
     fixed: PipelinePlan | None = None,
 ) -> Made:
     """Plans batches of one shape.
@@ -84,6 +85,7 @@ def make_pipeline_plan(
         device: of the model.
         loss_fn: the loss.
         spec: how leaves make up the inputs.
+        traced: model and loss as ops.
         fixed: a plan whose cuts and schedule are kept, if the model is cut already.
 
     Raises:
@@ -94,7 +96,7 @@ def make_pipeline_plan(
     parts = cut_batch(leaves, sizes)
     if len(sizes) > 1 and not question.allow_batch_norm:
         refuse_batch_norm(forward, model)
-        _check_samples(model, forwards, leaves, sizes, spec, loss_fn)
+        _check_samples(model, forwards, leaves, sizes, spec, loss_fn, traced)
     target = question.budget_bytes
     for _ in range(PROVING_RUNS):
         asked = replace(question, budget_bytes=target)
@@ -178,18 +180,18 @@ def resident_bytes(stages: Sequence[EngineStage], part: Sequence[Any], question:
 
 
 def _check_samples(
-    model: nn.Module, forwards: Forwards, leaves: Sequence[Any], sizes: Sequence[int], spec: Any, loss_fn: Any
+    model: nn.Module,
+    forwards: Forwards,
+    leaves: Sequence[Any],
+    sizes: Sequence[int],
+    spec: Any,
+    loss_fn: Any,
+    traced: TracedLosses,
 ) -> None:
     """Tells by shapes, and on a few samples by trying, whether the loss is made of those of micro-batches."""
     batch = batch_size(leaves)
-    known = {size: trace_loss(*forward) for size, forward in zip((sizes[0], sizes[-1]), forwards, strict=False)}
-
-    def traced(count: int) -> TracedLoss:
-        if count not in known:
-            few = first_samples(leaves, count)
-            args, kwargs, target = spec.unflatten(few)
-            known[count] = trace_loss(capture_forward(model, args, kwargs, target, loss_fn), few)
-        return known[count]
+    for size, forward in zip((sizes[0], sizes[-1]), forwards, strict=False):
+        traced.of(size, forward)
 
     def loss(part: Sequence[Any]) -> torch.Tensor:
         args, kwargs, target = spec.unflatten(part)
@@ -197,10 +199,10 @@ def _check_samples(
 
     # A single sample is often a case of its own, which tells nothing of others.
     few, more = sorted([sizes[0] if sizes[0] > 1 else 2, 3 if sizes[0] <= 2 else 2]) if batch > 2 else (1, 2)
-    refuse_mixing(traced(few), traced(more), with_samples(leaves))
+    refuse_mixing(traced.of(few), traced.of(more), with_samples(leaves))
     half = 2 if batch >= 4 else 1
     unlike = more if half == few else few
-    reading = read_loss(traced(half)).settled(read_loss(traced(unlike)), unlike / half)
+    reading = read_loss(traced.of(half)).settled(read_loss(traced.of(unlike)), unlike / half)
     some = first_samples(leaves, 2 * half)
     halves = cut_batch(some, [half, half])
     shares = loss_shares([reading, reading], halves, [half, half])

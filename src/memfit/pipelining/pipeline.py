@@ -35,7 +35,7 @@ from memfit.pipelining.question import Question
 from memfit.pipelining.random_stream import RandomStream
 from memfit.pipelining.shared_states import SharedStates, share_out
 from memfit.pipelining.signature import pipeline_signature
-from memfit.pipelining.traced_loss import trace_loss
+from memfit.pipelining.traced_loss import TracedLosses
 from memfit.planner.schedule import on_one_device
 from memfit.runtime.measure import measure
 
@@ -263,6 +263,7 @@ class Pipeline:
         document: Any = None
         error: BaseException | None = None
         forwards: list[tuple[ForwardGraph, Sequence[Any]]] = []
+        traced = TracedLosses(capture=functools.partial(self._capture_samples, leaves, spec))
         compiled: Mapping[int, CompiledStage] = {}
         try:
             forwards = [(self._capture(part, spec), part) for part in ([parts[0], parts[-1]][: len(set(sizes))])]
@@ -271,6 +272,7 @@ class Pipeline:
                     *(self.model, forwards, leaves, sizes, question, self._device),
                     loss_fn=self._loss_fn,
                     spec=spec,
+                    traced=traced,
                     fixed=self._any().plan if self._prepared else None,
                 )
                 compiled, document = made.compiled, encode_pipeline(made.plan)
@@ -279,7 +281,7 @@ class Pipeline:
         processes.agree(error, self._device, self._groups)
         plan = decode_pipeline(processes.send_document(document, self._device, self._groups))
         try:
-            prepared = self._build(plan, forwards, self._read_losses(forwards, leaves, sizes, spec), compiled)
+            prepared = self._build(plan, forwards, self._read_losses(forwards, sizes, traced), compiled)
         except Exception as raised:
             error = raised
         processes.agree(error, self._device, self._groups)
@@ -311,18 +313,21 @@ class Pipeline:
         args, kwargs, target = spec.unflatten(part)
         return capture_forward(self.model, args, kwargs, target, self._loss_fn)
 
+    def _capture_samples(self, leaves: Sequence[Any], spec: Any, count: int) -> tuple[ForwardGraph, Sequence[Any]]:
+        few = first_samples(leaves, count)
+        return self._capture(few, spec), few
+
     def _read_losses(
-        self, forwards: list[tuple[ForwardGraph, Sequence[Any]]], leaves: Sequence[Any], sizes: Sequence[int], spec: Any
+        self, forwards: list[tuple[ForwardGraph, Sequence[Any]]], sizes: Sequence[int], traced: TracedLosses
     ) -> tuple[LossReading, ...]:
         """For each micro-batch how its loss is read; nothing of a single one, which is the batch."""
         if len(sizes) == 1:
             return ()
-        readings = [read_loss(trace_loss(forward, part)) for forward, part in forwards]
+        each = (sizes[0], sizes[-1])
+        readings = [read_loss(traced.of(size, forward)) for size, forward in zip(each, forwards, strict=False)]
         if not all(reading.is_settled for reading in readings):
-            count = 2 if sizes[0] != 2 else 1
-            few = first_samples(leaves, count)
-            other = read_loss(trace_loss(self._capture(few, spec), few))
-            each = (sizes[0], sizes[-1])
+            count = 2 if sizes[0] != 2 else 3 if sum(sizes) > 2 else 1  # as process 0 has traced already
+            other = read_loss(traced.of(count))
             readings = [reading.settled(other, count / size) for reading, size in zip(readings, each, strict=False)]
         return (*[readings[0]] * (len(sizes) - 1), readings[-1])
 

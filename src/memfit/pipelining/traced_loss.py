@@ -6,8 +6,8 @@ ops, of which it is known what they do. Nothing runs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from memfit.pipelining.forward_graph import ForwardGraph
 from memfit.pipelining.stages import cut_into_stages
 
-__all__ = ["TracedLoss", "trace_loss"]
+__all__ = ["TracedLoss", "TracedLosses", "trace_loss"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +44,25 @@ class TracedLoss:
     def trained(self) -> frozenset[str]:
         """Names of the placeholders of what receives a gradient."""
         return frozenset(name for name, tensor in self.states.items() if tensor.requires_grad)
+
+
+@dataclass(slots=True, kw_only=True)
+class TracedLosses:
+    """Model and loss as ops for micro-batches of several sizes, each traced once.
+
+    Attributes:
+        capture: traces the model and its loss on the first samples of the batch, so many; with these inputs.
+        known: what is traced, by the number of samples.
+    """
+
+    capture: Callable[[int], tuple[ForwardGraph, Sequence[Any]]]
+    known: dict[int, TracedLoss] = field(default_factory=dict)
+
+    def of(self, samples: int, forward: tuple[ForwardGraph, Sequence[Any]] | None = None) -> TracedLoss:
+        """Model and loss for so many samples; `forward` is the model and loss as traced on them, if they are."""
+        if samples not in self.known:
+            self.known[samples] = trace_loss(*(forward or self.capture(samples)))
+        return self.known[samples]
 
 
 def trace_loss(forward: ForwardGraph, leaves: Sequence[Any]) -> TracedLoss:
