@@ -162,8 +162,14 @@ def test_casts_that_autocast_keeps_are_not_of_moved_parameters(told: list[str]) 
     assert not told
 
 
+WAYS: list[str] = []
+"""What `ForksOnABias` took; it is global since what a module can reach is put back after planning."""
+
+note_way = torch.compiler.disable(WAYS.append)
+
+
 class ForksOnABias(nn.Module):
-    """Takes another way once its bias is not zero."""
+    """Takes another way once its bias is not zero, and notes the ways it takes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,14 +181,19 @@ class ForksOnABias(nn.Module):
         hidden = torch.tanh(self.first(x))
         moved = hidden + self.bias
         if (moved - hidden).abs().sum() == 0:
+            note_way("narrow")
             return self.narrow(moved) * 2
+        note_way("wide")
         return self.wide(moved)
 
 
-def test_the_way_that_is_measured_is_compiled_before_where_moved_parameters_took_another() -> None:
+def test_the_planned_way_is_proved_and_measured_where_moved_parameters_take_another() -> None:
     torch.manual_seed(0)
+    WAYS.clear()
     model, x = ForksOnABias(), torch.randn(4, 16)
     plan = memfit.plan(model, (x,), budget=2**20, search_seconds=0.2)
     assert plan.planned is not None and len(plan.planned.capture.pieces.pieces) > 1
+    assert WAYS[-5:] == ["wide", "wide", "narrow", "narrow", "narrow"]  # both plain and planned; then it is measured
+    assert plan.proof is not None and plan.proof.is_exact
     assert plan.measured_peak_bytes is not None
     assert plan.measured_peak_bytes <= plan.predicted.peak_bytes + 256

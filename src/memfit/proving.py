@@ -34,6 +34,7 @@ from memfit.refusals import refusal, refused
 from memfit.runtime.apply import PlannedCall, compile_program
 from memfit.runtime.device_memory import free_bytes
 from memfit.runtime.measure import measure
+from memfit.runtime.passes import Pass
 from memfit.step.simulate import simulate
 
 __all__ = ["lowered", "peak_of", "prove", "proving_step"]
@@ -78,7 +79,14 @@ def prove(
             if progress is not None:
                 progress("prove", attempt, _PROVING_RUNS)
             call = compile_program(model, plan.planned.capture, plan.program, describe=plan.words())
-            found = step.result(call)  # compiles
+            found, strayed = _planned_result(step, call)  # compiles
+            if step.perturbed and strayed:
+                # Code between pieces branched on parameters that were moved. The planned way is the one to prove.
+                del found
+                step, begin = replace(step, perturbed=()), time.perf_counter()
+                plain = _plain_result(step, plan, device_of(model))
+                seconds += time.perf_counter() - begin
+                found = step.result(call)
             rounding = plan.is_tiled or request.exact == "rounding"
             proof = compare(step, call, plain, found, rounding=rounding, seconds=seconds) if plain is not None else None
             del found
@@ -191,12 +199,16 @@ def _plain_result(step: ProvingStep, plan: Plan, device: torch.device) -> StepRe
     return step.plain(backward=False)
 
 
+def _planned_result(step: ProvingStep, call: PlannedCall) -> tuple[StepResult, bool]:
+    """The results of the planned step, and whether its code took another way than the planned one."""
+    here = Pass()
+    found = step.result(lambda *args, **kwargs: call.recorded(here, args, kwargs))
+    return found, call.strayed(here)
+
+
 def _measured_peak(step: ProvingStep, plan: Plan, call: PlannedCall) -> int:
     """Peak of one planned forward and backward pass; gradients that exist stay and count."""
     assert plan.planned is not None
-    if step.perturbed and len(plan.planned.capture.pieces.pieces) > 1:
-        step.run(call)  # code between pieces may branch on parameters, and what it calls is compiled for these now
-        step.state.restore()
     # Memory of code between pieces and of libraries is measured here, so it is not counted as there already.
     graph, device = plan.planned.graph, device_of(step.model)
     start = graph.static_bytes - plan.planned.capture.between_bytes - library_bytes(graph, device)

@@ -112,6 +112,10 @@ class PlannedCall:
         finally:
             _PASS.reset(token)
 
+    def strayed(self, here: Pass) -> bool:
+        """Whether a recorded pass took another way than the planned one."""
+        return here.strayed or here.executed != self.pieces
+
     @property
     def moved_bytes(self) -> tuple[int, int]:
         """What has been swapped out and in so far."""

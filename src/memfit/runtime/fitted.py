@@ -149,7 +149,7 @@ class Fitted:
         here = self.loops.begin(key, type(model).__name__, () if planned is None else planned.capture.summed)
         output = call.recorded(here, args, kwargs)
         self.loops.add(here)
-        if here.strayed or here.executed != call.pieces:
+        if call.strayed(here):
             self._told_of_stray(model, key, call, here)
         return output
 
