@@ -120,6 +120,7 @@ def test_experts_are_left_to_plain_code_with_a_notice() -> None:
         logger.removeHandler(handler)
     (line,) = told
     assert "shapes depend on data in 1 (" in line and "test_plain_parts.py:" in line
+    assert "other data may take more memory" in line
 
 
 def test_an_output_without_a_gradient_behind_a_break() -> None:

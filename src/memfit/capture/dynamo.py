@@ -37,6 +37,7 @@ from memfit.capture.one_graph import OneGraph
 from memfit.capture.pieces import Piece, Pieces, tensors_in
 from memfit.capture.plain_parts import (
     NOTHING_PLAIN,
+    SHAPED_BY_DATA,
     GradientsTakenError,
     PlainParts,
     UnplannableGraphError,
@@ -144,7 +145,8 @@ def capture_pieces(
     if not pieces.pieces:
         raise nothing_captured(failure, model) from failure
     for told in plain.reasons:
-        log.warning("%s: that part runs as plain code, what is around it as planned", told)
+        more = ", and other data may take more memory there than the budget knows of" if SHAPED_BY_DATA in told else ""
+        log.warning("%s: that part runs as plain code, what is around it as planned%s", told, more)
     return replace(pieces, breaks=(reason,), between_bytes=between_bytes)
 
 

@@ -37,6 +37,7 @@ from memfit.errors import CaptureError
 
 __all__ = [
     "NOTHING_PLAIN",
+    "SHAPED_BY_DATA",
     "GradientsTakenError",
     "PlainParts",
     "UnplannableGraphError",
@@ -76,6 +77,9 @@ class PlainParts:
     numpy: bool = False
     reasons: tuple[str, ...] = ()
 
+
+SHAPED_BY_DATA = "shapes depend on data"
+"""How the reason of a part begins whose memory is another one with other data."""
 
 NOTHING_PLAIN = PlainParts()
 
@@ -167,7 +171,7 @@ class _Watch(TorchDispatchMode):
             self.dynamic = True
             for tensor in results:
                 self.sizes[tensor] = frozenset(tensor.shape)
-            self.mark("shapes depend on data")
+            self.mark(SHAPED_BY_DATA)
         else:
             self._follow(leaves, operands, results)
         return result
@@ -206,7 +210,7 @@ class _Watch(TorchDispatchMode):
             if here:
                 self.sizes[tensor] = here
         if of_data:
-            self.mark("shapes depend on data")
+            self.mark(SHAPED_BY_DATA)
 
     def mark(self, reason: str) -> str | None:
         """Notes the module whose code runs, and returns its name; None where that is no module's."""
