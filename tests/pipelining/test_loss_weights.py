@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from memfit.errors import CaptureError
-from memfit.pipelining.forward_graph import capture_forward
+from memfit.pipelining.forward_graph import capture_forward, flatten_inputs
 from memfit.pipelining.loss_weights import LossReading, loss_shares, read_loss
 from memfit.pipelining.traced_loss import TracedLosses, trace_loss
 
@@ -88,15 +88,11 @@ def test_parts_without_any_target_and_unlike_means_are_refused() -> None:
 
 
 def test_a_size_is_traced_once() -> None:
-    model, asked = torch.nn.Linear(6, 5), []
-
-    def capture(samples: int):
-        asked.append(samples)
-        x, target = torch.randn(samples, 6), torch.randint(5, (samples,))
-        return capture_forward(model, (x,), {}, target, CROSS_ENTROPY), [x, target]
-
-    traced = TracedLosses(capture=capture)
-    given = traced.of(4, capture(4))
+    model, x, target = torch.nn.Linear(6, 5), torch.randn(9, 6), torch.randint(5, (9,))
+    leaves, spec = flatten_inputs((x,), {}, target)
+    traced = TracedLosses(model=model, loss_fn=CROSS_ENTROPY, leaves=leaves, spec=spec)
+    others = [x[5:], target[5:]]
+    given = traced.of(4, (capture_forward(model, (x[5:],), {}, target[5:], CROSS_ENTROPY), others))
     assert traced.of(4) is given
     assert traced.of(2) is traced.of(2)
-    assert asked == [4, 2]
+    assert list(traced.known) == [4, 2]

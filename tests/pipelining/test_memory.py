@@ -17,6 +17,7 @@ from memfit.pipelining.making import make_pipeline_plan
 from memfit.pipelining.microbatches import cut_batch, sizes_of
 from memfit.pipelining.plan import decode_pipeline, encode_pipeline
 from memfit.pipelining.question import Question
+from memfit.pipelining.traced_loss import TracedLosses
 from memfit.zoo.gpt import GPT
 from tests.pipelining.models import Case, gradients, plain_step, tokens_loss
 
@@ -80,7 +81,11 @@ def test_wherever_it_is_cut_devices_take_what_is_predicted(checkpoint: str) -> N
     forward = capture_forward(model, args, {}, target, tokens_loss)
     question = Question(num_devices=2, num_microbatches=count, schedule="1f1b", policy=checkpoint)
     make = functools.partial(
-        *(make_pipeline_plan, model, [(forward, part)], leaves, sizes), device=x.device, loss_fn=tokens_loss, spec=spec
+        *(make_pipeline_plan, model, [(forward, part)], leaves, sizes),
+        device=x.device,
+        loss_fn=tokens_loss,
+        spec=spec,
+        traced=TracedLosses(model=model, loss_fn=tokens_loss, leaves=leaves, spec=spec),
     )
     free = make(question=replace(question, prove=False)).plan
     for cut in find_cuts(forward):
@@ -143,6 +148,7 @@ def test_a_deferred_part_holds_no_graph() -> None:
         device=x.device,
         loss_fn=nn.functional.mse_loss,
         spec=spec,
+        traced=TracedLosses(model=model, loss_fn=nn.functional.mse_loss, leaves=leaves, spec=spec),
     )
     free = make(question=replace(question, prove=False)).plan
     made = make(question=question, fixed=replace(free, cuts=(10, 23))).plan

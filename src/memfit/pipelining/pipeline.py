@@ -29,7 +29,7 @@ from memfit.pipelining.engine_stage import EngineStage
 from memfit.pipelining.forward_graph import ForwardGraph, PipelineLoss, capture_forward, flatten_inputs
 from memfit.pipelining.loss_weights import LossReading, loss_shares, read_loss
 from memfit.pipelining.making import PROVING_RUNS, make_pipeline_plan, resident_bytes
-from memfit.pipelining.microbatches import batch_size, cut_batch, first_samples, sizes_of
+from memfit.pipelining.microbatches import batch_size, cut_batch, sizes_of
 from memfit.pipelining.plan import PipelinePlan, decode_pipeline, encode_pipeline
 from memfit.pipelining.question import Question
 from memfit.pipelining.random_stream import RandomStream
@@ -263,7 +263,7 @@ class Pipeline:
         document: Any = None
         error: BaseException | None = None
         forwards: list[tuple[ForwardGraph, Sequence[Any]]] = []
-        traced = TracedLosses(capture=functools.partial(self._capture_samples, leaves, spec))
+        traced = TracedLosses(model=self.model, loss_fn=self._loss_fn, leaves=leaves, spec=spec)
         compiled: Mapping[int, CompiledStage] = {}
         try:
             forwards = [(self._capture(part, spec), part) for part in ([parts[0], parts[-1]][: len(set(sizes))])]
@@ -312,10 +312,6 @@ class Pipeline:
     def _capture(self, part: Sequence[Any], spec: Any) -> ForwardGraph:
         args, kwargs, target = spec.unflatten(part)
         return capture_forward(self.model, args, kwargs, target, self._loss_fn)
-
-    def _capture_samples(self, leaves: Sequence[Any], spec: Any, count: int) -> tuple[ForwardGraph, Sequence[Any]]:
-        few = first_samples(leaves, count)
-        return self._capture(few, spec), few
 
     def _read_losses(
         self, forwards: list[tuple[ForwardGraph, Sequence[Any]]], sizes: Sequence[int], traced: TracedLosses

@@ -6,15 +6,16 @@ ops, of which it is known what they do. Nothing runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from memfit.pipelining.forward_graph import ForwardGraph
+from memfit.pipelining.forward_graph import ForwardGraph, PipelineLoss, capture_forward
+from memfit.pipelining.microbatches import first_samples
 from memfit.pipelining.stages import cut_into_stages
 
 __all__ = ["TracedLoss", "TracedLosses", "trace_loss"]
@@ -48,21 +49,32 @@ class TracedLoss:
 
 @dataclass(slots=True, kw_only=True)
 class TracedLosses:
-    """Model and loss as ops for micro-batches of several sizes, each traced once.
+    """Model and loss as ops for several numbers of samples of a batch, each traced once.
 
     Attributes:
-        capture: traces the model and its loss on the first samples of the batch, so many; with these inputs.
+        model: the model.
+        loss_fn: the loss.
+        leaves: the inputs of the batch.
+        spec: how leaves make up the inputs.
         known: what is traced, by the number of samples.
     """
 
-    capture: Callable[[int], tuple[ForwardGraph, Sequence[Any]]]
+    model: nn.Module
+    loss_fn: PipelineLoss | None
+    leaves: Sequence[Any]
+    spec: Any
     known: dict[int, TracedLoss] = field(default_factory=dict)
 
     def of(self, samples: int, forward: tuple[ForwardGraph, Sequence[Any]] | None = None) -> TracedLoss:
-        """Model and loss for so many samples; `forward` is the model and loss as traced on them, if they are."""
+        """Model and loss on the first samples of the batch, or as they are traced on as many others (`forward`)."""
         if samples not in self.known:
-            self.known[samples] = trace_loss(*(forward or self.capture(samples)))
+            self.known[samples] = trace_loss(*(forward or self._first(samples)))
         return self.known[samples]
+
+    def _first(self, samples: int) -> tuple[ForwardGraph, Sequence[Any]]:
+        few = first_samples(self.leaves, samples)
+        args, kwargs, target = self.spec.unflatten(few)
+        return capture_forward(self.model, args, kwargs, target, self.loss_fn), few
 
 
 def trace_loss(forward: ForwardGraph, leaves: Sequence[Any]) -> TracedLoss:
