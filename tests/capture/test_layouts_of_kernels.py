@@ -6,7 +6,7 @@ import itertools
 import sys
 import types
 import unittest
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -29,7 +29,7 @@ ELSEWHERE += ("triangular", "fft", "nested", "pca", "logdet", "qr", "pinverse", 
 VIEWS = (torch.ops.aten.view.default,)
 
 
-def _database() -> list[Any]:
+def database() -> list[Any]:
     framework = types.ModuleType("expecttest")  # torch's database imports its test cases, and they this
     framework.TestCase = unittest.TestCase  # type: ignore[attr-defined]
     missing = "expecttest" not in sys.modules
@@ -106,7 +106,7 @@ class Compared(TorchDispatchMode):
         return made
 
 
-def _calls(op: Any) -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+def calls_of(op: Any, layouts: Sequence[str] = LAYOUTS) -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     try:
         # `op.sample_inputs` looks through the source files of the whole stack for each of them.
         samples = list(itertools.islice(op.sample_inputs_func(op, "cpu", torch.float32, op.supports_autograd), 1))
@@ -118,7 +118,7 @@ def _calls(op: Any) -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
         if not tensors or any(t.layout is not torch.strided or t.numel() > MOST_ELEMENTS for t in tensors):
             continue
         tried: set[Any] = set()
-        for layout in ("contiguous", *LAYOUTS):
+        for layout in ("contiguous", *layouts):
             if layout.startswith("one") and "batch_norm" in op.name:  # it does not look whether its statistics fit
                 continue
             for every in (False, True) if layout != "contiguous" else (False,):
@@ -139,7 +139,7 @@ def compared(ops: list[Any]) -> Compared:
     """Runs calls of ops and their backward passes; those that an op does not take are no calls."""
     found = Compared()
     for op in ops:
-        for one, args, kwargs in _calls(op):
+        for one, args, kwargs in calls_of(op):
             try:
                 with found:
                     outputs = [o for o in pytree.tree_leaves(op(one, *args, **kwargs)) if isinstance(o, Tensor)]
@@ -158,7 +158,7 @@ def compared(ops: list[Any]) -> Compared:
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_fake_results_lie_as_kernels_do_over_torchs_ops(shard: int) -> None:
     torch.manual_seed(0)
-    ops = _database()[shard::SHARDS]
+    ops = database()[shard::SHARDS]
     with strides_of_kernels():
         found = compared(ops)
     assert len(found.ops) > 100 and len(found.tried) > 1_000

@@ -26,6 +26,7 @@ from torch._C import DispatchKey
 from memfit.capture.backward_autocast import traced_backward
 from memfit.capture.eager_composites import composites_of_eager
 from memfit.capture.eager_dropout import draws_laid_out
+from memfit.capture.fills_in_gradients import fills_in_gradients
 from memfit.capture.gradients_on_values import gradients_on_values
 from memfit.capture.kernel_strides import strides_of_kernels
 from memfit.capture.masked_fills import masked_fills_of_eager
@@ -57,6 +58,7 @@ _CONTEXTS = (
     gradients_on_values,
     quantiles_of_eager,
     masked_fills_of_eager,
+    fills_in_gradients,
     traced_backward,
 )
 """Each makes some calls be traced as eager PyTorch runs them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -122,7 +123,8 @@ def gradient_strides_of(pieces: Pieces) -> list[dict[int, Strides]]:
     if any(piece.gathered for piece in pieces.pieces):
         return [{} for _ in pieces.pieces]  # hooks of a sharded module would communicate
     assert pieces.loss is not None
-    received = zip(pieces.receivers(), pieces.loss.receives_gradient, pieces.loss.gradient_strides, strict=False)
+    known = chain(pieces.loss.gradient_strides, repeat(None))  # nothing is known without a loss
+    received = zip(pieces.receivers(), pieces.loss.receives_gradient, known, strict=False)
     ends = [(tensor, strides) for tensor, receives, strides in received if receives]
     wanted = [_receiving(piece) for piece in pieces.pieces]
     lying = iter(layouts_between(ends, [where for receiving in wanted for where in receiving.values()]))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch._C import DispatchKey
 
-__all__ = ["kernels_in_place"]
+__all__ = ["kernels_in_place", "without_kernel"]
 
 
 @contextmanager
@@ -30,3 +30,15 @@ def kernels_in_place(kernels: Mapping[torch._ops.OpOverload, Callable[..., Any]]
             if earlier is not None:
                 op.py_kernels[key] = earlier
             op._dispatch_cache.clear()
+
+
+@contextmanager
+def without_kernel(op: torch._ops.OpOverload, key: DispatchKey) -> Iterator[None]:
+    """While active, an op runs its own kernel: for a Python one that is there for some calls only."""
+    kernel = op.py_kernels.pop(key)
+    op._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        op.py_kernels[key] = kernel
+        op._dispatch_cache.clear()
