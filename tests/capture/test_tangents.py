@@ -156,6 +156,45 @@ def test_another_loss_than_the_planned_one_is_right_up_to_rounding_and_same_shap
         assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(found, expected, strict=True))
 
 
+class Normed(nn.Module):
+    """A convolution over time, a break of the graph, and a norm whose weight sums over a permuted result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.weight = nn.Conv1d(48, 48, 5, groups=48), nn.Parameter(torch.rand(48) + 0.5)
+        self.last = nn.Linear(48, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x.transpose(1, 2)).transpose(1, 2) * float(np.random.default_rng(0).random())
+        y = y * y.square().mean(-1, keepdim=True).rsqrt() * self.weight
+        return self.last(y * float(np.random.default_rng(1).random()))
+
+
+def test_without_a_loss_gradients_between_pieces_lie_as_in_the_plain_step(told: list[str]) -> None:
+    torch.manual_seed(0)
+    plain, x = Normed(), torch.randn(2, 24, 48)
+    fitted = copy.deepcopy(plain)
+    memfit.fit(fitted, (x,), budget="1GiB", search_seconds=0.2)
+    for model in (plain, fitted):
+        model(x).square().mean().backward()
+    for p, q in zip(plain.parameters(), fitted.parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None and same_bits(p.grad, q.grad)
+    assert not any("another memory layout" in text for text in told)
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["no loss", "the loss"])
+def test_a_gradient_in_another_layout_than_planned_is_told(known: bool, told: list[str]) -> None:
+    def loss(output: Tensor) -> Tensor:
+        return nn.functional.mse_loss(output.transpose(1, 2).contiguous(), torch.zeros(2, 32, 6))
+
+    torch.manual_seed(0)
+    model, x = nn.Linear(8, 32), torch.randn(2, 6, 8)
+    memfit.fit(model, (x,), budget="1GiB", loss_fn=loss if known else None, search_seconds=0.2)
+    for _ in range(3):
+        loss(model(x)).backward()
+    assert sum("another memory layout" in text and "loss_fn" in text for text in told) == (not known)
+
+
 def test_the_loss_sees_outputs_as_kernels_lay_them_out() -> None:
     model, x = Shuffled(), torch.rand(4, 6, 8, 10).contiguous(memory_format=torch.channels_last)
     read = capture_step(model, (x,), {}, loss_fn=_sum_of_squares).loss

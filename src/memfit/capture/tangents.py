@@ -9,7 +9,7 @@ other bits, and the copy takes memory.
 corrected before the joint graph is traced. Where the graph breaks, the joint graph of each piece tells how the
 gradients of its inputs lie, and the engine takes zeros of these layouts through the autograd graph of the step, which
 is there after capturing, with one node for each piece (`memfit.capture.between_pieces`). At run time a gradient of
-another layout than the plan's, of another loss say, is copied to the plan's as before.
+another layout than the plan's, of another loss say, is copied to the plan's as before, which is told.
 
 Known limits: gradients whose elements share memory (those of a plain sum, say) are taken to lie as the outputs do, as
 no other gradient could be copied to such a layout; so are those of outputs that are views of each other, and those of
@@ -28,7 +28,7 @@ import torch
 import torch._functorch.aot_autograd as aot
 import torch._functorch.config
 from torch import fx
-from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput, PlainAOTOutput
+from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput, PlainAOTOutput, TangentAOTInput
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memfit.capture.backward_autocast import backward_region
@@ -38,6 +38,7 @@ __all__ = [
     "Strides",
     "laid_out_as_made",
     "layouts_between",
+    "strides_of_gradients",
     "strides_of_input_gradients",
     "strides_of_outputs",
     "strides_without_overlap",
@@ -98,6 +99,17 @@ def strides_of_input_gradients(joint: fx.Graph) -> dict[int, Strides | None]:
         of = getattr(desc, "grad_of", None)
         if isinstance(value, torch.Tensor) and isinstance(desc, GradAOTOutput) and isinstance(of, PlainAOTInput):
             found[of.idx] = strides_without_overlap(value)
+    return found
+
+
+def strides_of_gradients(joint: fx.Graph) -> dict[int, Strides]:
+    """By places among the outputs of the traced function how their gradients are taken to lie."""
+    found: dict[int, Strides] = {}
+    for node in joint.find_nodes(op="placeholder"):
+        value, desc = node.meta.get("val"), node.meta.get("desc")
+        of = desc.output if isinstance(desc, TangentAOTInput) else None
+        if isinstance(value, torch.Tensor) and isinstance(of, PlainAOTOutput) and value.layout is torch.strided:
+            found[of.idx] = tuple(value.stride())
     return found
 
 

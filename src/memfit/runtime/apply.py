@@ -50,7 +50,7 @@ from memfit.capture.shared_inputs import (
     terms_of_inputs,
     uses_of_inputs,
 )
-from memfit.capture.tangents import GradientStrides
+from memfit.capture.tangents import GradientStrides, strides_of_gradients
 from memfit.capture.trace import Capture, device_of
 from memfit.capture.trace_joint import trace_joint
 from memfit.capture.used_views import hand_on_used_views
@@ -269,6 +269,7 @@ def compile_planned(
             }
             return_each_term(joint, num_fwd_outputs, repeated)
             piece.reached = _reached(joint, num_fwd_outputs, by_autograd)
+            piece.lying = {place: s for place, s in strides_of_gradients(joint.graph).items() if len(s) > 1}
             reading = read_joint(
                 *(joint, num_fwd_outputs),
                 separate=separated.__contains__,

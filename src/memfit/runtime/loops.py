@@ -69,6 +69,7 @@ class Loops:
         narrowed: see `Pass`.
         regions: see `Pass`.
         apart: signatures whose calls are planned with gradients use by use, as others add to them.
+        turned: see `Pass`.
         differentiated_twice: signatures whose calls run plainly for that.
     """
 
@@ -79,6 +80,7 @@ class Loops:
     narrowed: dict[Signature, frozenset[int]] = field(default_factory=dict)
     regions: set[tuple[Signature, bool]] = field(default_factory=set)
     apart: set[Signature] = field(default_factory=set)
+    turned: set[Signature] = field(default_factory=set)
     differentiated_twice: set[Signature] = field(default_factory=set)
 
     def begin(self, key: Signature, name: str, summed: Sequence[str] = ()) -> Pass:
@@ -99,6 +101,7 @@ class Loops:
             narrowed=self.narrowed,
             regions=self.regions,
             apart=self.apart,
+            turned=self.turned,
         )
 
     def add(self, here: Pass) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from memfit.capture.backward_autocast import autocast_is_on
+from memfit.capture.tangents import Strides, strides_without_overlap
 from memfit.errors import SecondDerivativeError
 from memfit.runtime.unused_output import Begun, WholeGraph, with_anchor
 
@@ -42,6 +43,7 @@ class Pass:
         regions: where the signatures of passes are noted whose backward pass ran inside an autocast region and was not
             planned so (True), or the other way round (False).
         apart: where the signatures of passes are noted whose gradients shall be returned use by use.
+        turned: where the signature of the first pass is noted of which a gradient came in another layout than planned.
         executed: how many pieces have run by the plan.
         waiting: of how many the backward pass has not run.
         strayed: whether a piece ran plainly because it was not planned.
@@ -54,6 +56,7 @@ class Pass:
     narrowed: dict[Any, frozenset[int]] = field(default_factory=dict)
     regions: set[tuple[Any, bool]] = field(default_factory=set)
     apart: set[Any] = field(default_factory=set)
+    turned: set[Any] = field(default_factory=set)
     executed: int = 0
     waiting: int = 0
     strayed: bool = False
@@ -67,6 +70,7 @@ class CompiledPiece:
     Attributes:
         reached: for each input the outputs its gradient comes from, None if that is not known; empty: not looked at.
         places: of outputs among the gradients autograd hands to the graph, once it ran.
+        lying: by outputs the strides that their gradients are planned with.
         in_pieces: whether the step has other graphs as well.
         autocast: whether the backward pass is planned inside a region (True) or outside (False); None if there is none.
         assumed: outputs that are planned with a gradient, and of which no backward pass of the loop has told yet.
@@ -80,6 +84,7 @@ class CompiledPiece:
 
     reached: Sequence[frozenset[int] | None] = ()
     places: dict[int, int] = field(default_factory=dict)
+    lying: Mapping[int, Strides] = field(default_factory=dict)
     in_pieces: bool = False
     autocast: bool | None = None
     assumed: frozenset[int] = frozenset()
@@ -201,6 +206,21 @@ class PieceOfPass:
             else "call backward() always inside or always outside",
         )
 
+    def note_layouts(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Told by autograd, before the graph runs backward and copies what lies otherwise than planned."""
+        arrived = self._by_output(gradients)
+        if self.of.turned or not any(
+            _lies_otherwise(gradient, self.piece.lying[output])
+            for output, gradient in arrived.items()
+            if output in self.piece.lying
+        ):
+            return
+        self.of.turned.add(self.of.key)
+        log.warning(
+            "the gradient of an output arrives in another memory layout than planned: it is copied, and sums over it "
+            "may round otherwise than in the plain step; pass the loss you really use, memfit.fit(..., loss_fn=...)"
+        )
+
     def _by_output(self, gradients: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor]:
         return {o: g for o, place in self.piece.places.items() if (g := gradients[place]) is not None}
 
@@ -273,6 +293,8 @@ def noting_forward(
             node.register_prehook(record.note)
         if piece.autocast is not None:
             node.register_prehook(record.note_autocast)
+        if piece.lying and here.key is not None and not here.turned:
+            node.register_prehook(record.note_layouts)
         return outputs if begun is None else _anchored(outputs, record, begun, node)
 
     return run
@@ -319,6 +341,14 @@ def _refuse(here: Pass, gradients: Any) -> None:
         "derivative; for the pass that needs one call model.forward(...) in place of model(...), "
         "which runs the module's own "
         "code without a plan. From now on calls with such inputs run plainly"
+    )
+
+
+def _lies_otherwise(gradient: torch.Tensor, strides: Strides) -> bool:
+    """Whether a gradient whose elements have memory of their own has other strides along an axis of several."""
+    known = strides_without_overlap(gradient)
+    return known is not None and any(
+        ours != planned for size, ours, planned in zip(gradient.shape, known, strides, strict=True) if size > 1
     )
 
 
