@@ -32,7 +32,8 @@ __all__ = [
     "train",
 ]
 
-STEPS = 3
+STEPS = 4
+"""The last is measured and not compared: under a mode that counts, autograd takes other formulas for some gradients."""
 
 DEVICE: ContextVar[str] = ContextVar("device", default="cpu")
 """Where `train` has the model and its inputs."""

@@ -145,16 +145,15 @@ def trial(script: Script, *, judge_peak: bool, search_seconds: float = 0.5) -> d
 
 
 def _run(script: Script, fit: _Plain | _Fitter) -> tuple[list[Results], int]:
-    """All steps' results, and the peak of the last one: what it makes, beside parameters and buffers."""
+    """Results of all steps but the last, and the peak of that: what it makes, beside parameters and buffers."""
     steps = script(fit)
     found = [_copied(next(steps)) for _ in range(STEPS - 1)]
     existing = [tensor for model in fit.models for _, tensor in _tensors_of(model)]
     plans = [memfit.plan_of(model) for model in fit.models] if isinstance(fit, _Fitter) else []
     with LiveBytes(existing) as live:
-        last = next(steps)
+        next(steps)
     if isinstance(fit, _Fitter) and any(memfit.plan_of(m) is not p for m, p in zip(fit.models, plans, strict=True)):
         fit.notes.append(PLANNED_AGAIN)
-    found.append(_copied(last))
     del steps
     torch._dynamo.reset()
     return found, storage_bytes(existing) + live.peak_bytes
