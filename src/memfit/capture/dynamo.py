@@ -209,7 +209,7 @@ def _capture(
     lying: dict[int, Strides] = {}
 
     def trace_anew(graph: DynamoGraph, around: Surroundings) -> Traced | None:
-        traced = trace(graph, around, reader)
+        traced = trace(graph, around, reader, keep=later)
         if traced is None and fake:
             raise nothing_reached(model)
         return traced

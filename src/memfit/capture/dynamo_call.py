@@ -37,12 +37,12 @@ class RunsGraphs:
 
     Attributes:
         backend: compiles a graph that Dynamo made for it, as a backend of Dynamo's does.
-        compile_graph: compiles a copy of a graph of the capture, given examples of its operands.
+        compile_graph: compiles a copy of a graph of the capture, given examples of its operands and the graph.
         compiled: the graphs of the capture that have been compiled.
     """
 
     backend: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
-    compile_graph: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+    compile_graph: Callable[[fx.GraphModule, Sequence[Any], DynamoGraph], Callable[..., Any]]
     compiled: dict[DynamoGraph, Callable[..., Any]] = field(default_factory=dict)
 
     def run(self, graph: DynamoGraph, views: Views, inputs: Sequence[Any]) -> Any:
@@ -52,7 +52,8 @@ class RunsGraphs:
             gm = copied(graph.gm)
             with as_it_was(graph):
                 fakes = _known_as_static(graph, inputs)
-                call = self.compile_graph(gm, [*inputs, *(static_example(view) for view in views(*inputs))])
+                examples = [*inputs, *(static_example(view) for view in views(*inputs))]
+                call = self.compile_graph(gm, examples, graph)
             del fakes
             call = self.compiled[graph] = calling_after(views, call)
         return call(*inputs)

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import fx, nn
+from torch.fx._lazy_graph_module import _make_graph_module
 
 __all__ = [
     "accumulated_inputs",
@@ -159,11 +160,11 @@ def weights_made(gm: fx.GraphModule, inputs: Sequence[Any], held: frozenset[int]
 
 
 def copied(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy over the same modules."""
+    """A copy over the same modules, of which no code is generated yet where graph modules are lazy."""
     graph = fx.Graph()
     nodes: dict[fx.Node, fx.Node] = {}
     for node in gm.graph.nodes:
         nodes[node] = graph.node_copy(node, nodes.__getitem__)
-    copy = fx.GraphModule(gm, graph)
+    copy = _make_graph_module(gm, graph)
     copy.meta = dict(gm.meta)
     return copy

@@ -5,7 +5,8 @@ and prints each graph for its logs. memfit changes most of these graphs before t
 graph only.
 
 *Idea*: code is generated when a graph runs for the first time (lazy graph modules, as Inductor uses them). Graphs are
-printed only where logs were asked for. A capture stops AOTAutograd by an exception once it has read the joint graph.
+printed only where logs were asked for. A capture stops AOTAutograd by an exception once it has read the joint graph,
+which is kept for the plans (`memfit.capture.kept_trace`).
 
 Known limits: these settings belong to the process, so graphs that another thread compiles meanwhile are not printed.
 """
@@ -16,7 +17,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, NoReturn
 
 import torch._functorch.aot_autograd as aot
@@ -26,6 +27,7 @@ from torch._functorch._aot_autograd import graph_compile
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from memfit.capture.eager_kernels import as_in_eager
+from memfit.capture.kept_trace import KeptTrace, keeping_trace, taking_trace
 from memfit.capture.tangents import Strides, laid_out_as_made
 
 __all__ = ["hand_over_joint", "trace_joint"]
@@ -43,6 +45,7 @@ def trace_joint(
     partition: Callable[..., Any],
     forward: Callable[..., Any],
     backward: Callable[..., Any],
+    kept: KeptTrace | None = None,
 ) -> Callable[..., Any]:
     """A graph compiled by AOTAutograd, traced as eager PyTorch runs it.
 
@@ -53,8 +56,12 @@ def trace_joint(
         partition: cuts the joint graph in two.
         forward: compiles the graph of the forward pass, or the graph where no gradient reaches it.
         backward: compiles that of the backward pass.
+        kept: the joint graph, if this very graph was traced before with gradients that lie so.
     """
-    with as_in_eager(), laid_out_as_made(strides), _use_lazy_graph_module(True), _without_texts():
+    settings = as_in_eager(), laid_out_as_made(strides), _use_lazy_graph_module(True), _without_texts()
+    with ExitStack() as around:
+        for setting in (*settings, taking_trace(kept)):
+            around.enter_context(setting)
         trace = aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=partition)
         compiled: Callable[..., Any] = trace(gm, inputs)
         return compiled
@@ -66,14 +73,23 @@ def hand_over_joint(
     *,
     strides: Mapping[int, Strides],
     read: Callable[[fx.GraphModule, int], None],
+    keep: Callable[[KeptTrace], None] | None = None,
 ) -> None:
-    """Calls `read` with the joint graph and the number of outputs of its forward pass, if a gradient reaches it."""
+    """Calls `read` with the joint graph and the number of outputs of its forward pass, if a gradient reaches it.
+
+    Args:
+        gm: as Dynamo made it.
+        inputs: examples.
+        strides: see `trace_joint`.
+        read: may change the joint graph.
+        keep: is called before with what `trace_joint` takes as `kept`.
+    """
 
     def partition(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **rest: Any) -> NoReturn:
         read(joint, num_fwd_outputs)
         raise _HasReadError
 
-    with suppress(_HasReadError):
+    with suppress(_HasReadError), nullcontext() if keep is None else keeping_trace(keep):
         trace_joint(gm, inputs, strides=strides, partition=partition, forward=_as_is, backward=_as_is)
 
 

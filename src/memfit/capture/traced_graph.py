@@ -20,11 +20,13 @@ from torch import fx
 from torch._guards import TracingContext, tracing
 
 from memfit.capture.adding import Accumulate
+from memfit.capture.backward_autocast import backward_in_autocast
 from memfit.capture.dynamo_graph import accumulated_inputs, copied, detach_outputs, in_place_nodes
 from memfit.capture.eager_answers import eager_answers
 from memfit.capture.eager_autocast import cast_once
 from memfit.capture.fake_kernels import rules_of_kernels
 from memfit.capture.joint import read_joint
+from memfit.capture.kept_trace import KeptTrace
 from memfit.capture.reading import JointReading
 from memfit.capture.shared_inputs import return_each_term, taking_for_each_use, terms_of_inputs, uses_of_inputs
 from memfit.capture.tangents import Strides, strides_of_input_gradients
@@ -88,6 +90,7 @@ class DynamoGraph:
         context: Dynamo's, with its fake tensors.
         grad: whether gradients were recorded.
         autocast: by device type the dtype, of those where it was on.
+        traces: of its copies, with what was around and whether backward passes are inside of autocast regions.
     """
 
     gm: fx.GraphModule
@@ -97,6 +100,12 @@ class DynamoGraph:
     context: TracingContext | None
     grad: bool
     autocast: Mapping[str, torch.dtype]
+    traces: list[tuple[Surroundings, bool, KeptTrace]] = field(default_factory=list)
+
+    def traced_in(self, around: Surroundings) -> KeptTrace | None:
+        """The joint graph in these surroundings and as backward passes are planned now, if it was kept."""
+        now = around, backward_in_autocast()
+        return next((trace for *then, trace in self.traces if tuple(then) == now), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,8 +145,14 @@ def as_dynamo_made(gm: fx.GraphModule, inputs: Sequence[Any], key: str, *, gathe
     )
 
 
-def trace(graph: DynamoGraph, around: Surroundings, reader: Reader) -> Traced | None:
+def trace(graph: DynamoGraph, around: Surroundings, reader: Reader, *, keep: bool = False) -> Traced | None:
     """Traces a copy of a graph and its backward pass; None if no gradient reaches it.
+
+    Args:
+        graph: as Dynamo made it.
+        around: what the step does with it.
+        reader: how the joint graph is read.
+        keep: whether it is kept with the graph.
 
     Raises:
         UnplannableGraphError: if it cannot be planned.
@@ -164,9 +179,12 @@ def trace(graph: DynamoGraph, around: Surroundings, reader: Reader) -> Traced | 
         as_made = reader.accumulate is Accumulate.AS_MADE
         readings.append(reading(in_place=in_place, accumulated=accumulated, as_made=as_made, cast_once=casts))
 
+    def kept(trace: KeptTrace) -> None:
+        graph.traces.append((around, backward_in_autocast(), trace))
+
     with as_it_was(graph):
         taken, examples = taking_for_each_use(gm, graph.inputs, around.repeated)
-        hand_over_joint(taken, examples, strides=around.strides, read=read)
+        hand_over_joint(taken, examples, strides=around.strides, read=read, keep=kept if keep else None)
     return Traced(reading=readings[0], terms=terms, of_inputs=of_inputs) if readings else None
 
 

@@ -53,6 +53,7 @@ from memfit.capture.shared_inputs import (
 from memfit.capture.tangents import GradientStrides, strides_of_gradients
 from memfit.capture.trace import Capture, device_of
 from memfit.capture.trace_joint import trace_joint
+from memfit.capture.traced_graph import DynamoGraph, Surroundings
 from memfit.capture.used_views import hand_on_used_views
 from memfit.errors import OutOfMemoryError, PlanMismatchError
 from memfit.runtime.accumulate import accumulation
@@ -240,7 +241,9 @@ def compile_planned(
         hand_on_used_views(gm)
         return calling_after(views, compile_graph(gm, inputs, begun=call_has_begun()))
 
-    def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any], *, begun: bool = False) -> Callable[..., Any]:
+    def compile_graph(
+        gm: fx.GraphModule, inputs: Sequence[Any], of: DynamoGraph | None = None, *, begun: bool = False
+    ) -> Callable[..., Any]:
         by_autograd = reached_by_autograd(gm)
         piece = CompiledPiece(in_pieces=in_pieces, autocast=in_autocast if autocast_is_on() else None)
         key = graph_key(gm) if in_pieces else ""
@@ -251,6 +254,7 @@ def compile_planned(
             piece.assumed, piece.without_gradient = assumed, without_gradient
         strides = (gradient_strides or {}).get(key, {})
         repeated, uses = (shared or {}).get(key, {}), uses_of_inputs(gm)
+        around = Surroundings(receive=gradient_outputs, strides=strides, repeated=repeated)
         taken, examples = taking_for_each_use(gm, inputs, repeated)
         piece.repeated = len(repeated_places(repeated))
         by_autograd += [by_autograd[place] for place in repeated_places(repeated)]
@@ -310,12 +314,14 @@ def compile_planned(
             # Some versions of AOTAutograd keep the function, and with it the model, among Dynamo's globals.
             split = [functools.partial(partition, turn=turn)]
             with planning_backward(in_autocast=in_autocast):
+                kept = of.traced_in(around) if of is not None else None
                 call = trace_joint(
                     *(taken, examples),
                     strides=strides,
                     partition=lambda *joint, **rest: split[0](*joint, **rest),
                     forward=forward,
                     backward=backward,
+                    kept=kept,
                 )
             split.clear()
             call = calling_with_each_once(call, repeated)
