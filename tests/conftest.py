@@ -19,7 +19,7 @@ from benchmarks.notices import notices
 _SHORT = (
     ("memfit.planning", "find_program", 0.25),
     ("memfit.planning", "relaxed_bound", 0.05),
-    ("memfit.planner.under_way", "find_program", 0.1),
+    ("memfit.planner.pipeline.stage_plan", "find_program", 0.1),
     ("memfit.batch_size", "find_program", 0.1),
 )
 """Searches, where they are called from, and how many seconds they may take in tests."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from memfit.ir.tiers import SLOT_ALIGNMENT, Tier
 from memfit.runtime.swap.calibrate import Calibration, LinkSpeed
-from memfit.step.links import SLOT_ALIGNMENT, Tier
 
 FAST = LinkSpeed(
     alone_bytes_per_second=1e12,
@@ -20,8 +20,8 @@ def make_small_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything of a kilobyte and more may be swapped, over a link that takes no time."""
     chunk = 2 * SLOT_ALIGNMENT
     buffers = 2 * (chunk + SLOT_ALIGNMENT) + 1024
-    monkeypatch.setattr("memfit.planner.swapping._LEAST_BYTES", 1024)
-    monkeypatch.setattr("memfit.step.streams._LEAST_BYTES", 1024)
+    monkeypatch.setattr("memfit.planner.offload.model._LEAST_BYTES", 1024)
+    monkeypatch.setattr("memfit.ir.streaming._LEAST_BYTES", 1024)
     monkeypatch.setattr("memfit.runtime.swap.disk._CHUNK_BYTES", chunk)
     monkeypatch.setattr("memfit.runtime.swap.calibrate.BUFFER_BYTES", buffers)
     known = Calibration(tier=Tier.DISK, device="cpu", out=FAST, into=FAST)

@@ -218,7 +218,7 @@ def test_a_strategy_without_recomputation_stops_where_the_plain_step_does() -> N
 
 
 def test_swaps_make_room_for_larger_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memfit.planner.swapping._LEAST_BYTES", 64)
+    monkeypatch.setattr("memfit.planner.offload.model._LEAST_BYTES", 64)
     monkeypatch.setattr("memfit.runtime.swap.calibrate._SECONDS", 0.02)
     budget = 6 << 20  # the buffers of the threads that swap take two of it
     plain = find_max(budget, strategy="none").planned

@@ -18,9 +18,10 @@ ROOMS = {
     "errors": set(),
     "units": {"errors"},
     "refusals": FOUNDATIONS,
-    "step": FOUNDATIONS,
-    "planner": {*FOUNDATIONS, "refusals", "step", "strategies"},
-    "strategies": {*FOUNDATIONS, "refusals", "step", "planner"},
+    "ir": FOUNDATIONS,
+    "sim": {*FOUNDATIONS, "ir"},
+    "planner": {*FOUNDATIONS, "refusals", "ir", "sim"},
+    "strategies": {*FOUNDATIONS, "refusals", "ir", "sim", "planner"},
 }
 """The rooms without torch, and the doors of each."""
 

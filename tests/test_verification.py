@@ -11,13 +11,13 @@ from torch import nn
 from memfit.bits import same_bits
 from memfit.capture.trace import capture_step
 from memfit.errors import BudgetError
+from memfit.ir.program import Action, Program
 from memfit.making import make_plan
 from memfit.planning import Request
 from memfit.plans import Plan
 from memfit.report.records import document, json_text
 from memfit.report.sentence import sentence
-from memfit.step.program import Action, Program
-from memfit.step.simulate import simulate_plain
+from memfit.sim.simulator import simulate_plain
 from memfit.verification import verify
 from memfit.zoo import Example, build
 
@@ -75,7 +75,9 @@ def test_a_planned_step_is_the_plain_step(
 
 def test_convolutions_that_run_again_in_parts_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memfit.capture.parts._PART_BYTES", 1 << 19)
-    monkeypatch.setattr("memfit.planner.ways.with_spares", lambda graph, program, limit: program)  # in slices, that is
+    monkeypatch.setattr(
+        "memfit.planner.finalize.variant_selection.with_spares", lambda graph, program, limit: program
+    )  # in slices, that is
     model = nn.Sequential(*(nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.ReLU()) for _ in range(4)))
     x = torch.randn(6, 32, 48, 48)
     request = Request(budget="64MiB", loss_fn=loss_of, strategy="sequential:2")

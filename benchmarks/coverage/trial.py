@@ -16,7 +16,7 @@ from benchmarks.coverage.script import STEPS, NotBuilt, Results, Script
 from benchmarks.fuzz.live_bytes import LiveBytes, storage_bytes
 from benchmarks.fuzz.snapshot import same
 from benchmarks.notices import OTHER_WAY, notices
-from memfit.step.graph import Phase, StorageKind
+from memfit.ir.graph import Phase, StorageKind
 
 __all__ = ["STATUSES", "trial"]
 

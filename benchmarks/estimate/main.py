@@ -27,7 +27,7 @@ from memfit.capture.profile import profile_ops
 from memfit.capture.trace import capture_step, device_of
 from memfit.errors import MemfitError
 from memfit.runtime.training import resident_bytes, step_peak, training_step
-from memfit.step.simulate import simulate_plain
+from memfit.sim.simulator import simulate_plain
 from memfit.zoo import build
 
 COLUMNS = ("step", "measured MiB", "estimated MiB", "ratio", "profiled ratio", "at")

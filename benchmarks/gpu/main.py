@@ -21,7 +21,7 @@ from memfit.planning import Request, capture_and_profile, plan_captured
 from memfit.plans import Plan
 from memfit.runtime.apply import compile_program
 from memfit.runtime.training import training_step
-from memfit.step.simulate import simulate_plain
+from memfit.sim.simulator import simulate_plain
 from memfit.zoo import build
 
 COLUMNS = ("model", "call", "host ms", "step ms", "predicted ms", "predicted overhead %", "runs again")

@@ -17,7 +17,7 @@ from benchmarks.overhead.cases import CASES, EXTRA_BUDGETS, HEADLINE
 from benchmarks.report import Report, Table
 from benchmarks.subject import Run, Subject, case_of, differing
 from memfit.errors import BudgetError, MemfitError
-from memfit.planner.bound import op_wall_bytes
+from memfit.planner.bounds.lower_bound import op_wall_bytes
 from memfit.plans import Plan
 
 BUDGETS = "80,60,50,33,25,least"

@@ -18,9 +18,9 @@ from benchmarks.overhead import cases as overhead
 from benchmarks.report import Report, Table
 from benchmarks.subject import Case, Run, Subject, differing
 from memfit.errors import BudgetError
+from memfit.ir.tiers import TierLinks
 from memfit.plans import Plan
 from memfit.runtime.swap.tiers import tier_links
-from memfit.step.links import TierLinks
 
 __all__ = ["CASES", "COLUMNS", "run"]
 

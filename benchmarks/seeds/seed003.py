@@ -13,8 +13,8 @@ import torch
 from benchmarks.report import Report, Table
 from benchmarks.subject import Case, Subject
 from memfit.errors import BudgetError
-from memfit.planner.activations import count_activations
-from memfit.step.simulate import simulate
+from memfit.planner.analysis.activations import count_activations
+from memfit.sim.simulator import simulate
 
 __all__ = ["BUDGET_BYTES", "COLUMNS", "run"]
 

@@ -18,11 +18,11 @@ from benchmarks.subject import Run, Subject, case_of, differing
 from benchmarks.swap.resident import resident_growth
 from memfit.capture.preserve import preserved
 from memfit.errors import BudgetError
+from memfit.ir.graph import Phase, StepGraph, StorageKind
+from memfit.ir.serialization import Prediction
+from memfit.ir.tiers import Link, Tier, TierLinks
 from memfit.plans import Plan
 from memfit.runtime.swap.tiers import tier_links
-from memfit.step.codec import Prediction
-from memfit.step.graph import Phase, StepGraph, StorageKind
-from memfit.step.links import Link, Tier, TierLinks
 
 DEFAULT = "resnet50,resnet152,gpt2"
 BUDGETS = "75,50,33,25"

@@ -18,11 +18,11 @@ from benchmarks.report import Report, Table
 from benchmarks.subject import Case, Run, Subject, case_of, measured_run
 from memfit.capture.preserve import preserved
 from memfit.errors import BudgetError
+from memfit.ir.tiers import TierLinks
 from memfit.plans import Plan
 from memfit.rounding import in_float64, is_within_rounding, own_rounding
 from memfit.runtime.swap.tiers import tier_links
 from memfit.runtime.training import interleaved_seconds
-from memfit.step.links import TierLinks
 from memfit.zoo import build
 
 DEFAULT = "resnet50,unet,vgg16"

@@ -20,7 +20,7 @@ from memfit.making import plan_profiled
 from memfit.planning import Request, capture_and_profile
 from memfit.runtime.apply import compile_program
 from memfit.runtime.training import interleaved_seconds, training_step
-from memfit.step.simulate import simulate_plain
+from memfit.sim.simulator import simulate_plain
 from memfit.verification import verify
 from memfit.zoo import Example, build
 

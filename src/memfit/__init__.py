@@ -1,6 +1,6 @@
 """memfit makes a PyTorch training step fit the memory you have: one budget in bytes, the same gradients.
 
-Names are imported at first use, so that `memfit.step`, `memfit.planner` and `memfit.strategies` can be used
+Names are imported at first use, so that `memfit.ir`, `memfit.sim`, `memfit.planner` and `memfit.strategies` can be used
 without torch.
 """
 

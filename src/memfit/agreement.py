@@ -20,9 +20,9 @@ from memfit import processes
 from memfit.capture.sharded import mesh_groups
 from memfit.capture.trace import device_of
 from memfit.errors import BudgetError, CaptureError, MemfitError, PlanMismatchError
-from memfit.step.codec import decode_graph, decode_program, encode_graph, encode_program, graph_digest
-from memfit.step.graph import StepGraph
-from memfit.step.program import Program
+from memfit.ir.graph import StepGraph
+from memfit.ir.program import Program
+from memfit.ir.serialization import decode_graph, decode_program, encode_graph, encode_program, graph_digest
 
 __all__ = ["agreed_peak", "agreed_program", "agreed_start", "agreed_step"]
 

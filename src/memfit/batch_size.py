@@ -1,9 +1,9 @@
 """The largest batch that trains within a budget: found by prediction, confirmed by one run.
 
-The step is captured at two batch sizes; `memfit.planner.scale` gives it at any other, so the search runs
-nothing and needs no memory. The size it finds is captured for real, and the search repeated with this third
-point, until the answer stays. Then the step is planned and run once there; where the machine takes more than
-was predicted, the search goes on below. Running out of memory is never how anything is decided here.
+The step is captured at two batch sizes; `memfit.planner.analysis.batch_scaling` gives it at any other, so the search
+runs nothing and needs no memory. The size it finds is captured for real, and the search repeated with this third point,
+until the answer stays. Then the step is planned and run once there; where the machine takes more than was predicted,
+the search goes on below. Running out of memory is never how anything is decided here.
 
 Known limits: where the model runs other ops at other sizes, every size that is looked at is captured, with inputs
 up to twice those of the largest batch.
@@ -23,17 +23,17 @@ from memfit import strategies
 from memfit.capture.loss import LossFunction
 from memfit.capture.trace import Capture, device_of
 from memfit.errors import BudgetError, SpecError
-from memfit.planner.hybrid import find_program
-from memfit.planner.least import least_order
-from memfit.planner.scale import difference, scaled
-from memfit.planner.swapping import has_room, peak_bytes, placed_on_tiers, swappable, swapping_step
-from memfit.planner.ways import leanest
+from memfit.ir.graph import StepGraph
+from memfit.ir.tiers import Tier
+from memfit.planner.analysis.batch_scaling import difference, scaled
+from memfit.planner.finalize.variant_selection import leanest
+from memfit.planner.offload.model import has_room, peak_bytes, placed_on_tiers, swappable, swapping_step
+from memfit.planner.offload.search import find_program
+from memfit.planner.search.min_memory import least_order
 from memfit.planning import Progress, Request, capture_and_profile, plan_captured, resolve_budget
 from memfit.plans import Plan
 from memfit.proving import prove
-from memfit.step.graph import StepGraph
-from memfit.step.links import Tier
-from memfit.step.simulate import simulate, simulate_plain
+from memfit.sim.simulator import simulate, simulate_plain
 from memfit.units import format_bytes
 
 __all__ = ["BatchPoint", "BatchSize", "max_batch"]

@@ -23,16 +23,16 @@ from memfit.batch_size import BatchSize, max_batch
 from memfit.capture.preserve import preserved
 from memfit.capture.trace import Capture, device_of
 from memfit.errors import BudgetError, MemfitError, SpecError
+from memfit.ir.graph import StepGraph
 from memfit.making import plan_profiled
-from memfit.planner.activations import Activations, count_activations
+from memfit.planner.analysis.activations import Activations, count_activations
 from memfit.planning import Progress, Request, capture_and_profile, check_request, resolve_budget
 from memfit.plans import Plan
 from memfit.proving import prove
 from memfit.runtime.apply import compile_program
 from memfit.runtime.device_memory import free_bytes
 from memfit.runtime.training import interleaved_seconds, resident_bytes, step_peak, training_step
-from memfit.step.graph import StepGraph
-from memfit.step.simulate import simulate, simulate_plain
+from memfit.sim.simulator import simulate, simulate_plain
 from memfit.units import parse_bytes
 
 __all__ = ["BatchSize", "Comparison", "Row", "budget_bytes", "compare", "max_batch"]

@@ -27,14 +27,14 @@ from memfit.capture.sharded import is_sharded
 from memfit.capture.trace import capture_step, device_of, given_args, storage_bytes
 from memfit.capture.unwrapped_optimizer import OptimizerLike
 from memfit.errors import SpecError
+from memfit.ir.graph import Phase, StepGraph, StorageKind
+from memfit.ir.program import plain_program
+from memfit.ir.serialization import Prediction
 from memfit.plain_peak import PlainPeak, plain_peak
-from memfit.planner.bound import op_wall_bytes
-from memfit.planner.explain import prediction
+from memfit.planner.analysis.explain import prediction
+from memfit.planner.bounds.lower_bound import op_wall_bytes
 from memfit.runtime.swap.tiers import tier_links
-from memfit.step.codec import Prediction
-from memfit.step.graph import Phase, StepGraph, StorageKind
-from memfit.step.program import plain_program
-from memfit.step.simulate import live_storages_at, simulate, simulate_plain
+from memfit.sim.simulator import live_storages_at, simulate, simulate_plain
 from memfit.units import format_bytes
 
 __all__ = ["Estimate", "estimate"]

@@ -26,24 +26,24 @@ from memfit.capture.sharded import is_sharded
 from memfit.capture.trace import Capture, capture_step, check_step, device_of
 from memfit.capture.unwrapped_optimizer import OptimizerLike, check_optimizer
 from memfit.errors import SpecError
-from memfit.planner.bound import relaxed_bound
-from memfit.planner.explain import decisions, prediction
-from memfit.planner.hybrid import find_program
-from memfit.planner.least import least_budget, least_order
-from memfit.planner.limit import fitting
-from memfit.planner.no_plan import no_plan
-from memfit.planner.ways import leanest
+from memfit.ir.graph import StepGraph
+from memfit.ir.program import Program
+from memfit.ir.serialization import graph_digest
+from memfit.ir.tiers import TierLinks
+from memfit.planner.analysis.explain import decisions, prediction
+from memfit.planner.analysis.no_plan import no_plan
+from memfit.planner.bounds.lower_bound import relaxed_bound
+from memfit.planner.budget_limit import fitting
+from memfit.planner.finalize.variant_selection import leanest
+from memfit.planner.offload.search import find_program
+from memfit.planner.search.min_memory import least_budget, least_order
 from memfit.plans import Plan
 from memfit.runtime.apply import PlannedCall
 from memfit.runtime.device_memory import free_bytes, total_bytes
 from memfit.runtime.signature import Signature, signature
 from memfit.runtime.swap.tiers import parse_tiers, tier_links
-from memfit.step.check import check
-from memfit.step.codec import graph_digest
-from memfit.step.graph import StepGraph
-from memfit.step.links import TierLinks
-from memfit.step.program import Program
-from memfit.step.simulate import simulate
+from memfit.sim.simulator import simulate
+from memfit.sim.verifier import check
 from memfit.units import format_bytes, parse_bytes
 
 __all__ = [

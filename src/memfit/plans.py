@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from memfit.planner.activations import count_activations
-from memfit.planner.explain import ends_of_runs
-from memfit.step.codec import Decision, PlanFile, Prediction, load_plan, save_plan
-from memfit.step.program import Program
+from memfit.ir.program import Program
+from memfit.ir.serialization import Decision, PlanFile, Prediction, load_plan, save_plan
+from memfit.planner.analysis.activations import count_activations
+from memfit.planner.analysis.explain import ends_of_runs
 from memfit.units import format_bytes, format_percent, format_seconds
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from memfit.capture.sharded import is_sharded
 from memfit.capture.trace import device_of
 from memfit.errors import BudgetError
 from memfit.perturbed import constant_parameters
-from memfit.planner.explain import binding_place
+from memfit.planner.analysis.explain import binding_place
 from memfit.planning import Progress, Request, plan_captured
 from memfit.plans import Plan
 from memfit.proof import ProvingStep, StepResult, compare
@@ -35,7 +35,7 @@ from memfit.runtime.apply import PlannedCall, compile_program
 from memfit.runtime.device_memory import free_bytes
 from memfit.runtime.measure import measure
 from memfit.runtime.passes import Pass
-from memfit.step.simulate import simulate
+from memfit.sim.simulator import simulate
 
 __all__ = ["lowered", "peak_of", "prove", "proving_step"]
 

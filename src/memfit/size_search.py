@@ -23,13 +23,13 @@ from memfit.capture.grids import grids
 from memfit.capture.loss import LossFunction
 from memfit.capture.trace import device_of
 from memfit.errors import BudgetError, SpecError
+from memfit.ir.graph import StepGraph
 from memfit.making import make_plan
-from memfit.planner.least import least_budget, least_order
-from memfit.planner.ways import leanest
+from memfit.planner.finalize.variant_selection import leanest
+from memfit.planner.search.min_memory import least_budget, least_order
 from memfit.planning import Progress, Request, capture_and_profile, check_request, resolve_budget
 from memfit.plans import Plan
-from memfit.step.graph import StepGraph
-from memfit.step.simulate import simulate_plain
+from memfit.sim.simulator import simulate_plain
 from memfit.units import format_bytes
 
 __all__ = ["LargestSize", "SizePoint", "max_size"]

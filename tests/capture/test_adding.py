@@ -11,7 +11,7 @@ from memfit.capture.adding import ADDING, Accumulate
 from memfit.capture.cost_cache import open_cache
 from memfit.capture.profile import profile_ops
 from memfit.capture.trace import capture_step
-from memfit.step.graph import StorageKind
+from memfit.ir.graph import StorageKind
 
 _aten = torch.ops.aten
 _VOCABULARY, _WIDTH = 600, 64

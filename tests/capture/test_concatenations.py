@@ -13,9 +13,9 @@ from torch import nn
 import memfit
 from memfit.capture.concatenations import separable_key
 from memfit.capture.trace import Capture
+from memfit.ir.graph import Phase, StepGraph
 from memfit.planning import Request, capture_and_profile, plan_captured
-from memfit.step.graph import Phase, StepGraph
-from memfit.step.simulate import simulate_plain
+from memfit.sim.simulator import simulate_plain
 from memfit.verification import verify
 
 CHANNELS = 16

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from memfit.capture.cost_cache import CostCache, open_cache
-from memfit.step.graph import Way
+from memfit.ir.graph import Way
 
 CPU = torch.device("cpu")
 

@@ -13,11 +13,11 @@ from torch._dynamo.utils import counters
 
 import memfit
 from memfit.capture.trace import capture_step
+from memfit.ir.program import plain_order, program_of
 from memfit.making import make_plan
 from memfit.planning import Request
 from memfit.runtime.apply import compile_planned, compile_program
 from memfit.runtime.piece_program import piece_programs
-from memfit.step.program import plain_order, program_of
 
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
 

@@ -12,8 +12,8 @@ import memfit
 from benchmarks.notices import notices
 from memfit.capture.inputs import detached
 from memfit.capture.preserve import preserved
+from memfit.ir.graph import Op
 from memfit.proof import ProvingStep
-from memfit.step.graph import Op
 from memfit.verification import verify
 
 X = torch.randn(6, 5, 8, generator=torch.Generator().manual_seed(0))

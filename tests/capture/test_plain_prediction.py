@@ -8,7 +8,7 @@ from torch import nn
 
 import memfit
 from memfit.planning import Request, capture_and_profile
-from memfit.step.simulate import simulate_plain
+from memfit.sim.simulator import simulate_plain
 
 MODELS = {
     # Eager dropout on CPU keeps a float mask, the captured one a mask of single bytes.

@@ -23,7 +23,7 @@ from memfit.capture.rewrite import HOLLOW_PREFIX, is_view, make_hollow
 from memfit.capture.samples import sampling_of, sums_of
 from memfit.capture.slices import convolution_input_slices
 from memfit.capture.trace import capture_step
-from memfit.step.by_slices import BySlices
+from memfit.ir.slicing import BySlices
 from tests.capture.test_by_tiles import call_on
 
 _BATCH, _LENGTH, _WIDTH = 6, 5, 8

@@ -8,8 +8,8 @@ from torch import nn
 
 import memfit
 from memfit.capture.trace import Capture, capture_step
+from memfit.ir.graph import Phase
 from memfit.planning import Request
-from memfit.step.graph import Phase
 from memfit.verification import verify
 
 MODELS = {

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from memfit.step.links import Tier
+from memfit.ir.tiers import Tier
 
 GPT = "zoo:gpt?layers=2&width=64&heads=4&vocabulary=100"
 SHAPE = ("--batch", 8, "--shape", 64)
@@ -19,7 +19,7 @@ SHAPE = ("--batch", 8, "--shape", 64)
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MEMFIT_SWAP_DIR", str(tmp_path))
     monkeypatch.setattr("memfit.runtime.swap.calibrate._SECONDS", 0.02)
-    monkeypatch.setattr("memfit.planner.swapping._LEAST_BYTES", 1024)
+    monkeypatch.setattr("memfit.planner.offload.model._LEAST_BYTES", 1024)
 
 
 def test_calibrate(memfit: Callable[..., Any]) -> None:

@@ -25,7 +25,7 @@ from memfit.pipelining.question import Found
 from memfit.pipelining.search import _Searcher
 from memfit.pipelining.signature import pipeline_signature
 from memfit.pipelining.stages import cut_into_stages
-from memfit.planner.schedule import Pass, Schedule
+from memfit.planner.pipeline.schedule import Pass, Schedule
 from tests import models
 from tests.pipelining.models import CASES, LOSSES, Case, gpt, gradients, plain_step, shifted
 

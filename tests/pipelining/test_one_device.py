@@ -10,8 +10,8 @@ from memfit.pipelining import search
 from memfit.pipelining.forward_graph import capture_forward, flatten_inputs
 from memfit.pipelining.question import Found, Question
 from memfit.pipelining.stage_planner import StagePlanner
-from memfit.planner.schedule import Schedule
-from memfit.planner.sharing import DoesNotFit
+from memfit.planner.pipeline.memory_split import DoesNotFit
+from memfit.planner.pipeline.schedule import Schedule
 from tests.pipelining.models import gradients, plain_step
 from tests.pipelining.test_memory import plan, wide
 

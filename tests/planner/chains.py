@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from memfit.step.graph import Op, Phase, StepGraph, Storage, StorageKind
+from memfit.ir.graph import Op, Phase, StepGraph, Storage, StorageKind
 
 __all__ = ["chain", "stage"]
 

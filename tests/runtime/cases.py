@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.planner.bound import op_wall_bytes
+from memfit.planner.bounds.lower_bound import op_wall_bytes
 from memfit.planning import Request, capture_and_profile, plan_captured
 from memfit.proving import prove
-from memfit.step.simulate import simulate_plain
+from memfit.sim.simulator import simulate_plain
 from memfit.verification import verify
 from memfit.zoo import build
 from tests import models, short_nets

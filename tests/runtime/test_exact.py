@@ -23,7 +23,7 @@ SMOKE = ("residual", "tied", "frozen", "broken", "layouts", "kernels", "kernels 
 )
 def test_bits_and_budget(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Results go over memory that others leave wherever they can, not only where these small ones are quicker so.
-    monkeypatch.setattr("memfit.planner.spares._is_quicker", lambda *_: True)
+    monkeypatch.setattr("memfit.planner.finalize.buffer_reuse._is_quicker", lambda *_: True)
     check_bits_and_budget(name, *((0.7, 0.25) if name in SMOKE else (0.25,)))
 
 

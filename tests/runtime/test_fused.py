@@ -13,14 +13,14 @@ import memfit
 from memfit.capture.again import Call
 from memfit.capture.by_samples import Slice, in_slices
 from memfit.capture.slice_costs import same_slices
-from memfit.planner.least import least_order
-from memfit.planner.ways import leanest
+from memfit.ir.fusion import fuse
+from memfit.ir.graph import Op, StepGraph, StorageKind
+from memfit.ir.program import Action, Program, program_of
+from memfit.ir.slicing import BySlices
+from memfit.planner.finalize.variant_selection import leanest
+from memfit.planner.search.min_memory import least_order
 from memfit.planning import Request, capture_and_profile
-from memfit.step.by_slices import BySlices
-from memfit.step.fusion import fuse
-from memfit.step.graph import Op, StepGraph, StorageKind
-from memfit.step.program import Action, Program, program_of
-from memfit.step.simulate import simulate
+from memfit.sim.simulator import simulate
 from memfit.verification import verify
 
 
@@ -96,8 +96,10 @@ def spares_taken(graph: StepGraph, program: Program) -> int:
 def test_bits_and_peak_of_all_that_can_run_as_one(
     make: Callable[[], nn.Module], batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("memfit.planner.ways._quickest", lambda graph, run, *_: [fuse(graph, run)[0]])
-    monkeypatch.setattr("memfit.planner.spares._is_quicker", lambda *_: True)
+    monkeypatch.setattr(
+        "memfit.planner.finalize.variant_selection._quickest", lambda graph, run, *_: [fuse(graph, run)[0]]
+    )
+    monkeypatch.setattr("memfit.planner.finalize.buffer_reuse._is_quicker", lambda *_: True)
     torch.manual_seed(0)
     model, x = make(), torch.randn(batch, 3, 40, 40)
     request = Request(budget="1GiB", loss_fn=loss_fn, strategy="sequential:2", prove=False)
@@ -185,7 +187,7 @@ def saved_spares(plan: memfit.Plan) -> list[int]:
 
 @pytest.mark.parametrize("strategy", ["auto", "sqrt"])
 def test_retaining_the_graph_keeps_what_would_be_overwritten(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memfit.planner.spares._is_quicker", lambda *_: True)
+    monkeypatch.setattr("memfit.planner.finalize.buffer_reuse._is_quicker", lambda *_: True)
     torch.manual_seed(0)
     model, x = residual(blocks=2), torch.randn(6, 3, 24, 24)
     with pytest.raises(memfit.BudgetError) as refused:

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional
 
 import memfit
+from memfit.ir.program import Action
 from memfit.planning import Request
-from memfit.step.program import Action
 from memfit.verification import verify
 from memfit.zoo import build
 from tests.short_nets import RESNET

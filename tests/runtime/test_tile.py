@@ -16,16 +16,16 @@ import memfit
 from memfit.capture.batch_norm import input_gradient_from_sums, input_gradient_over_data
 from memfit.capture.by_samples import Slice, in_slices
 from memfit.capture.loss import backward_of
-from memfit.planner.anchors import anchors
-from memfit.planner.bound import op_wall_bytes
-from memfit.planner.lazy import tiled_order
-from memfit.planner.ways import leanest
+from memfit.ir.graph import Phase
+from memfit.ir.program import Action, program_of
+from memfit.planner.bounds.lower_bound import op_wall_bytes
+from memfit.planner.finalize.variant_selection import leanest
+from memfit.planner.search.checkpoints import anchors
+from memfit.planner.search.lazy_recompute import tiled_order
 from memfit.planning import Request, capture_and_profile, plan_captured
 from memfit.runtime.apply import compile_program
-from memfit.step.check import check
-from memfit.step.graph import Phase
-from memfit.step.program import Action, program_of
-from memfit.step.simulate import simulate_plain
+from memfit.sim.simulator import simulate_plain
+from memfit.sim.verifier import check
 from memfit.verification import verify
 from memfit.zoo import build
 from tests.runtime.test_fused import channels_last, loss_fn, residual

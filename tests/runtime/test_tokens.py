@@ -11,8 +11,8 @@ from torch.nn import functional
 
 import memfit
 from memfit.capture.by_rows import product_over_rows
+from memfit.ir.graph import Phase
 from memfit.planning import Request, capture_and_profile
-from memfit.step.graph import Phase
 from memfit.verification import verify
 
 

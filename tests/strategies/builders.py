@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from memfit.step.graph import Op, Phase, StepGraph, Storage, StorageKind
+from memfit.ir.graph import Op, Phase, StepGraph, Storage, StorageKind
 
 __all__ = ["Layer", "chain", "mirrored", "residual", "unet"]
 

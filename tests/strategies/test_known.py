@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memfit.errors import BudgetError, SpecError
-from memfit.planner.bound import relaxed_bound
-from memfit.step.check import check
-from memfit.step.graph import Phase, StepGraph
-from memfit.step.program import plain_order, program_of
-from memfit.step.simulate import Timeline, simulate
+from memfit.ir.graph import Phase, StepGraph
+from memfit.ir.program import plain_order, program_of
+from memfit.planner.bounds.lower_bound import relaxed_bound
+from memfit.sim.simulator import Timeline, simulate
+from memfit.sim.verifier import check
 from memfit.strategies import check_name, find, names
 from memfit.strategies.every_block import block_name
-from tests.step.random_graphs import step_graphs
+from tests.ir.random_graphs import step_graphs
 from tests.strategies.builders import Layer, chain, mirrored, residual, unet
 
 BUDGETED = ("knapsack", "mu-two", "rotor", "milp")

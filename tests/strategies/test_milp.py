@@ -9,13 +9,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from memfit.errors import BudgetError, SpecError
-from memfit.planner.bound import relaxed_bound
-from memfit.step.check import check
-from memfit.step.graph import Phase, StepGraph
-from memfit.step.program import plain_order, program_of
-from memfit.step.simulate import Timeline, simulate
+from memfit.ir.graph import Phase, StepGraph
+from memfit.ir.program import plain_order, program_of
+from memfit.planner.bounds.lower_bound import relaxed_bound
+from memfit.sim.simulator import Timeline, simulate
+from memfit.sim.verifier import check
 from memfit.strategies import find, milp
-from tests.step.random_graphs import step_graphs
+from tests.ir.random_graphs import step_graphs
 from tests.strategies.builders import chain, residual, unet
 
 OTHERS = ("sqrt", "every-block", "openai-speed", "openai-memory", "sequential:2", "knapsack", "mu-two", "rotor")

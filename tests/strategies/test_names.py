@@ -7,12 +7,12 @@ from hypothesis import given, settings
 
 from memfit import strategies
 from memfit.errors import BudgetError, SpecError
-from memfit.step.check import check
-from memfit.step.graph import StepGraph
-from memfit.step.program import plain_order, program_of
-from memfit.step.simulate import simulate
+from memfit.ir.graph import StepGraph
+from memfit.ir.program import plain_order, program_of
+from memfit.sim.simulator import simulate
+from memfit.sim.verifier import check
+from tests.ir.random_graphs import step_graphs
 from tests.planner.chains import chain
-from tests.step.random_graphs import step_graphs
 
 WITHOUT_BUDGET = ("none", "sqrt", "every-block", "openai-speed", "openai-memory", "sequential:1", "sequential:3")
 WITH_BUDGET = ("knapsack", "mu-two", "rotor")

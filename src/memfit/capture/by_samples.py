@@ -1,4 +1,4 @@
-"""Runs ops as one, a few samples of the batch at a time (`memfit.step.fusion`, `memfit.capture.samples`).
+"""Runs ops as one, a few samples of the batch at a time (`memfit.ir.fusion`, `memfit.capture.samples`).
 
 The profiler compares slices of each op with the whole, for each shape, size of slice and alignment in memory, before a
 plan relies on it: every bit, or with the lever `tile` up to rounding.
@@ -23,7 +23,7 @@ from memfit.capture.by_rows import PRODUCTS, product_over_rows
 from memfit.capture.layout import outer_axis, results_of
 from memfit.capture.samples import sampling_of, sums_of
 from memfit.capture.tiles import Tile, narrowed
-from memfit.step.by_slices import SMALL_SUM_BYTES
+from memfit.ir.slicing import SMALL_SUM_BYTES
 
 __all__ = [
     "Slice",

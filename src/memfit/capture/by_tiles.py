@@ -33,7 +33,7 @@ from memfit.capture.samples import is_pointwise, makes_sums_or_slices
 from memfit.capture.slices import convolution_input_slices
 from memfit.capture.tiles import SPACE, Tile, Window, cropped, inside, padded, read_by, touching
 from memfit.capture.tiling import Tiling, extents_of, starts_of
-from memfit.step.by_slices import Reach
+from memfit.ir.slicing import Reach
 
 __all__ = ["reaches_of", "tiling_of"]
 

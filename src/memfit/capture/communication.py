@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from memfit.capture.sharded import Gathered
-from memfit.step.graph import Op, Phase, Storage, StorageKind
+from memfit.ir.graph import Op, Phase, Storage, StorageKind
 
 __all__ = ["Communication", "communication"]
 

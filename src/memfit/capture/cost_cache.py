@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from memfit.capture.kernel_settings import kernel_settings
-from memfit.step.graph import Way
+from memfit.ir.graph import Way
 
 __all__ = ["CostCache", "cache_directory", "machine_name", "open_cache"]
 

@@ -30,7 +30,7 @@ from memfit.capture.rewrite import IN_PLACE, convolution_input_gradient
 from memfit.capture.roofline import roofline_seconds
 from memfit.capture.slices import Cuts, convolution_input_slices
 from memfit.errors import CaptureError
-from memfit.step.graph import Way
+from memfit.ir.graph import Way
 
 __all__ = ["Costs", "costs_added", "costs_again", "costs_of", "ways_of", "whole_if_separable"]
 

@@ -1,6 +1,6 @@
 """Into what slices each op of a step is cut: tiles of an image, or else samples of the batch, or rows of a vocabulary.
 
-All ops are cut alike as far as they can be, since only then they run as one (`memfit.step.fusion`). So the batch of a
+All ops are cut alike as far as they can be, since only then they run as one (`memfit.ir.fusion`). So the batch of a
 step is one number, by which as much of its results as possible can be divided; of one long sequence it is its tokens.
 What a language model makes of its vocabulary is the largest of all and needs no whole samples: it is cut into rows.
 Times come later, from the profiler.
@@ -23,7 +23,7 @@ from memfit.capture.by_tiles import reaches_of, tiling_of
 from memfit.capture.layout import looks_alike, outer_axis, results_of
 from memfit.capture.samples import Sampling, sampling_of, sums_of
 from memfit.capture.tiling import Tiling
-from memfit.step.by_slices import BySlices
+from memfit.ir.slicing import BySlices
 
 __all__ = ["Cutting", "batches_alike", "cutting"]
 

@@ -19,7 +19,7 @@ from memfit.capture.communication import Communication, communication
 from memfit.capture.pieces import Piece, Pieces
 from memfit.capture.reading import JointOp, JointReading
 from memfit.capture.rewrite import HALF_OF, is_tangent
-from memfit.step.graph import Op, Phase, StepGraph, Storage, StorageKind
+from memfit.ir.graph import Op, Phase, StepGraph, Storage, StorageKind
 
 __all__ = ["join"]
 

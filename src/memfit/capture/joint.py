@@ -41,8 +41,8 @@ from memfit.capture.repeated import merge_repeated
 from memfit.capture.samples import KEEP_BITS
 from memfit.capture.used_views import take_out
 from memfit.capture.weight_products import separate_weight_products
-from memfit.step.by_slices import BySlices
-from memfit.step.graph import Phase, StorageKind
+from memfit.ir.graph import Phase, StorageKind
+from memfit.ir.slicing import BySlices
 
 __all__ = ["is_random", "read_joint", "result_index"]
 

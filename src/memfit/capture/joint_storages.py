@@ -23,7 +23,7 @@ from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from memfit.capture.cost_key import tensors_of
 from memfit.capture.reading import JointStorage
 from memfit.capture.rewrite import is_tangent
-from memfit.step.graph import StorageKind
+from memfit.ir.graph import StorageKind
 
 __all__ = ["find_storages", "forward_nodes", "overwritten_inputs", "tuple_reads", "written_inputs"]
 

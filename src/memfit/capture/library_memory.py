@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from memfit.capture.operands import operands_of
-from memfit.step.graph import StepGraph
+from memfit.ir.graph import StepGraph
 
 __all__ = ["library_bytes"]
 

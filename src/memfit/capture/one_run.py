@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from memfit.ir.graph import Way
 from memfit.runtime.measure import allocation_peak
-from memfit.step.graph import Way
 
 __all__ = ["equal", "measured", "timed"]
 

@@ -7,7 +7,7 @@ allocator, which often makes it faster as well. The same holds for batch normali
 (`memfit.capture.batch_norm`).
 
 The profiler measures each way on each shape and offers only those whose bits are those of the whole
-(`memfit.capture.costs`); the planner chooses among them (`memfit.planner.ways`).
+(`memfit.capture.costs`); the planner chooses among them (`memfit.planner.finalize.variant_selection`).
 
 Known limits: CPU, samples outside, then channels. What sums over the batch (a weight's gradient) is cut along channels
 instead, since another order of the sum has other bits.

@@ -27,8 +27,8 @@ from memfit.capture.sampled_workspace import SampledWorkspace
 from memfit.capture.slice_costs import costs_in_slices
 from memfit.capture.trace import Capture
 from memfit.errors import CaptureError
-from memfit.step.by_slices import BySlices
-from memfit.step.graph import Op, StepGraph, Way
+from memfit.ir.graph import Op, StepGraph, Way
+from memfit.ir.slicing import BySlices
 
 __all__ = ["profile_ops", "separated", "with_rooflines"]
 

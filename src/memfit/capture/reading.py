@@ -12,8 +12,8 @@ from torch import fx
 from memfit.capture import rewrite
 from memfit.capture.again import Call
 from memfit.capture.layout import owns_memory
-from memfit.step.by_slices import BySlices
-from memfit.step.graph import Phase, StorageKind
+from memfit.ir.graph import Phase, StorageKind
+from memfit.ir.slicing import BySlices
 
 __all__ = ["JointOp", "JointReading", "JointStorage"]
 

@@ -27,8 +27,8 @@ from memfit.capture.operands import operand_values
 from memfit.capture.samples import sampling_of, sums_of
 from memfit.capture.tiles import SPACE, Tile, narrowed, tiles_of
 from memfit.capture.tiling import Tiling
-from memfit.step.by_slices import BySlices
-from memfit.step.graph import Way
+from memfit.ir.graph import Way
+from memfit.ir.slicing import BySlices
 
 __all__ = ["costs_in_slices", "same_slices"]
 

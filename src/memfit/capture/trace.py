@@ -31,7 +31,7 @@ from memfit.capture.tangents import GradientStrides
 from memfit.capture.traced_graph import Reader
 from memfit.capture.unwrapped_optimizer import OptimizerLike
 from memfit.errors import CaptureError, SpecError
-from memfit.step.graph import Phase, StepGraph
+from memfit.ir.graph import Phase, StepGraph
 
 __all__ = ["Capture", "capture_step", "check_step", "device_of", "given_args", "storage_bytes"]
 
@@ -56,7 +56,7 @@ class Capture:
         between_bytes: the part of the graph's static bytes that plain code between pieces holds.
         input_bytes: the part of them that the inputs take.
         loss: how it was read.
-        deferred: ops of the backward pass that come last and can wait (`memfit.planner.deferral`).
+        deferred: ops of the backward pass that come last and can wait (`memfit.planner.pipeline.split_backward`).
     """
 
     graph: StepGraph

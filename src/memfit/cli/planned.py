@@ -36,7 +36,7 @@ def plan_example(
     """
     from memfit import comparison, making, planning
     from memfit.capture.trace import device_of
-    from memfit.step.simulate import simulate_plain
+    from memfit.sim.simulator import simulate_plain
 
     model, inputs, kwargs = example.model, tuple(example.args), dict(example.kwargs)
     factory = optimizer_factory(args.optimizer)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from memfit.pipelining.engine_stage import EngineStage
-from memfit.planner.schedule import Action, Pass, Receive, Task
+from memfit.planner.pipeline.schedule import Action, Pass, Receive, Task
 
 __all__ = ["run_alone"]
 

@@ -23,7 +23,7 @@ from memfit import processes
 from memfit.errors import SpecError
 from memfit.pipelining.engine import runtime
 from memfit.pipelining.sequential import as_sequential, equal_ends
-from memfit.planner.schedule import on_one_device, one_forward_one_backward
+from memfit.planner.pipeline.schedule import on_one_device, one_forward_one_backward
 
 __all__ = ["Passes", "Step", "Trial", "equal_layers", "inline_workers", "time_passes", "torchgpipe"]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from memfit.errors import BudgetError, SpecError
-from memfit.planner.schedule import Schedule
+from memfit.planner.pipeline.schedule import Schedule
 from memfit.planning import resolve_budget
 from memfit.units import format_bytes
 

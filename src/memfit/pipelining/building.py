@@ -16,6 +16,8 @@ from torch import nn
 
 from memfit.capture.trace import Capture, capture_step
 from memfit.errors import PlanMismatchError
+from memfit.ir.program import Program
+from memfit.ir.serialization import graph_digest
 from memfit.pipelining.cuts import find_cuts
 from memfit.pipelining.engine_stage import EngineStage, StageCall
 from memfit.pipelining.forward_graph import ForwardGraph
@@ -28,8 +30,6 @@ from memfit.pipelining.stage_steps import accumulation_of
 from memfit.pipelining.stages import Stage, cut_into_stages, example_inputs
 from memfit.runtime.apply import compile_program
 from memfit.runtime.later import Later
-from memfit.step.codec import graph_digest
-from memfit.step.program import Program
 
 __all__ = ["CompiledStage", "capture_stages", "compile_stage", "engine_stages", "planned_cuts"]
 

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 
 from memfit.capture.reading import JointOp
 from memfit.capture.trace import Capture
+from memfit.ir.graph import Phase, StepGraph, StorageKind
 from memfit.pipelining.forward_graph import ForwardGraph
-from memfit.planner.balance import CallCost
-from memfit.planner.ways import leanest
-from memfit.step.graph import Phase, StepGraph, StorageKind
+from memfit.planner.finalize.variant_selection import leanest
+from memfit.planner.pipeline.partition import CallCost
 
 __all__ = ["call_costs", "often_used"]
 

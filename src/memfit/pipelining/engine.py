@@ -17,7 +17,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from memfit.errors import SpecError
 from memfit.pipelining.engine_stage import EngineStage
-from memfit.planner.schedule import (
+from memfit.planner.pipeline.schedule import (
     Action,
     Pass,
     Schedule,

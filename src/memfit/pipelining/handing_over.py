@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from memfit.capture.trace import Capture
-from memfit.step.graph import Op, Phase, StepGraph, StorageKind
+from memfit.ir.graph import Op, Phase, StepGraph, StorageKind
 
 __all__ = ["handing_over"]
 

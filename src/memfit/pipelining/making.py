@@ -20,6 +20,7 @@ from memfit.capture.module_names import module_of
 from memfit.capture.optimizer import optimizer_cost, part_of
 from memfit.capture.preserve import preserved
 from memfit.capture.trace import storage_bytes
+from memfit.ir.serialization import graph_digest
 from memfit.pipelining.alone import run_alone
 from memfit.pipelining.budgets import above_budget, corrected, fits
 from memfit.pipelining.building import CompiledStage, compile_stage, engine_stages
@@ -33,10 +34,9 @@ from memfit.pipelining.question import Found, Question, StagePlan
 from memfit.pipelining.random_stream import RandomStream
 from memfit.pipelining.search import asked_schedule, plan_cuts, search
 from memfit.pipelining.traced_loss import TracedLosses
-from memfit.planner.pipeline_memory import StageMemory, device_peaks
-from memfit.planner.schedule import with_transfers
+from memfit.planner.pipeline.device_memory import StageMemory, device_peaks
+from memfit.planner.pipeline.schedule import with_transfers
 from memfit.runtime.measure import measure
-from memfit.step.codec import graph_digest
 
 __all__ = ["PROVING_RUNS", "Made", "make_pipeline_plan", "resident_bytes"]
 

@@ -5,8 +5,8 @@ happens to have arrived, the peak of a step would be another each time. So a mes
 follows it, unless that one takes the answer, and before anything more is received or run the process waits until it has
 arrived. What a device holds is then a matter of its schedule alone, and can be planned and proved.
 
-Nobody waits for ever (`memfit.planner.schedule.with_transfers`): a send and its receive are put into the orders of two
-processes at one moment, and a process waits here only before what comes later in its own.
+Nobody waits for ever (`memfit.planner.pipeline.schedule.with_transfers`): a send and its receive are put into the
+orders of two processes at one moment, and a process waits here only before what comes later in its own.
 
 Known limits: never run with NCCL, where only the stream waits.
 """

@@ -36,7 +36,7 @@ from memfit.pipelining.random_stream import RandomStream
 from memfit.pipelining.shared_states import SharedStates, share_out
 from memfit.pipelining.signature import pipeline_signature
 from memfit.pipelining.traced_loss import TracedLosses
-from memfit.planner.schedule import on_one_device
+from memfit.planner.pipeline.schedule import on_one_device
 from memfit.runtime.measure import measure
 
 __all__ = ["Pipeline"]

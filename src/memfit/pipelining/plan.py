@@ -12,11 +12,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from memfit.errors import PlanFileError
+from memfit.ir.program import Program
+from memfit.ir.schema import PROGRAM_SCHEMA
+from memfit.ir.serialization import decode_program, encode_program, validate
 from memfit.pipelining.budgets import budget_text
-from memfit.planner.schedule import Action, Pass, Schedule, StageTimes
-from memfit.step.codec import decode_program, encode_program, validate
-from memfit.step.program import Program
-from memfit.step.schema import PROGRAM_SCHEMA
+from memfit.planner.pipeline.schedule import Action, Pass, Schedule, StageTimes
 from memfit.units import format_bytes, format_seconds
 
 __all__ = ["PipelinePlan", "StageProgram", "calls_digest", "decode_pipeline", "encode_pipeline"]
@@ -27,7 +27,7 @@ class StageProgram:
     """How a stage runs a micro-batch.
 
     Attributes:
-        digest: of the step it was planned for (`memfit.step.codec.graph_digest`).
+        digest: of the step it was planned for (`memfit.ir.serialization.graph_digest`).
         program: of every micro-batch, or of all but the last.
         last_program: of the last one where that is another.
         separated: see `memfit.capture.trace.Capture`.

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from memfit.capture.trace import Capture
 from memfit.capture.unwrapped_optimizer import OptimizerLike
+from memfit.ir.graph import StepGraph
 from memfit.pipelining.stages import Stage
-from memfit.planner.pipeline_memory import StageMemory
-from memfit.planner.schedule import Schedule, StageTimes, Timeline
-from memfit.planner.under_way import PlannedStage
-from memfit.step.graph import StepGraph
+from memfit.planner.pipeline.device_memory import StageMemory
+from memfit.planner.pipeline.schedule import Schedule, StageTimes, Timeline
+from memfit.planner.pipeline.stage_plan import PlannedStage
 
 __all__ = ["LINK_BYTES_PER_SECOND", "POLICIES", "Found", "Question", "StagePlan"]
 
@@ -105,7 +105,7 @@ class Found:
         stages: the plan of each.
         timeline: of the step, one device a rank.
         peak_bytes: predicted, of each device.
-        counted_twice: see `memfit.planner.pipeline_memory.device_peaks`.
+        counted_twice: see `memfit.planner.pipeline.device_memory.device_peaks`.
     """
 
     schedule: Schedule

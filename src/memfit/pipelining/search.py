@@ -1,8 +1,8 @@
 """Finds cuts, schedule and the plan of each stage: the plan of a pipeline.
 
-Cuts are proposed by times of calls and a guess of what recomputation will take (`memfit.planner.balance`), and the
-stages between them are planned (`memfit.pipelining.stage_planner`). What a stage takes beyond the guess corrects it,
-and cuts are proposed again, as long as that gets faster. Where nothing fits, the search tells what would.
+Cuts are proposed by times of calls and a guess of what recomputation will take (`memfit.planner.pipeline.partition`),
+and the stages between them are planned (`memfit.pipelining.stage_planner`). What a stage takes beyond the guess
+corrects it, and cuts are proposed again, as long as that gets faster. Where nothing fits, the search tells what would.
 
 A single micro-batch gets the bits of the unpipelined step: cuts are first sought between which the gradients of a
 parameter with many uses are added up in that step's order.
@@ -28,10 +28,10 @@ from memfit.pipelining.engine import make_schedule
 from memfit.pipelining.forward_graph import ForwardGraph
 from memfit.pipelining.question import LINK_BYTES_PER_SECOND, POLICIES, Found, Question
 from memfit.pipelining.stage_planner import StagePlanner
-from memfit.planner.balance import CallCost, Demand, balance, demands, guessed_seconds
-from memfit.planner.schedule import Schedule, most_under_way, on_one_device
-from memfit.planner.sharing import DoesNotFit
-from memfit.planner.turns import cuts_holding_least
+from memfit.planner.pipeline.memory_split import DoesNotFit
+from memfit.planner.pipeline.partition import CallCost, Demand, balance, demands, guessed_seconds
+from memfit.planner.pipeline.partition_one_device import cuts_holding_least
+from memfit.planner.pipeline.schedule import Schedule, most_under_way, on_one_device
 
 __all__ = ["asked_schedule", "plan_cuts", "search"]
 

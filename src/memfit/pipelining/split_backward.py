@@ -1,11 +1,11 @@
-"""The captured step of a stage with its backward pass in two parts (`memfit.planner.deferral`)."""
+"""The captured step of a stage with its backward pass in two parts (`memfit.planner.pipeline.split_backward`)."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from memfit.capture.trace import Capture
-from memfit.planner.deferral import deferrable, deferred_last
+from memfit.planner.pipeline.split_backward import deferrable, deferred_last
 
 __all__ = ["returning", "with_deferred"]
 

@@ -1,8 +1,8 @@
 """Plans the stages between given cuts, each within the budget of its device.
 
 Every stage is captured and planned like any step, with as many micro-batches under way as the schedule has there
-(`memfit.planner.under_way`), and with the share of its device's budget that the other stages there leave it
-(`memfit.planner.sharing`); the schedule is then simulated with the planned times.
+(`memfit.planner.pipeline.stage_plan`), and with the share of its device's budget that the other stages there leave it
+(`memfit.planner.pipeline.memory_split`); the schedule is then simulated with the planned times.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import torch
 from memfit.capture.grids import grids
 from memfit.capture.trace import Capture
 from memfit.errors import BudgetError
+from memfit.ir.graph import StepGraph
+from memfit.ir.serialization import graph_digest
 from memfit.pipelining.budgets import fits
 from memfit.pipelining.cuts import Cut, find_cuts
 from memfit.pipelining.forward_graph import ForwardGraph
@@ -25,13 +27,11 @@ from memfit.pipelining.question import Found, Question, StagePlan
 from memfit.pipelining.split_backward import returning
 from memfit.pipelining.stage_steps import capture_stage, deferring, passing_bytes, state_bytes
 from memfit.pipelining.stages import Stage, cut_into_stages
-from memfit.planner.balance import CutPlace
-from memfit.planner.pipeline_memory import device_peaks
-from memfit.planner.schedule import Schedule, Task, most_under_way, simulate_schedule, with_transfers
-from memfit.planner.sharing import DoesNotFit, rooms, share_budget
-from memfit.planner.under_way import PlannedStage, Traffic, plan_always, plan_never, plan_stage
-from memfit.step.codec import graph_digest
-from memfit.step.graph import StepGraph
+from memfit.planner.pipeline.device_memory import device_peaks
+from memfit.planner.pipeline.memory_split import DoesNotFit, rooms, share_budget
+from memfit.planner.pipeline.partition import CutPlace
+from memfit.planner.pipeline.schedule import Schedule, Task, most_under_way, simulate_schedule, with_transfers
+from memfit.planner.pipeline.stage_plan import PlannedStage, Traffic, plan_always, plan_never, plan_stage
 from memfit.units import format_bytes
 
 __all__ = ["StagePlanner"]

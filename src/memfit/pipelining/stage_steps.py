@@ -11,13 +11,13 @@ import torch
 from memfit.capture.adding import Accumulate
 from memfit.capture.optimizer import optimizer_cost, part_of, trained_bytes
 from memfit.capture.trace import Capture
+from memfit.ir.graph import StepGraph
 from memfit.pipelining.forward_graph import ForwardGraph
 from memfit.pipelining.handing_over import handing_over
 from memfit.pipelining.question import Question
 from memfit.pipelining.split_backward import with_deferred
 from memfit.pipelining.stages import Stage, example_inputs
 from memfit.planning import Request, capture_and_profile
-from memfit.step.graph import StepGraph
 
 __all__ = ["accumulation_of", "capture_stage", "deferring", "passing_bytes", "state_bytes"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
-from memfit.planner.schedule import Action, Pass, Schedule, StageTimes, simulate_schedule
+from memfit.planner.pipeline.schedule import Action, Pass, Schedule, StageTimes, simulate_schedule
 from memfit.units import format_seconds
 
 __all__ = ["schedule_svg", "schedule_text"]

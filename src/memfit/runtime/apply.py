@@ -56,6 +56,8 @@ from memfit.capture.trace_joint import trace_joint
 from memfit.capture.traced_graph import DynamoGraph, Surroundings
 from memfit.capture.used_views import hand_on_used_views
 from memfit.errors import OutOfMemoryError, PlanMismatchError
+from memfit.ir.program import Program
+from memfit.ir.tiers import Tier
 from memfit.runtime.accumulate import accumulation
 from memfit.runtime.bindings import call_cheaply
 from memfit.runtime.emitter import OVERWRITTEN
@@ -70,8 +72,6 @@ from memfit.runtime.swap.spaces import open_spaces
 from memfit.runtime.swap.swapper import Swapper
 from memfit.runtime.swap.tier import SwapSpace
 from memfit.runtime.unused_output import whole_graph
-from memfit.step.links import Tier
-from memfit.step.program import Program
 
 __all__ = ["PlannedCall", "compile_planned", "compile_program"]
 

@@ -32,11 +32,11 @@ from memfit.capture.again import Call, without_statistics
 from memfit.capture.parts import call_in_parts
 from memfit.capture.reading import JointOp, JointReading
 from memfit.capture.rewrite import IN_PLACE, convolution_input_gradient, input_half
+from memfit.ir.slicing import BySlices
 from memfit.runtime.accumulate import Accumulation
 from memfit.runtime.fused import FusedOp, fused_call
 from memfit.runtime.swap.calls import SwapCalls, keep_unread
 from memfit.runtime.swap.swapper import Swapper
-from memfit.step.by_slices import BySlices
 
 __all__ = ["OVERWRITTEN", "Emitter", "LocalInstruction", "LocalMove", "Move"]
 
@@ -50,7 +50,8 @@ class LocalInstruction:
 
     `save_state` and `replay` serve random ops that run again, `from_statistics` batch normalisations that do. What
     is `sliced` runs slice by slice, and if `fused` as one with the next instruction; of its results, those `handed_on`
-    exist as slices only. A half of a call (`memfit.planner.halves`) may run `with_next`, its other half.
+    exist as slices only. A half of a call (`memfit.planner.finalize.merge_conv_backward`) may run `with_next`, its
+    other half.
     """
 
     index: int

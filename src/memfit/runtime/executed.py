@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memfit.step.graph import StepGraph
-from memfit.step.program import Action, Program, as_they_run
+from memfit.ir.graph import StepGraph
+from memfit.ir.program import Action, Program, as_they_run
 
 __all__ = ["ExecutedOps", "executed_recomputations", "op_family"]
 

@@ -26,6 +26,7 @@ from memfit.capture.own_calls import in_own_call
 from memfit.capture.preserve import preserved
 from memfit.capture.replicated import bucket_bytes, unwrapped
 from memfit.errors import BudgetError, LossError, MemfitError, PlanMismatchError, SpecError
+from memfit.ir.serialization import fingerprint_difference, graph_digest
 from memfit.runtime.apply import PlannedCall, compile_program
 from memfit.runtime.loops import Loops, TogetherError
 from memfit.runtime.module_state import module_state
@@ -34,8 +35,7 @@ from memfit.runtime.passes import Pass
 from memfit.runtime.plain_calls import nothing_to_train, transformed
 from memfit.runtime.signature import Signature, signature
 from memfit.runtime.variants import Variants, decides
-from memfit.step.check import check
-from memfit.step.codec import fingerprint_difference, graph_digest
+from memfit.sim.verifier import check
 from memfit.units import format_bytes
 
 if TYPE_CHECKING:

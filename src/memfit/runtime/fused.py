@@ -1,4 +1,4 @@
-"""Turns ops that run as one, slice by slice, into one call (`memfit.step.fusion`)."""
+"""Turns ops that run as one, slice by slice, into one call (`memfit.ir.fusion`)."""
 
 from __future__ import annotations
 

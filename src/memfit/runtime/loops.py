@@ -29,7 +29,7 @@ from memfit.errors import BudgetError
 from memfit.plans import Plan
 from memfit.runtime.passes import Pass, in_flight
 from memfit.runtime.signature import Signature
-from memfit.step.simulate import simulate
+from memfit.sim.simulator import simulate
 from memfit.units import format_bytes
 
 if TYPE_CHECKING:

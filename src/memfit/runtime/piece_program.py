@@ -1,6 +1,6 @@
 """A program, split among the captured pieces: what each runs of it, in the numbers of its own joint graph.
 
-A program (`memfit.step.program`) speaks of the ops and storages of the whole step. What runs is one forward and one
+A program (`memfit.ir.program`) speaks of the ops and storages of the whole step. What runs is one forward and one
 backward graph for each captured piece, in each of which ops and storages have numbers of their own.
 
 The technique is a walk over the instructions in order. An op goes to the piece it was captured in, to the forward pass
@@ -25,11 +25,11 @@ from torch.utils import _pytree as pytree
 from memfit.capture.adding import Accumulate
 from memfit.capture.reading import JointReading
 from memfit.capture.trace import Capture
+from memfit.ir.graph import Phase, StorageKind
+from memfit.ir.program import Action, Instruction, Program, are_halves
+from memfit.ir.streaming import tier_bytes
 from memfit.runtime.emitter import LocalInstruction, LocalMove, Move
 from memfit.runtime.swap.swapper import Slot
-from memfit.step.graph import Phase, StorageKind
-from memfit.step.program import Action, Instruction, Program, are_halves
-from memfit.step.streams import tier_bytes
 
 __all__ = ["PieceProgram", "piece_programs", "reading_digest"]
 

@@ -26,7 +26,7 @@ from torch import fx
 from memfit.capture.dynamo_graph import attach_outputs
 from memfit.capture.reading import JointReading
 from memfit.errors import PlanMismatchError
-from memfit.step.graph import Phase
+from memfit.ir.graph import Phase
 
 __all__ = ["Begun", "WholeGraph", "whole_graph", "with_anchor"]
 

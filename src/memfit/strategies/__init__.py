@@ -13,13 +13,15 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from memfit.errors import SpecError
-from memfit.planner.swapping import swapping_step
-from memfit.planner.transfers import with_transfers
-from memfit.planner.ways import leanest, program_within
-from memfit.step.graph import StepGraph
-from memfit.step.links import Tier
-from memfit.step.program import Program, plain_program
-from memfit.step.simulate import simulate
+from memfit.ir.graph import StepGraph
+from memfit.ir.program import Program, plain_program
+from memfit.ir.tiers import Tier
+from memfit.planner.finalize.variant_selection import leanest, program_within
+from memfit.planner.offload.model import swapping_step
+from memfit.planner.offload.transfer_schedule import with_transfers
+from memfit.planner.search import rotor
+from memfit.planner.search.portfolio import auto_order
+from memfit.sim.simulator import simulate
 from memfit.strategies import (
     every_block,
     hybrid,
@@ -29,7 +31,6 @@ from memfit.strategies import (
     mu_two,
     none,
     openai,
-    rotor,
     sequential,
     sqrt,
     swap,
@@ -41,14 +42,8 @@ __all__ = ["Strategy", "check_name", "find", "grid", "names", "order_and_swaps",
 Strategy = Callable[[StepGraph, int | None], list[int]]
 
 
-def _auto(graph: StepGraph, budget_bytes: int | None) -> list[int]:
-    from memfit.planner.auto import auto_order  # the planner starts from strategies itself
-
-    return auto_order(graph, budget_bytes)
-
-
 _PLAIN: dict[str, Strategy] = {
-    "auto": _auto,
+    "auto": auto_order,
     "none": none.order,
     "sqrt": sqrt.order,
     "every-block": every_block.order,

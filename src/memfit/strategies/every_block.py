@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 
-from memfit.planner.chain import cut_chain
-from memfit.step.graph import Phase, StepGraph
-from memfit.strategies.segments import segment_order, starts_of
+from memfit.ir.graph import Phase, StepGraph
+from memfit.planner.analysis.chain import cut_chain
+from memfit.planner.search.segments import segment_order, starts_of
 
 __all__ = ["block_name", "order"]
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from memfit.planner.swapping import bring_back, peak_bytes, placed_on_tiers, swappable
-from memfit.step.graph import StepGraph
-from memfit.step.links import Tier
+from memfit.ir.graph import StepGraph
+from memfit.ir.tiers import Tier
+from memfit.planner.offload.model import bring_back, peak_bytes, placed_on_tiers, swappable
 from memfit.strategies.openai import memory_order
 
 __all__ = ["swaps"]

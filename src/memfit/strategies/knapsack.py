@@ -9,12 +9,12 @@ Source: `torch._functorch.partitioners.choose_saved_values_set` and `torch._func
 
 from __future__ import annotations
 
-from memfit.planner.lazy import lazy_order
-from memfit.planner.no_plan import no_plan
+from memfit.ir.graph import StepGraph
+from memfit.ir.program import plain_order, program_of
+from memfit.planner.analysis.no_plan import no_plan
+from memfit.planner.search.lazy_recompute import lazy_order
 from memfit.planner.solver import Milp, solve
-from memfit.step.graph import StepGraph
-from memfit.step.program import plain_order, program_of
-from memfit.step.simulate import simulate
+from memfit.sim.simulator import simulate
 from memfit.strategies.openai import heavy_storages
 
 __all__ = ["order"]

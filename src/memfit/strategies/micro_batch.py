@@ -12,8 +12,8 @@ ends a part there, in both passes.
 from __future__ import annotations
 
 from memfit.errors import SpecError
-from memfit.step.graph import Op, Phase, StepGraph
-from memfit.step.program import Program
+from memfit.ir.graph import Op, Phase, StepGraph
+from memfit.ir.program import Program
 from memfit.strategies import tile
 
 __all__ = ["program", "slices_of"]

@@ -24,11 +24,11 @@ from __future__ import annotations
 from collections import defaultdict
 
 from memfit.errors import SpecError
-from memfit.planner.no_plan import no_plan
+from memfit.ir.graph import Op, Phase, StepGraph, StorageKind
+from memfit.ir.program import plain_order, program_of
+from memfit.planner.analysis.no_plan import no_plan
 from memfit.planner.solver import Milp, Solution, Status, solve
-from memfit.step.graph import Op, Phase, StepGraph, StorageKind
-from memfit.step.program import plain_order, program_of
-from memfit.step.simulate import Timeline, simulate
+from memfit.sim.simulator import Timeline, simulate
 
 __all__ = ["order"]
 
@@ -118,7 +118,7 @@ def _read(graph: StepGraph, run: dict[_Moment, int], solution: Solution) -> list
 
 
 def _runs(graph: StepGraph, problem: Milp) -> dict[_Moment, int]:
-    """A variable for every op that may run again in a stage; see `memfit.step.check` for the pieces."""
+    """A variable for every op that may run again in a stage; see `memfit.sim.verifier` for the pieces."""
     run: dict[_Moment, int] = {}
     for stage in range(1, len(graph.ops)):
         before, coming = graph.ops[stage - 1], graph.ops[stage]

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import heapq
 
-from memfit.planner.kept import backward_reads
-from memfit.planner.lazy import lazy_order, missing_cone
-from memfit.planner.no_plan import no_plan
-from memfit.step.graph import StepGraph, StorageKind
-from memfit.step.program import plain_order, program_of
-from memfit.step.simulate import simulate
+from memfit.ir.graph import StepGraph, StorageKind
+from memfit.ir.program import plain_order, program_of
+from memfit.planner.analysis.no_plan import no_plan
+from memfit.planner.bounds.relaxation import backward_reads
+from memfit.planner.search.lazy_recompute import lazy_order, missing_cone
+from memfit.sim.simulator import simulate
 
 __all__ = ["order"]
 

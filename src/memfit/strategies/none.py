@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from memfit.step.graph import StepGraph
-from memfit.step.program import plain_order
+from memfit.ir.graph import StepGraph
+from memfit.ir.program import plain_order
 
 __all__ = ["order"]
 

@@ -16,10 +16,10 @@ import math
 from collections.abc import Sequence
 
 from memfit.errors import SpecError
-from memfit.planner.chain import cut_chain
-from memfit.planner.lazy import lazy_order
-from memfit.step.graph import Phase, StepGraph
-from memfit.strategies.segments import segment_order
+from memfit.ir.graph import Phase, StepGraph
+from memfit.planner.analysis.chain import cut_chain
+from memfit.planner.search.lazy_recompute import lazy_order
+from memfit.planner.search.segments import segment_order
 
 __all__ = ["collection_order", "heavy_storages", "memory_order", "speed_order"]
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 
-from memfit.planner.chain import cut_chain
-from memfit.step.graph import StepGraph
-from memfit.strategies.segments import segment_order
+from memfit.ir.graph import StepGraph
+from memfit.planner.analysis.chain import cut_chain
+from memfit.planner.search.segments import segment_order
 
 __all__ = ["order"]
 

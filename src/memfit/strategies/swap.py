@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from memfit.planner.swapping import bring_back, peak_bytes, placed_on_tiers, swappable
-from memfit.step.graph import StepGraph
-from memfit.step.links import Tier
-from memfit.step.program import plain_order
+from memfit.ir.graph import StepGraph
+from memfit.ir.program import plain_order
+from memfit.ir.tiers import Tier
+from memfit.planner.offload.model import bring_back, peak_bytes, placed_on_tiers, swappable
 
 __all__ = ["swaps"]
 

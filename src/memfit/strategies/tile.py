@@ -9,10 +9,10 @@ Known limits: one segment, ends of runs as the step has them; SFT's own segments
 
 from __future__ import annotations
 
-from memfit.planner.lazy import lazy_order
-from memfit.step.fusion import fuse, linked, runs_by_slices
-from memfit.step.graph import StepGraph
-from memfit.step.program import Action, Instruction, Program, as_they_run, assembled, dying_after, run_again
+from memfit.ir.fusion import fuse, linked, runs_by_slices
+from memfit.ir.graph import StepGraph
+from memfit.ir.program import Action, Instruction, Program, as_they_run, assembled, dying_after, run_again
+from memfit.planner.search.lazy_recompute import lazy_order
 
 __all__ = ["grid_of", "program"]
 

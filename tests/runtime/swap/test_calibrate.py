@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from memfit.ir.tiers import Tier
 from memfit.runtime.swap import calibrate
-from memfit.step.links import Tier
 
 
 def test_random_numbers_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

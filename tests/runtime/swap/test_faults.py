@@ -25,9 +25,9 @@ from torch import nn
 
 import memfit
 from memfit.errors import SwapError
+from memfit.ir.tiers import SLOT_ALIGNMENT
 from memfit.runtime.swap.disk import DiskSpace
 from memfit.runtime.swap.file import SwapFile, remove_stale, swap_directory
-from memfit.step.links import SLOT_ALIGNMENT
 from tests.models import Residual
 
 X = torch.randn(8, 3, 24, 24, generator=torch.Generator().manual_seed(0))

@@ -57,7 +57,7 @@ def test_the_host_has_a_limit() -> None:
 @pytest.mark.parametrize("tiers", ["host", "disk", "host:1MiB,disk"])
 @pytest.mark.parametrize("strategy", ["swap", "hybrid", "auto"])
 def test_bits_and_budget(tiers: str, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memfit.planner.swapping._LEAST_BYTES", 1024)
+    monkeypatch.setattr("memfit.planner.offload.model._LEAST_BYTES", 1024)
     torch.manual_seed(0)
     model = Residual().cuda()
     x, y = torch.randn(64, 3, 48, 48, device="cuda"), torch.arange(64, device="cuda") % 5

@@ -18,17 +18,17 @@ from torch import nn
 
 import memfit
 from memfit.errors import SwapError
+from memfit.ir.graph import StepGraph
+from memfit.ir.program import Action, Instruction, Program, plain_order, program_of
+from memfit.ir.streaming import streamable, streaming_step
+from memfit.ir.tiers import Tier
 from memfit.making import make_plan
 from memfit.planning import Request, capture_and_profile, plan_captured
 from memfit.plans import Plan
 from memfit.proving import prove
 from memfit.runtime.apply import compile_program
 from memfit.runtime.swap.disk import DiskSpace
-from memfit.step.check import check
-from memfit.step.graph import StepGraph
-from memfit.step.links import Tier
-from memfit.step.program import Action, Instruction, Program, plain_order, program_of
-from memfit.step.streams import streamable, streaming_step
+from memfit.sim.verifier import check
 from memfit.verification import verify
 from memfit.zoo import build
 

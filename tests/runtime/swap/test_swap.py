@@ -18,12 +18,12 @@ from torch import nn
 
 import memfit
 from memfit.errors import SpecError, SwapError
-from memfit.planner.swapping import swappable
+from memfit.ir.program import Action, Instruction, Program
+from memfit.planner.offload.model import swappable
 from memfit.planning import Request, capture_and_profile
 from memfit.runtime.swap.disk import DiskSpace
-from memfit.step.check import check
-from memfit.step.program import Action, Instruction, Program
-from memfit.step.simulate import simulate
+from memfit.sim.simulator import simulate
+from memfit.sim.verifier import check
 from tests.models import Broken, Residual
 from tests.runtime.cases import check_bits_and_budget
 

@@ -23,12 +23,12 @@ import torch
 
 from memfit.capture.cost_cache import cache_directory, machine_name
 from memfit.errors import MemfitError, SwapError
+from memfit.ir.jsonfile import read_json, write_json
+from memfit.ir.tiers import Link, Tier, TierLinks
 from memfit.runtime.swap.disk import BUFFER_BYTES, DiskSpace
 from memfit.runtime.swap.file import swap_directory
 from memfit.runtime.swap.host import HostSpace
 from memfit.runtime.swap.tier import SwapSpace, Transfer, bytes_of
-from memfit.step.jsonfile import read_json, write_json
-from memfit.step.links import Link, Tier, TierLinks
 
 __all__ = ["Calibration", "LinkSpeed", "calibrate", "calibrated"]
 

@@ -17,9 +17,9 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from memfit.capture.layout import outer_axis
+from memfit.ir.slicing import BySlices
 from memfit.runtime.swap.slices import MovingSlices, SliceLayout
 from memfit.runtime.swap.swapper import Swapper
-from memfit.step.by_slices import BySlices
 
 __all__ = ["SwapCalls", "forget_side_effects", "keep_unread"]
 

@@ -24,10 +24,10 @@ import torch
 from numpy.typing import NDArray
 
 from memfit.errors import SwapError
+from memfit.ir.tiers import SLOT_ALIGNMENT, Tier, slot_bytes
 from memfit.runtime.swap.file import SwapFile
 from memfit.runtime.swap.places import Places
 from memfit.runtime.swap.tier import bytes_of
-from memfit.step.links import SLOT_ALIGNMENT, Tier, slot_bytes
 
 __all__ = ["BUFFER_BYTES", "DiskSpace"]
 

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import torch
 
 from memfit.errors import SwapError
+from memfit.ir.tiers import Tier, slot_bytes
 from memfit.runtime.swap.places import Places
 from memfit.runtime.swap.tier import bytes_of
-from memfit.step.links import Tier, slot_bytes
 from memfit.units import format_bytes
 
 __all__ = ["HostSpace"]

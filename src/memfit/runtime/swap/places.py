@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from memfit.errors import SwapError
-from memfit.step.links import Tier, slot_bytes
+from memfit.ir.tiers import Tier, slot_bytes
 from memfit.units import format_bytes
 
 __all__ = ["Places"]

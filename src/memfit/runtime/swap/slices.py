@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+from memfit.ir.tiers import slot_bytes
 from memfit.runtime.swap.tier import SwapSpace, Transfer
-from memfit.step.links import slot_bytes
 
 __all__ = ["MovingSlices", "SliceLayout"]
 

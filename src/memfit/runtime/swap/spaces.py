@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from memfit.ir.graph import StepGraph
+from memfit.ir.program import Program
+from memfit.ir.streaming import tier_bytes
+from memfit.ir.tiers import Tier, slot_bytes
 from memfit.runtime.swap.disk import DiskSpace
 from memfit.runtime.swap.host import HostSpace
 from memfit.runtime.swap.tier import SwapSpace
-from memfit.step.graph import StepGraph
-from memfit.step.links import Tier, slot_bytes
-from memfit.step.program import Program
-from memfit.step.streams import tier_bytes
 
 __all__ = ["open_spaces"]
 

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 import torch
 
 from memfit.errors import SwapError
+from memfit.ir.tiers import Tier, slot_bytes
 from memfit.runtime.swap.slices import MovingSlices, SliceLayout
 from memfit.runtime.swap.tier import SwapSpace, Transfer
-from memfit.step.links import Tier, slot_bytes
 
 __all__ = ["Slot", "Swapper"]
 

@@ -10,10 +10,10 @@ import os
 import torch
 
 from memfit.errors import SpecError
+from memfit.ir.tiers import Tier, TierLinks
 from memfit.runtime.device_memory import free_bytes
 from memfit.runtime.swap.calibrate import calibrated
 from memfit.runtime.swap.file import swap_directory
-from memfit.step.links import Tier, TierLinks
 from memfit.units import parse_bytes
 
 __all__ = ["parse_tiers", "tier_links"]

@@ -1,0 +1,339 @@
+"""Ops that run as one, a few samples of the batch at a time, so that what they hand on never exists whole.
+
+A convolution, its normalisation and its activation that run again one after the other make three tensors of which
+only the last is wanted. Run together, slice of the batch by slice (`Op.by_slices`), the others exist as slices
+only. With the lever `tile` this goes for first runs and for the backward pass too, where slices add up to the gradients
+of weights: the sums are made in another order, so they are equal to rounding. What comes in whole stays until the last
+slice is done; what goes out is there, whole, from the first on, and may take the memory of what came in, sample for
+sample, or of what nothing reads any more (`memfit.planner.finalize.buffer_reuse`); for the latter an op may run slice
+by slice alone, too.
+
+`runs_by_slices` finds what may run so, `fusions` where that lowers the memory; where it is only quicker is the
+planner's choice (`memfit.planner.finalize.variant_selection`). Idea: operator fusion and depth-first tiling of
+compilers, along the batch, where no bit changes.
+
+Known limits: the first run of a batch normalisation takes statistics of all samples, so it runs alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from math import prod
+
+from memfit.ir.graph import Op, StepGraph
+from memfit.ir.halo import spreads
+from memfit.ir.streaming import bytes_in_flight, slices_moving, waited_seconds
+
+__all__ = [
+    "Fusion",
+    "Run",
+    "bytes_beside",
+    "fuse",
+    "fused_seconds",
+    "fusions",
+    "linked",
+    "overwritten",
+    "runs_by_slices",
+]
+
+
+_MOST_CUTS = 6
+"""A part that runs as one ends at most so many cuts after its start, unless it is the whole run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fusion:
+    """Positions `start` to `stop` (excluded) of an order that run as one.
+
+    Attributes:
+        start: the first position.
+        stop: the one after the last.
+        over: by position, the storage whose memory the first result of the op there takes over.
+    """
+
+    start: int
+    stop: int
+    over: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Consecutive ops that could run slice by slice, with what dies after each.
+
+    Attributes:
+        start: position of the first in an order.
+        ops: as they run.
+        dying: storages whose copy is last read by each, sums that nobody reads among them.
+    """
+
+    start: int
+    ops: Sequence[Op]
+    dying: Sequence[Sequence[int]]
+
+    def part(self, first: int, stop: int) -> Run:
+        """The ops from place `first` to before place `stop`."""
+        return Run(start=self.start + first, ops=self.ops[first:stop], dying=self.dying[first:stop])
+
+    def dying_as_one(self) -> list[list[int]]:
+        """Like `dying`, where the ops run as one: a sum is whole until all are done, also one that nobody reads."""
+        return [[s for s in dead if s not in _sums(op)] for op, dead in zip(self.ops, self.dying, strict=True)]
+
+
+def overwritten(op: Op, dead: Sequence[int]) -> int | None:
+    """Which of the storages that die at an op it writes over where it runs alone."""
+    choices = op.in_place_over if op.in_place_over and op.writes[0] not in dead else ()
+    return next((s for s in choices if s in dead), None)
+
+
+def runs_by_slices(
+    graph: StepGraph, ops: Sequence[Op], again: Sequence[bool], dying: Sequence[Sequence[int]]
+) -> list[Run]:
+    """The longest runs of an order of which every part could run as one.
+
+    Args:
+        graph: the step.
+        ops: the ops of the order, as they run.
+        again: whether the op at a position ran before.
+        dying: storages whose copy is last read at a position.
+
+    Returns:
+        Runs of two and more ops that do not overlap, ascending.
+    """
+    held = graph.held_to_the_end()
+    able = [_can_run_by_slices(op, ran) for op, ran in zip(ops, again, strict=True)]
+
+    def taken(position: int, read: set[int]) -> AbstractSet[int]:
+        return read | held if again[position] else read  # what the caller holds is written once
+
+    found: list[Run] = []
+    start = 0
+    while start < len(ops):
+        if not able[start]:
+            start += 1
+            continue
+        stop = start
+        written: set[int] = set()
+        sums: set[int] = set()
+        read: set[int] = set()
+        while stop < len(ops) and able[stop] and _follows(ops, start, stop, written, sums, taken(stop, read)):
+            written.update(ops[stop].writes)
+            sums.update(_sums(ops[stop]))
+            read.update(ops[stop].reads)
+            stop += 1
+        if stop < len(ops) and able[stop]:
+            stop = _narrowest(graph, ops, again, dying, start, stop)
+        if stop - start > 1:
+            found.append(Run(start=start, ops=ops[start:stop], dying=dying[start:stop]))
+        start = max(stop, start + 1)
+    return found
+
+
+def _narrowest(
+    graph: StepGraph,
+    ops: Sequence[Op],
+    again: Sequence[bool],
+    dying: Sequence[Sequence[int]],
+    start: int,
+    stop: int,
+) -> int:
+    """Where to end a run from `start` that has to end at `stop` or before: where the least is handed on.
+
+    That is what was made again, and what dies until then; other results of first runs stay whole anyway.
+    """
+    dies_soon = {s for position in range(start, stop + 1) for s in dying[position]}
+    counted: set[int] = set()
+    across = least = 0
+    best = stop
+    for position in range(start, stop):
+        for storage in ops[position].writes:
+            if again[position] or storage in dies_soon:
+                counted.add(storage)
+                across += graph.storages[storage].nbytes
+        for storage in counted.intersection(dying[position]):
+            counted.discard(storage)
+            across -= graph.storages[storage].nbytes
+        if position == start or across <= least:
+            least, best = across, position + 1
+    return best
+
+
+def _can_run_by_slices(op: Op, again: bool) -> bool:
+    return op.by_slices is not None and (again or op.by_slices.first)
+
+
+def fusions(graph: StepGraph, runs: Sequence[Run]) -> list[Fusion]:
+    """The parts of runs that take less memory as one."""
+    return [fusion for run in runs for first, stop in linked(run) for fusion in _leanest(graph, run.part(first, stop))]
+
+
+def _leanest(graph: StepGraph, run: Run) -> list[Fusion]:
+    """The parts of a run that run as one so that it takes the least memory.
+
+    What came in stays until a part is done, so a run may be cut where something that came in is read last.
+    """
+    storages = graph.storages
+    written: set[int] = set()
+    cuts, before = [0], [0]  # and what is there more at each place than before the run
+    for place, (op, dead) in enumerate(zip(run.ops, run.dying, strict=True)):
+        written.update(op.writes)
+        made = sum(storages[s].nbytes for s in op.writes)
+        before.append(before[-1] + made - sum(storages[s].nbytes for s in dead))
+        if any(s not in written and storages[s].nbytes for s in dead) and place + 1 < len(run.ops):
+            cuts.append(place + 1)
+    cuts.append(len(run.ops))
+    # The least peak until each cut, and what runs as one until there.
+    best: list[tuple[int, tuple[Fusion, ...]]] = [(0, ())]
+    for number, stop in enumerate(cuts[1:], 1):
+        choices: list[tuple[int, tuple[Fusion, ...]]] = []
+        near = range(max(0, number - _MOST_CUTS), number)
+        for earlier in near if stop < len(run.ops) else {0, *near}:
+            first, (peak, fused) = cuts[earlier], best[earlier]
+            part = run.part(first, stop)
+            choices.append((max(peak, before[first] + _whole_bytes(graph, part)), fused))
+            if stop - first > 1:
+                fusion, nbytes, _ = fuse(graph, part)
+                choices.append((max(peak, before[first] + nbytes), (*fused, fusion)))
+        best.append(min(choices, key=lambda choice: choice[0]))
+    return list(best[-1][1])
+
+
+def fuse(graph: StepGraph, run: Run) -> tuple[Fusion, int, float]:
+    """A run as one, the most memory it takes beside what was there, and its time."""
+    over = _taken_over(graph, run)
+    positions = range(run.start, run.start + len(run.ops))
+    dying = {s for dead in run.dying_as_one() for s in dead}
+    seconds = sum(fused_seconds(run.ops, dying, [over.get(position) for position in positions]))
+    seconds += sum(waited_seconds(graph, *slices_moving(graph, run.ops, dying), seconds))
+    fusion = Fusion(start=positions.start, stop=positions.stop, over=over)
+    return fusion, _fused_bytes(graph, run, over), seconds
+
+
+def fused_seconds(ops: Sequence[Op], handed_on: Collection[int], over: Sequence[int | None]) -> list[float]:
+    """What each op takes in a run as one, without what tiers take.
+
+    Args:
+        ops: as they run.
+        handed_on: storages that exist as slices only.
+        over: for each op the storage whose memory its first result takes over, if any.
+    """
+    found: list[float] = []
+    for op, taken, spread in zip(ops, over, spreads(ops), strict=True):
+        assert op.by_slices is not None
+        seconds = op.by_slices.seconds * spread.work
+        if op.writes[0] not in handed_on:
+            seconds += op.by_slices.copy_seconds if taken is None else op.by_slices.copy_over_seconds
+        found.append(seconds)
+    return found
+
+
+def bytes_beside(graph: StepGraph, ops: Sequence[Op], freed: Sequence[Sequence[int]]) -> list[int]:
+    """The slices there are in a run as one: while each op runs, and after each result that is freed then.
+
+    Args:
+        graph: the step.
+        ops: as they run.
+        freed: for each op the results of the run that die after it.
+    """
+    sizes = graph.storages
+    live = sum(op.by_slices.total_bytes(s, sizes[s].nbytes) for op in ops if op.by_slices for s in op.writes)
+    live += bytes_in_flight(graph, ops, {s for dead in freed for s in dead})
+    slice_of: dict[int, int] = {}
+    found: list[int] = []
+    for op, dead, spread in zip(ops, freed, spreads(ops), strict=True):
+        slices = op.by_slices
+        assert slices is not None
+        made = {s: slices.slice_bytes(s, sizes[s].whole_bytes, spread.share) for s in op.writes}
+        slice_of.update(made)
+        live += sum(made.values())
+        found.append(live + int(slices.workspace_bytes * spread.share * prod(slices.grid)))
+        for storage in dead:
+            if storage in slice_of:
+                live -= slice_of[storage]
+                found.append(live)
+    return found
+
+
+def linked(run: Run) -> list[tuple[int, int]]:
+    """Places of a run, cut where nothing is handed on but what is needed later anyway; of two ops and more."""
+    born = {s: place for place, op in enumerate(run.ops) for s in op.writes}
+    handed_on = [False] * len(run.ops)
+    for place, dead in enumerate(run.dying_as_one()):
+        for storage in dead:
+            handed_on[born.get(storage, place) : place] = [True] * (place - born.get(storage, place))
+    stops = [place + 1 for place, on in enumerate(handed_on) if not on]
+    return [(first, stop) for first, stop in zip([0, *stops], stops, strict=False) if stop - first > 1]
+
+
+def _sums(op: Op) -> tuple[int, ...]:
+    return () if op.by_slices is None else op.by_slices.sums
+
+
+def _follows(
+    ops: Sequence[Op], start: int, position: int, written: set[int], sums: set[int], taken: AbstractSet[int]
+) -> bool:
+    """Whether the op at a position may run slice by slice with those from `start` on, which wrote `written` and `sums`.
+
+    It must not write what they wrote, nor what is `taken`: what they read was there before and stays until they are
+    done. A sum is there when all are done, so none of them reads it.
+    """
+    op, slices = ops[position], ops[position].by_slices
+    assert slices is not None
+    if not taken.isdisjoint(op.writes) or not written.isdisjoint(op.writes):
+        return False
+    first = ops[start]
+    assert first.by_slices is not None
+    return (slices.cut, op.piece) == (first.by_slices.cut, first.piece) and all(
+        s in slices.reads and s not in sums for s in op.reads if s in written
+    )
+
+
+def _taken_over(graph: StepGraph, run: Run) -> dict[int, int]:
+    """For results that stay, an operand of the run that dies in it, of the same size and read by samples only.
+
+    Not in tiles: the next one reads of it what this one would write over.
+    """
+    if any(op.by_slices is not None and op.by_slices.grid for op in run.ops):
+        return {}
+    dying = run.dying_as_one()
+    inner = {s for dead in dying for s in dead}
+    written: set[int] = set()
+    must_not: set[int] = set()
+    for op in run.ops:
+        assert op.by_slices is not None
+        written.update(op.writes)
+        must_not.update(s for s in op.reads if s not in op.by_slices.reads)
+    free: list[int] = []
+    over: dict[int, int] = {}
+    for place, (op, dead) in enumerate(zip(run.ops, dying, strict=True)):
+        free += [s for s in dead if graph.storages[s].reusable and s not in written and s not in must_not]
+        made = graph.storages[op.writes[0]]
+        taken = next((s for s in free if graph.storages[s].nbytes == made.nbytes), None)
+        stays = op.writes[0] not in inner and op.writes[0] not in _sums(op) and made.stream is None
+        if stays and taken is not None:
+            over[run.start + place] = taken
+            free.remove(taken)
+    return over
+
+
+def _fused_bytes(graph: StepGraph, run: Run, over: Mapping[int, int]) -> int:
+    """The most memory of a run as one, beside what was there."""
+    storages = graph.storages
+    dying = run.dying_as_one()
+    inner = {s for dead in dying for s in dead}
+    whole = sum(storages[s].nbytes for op in run.ops for s in op.writes if s not in inner)
+    whole -= sum(storages[s].nbytes for s in over.values())
+    return whole + max(bytes_beside(graph, run.ops, dying))
+
+
+def _whole_bytes(graph: StepGraph, run: Run) -> int:
+    """The most memory of a run op by op, beside what was there."""
+    storages = graph.storages
+    live, most = 0, 0
+    for op, dead in zip(run.ops, run.dying, strict=True):
+        over = overwritten(op, dead)
+        live += sum(storages[s].nbytes for s in op.writes) - (0 if over is None else storages[over].nbytes)
+        most = max(most, live + op.workspace_bytes)
+        live -= sum(storages[s].nbytes for s in dead if s != over)
+    return most

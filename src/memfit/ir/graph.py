@@ -1,0 +1,377 @@
+"""The step graph: one training step as frozen data, without torch.
+
+A step is forward, loss and backward. It is a list of **ops** in the order in which the unplanned step runs
+them, and a list of **storages** that the ops read and write. A storage is the memory of one or more aliasing
+tensors, so that views cost nothing and freeing is exact. Everything that plans, judges or explains works on
+this graph; only `memfit.capture` knows how it was obtained and only `memfit.runtime` how it is run.
+
+Known limits: the order of the ops is the order of the capture (recomputed ops are inserted into it, nothing
+else is reordered), and a storage has one size from birth to death.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from memfit.ir.slicing import BySlices
+from memfit.ir.tiers import Tier, TierLinks
+
+__all__ = [
+    "Op",
+    "Phase",
+    "StepGraph",
+    "Storage",
+    "StorageKind",
+    "Stream",
+    "Way",
+]
+
+
+class Phase(StrEnum):
+    """Where in the step an op runs."""
+
+    FORWARD = "forward"
+    LOSS = "loss"
+    BACKWARD = "backward"
+
+
+class StorageKind(StrEnum):
+    """Who owns a storage, which decides when it may be freed."""
+
+    STATIC = "static"
+    """Parameters, buffers, inputs, constants: there before the step, never freed by it, counted in
+    `StepGraph.static_bytes`."""
+
+    FORWARD = "forward"
+    """Written by a forward op."""
+
+    TANGENT = "tangent"
+    """The gradient of an output, written by the loss op."""
+
+    BACKWARD = "backward"
+    """Written by a backward op and gone before the step ends."""
+
+    GRADIENT = "gradient"
+    """Written by a backward op and handed to the caller, live until the end of the step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stream:
+    """How a storage that lives on a tier moves, slice by slice; see `memfit.ir.streaming`.
+
+    Attributes:
+        nbytes: its size there.
+        out_seconds: what the link is busy with all of it on the way out.
+        into_seconds: and on the way back.
+        out_compute_seconds: what that takes from compute.
+        into_compute_seconds: and what the way back does.
+    """
+
+    nbytes: int
+    out_seconds: float
+    into_seconds: float
+    out_compute_seconds: float = 0.0
+    into_compute_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """One block of memory.
+
+    Attributes:
+        name: unique within the graph.
+        nbytes: its size.
+        kind: who owns it.
+        plain_nbytes: its size in the step without memfit where that differs, else 0.
+        reusable: whether slices may be put together in its memory once nothing reads it any more.
+        stream: how it moves if it lives on a tier, where it takes none of the memory; only `memfit.ir.streaming` sets
+            it, and it is not written down.
+    """
+
+    name: str
+    nbytes: int
+    kind: StorageKind
+    plain_nbytes: int = 0
+    reusable: bool = False
+    stream: Stream | None = None
+
+    @property
+    def whole_bytes(self) -> int:
+        """Its size, wherever it lives."""
+        return self.nbytes if self.stream is None else self.stream.nbytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """How an op can run, with the same bits: whole, or in so many parts one after the other.
+
+    Attributes:
+        parts: 1 for whole.
+        seconds: profiled time of one run.
+        workspace_bytes: memory taken beyond what is read and written.
+    """
+
+    parts: int
+    seconds: float
+    workspace_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One call that computes something. Views are not ops.
+
+    Attributes:
+        name: unique within the graph.
+        target: what is called, such as `aten.convolution.default`.
+        module: qualified name of the module that called it, `""` where unknown.
+        phase: forward, loss or backward.
+        piece: which captured graph it belongs to; graph breaks separate pieces.
+        reads: storages read, without repetition.
+        writes: storages created.
+        in_place_over: read storages whose memory the first written one may take over, where that read is
+            their last, the preferred one first; all have the same size.
+        seconds: profiled time of one run, the way it is meant to run, its results in memory of their own.
+        in_place_seconds: profiled time of a run over one of those storages, if that differs.
+        workspace_bytes: memory the kernel takes beyond what it reads and writes, that way.
+        parts: that way; 1 for whole.
+        ways: every way it can run, that one included; empty if whole is the only one.
+        random_state_bytes: bytes of generator state to keep for running it again; 0 if not random.
+        recomputable: whether running it again gives the same bits and no side effect.
+        plain_in_place: whether it writes over an operand in the step without memfit.
+        plain_reads: what it reads in the step without memfit, if that differs: a tensor whose shape alone it needs,
+            say.
+        plain_way: what it costs there, if that differs otherwise than by running whole.
+        again: what runs in its place after the first time, if that is another call: it writes some of `writes`
+            and may read others of them, which then last from the first run on.
+        by_slices: how it runs a few samples at a time, if it can.
+        half_of: name of a call that makes at once what it and the op of the same name make, `""` if there is none.
+        reckoned_seconds: what planners reckon with for running it again, where a planner has set it.
+    """
+
+    name: str
+    target: str
+    module: str = ""
+    phase: Phase
+    piece: int = 0
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    in_place_over: tuple[int, ...] = ()
+    seconds: float = 0.0
+    in_place_seconds: float | None = None
+    workspace_bytes: int = 0
+    parts: int = 1
+    ways: tuple[Way, ...] = ()
+    random_state_bytes: int = 0
+    recomputable: bool = True
+    plain_in_place: bool = False
+    plain_reads: tuple[int, ...] | None = None
+    plain_way: Way | None = None
+    again: Op | None = None
+    by_slices: BySlices | None = None
+    half_of: str = ""
+    reckoned_seconds: float | None = None
+
+    @property
+    def is_hook(self) -> bool:
+        """Whether the module's own hooks run it, between pieces; then a program only says what it takes, and when."""
+        return self.target.startswith("hook.")
+
+    @property
+    def later(self) -> Op:
+        """The op as it runs after the first time."""
+        return self.again or self
+
+    @property
+    def plain(self) -> Way:
+        """How it runs in the step without memfit."""
+        if self.plain_way is not None:
+            return self.plain_way
+        whole = self.way(1) if self.ways else self.way(self.parts)
+        if self.plain_in_place and self.in_place_seconds is not None:
+            return replace(whole, seconds=self.in_place_seconds)
+        return whole
+
+    @property
+    def least_seconds(self) -> float:
+        """Time of one run, the quickest way, its results in memory of their own."""
+        return min((way.seconds for way in self.ways), default=self.seconds)
+
+    @property
+    def least_seconds_in_place(self) -> float:
+        """Time of one run, the quickest way of all."""
+        return self.least_seconds if self.in_place_seconds is None else min(self.least_seconds, self.in_place_seconds)
+
+    @property
+    def seconds_again(self) -> float:
+        """What a planner reckons with for one run after the first."""
+        return self.later.seconds if self.reckoned_seconds is None else self.reckoned_seconds
+
+    def run_seconds(self, parts: int, *, in_place: bool) -> float:
+        """Time of one run in so many parts, over an operand or not.
+
+        Raises:
+            KeyError: if it does not run in so many parts.
+        """
+        if in_place and self.in_place_seconds is not None:
+            return self.in_place_seconds
+        return self.seconds if parts == self.parts else self.way(parts).seconds
+
+    def run_workspace_bytes(self, parts: int) -> int:
+        """Workspace of one run in so many parts.
+
+        Raises:
+            KeyError: if it does not run in so many parts.
+        """
+        return self.workspace_bytes if parts == self.parts else self.way(parts).workspace_bytes
+
+    def way(self, parts: int) -> Way:
+        """What it costs to run in so many parts.
+
+        Raises:
+            KeyError: if it cannot.
+        """
+        if parts == self.parts:
+            return Way(parts=parts, seconds=self.seconds, workspace_bytes=self.workspace_bytes)
+        for way in self.ways:
+            if way.parts == parts:
+                return way
+        raise KeyError(f"{self.name} does not run in {parts} parts")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepGraph:
+    """A training step.
+
+    Attributes:
+        ops: forward ops, then exactly one loss op, then backward ops.
+        storages: what `Op.reads` and `Op.writes` index.
+        outputs: storages the forward pass hands to the caller; the caller is assumed to hold them until the
+            step ends.
+        static_bytes: parameters, buffers, inputs, optimizer state and gradients that exist before the step.
+        after_step_bytes: transient memory of `optimizer.step()` on top of static bytes and gradients.
+        after_step_seconds: time of `optimizer.step()`.
+        label: what was captured, for people.
+        tiers: where storages may be swapped to, the first choice first; none if empty.
+    """
+
+    ops: tuple[Op, ...]
+    storages: tuple[Storage, ...]
+    outputs: tuple[int, ...] = ()
+    static_bytes: int = 0
+    after_step_bytes: int = 0
+    after_step_seconds: float = 0.0
+    label: str = ""
+    tiers: tuple[TierLinks, ...] = ()
+
+    @property
+    def loss_index(self) -> int:
+        """Index of the loss op: forward ops come before it, backward ops after it."""
+        return next(index for index, op in enumerate(self.ops) if op.phase is Phase.LOSS)
+
+    @property
+    def is_tiled(self) -> bool:
+        """Whether first runs can run slice by slice."""
+        return any(op.by_slices is not None and op.by_slices.first for op in self.ops)
+
+    def read_whole_backward(self) -> frozenset[int]:
+        """Storages that the backward pass cannot take slice by slice."""
+        backward = [op for op in self.ops if op.phase is Phase.BACKWARD]
+        return frozenset(s for op in backward for s in op.reads if s not in _read_in_slices(op))
+
+    @property
+    def seconds(self) -> float:
+        """Least time with nothing run again: each op once, its quickest way, over what nothing else reads later."""
+        return sum(self.first_seconds()) + self.after_step_seconds
+
+    def first_seconds(self) -> list[float]:
+        """For each op the least time of its first run with nothing run again."""
+        last_reader = self.last_readers()
+        held = self.held_to_the_end()
+
+        def least(index: int, op: Op) -> float:
+            over = any(last_reader[s] == index and s not in held for s in op.in_place_over)
+            seconds = op.least_seconds_in_place if over else op.least_seconds
+            slices = op.by_slices
+            return min(seconds, slices.seconds) if slices is not None and slices.first else seconds
+
+        return [least(index, op) for index, op in enumerate(self.ops)]
+
+    @property
+    def plain_seconds(self) -> float:
+        """Time of the step without memfit: each op once, whole."""
+        return sum(op.plain.seconds for op in self.ops) + self.after_step_seconds
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of gradients the step leaves behind."""
+        return sum(s.nbytes for s in self.storages if s.kind is StorageKind.GRADIENT)
+
+    def buffer_bytes(self, used: Collection[Tier]) -> int:
+        """Memory of the device that moving to and from some tiers takes while a step is under way."""
+        return sum(links.buffer_bytes for links in self.tiers if links.tier in used)
+
+    def without_memfit(self) -> StepGraph:
+        """The step as eager autograd runs it: ops whole, not in place, with all they read and its sizes there."""
+        return replace(self, ops=tuple(map(_plain_op, self.ops)), storages=tuple(map(_plain_storage, self.storages)))
+
+    def producers(self) -> list[int]:
+        """For each storage the op that writes it, -1 for static ones."""
+        producer = [-1] * len(self.storages)
+        for index, op in enumerate(self.ops):
+            for storage in op.writes:
+                producer[storage] = index
+        return producer
+
+    def last_readers(self) -> list[int]:
+        """For each storage the last op that reads it, -1 if none does."""
+        last = [-1] * len(self.storages)
+        for index, op in enumerate(self.ops):
+            for storage in op.reads:
+                last[storage] = index
+        return last
+
+    def is_free(self, storage: int) -> bool:
+        """Whether the storage is none of the step's memory (static storages are counted once, up front)."""
+        return self.storages[storage].kind is StorageKind.STATIC
+
+    def lasting(self) -> frozenset[int]:
+        """Storages that only the first run of their op makes."""
+        return frozenset(s for op in self.ops if op.again for s in op.writes if s not in op.again.writes)
+
+    def held_to_the_end(self) -> frozenset[int]:
+        """Storages the caller owns once they exist: outputs and gradients."""
+        gradients = (i for i, s in enumerate(self.storages) if s.kind is StorageKind.GRADIENT)
+        return frozenset((*self.outputs, *gradients))
+
+
+def _read_in_slices(op: Op) -> tuple[int, ...]:
+    return op.by_slices.reads if op.by_slices is not None and op.by_slices.first else ()
+
+
+def _plain_op(op: Op) -> Op:
+    return replace(
+        op,
+        reads=op.reads if op.plain_reads is None else op.plain_reads,
+        plain_reads=None,
+        plain_way=None,
+        again=None,
+        in_place_over=(),
+        seconds=op.plain.seconds,
+        in_place_seconds=None,
+        plain_in_place=False,
+        workspace_bytes=op.plain.workspace_bytes,
+        parts=op.plain.parts,
+        ways=(),
+        by_slices=None,
+    )
+
+
+def _plain_storage(storage: Storage) -> Storage:
+    return replace(storage, nbytes=storage.plain_nbytes or storage.nbytes, plain_nbytes=0, stream=None)
+
+
+def total_bytes(graph: StepGraph, storages: Sequence[int]) -> int:
+    """Sum of the sizes of distinct storages."""
+    return sum(graph.storages[s].nbytes for s in set(storages))

@@ -1,0 +1,282 @@
+"""The program: the exact order in which a step computes and frees.
+
+A planner decides an order of ops in which forward ops may appear again (recomputation); `program_of` turns
+it into instructions, freeing every storage right after its last read and overwriting an operand in place
+where it dies. That is also what the runtime executes, since generated code drops each value after its last
+use, so a program is not a wish but a description.
+
+Known limits: of one storage at most one copy is alive, the one written last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from memfit.ir.fusion import Fusion, fusions, overwritten, runs_by_slices
+from memfit.ir.graph import Op, Phase, StepGraph
+from memfit.ir.streaming import streams
+from memfit.ir.tiers import Tier
+
+__all__ = [
+    "Action",
+    "Instruction",
+    "Program",
+    "as_they_run",
+    "assembled",
+    "dying_after",
+    "in_their_pieces",
+    "plain_order",
+    "plain_program",
+    "program_of",
+    "run_again",
+]
+
+
+class Action(StrEnum):
+    """What an instruction does."""
+
+    COMPUTE = "compute"
+    FREE = "free"
+    SWAP_OUT = "swap out"
+    """A storage starts on its way to a tier. Its memory stays until it is freed or overwritten, which waits until it
+    has arrived. On the tier it stays until the step ends."""
+
+    SWAP_IN = "swap in"
+    """Memory is taken for a storage, which starts on its way back; what reads it waits until it has arrived."""
+
+    STREAM = "stream"
+    """A storage lives on a tier (`memfit.ir.streaming`); it is said before anything runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One step of a program: `index` is an op for `COMPUTE`, else a storage.
+
+    An op runs in `parts`, and its first result takes the memory of storage `over` if there is one. What is `sliced`
+    runs slice by slice, and what is `fused` does so as one with the next instruction (`memfit.ir.fusion`). A storage
+    is swapped out to a `tier`, or lives there.
+    """
+
+    action: Action
+    index: int
+    over: int | None = None
+    parts: int = 1
+    fused: bool = False
+    sliced: bool = False
+    tier: Tier | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """The instructions of one step, forward to backward."""
+
+    instructions: tuple[Instruction, ...]
+
+    def order(self) -> list[int]:
+        """The ops in the order they run, recomputed ones repeated."""
+        return [i.index for i in self.instructions if i.action is Action.COMPUTE]
+
+    def runs(self) -> Iterator[tuple[Instruction, ...]]:
+        """The instructions that run as one together, most of them alone."""
+        start = 0
+        for position, instruction in enumerate(self.instructions):
+            if not instruction.fused:
+                yield self.instructions[start : position + 1]
+                start = position + 1
+
+    def swapped(self) -> dict[int, Tier]:
+        """Storages that are swapped out, with their tiers, in the order in which they leave."""
+        return {i.index: i.tier for i in self.instructions if i.action is Action.SWAP_OUT and i.tier is not None}
+
+    def streamed(self) -> dict[int, Tier]:
+        """Storages that live on tiers."""
+        return {i.index: i.tier for i in self.instructions if i.action is Action.STREAM and i.tier is not None}
+
+    def tiers(self) -> list[Tier]:
+        """Where anything goes, in the order in which it first does."""
+        return list(dict.fromkeys(i.tier for i in self.instructions if i.tier is not None))
+
+    def recomputed(self) -> list[int]:
+        """Ops that run again, one entry for every extra run, in order."""
+        seen: set[int] = set()
+        again: list[int] = []
+        for op in self.order():
+            if op in seen:
+                again.append(op)
+            seen.add(op)
+        return again
+
+
+def are_halves(graph: StepGraph, first: Instruction, second: Instruction) -> bool:
+    """Whether two instructions, side by side, run in one call: whole, in memory of their own (`planner.halves`)."""
+    both = (first, second)
+    if any(i.action is not Action.COMPUTE or i.parts > 1 or i.sliced or i.over is not None for i in both):
+        return False
+    ahead, here = (graph.ops[i.index] for i in both)
+    return (
+        bool(here.half_of)
+        and (ahead.half_of, ahead.piece) == (here.half_of, here.piece)
+        and first.index != second.index
+    )
+
+
+def plain_order(graph: StepGraph) -> list[int]:
+    """Every op once, as captured."""
+    return list(range(len(graph.ops)))
+
+
+def plain_program(graph: StepGraph) -> Program:
+    """The unplanned step, as eager autograd runs it.
+
+    It differs from `program_of(plain_order)`: nothing is overwritten in place that the model did not
+    overwrite itself, every op runs whole, and nothing is freed before the last op that reads it without memfit.
+    """
+    return program_of(graph.without_memfit(), plain_order(graph))
+
+
+def as_they_run(graph: StepGraph, order: Sequence[int]) -> list[Op]:
+    """The ops of an order, those that run again as they do then (`Op.later`)."""
+    ran: set[int] = set()
+    ops: list[Op] = []
+    for index in order:
+        ops.append(graph.ops[index].later if index in ran else graph.ops[index])
+        ran.add(index)
+    return ops
+
+
+def run_again(order: Sequence[int]) -> list[bool]:
+    """For each position whether its op ran before."""
+    first = dict(zip(reversed(order), reversed(range(len(order))), strict=True))
+    return [first[index] < position for position, index in enumerate(order)]
+
+
+def in_their_pieces(graph: StepGraph, order: Sequence[int]) -> list[int]:
+    """An order in which ops do not run again before the backward pass reaches their piece, but as soon as it does.
+
+    A piece runs its own ops only, so they cannot run earlier.
+    """
+    found: list[int] = []
+    waiting: list[int] = []
+    running = max(op.piece for op in graph.ops)
+    past_loss = False
+    for index in order:
+        op = graph.ops[index]
+        if past_loss and op.phase is Phase.FORWARD and op.piece < running:
+            waiting.append(index)
+            continue
+        if op.phase is Phase.BACKWARD and op.piece < running:
+            running = op.piece
+            found += [i for i in waiting if graph.ops[i].piece >= running]
+            waiting = [i for i in waiting if graph.ops[i].piece < running]
+        past_loss = past_loss or op.phase is Phase.LOSS
+        found.append(index)
+    return found
+
+
+def program_of(graph: StepGraph, order: Sequence[int], *, in_place: bool = True, fuse: bool = True) -> Program:
+    """Adds frees and in-place marks to an order of ops.
+
+    Every read uses the copy written last; a copy is freed right after its last read, or at once if nothing
+    reads it. What the caller holds (outputs, gradients) is never freed and never written twice.
+
+    Args:
+        graph: the step; each op runs in its `parts`.
+        order: op indices; forward ops may repeat, before or after the loss op.
+        in_place: overwrite operands that die where the op allows it.
+        fuse: run ops as one where that takes less memory.
+
+    Returns:
+        The program.
+    """
+    ops = as_they_run(graph, order)
+    dying = dying_after(graph, ops)
+    runs = fusions(graph, runs_by_slices(graph, ops, run_again(order), dying)) if fuse else []
+
+    def alone(position: int) -> list[Instruction]:
+        dead = dying[position]
+        op = ops[position]
+        over = overwritten(op, dead) if in_place else None
+        frees = [Instruction(Action.FREE, s) for s in dead if s != over]
+        return [Instruction(Action.COMPUTE, order[position], over, op.parts, sliced=streams(graph, op)), *frees]
+
+    return assembled(order, ops, dying, runs, alone)
+
+
+def assembled(
+    order: Sequence[int],
+    ops: Sequence[Op],
+    dying: Sequence[Sequence[int]],
+    runs: Sequence[Fusion],
+    alone: Callable[[int], Iterable[Instruction]],
+) -> Program:
+    """A program of ops that run as one and of others.
+
+    Args:
+        order: op indices.
+        ops: as they run.
+        dying: storages that die after each (`dying_after`).
+        runs: what runs as one.
+        alone: the instructions of the op at a position that runs by itself.
+
+    Returns:
+        The program.
+    """
+    fused_at = {run.start: run for run in runs}
+    instructions: list[Instruction] = []
+    position = 0
+    while position < len(order):
+        run = fused_at.get(position)
+        instructions += alone(position) if run is None else _as_one(run, order, ops, dying)
+        position = position + 1 if run is None else run.stop
+    return Program(instructions=tuple(instructions))
+
+
+def dying_after(graph: StepGraph, ops: Sequence[Op]) -> list[list[int]]:
+    """By position, the storages of which a copy is last needed there."""
+    held = graph.held_to_the_end()
+    written_at: dict[int, int] = {}
+    last_read: dict[tuple[int, int], int] = {}
+    for position, op in enumerate(ops):
+        for storage in op.reads:
+            if storage in written_at:
+                last_read[storage, written_at[storage]] = position
+        for storage in op.writes:
+            if storage not in held:
+                written_at[storage] = position
+                last_read[storage, position] = position
+    dying: list[list[int]] = [[] for _ in ops]
+    for (storage, _), position in last_read.items():
+        if storage not in held:
+            dying[position].append(storage)
+    return dying
+
+
+def _as_one(run: Fusion, order: Sequence[int], ops: Sequence[Op], dying: Sequence[Sequence[int]]) -> list[Instruction]:
+    """Fused ops with frees of what exists as slices; what came in whole is freed after them."""
+    written: set[int] = set()
+    fused: list[Instruction] = []
+    after: list[Instruction] = []
+    taken = set(run.over.values())
+    for position in range(run.start, run.stop):
+        op = ops[position]
+        assert op.by_slices is not None
+        written.update(op.writes)
+        fused.append(
+            Instruction(
+                Action.COMPUTE,
+                order[position],
+                run.over.get(position),
+                op.by_slices.slices,
+                fused=True,
+                sliced=True,
+            )
+        )
+        for storage in dying[position]:
+            if storage in written and storage not in op.by_slices.sums:
+                fused.append(Instruction(Action.FREE, storage, fused=True))
+            elif storage not in taken:
+                after.append(Instruction(Action.FREE, storage))
+    fused[-1] = replace(fused[-1], fused=False)
+    return fused + after

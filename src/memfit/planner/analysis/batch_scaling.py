@@ -1,0 +1,117 @@
+"""The step at a batch size that was not captured.
+
+Every size in a step is affine in the batch: activations grow with it, parameters do not. So two captures at
+different batch sizes give the step at any other one, as long as both are the same graph. Sizes are rounded up,
+never below zero; times follow the same line where it makes sense, else they are proportional or constant, so
+that the noise of two small measurements is not extrapolated into nonsense.
+
+Known limits: ops do not run as one at such a size (`memfit.ir.fusion`); kernels may take another path at another
+size (other workspace, other speed), and a model may run other ops; a size found this way is confirmed by a real
+capture (`memfit.batch_size`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from memfit.errors import SpecError
+from memfit.ir.graph import Op, StepGraph, Way
+
+__all__ = ["difference", "scaled"]
+
+
+def difference(graph_a: StepGraph, graph_b: StepGraph) -> str:
+    """Where two steps differ in more than sizes and times, in words; empty if they do not."""
+    if len(graph_a.ops) != len(graph_b.ops):
+        return f"{len(graph_a.ops)} and {len(graph_b.ops)} ops"
+    if len(graph_a.storages) != len(graph_b.storages):
+        return f"{len(graph_a.storages)} and {len(graph_b.storages)} storages"
+    for a, b in zip(graph_a.ops, graph_b.ops, strict=True):
+        if _structure(a) != _structure(b):
+            return f"op {a.name} ({a.target}) and op {b.name} ({b.target})"
+    for s, t in zip(graph_a.storages, graph_b.storages, strict=True):
+        if s.kind is not t.kind:
+            return f"storage {s.name} ({s.kind}) and storage {t.name} ({t.kind})"
+    return "" if graph_a.outputs == graph_b.outputs else "outputs"
+
+
+def scaled(graph_a: StepGraph, batch_a: int, graph_b: StepGraph, batch_b: int, batch: int) -> StepGraph:
+    """The step at `batch`, from captures at two other batch sizes.
+
+    Args:
+        graph_a: the step at `batch_a`.
+        batch_a: one batch size.
+        graph_b: the step at `batch_b`.
+        batch_b: another batch size.
+        batch: the one asked for.
+
+    Returns:
+        The step with every size and time at `batch`; a program of one is a program of the other.
+
+    Raises:
+        SpecError: if the batch sizes are equal or the two steps are not the same graph.
+    """
+    if batch_a == batch_b:
+        raise SpecError(f"two different batch sizes are needed to scale a step (both: {batch_a})")
+    differs = difference(graph_a, graph_b)
+    if differs:
+        raise SpecError(f"the steps at batch {batch_a} and {batch_b} are different graphs: {differs}")
+    if batch_a > batch_b:
+        graph_a, batch_a, graph_b, batch_b = graph_b, batch_b, graph_a, batch_a
+    rise, run = batch - batch_a, batch_b - batch_a
+
+    def size(a: int, b: int) -> int:
+        return a if a == b else max(0, a - (a - b) * rise // run)
+
+    def seconds(a: float, b: float) -> float:
+        if b <= a:
+            return max(a, b)
+        at_zero = a - (b - a) / run * batch_a
+        return b * batch / batch_b if at_zero < 0 else at_zero + (b - a) / run * batch
+
+    def between(a: Way, b: Way) -> Way:
+        nbytes = size(a.workspace_bytes, b.workspace_bytes)
+        return Way(parts=max(a.parts, b.parts), seconds=seconds(a.seconds, b.seconds), workspace_bytes=nbytes)
+
+    def op(a: Op, b: Op) -> Op:
+        parts = max(a.parts, b.parts)
+        made = _with_ways(a, parts, between(a.way(1), b.way(1)), between(a.way(a.parts), b.way(b.parts)))
+        in_place = None
+        if a.in_place_seconds is not None and b.in_place_seconds is not None:
+            in_place = seconds(a.in_place_seconds, b.in_place_seconds)
+        plain_way = between(a.plain_way, b.plain_way) if a.plain_way and b.plain_way else None
+        return replace(made, in_place_seconds=in_place, plain_way=plain_way)
+
+    return replace(
+        graph_a,
+        ops=tuple(
+            replace(op(a, b), again=op(a.again, b.again) if a.again and b.again else None)
+            for a, b in zip(graph_a.ops, graph_b.ops, strict=True)
+        ),
+        storages=tuple(
+            replace(s, nbytes=size(s.nbytes, t.nbytes), plain_nbytes=size(s.plain_nbytes, t.plain_nbytes))
+            for s, t in zip(graph_a.storages, graph_b.storages, strict=True)
+        ),
+        static_bytes=size(graph_a.static_bytes, graph_b.static_bytes),
+        after_step_bytes=size(graph_a.after_step_bytes, graph_b.after_step_bytes),
+        after_step_seconds=seconds(graph_a.after_step_seconds, graph_b.after_step_seconds),
+    )
+
+
+def _with_ways(op: Op, parts: int, whole: Way, chosen: Way) -> Op:
+    return replace(
+        op,
+        seconds=chosen.seconds,
+        workspace_bytes=chosen.workspace_bytes,
+        parts=parts,
+        ways=(whole, chosen) if parts > 1 else (),
+        by_slices=None,
+    )
+
+
+def _structure(op: Op) -> tuple[object, ...]:
+    """What two captures of one model have in common at any size."""
+    return (
+        *(op.target, op.module, op.phase, op.piece, op.reads, op.writes),
+        *(op.in_place_over, op.random_state_bytes, op.recomputable),
+    )

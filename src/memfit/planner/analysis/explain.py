@@ -1,0 +1,200 @@
+"""A program in numbers, and in words: for every block of the model what it saves, what runs again, what that costs."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from memfit.ir.fusion import fused_seconds
+from memfit.ir.graph import Phase, StepGraph, StorageKind
+from memfit.ir.program import Action, Program, as_they_run
+from memfit.ir.serialization import Decision, Prediction
+from memfit.ir.tiers import Tier
+from memfit.planner.bounds.lower_bound import op_wall_bytes
+from memfit.sim.simulator import Timeline, live_storages_at, simulate_plain
+from memfit.units import format_bytes
+
+__all__ = ["binding_place", "decisions", "ends_of_runs", "kept_storages", "prediction"]
+
+_MOST_BLOCKS = 40
+_MOST_ENDS = 4
+
+
+def prediction(graph: StepGraph, timeline: Timeline, *, bound_seconds: float | None = None) -> Prediction:
+    """What the simulator says of a program, as it stands in a plan.
+
+    Args:
+        graph: the step.
+        timeline: of a program of it.
+        bound_seconds: the least extra seconds any program has, where that is known.
+    """
+    bound = None
+    if bound_seconds is not None and graph.seconds:
+        bound = (graph.seconds + bound_seconds) / graph.plain_seconds - 1
+    return Prediction(
+        peak_bytes=timeline.peak_bytes,
+        step_seconds=timeline.step_seconds,
+        overhead=timeline.overhead,
+        plain_peak_bytes=simulate_plain(graph).peak_bytes,
+        bound_overhead=bound,
+        least_peak_bytes=op_wall_bytes(graph),
+        out_bytes=timeline.out_bytes,
+        in_bytes=timeline.in_bytes,
+        overlap=timeline.overlap,
+        stall_seconds=timeline.stall_seconds,
+        host_bytes=timeline.tier_bytes.get(Tier.HOST, 0),
+        disk_bytes=timeline.tier_bytes.get(Tier.DISK, 0),
+    )
+
+
+def kept_storages(graph: StepGraph, program: Program) -> frozenset[int]:
+    """Forward storages alive when the loss starts."""
+    ops = iter(as_they_run(graph, program.order()))
+    alive: set[int] = set()
+    for instruction in program.instructions:
+        if instruction.action is not Action.COMPUTE:
+            if instruction.action is Action.SWAP_IN:
+                alive.add(instruction.index)
+            elif instruction.action is Action.FREE:
+                alive.discard(instruction.index)
+            continue
+        op = next(ops)
+        if op.phase is Phase.LOSS:
+            break
+        alive.update(op.writes)
+        if instruction.over is not None:
+            alive.discard(instruction.over)
+    return frozenset(s for s in alive if graph.storages[s].kind is StorageKind.FORWARD)
+
+
+def decisions(graph: StepGraph, program: Program, timeline: Timeline) -> tuple[Decision, ...]:
+    """Summarises a program block by block, in forward order.
+
+    Args:
+        graph: the step.
+        program: what runs.
+        timeline: what the simulator says of it.
+
+    Returns:
+        One decision for each run of ops of one block.
+    """
+    kept = kept_storages(graph, program)
+    again = Counter(program.recomputed())
+    again_seconds = _seconds_again(graph, program)
+    streamed = program.streamed()
+    swapped = program.swapped() | streamed
+    in_slices = Counter(i.index for i in program.instructions if i.sliced)
+    place = binding_place(graph, program, timeline)
+    found: list[Decision] = []
+    for number, (name, ops) in enumerate(_blocks(graph), start=1):
+        stays = kept - swapped.keys()
+        saved = [s for o in ops for s in graph.ops[o].writes if s in stays and graph.storages[s].nbytes > 0]
+        saved_bytes = sum(graph.storages[s].nbytes for s in saved)
+        runs = {o: again[o] for o in ops if again[o]}
+        seconds = sum(again_seconds[o] for o in runs)
+        sliced = sum(in_slices[o] for o in runs)
+        away = [s for o in ops for s in graph.ops[o].writes if s in swapped]
+        later: list[str] = []
+        if runs:
+            again_words = _counted(_short(graph.ops[o].target) for o, n in runs.items() for _ in range(n))
+            later.append(f"recompute {again_words}" + (f" ({sliced} in slices)" if sliced else ""))
+        if away:
+            later.append(_swap_words(graph, ops, swapped) + (", in slices" if streamed.keys() & away else ""))
+        found.append(
+            Decision(
+                block=str(number),
+                module=name or "model",
+                saves=_counted(
+                    _short(graph.ops[o].target) for o in ops if any(s in saved for s in graph.ops[o].writes)
+                ),
+                saved_bytes=saved_bytes,
+                later="; ".join(later),
+                extra_seconds=seconds,
+                reason=f"makes room at {place}" if later else "all it needs fits",
+            )
+        )
+    return tuple(found)
+
+
+def _swap_words(graph: StepGraph, ops: Sequence[int], swapped: Mapping[int, Tier]) -> str:
+    """Which results of a block are swapped, how much that is and where to."""
+    away = [(o, s) for o in ops for s in graph.ops[o].writes if s in swapped]
+    nbytes = sum(graph.storages[s].nbytes for _, s in away)
+    where = ", ".join(dict.fromkeys(str(swapped[s]) for _, s in away))
+    return f"swap {_counted(_short(graph.ops[o].target) for o, _ in away)} ({format_bytes(nbytes)}, {where})"
+
+
+def _seconds_again(graph: StepGraph, program: Program) -> dict[int, float]:
+    """For each op the time of its runs after the first."""
+    ran: set[int] = set()
+    seconds: dict[int, float] = defaultdict(float)
+    for run in program.runs():
+        computes = [i for i in run if i.action is Action.COMPUTE]
+        ops = [graph.ops[i.index].later if i.index in ran else graph.ops[i.index] for i in computes]
+        if run[0].sliced:
+            freed = {i.index for i in run if i.action is Action.FREE}
+            took = fused_seconds(ops, freed, [i.over for i in computes])
+        else:
+            took = [op.run_seconds(i.parts, in_place=i.over is not None) for op, i in zip(ops, computes, strict=True)]
+        for instruction, more in zip(computes, took, strict=True):
+            if instruction.index in ran:
+                seconds[instruction.index] += more
+            ran.add(instruction.index)
+    return seconds
+
+
+def binding_place(graph: StepGraph, program: Program, timeline: Timeline) -> str:
+    """Where the peak is, for people."""
+    if timeline.peak_position >= len(program.instructions):
+        return "optimizer.step()"
+    position = timeline.peak_position
+    while position and program.instructions[position].action is not Action.COMPUTE:
+        position -= 1  # what comes back is there beside the op before
+    op = graph.ops[program.instructions[position].index]
+    widest = live_storages_at(graph, program, timeline.peak_position)[:1]
+    beside = f", beside {graph.storages[widest[0]].name}" if widest else ""
+    return f"{op.module or 'model'} {_short(op.target)} ({op.phase}{beside})"
+
+
+def ends_of_runs(graph: StepGraph) -> str:
+    """What of the forward pass takes whole what could be handed on in slices, for people; empty if nothing does."""
+    sliced: set[int] = set()
+    ends: Counter[str] = Counter()
+    for op in graph.ops:
+        if op.phase is not Phase.FORWARD:
+            break
+        if op.by_slices is not None and op.by_slices.first:
+            sliced.update(s for s in op.writes if s not in op.by_slices.sums)
+        elif not sliced.isdisjoint(op.reads):
+            ends[f"{_short(op.target)} in {op.module or 'the model'}"] += 1
+    found = [name if n == 1 else f"{n} {name}" for name, n in ends.items()]
+    more = [f"{len(found) - _MOST_ENDS} more"] if len(found) > _MOST_ENDS else []
+    return ", ".join(found[:_MOST_ENDS] + more)
+
+
+def _blocks(graph: StepGraph) -> list[tuple[str, list[int]]]:
+    """Runs of forward ops of one module, at the greatest depth that gives a readable number of blocks."""
+    forward = [i for i, op in enumerate(graph.ops) if op.phase is Phase.FORWARD]
+    runs: list[tuple[str, list[int]]] = []
+    for depth in (4, 3, 2, 1):
+        runs = []
+        for index in forward:
+            name = ".".join(graph.ops[index].module.split(".")[:depth])
+            if runs and runs[-1][0] == name:
+                runs[-1][1].append(index)
+            else:
+                runs.append((name, [index]))
+        if len(runs) <= _MOST_BLOCKS:
+            break
+    return runs
+
+
+def _short(target: str) -> str:
+    return (
+        target.removeprefix("aten.").split(".")[0].strip("_").removeprefix("native_").removesuffix("_legit_functional")
+    )
+
+
+def _counted(names: Iterable[str]) -> str:
+    counts = Counter(names)
+    return ", ".join(name if n == 1 else f"{n} {name}" for name, n in counts.items())

@@ -1,0 +1,76 @@
+"""Bounds: what no plan can beat, in time and in memory.
+
+The relaxed bound on time is the larger of two relaxations, one that knows the loss as the only instant
+(`memfit.planner.bounds.relaxation`) and one that knows several (`memfit.planner.bounds.relaxation_over_time`). Only the
+first one knows swaps and ops of the backward pass that run slice by slice, so it stands alone where the step has tiers
+or is tiled.
+
+The least peak is bounded by the widest op: its operands, results and workspace, static bytes and the
+gradients produced before it.
+"""
+
+from __future__ import annotations
+
+from memfit.ir.graph import Op, StepGraph
+from memfit.planner.bounds.relaxation import select_kept
+from memfit.planner.bounds.relaxation_over_time import least_seconds_over_time
+
+__all__ = ["LARGE_STEP", "op_wall_bytes", "relaxed_bound"]
+
+LARGE_STEP = 1000
+"""A step of more ops is large: planning saves time where it can."""
+
+
+def relaxed_bound(graph: StepGraph, budget_bytes: int, *, seconds: float = 5.0) -> float:
+    """Least extra seconds any program takes within a budget; infinite if none fits.
+
+    Args:
+        graph: the step, with times.
+        budget_bytes: peak of the step.
+        seconds: time limit of each of three solves; the last one, which takes most of the time and adds least, is left
+            out for a large step.
+
+    Returns:
+        The bound, valid when a time limit strikes too.
+    """
+    held = sum(graph.storages[s].nbytes for s in set(graph.outputs) if not graph.is_free(s))
+    room = budget_bytes - graph.static_bytes - held
+    selection = select_kept(graph, room, seconds=seconds, overlapping=bool(graph.tiers))
+    if selection is None:
+        return float("inf")
+    if graph.tiers or graph.is_tiled:
+        return selection.bound_seconds
+    later = least_seconds_over_time(graph, budget_bytes, integer=False, seconds=seconds)
+    if later > selection.bound_seconds and len(graph.ops) <= LARGE_STEP:
+        later = max(later, least_seconds_over_time(graph, budget_bytes, integer=True, seconds=seconds))
+    return max(selection.bound_seconds, later)
+
+
+def op_wall_bytes(graph: StepGraph) -> int:
+    """The widest op, run its leanest way: operands, results, workspace, static bytes, gradients already produced."""
+    held = graph.held_to_the_end()
+    produced: set[int] = set()
+    wall = graph.static_bytes
+    for op in graph.ops:
+        touched = {s for s in (*op.reads, *op.writes) if not graph.is_free(s)} | produced
+        nbytes = sum(graph.storages[s].nbytes for s in touched)
+        if not held.issuperset(op.in_place_over):
+            nbytes -= graph.storages[op.writes[0]].nbytes
+        workspace = min((way.workspace_bytes for way in op.ways), default=op.workspace_bytes)
+        wide = nbytes + workspace
+        if op.by_slices is not None and op.by_slices.first:
+            wide = min(wide, _slice_bytes(graph, op, touched))
+        wall = max(wall, graph.static_bytes + wide)
+        produced.update(s for s in op.writes if s in held)
+    if graph.after_step_bytes:
+        wall = max(wall, graph.static_bytes + graph.gradient_bytes + graph.after_step_bytes)
+    return wall
+
+
+def _slice_bytes(graph: StepGraph, op: Op, touched: set[int]) -> int:
+    """What an op takes slice by slice at least: what it takes and makes samples of need not be there whole."""
+    slices = op.by_slices
+    assert slices is not None
+    whole = sum(graph.storages[s].nbytes for s in touched if s not in slices.reads and s not in op.writes)
+    made = sum(slices.slice_bytes(s, graph.storages[s].nbytes) for s in op.writes)
+    return whole + made + slices.workspace_bytes

@@ -1,0 +1,235 @@
+"""What to keep through the loss: a relaxation that knows one instant.
+
+Choose the forward storages kept through the loss, those swapped and the ops run again, at least cost, such that
+whatever the backward pass reads is kept, swapped or run again, an op that runs again has its operands kept, swapped or
+run again, what is kept fits beside what the step holds anyway, and what is swapped has left before the loss and is back
+in time, or compute waits. Working sets and repeated recomputation are ignored, hence it is a lower bound
+(`memfit.planner.bounds.lower_bound`), and a good first guess of what to keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import numpy as np
+
+from memfit.ir.graph import Phase, StepGraph, StorageKind
+from memfit.ir.tiers import Tier, slot_bytes
+from memfit.planner.bounds.recompute_cost import RerunPrice, rerun_prices, saved_by_first_runs
+from memfit.planner.offload.model import swappable
+from memfit.planner.solver import Milp, Status, solve
+
+__all__ = ["Selection", "add_slices", "backward_reads", "is_optional", "select_kept"]
+
+_MIB = float(1 << 20)
+_DEADLINES = 100
+"""By about so many times of each pass, swaps have to be done; the solver takes longer the more there are."""
+
+_PREFERENCE = 1e-13
+"""Seconds a byte that a tier is reckoned with for each one before it in the user's order, where all carry it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """Which storages to keep.
+
+    Attributes:
+        kept: forward storages alive at the loss, beside what the caller holds.
+        swapped: forward storages on a tier at the loss, and which.
+        recompute_seconds: time of the ops run again for the others, and of what swaps cost.
+        bound_seconds: no selection within the budget takes less; below zero where running again saves time.
+    """
+
+    kept: frozenset[int]
+    recompute_seconds: float
+    bound_seconds: float
+    swapped: Mapping[int, Tier] = field(default_factory=dict)
+
+
+def select_kept(
+    graph: StepGraph,
+    room_bytes: int,
+    *,
+    seconds: float = 5.0,
+    gap: float = 2e-3,
+    link_share: float = 1.0,
+    staying: Collection[int] = (),
+    overlapping: bool = False,
+) -> Selection | None:
+    """Solves the relaxation for a number of bytes that may be kept.
+
+    Args:
+        graph: the step.
+        room_bytes: for kept storages, beside static bytes and what the caller holds.
+        seconds: time limit of the solver; the bound stays valid when it strikes.
+        gap: relative gap at which the solver stops.
+        link_share: how much of the rate of links to reckon with.
+        staying: storages that are not to be swapped.
+        overlapping: let what runs again hide transfers back, as it may; the bound needs that, and a choice is better
+            without, since most of it runs when links are idle or memory is full.
+
+    Returns:
+        The selection, or None if nothing fits. Where the solver finds none in time, it keeps nothing.
+    """
+    if room_bytes < 0:
+        return None
+    producer, held = graph.producers(), graph.held_to_the_end()
+    lasting = graph.lasting()
+    problem = Milp()
+    keep: dict[int, int] = {}
+    rerun: dict[int, int] = {}
+    prices = rerun_prices(graph)
+    pending = [s for s in backward_reads(graph) if is_optional(graph, s, held)]
+    rows: list[tuple[int, int | None]] = [(s, None) for s in pending]
+    while pending:
+        storage = pending.pop()
+        if storage in keep:
+            continue
+        keep[storage] = problem.variable()
+        index = producer[storage]
+        op = graph.ops[index]
+        if op.recomputable and storage not in lasting and index not in rerun:
+            rerun[index] = problem.variable(cost=prices[index].alone, integer=False)
+            operands = [s for s in op.later.reads if is_optional(graph, s, held)]
+            rows += [(operand, rerun[index]) for operand in operands]
+            pending += operands
+    if not keep:
+        return Selection(kept=frozenset(), recompute_seconds=0.0, bound_seconds=0.0)
+    movable = [s for s in swappable(graph) if s in keep and s not in staying] if graph.tiers else []
+    swap, waits = _add_swaps(graph, problem, movable, link_share)
+    for storage, consumer in rows:
+        terms = {keep[storage]: 1.0, **dict.fromkeys(swap.get(storage, {}).values(), 1.0)}
+        if producer[storage] in rerun and storage not in lasting:
+            terms[rerun[producer[storage]]] = 1.0
+        if consumer is not None:
+            terms[consumer] = terms.get(consumer, 0.0) - 1.0
+        problem.row(terms, lower=0.0 if consumer is not None else 1.0)
+    problem.row({variable: graph.storages[s].nbytes / _MIB for s, variable in keep.items()}, upper=room_bytes / _MIB)
+    for variable, less in add_slices(graph, problem, rerun, prices).items():
+        problem.cost[variable] = less
+    if overlapping:
+        _overlap(problem, waits, sum(saved_by_first_runs(graph).values()))
+    solution = solve(problem, seconds=seconds, gap=gap)
+    if solution.status is Status.INFEASIBLE:
+        return None
+    if solution.status is Status.UNKNOWN:
+        least = max(solution.bound, -sum(saved_by_first_runs(graph).values()))
+        return Selection(kept=frozenset(), recompute_seconds=float("inf"), bound_seconds=least)
+    kept = frozenset(s for s, variable in keep.items() if solution.values[variable] > 0.5)
+    swapped = {
+        s: tier
+        for s, of in swap.items()
+        for tier, variable in of.items()
+        if solution.values[variable] > 0.5 and s not in kept
+    }
+    return Selection(
+        kept=kept,
+        recompute_seconds=solution.objective,
+        bound_seconds=min(solution.bound, solution.objective),
+        swapped=swapped,
+    )
+
+
+def _add_swaps(
+    graph: StepGraph, problem: Milp, movable: Sequence[int], link_share: float
+) -> tuple[dict[int, dict[Tier, int]], list[int]]:
+    """Adds variables that say what is swapped where, and rows that have compute wait for links.
+
+    Before the loss, what is made at some time or later has until the loss to leave; after it, what is needed until some
+    time has until then to come back. What does not is waited for.
+
+    Returns:
+        The variables by storage and tier, and those of the waits after the loss.
+    """
+    begins = _begins(graph)
+    loss = begins[graph.loss_index]
+    producer = graph.producers()
+    needed = {s: i for i in range(len(graph.ops) - 1, graph.loss_index, -1) for s in graph.ops[i].reads}
+    candidates = [s for s in movable if s in needed]
+    found: dict[int, dict[Tier, int]] = {s: {} for s in candidates}
+    waits: list[int] = []
+    for number, links in enumerate(graph.tiers):
+        per_byte = links.out.compute_seconds_per_byte + links.into.compute_seconds_per_byte + number * _PREFERENCE
+        for s in candidates:
+            found[s][links.tier] = problem.variable(cost=per_byte * graph.storages[s].nbytes)
+        left = [(loss - begins[producer[s] + 1], s) for s in candidates]
+        back = [(begins[needed[s]] - loss, s) for s in candidates]
+        for link, due in ((links.out, left), (links.into, back)):
+            wait = problem.variable(cost=1.0, upper=np.inf, integer=False)
+            terms: dict[int, float] = {}
+            due.sort()
+            for place, (seconds, s) in enumerate(due):
+                terms[found[s][links.tier]] = link.seconds(graph.storages[s].nbytes) / link_share
+                if place + 1 == len(due) or due[place + 1][0] > seconds + loss / _DEADLINES:
+                    problem.row({**terms, wait: -1.0}, upper=seconds)
+        waits.append(wait)
+        if links.limit_bytes is not None:
+            sizes = {found[s][links.tier]: slot_bytes(graph.storages[s].nbytes) / _MIB for s in candidates}
+            problem.row(sizes, upper=links.limit_bytes / _MIB)
+    return found, waits
+
+
+def _overlap(problem: Milp, waits: Sequence[int], saved_seconds: float) -> None:
+    """Makes the cost the larger of two: all but the waits after the loss, and each of these less what may be saved."""
+    costs = {variable: cost for variable, cost in enumerate(problem.cost) if cost and variable not in waits}
+    problem.cost = [0.0] * len(problem.cost)
+    seconds = problem.variable(cost=1.0, lower=-np.inf, upper=np.inf, integer=False)
+    problem.row({seconds: 1.0, **{variable: -cost for variable, cost in costs.items()}}, lower=0.0)
+    for wait in waits:
+        problem.row({seconds: 1.0, wait: -1.0}, lower=-saved_seconds)
+
+
+def _begins(graph: StepGraph) -> list[float]:
+    """When each op begins at the earliest."""
+    return [0.0, *accumulate(graph.first_seconds())]
+
+
+def add_slices(
+    graph: StepGraph, problem: Milp, rerun: Mapping[int, int], prices: Sequence[RerunPrice]
+) -> dict[int, float]:
+    """Lets ops run again in slices; what hands on its result does so to an op in slices.
+
+    Args:
+        graph: the step.
+        problem: variables and rows are added to it.
+        rerun: by op, the variable that says whether it runs again.
+        prices: of all ops.
+
+    Returns:
+        What each new variable adds to the cost, below zero.
+    """
+    readers: dict[int, list[int]] = {}
+    for index in rerun:
+        for storage in graph.ops[index].later.reads:
+            readers.setdefault(storage, []).append(index)
+    in_slices: dict[int, list[int]] = {}
+    handed_on: dict[int, int] = {}
+    costs: dict[int, float] = {}
+    for index, variable in rerun.items():
+        price = prices[index]
+        cheaper = [price.whole_slices, *([] if price.is_read_whole else [price.slices])]
+        less = {problem.variable(integer=False): s - price.alone for s in cheaper if s < price.alone}
+        if not less:
+            continue
+        costs |= less
+        in_slices[index] = [*less]
+        if not price.is_read_whole and price.slices < price.alone:
+            handed_on[index] = in_slices[index][-1]
+        problem.row({variable: 1.0, **dict.fromkeys(less, -1.0)}, lower=0.0)
+    for index, variable in handed_on.items():
+        taken = [v for s in graph.ops[index].later.writes for r in readers.get(s, ()) for v in in_slices.get(r, ())]
+        problem.row({variable: -1.0, **dict.fromkeys(taken, 1.0)}, lower=0.0)
+    return costs
+
+
+def backward_reads(graph: StepGraph) -> list[int]:
+    """Storages that backward ops read, in the order of their first read."""
+    reads = (s for op in graph.ops if op.phase is Phase.BACKWARD for s in op.reads)
+    return list(dict.fromkeys(reads))
+
+
+def is_optional(graph: StepGraph, storage: int, held: frozenset[int]) -> bool:
+    """Whether a plan may drop a storage: a forward result that the caller does not hold."""
+    return graph.storages[storage].kind is StorageKind.FORWARD and storage not in held

@@ -1,0 +1,249 @@
+"""What to keep through the loss and later: a relaxation that knows several instants of the backward pass.
+
+One instant (`memfit.planner.bounds.relaxation`) does not see that memory is short in the middle of the backward pass
+too, where what was made again waits for its readers. Here the backward pass is divided into periods, each of which
+begins at a wide op. A storage is there at the beginning of a period or not, within memory; what the period reads is
+there at its beginning or made again in it; and what is there at the end was there at the beginning or made again. The
+op at such an instant runs in its leanest way or, where there is room, in a quicker one.
+
+The periods are the leaves of a tree, and what holds of a period is asked of every node: without that, a fraction of an
+operand serves a fraction of a run in each period, and relaxations of integer variables see less the more instants
+they know.
+
+Known limits: working sets of ops that run again are not seen; instants are chosen by width alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from memfit.ir.graph import StepGraph
+from memfit.planner.bounds.recompute_cost import rerun_prices, run_prices, saved_by_first_runs
+from memfit.planner.bounds.relaxation import add_slices, is_optional
+from memfit.planner.solver import Milp, Status, solve
+
+__all__ = ["least_seconds_over_time"]
+
+_MIB = float(1 << 20)
+_INSTANTS = 8
+_FEW_INSTANTS = 6
+"""With integer variables."""
+
+
+def least_seconds_over_time(graph: StepGraph, budget_bytes: int, *, integer: bool, seconds: float) -> float:
+    """Least extra seconds any recompute-only program takes within a budget.
+
+    Args:
+        graph: the step.
+        budget_bytes: peak of the step.
+        integer: whether storages are there or not, which takes seconds to solve; else parts of them may be there,
+            which takes a fraction of one and sees a little less.
+        seconds: time limit of the solver.
+
+    Returns:
+        A bound, below zero where running again saves time; minus infinity if the solver found none in time.
+    """
+    problem = _problem(graph, budget_bytes, _FEW_INSTANTS if integer else _INSTANTS, integer=integer)
+    solution = solve(problem, seconds=seconds, gap=5e-3)
+    if integer or solution.status is Status.INFEASIBLE:
+        return solution.bound
+    return solution.objective if solution.status is Status.OPTIMAL else -np.inf
+
+
+class _Trade(NamedTuple):
+    """A way to run an op: its memory beside forward results, and what it takes longer than its quickest way."""
+
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Periods:
+    """The backward pass, divided.
+
+    Attributes:
+        starts: the op at whose run each period begins; the first is the loss.
+        reads: by period, the forward storages that its backward ops read and a plan may drop.
+        useful: by period, what is read in it or later, and what that is made of.
+    """
+
+    starts: tuple[int, ...]
+    reads: tuple[frozenset[int], ...]
+    useful: tuple[frozenset[int], ...]
+
+
+def _problem(graph: StepGraph, budget_bytes: int, instants: int, *, integer: bool) -> Milp:
+    held, producer, lasting = graph.held_to_the_end(), graph.producers(), graph.lasting()
+    ways = _ways_beside(graph)
+    periods = _divided(graph, ways, instants)
+    count = len(periods.starts)
+    problem = Milp()
+    keep = {
+        (s, period): problem.variable(integer=integer)
+        for period in range(count)
+        for s in sorted(periods.useful[period])
+    }
+    each, once = run_prices(graph), rerun_prices(graph)
+    # Two ways to count, both valid: every run at the price of one of many, or the first at the price of an only one.
+    cost_of_all: dict[int, float] = {}
+
+    def add_node(start: int, stop: int) -> dict[int, int]:
+        """Adds variables that say which ops run again in periods `start` to `stop`, and what they must make."""
+        possible = {producer[s] for s in periods.useful[start] if s not in lasting}
+        runs = {op: problem.variable(integer=False) for op in sorted(possible) if graph.ops[op].recomputable}
+
+        def made(storage: int) -> dict[int, float]:
+            index = producer[storage]
+            return {runs[index]: 1.0} if index in runs and storage not in lasting else {}
+
+        if stop - start > 1:
+            middle = (start + stop) // 2
+            halves = add_node(start, middle), add_node(middle, stop)
+            for op, variable in runs.items():
+                problem.row({variable: -1.0, **{half[op]: 1.0 for half in halves if op in half}}, lower=0.0)
+        else:
+            cost_of_all.update((variable, each[op].alone) for op, variable in runs.items())
+            cost_of_all.update(add_slices(graph, problem, runs, each))
+        for s in frozenset[int]().union(*periods.reads[start:stop]):
+            problem.row({keep[s, start]: 1.0, **made(s)}, lower=1.0)
+        for op, variable in runs.items():
+            for s in graph.ops[op].later.reads:
+                if is_optional(graph, s, held):
+                    problem.row({keep[s, start]: 1.0, variable: -1.0, **made(s)}, lower=0.0)
+        for s in periods.useful[stop] if stop < count else ():
+            problem.row({keep[s, start]: 1.0, keep[s, stop]: -1.0, **made(s)}, lower=0.0)
+        return runs
+
+    runs = add_node(0, count)
+    cost_of_first = {variable: once[op].alone for op, variable in runs.items()}
+    cost_of_first |= add_slices(graph, problem, runs, once)
+    for op, less in saved_by_first_runs(graph).items():
+        if op in runs:
+            cost_of_all[runs[op]] = cost_of_all.get(runs[op], 0.0) - less
+    cost_of_ways = _add_memory(graph, problem, budget_bytes, periods, ways, keep)
+    seconds = problem.variable(cost=1.0, lower=-np.inf, upper=np.inf, integer=False)
+    for cost in (cost_of_all, cost_of_first):
+        terms = {variable: -value for variable, value in (cost | cost_of_ways).items()}
+        problem.row({seconds: 1.0, **terms}, lower=0.0)
+    return problem
+
+
+def _add_memory(
+    graph: StepGraph,
+    problem: Milp,
+    budget_bytes: int,
+    periods: _Periods,
+    ways: Mapping[int, Sequence[_Trade]],
+    keep: Mapping[tuple[int, int], int],
+) -> dict[int, float]:
+    """Lets what is there at the start of each period fit, the op there in one of its ways or between two.
+
+    Returns:
+        By variable, what it adds to the cost.
+    """
+    costs: dict[int, float] = {}
+    for period, start in enumerate(periods.starts):
+        for s in graph.ops[start].reads:
+            if (s, period) in keep:
+                problem.lower[keep[s, period]] = 1.0
+        terms = {keep[s, period]: graph.storages[s].nbytes / _MIB for s in periods.useful[period]}
+        leanest, *quicker = ways[start]
+        costs[problem.variable(lower=1.0, integer=False)] = leanest.seconds
+        for before, way in pairwise([leanest, *quicker]):
+            variable = problem.variable(integer=False)
+            costs[variable] = way.seconds - before.seconds
+            terms[variable] = (way.nbytes - before.nbytes) / _MIB
+        problem.row(terms, upper=(budget_bytes - leanest.nbytes) / _MIB)
+    return costs
+
+
+def _divided(graph: StepGraph, ways: Mapping[int, Sequence[_Trade]], instants: int) -> _Periods:
+    """Periods that begin at the widest ops, none too near to another."""
+    held, loss, count = graph.held_to_the_end(), graph.loss_index, len(graph.ops)
+    reads = {i: [s for s in graph.ops[i].reads if is_optional(graph, s, held)] for i in range(loss + 1, count)}
+    width = {i: ways[i][0].nbytes + sum(graph.storages[s].nbytes for s in reads[i]) for i in reads}
+    apart = max(1, (count - loss) // (3 * instants))
+    chosen: list[int] = []
+    for index in sorted(width, key=lambda i: -width[i]):
+        if len(chosen) < instants and all(abs(index - other) > apart for other in chosen):
+            chosen.append(index)
+    starts = [loss, *sorted(chosen)]
+    of = [
+        frozenset(s for i in range(max(start, loss + 1), stop) for s in reads[i])
+        for start, stop in zip(starts, [*starts[1:], count], strict=True)
+    ]
+    useful = (_with_operands(graph, frozenset[int]().union(*of[period:])) for period in range(len(of)))
+    return _Periods(starts=tuple(starts), reads=tuple(of), useful=tuple(useful))
+
+
+def _with_operands(graph: StepGraph, storages: Collection[int]) -> frozenset[int]:
+    """Storages, and all that can be of use to make them again."""
+    held, producer, lasting = graph.held_to_the_end(), graph.producers(), graph.lasting()
+    found: set[int] = set()
+    pending: list[int] = list(storages)
+    while pending:
+        storage = pending.pop()
+        if storage in found:
+            continue
+        found.add(storage)
+        op = graph.ops[producer[storage]]
+        if op.recomputable and storage not in lasting:
+            pending += [s for s in op.later.reads if is_optional(graph, s, held)]
+    return frozenset(found)
+
+
+def _ways_beside(graph: StepGraph) -> dict[int, list[_Trade]]:
+    """How the loss and each backward op can run: memory beside forward results (static, gradients, its own), and time.
+
+    The time is what it takes longer than `StepGraph.first_seconds`. Of the ways, only those are listed of which no
+    mixture of others takes as little of both, the leanest first.
+    """
+    held, producer, last = graph.held_to_the_end(), graph.producers(), graph.last_readers()
+    outputs = {s for s in graph.outputs if not graph.is_free(s)}
+    loss, count = graph.loss_index, len(graph.ops)
+    more = np.zeros(count + 1, dtype=np.int64)
+    for storage, born in enumerate(producer):
+        if born >= loss and storage not in outputs:
+            more[born] += graph.storages[storage].nbytes
+            more[count if storage in held else max(last[storage], born) + 1] -= graph.storages[storage].nbytes
+    alive = np.cumsum(more) + graph.static_bytes + sum(graph.storages[s].nbytes for s in outputs)
+    found: dict[int, list[_Trade]] = {}
+    least = graph.first_seconds()
+    for index in range(loss, count):
+        op = graph.ops[index]
+        in_place = not held.issuperset(op.in_place_over)
+        over = graph.storages[op.writes[0]].nbytes if in_place else 0
+        ways = [(op.workspace_bytes - over, op.least_seconds_in_place)]
+        if op.ways:
+            # Whole, an op that has parts cannot write over an operand.
+            ways = [
+                (way.workspace_bytes - over, min(way.seconds, op.run_seconds(way.parts, in_place=in_place)))
+                if way.parts > 1
+                else (way.workspace_bytes, way.seconds)
+                for way in op.ways
+            ]
+        found[index] = _hull(
+            _Trade(nbytes=int(alive[index]) + more, seconds=max(0.0, took - least[index])) for more, took in ways
+        )
+    return found
+
+
+def _hull(ways: Iterable[_Trade]) -> list[_Trade]:
+    """The lower left of the convex hull of points, from the leanest to the quickest."""
+    found: list[_Trade] = []
+    for way in sorted(ways):
+        if found and way.seconds >= found[-1].seconds:
+            continue
+        while len(found) > 1 and _slope(found[-2], way) <= _slope(found[-2], found[-1]):
+            found.pop()
+        found.append(way)
+    return found
+
+
+def _slope(one: _Trade, other: _Trade) -> float:
+    return (other.seconds - one.seconds) / (other.nbytes - one.nbytes)

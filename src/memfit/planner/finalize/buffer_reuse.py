@@ -1,0 +1,116 @@
+"""Memory that nothing reads any more, kept for a result that is put together from slices.
+
+Memory that the system hands out anew has to be mapped page by page, which can take longer than the op that fills it.
+What runs slice by slice (`memfit.ir.fusion`) puts its result together where it is told to, so a storage of the same
+size is not freed after its last read but taken over, if there is room for it until then.
+
+Idea: buffer assignment of compilers, for speed only; it is done where the budget leaves room.
+
+A free between the two halves of a call (`memfit.planner.finalize.merge_conv_backward`) stays: without it they would run
+as one, which takes more memory than either.
+
+Known limits: only results of ops that run again, over storages of the same piece and pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from memfit.ir.graph import Op, Phase, StepGraph
+from memfit.ir.program import Action, Instruction, Program, are_halves
+from memfit.sim.simulator import simulate
+
+__all__ = ["with_spares"]
+
+
+def with_spares(graph: StepGraph, program: Program, limit_bytes: int) -> Program:
+    """The program with results of slices in memory that others leave.
+
+    Args:
+        graph: the step.
+        program: what runs; its order stays.
+        limit_bytes: for the peak.
+
+    Returns:
+        A program that is no slower, and within the limit if the given one is.
+    """
+    room = limit_bytes - np.array(simulate(graph, program).bytes_at, dtype=np.int64)
+    piece = {s: op.piece for op in graph.ops for s in op.writes}
+    instructions: list[Instruction | None] = list(program.instructions)
+    held = graph.held_to_the_end()
+    freed: dict[int, int] = {}  # which storage, and where: in this pass and not written again since, the last one last
+    ran: set[int] = set()
+    start = 0
+    apart = _keeping_halves_apart(graph, program)
+    for run in program.runs():
+        computes = [i.index for i in run if i.action is Action.COMPUTE]
+        if any(graph.ops[index].phase is Phase.LOSS for index in computes):
+            freed.clear()
+        for storage in (s for index in computes for s in graph.ops[index].writes):
+            freed.pop(storage, None)
+        for position, instruction, op in _put_together(graph, run, start, ran, held):
+            size = graph.storages[op.writes[0]].nbytes
+            more = 0 if instruction.sliced else _more_bytes(graph, op, instruction)
+            if more > max(0, int(room[position])) or not _is_quicker(op, instruction):
+                continue
+            fitting = (s for s in reversed(freed) if graph.storages[s].nbytes == size and piece[s] == op.piece)
+            spare = next(fitting, None)
+            if spare is None or (room[freed[spare] + 1 : start] < size).any():
+                continue
+            place = freed.pop(spare)
+            assert op.by_slices is not None
+            instructions[position] = replace(instruction, over=spare, parts=op.by_slices.slices, sliced=True)
+            instructions[place] = None
+            room[place:start] -= size
+            room[position] -= more
+        if run[0].action is Action.FREE and graph.storages[run[0].index].reusable and start not in apart:
+            freed[run[0].index] = start
+        ran.update(computes)
+        start += len(run)
+    return Program(instructions=tuple(i for i in instructions if i is not None))
+
+
+def _keeping_halves_apart(graph: StepGraph, program: Program) -> frozenset[int]:
+    """Places of frees that are all there is between two halves of a call."""
+    found: set[int] = set()
+    first: int | None = None
+    for place, instruction in enumerate(program.instructions):
+        if instruction.action is Action.FREE:
+            continue
+        if first is not None and are_halves(graph, program.instructions[first], instruction):
+            found.update(range(first + 1, place))
+        first = place
+    return frozenset(found)
+
+
+def _put_together(
+    graph: StepGraph, run: Sequence[Instruction], start: int, ran: Collection[int], held: Collection[int]
+) -> Iterator[tuple[int, Instruction, Op]]:
+    """What of a run may put its first result together in memory it is given: where, the instruction, the op."""
+    handed_on = {i.index for i in run if i.action is Action.FREE}
+    for position, instruction in enumerate(run, start):
+        if instruction.action is Action.COMPUTE and instruction.index in ran and instruction.over is None:
+            op = graph.ops[instruction.index].later
+            ours = not any(s in held or (op.by_slices and s in op.by_slices.sums) for s in op.writes)
+            if op.by_slices and op.writes[0] not in handed_on and ours:
+                yield position, instruction, op
+
+
+def _more_bytes(graph: StepGraph, op: Op, instruction: Instruction) -> int:
+    """What slices of an op that runs whole take beside its results, more than its kernel does."""
+    slices = op.by_slices
+    assert slices is not None
+    nbytes = sum(slices.slice_bytes(s, graph.storages[s].nbytes) for s in op.writes)
+    return nbytes + slices.workspace_bytes - op.run_workspace_bytes(instruction.parts)
+
+
+def _is_quicker(op: Op, instruction: Instruction) -> bool:
+    """Whether slices over a spare take less time than what the op does now."""
+    slices = op.by_slices
+    assert slices is not None
+    if instruction.sliced:
+        return slices.copy_over_seconds < slices.copy_seconds
+    return slices.seconds + slices.copy_over_seconds < op.run_seconds(instruction.parts, in_place=False)

@@ -1,0 +1,43 @@
+"""Two ops that are the halves of one call run in that call where nothing has to be freed in between.
+
+Capture makes a convolution's two gradients one after the other, so that the input can go before its gradient is made
+(`memfit.capture.rewrite`). Where memory allows, both at once is quicker: one call instead of two, and the kernel's own
+order. A program says so by its order alone: of halves that stand side by side, the second runs with the first.
+`side_by_side` puts off the frees that lie between halves where the peak leaves room for that.
+
+Known limits: the time of a call for both is not profiled; halves are reckoned with, so steps are somewhat quicker than
+predicted.
+"""
+
+from __future__ import annotations
+
+from memfit.ir.graph import StepGraph
+from memfit.ir.program import Action, Program, are_halves
+from memfit.sim.simulator import simulate
+
+__all__ = ["side_by_side"]
+
+
+def side_by_side(graph: StepGraph, program: Program, limit_bytes: int) -> Program:
+    """The program with halves side by side where that stays within a limit.
+
+    Args:
+        graph: the step.
+        program: what runs; the order of its ops stays.
+        limit_bytes: for the peak.
+    """
+    bytes_at = simulate(graph, program).bytes_at
+    instructions = list(program.instructions)
+    first: int | None = None
+    for place, instruction in enumerate(program.instructions):
+        if instruction.action is Action.FREE:
+            continue
+        if first is not None and are_halves(graph, program.instructions[first], instruction):
+            frees = program.instructions[first + 1 : place]
+            ahead, here = (graph.ops[program.instructions[at].index] for at in (first, place))
+            more = sum(graph.storages[free.index].nbytes for free in frees)
+            more += max(0, ahead.workspace_bytes - here.workspace_bytes)
+            if bytes_at[place] + more <= limit_bytes:
+                instructions[first + 1 : place + 1] = [instruction, *frees]
+        first = place if instruction.action is Action.COMPUTE else None
+    return Program(instructions=tuple(instructions))

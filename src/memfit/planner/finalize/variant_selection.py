@@ -1,0 +1,199 @@
+"""Whole or in parts: how each op of a program runs.
+
+An op that runs in parts takes less memory and sometimes more time (`memfit.capture.parts`). Workspace is only
+there while its op runs, so the choice is free at every instant: orders are planned with every op in its
+leanest way, then each run gets the quickest way for which there is room where it stands. So it is with ops that can
+run as one (`memfit.ir.fusion`): orders are planned with them as one where that takes less memory, then they run
+as one where that is quicker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from memfit.ir.fusion import Fusion, Run, fuse, fusions, linked, runs_by_slices
+from memfit.ir.graph import Op, StepGraph, Way
+from memfit.ir.program import (
+    Action,
+    Instruction,
+    Program,
+    as_they_run,
+    assembled,
+    dying_after,
+    program_of,
+    run_again,
+)
+from memfit.planner.budget_limit import kept_within
+from memfit.planner.finalize.buffer_reuse import with_spares
+from memfit.planner.finalize.merge_conv_backward import side_by_side
+from memfit.sim.simulator import simulate
+
+__all__ = ["leanest", "program_within", "quicker"]
+
+_MOST_TOGETHER = 6
+"""So many ops are tried as one wherever they are; more only where each hands on to the next."""
+
+
+def leanest(graph: StepGraph) -> StepGraph:
+    """The step with every op in the way that takes the least memory, and a guess of what running it again takes."""
+    read_backward = graph.read_whole_backward()
+
+    def lean(op: Op) -> Op:
+        made = _lean(op)
+        whole = not read_backward.isdisjoint(op.later.writes)
+        return replace(made, reckoned_seconds=_seconds_again(made.later, whole=whole))
+
+    return replace(graph, ops=tuple(map(lean, graph.ops)))
+
+
+def quicker(graph: StepGraph, order: Sequence[int], budget_bytes: int) -> StepGraph:
+    """The step with every op in the quickest way for which there is room at all its places in an order.
+
+    An order is then filled with copies to keep beside these ways, and not before them: the same bytes save more time
+    at the one instant at which an op runs.
+    """
+    lean = leanest(graph)
+    room: dict[int, int] = {}
+    for op, there in zip(order, _one_by_one(lean, lean, order, budget_bytes), strict=True):
+        room[op] = min(room.get(op, budget_bytes), budget_bytes - there.peak_bytes)
+
+    def chosen(index: int, op: Op) -> Op:
+        more = room[index] + op.workspace_bytes
+        ways = [w for w in op.ways if w.workspace_bytes <= more and (w.parts > 1 or not op.in_place_over)]
+        best = min(ways, key=lambda way: way.seconds, default=op.way(op.parts))
+        return replace(op, parts=best.parts, seconds=best.seconds, workspace_bytes=best.workspace_bytes)
+
+    return replace(lean, ops=tuple(chosen(index, op) for index, op in enumerate(lean.ops)))
+
+
+def program_within(graph: StepGraph, order: Sequence[int], budget_bytes: int | None = None) -> Program:
+    """The program of an order, every op in the quickest way that leaves the peak within a budget.
+
+    Args:
+        graph: the step.
+        order: as for `program_of`.
+        budget_bytes: for the peak; the lowest peak of the order if there is none or it is below that.
+
+    Returns:
+        The program.
+    """
+    lean = leanest(graph)
+    limit = max(budget_bytes or 0, simulate(lean, program_of(lean, order)).peak_bytes)
+    alone = _one_by_one(graph, lean, order, limit)
+    ops = as_they_run(lean, order)
+    dying = dying_after(lean, ops)
+    runs = runs_by_slices(lean, ops, run_again(order), dying)
+    fused = [fusion for run in runs for fusion in _quickest(lean, run, alone, limit)]
+    program = assembled(order, ops, dying, fused, lambda position: alone[position].instructions)
+    program = kept_within(lean, program_of(lean, order), program, limit)
+    program = kept_within(lean, program, with_spares(lean, program, limit), limit)
+    return kept_within(lean, program, side_by_side(lean, program, limit), limit)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Alone:
+    """An op that runs by itself, the quickest way for which there is room, and the frees after it.
+
+    Attributes:
+        instructions: to run and free.
+        base_bytes: what is there before.
+        peak_bytes: what there is while it runs, its leanest way.
+        seconds: what it takes.
+    """
+
+    instructions: tuple[Instruction, ...]
+    base_bytes: int
+    peak_bytes: int
+    seconds: float
+
+
+def _one_by_one(graph: StepGraph, lean: StepGraph, order: Sequence[int], limit: int) -> list[_Alone]:
+    """The ops of an order without fused ones."""
+    program = program_of(lean, order, fuse=False)
+    instructions = program.instructions
+    bytes_at = simulate(lean, program).bytes_at
+    starts = [n for n, i in enumerate(instructions) if i.action is Action.COMPUTE]
+    found: list[_Alone] = []
+    stops = [*starts[1:], len(instructions)]
+    both = zip(as_they_run(graph, order), as_they_run(lean, order), strict=True)
+    for (given, op), start, stop in zip(both, starts, stops, strict=True):
+        instruction = instructions[start]
+        over = instruction.over
+        # Whole, an op that has parts cannot write over its operand, which then stays until it is done.
+        beside = 0 if over is None else graph.storages[over].nbytes
+        room = limit - bytes_at[start] + op.workspace_bytes
+        ways = [w for w in op.ways if w.workspace_bytes + (beside if w.parts == 1 else 0) <= room]
+        best = min(ways, key=lambda way: way.seconds, default=given.way(given.parts))
+        made = replace(instruction, parts=best.parts)
+        frees = instructions[start + 1 : stop]
+        if op.ways and best.parts == 1 and over is not None:
+            made, frees = replace(made, over=None), (Instruction(Action.FREE, over), *frees)
+        created = sum(graph.storages[s].nbytes for s in op.writes) - beside
+        found.append(
+            _Alone(
+                instructions=(made, *frees),
+                base_bytes=bytes_at[start] - op.workspace_bytes - created,
+                peak_bytes=bytes_at[start],
+                seconds=given.run_seconds(best.parts, in_place=made.over is not None),
+            )
+        )
+    return found
+
+
+def _quickest(graph: StepGraph, run: Run, alone: Sequence[_Alone], limit: int) -> list[Fusion]:
+    """Which ops of a run run as one, in the least time within a limit."""
+    count = len(run.ops)
+    sliced = [op.by_slices.seconds for op in run.ops if op.by_slices is not None]
+    whole = [op.seconds for op in alone[run.start : run.start + count]]
+    groups = {(first, stop) for first, stop in linked(run)}
+    groups |= {(fusion.start - run.start, fusion.stop - run.start) for fusion in fusions(graph, [run])}
+    groups |= {(i, j) for i in range(count) for j in range(i + 2, min(i + _MOST_TOGETHER, count) + 1)}
+    by_stop: dict[int, list[int]] = {}
+    for first, stop in groups:
+        by_stop.setdefault(stop, []).append(first)
+    # The least time until each place, and how the last ops before it run.
+    best: list[tuple[float, Fusion | None]] = [(0.0, None)]
+    for stop in range(1, count + 1):
+        here = alone[run.start + stop - 1]
+        time = best[stop - 1][0] + (whole[stop - 1] if here.peak_bytes <= limit else float("inf"))
+        choice: tuple[float, Fusion | None] = (time, None)
+        for first in by_stop.get(stop, ()):
+            if best[first][0] + sum(sliced[first:stop]) >= choice[0]:
+                continue
+            fusion, nbytes, seconds = fuse(graph, run.part(first, stop))
+            time = best[first][0] + seconds
+            if time < choice[0] and alone[run.start + first].base_bytes + nbytes <= limit:
+                choice = (time, fusion)
+        best.append(choice)
+    found: list[Fusion] = []
+    stop = count
+    while stop > 0:
+        _, last = best[stop]
+        if last is not None:
+            found.append(last)
+        stop = stop - 1 if last is None else last.start - run.start
+    return found
+
+
+def _lean(op: Op) -> Op:
+    # Whole, an op that has parts cannot write over its operand.
+    ways = [way for way in op.ways if way.parts > 1 or not op.in_place_over] or op.ways
+    best = min(ways, key=_memory_then_time, default=op.way(op.parts))
+    again = None if op.again is None else _lean(op.again)
+    return replace(op, parts=best.parts, seconds=best.seconds, workspace_bytes=best.workspace_bytes, again=again)
+
+
+def _seconds_again(op: Op, *, whole: bool) -> float:
+    """Time of a run again: what is read whole later takes fresh memory, what is handed on mostly none."""
+    slices = op.by_slices
+    found = [op.seconds]
+    if not whole and op.in_place_seconds is not None:
+        found.append(op.in_place_seconds)
+    if slices is not None:
+        found.append(slices.seconds + (slices.copy_seconds if whole else 0.0))
+    return min(found)
+
+
+def _memory_then_time(way: Way) -> tuple[int, float]:
+    return way.workspace_bytes, way.seconds

@@ -1,0 +1,155 @@
+"""Swaps as orders know them: an op whose result is swapped runs again by bringing the result back.
+
+Orders say which ops run again, and everything that searches for orders knows `Op.again`, another call in place of the
+op after the first time. A swapped result is just that: what runs again reads nothing and writes the result, at the
+price of a transfer. So one search decides, for the results that may be swapped, which are kept, and for the others
+which are kept or made again; `memfit.planner.offload.transfer_schedule` then turns runs that stand for transfers into
+transfers.
+
+Known limits: a result that may be swapped is not made again by computing it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from memfit.ir.graph import Op, Phase, StepGraph, StorageKind
+from memfit.ir.program import program_of
+from memfit.ir.streaming import tier_bytes
+from memfit.ir.tiers import Tier, slot_bytes
+from memfit.sim.simulator import simulate
+
+__all__ = ["SWAP_IN", "bring_back", "has_room", "peak_bytes", "placed_on_tiers", "swappable", "swapping_step"]
+
+SWAP_IN = "memfit.swap_in"
+"""Target of what stands for a transfer back."""
+
+_LEAST_BYTES = 1 << 16
+"""Smaller results stay: a transfer takes longer to begin than to move them."""
+
+
+_SHARE_WAITED = 0.1
+"""Of the time of a transfer back, what searches reckon that compute waits: links are busy, and what comes back twice
+was not reckoned with when storages were chosen."""
+
+
+def swappable(graph: StepGraph) -> list[int]:
+    """Forward results that may be swapped and that the backward pass or a later op reads again.
+
+    What crosses between pieces stays, since code between them may hold it.
+    """
+    held = graph.held_to_the_end()
+    read = {s for op in graph.ops if op.phase is not Phase.LOSS for s in op.reads}
+    piece = {s: op.piece for op in graph.ops for s in op.writes}
+    crossing = {s for op in graph.ops for s in op.reads if piece.get(s, op.piece) != op.piece}
+    if len(set(piece.values())) > 1:
+        crossing |= {s for op in graph.ops if not op.recomputable for s in op.writes}
+    held |= crossing | {s for op in graph.ops if op.is_hook for s in op.writes}
+    return [
+        s
+        for s, storage in enumerate(graph.storages)
+        if storage.kind is StorageKind.FORWARD and s not in held and s in read and storage.nbytes >= _LEAST_BYTES
+    ]
+
+
+def swapping_step(graph: StepGraph, placed: Mapping[int, Tier]) -> StepGraph:
+    """The step with transfers back in place of second runs, and the memory that moving takes counted.
+
+    Args:
+        graph: the step, with tiers.
+        placed: forward results that may be swapped, and where each goes.
+
+    Returns:
+        A step of the same ops and storages without tiers, for planners only.
+    """
+    links = {links.tier: links for links in graph.tiers}
+    taken = {t: x.out.compute_seconds_per_byte + x.into.compute_seconds_per_byte for t, x in links.items()}
+    busy = {t: 1 / x.into.bytes_per_second for t, x in links.items()}
+    seconds_per_byte = max((taken[t] + _SHARE_WAITED * busy[t] for t in placed.values()), default=0.0)
+
+    def changed(op: Op) -> Op:
+        if op.phase is not Phase.FORWARD:
+            return op
+        if any(s in placed for s in op.in_place_over):
+            # What is on its way out cannot be written over yet; a run after the first may, as it reads another copy.
+            left = tuple(s for s in op.in_place_over if s not in placed)
+            op = replace(op, in_place_over=left, again=op.again or op)
+        moved = tuple(s for s in op.writes if s in placed)
+        if not moved:
+            return op
+        seconds = seconds_per_byte * sum(graph.storages[s].nbytes for s in moved)
+        again = Op(
+            name=op.name,
+            target=SWAP_IN,
+            module=op.module,
+            phase=op.phase,
+            piece=op.piece,
+            reads=(),
+            writes=moved,
+            seconds=seconds,
+        )
+        return replace(op, again=again, recomputable=True, random_state_bytes=0, by_slices=None, reckoned_seconds=None)
+
+    static_bytes = graph.static_bytes + graph.buffer_bytes(placed.values())
+    return replace(graph, ops=tuple(map(changed, graph.ops)), tiers=(), static_bytes=static_bytes)
+
+
+def peak_bytes(graph: StepGraph, order: Sequence[int], placed: Mapping[int, Tier]) -> int:
+    """Peak of an order in which second runs of what may be swapped stand for transfers back."""
+    swapping = swapping_step(graph, placed)
+    return simulate(swapping, program_of(swapping, order)).peak_bytes
+
+
+def bring_back(graph: StepGraph, order: Sequence[int], swapped: Collection[int], *, ahead: int = 0) -> list[int]:
+    """An order in which swapped storages come back before they are first read after the loss.
+
+    Args:
+        graph: the step.
+        order: in which they are not made again after the loss.
+        swapped: forward results.
+        ahead: so many ops before.
+
+    Returns:
+        The order with second runs of their producers, which stand for transfers in the step of `swapping_step`.
+    """
+    producer = graph.producers()
+    loss = order.index(graph.loss_index)
+    back: dict[int, list[int]] = {}
+    seen: set[int] = set()
+    for place in range(loss + 1, len(order)):
+        for storage in graph.ops[order[place]].reads:
+            maker = producer[storage]
+            if storage in swapped and maker not in seen:
+                seen.add(maker)
+                back.setdefault(max(loss + 1, place - ahead), []).append(maker)
+    return [index for place, there in enumerate(order) for index in (*back.get(place, ()), there)]
+
+
+def placed_on_tiers(graph: StepGraph, storages: Iterable[int], *, in_slices: bool = False) -> dict[int, Tier]:
+    """A tier for each storage, the first one as long as there is room; what has room on none is left out.
+
+    Args:
+        graph: the step, with tiers.
+        storages: to be placed, the most wanted first.
+        in_slices: whether they move slice by slice.
+    """
+    room = {links.tier: links.limit_bytes for links in graph.tiers}
+    found: dict[int, Tier] = {}
+    for storage in storages:
+        nbytes = tier_bytes(graph, storage) if in_slices else slot_bytes(graph.storages[storage].nbytes)
+        for tier, left in room.items():
+            if left is None or left >= nbytes:
+                found[storage] = tier
+                room[tier] = None if left is None else left - nbytes
+                break
+    return found
+
+
+def has_room(graph: StepGraph, placed: Mapping[int, Tier]) -> bool:
+    """Whether the tiers of a step hold what goes there."""
+    for links in graph.tiers:
+        held = sum(slot_bytes(graph.storages[s].nbytes) for s, tier in placed.items() if tier is links.tier)
+        if links.limit_bytes is not None and held > links.limit_bytes:
+            return False
+    return True

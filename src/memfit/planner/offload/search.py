@@ -1,0 +1,192 @@
+"""Recomputation and swaps together: links carry what they can beside compute, the rest runs again.
+
+Which results may be swapped is chosen first, by the relaxation that knows links (`memfit.planner.bounds.relaxation`):
+what fits through them in time saves the most recomputation. Then the search of `memfit.planner.search.portfolio`
+decides over the step in which bringing these back stands for running their ops again (`memfit.planner.offload.model`),
+and each order it tries becomes transfers and is judged with them (`memfit.planner.offload.transfer_schedule`). The
+relaxation does not see that memory is short while things come back, so that goes round by round: what compute waited
+for stays in the next one, and links are reckoned with at part of their rate, as long as all of it takes no more than
+twice what the search without swaps does. That search is left out if the bound says that its plan cannot be faster, so
+tiers never make a plan slower.
+
+Idea: POFO (Beaumont et al., NeurIPS 2021), which removes about a third of the overhead of recomputation.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from memfit.errors import BudgetError
+from memfit.ir.graph import StepGraph
+from memfit.ir.program import Program
+from memfit.ir.tiers import Tier
+from memfit.planner.bounds.lower_bound import relaxed_bound
+from memfit.planner.bounds.relaxation import select_kept
+from memfit.planner.budget_limit import fitting
+from memfit.planner.finalize.variant_selection import leanest, program_within
+from memfit.planner.offload.model import placed_on_tiers, swappable, swapping_step
+from memfit.planner.offload.streaming_search import find_streaming
+from memfit.planner.offload.transfer_schedule import ahead_of_use, with_transfers
+from memfit.planner.search.min_memory import LEAST_TRIES
+from memfit.planner.search.portfolio import CLOSE, Found, Moves, Progress, find_order
+from memfit.sim.simulator import Timeline, simulate
+
+__all__ = ["find_program"]
+
+_LINK_SHARES = (1.0, 0.85, 0.7)
+"""Of the rate of links, what is reckoned with when storages are chosen, round by round."""
+
+_SPILLED = 0.96
+"""Share of the budget to which orders are spilled, so that room is left for what comes back early."""
+
+
+def find_program(
+    graph: StepGraph,
+    budget_bytes: int,
+    *,
+    seconds: float = 8.0,
+    progress: Progress | None = None,
+    least_tries: int = LEAST_TRIES,
+    last_resort: bool = True,
+) -> Found:
+    """Finds a fast program within a budget, with swaps where the step has tiers.
+
+    Args:
+        graph: the step, with times and links.
+        budget_bytes: peak of the step.
+        seconds: roughly how long the search without swaps takes, see `find_order`; with tiers all of it takes up to
+            twice as long.
+        progress: told what is being tried.
+        least_tries: see `find_order`; for a step without tiers.
+        last_resort: see there; the same.
+
+    Returns:
+        The fastest one found; its bound is for plans that may swap if the step has tiers.
+
+    Raises:
+        BudgetError: if none fits, with the least budget that does.
+    """
+    found = _search(
+        *(graph, budget_bytes),
+        seconds=seconds,
+        progress=progress,
+        least_tries=least_tries,
+        last_resort=last_resort,
+    )
+    return replace(found, timeline=fitting(graph, found.program, budget_bytes))
+
+
+def _search(
+    graph: StepGraph,
+    budget_bytes: int,
+    *,
+    seconds: float,
+    progress: Progress | None,
+    least_tries: int,
+    last_resort: bool,
+) -> Found:
+    """The search of `find_program`, not judged yet."""
+    if graph.is_tiled and graph.tiers:
+        return find_streaming(graph, budget_bytes, seconds=seconds, progress=progress)
+    alone = replace(graph, tiers=())
+    if not graph.tiers:
+        return find_order(
+            *(alone, budget_bytes),
+            seconds=seconds,
+            progress=progress,
+            least_tries=least_tries,
+            last_resort=last_resort,
+        )
+    bound = relaxed_bound(alone, budget_bytes, seconds=seconds / 8)
+    found: list[Found] = []
+    errors: list[BudgetError] = []
+    without_seconds: float | None = None  # what the search without swaps took
+
+    def fastest() -> float:
+        return min((one.timeline.step_seconds for one in found), default=float("inf"))
+
+    def search_without() -> None:
+        nonlocal without_seconds
+        begin = time.monotonic()
+        try:
+            found.append(find_order(alone, budget_bytes, seconds=seconds, progress=progress))
+        except BudgetError as error:
+            errors.append(error)
+        without_seconds = time.monotonic() - begin
+
+    if bound < CLOSE * graph.seconds:
+        search_without()
+    near = graph.seconds + max(0.0, bound) + CLOSE * graph.seconds
+    rounds = () if fastest() < near else _rounds(graph, budget_bytes, seconds, progress)
+    begin = time.monotonic()
+    for number, one in enumerate(rounds, 1):
+        round_seconds = (time.monotonic() - begin) / number
+        found += [] if one is None else [one]
+        if without_seconds is None and fastest() > graph.seconds + bound:
+            search_without()
+            begin += without_seconds or 0.0
+        if (number + 1) * round_seconds > (without_seconds or seconds):
+            break
+    if without_seconds is None and (not found or fastest() > graph.seconds + bound):
+        search_without()
+    if not found:
+        everything = placed_on_tiers(graph, swappable(graph))
+        try:
+            found.append(_with(graph, everything, budget_bytes, seconds, progress))
+        except BudgetError as error:
+            raise min([*errors, error], key=lambda e: e.least_bytes) from None
+    best = min(found, key=lambda one: one.timeline.step_seconds)
+    return replace(best, bound_seconds=relaxed_bound(graph, budget_bytes, seconds=seconds / 8))
+
+
+def _rounds(graph: StepGraph, budget_bytes: int, seconds: float, progress: Progress | None) -> Iterator[Found | None]:
+    """Plans that may swap what each round chooses; None for a choice with which nothing fits.
+
+    What a plan waits for longer than making it again takes is not swapped in the rounds after it.
+    """
+    outputs = sum(graph.storages[s].nbytes for s in set(graph.outputs) if not graph.is_free(s))
+    room = budget_bytes - graph.static_bytes - outputs - graph.buffer_bytes([links.tier for links in graph.tiers])
+    producer = graph.producers()
+    seen: list[Mapping[int, Tier]] = [{}]
+    staying: set[int] = set()
+    for share in _LINK_SHARES:
+        chosen = select_kept(graph, room, seconds=seconds / 8, gap=1e-2, link_share=share, staying=staying)
+        if chosen is None or chosen.swapped in seen:
+            continue
+        seen.append(chosen.swapped)
+        try:
+            found = _with(graph, chosen.swapped, budget_bytes, seconds / 8, progress)
+        except BudgetError:
+            # What is chosen depends on the budget, so the least one of a choice need not work when it is asked for.
+            yield None
+            continue
+        yield found
+        waited = found.timeline.stalls.items()
+        staying |= {s for s, stall in waited if stall > graph.ops[producer[s]].later.seconds}
+
+
+def _with(
+    graph: StepGraph, swapped: Mapping[int, Tier], budget_bytes: int, seconds: float, progress: Progress | None
+) -> Found:
+    """The fastest program found in which these may be swapped.
+
+    Raises:
+        BudgetError: if none fits.
+    """
+    swapping = swapping_step(graph, swapped)
+    lean = leanest(swapping)
+    links = {links.tier: links.into for links in graph.tiers}
+    into = {storage: links[tier] for storage, tier in swapped.items()}
+
+    def ahead(order: Sequence[int]) -> list[int]:
+        return ahead_of_use(lean, order, into, budget_bytes)
+
+    def finish(order: Sequence[int]) -> tuple[Program, Timeline]:
+        program = program_within(swapping, ahead(order), budget_bytes)
+        moved = with_transfers(graph, swapping, program, swapped, budget_bytes)
+        return moved, simulate(graph, moved)
+
+    moves = Moves(ahead=ahead, finish=finish, spill_bytes=int(budget_bytes * _SPILLED))
+    return find_order(swapping, budget_bytes, seconds=seconds, progress=progress, moves=moves)

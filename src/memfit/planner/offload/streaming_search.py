@@ -1,0 +1,130 @@
+"""Tiled steps with tiers: which storages live on a tier, so that no more than slices of them are in memory.
+
+In the step in which everything lives on a tier that can (`memfit.ir.streaming`), the search of
+`memfit.planner.search.portfolio` finds an order as in any other; there the least memory is that of slices. Then, one
+after the other, storages come back to memory where there is room for them, those first for which compute waits longest.
+The plan without tiers is searched for as well, so tiers never make a plan slower.
+
+Known limits: an order is searched for with everything on tiers or with nothing there; which storages are is decided
+afterwards, with the order as it is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from memfit.errors import BudgetError
+from memfit.ir.graph import StepGraph
+from memfit.ir.program import Action, Instruction, Program
+from memfit.ir.streaming import streamable, streaming_step
+from memfit.ir.tiers import Tier
+from memfit.planner.bounds.lower_bound import relaxed_bound
+from memfit.planner.finalize.variant_selection import leanest, program_within
+from memfit.planner.offload.model import placed_on_tiers
+from memfit.planner.search.min_memory import least_budget, least_order
+from memfit.planner.search.portfolio import CLOSE, Found, Progress, find_order
+from memfit.sim.simulator import Timeline, simulate
+
+__all__ = ["find_streaming", "least_streaming"]
+
+
+def find_streaming(
+    graph: StepGraph, budget_bytes: int, *, seconds: float = 8.0, progress: Progress | None = None
+) -> Found:
+    """Finds a fast program of a tiled step within a budget, with storages on tiers where that helps.
+
+    Args:
+        graph: a tiled step, with times and links.
+        budget_bytes: peak of the step.
+        seconds: roughly how long each of two searches takes, see `find_order`.
+        progress: told what is being tried.
+
+    Returns:
+        The fastest one found; its bound is for plans that may keep anything on tiers.
+
+    Raises:
+        BudgetError: if none fits, with the least budget that does.
+    """
+    found: list[Found] = []
+    errors: list[BudgetError] = []
+    alone = replace(graph, tiers=())
+    placed = _everything(graph)
+    away = {s: replace(storage, nbytes=0) for s, storage in enumerate(graph.storages) if s in placed}
+    elsewhere = replace(alone, storages=tuple(away.get(s, x) for s, x in enumerate(graph.storages)))
+    bound = relaxed_bound(elsewhere, budget_bytes, seconds=seconds / 8)
+    try:
+        found.append(find_order(alone, budget_bytes, seconds=seconds, progress=progress))
+    except BudgetError as error:
+        errors.append(error)
+    near = graph.seconds + bound + CLOSE * graph.seconds
+    if placed and all(one.timeline.step_seconds > near for one in found):
+        try:
+            moved = find_order(streaming_step(graph, placed), budget_bytes, seconds=seconds, progress=progress)
+            found.append(_with_room(graph, moved, placed, budget_bytes, seconds))
+        except BudgetError as error:
+            errors.append(error)
+    if not found:
+        raise min(errors, key=lambda error: error.least_bytes)
+    return replace(min(found, key=lambda one: one.timeline.step_seconds), bound_seconds=bound)
+
+
+def least_streaming(graph: StepGraph, *, seconds: float = 8.0) -> int:
+    """The least budget of a tiled step, with everything on tiers that can be there if that takes less.
+
+    Args:
+        graph: a tiled step.
+        seconds: roughly how long each of two searches takes, see `least_order`.
+    """
+    steps = [graph, streaming_step(graph, _everything(graph))] if graph.tiers else [graph]
+    return min(least_budget(lean, least_order(lean, seconds=seconds)) for lean in map(leanest, steps))
+
+
+def _everything(graph: StepGraph) -> dict[int, Tier]:
+    """All that can live on a tier and has room there, the largest first."""
+    able = sorted(streamable(graph), key=lambda s: -graph.storages[s].nbytes)
+    return placed_on_tiers(graph, able, in_slices=True)
+
+
+def _with_room(graph: StepGraph, moved: Found, placed: Mapping[int, Tier], budget_bytes: int, seconds: float) -> Found:
+    """The same order with storages in memory for which there is room, for about so many seconds of search."""
+    begin = time.monotonic()
+    away = dict(placed)
+    best = _program(graph, moved.order, away, budget_bytes)
+    for group in _halves(_by_stall(graph, best[1], away)):
+        if time.monotonic() - begin > seconds:
+            break
+        if not away.keys() >= set(group):
+            continue
+        fewer = {s: tier for s, tier in away.items() if s not in group}
+        tried = _program(graph, moved.order, fewer, budget_bytes)
+        if tried[1].peak_bytes <= budget_bytes and tried[1].step_seconds <= best[1].step_seconds:
+            best, away = tried, fewer
+    program, timeline = best
+    return Found(order=moved.order, program=program, timeline=timeline, bound_seconds=moved.bound_seconds)
+
+
+def _program(
+    graph: StepGraph, order: Sequence[int], placed: Mapping[int, Tier], budget_bytes: int
+) -> tuple[Program, Timeline]:
+    """The program of an order in which some storages live on tiers, and what the simulator says of it."""
+    within = program_within(streaming_step(graph, placed), order, budget_bytes)
+    named = tuple(Instruction(Action.STREAM, storage, tier=tier) for storage, tier in sorted(placed.items()))
+    program = Program(instructions=(*named, *within.instructions))
+    return program, simulate(graph, program)
+
+
+def _by_stall(graph: StepGraph, timeline: Timeline, placed: Mapping[int, Tier]) -> list[int]:
+    """Storages, those first for which compute waits longest for each byte."""
+    return sorted(placed, key=lambda s: -timeline.stalls.get(s, 0.0) / max(1, graph.storages[s].nbytes))
+
+
+def _halves(storages: Sequence[int]) -> Iterator[Sequence[int]]:
+    """All of them, then each half, and so on down to single ones."""
+    waiting = [storages]
+    while waiting:
+        group = waiting.pop(0)
+        yield group
+        if len(group) > 1:
+            waiting += [group[: len(group) // 2], group[len(group) // 2 :]]

@@ -1,0 +1,244 @@
+"""When swaps leave and come back: so early that compute does not wait, where there is room.
+
+A planner's order says where a swapped storage is needed again. `ahead_of_use` moves that so far ahead as links need,
+as far as there is room until then. Transfers of one direction follow each other, so they are scheduled from the last to
+the first: each has to be done when it is needed and before the next one begins.
+
+`with_transfers` makes instructions of it. A storage starts on its way out as soon as it is made; its memory is given up
+when it has arrived, or earlier where memory is short, and then compute waits.
+
+Source: prefetching as in vDNN (Rhu et al., 2016) and Large Model Support (Le et al., 2018), with measured links and
+simulated memory in place of fixed distances.
+
+Known limits: what leaves stays on its tier until the step ends; times are those of the program without stalls.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from memfit.ir.graph import Op, Phase, StepGraph
+from memfit.ir.program import Action, Instruction, Program, as_they_run, program_of
+from memfit.ir.tiers import Link, Tier
+from memfit.planner.offload.model import SWAP_IN
+from memfit.sim.simulator import simulate
+
+__all__ = ["ahead_of_use", "with_transfers"]
+
+_AHEAD = 1.25
+"""How much more time a transfer back is given than its link needs."""
+
+
+def ahead_of_use(swapping: StepGraph, order: Sequence[int], into: Mapping[int, Link], limit_bytes: int) -> list[int]:
+    """Moves what stands for transfers back ahead.
+
+    Args:
+        swapping: the step with swaps in place of second runs (`memfit.planner.offload.model`), ops in their leanest
+        ways;
+            what is in time for the quickest ones is in time for whatever way each op will take.
+        order: of its ops.
+        into: by storage, the link it comes back by.
+        limit_bytes: for the peak.
+
+    Returns:
+        An order of the same runs, within the limit if the given one is.
+    """
+    program = program_of(swapping, order)
+    computing = [n for n, i in enumerate(program.instructions) if i.action is Action.COMPUTE]
+    room = limit_bytes - np.array(simulate(swapping, program).bytes_at, dtype=np.int64)[computing]
+    started = [0.0, *itertools.accumulate(map(_quickest_seconds, as_they_run(swapping, order)))]
+    begins = _begin_runs(program)
+    moved: dict[int, list[int]] = {}
+    gone: set[int] = set()
+    lane: dict[Link, float] = {}
+    for back in reversed(_returns(swapping, order)):
+        op = swapping.ops[order[back.place]].later
+        nbytes = sum(swapping.storages[s].nbytes for s in op.writes)
+        link = into[op.writes[0]]
+        wanted = min(started[back.needed], lane.get(link, float("inf"))) - _AHEAD * link.seconds(nbytes)
+        place = back.place
+        while place > back.earliest and started[place] > wanted and room[place - 1] >= nbytes:
+            place -= 1
+        while place < back.place and not begins[place]:
+            place += 1
+        lane[link] = min(wanted, started[place])
+        if place < back.place:
+            room[place : back.place] -= nbytes
+            moved.setdefault(place, []).append(order[back.place])
+            gone.add(back.place)
+    found: list[int] = []
+    for place, index in enumerate(order):
+        found.extend(reversed(moved.get(place, [])))
+        if place not in gone:
+            found.append(index)
+    return found
+
+
+def _quickest_seconds(op: Op) -> float:
+    """In whatever way it runs."""
+    in_place = (op.seconds if op.in_place_seconds is None else op.in_place_seconds,)
+    return min(op.seconds, *in_place, *(way.seconds for way in op.ways))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Return:
+    """A transfer back: its place, that of its first reader, and the first place it may move to."""
+
+    place: int
+    needed: int
+    earliest: int
+
+
+def _returns(swapping: StepGraph, order: Sequence[int]) -> list[_Return]:
+    """Transfers back in their order."""
+    found: list[_Return] = []
+    last_use: dict[int, int] = {}
+    waiting: dict[int, tuple[int, int]] = {}  # what is on its way back: its place, and the first it may move to
+    last_of_piece: dict[int, int] = {}
+    loss = 0
+    ops = as_they_run(swapping, order)
+    for place, op in enumerate(ops):
+        loss = place if op.phase is Phase.LOSS else loss
+        for storage in op.reads:
+            at, earliest = waiting.pop(storage, (-1, 0))
+            if at >= 0:
+                for other in ops[at].writes:
+                    waiting.pop(other, None)
+                found.append(_Return(place=at, needed=place, earliest=earliest))
+            last_use[storage] = place
+        if op.target == SWAP_IN:
+            elsewhere = (at for piece, at in last_of_piece.items() if piece != op.piece)
+            after = max([loss, *elsewhere, *(last_use.get(s, 0) for s in op.writes)])
+            waiting.update((s, (place, after + 1)) for s in op.writes)
+        last_use.update((s, place) for s in op.writes)
+        if op.phase is not Phase.LOSS:
+            last_of_piece[op.piece] = place
+    return sorted(found, key=lambda back: back.place)
+
+
+def with_transfers(
+    graph: StepGraph, swapping: StepGraph, program: Program, tier_of: Mapping[int, Tier], limit_bytes: int
+) -> Program:
+    """Turns second runs that stand for swaps into transfers.
+
+    Args:
+        graph: the step.
+        swapping: the same with swaps in place of second runs.
+        program: of `swapping`.
+        tier_of: where each storage goes that is swapped.
+        limit_bytes: for the peak.
+
+    Returns:
+        A program of `graph`, within the limit if the given one is.
+    """
+    moving = _as_transfers(swapping, program, tier_of)
+    return _freed_late(graph, moving, limit_bytes) if moving.swapped() else moving
+
+
+def _as_transfers(swapping: StepGraph, program: Program, tier_of: Mapping[int, Tier]) -> Program:
+    """Transfers out right after what is made, back right before it is read."""
+    ran: set[int] = set()
+    back: set[int] = set()
+    made: list[Instruction | None] = []
+    waiting: dict[int, int] = {}  # what came back and was not read yet: where
+    for instruction in program.instructions:
+        op = swapping.ops[instruction.index].later if instruction.action is Action.COMPUTE else None
+        if op is not None and instruction.index in ran and op.target == SWAP_IN:
+            for storage in op.writes:
+                waiting[storage] = len(made)
+                made.append(Instruction(Action.SWAP_IN, storage))
+            continue
+        if instruction.action is Action.FREE and instruction.index in waiting:
+            made[waiting.pop(instruction.index)] = None  # came back beside another result and nobody reads it
+            continue
+        if op is not None:
+            read = op.reads if instruction.index in ran else swapping.ops[instruction.index].reads
+            touched = waiting.keys() & {*read, instruction.over}
+            back |= touched
+            for storage in touched:
+                del waiting[storage]
+            ran.add(instruction.index)
+        made.append(instruction)
+    found: list[Instruction] = []
+    out: set[int] = set()
+    for instruction in (i for i in made if i is not None):
+        found.append(instruction)
+        if instruction.action is Action.COMPUTE:
+            for storage in swapping.ops[instruction.index].writes:
+                if storage in back and storage not in out:
+                    out.add(storage)
+                    found.append(Instruction(Action.SWAP_OUT, storage, tier=tier_of[storage]))
+    return Program(instructions=tuple(found))
+
+
+def _freed_late(graph: StepGraph, program: Program, limit_bytes: int) -> Program:
+    """Memory of what is on its way out is given up when it has arrived, or where there is no room to wait."""
+    timeline = simulate(graph, program, wait=False)
+    out = {links.tier: links.out for links in graph.tiers}
+    sizes = [s.nbytes for s in graph.storages]
+    piece = {s: op.piece for op in graph.ops for s in op.writes}
+    last_piece = max(op.piece for op in graph.ops)
+    lane_free: dict[Tier, float] = {}
+    arrives: dict[int, float] = {}
+    pending: dict[int, float] = {}
+    here_piece = graph.ops[0].piece
+    late = 0.0  # how much compute has waited so far
+    found: list[Instruction] = []
+
+    def give_up(storage: int) -> None:
+        nonlocal late
+        late += max(0.0, pending.pop(storage) - now)
+        found.append(Instruction(Action.FREE, storage))
+
+    position = 0
+    for run in program.runs():
+        here = range(position, position + len(run))
+        position += len(run)
+        now = timeline.started_at[here.start] + late
+        instruction = run[0]
+        for storage in [s for s, ready in pending.items() if ready <= now]:
+            give_up(storage)
+        needed = max(timeline.bytes_at[p] for p in here)
+        for op in (graph.ops[i.index] for i in run if i.action is Action.COMPUTE):
+            here_piece = last_piece if op.phase is Phase.LOSS else op.piece
+        for storage in sorted(pending, key=pending.__getitem__):
+            # What a piece gives up while others run, it can only give up before or long after.
+            if piece[storage] != here_piece:
+                give_up(storage)
+            elif needed + sum(sizes[s] for s in pending) > limit_bytes or storage in _written(graph, run):
+                give_up(storage)
+        if instruction.action is Action.FREE and instruction.index in arrives:
+            pending[instruction.index] = arrives.pop(instruction.index)
+            continue
+        if instruction.action is Action.SWAP_OUT and instruction.tier in out:
+            start = max(lane_free.get(instruction.tier, 0.0), now)
+            lane_free[instruction.tier] = start + out[instruction.tier].seconds(sizes[instruction.index])
+            arrives[instruction.index] = lane_free[instruction.tier]
+        found.extend(run)
+    for storage in list(pending):
+        give_up(storage)
+    return Program(instructions=tuple(found))
+
+
+def _written(graph: StepGraph, run: Sequence[Instruction]) -> set[int]:
+    """What a run brings into memory."""
+    found: set[int] = set()
+    for instruction in run:
+        if instruction.action is Action.COMPUTE:
+            found.update(graph.ops[instruction.index].writes)
+        elif instruction.action is Action.SWAP_IN:
+            found.add(instruction.index)
+    return found
+
+
+def _begin_runs(program: Program) -> list[bool]:
+    """For each op of a program's order whether it begins what runs as one."""
+    found: list[bool] = []
+    for run in program.runs():
+        computes = sum(i.action is Action.COMPUTE for i in run)
+        found += [place == 0 for place in range(computes)]
+    return found

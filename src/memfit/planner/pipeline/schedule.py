@@ -1,0 +1,312 @@
+"""The order in which the devices of a pipeline work, and what that costs.
+
+A schedule lists for each device which stage it runs on which micro-batch, forward or backward. Simulated with the times
+of the stages it tells how long a step takes, how much of that devices wait (the bubble), and how many micro-batches are
+under way at each stage: forward done, backward not. That number decides how much memory a stage has for each.
+
+Sources: GPipe (Huang et al. 2019) runs all micro-batches forward and then all back; 1F1B (Narayanan et al. 2019, 2021)
+starts going back as soon as it can, so that a stage has no more under way than there are stages after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import NamedTuple, TypeAlias
+
+__all__ = [
+    "Action",
+    "Pass",
+    "Receive",
+    "Schedule",
+    "Send",
+    "StageTimes",
+    "Task",
+    "Timeline",
+    "gpipe",
+    "most_under_way",
+    "on_one_device",
+    "one_forward_one_backward",
+    "simulate_schedule",
+    "with_transfers",
+]
+
+
+class Pass(StrEnum):
+    """What is done with a micro-batch; the letters are those of PyTorch's engine."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    INPUT = "I"
+    """The part of the backward pass that the stage before waits for (`memfit.planner.pipeline.split_backward`)."""
+    WEIGHT = "W"
+    """The rest of it."""
+
+
+class Action(NamedTuple):
+    """One thing a device does."""
+
+    stage: int
+    what: Pass
+    microbatch: int
+
+    def __str__(self) -> str:
+        """As PyTorch's engine writes it, such as `2F0`."""
+        return f"{self.stage}{self.what.value}{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """What a pass made goes to another device."""
+
+    of: Action
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """Room is made on a device for what one of its passes takes from another device."""
+
+    of: Action
+
+
+Task: TypeAlias = Action | Send | Receive
+"""What a device does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """Who does what when.
+
+    Attributes:
+        name: as it is asked for.
+        num_stages: how many stages there are.
+        num_microbatches: into how many parts the batch is cut.
+        orders: for each device what it does, in order.
+    """
+
+    name: str
+    num_stages: int
+    num_microbatches: int
+    orders: tuple[tuple[Action, ...], ...]
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of weights are made later than those of inputs."""
+        return any(action.what is Pass.WEIGHT for order in self.orders for action in order)
+
+    def device_of(self) -> dict[int, int]:
+        """For each stage the device that runs it."""
+        return {action.stage: device for device, order in enumerate(self.orders) for action in order}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTimes:
+    """What one micro-batch takes at one stage.
+
+    Attributes:
+        forward_seconds: of the forward pass.
+        backward_seconds: of the backward pass, recomputation included.
+        weight_seconds: the part of it that nobody waits for.
+        transfer_seconds: from this stage to the next one, and back.
+    """
+
+    forward_seconds: float
+    backward_seconds: float
+    weight_seconds: float = 0.0
+    transfer_seconds: float = 0.0
+
+    def of(self, what: Pass) -> float:
+        """What one action takes."""
+        return {
+            Pass.FORWARD: self.forward_seconds,
+            Pass.BACKWARD: self.backward_seconds,
+            Pass.INPUT: self.backward_seconds - self.weight_seconds,
+            Pass.WEIGHT: self.weight_seconds,
+        }[what]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """A simulated step.
+
+    Attributes:
+        step_seconds: from the first action to the end of the last.
+        starts: for each action when it starts.
+        busy_seconds: for each device how long it computes.
+    """
+
+    step_seconds: float
+    starts: Mapping[Action, float]
+    busy_seconds: tuple[float, ...]
+
+    @property
+    def bubble(self) -> float:
+        """Share of the devices' time in which they wait."""
+        if not self.step_seconds:
+            return 0.0
+        return 1.0 - sum(self.busy_seconds) / (self.step_seconds * len(self.busy_seconds))
+
+
+def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
+    """All micro-batches forward, then all back, a stage a device.
+
+    The last one goes back first, so that what it keeps is soon gone; PyTorch's own GPipe begins with the first.
+    """
+    batches = range(num_microbatches)
+    orders = tuple(
+        (*(Action(s, Pass.FORWARD, m) for m in batches), *(Action(s, Pass.BACKWARD, m) for m in reversed(batches)))
+        for s in range(num_stages)
+    )
+    return Schedule(name="gpipe", num_stages=num_stages, num_microbatches=num_microbatches, orders=orders)
+
+
+def one_forward_one_backward(num_stages: int, num_microbatches: int) -> Schedule:
+    """1F1B: a stage runs ahead by as many micro-batches as there are stages from it to the end; a stage a device."""
+    orders = []
+    for stage in range(num_stages):
+        ahead = min(num_microbatches, num_stages - stage)
+        order = [Action(stage, Pass.FORWARD, m) for m in range(ahead)]
+        for m in range(num_microbatches):
+            order.append(Action(stage, Pass.BACKWARD, m))
+            if m + ahead < num_microbatches:
+                order.append(Action(stage, Pass.FORWARD, m + ahead))
+        orders.append(tuple(order))
+    return Schedule(name="1f1b", num_stages=num_stages, num_microbatches=num_microbatches, orders=tuple(orders))
+
+
+def most_under_way(schedule: Schedule) -> list[int]:
+    """For each stage the most micro-batches that are under way there at once."""
+    now = [0] * schedule.num_stages
+    most = [0] * schedule.num_stages
+    for order in schedule.orders:
+        for action in order:
+            if action.what is Pass.FORWARD:
+                now[action.stage] += 1
+                most[action.stage] = max(most[action.stage], now[action.stage])
+            elif action.what is not Pass.INPUT:
+                now[action.stage] -= 1
+    return most
+
+
+def simulate_schedule(schedule: Schedule, times: Sequence[StageTimes]) -> Timeline:
+    """Runs a schedule with the times of its stages; transfers go beside compute.
+
+    Args:
+        schedule: who does what.
+        times: for each stage.
+
+    Returns:
+        When everything starts, and how long it takes.
+
+    Raises:
+        ValueError: if the devices wait for each other for ever.
+    """
+    ends: dict[Action, float] = {}
+    starts: dict[Action, float] = {}
+    clocks = [0.0] * len(schedule.orders)
+    busy = [0.0] * len(schedule.orders)
+    next_up = [0] * len(schedule.orders)
+    device_of = schedule.device_of()
+    waiting = True
+    while waiting:
+        waiting = False
+        for device, order in enumerate(schedule.orders):
+            while next_up[device] < len(order):
+                action = order[next_up[device]]
+                ready = _ready_seconds(action, schedule, times, ends, device_of)
+                if ready is None:
+                    break
+                start = max(ready, clocks[device])
+                seconds = times[action.stage].of(action.what)
+                starts[action], ends[action] = start, start + seconds
+                clocks[device] = start + seconds
+                busy[device] += seconds
+                next_up[device] += 1
+                waiting = True
+    stuck = [str(order[n]) for n, order in zip(next_up, schedule.orders, strict=True) if n < len(order)]
+    if stuck:
+        raise ValueError(f"the schedule {schedule.name!r} never gets to {', '.join(stuck)}")
+    return Timeline(step_seconds=max(ends.values(), default=0.0), starts=starts, busy_seconds=tuple(busy))
+
+
+def _ready_seconds(
+    action: Action,
+    schedule: Schedule,
+    times: Sequence[StageTimes],
+    ends: Mapping[Action, float],
+    device_of: Mapping[int, int],
+) -> float | None:
+    """When what an action takes is there; None if nothing has made it yet."""
+    before = _before(action, schedule)
+    if before is None:
+        return 0.0
+    if before not in ends:
+        return None
+    far = device_of[before.stage] != device_of[action.stage]
+    return ends[before] + (times[min(before.stage, action.stage)].transfer_seconds if far else 0.0)
+
+
+def _before(action: Action, schedule: Schedule) -> Action | None:
+    """What makes what an action takes."""
+    stage, what, microbatch = action
+    if what is Pass.FORWARD:
+        return Action(stage - 1, Pass.FORWARD, microbatch) if stage else None
+    if what is Pass.WEIGHT:
+        return Action(stage, Pass.INPUT, microbatch)
+    if stage == schedule.num_stages - 1:
+        return Action(stage, Pass.FORWARD, microbatch)
+    return Action(stage + 1, what, microbatch)
+
+
+def with_transfers(schedule: Schedule) -> tuple[tuple[Task, ...], ...]:
+    """What each device does, in order, sends and receives included.
+
+    Devices take turns, and what a pass makes for another device is sent and asked for there at once, at that moment: so
+    some of it is asked for a pass or two before it is needed, and comes while others run. Nobody waits for ever, even
+    if sends end only when the other side receives: whatever a device waits for has a place before its own in the order
+    in which all of this was put down (as in PyTorch's `_add_send_recv`).
+
+    Raises:
+        ValueError: if the devices wait for each other for ever.
+    """
+    device_of = schedule.device_of()
+    passes = [action for order in schedule.orders for action in order if action.what is not Pass.WEIGHT]
+    takers = {_before(action, schedule): action for action in passes}
+    waiting = [list(reversed(order)) for order in schedule.orders]
+    made: list[list[Task]] = [[] for _ in schedule.orders]
+    done: set[Action | None] = {None}
+    while any(waiting):
+        ready = False
+        for device, queue in enumerate(waiting):
+            if not queue or _before(queue[-1], schedule) not in done:
+                continue
+            action = queue.pop()
+            made[device].append(action)
+            done.add(action)
+            taker = takers.get(action)
+            if taker is not None and device_of[taker.stage] != device:
+                made[device].append(Send(action))
+                made[device_of[taker.stage]].append(Receive(taker))
+            ready = True
+        if not ready:
+            raise ValueError(
+                f"the schedule {schedule.name!r} never gets to {', '.join(str(q[-1]) for q in waiting if q)}"
+            )
+    return tuple(map(tuple, made))
+
+
+def on_one_device(schedule: Schedule) -> Schedule:
+    """The same work in one order for a single device, which holds as little as the order of each stage allows.
+
+    Whatever goes back goes first, then what is furthest on its way forward.
+    """
+    waiting = [list(reversed(order)) for order in schedule.orders]
+    order: list[Action] = []
+    done: set[Action | None] = {None}
+    while any(waiting):
+        ready = [queue for queue in waiting if queue and _before(queue[-1], schedule) in done]
+        queue = max(ready, key=lambda queue: (queue[-1].what is not Pass.FORWARD, queue[-1].stage))
+        order.append(queue.pop())
+        done.add(order[-1])
+    return replace(schedule, orders=(tuple(order),))

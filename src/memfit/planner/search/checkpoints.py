@@ -1,0 +1,44 @@
+"""Storages to keep at evenly spaced narrow places of the forward pass.
+
+With an anchor kept, running ops again cannot reach back beyond it, so a stretch between two anchors is all
+that a backward op can bring into memory at once. A selection with anchors is a smaller problem with a smaller
+working set; how many anchors are best depends on the budget, so several numbers are tried.
+
+Source: the segments of Chen et al. (2016), with the cuts chosen by bytes rather than by count.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from memfit.ir.graph import Phase, StepGraph
+from memfit.planner.analysis.chain import cut_chain
+
+__all__ = ["anchors"]
+
+
+def anchors(graph: StepGraph, windows: int, *, most_cuts: int = 400) -> frozenset[int]:
+    """The boundary storages of `windows - 1` cuts.
+
+    Args:
+        graph: the step.
+        windows: number of stretches, about equal in the bytes that backward reads.
+        most_cuts: how many places to choose from.
+
+    Returns:
+        Forward storages to keep.
+    """
+    blocks = cut_chain(graph, most=most_cuts).blocks
+    read = {s for op in graph.ops if op.phase is Phase.BACKWARD for s in op.reads}
+    weights = [
+        sum(graph.storages[s].nbytes for o in range(b.first, b.last + 1) for s in graph.ops[o].writes if s in read)
+        for b in blocks
+    ]
+    done = np.cumsum([0.0, *weights]) / max(1.0, float(sum(weights)))
+    widths = [sum(graph.storages[s].nbytes for s in b.boundary) for b in blocks]
+    chosen: set[int] = set()
+    for number in range(1, windows):
+        near = [i for i in range(1, len(blocks)) if abs(done[i] - number / windows) <= 0.5 / windows]
+        if near:
+            chosen.add(min(near, key=lambda i: (widths[i], abs(done[i] - number / windows))))
+    return frozenset(s for i in chosen for s in blocks[i].boundary)

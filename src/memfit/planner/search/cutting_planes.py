@@ -1,0 +1,323 @@
+"""What to keep, and until when, so that every instant of the backward pass fits.
+
+The first guess (`memfit.planner.bounds.relaxation`) knows one instant, the loss. It often drops a chain of cheap
+storages across many blocks, and running that chain again fills the memory in the middle of the backward pass. Here the
+backward pass is divided into **epochs**. At an epoch's start each storage is there or not, and an op runs again at most
+once in each epoch, right before its first use:
+
+    keep[s, e] + rerun[o, e] >= 1                  if backward reads s, made by o, in epoch e
+    keep[s, e] + rerun[p, e] >= rerun[o, e]        if o reads s, made by p
+    keep[s, e + 1] <= keep[s, e] + rerun[o, e]     a storage is carried on or it is gone
+
+Memory is constrained at the instants where it overflows, which are added one round after another. At instant
+`t` of epoch `e` a variable says whether an op has run again by then:
+
+    ran[o, t] >= 1 - keep[s, e]                    if backward reads s, made by o, in e up to t
+    ran[p, t] >= ran[o, t] - keep[s, e]            if o reads s, made by p
+    sum of sizes of what is alive at t  <=  room at t
+
+Each round solves, orders, simulates, and takes from the room of instants where the model was too hopeful.
+
+Idea: Checkmate's formulation (Jain et al., MLSys 2020) with lazy use-site rematerialisation, coarse time and
+cutting planes, which leaves thousands of variables where Checkmate has millions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memfit.ir.graph import Phase, StepGraph, StorageKind
+from memfit.ir.program import Action, Program, program_of
+from memfit.planner.analysis.demand import Needs, epoch_starts, needs_of
+from memfit.planner.search.lazy_recompute import lazy_order
+from memfit.planner.solver import Milp, Status, solve
+from memfit.sim.simulator import simulate
+
+__all__ = ["Candidate", "select_over_time"]
+
+_MIB = float(1 << 20)
+_TINY = 2e-5
+"""Storages below this share of the budget are always kept: they decide nothing and cost variables."""
+
+
+_NEAR = 1.005
+"""An overflow below this is left to the polish, which mends it at less cost than another round."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """An order with its peak and its extra time, from the simulator."""
+
+    order: tuple[int, ...]
+    peak_bytes: int
+    recompute_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Model:
+    """The program under construction; `keep` and `rerun` are indexed by (storage or op, epoch)."""
+
+    problem: Milp
+    keep: dict[tuple[int, int], int]
+    rerun: dict[tuple[int, int], int]
+
+
+def select_over_time(
+    graph: StepGraph,
+    budget_bytes: int,
+    *,
+    epochs: int = 1,
+    forced: Collection[int] = (),
+    rounds: int = 16,
+    seconds: float = 2.0,
+    gap: float = 2e-3,
+) -> Iterator[Candidate]:
+    """Finds what to keep under a budget.
+
+    Args:
+        graph: the step.
+        budget_bytes: peak of the whole step.
+        epochs: into how many the backward pass is divided.
+        forced: storages to keep through the loss whatever they cost.
+        rounds: how often to solve.
+        seconds: time limit of each solve.
+        gap: relative gap at which a solve stops.
+
+    Yields:
+        A candidate of every round; the later ones fit better.
+    """
+    starts = epoch_starts(graph, epochs)
+    needs = [needs_of(graph, start, end) for start, end in zip(starts, [*starts[1:], len(graph.ops)], strict=True)]
+    base = _backward_base(graph)
+    room: dict[int, float] = {graph.loss_index: float(budget_bytes)}
+    for _ in range(rounds):
+        kept = _solve(graph, starts, needs, base, room, budget_bytes, forced, seconds, gap)
+        if kept is None:
+            break
+        order = lazy_order(graph, kept[0], dict(zip(starts[1:], kept[1:], strict=True)))
+        program = program_of(graph, order)
+        timeline = simulate(graph, program)
+        yield Candidate(
+            order=tuple(order), peak_bytes=timeline.peak_bytes, recompute_seconds=timeline.recompute_seconds
+        )
+        if timeline.peak_bytes <= budget_bytes * _NEAR:
+            break
+        _tighten(graph, base, program, timeline.bytes_at, budget_bytes, room)
+
+
+def _solve(
+    graph: StepGraph,
+    starts: Sequence[int],
+    needs: Sequence[Needs],
+    base: NDArray[np.int64],
+    room: dict[int, float],
+    budget_bytes: int,
+    forced: Collection[int],
+    seconds: float,
+    gap: float,
+) -> list[frozenset[int]] | None:
+    model = _Model(problem=Milp(), keep={}, rerun={})
+    producer = graph.producers()
+    held = graph.held_to_the_end()
+    always: set[int] = set()
+    dominated = _dominated(graph)
+    lasting = graph.lasting()
+    for epoch, need in enumerate(needs):
+        later = needs[epoch:]
+        for storage, info in enumerate(graph.storages):
+            if info.kind is not StorageKind.FORWARD or storage in held:
+                continue
+            if max(int(n.until[storage]) for n in later) < 0:
+                continue
+            recomputable = graph.ops[producer[storage]].recomputable and storage not in lasting
+            if info.nbytes < _TINY * budget_bytes or not recomputable:
+                always.add(storage)
+                continue
+            model.keep[storage, epoch] = model.problem.variable(
+                integer=storage not in dominated,
+                lower=1.0 if storage in forced and epoch == 0 else 0.0,
+                upper=0.0 if storage in dominated and storage not in forced else 1.0,
+            )
+        for index, op in enumerate(graph.ops):
+            if op.phase is Phase.FORWARD and op.recomputable and need.latest[index] >= 0:
+                if any((s, epoch) in model.keep for s in op.writes):
+                    model.rerun[index, epoch] = model.problem.variable(cost=op.seconds_again, integer=False)
+    for epoch, need in enumerate(needs):
+        _add_epoch(graph, model, producer, epoch, need)
+    fixed = sum(graph.storages[s].nbytes for s in always)
+    for instant, room_bytes in room.items():
+        epoch = max(e for e, start in enumerate(starts) if start <= instant or e == 0)
+        terms = _memory_row(graph, model, producer, epoch, needs[epoch], instant, graph.loss_index)
+        model.problem.row(terms, upper=(room_bytes - float(base[instant]) - fixed) / _MIB)
+    solution = solve(model.problem, seconds=seconds, gap=gap, dive=len(room) > 1)
+    if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):
+        return None
+    chosen: list[set[int]] = [set(always) for _ in needs]
+    for (storage, epoch), variable in model.keep.items():
+        if solution.values[variable] > 0.5:
+            chosen[epoch].add(storage)
+    return [frozenset(c) for c in chosen]
+
+
+def _add_epoch(graph: StepGraph, model: _Model, producer: list[int], epoch: int, need: Needs) -> None:
+    problem, keep, rerun = model.problem, model.keep, model.rerun
+    for (storage, e), variable in keep.items():
+        if e != epoch:
+            continue
+        again = rerun.get((producer[storage], epoch))
+        if need.first_read[storage] >= 0:
+            problem.row({variable: 1.0, **({} if again is None else {again: 1.0})}, lower=1.0)
+        following = keep.get((storage, epoch + 1))
+        if following is not None:
+            problem.row({following: -1.0, variable: 1.0, **({} if again is None else {again: 1.0})}, lower=0.0)
+    for (index, e), variable in rerun.items():
+        if e != epoch:
+            continue
+        for operand in graph.ops[index].reads:
+            if (operand, epoch) in keep:
+                again = rerun.get((producer[operand], epoch))
+                terms = {keep[operand, epoch]: 1.0, variable: -1.0}
+                if again is not None:
+                    terms[again] = terms.get(again, 0.0) + 1.0
+                problem.row(terms, lower=0.0)
+
+
+def _memory_row(
+    graph: StepGraph, model: _Model, producer: list[int], epoch: int, need: Needs, instant: int, loss: int
+) -> dict[int, float]:
+    """The sum, in MiB, of what is alive at an instant; adds the variables and rows that say so."""
+    problem, keep = model.problem, model.keep
+    ran: dict[int, int] = {}
+    if instant != loss:
+        ran = _ran_by(graph, model, producer, epoch, need, instant)
+    terms: dict[int, float] = {}
+    for (storage, e), variable in keep.items():
+        if e != epoch:
+            continue
+        size = graph.storages[storage].nbytes / _MIB
+        if instant == loss:
+            terms[variable] = terms.get(variable, 0.0) + size
+            continue
+        again = ran.get(producer[storage])
+        carried = keep.get((storage, epoch + 1))
+        if need.until[storage] >= instant:
+            terms[variable] = terms.get(variable, 0.0) + size
+            if again is not None:
+                terms[again] = terms.get(again, 0.0) + size
+        elif carried is not None:
+            # Not needed in this epoch any more, but in a later one: alive if it is here and carried on.
+            alive = problem.variable(integer=False)
+            problem.row({alive: 1.0, variable: -1.0, carried: -1.0}, lower=-1.0)
+            if again is not None:
+                problem.row({alive: 1.0, again: -1.0, carried: -1.0}, lower=-1.0)
+            terms[alive] = terms.get(alive, 0.0) + size
+    return terms
+
+
+def _ran_by(
+    graph: StepGraph, model: _Model, producer: list[int], epoch: int, need: Needs, instant: int
+) -> dict[int, int]:
+    """Variables for `op has run again in this epoch by the instant`; ops that cannot have are left out."""
+    problem, keep = model.problem, model.keep
+    ran: dict[int, int] = {}
+    for (index, e), variable in model.rerun.items():
+        if e == epoch and need.earliest[index] <= instant:
+            ran[index] = variable if need.latest[index] <= instant else problem.variable(integer=False)
+    for index, variable in ran.items():
+        if need.latest[index] > instant:
+            for storage in graph.ops[index].writes:
+                if (storage, epoch) in keep and 0 <= need.first_read[storage] <= instant:
+                    problem.row({variable: 1.0, keep[storage, epoch]: 1.0}, lower=1.0)
+        for operand in graph.ops[index].reads:
+            other = ran.get(producer[operand])
+            if other is not None and (operand, epoch) in keep and need.latest[producer[operand]] > instant:
+                problem.row({other: 1.0, keep[operand, epoch]: 1.0, variable: -1.0}, lower=0.0)
+    return ran
+
+
+def _dominated(graph: StepGraph) -> set[int]:
+    """Storages never worth keeping: all they are good for is to make another one, not larger, that could be kept."""
+    readers: dict[int, list[int]] = {}
+    for index, op in enumerate(graph.ops):
+        for storage in op.reads:
+            readers.setdefault(storage, []).append(index)
+    found: set[int] = set()
+    for storage, users in readers.items():
+        user = graph.ops[users[0]]
+        if len(users) == 1 and user.phase is Phase.FORWARD and user.recomputable:
+            made = sum(graph.storages[s].nbytes for s in user.writes)
+            if made <= graph.storages[storage].nbytes and graph.storages[storage].kind is StorageKind.FORWARD:
+                found.add(storage)
+    return found
+
+
+def _backward_base(graph: StepGraph) -> NDArray[np.int64]:
+    """By op, memory of everything but forward results while it runs: static, held, gradients, workspace."""
+    kinds = (StorageKind.BACKWARD, StorageKind.GRADIENT, StorageKind.TANGENT)
+    counted = {i for i, s in enumerate(graph.storages) if s.kind in kinds} | set(graph.outputs)
+    program = program_of(graph, range(len(graph.ops)))
+    base = np.zeros(len(graph.ops), dtype=np.int64)
+    sizes = [s.nbytes for s in graph.storages]
+    live = graph.static_bytes
+    for instruction in program.instructions:
+        index = instruction.index
+        if instruction.action is Action.FREE:
+            live -= sizes[index] if index in counted else 0
+            continue
+        op = graph.ops[index]
+        new = sum(sizes[s] for s in op.writes if s in counted)
+        if instruction.over in counted:
+            new -= sizes[instruction.over]
+        base[index] = live + new + op.workspace_bytes
+        live += new
+    return base
+
+
+def _tighten(
+    graph: StepGraph,
+    base: NDArray[np.int64],
+    program: Program,
+    bytes_at: tuple[int, ...],
+    budget_bytes: int,
+    room: dict[int, float],
+) -> None:
+    """Adds the instants that overflow, and takes from those that overflow although they are constrained."""
+    peaks = _peak_by_backward_op(graph, program, bytes_at)
+    over = {t: p for t, p in peaks.items() if p > budget_bytes}
+    for instant in _local_maxima(over):
+        if instant not in room:
+            room[instant] = float(budget_bytes)
+        else:
+            room[instant] -= (over[instant] - budget_bytes) / 2
+    # An instant cannot have less than what is there whatever is kept.
+    for instant, room_bytes in room.items():
+        room[instant] = max(room_bytes, float(base[instant]))
+
+
+def _peak_by_backward_op(graph: StepGraph, program: Program, bytes_at: tuple[int, ...]) -> dict[int, int]:
+    """Highest memory while a backward op and the recomputation before it run."""
+    peaks: dict[int, int] = {}
+    waiting = 0
+    past_loss = False
+    for instruction, nbytes in zip(program.instructions, bytes_at, strict=True):
+        if instruction.action is Action.FREE:
+            continue
+        op = graph.ops[instruction.index]
+        if op.phase is Phase.FORWARD and not past_loss:
+            continue
+        past_loss = True
+        waiting = max(waiting, nbytes)
+        if op.phase is not Phase.FORWARD:
+            peaks[instruction.index] = waiting
+            waiting = 0
+    return peaks
+
+
+def _local_maxima(over: dict[int, int], *, most: int = 6) -> list[int]:
+    """Instants at least as high as their neighbours, highest first."""
+    peaks = [t for t in over if over[t] >= over.get(t - 1, 0) and over[t] > over.get(t + 1, 0)]
+    return sorted(peaks, key=lambda t: -over[t])[:most]

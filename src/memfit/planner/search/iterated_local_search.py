@@ -1,0 +1,63 @@
+"""Better orders from good ones: each is filled for more memory than there is, then spilled to what there is.
+
+Filling takes away the repetitions that cost most; spilling then drops other storages than the first time, all the
+more as their costs are taken a little differently each time. What comes out is rarely worse by much and sometimes
+better, and the better ones are the next to be varied.
+
+Idea: iterated local search (Lourenço, Martin and Stützle, 2003).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+
+from memfit.ir.graph import StepGraph
+from memfit.planner.search.spill_and_fill import fill, spill
+
+__all__ = ["Pool", "varied"]
+
+_MORE_MEMORY = (0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2)
+"""How much more memory an order is filled for, as a share of the budget."""
+
+_WHIM = 0.3
+"""Standard deviation of the logarithm of what a storage's cost is multiplied with."""
+
+_KEPT = 8
+
+
+class Pool:
+    """The best orders found, the best first.
+
+    Attributes:
+        orders: with their time.
+    """
+
+    def __init__(self) -> None:
+        self.orders: list[tuple[float, tuple[int, ...]]] = []
+
+    def add(self, seconds: float, order: tuple[int, ...]) -> None:
+        """Adds an order unless it is as fast as one of the pool, which then is most likely the same."""
+        if all(abs(seconds - known) > 1e-9 for known, _ in self.orders):
+            self.orders = sorted([*self.orders, (seconds, order)])[:_KEPT]
+
+
+def varied(graph: StepGraph, pool: Pool, budget_bytes: int) -> Iterator[list[int]]:
+    """Orders within the budget made from those of a pool, which may grow meanwhile; no end.
+
+    Args:
+        graph: the step.
+        pool: orders to start from, at least one.
+        budget_bytes: peak of the step.
+
+    Yields:
+        Orders that are spilled to the budget and not filled.
+    """
+    rng = random.Random(0)
+    while True:
+        _, order = pool.orders[min(int(rng.expovariate(0.6)), len(pool.orders) - 1)]
+        more = fill(graph, order, int(budget_bytes * (1 + rng.choice(_MORE_MEMORY))))
+        whims = [math.exp(rng.gauss(0, _WHIM)) for _ in graph.storages]
+        fitting = spill(graph, more, budget_bytes, whims=whims)
+        yield fitting if fitting is not None else list(order)

@@ -1,0 +1,213 @@
+"""Orders from a choice of what to keep: everything else runs again right before its first use.
+
+Between the loss and the end each op runs again at most once, and what it makes lives until its last reader;
+given sets to carry on at later places too, at most once between two of these. This is the shape of every
+checkpointing scheme, whatever chose what to keep. In a tiled step what runs again can be forgotten at once instead
+(`tiled_order`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Mapping
+
+from memfit.ir.graph import Op, Phase, StepGraph
+
+__all__ = ["lazy_order", "missing_cone", "tiled_order"]
+
+
+def lazy_order(
+    graph: StepGraph, kept: Collection[int], carried: Mapping[int, Collection[int]] | None = None
+) -> list[int]:
+    """The plain order with forward ops repeated where a storage that is not there is first needed.
+
+    Args:
+        graph: the step.
+        kept: forward storages to hold through the loss.
+        carried: by backward op, the only forward storages to hold on to from there; others are dropped and
+            made again when needed.
+
+    Returns:
+        Op indices for `memfit.ir.program.program_of`.
+    """
+    loss = graph.loss_index
+    producer = graph.producers()
+    pinned = _pinned(graph, producer)
+    alive = pinned | set(kept) | set(graph.ops[loss].writes)
+    order = list(range(loss + 1))
+    for index in range(loss + 1, len(graph.ops)):
+        op = graph.ops[index]
+        if carried is not None and index in carried:
+            alive = {s for s in alive if producer[s] > loss or s in pinned} | (alive & set(carried[index]))
+            alive.update(graph.ops[loss].writes)
+        for storage in op.reads:
+            if storage not in alive:
+                cone = missing_cone(graph, producer, storage, alive.__contains__)
+                order.extend(cone)
+                alive.update(s for again in cone for s in graph.ops[again].later.writes)
+        order.append(index)
+        alive.update(op.writes)
+    return _undivided(graph, order)
+
+
+def tiled_order(
+    graph: StepGraph, kept: Collection[int], *, forward: bool = False, by_windows: bool = False
+) -> list[int]:
+    """The plain order with everything that is not kept made again for each group of backward ops that run as one.
+
+    Between two groups nothing of the forward pass is there but what is kept: what is made again for a group exists as
+    slices only. A group ends where a sum is read that it makes, as the input's gradient of a batch normalisation does.
+
+    Args:
+        graph: a tiled step (`StepGraph.is_tiled`).
+        kept: forward storages to hold through the loss.
+        forward: whether it is so in the forward pass already, where groups end at the statistics of normalisations.
+        by_windows: whether a group also ends where the backward pass comes to what was made before something kept.
+
+    Returns:
+        Op indices for `memfit.ir.program.program_of`.
+    """
+    loss = graph.loss_index
+    producer = graph.producers()
+    order = _forward_in_groups(graph, producer, kept) if forward else list(range(loss))
+    order.append(loss)
+    alive = _pinned(graph, producer) | set(kept) | set(graph.ops[loss].writes)
+    windows = _windows_read(graph, producer, kept if by_windows else ())
+    start = loss + 1
+    while start < len(graph.ops):
+        stop = min(_end_of_group(graph, start), _end_of_window(windows, start))
+        read = {s for op in graph.ops[start:stop] for s in op.reads if producer[s] < loss and s not in alive}
+        cones = (missing_cone(graph, producer, s, alive.__contains__) for s in read)
+        order += sorted({index for cone in cones for index in cone})
+        order += range(start, stop)
+        alive.update(s for op in graph.ops[start:stop] for s in op.writes)
+        start = stop
+    return _undivided(graph, order)
+
+
+def _undivided(graph: StepGraph, order: list[int]) -> list[int]:
+    """An order in which ops that could run as one follow each other.
+
+    What lies between them, needs nothing of theirs and can only run whole, as the draw of a mask, is moved before
+    them. Such ops keep their order among themselves, so a generator gives each the same numbers.
+    """
+    if not graph.is_tiled:
+        return order
+    undivided: list[int] = []
+    start, first = 0, graph.ops[order[0]]
+    written: set[int] = set()
+    read: set[int] = set()
+    for position, index in enumerate(order):
+        op = graph.ops[index]
+        if op.by_slices is not None and (op.by_slices.first or op.again is not None):
+            if first.by_slices is None or (op.by_slices.cut, op.piece) != (first.by_slices.cut, first.piece):
+                start, first, written, read = position, op, set(), set()
+            undivided.append(index)
+            written.update(op.writes)
+            read.update(op.reads)
+        elif _is_apart(op) and (written | read).isdisjoint((*op.reads, *op.writes)):
+            undivided.insert(start, index)
+            start += 1
+        else:
+            undivided.append(index)
+            start, first, written, read = position + 1, op, set(), set()
+    return undivided
+
+
+def _is_apart(op: Op) -> bool:
+    return op.phase is Phase.FORWARD and op.recomputable
+
+
+def _forward_in_groups(graph: StepGraph, producer: list[int], kept: Collection[int]) -> list[int]:
+    """The forward ops, with slices that are not kept made again for each group."""
+    forgotten = {
+        s
+        for op in graph.ops[: graph.loss_index]
+        if op.by_slices is not None and op.by_slices.first and op.recomputable
+        for s in op.writes
+        if s not in op.by_slices.sums
+    }
+    forgotten -= set(kept) | graph.held_to_the_end()
+    order: list[int] = []
+    start = 0
+    while start < graph.loss_index:
+        stop = min(_end_of_group(graph, start), graph.loss_index)
+        made = {s for op in graph.ops[start:stop] for s in op.writes}
+        missing = (s for op in graph.ops[start:stop] for s in op.reads if s in forgotten and s not in made)
+        cones = [missing_cone(graph, producer, s, lambda s: s not in forgotten) for s in dict.fromkeys(missing)]
+        order += sorted({index for cone in cones for index in cone})
+        order += range(start, stop)
+        start = stop
+    return order
+
+
+def _end_of_group(graph: StepGraph, start: int) -> int:
+    """The first op from `start` on that cannot run as one with those before it."""
+    first = graph.ops[start]
+    written: set[int] = set()
+    sums: set[int] = set()
+    for index in range(start, len(graph.ops)):
+        op = graph.ops[index]
+        slices = op.by_slices
+        if slices is None or not slices.first or first.by_slices is None:
+            return max(index, start + 1)
+        if (slices.cut, op.piece) != (first.by_slices.cut, first.piece):
+            return index
+        if not sums.isdisjoint(op.reads) or any(s in written and s not in slices.reads for s in op.reads):
+            return index
+        written.update(op.writes)
+        sums.update(slices.sums)
+    return len(graph.ops)
+
+
+def _windows_read(graph: StepGraph, producer: list[int], kept: Collection[int]) -> list[int | None]:
+    """For each op in which window between what is kept the last was made that it reads; None for no forward result."""
+    ends, loss = sorted(producer[s] for s in kept), graph.loss_index
+    made = (max((p for s in op.reads if 0 <= (p := producer[s]) < loss), default=None) for op in graph.ops)
+    return [None if last is None else bisect_left(ends, last) for last in made]
+
+
+def _end_of_window(windows: list[int | None], start: int) -> int:
+    """The first op from `start` on of which all that it reads was made in an earlier window than before."""
+    now: int | None = None
+    for index in range(start, len(windows)):
+        window = windows[index]
+        if now is not None and window is not None and window < now:
+            return index
+        now = window if now is None else now
+    return len(windows)
+
+
+def _pinned(graph: StepGraph, producer: list[int]) -> set[int]:
+    """What is there through the loss whatever is kept."""
+    pinned = set(graph.held_to_the_end()) | graph.lasting() | {s for s, op in enumerate(producer) if op == -1}
+    for op in graph.ops[: graph.loss_index + 1]:
+        if not op.recomputable:
+            pinned.update(op.writes)
+    return pinned
+
+
+def missing_cone(graph: StepGraph, producer: list[int], storage: int, is_alive: Callable[[int], bool]) -> list[int]:
+    """The ops to run, in order, to have a storage again.
+
+    Args:
+        graph: the step.
+        producer: `graph.producers()`.
+        storage: what is needed.
+        is_alive: whether a storage is in memory.
+
+    Returns:
+        Forward op indices, operands before users.
+    """
+    cone: set[int] = set()
+    stack = [storage]
+    while stack:
+        index = producer[stack.pop()]
+        if index in cone:
+            continue
+        assert graph.ops[index].phase is Phase.FORWARD and graph.ops[index].recomputable
+        cone.add(index)
+        op = graph.ops[index]
+        # What lasts from the first run on is there.
+        stack.extend(s for s in op.later.reads if s not in op.writes and producer[s] >= 0 and not is_alive(s))
+    return sorted(cone)

@@ -1,0 +1,118 @@
+"""The least memory: an order of about the lowest peak this planner can reach.
+
+From orders that keep anchors only, storages are spilled towards a target that halves the interval between the
+lowest peak reached and one that could not be. Bounded below by the widest op (`op_wall_bytes`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from memfit.ir.graph import StepGraph
+from memfit.ir.program import program_of
+from memfit.planner.bounds.lower_bound import LARGE_STEP, op_wall_bytes
+from memfit.planner.search.checkpoints import anchors
+from memfit.planner.search.lazy_recompute import lazy_order, tiled_order
+from memfit.planner.search.spill_and_fill import spill
+from memfit.sim.simulator import simulate
+
+__all__ = ["LEAST_TRIES", "least_budget", "least_order"]
+
+LEAST_TRIES = 12
+"""How often the interval of the least peak is halved; often enough to come near any."""
+
+_WINDOWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
+_NEAR = 0.004
+"""How close to a limit that was not reached is close enough; less close for a large step."""
+
+_NEAR_IF_LARGE = 0.01
+_MARGIN = 0.003
+_LONGEST = 6
+"""Orders of more runs than so many times the ops of the step are no plans anyone would want."""
+
+_STARTS = 6
+"""So many orders are spilled towards a target; in a tiled step, whose orders are long, only `_STARTS_IF_TILED`."""
+
+_STARTS_IF_TILED = 2
+_LEAST_SECONDS = 1.0
+"""What an error says must be about right, however short a search was asked for; small steps need no longer."""
+
+_ROUNDS = 400_000
+"""Drops that are tried for one target, times the ops of the step: work that takes some seconds."""
+
+
+def least_budget(graph: StepGraph, order: Sequence[int]) -> int:
+    """The budget to ask for so that an order of `least_order` fits: a little more than its predicted peak.
+
+    A measured peak that differs in the last percent then still fits.
+    """
+    return int(_peak(graph, order) * (1 + _MARGIN)) + 1024
+
+
+def least_order(
+    graph: StepGraph, *, tries: int = LEAST_TRIES, enough_bytes: int = 0, seconds: float = 8.0
+) -> list[int]:
+    """An order of about the least peak.
+
+    Args:
+        graph: the step.
+        tries: how often the interval is halved.
+        enough_bytes: a peak that need not be lowered further.
+        seconds: after so long (a second at least) no further target is tried, after twice that none goes on; four
+            times as long where `enough_bytes` is to be reached, so that what one search found another one finds again.
+
+    Returns:
+        A valid order; its simulated peak is the least budget, or enough.
+    """
+    begin = time.monotonic()
+    seconds = max(_LEAST_SECONDS, 4 * seconds if enough_bytes else seconds)
+    starts = _low_starts(graph, begin + seconds)
+    best = starts[0]
+    high = _peak(graph, best)
+    low = op_wall_bytes(graph)
+    near = _NEAR if len(graph.ops) <= LARGE_STEP else _NEAR_IF_LARGE
+    count = _STARTS_IF_TILED if graph.is_tiled else _STARTS
+    rounds = min(400, _ROUNDS // len(graph.ops))
+
+    def reach(target: int) -> list[int] | None:
+        until = begin + 2 * seconds
+        spilled = (spill(graph, start, target, rounds=rounds, until=until) for start in [best, *starts[:count]])
+        return next((order for order in spilled if order is not None), None)
+
+    if low < enough_bytes < high and (reached := reach(enough_bytes)) is not None:
+        return reached
+    for _ in range(tries):
+        if high <= enough_bytes or high - low < near * high or time.monotonic() - begin > seconds:
+            break
+        target = (high + low) // 2
+        reached = reach(target)
+        if reached is None:
+            low = target
+        else:
+            best, high = reached, _peak(graph, reached)
+    return best
+
+
+def _low_starts(graph: StepGraph, until: float) -> list[list[int]]:
+    """Orders of low memory, whatever their time, the lowest first."""
+    orders: list[list[int]] = []
+    for windows in _WINDOWS:
+        orders.append(lazy_order(graph, anchors(graph, windows)))
+        if time.monotonic() > until:
+            break
+    if graph.is_tiled:
+        sliced = (
+            tiled_order(graph, anchors(graph, windows), forward=forward, by_windows=by_windows)
+            for forward, by_windows in ((False, True), (False, False), (True, False))
+            for windows in _WINDOWS
+        )
+        for order in sliced:
+            orders += [order] if len(order) <= _LONGEST * len(graph.ops) else []
+            if time.monotonic() > until:
+                break
+    return sorted(orders, key=lambda order: _peak(graph, order))
+
+
+def _peak(graph: StepGraph, order: Sequence[int]) -> int:
+    return simulate(graph, program_of(graph, order)).peak_bytes

@@ -1,0 +1,274 @@
+"""The planner behind `strategy="auto"`: several searches, one judge.
+
+1. If the step fits with in-place ops and early frees alone, nothing is recomputed.
+2. Choose what to keep by a program over time (`memfit.planner.search.cutting_planes`), with more and more anchors.
+3. Start from rotor schedules of the chain of blocks, for the budget and for more, and from tighter and tighter
+   relaxations.
+4. Choose over several epochs, which takes longer and goes lower.
+5. Polish each against the simulator (`memfit.planner.search.spill_and_fill`).
+6. Vary the fastest ones (`memfit.planner.search.iterated_local_search`), and stop as soon as one is near the relaxed
+bound or time is up.
+
+Orders are searched for with every op in its leanest way (`memfit.planner.finalize.variant_selection`). The result
+states the relaxed bound beside it, so a reader sees what better planning could still gain.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from memfit.errors import BudgetError
+from memfit.ir.graph import StepGraph
+from memfit.ir.program import Program, plain_order, program_of
+from memfit.planner.analysis.no_plan import no_plan
+from memfit.planner.bounds.lower_bound import LARGE_STEP, op_wall_bytes, relaxed_bound
+from memfit.planner.bounds.relaxation import select_kept
+from memfit.planner.finalize.variant_selection import leanest, program_within, quicker
+from memfit.planner.search import rotor
+from memfit.planner.search.checkpoints import anchors
+from memfit.planner.search.cutting_planes import select_over_time
+from memfit.planner.search.iterated_local_search import Pool, varied
+from memfit.planner.search.lazy_recompute import lazy_order, tiled_order
+from memfit.planner.search.min_memory import LEAST_TRIES, least_budget, least_order
+from memfit.planner.search.spill_and_fill import fill, spill
+from memfit.sim.simulator import Timeline, simulate
+
+__all__ = ["CLOSE", "Found", "Moves", "Progress", "auto_order", "find_order"]
+
+CLOSE = 0.01
+"""Stop searching when the extra time is within this share of the step of the bound."""
+
+_FAR = 0.025
+"""Keep searching longer while it is further than this."""
+
+_VERY_FAR = 0.1
+"""The same for a large step, of which one start takes seconds: nearer than this, more time has not paid."""
+
+_ON_BOUND = 0.25
+"""Time limit of each solve for the bound, as a share of that of the search."""
+
+_ON_STARTS = 0.6
+"""Share of the time that is spent on starts, the rest on varying the best."""
+
+_IN_VAIN = 50
+"""Stop varying after so many orders that are no faster."""
+
+_MORE_MEMORY = (1.02, 1.04, 1.07, 1.1, 1.15, 1.3)
+"""Shares of the budget that a start may take: near the wall, dropping what is too much often beats a tight order."""
+
+_IN_SLICES = ((4, 2.0), (2, 1.5), (4, 1.3), (2, 1.15), (1, 1.5), (6, 1.5))
+"""Of a tiled step: numbers of windows, and shares of the budget that what is kept between groups may take."""
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A program that fits.
+
+    Attributes:
+        order: of its ops, as the search knows it.
+        program: what runs.
+        timeline: what the simulator says of it.
+        bound_seconds: the least extra seconds any plan can have.
+    """
+
+    order: tuple[int, ...]
+    program: Program
+    timeline: Timeline
+    bound_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moves:
+    """What a search does for swaps; see `memfit.planner.offload.search`.
+
+    Attributes:
+        ahead: moves what comes back ahead of its use, in an order.
+        finish: makes a program of an order, and asks the simulator.
+        spill_bytes: peak to which orders are spilled, so that room is left for what comes back early.
+    """
+
+    ahead: Callable[[Sequence[int]], list[int]]
+    finish: Callable[[Sequence[int]], tuple[Program, Timeline]]
+    spill_bytes: int
+
+
+def auto_order(graph: StepGraph, budget_bytes: int | None) -> list[int]:
+    """The order of `find_order`, with the signature all strategies share."""
+    if budget_bytes is None:
+        return plain_order(graph)
+    return list(find_order(graph, budget_bytes).order)
+
+
+def find_order(
+    graph: StepGraph,
+    budget_bytes: int,
+    *,
+    seconds: float = 8.0,
+    progress: Progress | None = None,
+    moves: Moves | None = None,
+    least_tries: int = LEAST_TRIES,
+    last_resort: bool = True,
+) -> Found:
+    """Finds a fast order within a budget; swaps nothing.
+
+    Args:
+        graph: the step, with times.
+        budget_bytes: peak of the step.
+        seconds: roughly how long to search, up to four times that while far from the bound; three quarters of that
+            for a large step, up to twice that while very far.
+        progress: told what is being tried.
+        moves: what to do for swaps, if second runs stand for them.
+        least_tries: how often the interval of the least budget is halved that an error tells.
+        last_resort: whether it is looked for an order of any speed where none is found in time.
+
+    Returns:
+        The fastest one found.
+
+    Raises:
+        BudgetError: if none fits, with the least budget that does.
+    """
+    begin = time.monotonic()
+    lean, is_large = leanest(graph), len(graph.ops) > LARGE_STEP
+
+    def within(order: Sequence[int]) -> tuple[Program, Timeline]:
+        program = program_within(graph, order, budget_bytes)
+        return program, simulate(graph, program)
+
+    def found(order: Sequence[int]) -> Found:
+        program, timeline = (moves.finish if moves else within)(order)
+        return Found(order=tuple(order), program=program, timeline=timeline, bound_seconds=bound)
+
+    bound = relaxed_bound(graph, budget_bytes, seconds=_ON_BOUND * seconds)
+    if _peak(lean, plain_order(graph)) <= budget_bytes:
+        bound = min(bound, 0.0)  # running nothing again is possible, whatever the solver had time to see
+        plain = found(plain_order(graph))
+        if plain.timeline.peak_bytes <= budget_bytes:
+            return plain
+    best: Found | None = None
+    pool = Pool()
+
+    def try_filled(fitting: Sequence[int]) -> None:
+        nonlocal best
+        if moves is not None:
+            fitting = moves.ahead(fitting)
+        filled = (fill(ways, fitting, budget_bytes) for ways in (lean, quicker(graph, fitting, budget_bytes)))
+        # What is kept may take apart ops that ran as one, and then cost more than it saves.
+        for order in (fitting, *filled):
+            other = found(order)
+            if other.timeline.peak_bytes > budget_bytes:
+                continue
+            pool.add(other.timeline.step_seconds, other.order)
+            best = _better(best, other)
+
+    def time_is_up(share: float) -> bool:
+        gap = float("inf") if best is None else (best.timeline.step_seconds - graph.seconds - bound) / graph.seconds
+        patience = seconds if gap < _FAR else 4 * seconds
+        if is_large:
+            patience = 0.75 * seconds if best is None or gap < _VERY_FAR else 2 * seconds
+        return gap < CLOSE or time.monotonic() - begin > share * patience
+
+    hopeless = budget_bytes < op_wall_bytes(graph)
+    rotor_first = is_large and moves is not None
+    for name, start in () if hopeless else _starts(lean, budget_bytes, seconds, rotor_first=rotor_first):
+        if progress is not None:
+            progress(name)
+        fitting = spill(lean, start, budget_bytes if moves is None else moves.spill_bytes)
+        if fitting is not None:
+            try_filled(fitting)
+        if time_is_up(_ON_STARTS if pool.orders else 1.0):
+            break
+    in_vain = 0
+    for fitting in varied(lean, pool, budget_bytes) if pool.orders else ():
+        if time_is_up(1.0) or in_vain == _IN_VAIN:
+            break
+        before = best
+        try_filled(fitting)
+        in_vain = in_vain + 1 if best is before else 0
+    if best is None:
+        least = least_order(
+            *(lean,),
+            tries=least_tries,
+            enough_bytes=budget_bytes if last_resort else 0,
+            seconds=seconds,
+        )
+        if _peak(lean, least) > budget_bytes:
+            raise _no_plan(lean, budget_bytes, least)
+        tried = (found(order) for order in (fill(lean, least, budget_bytes), least))
+        best = next((one for one in tried if one.timeline.peak_bytes <= budget_bytes), None)
+        if best is None:  # with transfers it takes more than the order by itself
+            raise _no_plan(lean, budget_bytes, least, found(least).timeline.peak_bytes)
+    return best
+
+
+def _better(one: Found | None, other: Found) -> Found:
+    if one is None or other.timeline.step_seconds < one.timeline.step_seconds:
+        return other
+    return one
+
+
+def _peak(graph: StepGraph, order: Sequence[int]) -> int:
+    return simulate(graph, program_of(graph, order)).peak_bytes
+
+
+def _starts(
+    graph: StepGraph, budget_bytes: int, seconds: float, *, rotor_first: bool
+) -> Iterator[tuple[str, list[int]]]:
+    """Orders to polish, the likeliest and quickest first; where there is time for one only, that is rotor's."""
+    if rotor_first:
+        yield from _rotors(graph, budget_bytes, (1.0,), seconds)
+    if graph.is_tiled:
+        yield from _in_slices(graph, budget_bytes)
+    for windows in (1, 6, 3, 12, 20):
+        forced = anchors(graph, windows)
+        selections = select_over_time(graph, budget_bytes, forced=forced, rounds=8, seconds=1.5, gap=5e-3)
+        for number, candidate in enumerate(selections):
+            yield f"{windows} windows", list(candidate.order)
+            if windows == 1 and number == 0:
+                # The first selection ignores working sets; where that is too far off, this one is near at once.
+                yield from _rotors(graph, budget_bytes, (1.0,), seconds)
+        if windows == 1:
+            yield from _rotors(graph, budget_bytes, _MORE_MEMORY, seconds)
+    room = budget_bytes - graph.static_bytes
+    for share in (0.95, 0.8, 0.6, 0.4, 0.3, 0.2, 0.1):
+        selection = select_kept(graph, int(room * share), seconds=0.5)
+        if selection is not None:
+            yield f"keep {share:.0%} of what fits", lazy_order(graph, selection.kept)
+    for epochs, windows in ((8, 1), (5, 1), (8, 6), (12, 1)):
+        forced = anchors(graph, windows)
+        for candidate in select_over_time(graph, budget_bytes, epochs=epochs, forced=forced, seconds=4.0, gap=2e-2):
+            yield f"{epochs} epochs, {windows} windows", list(candidate.order)
+
+
+def _in_slices(graph: StepGraph, budget_bytes: int) -> Iterator[tuple[str, list[int]]]:
+    """Orders in which next to nothing is kept between groups of ops that run as one, filled for more than there is."""
+    for windows, share in _IN_SLICES:
+        order = _sliced(graph, windows)
+        yield f"{windows} windows in slices, {share:.0%} of the budget", fill(graph, order, int(share * budget_bytes))
+    for windows in (4, 2, 1):
+        yield f"{windows} windows in slices", _sliced(graph, windows)
+
+
+def _sliced(graph: StepGraph, windows: int) -> list[int]:
+    """The order for a number of windows that takes less memory, with groups that end with them or not."""
+    kept = anchors(graph, windows)
+    both = (tiled_order(graph, kept, by_windows=by_windows) for by_windows in (True, False))
+    return min(both, key=lambda order: _peak(graph, order))
+
+
+def _rotors(
+    graph: StepGraph, budget_bytes: int, shares: Sequence[float], seconds: float
+) -> Iterator[tuple[str, list[int]]]:
+    """Rotor's orders for shares of the budget; once its table is made, each takes no time."""
+    for more in shares:
+        order = rotor.fast_order(graph, int(budget_bytes * more), seconds=seconds)
+        if order is not None:
+            yield f"rotor with {more:.0%} of the budget", order
+
+
+def _no_plan(graph: StepGraph, budget_bytes: int, least: list[int], taken_bytes: int = 0) -> BudgetError:
+    least_bytes = max(least_budget(graph, least), taken_bytes)
+    return no_plan(graph, program_of(graph, least), budget_bytes, least_bytes=least_bytes)

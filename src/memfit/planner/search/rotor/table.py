@@ -1,0 +1,203 @@
+"""The dynamic program over the chain: least time to run blocks `s` to `t` forward and backward in `m` bytes.
+
+    C(s, t, m) = min of
+        a way through blocks s to e - 1:  forward, C(e, t, m - kept), backward
+        a checkpoint before block c:      forward from s to c, C(c, t, m - its boundary), C(s, c - 1, m)
+
+The boundary before `s` is paid for outside, and `m` is what is left of the whole budget, so a peak is compared with
+the memory the step uses at that place anyway. Segments that do not end at the last block run again, and `t` says what
+the backward pass holds meanwhile.
+
+Idea: Beaumont et al., "Optimal checkpointing for heterogeneous chains" (2019): the optimal persistent schedule, ops
+run as often as need be. New here: ways through several blocks at once, and carried storages that are paid once.
+
+Known limits: bytes are rounded to slots, so whoever uses an order asks the simulator; a boundary is held until the
+segment after it is done.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memfit.planner.search.rotor.variants import Site, Way
+
+__all__ = ["Table", "fill", "order_at"]
+
+_Ints = NDArray[np.int64]
+_Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ways:
+    """The ways from one block as columns, bytes in slots."""
+
+    ways: tuple[Way, ...]
+    stop: _Ints
+    kept: _Ints
+    first_need: _Ints
+    down_need: _Ints
+    again_rise: _Ints
+    only_rise: _Ints
+    first_seconds: _Floats
+    again_seconds: _Floats
+    only_seconds: _Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Least seconds of forward ops by first block, last block and slots of memory; infinite where nothing fits.
+
+    Attributes:
+        site: what was planned.
+        slot_bytes: bytes of a slot.
+        cells: the table.
+        columns: the ways from each block.
+    """
+
+    site: Site
+    slot_bytes: int
+    cells: _Floats
+    columns: tuple[_Ways, ...]
+
+    @property
+    def whole(self) -> _Floats:
+        """Least seconds of the whole chain, by slots."""
+        row: _Floats = self.cells[0, -1]
+        return row
+
+
+def fill(site: Site, *, slots: int, slot_bytes: int) -> Table:
+    """Fills the table.
+
+    Args:
+        site: the chain and its ways.
+        slots: how much memory to plan for; cells do not depend on it.
+        slot_bytes: bytes of a slot.
+    """
+    count = len(site.chain.blocks)
+    cells = np.full((count + 1, count, slots), np.inf)
+    columns = tuple(_undominated(_columns(ways, slot_bytes)) for ways in site.ways)
+    table = Table(site=site, slot_bytes=slot_bytes, cells=cells, columns=columns)
+    memory = np.arange(slots)
+    for last in range(count):
+        for first in range(last, -1, -1):
+            rows, _ = _rows(table, first, last, memory)
+            cells[first, last] = rows.min(axis=0)
+    return table
+
+
+def order_at(table: Table, slots: int) -> list[int]:
+    """The order behind a finite cell of `table.whole`."""
+    order: list[int] = []
+    _walk(table, 0, len(table.columns) - 1, slots, order)
+    return order
+
+
+def _columns(ways: tuple[Way, ...], slot_bytes: int) -> _Ways:
+    def slots(values: list[int]) -> _Ints:
+        return -(-np.array(values, dtype=np.int64) // slot_bytes)
+
+    return _Ways(
+        ways=ways,
+        stop=np.array([w.stop for w in ways]),
+        kept=(np.array([w.kept_bytes for w in ways], dtype=np.int64) + slot_bytes // 2) // slot_bytes,
+        first_need=slots([w.first_need for w in ways]),
+        down_need=slots([w.down_need for w in ways]),
+        again_rise=np.array([w.again_rise for w in ways], dtype=np.int64),
+        only_rise=np.array([w.only_rise for w in ways], dtype=np.int64),
+        first_seconds=np.array([w.first_seconds for w in ways]),
+        again_seconds=np.array([w.again_seconds for w in ways]),
+        only_seconds=np.array([w.only_seconds for w in ways]),
+    )
+
+
+def _undominated(columns: _Ways) -> _Ways:
+    """Without ways that another one of the same blocks beats in memory and time."""
+    arrays = [getattr(columns, f.name) for f in fields(columns) if f.name not in ("ways", "stop")]
+    table = np.stack(arrays, axis=1)
+    keep = np.ones(len(table), dtype=bool)
+    for i in range(len(table)):
+        beaten = keep & (columns.stop == columns.stop[i]) & (table >= table[i]).all(axis=1)
+        beaten[: i + 1] &= (table[: i + 1] > table[i]).any(axis=1)
+        keep &= ~beaten
+    return _Ways(
+        ways=tuple(way for way, kept in zip(columns.ways, keep, strict=True) if kept),
+        **{f.name: getattr(columns, f.name)[keep] for f in fields(columns) if f.name != "ways"},
+    )
+
+
+def _rows(table: Table, first: int, last: int, memory: _Ints) -> tuple[_Floats, list[Way | int]]:
+    """Time at each amount of memory for every choice at the head of a segment: a way, or where to checkpoint."""
+    here = table.columns[first]
+    running_first = last == len(table.columns) - 1
+    base = table.site.backward_base[last + 1]
+
+    through = np.flatnonzero(here.stop <= last)
+    ending = np.flatnonzero(here.stop == last + 1)
+    if running_first:
+        need, seconds = here.first_need[through], here.first_seconds[through]
+        end_need, end_seconds = here.first_need[ending], here.first_seconds[ending]
+    else:
+        rise = -(-(base + here.again_rise[through]) // table.slot_bytes)
+        need, seconds = np.maximum(here.down_need[through], rise), here.again_seconds[through]
+        end_need, end_seconds = -(-(base + here.only_rise[ending]) // table.slot_bytes), here.only_seconds[ending]
+
+    cuts = np.arange(first + 1, last + 1)
+    cut_kept, cut_need, cut_seconds = _checkpoints(table, first, last, cuts)
+
+    rows = np.full((len(through) + len(ending) + len(cuts), len(memory)), np.inf)
+    kept = np.concatenate([here.kept[through], cut_kept])
+    target = np.concatenate([here.stop[through], cuts])
+    left = memory - kept[:, None]
+    after = table.cells[target[:, None], last, np.maximum(left, 0)]
+    after[left < 0] = np.inf
+    rows[: len(through)] = after[: len(through)] + seconds[:, None]
+    rows[len(through) : len(through) + len(ending)] = end_seconds[:, None]
+    if len(cuts):
+        rows[len(through) + len(ending) :] = (
+            after[len(through) :] + table.cells[first, first:last][:, memory] + cut_seconds[:, None]
+        )
+    needs = np.concatenate([need, end_need, cut_need])
+    rows[memory < needs[:, None]] = np.inf
+    choices: list[Way | int] = [here.ways[i] for i in (*through, *ending)]
+    return rows, [*choices, *cuts.tolist()]
+
+
+def _checkpoints(table: Table, first: int, last: int, cuts: _Ints) -> tuple[_Ints, _Ints, _Floats]:
+    """For each place to checkpoint: slots of its boundary, slots and seconds to get there."""
+    site = table.site
+    passes = site.passes[first:last]
+    kept = (np.array(site.checkpoint_bytes[first], dtype=np.int64)[cuts] + table.slot_bytes // 2) // table.slot_bytes
+    if last == len(table.columns) - 1:
+        need = [base + p.first_rise[first] for base, p in zip(site.forward_base[first:last], passes, strict=True)]
+        seconds = [p.first_seconds for p in passes]
+    else:
+        need = [site.backward_base[last + 1] + p.again_rise[first] for p in passes]
+        seconds = [p.again_seconds for p in passes]
+    highest = np.maximum.accumulate(np.array(need, dtype=np.int64))
+    return kept, -(-highest // table.slot_bytes), np.cumsum(np.array(seconds))
+
+
+def _walk(table: Table, first: int, last: int, slots: int, order: list[int]) -> None:
+    rows, choices = _rows(table, first, last, np.array([slots]))
+    choice = choices[int(rows[:, 0].argmin())]
+    running_first = last == len(table.columns) - 1
+    site = table.site
+    if isinstance(choice, int):
+        for block, through in zip(site.chain.blocks[first:choice], site.passes[first:choice], strict=True):
+            order.extend(range(block.first, block.last + 1) if running_first else through.again)
+        kept = (site.checkpoint_bytes[first][choice] + table.slot_bytes // 2) // table.slot_bytes
+        _walk(table, choice, last, slots - kept, order)
+        _walk(table, first, choice - 1, slots, order)
+        return
+    if choice.stop == last + 1 and not running_first:
+        order.extend(choice.only)
+        return
+    blocks = site.chain.blocks
+    order.extend(range(blocks[first].first, blocks[choice.stop - 1].last + 1) if running_first else choice.forward)
+    if choice.stop <= last:
+        _walk(table, choice.stop, last, slots - (choice.kept_bytes + table.slot_bytes // 2) // table.slot_bytes, order)
+    order.extend(choice.backward)

@@ -1,0 +1,295 @@
+"""The executable specification of a program. Every planner's result passes through it.
+
+A program is right when it computes what the step computes: each op at least once and in an order in which
+every operand is alive, only recomputable forward ops more than once, each gradient exactly once, nothing
+freed that is not alive, nothing left over but what the caller holds, and each op in a number of parts that is
+known to give its bits. Ops that run as one hand on slices of the same samples only. What is swapped out comes back
+after its memory was given up, what lives on a tier is touched slice by slice, and no tier holds more than it may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from memfit.errors import ProgramError
+from memfit.ir.graph import Op, Phase, StepGraph, StorageKind
+from memfit.ir.program import Action, Instruction, Program
+from memfit.ir.streaming import streamable, tier_bytes
+from memfit.ir.tiers import Tier, slot_bytes
+
+__all__ = ["check"]
+
+_VERBS = {
+    Action.FREE: "frees",
+    Action.SWAP_OUT: "swaps out",
+    Action.SWAP_IN: "swaps in",
+    Action.STREAM: "keeps on a tier",
+}
+
+
+def check(graph: StepGraph, program: Program) -> None:
+    """Checks a program against its step.
+
+    Args:
+        graph: the step.
+        program: the program to check.
+
+    Raises:
+        ProgramError: naming the instruction and the rule it breaks.
+    """
+    storages = graph.storages
+    held = graph.held_to_the_end()
+    static = {i for i, s in enumerate(storages) if s.kind is StorageKind.STATIC}
+    alive: set[int] = set()
+    ran: set[int] = set()
+    past_loss = False
+    drawn = -1
+    piece_running = -1
+    rerun: list[int] = []  # after the loss
+    sliced = _check_sliced(graph, program)
+    _check_swaps(graph, program)
+    streamed = _check_streams(graph, program)
+    for position, instruction in enumerate(program.instructions):
+        index = instruction.index
+        where = f"instruction {position}"
+        if instruction.action is not Action.COMPUTE:
+            verb = _VERBS[instruction.action]
+            if not 0 <= index < len(storages):
+                raise ProgramError(f"{where} {verb} storage {index}, but the step has {len(storages)} storages")
+            name = storages[index].name
+            if instruction.action is Action.STREAM:
+                continue
+            if instruction.action is Action.SWAP_IN:
+                if index in alive:
+                    raise ProgramError(f"{where} {verb} {name}, which is still alive")
+                alive.add(index)
+                continue
+            if index not in alive:
+                raise ProgramError(f"{where} {verb} {name}, which is not alive")
+            if instruction.action is Action.SWAP_OUT:
+                continue
+            if index in held:
+                raise ProgramError(f"{where} frees {name}, which belongs to the caller")
+            alive.discard(index)
+            continue
+        if not 0 <= index < len(graph.ops):
+            raise ProgramError(f"{where} runs op {index}, but the step has {len(graph.ops)} ops")
+        op = graph.ops[index].later if index in ran else graph.ops[index]
+        if position not in sliced and not streamed.isdisjoint((*op.reads, *op.writes)):
+            raise ProgramError(f"{where}: {op.name} runs whole, but not all it touches is in memory")
+        if position not in sliced and instruction.parts not in {op.parts, *(way.parts for way in op.ways)}:
+            raise ProgramError(f"{where}: {op.name} cannot run in {instruction.parts} parts with the same bits")
+        for storage in op.reads:
+            if storage not in static and storage not in alive:
+                raise ProgramError(f"{where}: {op.name} reads {storages[storage].name}, which is not alive")
+        if op.phase is Phase.FORWARD and index in ran and not op.recomputable:
+            raise ProgramError(f"{where}: {op.name} runs again, but doing so is not exact")
+        if op.random_state_bytes and index not in ran:
+            if index < drawn:
+                raise ProgramError(
+                    f"{where}: {op.name} draws other numbers, since it runs after {graph.ops[drawn].name}"
+                )
+            drawn = index
+        if op.phase is not Phase.FORWARD and index in ran:
+            raise ProgramError(f"{where}: {op.phase} op {op.name} runs twice")
+        if op.phase is Phase.FORWARD and past_loss and index not in ran:
+            raise ProgramError(f"{where}: {op.name} runs for the first time after the loss")
+        if op.phase is Phase.BACKWARD:
+            if not past_loss:
+                raise ProgramError(f"{where}: backward op {op.name} runs before the loss")
+            piece_running = op.piece
+            for early in (graph.ops[i] for i in rerun if graph.ops[i].piece < op.piece):
+                raise ProgramError(
+                    f"{where}: {early.name} of piece {early.piece} ran again before the backward pass of piece "
+                    f"{op.piece} ended"
+                )
+        past_loss = past_loss or op.phase is Phase.LOSS
+        if past_loss and op.phase is Phase.FORWARD and -1 < piece_running < op.piece:
+            raise ProgramError(
+                f"{where}: {op.name} of piece {op.piece} runs again after the backward pass "
+                f"reached piece {piece_running}"
+            )
+        if past_loss and op.phase is Phase.FORWARD:
+            rerun.append(index)
+        over = instruction.over
+        if over is not None and position in sliced:
+            if over not in alive or over in streamed or op.writes[0] in streamed:
+                raise ProgramError(f"{where}: {op.name} runs over {storages[over].name}, which is not in memory")
+            alive.discard(over)
+        elif over is not None:
+            if op.ways and instruction.parts == 1:
+                raise ProgramError(f"{where}: {op.name} cannot run in place as a whole")
+            if over not in op.in_place_over or over in held or over in static or over not in alive:
+                raise ProgramError(f"{where}: {op.name} cannot run in place")
+            if storages[over].nbytes != storages[op.writes[0]].nbytes:
+                raise ProgramError(f"{where}: {op.name} overwrites a storage of another size")
+            alive.discard(over)
+        for storage in op.writes:
+            if storage in alive and storage not in held:
+                raise ProgramError(f"{where}: {op.name} writes {storages[storage].name}, which is still alive")
+            alive.add(storage)
+        ran.add(index)
+    missing = [op.name for i, op in enumerate(graph.ops) if i not in ran]
+    if missing:
+        raise ProgramError(f"{len(missing)} ops never run, the first is {missing[0]}")
+    left = alive - held
+    if left:
+        raise ProgramError(f"{len(left)} storages are never freed, the first is {storages[min(left)].name}")
+
+
+def _check_swaps(graph: StepGraph, program: Program) -> None:
+    """Checks what goes to a tier and comes back."""
+    held = graph.held_to_the_end()
+    out: dict[int, Tier] = {}
+    back: set[int] = set()
+    for position, instruction in enumerate(program.instructions):
+        index, where = instruction.index, f"instruction {position}"
+        if instruction.action not in (Action.SWAP_OUT, Action.SWAP_IN) or not 0 <= index < len(graph.storages):
+            continue
+        name = graph.storages[index].name
+        if instruction.action is Action.SWAP_IN:
+            if index not in out:
+                raise ProgramError(f"{where} swaps in {name}, which is on no tier")
+            back.add(index)
+            continue
+        if graph.storages[index].kind is not StorageKind.FORWARD or index in held:
+            raise ProgramError(f"{where} swaps out {name}, which is no forward result of the step's own")
+        if index in out or instruction.tier is None:
+            raise ProgramError(f"{where} swaps out {name} twice or to no tier")
+        out[index] = instruction.tier
+    _check_given_up(graph, program)
+    for index in out:
+        if index not in back:
+            raise ProgramError(f"{graph.storages[index].name} is swapped out and never comes back")
+
+
+def _check_streams(graph: StepGraph, program: Program) -> set[int]:
+    """Checks what lives on tiers, and what tiers hold.
+
+    Returns:
+        The storages that live there.
+    """
+    found: set[int] = set()
+    swapped = program.swapped()
+    streaming = True
+    for position, instruction in enumerate(program.instructions):
+        index, where = instruction.index, f"instruction {position}"
+        if instruction.action is not Action.STREAM:
+            streaming = False
+            continue
+        if not 0 <= index < len(graph.storages):
+            raise ProgramError(f"{where} streams storage {index}, but the step has {len(graph.storages)} storages")
+        name = graph.storages[index].name
+        if not streaming or instruction.tier is None or index in found or index in swapped:
+            raise ProgramError(f"{where} has {name} live on a tier too late, twice, on none, or though it is swapped")
+        found.add(index)
+    if found and swapped:
+        raise ProgramError("some storages live on tiers and others are moved there whole, which is not reckoned with")
+    for index in found.difference(streamable(graph, least_bytes=0)):
+        raise ProgramError(f"{graph.storages[index].name} lives on a tier, but not all ops touch slices of it")
+    for links in graph.tiers:
+        nbytes = sum(tier_bytes(graph, s) for s, tier in program.streamed().items() if tier is links.tier)
+        nbytes += sum(slot_bytes(graph.storages[s].nbytes) for s, tier in swapped.items() if tier is links.tier)
+        if links.limit_bytes is not None and nbytes > links.limit_bytes:
+            raise ProgramError(f"{nbytes} bytes are swapped to {links.tier}, which may hold {links.limit_bytes}")
+    return found
+
+
+def _check_given_up(graph: StepGraph, program: Program) -> None:
+    """Checks that nothing on its way out is given up after the loss but before the backward pass of its piece."""
+    piece = {s: op.piece for op in graph.ops for s in op.writes}
+    reached: int | None = None  # by the backward pass
+    leaving: set[int] = set()
+    for position, instruction in enumerate(program.instructions):
+        gone = instruction.index if instruction.action is Action.FREE else instruction.over
+        if instruction.action is Action.SWAP_OUT:
+            leaving.add(instruction.index)
+        elif gone in leaving:
+            assert gone is not None
+            leaving.discard(gone)
+            if reached is not None and piece[gone] < reached:
+                name = graph.storages[gone].name
+                raise ProgramError(f"instruction {position} gives {name} up before the backward pass of its piece")
+        if instruction.action is Action.COMPUTE and 0 <= instruction.index < len(graph.ops):
+            op = graph.ops[instruction.index]
+            if op.phase is Phase.LOSS:
+                reached = max(op.piece for op in graph.ops)
+            elif op.phase is Phase.BACKWARD:
+                reached = op.piece
+
+
+def _check_sliced(graph: StepGraph, program: Program) -> set[int]:
+    """Checks what is only asked of ops that run slice by slice, alone or as one.
+
+    Returns:
+        Their positions.
+    """
+    sliced: set[int] = set()
+    ran: set[int] = set()
+    piece_of = {s: op.piece for op in graph.ops for s in op.writes}
+    start = 0
+    for run in program.runs():
+        where = f"instruction {start}"
+        computes = [i.index for i in run if i.action is Action.COMPUTE]
+        if len(run) > 1 or run[0].sliced:
+            if any(i.action not in (Action.COMPUTE, Action.FREE) for i in run):
+                raise ProgramError(f"{where} runs ops as one, and swaps in between")
+            if any(not 0 <= i < len(graph.ops) for i in computes):
+                raise ProgramError(f"{where} runs ops as one, but the step has {len(graph.ops)} ops")
+            if len(set(computes)) < len(computes):
+                raise ProgramError(f"{where} runs an op twice as one with itself")
+            _check_slices(graph, run, ran, piece_of, where)
+            sliced.update(range(start, start + len(run)))
+        ran.update(computes)
+        start += len(run)
+    if start < len(program.instructions):
+        raise ProgramError("the last instruction runs as one with the next, but there is none")
+    return sliced
+
+
+def _check_slices(
+    graph: StepGraph, run: Sequence[Instruction], ran: Collection[int], piece_of: Mapping[int, int], where: str
+) -> None:
+    held = graph.held_to_the_end()
+
+    def runs(index: int) -> Op:
+        return graph.ops[index].later if index in ran else graph.ops[index]
+
+    ops = [runs(i.index) for i in run if i.action is Action.COMPUTE]
+    if len({(op.by_slices and op.by_slices.cut, op.piece) for op in ops}) > 1:
+        raise ProgramError(f"{where}: ops run as one, but not the same samples of the same piece")
+    in_tiles = any(op.by_slices is not None and op.by_slices.grid for op in ops)
+    taken = {s for op in ops for s in op.reads} if in_tiles else set[int]()
+    whole = {s for op in ops for s in _read_whole(op)}
+    written: set[int] = set()
+    sums = {s for op in ops if op.by_slices for s in op.by_slices.sums}
+    freed = {i.index for i in run if i.action is Action.FREE}
+    for instruction in run:
+        if instruction.action is Action.FREE:
+            if instruction.index not in written:
+                raise ProgramError(f"{where}: what comes in is freed before the last samples are done")
+            continue
+        op, again = runs(instruction.index), instruction.index in ran
+        if op.by_slices is None or instruction.parts != op.by_slices.slices or not instruction.sliced:
+            raise ProgramError(f"{where}: {op.name} cannot run in {instruction.parts} slices")
+        if not again and not op.by_slices.first:
+            raise ProgramError(f"{where}: only where it ran before can {op.name} run slice by slice")
+        too_early = written.intersection(sums).intersection(op.reads) or written.intersection(_read_whole(op))
+        if too_early or (again and not held.isdisjoint(op.writes)):
+            raise ProgramError(f"{where}: {op.name} cannot run slice by slice here")
+        written.update(op.writes)
+        over = instruction.over
+        if over is None:
+            continue
+        ours = op.writes[0] not in freed and op.writes[0] not in op.by_slices.sums
+        elsewhere = piece_of.get(over) != op.piece
+        if over in whole or over in taken or over in written or over in held or not ours or elsewhere:
+            raise ProgramError(f"{where}: {op.name} cannot run in place slice by slice")
+        if not graph.storages[over].reusable:
+            raise ProgramError(f"{where}: {op.name} cannot run over {graph.storages[over].name}")
+        if graph.storages[over].nbytes != graph.storages[op.writes[0]].nbytes:
+            raise ProgramError(f"{where}: {op.name} overwrites a storage of another size")
+
+
+def _read_whole(op: Op) -> list[int]:
+    return [s for s in op.reads if op.by_slices is None or s not in op.by_slices.reads]
