@@ -20,7 +20,7 @@ from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
 
 from memfit.capture.compiled_call import compile_call
-from memfit.pipelining.sequential import GPTEmbedding
+from memfit.tools.sequential_pipeline import GPTEmbedding
 from memfit.zoo.gpt import GPT
 
 __all__ = ["Rival", "rivals_of"]

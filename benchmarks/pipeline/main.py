@@ -15,8 +15,8 @@ import torch
 
 from benchmarks.report import Report
 from memfit import zoo
-from memfit.pipelining.comparison import SYSTEMS, Cell, PipelineRow, compare_cell
-from memfit.pipelining.sequential import as_sequential
+from memfit.tools.compare_pipelines import SYSTEMS, Cell, PipelineRow, compare_cell
+from memfit.tools.sequential_pipeline import as_sequential
 
 COLUMNS = (
     "K",

@@ -29,9 +29,9 @@ import memfit
 from benchmarks.report import Report
 from memfit import zoo
 from memfit.capture.trace import storage_bytes
-from memfit.pipelining.sequential import as_sequential, equal_ends
 from memfit.runtime.measure import measure
 from memfit.runtime.training import training_step
+from memfit.tools.sequential_pipeline import as_sequential, equal_ends
 
 COLUMNS = (
     "model",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from memfit.capture.log_calls import logs_left_out
 from memfit.capture.trace import capture_step
-from memfit.pipelining.forward_graph import capture_forward
+from memfit.pipelining.partition.forward_graph import capture_forward
 
 log = logging.getLogger(__name__)
 

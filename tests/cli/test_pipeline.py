@@ -48,7 +48,7 @@ def test_what_is_wrong_is_told(options: list[str], code: int, told: str, capsys:
 def test_pipelines_are_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("memfit.pipelining.comparison._TRIES", 1)
+    monkeypatch.setattr("memfit.tools.compare_pipelines._TRIES", 1)
     model = "zoo:seed-gpt2?layers=2&width=24&heads=2&vocabulary=50&positions=8&dropout=0.0"
     table = tmp_path / "table.csv"
     options = ["--batch", "4", "--stages", "2", "--microbatches", "2", "--repeats", "1", "--csv", str(table)]

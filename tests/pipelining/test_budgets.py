@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memfit.pipelining.budgets import above_budget, corrected
+from memfit.pipelining.search.device_budgets import above_budget, corrected
 
 
 def test_a_plan_that_took_too_much_is_not_found_again() -> None:

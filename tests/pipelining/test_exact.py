@@ -16,15 +16,15 @@ from torch.nn import functional
 
 import memfit
 from memfit.errors import CaptureError
-from memfit.pipelining.cuts import find_cuts
-from memfit.pipelining.engine_stage import EngineStage
-from memfit.pipelining.forward_graph import capture_forward, flatten_inputs
-from memfit.pipelining.outbox import Outbox
+from memfit.pipelining.config import Found
+from memfit.pipelining.partition.cut_points import find_cuts
+from memfit.pipelining.partition.forward_graph import capture_forward, flatten_inputs
+from memfit.pipelining.partition.stages import cut_into_stages
 from memfit.pipelining.pipeline import Pipeline
-from memfit.pipelining.question import Found
-from memfit.pipelining.search import _Searcher
-from memfit.pipelining.signature import pipeline_signature
-from memfit.pipelining.stages import cut_into_stages
+from memfit.pipelining.runtime.guards import pipeline_signature
+from memfit.pipelining.runtime.send_queue import Outbox
+from memfit.pipelining.runtime.stage import EngineStage
+from memfit.pipelining.search.search import _Searcher
 from memfit.planner.pipeline.schedule import Pass, Schedule
 from tests import models
 from tests.pipelining.models import CASES, LOSSES, Case, gpt, gradients, plain_step, shifted
@@ -231,7 +231,9 @@ def test_where_no_other_cut_fits_sums_in_another_order_are_told(monkeypatch: pyt
     plain_step(case)
     expected = gradients(case.model)
     said: list[tuple[str, ...]] = []
-    monkeypatch.setattr(logging.getLogger("memfit.pipelining.search"), "warning", lambda *told: said.append(told))
+    monkeypatch.setattr(
+        logging.getLogger("memfit.pipelining.search.search"), "warning", lambda *told: said.append(told)
+    )
     # In order, one stage would hold seven of the eight layers.
     pipe = piped(case, num_stages=2, num_microbatches=1, budget_per_device=18_000)
     assert [told[1] for told in said] == ["again.bias, again.weight"] and "in another order" in said[0][0]

@@ -7,9 +7,9 @@ import torch
 from torch.nn import functional
 
 from memfit.errors import CaptureError
-from memfit.pipelining.forward_graph import capture_forward, flatten_inputs
-from memfit.pipelining.loss_weights import LossReading, loss_shares, read_loss
-from memfit.pipelining.traced_loss import TracedLosses, trace_loss
+from memfit.pipelining.loss.scaling import LossReading, loss_shares, read_loss
+from memfit.pipelining.loss.traced import TracedLosses, trace_loss
+from memfit.pipelining.partition.forward_graph import capture_forward, flatten_inputs
 
 CROSS_ENTROPY = functional.cross_entropy
 LOSSES = {

@@ -11,13 +11,13 @@ from torch import nn
 
 import memfit
 from memfit.errors import BudgetError, SpecError
-from memfit.pipelining.cuts import find_cuts
-from memfit.pipelining.forward_graph import capture_forward, flatten_inputs
-from memfit.pipelining.making import make_pipeline_plan
-from memfit.pipelining.microbatches import cut_batch, sizes_of
+from memfit.pipelining.config import Question
+from memfit.pipelining.loss.microbatches import cut_batch, sizes_of
+from memfit.pipelining.loss.traced import TracedLosses
+from memfit.pipelining.partition.cut_points import find_cuts
+from memfit.pipelining.partition.forward_graph import capture_forward, flatten_inputs
 from memfit.pipelining.plan import decode_pipeline, encode_pipeline
-from memfit.pipelining.question import Question
-from memfit.pipelining.traced_loss import TracedLosses
+from memfit.pipelining.search.driver import make_pipeline_plan
 from memfit.zoo.gpt import GPT
 from tests.pipelining.models import Case, gradients, plain_step, tokens_loss
 

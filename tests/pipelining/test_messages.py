@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import schedules as engine
 
-from memfit.pipelining.engine import SCHEDULES, make_schedule, runtime
-from memfit.pipelining.engine import _Placeholder as Placeholder
-from memfit.pipelining.engine_stage import EngineStage
-from memfit.pipelining.outbox import Outbox
+from memfit.pipelining.runtime.engine import SCHEDULES, make_schedule, runtime
+from memfit.pipelining.runtime.engine import _Placeholder as Placeholder
+from memfit.pipelining.runtime.send_queue import Outbox
+from memfit.pipelining.runtime.stage import EngineStage
 from tests.pipelining.test_processes import case, make, measured_peak
 from tests.processes import run
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from memfit.errors import BudgetError, SpecError
-from memfit.pipelining import search
-from memfit.pipelining.forward_graph import capture_forward, flatten_inputs
-from memfit.pipelining.question import Found, Question
-from memfit.pipelining.stage_planner import StagePlanner
+from memfit.pipelining.config import Found, Question
+from memfit.pipelining.partition.forward_graph import capture_forward, flatten_inputs
+from memfit.pipelining.search.search import search
+from memfit.pipelining.search.stage_planner import StagePlanner
 from memfit.planner.pipeline.memory_split import DoesNotFit
 from memfit.planner.pipeline.schedule import Schedule
 from tests.pipelining.models import gradients, plain_step

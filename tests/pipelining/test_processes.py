@@ -15,8 +15,8 @@ import memfit
 from memfit.capture.trace import storage_bytes
 from memfit.errors import CaptureError, PipelineError
 from memfit.pipelining import building, cuts, engine_stage, shared_states, stage_planner
-from memfit.pipelining.forward_graph import ForwardGraph
-from memfit.pipelining.stages import Stage, cut_into_stages
+from memfit.pipelining.partition.forward_graph import ForwardGraph
+from memfit.pipelining.partition.stages import Stage, cut_into_stages
 from memfit.runtime.measure import measure
 from memfit.zoo.gpt import GPT
 from tests.pipelining.models import CASES, Case, gpt, gradients, plain_step, tokens_loss

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from memfit import zoo
-from memfit.pipelining.sequential import as_sequential, equal_ends
+from memfit.tools.sequential_pipeline import as_sequential, equal_ends
 
 
 @pytest.mark.parametrize(

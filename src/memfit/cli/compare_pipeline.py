@@ -32,7 +32,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compares pipelines."""
-    from memfit.pipelining.comparison import SYSTEMS, Cell, PipelineComparison, compare_cell
+    from memfit.tools.compare_pipelines import SYSTEMS, Cell, PipelineComparison, compare_cell
 
     check_output(args)
     systems = args.systems or SYSTEMS

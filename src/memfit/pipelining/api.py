@@ -12,10 +12,10 @@ from memfit import processes
 from memfit.capture.trace import device_of
 from memfit.capture.unwrapped_optimizer import OptimizerLike, check_optimizer
 from memfit.errors import SpecError
-from memfit.pipelining.budgets import Amount, resolve_budgets
-from memfit.pipelining.forward_graph import PipelineLoss
+from memfit.pipelining.config import Question
+from memfit.pipelining.partition.forward_graph import PipelineLoss
 from memfit.pipelining.pipeline import Pipeline
-from memfit.pipelining.question import Question
+from memfit.pipelining.search.device_budgets import Amount, resolve_budgets
 
 __all__ = ["pipeline"]
 
@@ -58,7 +58,7 @@ def pipeline(
         num_microbatches: into how many parts the batch is cut along its first axis.
         budget_per_device: bytes or `"8GiB"`, of every device or a list of one for each; None for as much as it takes.
         one_device: the stages take turns on this process's one device, and the budget is for all of them together.
-        schedule: `"auto"`, or a name of `memfit.pipelining.engine.SCHEDULES`.
+        schedule: `"auto"`, or a name of `memfit.pipelining.runtime.engine.SCHEDULES`.
         checkpoint: `"auto"` for a plan within the budget; or `"never"`, `"always"`, `"except_last"`: what of each
             micro-batch's forward pass runs again.
         loss_fn: takes the output, and the target if there is one, and returns a scalar that is a sum or a mean over

@@ -22,20 +22,20 @@ from memfit.capture.kernel_settings import kernel_settings
 from memfit.capture.preserve import preserved
 from memfit.capture.trace import device_of
 from memfit.errors import PipelineError, SpecError
-from memfit.pipelining.budgets import above_budget, corrected, fits
-from memfit.pipelining.building import CompiledStage, capture_stages, engine_stages, planned_cuts
-from memfit.pipelining.engine import runtime, step_microbatches
-from memfit.pipelining.engine_stage import EngineStage
-from memfit.pipelining.forward_graph import ForwardGraph, PipelineLoss, capture_forward, flatten_inputs
-from memfit.pipelining.loss_weights import LossReading, loss_shares, read_loss
-from memfit.pipelining.making import PROVING_RUNS, make_pipeline_plan, resident_bytes
-from memfit.pipelining.microbatches import batch_size, cut_batch, sizes_of
+from memfit.pipelining.config import Question
+from memfit.pipelining.loss.microbatches import batch_size, cut_batch, sizes_of
+from memfit.pipelining.loss.scaling import LossReading, loss_shares, read_loss
+from memfit.pipelining.loss.traced import TracedLosses
+from memfit.pipelining.partition.forward_graph import ForwardGraph, PipelineLoss, capture_forward, flatten_inputs
 from memfit.pipelining.plan import PipelinePlan, decode_pipeline, encode_pipeline
-from memfit.pipelining.question import Question
-from memfit.pipelining.random_stream import RandomStream
-from memfit.pipelining.shared_states import SharedStates, share_out
-from memfit.pipelining.signature import pipeline_signature
-from memfit.pipelining.traced_loss import TracedLosses
+from memfit.pipelining.runtime.build import CompiledStage, capture_stages, engine_stages, planned_cuts
+from memfit.pipelining.runtime.engine import runtime, step_microbatches
+from memfit.pipelining.runtime.guards import pipeline_signature
+from memfit.pipelining.runtime.rng import RandomStream
+from memfit.pipelining.runtime.stage import EngineStage
+from memfit.pipelining.runtime.tied_weights import SharedStates, share_out
+from memfit.pipelining.search.device_budgets import above_budget, corrected, fits
+from memfit.pipelining.search.driver import PROVING_RUNS, make_pipeline_plan, resident_bytes
 from memfit.planner.pipeline.schedule import on_one_device
 from memfit.runtime.measure import measure
 

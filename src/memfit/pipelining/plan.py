@@ -15,7 +15,7 @@ from memfit.errors import PlanFileError
 from memfit.ir.program import Program
 from memfit.ir.schema import PROGRAM_SCHEMA
 from memfit.ir.serialization import decode_program, encode_program, validate
-from memfit.pipelining.budgets import budget_text
+from memfit.pipelining.search.device_budgets import budget_text
 from memfit.planner.pipeline.schedule import Action, Pass, Schedule, StageTimes
 from memfit.units import format_bytes, format_seconds
 

@@ -16,10 +16,10 @@ from typing import Any
 
 from memfit.comparison import BatchSize, Comparison, Row
 from memfit.estimation import Estimate
-from memfit.pipelining.comparison import PipelineComparison
 from memfit.plans import Plan
 from memfit.runtime.difference import Difference
 from memfit.size_search import LargestSize
+from memfit.tools.compare_pipelines import PipelineComparison
 from memfit.verification import Verification
 
 __all__ = ["COMPARISON_COLUMNS", "csv_text", "document", "json_text", "records", "summary"]

@@ -6,9 +6,9 @@ from functools import singledispatch
 
 from memfit.comparison import BatchSize, Comparison, Row
 from memfit.estimation import Estimate
-from memfit.pipelining.comparison import PipelineComparison
 from memfit.plans import Plan
 from memfit.size_search import LargestSize
+from memfit.tools.compare_pipelines import PipelineComparison
 from memfit.units import format_bytes, format_percent
 from memfit.verification import Verification
 

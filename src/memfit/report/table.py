@@ -17,10 +17,10 @@ from rich.table import Table
 from memfit.comparison import BatchSize, Comparison, Row
 from memfit.estimation import Estimate
 from memfit.ir.serialization import Prediction
-from memfit.pipelining.comparison import PipelineComparison
 from memfit.plans import Plan
 from memfit.report.records import csv_text, json_text
 from memfit.size_search import LargestSize
+from memfit.tools.compare_pipelines import PipelineComparison
 from memfit.units import format_bytes, format_percent, format_seconds
 from memfit.verification import Verification
 

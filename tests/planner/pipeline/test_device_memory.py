@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from tests.planner.pipeline.test_schedule import zero_bubble_of_two
-
 from memfit.planner.pipeline.device_memory import StageMemory, beside_each, device_peaks
 from memfit.planner.pipeline.schedule import Action, Pass, Schedule, gpipe, one_forward_one_backward, with_transfers
+from tests.planner.pipeline.test_schedule import zero_bubble_of_two
 
 
 def test_a_device_holds_what_is_under_way() -> None:

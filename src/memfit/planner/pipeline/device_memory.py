@@ -2,7 +2,7 @@
 
 A stage holds what it keeps of each micro-batch that is under way, and a device has perhaps several stages. Beside that
 are messages: room is made for what arrives when the engine asks for it, which may be a pass or two before it is needed,
-and what was sent is held until it has arrived for certain (`memfit.pipelining.outbox`).
+and what was sent is held until it has arrived for certain (`memfit.pipelining.runtime.send_queue`).
 
 Known limits: states of random generators that travel with micro-batches do not count.
 """

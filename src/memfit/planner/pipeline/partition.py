@@ -3,7 +3,7 @@
 A dynamic program over the places at which a cut is possible: the slowest stage decides how long a step takes, so its
 time is made least, and of equal ones the sum. What recomputation a stage will need under its budget is guessed here
 (cheap results are dropped first, so the cost grows with the square of the share that is dropped); the planner of steps
-then plans each stage, and what it finds corrects the guess for another round (`memfit.pipelining.search`).
+then plans each stage, and what it finds corrects the guess for another round (`memfit.pipelining.search.search`).
 
 Stages add up the gradients of a parameter that several of them use, each its own sum. That is the sum of the
 unpipelined pass, bit for bit, if only the last of these stages uses it more than once; who wants that says so.

@@ -21,19 +21,19 @@ from memfit.capture.optimizer import optimizer_cost, part_of
 from memfit.capture.preserve import preserved
 from memfit.capture.trace import storage_bytes
 from memfit.ir.serialization import graph_digest
-from memfit.pipelining.alone import run_alone
-from memfit.pipelining.budgets import above_budget, corrected, fits
-from memfit.pipelining.building import CompiledStage, compile_stage, engine_stages
-from memfit.pipelining.coupling import check_halves, refuse_batch_norm, refuse_mixing
-from memfit.pipelining.engine_stage import EngineStage
-from memfit.pipelining.forward_graph import ForwardGraph, PipelineLoss, loss_of
-from memfit.pipelining.loss_weights import loss_shares, read_loss
-from memfit.pipelining.microbatches import batch_size, cut_batch, first_samples, with_samples
+from memfit.pipelining.config import Found, Question, StagePlan
+from memfit.pipelining.loss.microbatches import batch_size, cut_batch, first_samples, with_samples
+from memfit.pipelining.loss.sample_independence import check_halves, refuse_batch_norm, refuse_mixing
+from memfit.pipelining.loss.scaling import loss_shares, read_loss
+from memfit.pipelining.loss.traced import TracedLosses
+from memfit.pipelining.partition.forward_graph import ForwardGraph, PipelineLoss, loss_of
 from memfit.pipelining.plan import PipelinePlan, StageProgram, calls_digest
-from memfit.pipelining.question import Found, Question, StagePlan
-from memfit.pipelining.random_stream import RandomStream
-from memfit.pipelining.search import asked_schedule, plan_cuts, search
-from memfit.pipelining.traced_loss import TracedLosses
+from memfit.pipelining.runtime.build import CompiledStage, compile_stage, engine_stages
+from memfit.pipelining.runtime.isolated_run import run_alone
+from memfit.pipelining.runtime.rng import RandomStream
+from memfit.pipelining.runtime.stage import EngineStage
+from memfit.pipelining.search.device_budgets import above_budget, corrected, fits
+from memfit.pipelining.search.search import asked_schedule, plan_cuts, search
 from memfit.planner.pipeline.device_memory import StageMemory, device_peaks
 from memfit.planner.pipeline.schedule import with_transfers
 from memfit.runtime.measure import measure

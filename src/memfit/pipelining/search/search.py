@@ -1,7 +1,7 @@
 """Finds cuts, schedule and the plan of each stage: the plan of a pipeline.
 
 Cuts are proposed by times of calls and a guess of what recomputation will take (`memfit.planner.pipeline.partition`),
-and the stages between them are planned (`memfit.pipelining.stage_planner`). What a stage takes beyond the guess
+and the stages between them are planned (`memfit.pipelining.search.stage_planner`). What a stage takes beyond the guess
 corrects it, and cuts are proposed again, as long as that gets faster. Where nothing fits, the search tells what would.
 
 A single micro-batch gets the bits of the unpipelined step: cuts are first sought between which the gradients of a
@@ -22,12 +22,12 @@ from typing import Any
 import torch
 
 from memfit.errors import BudgetError, CaptureError, SpecError
-from memfit.pipelining.budgets import budget_text, extended, scaled, shares
-from memfit.pipelining.costs import call_costs, often_used
-from memfit.pipelining.engine import make_schedule
-from memfit.pipelining.forward_graph import ForwardGraph
-from memfit.pipelining.question import LINK_BYTES_PER_SECOND, POLICIES, Found, Question
-from memfit.pipelining.stage_planner import StagePlanner
+from memfit.pipelining.config import LINK_BYTES_PER_SECOND, POLICIES, Found, Question
+from memfit.pipelining.partition.call_costs import call_costs, often_used
+from memfit.pipelining.partition.forward_graph import ForwardGraph
+from memfit.pipelining.runtime.engine import make_schedule
+from memfit.pipelining.search.device_budgets import budget_text, extended, scaled, shares
+from memfit.pipelining.search.stage_planner import StagePlanner
 from memfit.planner.pipeline.memory_split import DoesNotFit
 from memfit.planner.pipeline.partition import CallCost, Demand, balance, demands, guessed_seconds
 from memfit.planner.pipeline.partition_one_device import cuts_holding_least
@@ -134,7 +134,7 @@ def asked_schedule(name: str, question: Question) -> Schedule:
     """The schedule of a name for the devices there are.
 
     Raises:
-        SpecError: see `memfit.pipelining.engine.make_schedule`.
+        SpecError: see `memfit.pipelining.runtime.engine.make_schedule`.
     """
     made = make_schedule(name, question.num_devices, question.num_microbatches)
     return on_one_device(made) if question.one_device else made

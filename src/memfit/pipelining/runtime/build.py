@@ -18,16 +18,16 @@ from memfit.capture.trace import Capture, capture_step
 from memfit.errors import PlanMismatchError
 from memfit.ir.program import Program
 from memfit.ir.serialization import graph_digest
-from memfit.pipelining.cuts import find_cuts
-from memfit.pipelining.engine_stage import EngineStage, StageCall
-from memfit.pipelining.forward_graph import ForwardGraph
-from memfit.pipelining.handing_over import handing_over
-from memfit.pipelining.outbox import Outbox
+from memfit.pipelining.partition.cut_points import find_cuts
+from memfit.pipelining.partition.forward_graph import ForwardGraph
+from memfit.pipelining.partition.stages import Stage, cut_into_stages, example_inputs
 from memfit.pipelining.plan import PipelinePlan, StageProgram, calls_digest
-from memfit.pipelining.random_stream import RandomStream
-from memfit.pipelining.split_backward import with_deferred
-from memfit.pipelining.stage_steps import accumulation_of
-from memfit.pipelining.stages import Stage, cut_into_stages, example_inputs
+from memfit.pipelining.runtime.rng import RandomStream
+from memfit.pipelining.runtime.send_queue import Outbox
+from memfit.pipelining.runtime.stage import EngineStage, StageCall
+from memfit.pipelining.search.sent_results import handing_over
+from memfit.pipelining.search.split_backward import with_deferred
+from memfit.pipelining.search.stage_capture import accumulation_of
 from memfit.runtime.apply import compile_program
 from memfit.runtime.later import Later
 

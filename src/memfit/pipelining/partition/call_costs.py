@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from memfit.capture.reading import JointOp
 from memfit.capture.trace import Capture
 from memfit.ir.graph import Phase, StepGraph, StorageKind
-from memfit.pipelining.forward_graph import ForwardGraph
+from memfit.pipelining.partition.forward_graph import ForwardGraph
 from memfit.planner.finalize.variant_selection import leanest
 from memfit.planner.pipeline.partition import CallCost
 

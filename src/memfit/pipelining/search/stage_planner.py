@@ -20,13 +20,13 @@ from memfit.capture.trace import Capture
 from memfit.errors import BudgetError
 from memfit.ir.graph import StepGraph
 from memfit.ir.serialization import graph_digest
-from memfit.pipelining.budgets import fits
-from memfit.pipelining.cuts import Cut, find_cuts
-from memfit.pipelining.forward_graph import ForwardGraph
-from memfit.pipelining.question import Found, Question, StagePlan
-from memfit.pipelining.split_backward import returning
-from memfit.pipelining.stage_steps import capture_stage, deferring, passing_bytes, state_bytes
-from memfit.pipelining.stages import Stage, cut_into_stages
+from memfit.pipelining.config import Found, Question, StagePlan
+from memfit.pipelining.partition.cut_points import Cut, find_cuts
+from memfit.pipelining.partition.forward_graph import ForwardGraph
+from memfit.pipelining.partition.stages import Stage, cut_into_stages
+from memfit.pipelining.search.device_budgets import fits
+from memfit.pipelining.search.split_backward import returning
+from memfit.pipelining.search.stage_capture import capture_stage, deferring, passing_bytes, state_bytes
 from memfit.planner.pipeline.device_memory import device_peaks
 from memfit.planner.pipeline.memory_split import DoesNotFit, rooms, share_budget
 from memfit.planner.pipeline.partition import CutPlace
@@ -48,7 +48,7 @@ class _Asked:
     """What is asked of the plan of a stage.
 
     Attributes:
-        policy: what is kept, see `memfit.pipelining.question.Question`.
+        policy: what is kept, see `memfit.pipelining.config.Question`.
         room_bytes: what a micro-batch may take; None for as much as it does.
         kept_limit_bytes: what may be kept of it between its passes; None for any number.
         under_way: the most micro-batches that are under way there.

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from memfit.pipelining.engine_stage import EngineStage
+from memfit.pipelining.runtime.stage import EngineStage
 from memfit.planner.pipeline.schedule import Action, Pass, Receive, Task
 
 __all__ = ["run_alone"]

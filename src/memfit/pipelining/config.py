@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from memfit.capture.trace import Capture
 from memfit.capture.unwrapped_optimizer import OptimizerLike
 from memfit.ir.graph import StepGraph
-from memfit.pipelining.stages import Stage
+from memfit.pipelining.partition.stages import Stage
 from memfit.planner.pipeline.device_memory import StageMemory
 from memfit.planner.pipeline.schedule import Schedule, StageTimes, Timeline
 from memfit.planner.pipeline.stage_plan import PlannedStage

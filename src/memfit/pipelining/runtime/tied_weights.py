@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from memfit import processes
-from memfit.pipelining.stages import Stage
+from memfit.pipelining.partition.stages import Stage
 
 __all__ = ["SharedStates", "share_out"]
 

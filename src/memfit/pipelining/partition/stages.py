@@ -17,9 +17,9 @@ import torch
 from torch import fx
 
 from memfit.capture.one_graph import OneGraph
-from memfit.pipelining.cuts import Cut, constant_calls
-from memfit.pipelining.forward_graph import ForwardGraph
-from memfit.pipelining.layout import flattened, same_layout
+from memfit.pipelining.partition.boundary_layout import flattened, same_layout
+from memfit.pipelining.partition.cut_points import Cut, constant_calls
+from memfit.pipelining.partition.forward_graph import ForwardGraph
 
 __all__ = ["Crossing", "Stage", "cut_into_stages", "example_inputs"]
 
@@ -46,7 +46,10 @@ class Crossing:
 
     @property
     def is_flat(self) -> bool:
-        """Whether a stage returns it, and takes its gradient, as a row of numbers; see `memfit.pipelining.layout`."""
+        """Whether a stage returns it, and takes its gradient, as a row of numbers.
+
+        See `memfit.pipelining.partition.boundary_layout`.
+        """
         return self.requires_grad and not same_layout(self.shape, self.stride, self.gradient_stride)
 
     @property

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import schedules as engine
 
-from memfit.pipelining.layout import in_memory_order
+from memfit.pipelining.partition.boundary_layout import in_memory_order
 
 __all__ = ["Outbox"]
 

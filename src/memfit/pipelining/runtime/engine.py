@@ -16,7 +16,7 @@ from torch.distributed.pipelining import schedules as engine
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from memfit.errors import SpecError
-from memfit.pipelining.engine_stage import EngineStage
+from memfit.pipelining.runtime.stage import EngineStage
 from memfit.planner.pipeline.schedule import (
     Action,
     Pass,

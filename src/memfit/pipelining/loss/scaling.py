@@ -20,7 +20,7 @@ import torch
 from torch import fx, nn
 
 from memfit.errors import CaptureError
-from memfit.pipelining.traced_loss import TracedLoss
+from memfit.pipelining.loss.traced import TracedLoss
 
 __all__ = ["Kind", "LossReading", "Part", "loss_shares", "read_loss", "totals"]
 

@@ -27,9 +27,9 @@ from torch.overrides import TorchFunctionMode
 
 from memfit.capture.preserve import preserved
 from memfit.errors import CaptureError
-from memfit.pipelining.forward_graph import ForwardGraph
-from memfit.pipelining.loss_weights import totals
-from memfit.pipelining.traced_loss import TracedLoss
+from memfit.pipelining.loss.scaling import totals
+from memfit.pipelining.loss.traced import TracedLoss
+from memfit.pipelining.partition.forward_graph import ForwardGraph
 
 __all__ = ["check_halves", "refuse_batch_norm", "refuse_mixing"]
 

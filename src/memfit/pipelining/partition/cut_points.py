@@ -24,8 +24,8 @@ from torch.utils import _pytree as pytree
 
 from memfit.capture.dynamo_graph import is_in_place
 from memfit.capture.kernel_strides import strides_of_kernels
-from memfit.pipelining.forward_graph import ForwardGraph
-from memfit.pipelining.layout import is_dense
+from memfit.pipelining.partition.boundary_layout import is_dense
+from memfit.pipelining.partition.forward_graph import ForwardGraph
 
 __all__ = ["Cut", "constant_calls", "find_cuts"]
 

@@ -22,11 +22,11 @@ from torch import nn
 
 from memfit.capture.trace import device_of, storage_bytes
 from memfit.errors import BudgetError
-from memfit.pipelining import baselines
 from memfit.pipelining.api import pipeline
-from memfit.pipelining.baselines import Passes, Trial
 from memfit.pipelining.pipeline import Pipeline
 from memfit.runtime.measure import measure
+from memfit.tools import pipeline_baselines as baselines
+from memfit.tools.pipeline_baselines import Passes, Trial
 
 __all__ = ["SYSTEMS", "Cell", "PipelineComparison", "PipelineRow", "compare_cell"]
 

@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 from memfit import processes
 from memfit.errors import SpecError
-from memfit.pipelining.engine import runtime
-from memfit.pipelining.sequential import as_sequential, equal_ends
+from memfit.pipelining.runtime.engine import runtime
 from memfit.planner.pipeline.schedule import on_one_device, one_forward_one_backward
+from memfit.tools.sequential_pipeline import as_sequential, equal_ends
 
 __all__ = ["Passes", "Step", "Trial", "equal_layers", "inline_workers", "time_passes", "torchgpipe"]
 

@@ -2,9 +2,9 @@
 
 The engine's schedules call a stage for each micro-batch; its own `PipelineStage` holds memory that a plan cannot
 afford: receive buffers for all micro-batches of all time, and every result it sent until the backward pass. Here a
-buffer exists from the moment it is received into, a result is held until it has arrived (`memfit.pipelining.outbox`),
-and what autograd needs is what the stage's plan keeps. Only the data is handled here; who does what when is up to the
-engine.
+buffer exists from the moment it is received into, a result is held until it has arrived
+(`memfit.pipelining.runtime.send_queue`), and what autograd needs is what the stage's plan keeps. Only the data is
+handled here; who does what when is up to the engine.
 
 What crosses a cut and only passes through a stage never enters its module, and is held no longer than what it sends;
 neither is its gradient.
@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from memfit.pipelining.layout import in_memory_order, same_layout
-from memfit.pipelining.outbox import Outbox
-from memfit.pipelining.random_stream import RandomStream
-from memfit.pipelining.stages import Crossing, Stage
+from memfit.pipelining.partition.boundary_layout import in_memory_order, same_layout
+from memfit.pipelining.partition.stages import Crossing, Stage
+from memfit.pipelining.runtime.rng import RandomStream
+from memfit.pipelining.runtime.send_queue import Outbox
 from memfit.runtime.later import Later
 
 __all__ = ["EngineStage"]

@@ -12,11 +12,11 @@ from memfit.capture.adding import Accumulate
 from memfit.capture.optimizer import optimizer_cost, part_of, trained_bytes
 from memfit.capture.trace import Capture
 from memfit.ir.graph import StepGraph
-from memfit.pipelining.forward_graph import ForwardGraph
-from memfit.pipelining.handing_over import handing_over
-from memfit.pipelining.question import Question
-from memfit.pipelining.split_backward import with_deferred
-from memfit.pipelining.stages import Stage, example_inputs
+from memfit.pipelining.config import Question
+from memfit.pipelining.partition.forward_graph import ForwardGraph
+from memfit.pipelining.partition.stages import Stage, example_inputs
+from memfit.pipelining.search.sent_results import handing_over
+from memfit.pipelining.search.split_backward import with_deferred
 from memfit.planning import Request, capture_and_profile
 
 __all__ = ["accumulation_of", "capture_stage", "deferring", "passing_bytes", "state_bytes"]
