@@ -15,12 +15,12 @@ from memfit.capture.loss import backward_of
 from memfit.capture.preserve import preserved
 from memfit.capture.profile import profile_ops, separated
 from memfit.capture.trace import Capture, capture_step
+from memfit.compiler.plan import Plan
+from memfit.compiler.proving import prove
+from memfit.compiler.stages import Request, plan_captured
 from memfit.ir.graph import StepGraph
 from memfit.ir.program import Program
 from memfit.ir.tiers import TierLinks
-from memfit.planning import Request, plan_captured
-from memfit.plans import Plan
-from memfit.proving import prove
 from memfit.runtime.apply import compile_program
 from memfit.runtime.training import interleaved_seconds, resident_bytes, step_peak, training_step
 from memfit.sim.simulator import Timeline, simulate, simulate_plain

@@ -17,10 +17,10 @@ from hypothesis import HealthCheck, settings
 from benchmarks.notices import notices
 
 _SHORT = (
-    ("memfit.planning", "find_program", 0.25),
-    ("memfit.planning", "relaxed_bound", 0.05),
+    ("memfit.compiler.stages", "find_program", 0.25),
+    ("memfit.compiler.stages", "relaxed_bound", 0.05),
     ("memfit.planner.pipeline.stage_plan", "find_program", 0.1),
-    ("memfit.batch_size", "find_program", 0.1),
+    ("memfit.tools.max_batch", "find_program", 0.1),
 )
 """Searches, where they are called from, and how many seconds they may take in tests."""
 
@@ -56,8 +56,8 @@ def short_search(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 @pytest.fixture(autouse=True)
 def no_hint_of_all_levers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """That a budget is too small says also what tiling would need, after another capture; few tests are about that."""
-    if "memfit.making" in sys.modules and request.node.get_closest_marker("all_levers") is None:
-        monkeypatch.setattr("memfit.making._with_all_levers", lambda error, *_: error)
+    if "memfit.compiler.driver" in sys.modules and request.node.get_closest_marker("all_levers") is None:
+        monkeypatch.setattr("memfit.compiler.driver._with_all_levers", lambda error, *_: error)
 
 
 @pytest.fixture(autouse=True)

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.making import plan_profiled
-from memfit.planning import Request, capture_and_profile
-from memfit.proving import lowered
+from memfit.compiler.driver import plan_profiled
+from memfit.compiler.proving import lowered
+from memfit.compiler.stages import Request, capture_and_profile
 from memfit.refusals import advised, refusal, refused
 from memfit.units import format_bytes
 

@@ -16,9 +16,9 @@ import torch
 
 from benchmarks.subject import Case, case_of
 from memfit.capture.preserve import preserved
+from memfit.compiler.plan import Plan
+from memfit.compiler.stages import Request, capture_and_profile, plan_captured
 from memfit.errors import BudgetError
-from memfit.planning import Request, capture_and_profile, plan_captured
-from memfit.plans import Plan
 from memfit.runtime.apply import compile_program
 from memfit.runtime.training import training_step
 from memfit.sim.simulator import simulate_plain

@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 
 from benchmarks.subject import Case, case_of
-from memfit.estimation import estimate
+from memfit.tools.estimate import estimate
 from memfit.zoo import build
 
 __all__ = ["CASES", "EXTRA_BUDGETS", "HEADLINE", "smallest_batch"]

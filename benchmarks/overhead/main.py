@@ -16,9 +16,9 @@ import torch
 from benchmarks.overhead.cases import CASES, EXTRA_BUDGETS, HEADLINE
 from benchmarks.report import Report, Table
 from benchmarks.subject import Run, Subject, case_of, differing
+from memfit.compiler.plan import Plan
 from memfit.errors import BudgetError, MemfitError
 from memfit.planner.bounds.lower_bound import op_wall_bytes
-from memfit.plans import Plan
 
 BUDGETS = "80,60,50,33,25,least"
 

@@ -17,8 +17,8 @@ from benchmarks.peers.rivals import Rival, rivals_of
 from benchmarks.report import Report, Table
 from benchmarks.subject import Case, Run, Subject, case_of, differing, measured_run
 from memfit.capture.preserve import preserved
+from memfit.compiler.plan import Plan
 from memfit.errors import BudgetError
-from memfit.plans import Plan
 from memfit.runtime.training import interleaved_seconds, training_step
 
 CASES: dict[str, Case] = {

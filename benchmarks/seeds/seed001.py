@@ -17,9 +17,9 @@ import torch
 from benchmarks.overhead import cases as overhead
 from benchmarks.report import Report, Table
 from benchmarks.subject import Case, Run, Subject, differing
+from memfit.compiler.plan import Plan
 from memfit.errors import BudgetError
 from memfit.ir.tiers import TierLinks
-from memfit.plans import Plan
 from memfit.runtime.swap.tiers import tier_links
 
 __all__ = ["CASES", "COLUMNS", "run"]

@@ -15,13 +15,13 @@ from benchmarks.report import Report, Table
 from benchmarks.subject import Case, Subject
 from memfit.capture.live_bytes import LiveBytes
 from memfit.capture.preserve import preserved
+from memfit.compiler.plan import Plan
 from memfit.errors import BudgetError
 from memfit.ir.graph import StepGraph
 from memfit.planner.bounds.relaxation import select_kept
 from memfit.planner.finalize.variant_selection import leanest, program_within
 from memfit.planner.search.lazy_recompute import lazy_order
 from memfit.planner.search.spill_and_fill import spill
-from memfit.plans import Plan
 from memfit.sim.simulator import Timeline, simulate
 
 __all__ = ["COLUMNS", "SEEDS", "Seed", "least_peak_order", "run"]

@@ -17,11 +17,11 @@ from benchmarks.report import Report, Table
 from benchmarks.subject import Run, Subject, case_of, differing
 from benchmarks.swap.resident import resident_growth
 from memfit.capture.preserve import preserved
+from memfit.compiler.plan import Plan
 from memfit.errors import BudgetError
 from memfit.ir.graph import Phase, StepGraph, StorageKind
 from memfit.ir.serialization import Prediction
 from memfit.ir.tiers import Link, Tier, TierLinks
-from memfit.plans import Plan
 from memfit.runtime.swap.tiers import tier_links
 
 DEFAULT = "resnet50,resnet152,gpt2"

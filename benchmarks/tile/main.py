@@ -17,10 +17,10 @@ from benchmarks.overhead.cases import CASES
 from benchmarks.report import Report, Table
 from benchmarks.subject import Case, Run, Subject, case_of, measured_run
 from memfit.capture.preserve import preserved
+from memfit.compiler.plan import Plan
+from memfit.compiler.tolerance import in_float64, is_within_rounding, own_rounding
 from memfit.errors import BudgetError
 from memfit.ir.tiers import TierLinks
-from memfit.plans import Plan
-from memfit.rounding import in_float64, is_within_rounding, own_rounding
 from memfit.runtime.swap.tiers import tier_links
 from memfit.runtime.training import interleaved_seconds
 from memfit.zoo import build

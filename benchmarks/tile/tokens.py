@@ -15,13 +15,13 @@ from torch import nn
 
 from benchmarks.report import Report
 from memfit.capture.preserve import preserved
+from memfit.compiler.driver import plan_profiled
+from memfit.compiler.stages import Request, capture_and_profile
 from memfit.errors import BudgetError
-from memfit.making import plan_profiled
-from memfit.planning import Request, capture_and_profile
 from memfit.runtime.apply import compile_program
 from memfit.runtime.training import interleaved_seconds, training_step
 from memfit.sim.simulator import simulate_plain
-from memfit.verification import verify
+from memfit.tools.verify import verify
 from memfit.zoo import Example, build
 
 COLUMNS = (

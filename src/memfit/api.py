@@ -1,4 +1,4 @@
-"""The public calls. Everything here is a short way into `memfit.making` and `memfit.runtime`."""
+"""The public calls. Everything here is a short way into `memfit.compiler.driver` and `memfit.runtime`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import nn
 from memfit.capture.loss import LossFunction
 from memfit.capture.trace import given_args
 from memfit.capture.unwrapped_optimizer import OptimizerLike
-from memfit.comparison import BatchSize, Comparison, compare, max_batch
-from memfit.estimation import Estimate, estimate
-from memfit.making import make_plan
-from memfit.planning import Progress, Request
-from memfit.plans import Plan
+from memfit.compiler.driver import make_plan
+from memfit.compiler.plan import Plan
+from memfit.compiler.stages import Progress, Request
 from memfit.runtime.fitted import fitted_call, release
 from memfit.runtime.measure import Measurement, measure
 from memfit.runtime.opaque import forget_compiled
-from memfit.size_search import max_size
+from memfit.tools.compare import BatchSize, Comparison, compare, max_batch
+from memfit.tools.estimate import Estimate, estimate
+from memfit.tools.max_size import max_size
 
 __all__ = [
     "BatchSize",

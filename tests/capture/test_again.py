@@ -11,9 +11,9 @@ from torch import nn
 from memfit.capture.again import from_statistics, normalise, normalise_over_data
 from memfit.capture.costs import Costs, costs_again
 from memfit.capture.trace import capture_step
+from memfit.compiler.stages import Request, capture_and_profile
 from memfit.ir.graph import Phase
-from memfit.planning import Request, capture_and_profile
-from memfit.verification import verify
+from memfit.tools.verify import verify
 from memfit.zoo import build
 
 _aten = torch.ops.aten

@@ -13,10 +13,10 @@ from torch import nn
 import memfit
 from memfit.capture.concatenations import separable_key
 from memfit.capture.trace import Capture
+from memfit.compiler.stages import Request, capture_and_profile, plan_captured
 from memfit.ir.graph import Phase, StepGraph
-from memfit.planning import Request, capture_and_profile, plan_captured
 from memfit.sim.simulator import simulate_plain
-from memfit.verification import verify
+from memfit.tools.verify import verify
 
 CHANNELS = 16
 

@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import memfit
 from memfit.capture import batch_norm, cudnn_norm
 from memfit.capture.trace import capture_step
-from memfit.planning import Request
-from memfit.verification import verify
+from memfit.compiler.stages import Request
+from memfit.tools.verify import verify
 from tests import models
 from tests.runtime.cases import image_case
 

@@ -13,9 +13,9 @@ from torch._dynamo.utils import counters
 
 import memfit
 from memfit.capture.trace import capture_step
+from memfit.compiler.driver import make_plan
+from memfit.compiler.stages import Request
 from memfit.ir.program import plain_order, program_of
-from memfit.making import make_plan
-from memfit.planning import Request
 from memfit.runtime.apply import compile_planned, compile_program
 from memfit.runtime.piece_program import piece_programs
 

@@ -14,7 +14,7 @@ import memfit
 from memfit.capture.eager_answers import eager_answers
 from memfit.capture.trace import capture_step
 from memfit.errors import CaptureError
-from memfit.verification import same_bits
+from memfit.tools.verify import same_bits
 
 QUESTIONS: dict[str, Callable[[Tensor], bool]] = {
     "compiling": lambda y: torch.compiler.is_compiling(),

@@ -12,9 +12,9 @@ import memfit
 from benchmarks.notices import notices
 from memfit.capture.inputs import detached
 from memfit.capture.preserve import preserved
+from memfit.compiler.proof import ProvingStep
 from memfit.ir.graph import Op
-from memfit.proof import ProvingStep
-from memfit.verification import verify
+from memfit.tools.verify import verify
 
 X = torch.randn(6, 5, 8, generator=torch.Generator().manual_seed(0))
 

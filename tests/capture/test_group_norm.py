@@ -17,8 +17,8 @@ from memfit.capture.group_norm import (
     sums_of_space,
 )
 from memfit.capture.trace import capture_step
-from memfit.planning import Request, capture_and_profile, plan_captured
-from memfit.verification import verify
+from memfit.compiler.stages import Request, capture_and_profile, plan_captured
+from memfit.tools.verify import verify
 from tests.capture.test_by_tiles import call_on
 from tests.capture.test_by_tiles import check as check_tiles
 

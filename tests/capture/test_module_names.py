@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.planning import Request, capture_and_profile
+from memfit.compiler.stages import Request, capture_and_profile
 
 
 class Block(nn.Module):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from memfit.capture.trace import capture_step
-from memfit.planning import Request, capture_and_profile
+from memfit.compiler.stages import Request, capture_and_profile
 
 ACTIVATIONS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
     "module in place": (nn.ReLU(inplace=True), True),

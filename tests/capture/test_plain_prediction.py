@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.planning import Request, capture_and_profile
+from memfit.compiler.stages import Request, capture_and_profile
 from memfit.sim.simulator import simulate_plain
 
 MODELS = {

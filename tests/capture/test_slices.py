@@ -10,8 +10,8 @@ from torch import nn
 
 from memfit.capture.slices import convolution_input_slices
 from memfit.capture.trace import Capture, capture_step
-from memfit.planning import Request
-from memfit.verification import verify
+from memfit.compiler.stages import Request
+from memfit.tools.verify import verify
 
 CHANNELS = 16
 READERS: dict[str, Callable[[], nn.Module]] = {

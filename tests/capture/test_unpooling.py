@@ -8,9 +8,9 @@ from torch import nn
 
 import memfit
 from memfit.capture.trace import Capture, capture_step
+from memfit.compiler.stages import Request
 from memfit.ir.graph import Phase
-from memfit.planning import Request
-from memfit.verification import verify
+from memfit.tools.verify import verify
 
 MODELS = {
     "apart": (nn.ReLU(), nn.MaxPool2d(2)),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from memfit.pipelining import search, stage_planner
+from memfit.pipelining.search import search, stage_planner
 
 
 @pytest.fixture(autouse=True)

@@ -14,9 +14,12 @@ from torch import nn
 import memfit
 from memfit.capture.trace import storage_bytes
 from memfit.errors import CaptureError, PipelineError
-from memfit.pipelining import building, cuts, engine_stage, shared_states, stage_planner
+from memfit.pipelining.partition import cut_points
 from memfit.pipelining.partition.forward_graph import ForwardGraph
 from memfit.pipelining.partition.stages import Stage, cut_into_stages
+from memfit.pipelining.runtime import build, tied_weights
+from memfit.pipelining.runtime.stage import EngineStage
+from memfit.pipelining.search import stage_planner
 from memfit.runtime.measure import measure
 from memfit.zoo.gpt import GPT
 from tests.pipelining.models import CASES, Case, gpt, gradients, plain_step, tokens_loss
@@ -108,13 +111,13 @@ def test_two_processes_train_as_one(microbatches: int, schedule: str, dropout: f
 def crosses_as_rows(rank: int, world: int) -> None:
     """Cuts are those only at which a gradient lies otherwise than what crosses."""
 
-    def turned(forward: ForwardGraph) -> list[cuts.Cut]:
-        return [cut for cut in cuts.find_cuts(forward) if is_turned(cut_into_stages(forward, [cut])[0])]
+    def turned(forward: ForwardGraph) -> list[cut_points.Cut]:
+        return [cut for cut in cut_points.find_cuts(forward) if is_turned(cut_into_stages(forward, [cut])[0])]
 
     def is_turned(stage: Stage) -> bool:
         return any(crossing.is_flat for crossing in stage.leaving)
 
-    for module in (stage_planner, building):
+    for module in (stage_planner, build):
         module.find_cuts = turned  # type: ignore[attr-defined]
     for microbatches, dtype in ((1, torch.float32), (3, torch.float64)):
         torch.manual_seed(0)
@@ -182,12 +185,12 @@ def test_gradients_of_tied_weights_are_added_without_much_memory(tmp_path: Path)
 
 def sums_of_three(rank: int, world: int) -> None:
     """Three holders, of whom one has no gradient, one a transposed one, and more than goes at once."""
-    shared_states._AT_ONCE_BYTES = 40
+    tied_weights._AT_ONCE_BYTES = 40
     model = nn.ParameterDict({"tied": nn.Parameter(torch.zeros(3, 7)), "other": nn.Parameter(torch.zeros(2))})
     given = [torch.arange(21.0).reshape(3, 7), torch.arange(21.0).reshape(7, 3).t() * 10]
     if rank < 2:
         model["tied"].grad = given[rank].clone(memory_format=torch.preserve_format)
-    shared = shared_states.SharedStates(holders={"tied": (0, 1, 2), "other": (1,)}, several=frozenset({"tied"}))
+    shared = tied_weights.SharedStates(holders={"tied": (0, 1, 2), "other": (1,)}, several=frozenset({"tied"}))
     shared.add_gradients(model)
     assert torch.equal(model["tied"].grad, given[0] + given[1])
     assert model["other"].grad is None
@@ -202,7 +205,7 @@ def fails(rank: int, world: int, where: str) -> None:
     pipe = make(made, world, num_microbatches=4)
     pipe.step(*made.args, target=made.target)
     if rank == 1:
-        setattr(engine_stage.EngineStage, where, lambda *_, **__: 1 / 0)
+        setattr(EngineStage, where, lambda *_, **__: 1 / 0)
     told = (ZeroDivisionError, None) if rank == 1 else (PipelineError, "process 1 of the pipeline failed: ZeroDivision")
     with pytest.raises(told[0], match=told[1]):
         pipe.step(*made.args, target=made.target)

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import memfit
+from memfit.compiler.proving import prove
+from memfit.compiler.stages import Request, capture_and_profile, plan_captured
 from memfit.planner.bounds.lower_bound import op_wall_bytes
-from memfit.planning import Request, capture_and_profile, plan_captured
-from memfit.proving import prove
 from memfit.sim.simulator import simulate_plain
-from memfit.verification import verify
+from memfit.tools.verify import verify
 from memfit.zoo import build
 from tests import models, short_nets
 

@@ -12,8 +12,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
 import memfit
-from memfit.making import make_plan
-from memfit.planning import Request
+from memfit.compiler.driver import make_plan
+from memfit.compiler.stages import Request
 from memfit.runtime.apply import compile_program
 from memfit.zoo import build
 from tests.models import Residual

@@ -12,9 +12,9 @@ from torch import nn
 import memfit
 from benchmarks.notices import notices
 from memfit.capture.preserve import snapshot
-from memfit.perturbed import constant_parameters, perturb
-from memfit.rounding import in_float64, is_within_rounding, own_rounding
-from memfit.verification import verify
+from memfit.compiler.perturbed import constant_parameters, perturb
+from memfit.compiler.tolerance import in_float64, is_within_rounding, own_rounding
+from memfit.tools.verify import verify
 
 IMAGES = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 

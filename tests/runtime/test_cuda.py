@@ -11,8 +11,8 @@ from torch import nn
 import memfit
 from memfit.capture.library_memory import library_bytes
 from memfit.capture.trace import capture_step
-from memfit.planning import Request
-from memfit.verification import verify
+from memfit.compiler.stages import Request
+from memfit.tools.verify import verify
 from tests import models
 from tests.runtime.cases import CASES, check_bits_and_budget, image_case
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional
 
 import memfit
-from memfit.planning import Request, capture_and_profile, plan_captured
-from memfit.verification import verify
+from memfit.compiler.stages import Request, capture_and_profile, plan_captured
+from memfit.tools.verify import verify
 from tests.runtime.cases import CASES, check_bits_and_budget
 
 SMOKE = ("residual", "tied", "frozen", "broken", "layouts", "kernels", "kernels of one sample")

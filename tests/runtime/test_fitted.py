@@ -15,7 +15,7 @@ from torch import nn
 
 import memfit
 from memfit.capture.cost_cache import CostCache, open_cache
-from memfit.planning import Request, capture_and_profile
+from memfit.compiler.stages import Request, capture_and_profile
 from memfit.runtime.fitted import fitted_call
 from tests.models import Between, Broken, Frozen, Residual, Tied
 
@@ -348,7 +348,7 @@ def test_a_fitted_model_holds_no_costs(monkeypatch: pytest.MonkeyPatch) -> None:
         opened.append(weakref.ref(cache))
         return cache
 
-    monkeypatch.setattr("memfit.planning.open_cache", noted)
+    monkeypatch.setattr("memfit.compiler.stages.open_cache", noted)
     model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), torch.randn(4, 8)
     memfit.fit(model, (x,), budget="1GiB", loss_fn=lambda y: y.sum())
     model(x).sum().backward()

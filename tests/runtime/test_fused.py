@@ -13,15 +13,15 @@ import memfit
 from memfit.capture.again import Call
 from memfit.capture.by_samples import Slice, in_slices
 from memfit.capture.slice_costs import same_slices
+from memfit.compiler.stages import Request, capture_and_profile
 from memfit.ir.fusion import fuse
 from memfit.ir.graph import Op, StepGraph, StorageKind
 from memfit.ir.program import Action, Program, program_of
 from memfit.ir.slicing import BySlices
 from memfit.planner.finalize.variant_selection import leanest
 from memfit.planner.search.min_memory import least_order
-from memfit.planning import Request, capture_and_profile
 from memfit.sim.simulator import simulate
-from memfit.verification import verify
+from memfit.tools.verify import verify
 
 
 class Block(nn.Module):

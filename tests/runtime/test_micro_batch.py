@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn import functional
 
 import memfit
+from memfit.compiler.stages import Request
 from memfit.ir.program import Action
-from memfit.planning import Request
-from memfit.verification import verify
+from memfit.tools.verify import verify
 from memfit.zoo import build
 from tests.short_nets import RESNET
 

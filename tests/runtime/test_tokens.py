@@ -11,9 +11,9 @@ from torch.nn import functional
 
 import memfit
 from memfit.capture.by_rows import product_over_rows
+from memfit.compiler.stages import Request, capture_and_profile
 from memfit.ir.graph import Phase
-from memfit.planning import Request, capture_and_profile
-from memfit.verification import verify
+from memfit.tools.verify import verify
 
 
 class Language(nn.Module):

@@ -62,8 +62,8 @@ def run(args: argparse.Namespace) -> int:
         return compare_pipeline.run(args)
     if args.of is not None:
         raise SpecError(f"compare takes one model, or `pipeline` and a model (given: {args.model!r} and {args.of!r})")
-    from memfit.comparison import compare
     from memfit.report.progress import progress_bars
+    from memfit.tools.compare import compare
 
     check_output(args)
     factory = optimizer_factory(args.optimizer)

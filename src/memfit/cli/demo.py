@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from memfit.plans import Plan
+    from memfit.compiler.plan import Plan
 
 __all__ = ["prepare_parser", "run"]
 

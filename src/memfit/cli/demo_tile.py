@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from memfit.planning import Progress
-    from memfit.plans import Plan
+    from memfit.compiler.plan import Plan
+    from memfit.compiler.stages import Progress
 
 __all__ = ["prepare_parser", "run"]
 
@@ -116,7 +116,7 @@ def _loss_of(target: Tensor) -> Callable[[Tensor], Tensor]:
 
 def _scale(labels: Tensor, first: float, budget: int, times: int) -> float:
     """The first scale, in quarters, at which the plain step needs so many times the budget by rooflines."""
-    from memfit.estimation import estimate
+    from memfit.tools.estimate import estimate
     from memfit.zoo import whole_photographs
 
     scale = first

@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from memfit.api import estimate
-    from memfit.planning import resolve_budget
+    from memfit.compiler.stages import resolve_budget
     from memfit.units import format_bytes
 
     check_output(args)

@@ -40,8 +40,8 @@ def run(args: argparse.Namespace) -> int:
     """Searches."""
     from dataclasses import replace
 
-    from memfit.batch_size import max_batch
     from memfit.report.progress import progress_bars
+    from memfit.tools.max_batch import max_batch
 
     check_output(args)
     factory = optimizer_factory(args.optimizer)

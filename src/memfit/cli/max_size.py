@@ -21,7 +21,7 @@ from memfit.cli.options import (
 from memfit.cli.output import check_output, emit
 
 if TYPE_CHECKING:
-    from memfit.size_search import Made
+    from memfit.tools.max_size import Made
 
 __all__ = ["prepare_parser", "run"]
 
@@ -43,7 +43,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Searches."""
     from memfit.report.progress import progress_bars
-    from memfit.size_search import max_size
+    from memfit.tools.max_size import max_size
 
     check_output(args)
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from memfit.cli.options import optimizer_factory
 
 if TYPE_CHECKING:
-    from memfit.planning import Progress
-    from memfit.plans import Plan
+    from memfit.compiler.plan import Plan
+    from memfit.compiler.stages import Progress
     from memfit.zoo import Example
 
 __all__ = ["plan_example"]
@@ -34,13 +34,14 @@ def plan_example(
     Raises:
         MemfitError: what `memfit.plan` raises.
     """
-    from memfit import comparison, making, planning
     from memfit.capture.trace import device_of
+    from memfit.compiler import driver, stages
     from memfit.sim.simulator import simulate_plain
+    from memfit.tools import compare
 
     model, inputs, kwargs = example.model, tuple(example.args), dict(example.kwargs)
     factory = optimizer_factory(args.optimizer)
-    request = planning.Request(
+    request = stages.Request(
         budget=args.budget,
         loss_fn=example.loss_fn,
         optimizer=None if factory is None else factory(model.parameters()),
@@ -51,10 +52,10 @@ def plan_example(
         label=example.label,
     )
     if not args.budget.endswith("plain"):
-        return making.make_plan(model, inputs, kwargs, request, progress=progress)
+        return driver.make_plan(model, inputs, kwargs, request, progress=progress)
     device = device_of(model)
-    comparison.budget_bytes(args.budget, 1 << 40, device, 0)  # a mistake is told before the work
-    _, graph = planning.capture_and_profile(model, inputs, kwargs, request, progress=progress)
-    nbytes = comparison.budget_bytes(args.budget, simulate_plain(graph).peak_bytes, device, graph.static_bytes)
+    compare.budget_bytes(args.budget, 1 << 40, device, 0)  # a mistake is told before the work
+    _, graph = stages.capture_and_profile(model, inputs, kwargs, request, progress=progress)
+    nbytes = compare.budget_bytes(args.budget, simulate_plain(graph).peak_bytes, device, graph.static_bytes)
     assert nbytes is not None
-    return making.make_plan(model, inputs, kwargs, replace(request, budget=nbytes), progress=progress)
+    return driver.make_plan(model, inputs, kwargs, replace(request, budget=nbytes), progress=progress)

@@ -42,9 +42,9 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Verifies."""
-    from memfit.plans import Plan
+    from memfit.compiler.plan import Plan
     from memfit.report.progress import progress_bars
-    from memfit.verification import verify
+    from memfit.tools.verify import verify
 
     check_output(args)
     if (args.plan is None) == (args.budget is None):

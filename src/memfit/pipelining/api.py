@@ -8,9 +8,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from memfit import processes
 from memfit.capture.trace import device_of
 from memfit.capture.unwrapped_optimizer import OptimizerLike, check_optimizer
+from memfit.distributed import process_group as processes
 from memfit.errors import SpecError
 from memfit.pipelining.config import Question
 from memfit.pipelining.partition.forward_graph import PipelineLoss

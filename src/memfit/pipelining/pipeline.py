@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from memfit import processes
 from memfit.capture.kernel_settings import kernel_settings
 from memfit.capture.preserve import preserved
 from memfit.capture.trace import device_of
+from memfit.distributed import process_group as processes
 from memfit.errors import PipelineError, SpecError
 from memfit.pipelining.config import Question
 from memfit.pipelining.loss.microbatches import batch_size, cut_batch, sizes_of

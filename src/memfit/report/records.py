@@ -14,13 +14,13 @@ from dataclasses import asdict
 from functools import singledispatch
 from typing import Any
 
-from memfit.comparison import BatchSize, Comparison, Row
-from memfit.estimation import Estimate
-from memfit.plans import Plan
+from memfit.compiler.plan import Plan
 from memfit.runtime.difference import Difference
-from memfit.size_search import LargestSize
+from memfit.tools.compare import BatchSize, Comparison, Row
 from memfit.tools.compare_pipelines import PipelineComparison
-from memfit.verification import Verification
+from memfit.tools.estimate import Estimate
+from memfit.tools.max_size import LargestSize
+from memfit.tools.verify import Verification
 
 __all__ = ["COMPARISON_COLUMNS", "csv_text", "document", "json_text", "records", "summary"]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from functools import singledispatch
 
-from memfit.comparison import BatchSize, Comparison, Row
-from memfit.estimation import Estimate
-from memfit.plans import Plan
-from memfit.size_search import LargestSize
+from memfit.compiler.plan import Plan
+from memfit.tools.compare import BatchSize, Comparison, Row
 from memfit.tools.compare_pipelines import PipelineComparison
+from memfit.tools.estimate import Estimate
+from memfit.tools.max_size import LargestSize
+from memfit.tools.verify import Verification
 from memfit.units import format_bytes, format_percent
-from memfit.verification import Verification
 
 __all__ = ["sentence"]
 

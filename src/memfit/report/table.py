@@ -14,15 +14,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from memfit.comparison import BatchSize, Comparison, Row
-from memfit.estimation import Estimate
+from memfit.compiler.plan import Plan
 from memfit.ir.serialization import Prediction
-from memfit.plans import Plan
 from memfit.report.records import csv_text, json_text
-from memfit.size_search import LargestSize
+from memfit.tools.compare import BatchSize, Comparison, Row
 from memfit.tools.compare_pipelines import PipelineComparison
+from memfit.tools.estimate import Estimate
+from memfit.tools.max_size import LargestSize
+from memfit.tools.verify import Verification
 from memfit.units import format_bytes, format_percent, format_seconds
-from memfit.verification import Verification
 
 __all__ = ["Sheet", "csv_text", "json_text", "plain_text", "show"]
 

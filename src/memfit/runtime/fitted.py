@@ -41,8 +41,8 @@ from memfit.units import format_bytes
 if TYPE_CHECKING:
     from memfit.capture.loss import LossFunction
     from memfit.capture.unwrapped_optimizer import OptimizerLike
-    from memfit.planning import Planned, Request
-    from memfit.plans import Plan
+    from memfit.compiler.plan import Plan
+    from memfit.compiler.stages import Planned, Request
 
 __all__ = ["Fitted", "fitted_call", "install", "release"]
 
@@ -245,7 +245,7 @@ class Fitted:
                 return self._over_budget(model, key, args, kwargs, error)
 
     def _made(self, model: nn.Module, args: Any, kwargs: Any, request: Request) -> Plan:
-        from memfit.making import make_plan
+        from memfit.compiler.driver import make_plan
 
         try:
             return make_plan(model, args, kwargs, request, keep_call=True)
@@ -312,8 +312,8 @@ def install(
     loss_fn: LossFunction | None = None,
     optimizer: OptimizerLike | None = None,
 ) -> nn.Module:
-    """Puts a plan into a module; see `memfit.plans.Plan.apply`."""
-    from memfit.planning import Request, fingerprint
+    """Puts a plan into a module; see `memfit.compiler.plan.Plan.apply`."""
+    from memfit.compiler.stages import Request, fingerprint
 
     given, model = model, unwrapped(model)
     if plan.planned is not None:
@@ -380,7 +380,7 @@ def verified(plan: Plan, model: nn.Module, args: Any, kwargs: Any, request: Requ
         PlanMismatchError: if the step is not the planned one.
         ProgramError: if the program is not one of the step.
     """
-    from memfit.planning import Planned, capture_and_profile, fingerprint
+    from memfit.compiler.stages import Planned, capture_and_profile, fingerprint
 
     difference = fingerprint_difference(plan.fingerprint, fingerprint(model, args, kwargs))
     capture, graph = capture_and_profile(model, args, kwargs, request, grid=plan.grid)

@@ -25,15 +25,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from memfit.compiler.plan import Plan
 from memfit.errors import BudgetError
-from memfit.plans import Plan
 from memfit.runtime.passes import Pass, in_flight
 from memfit.runtime.signature import Signature
 from memfit.sim.simulator import simulate
 from memfit.units import format_bytes
 
 if TYPE_CHECKING:
-    from memfit.planning import Planned, Request
+    from memfit.compiler.stages import Planned, Request
 
 __all__ = ["Loops", "TogetherError", "held_bytes"]
 

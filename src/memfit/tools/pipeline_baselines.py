@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.utils.checkpoint import checkpoint
 
-from memfit import processes
+from memfit.distributed import process_group as processes
 from memfit.errors import SpecError
 from memfit.pipelining.runtime.engine import runtime
 from memfit.planner.pipeline.schedule import on_one_device, one_forward_one_backward

@@ -13,13 +13,14 @@ from memfit.ir.graph import StepGraph
 from memfit.ir.program import plain_order, program_of
 from memfit.planner.analysis.chain import cut_chain
 from memfit.planner.bounds.lower_bound import op_wall_bytes, relaxed_bound
+from memfit.planner.search import rotor
 from memfit.planner.search.rotor.options import options_of
 from memfit.planner.search.rotor.shape import Shape, cone, profile, shape_of
 from memfit.planner.search.rotor.table import fill
 from memfit.planner.search.rotor.variants import site_of
 from memfit.sim.simulator import Timeline, simulate
 from memfit.sim.verifier import check
-from memfit.strategies import milp, rotor
+from memfit.strategies import milp
 from tests.ir.random_graphs import step_graphs
 from tests.strategies.builders import chain, residual, unet
 

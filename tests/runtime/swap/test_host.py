@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 import memfit
+from memfit.compiler.stages import Request
 from memfit.errors import SwapError
-from memfit.planning import Request
 from memfit.runtime.swap.disk import DiskSpace
 from memfit.runtime.swap.host import HostSpace
 from memfit.runtime.swap.tier import SwapSpace
-from memfit.verification import Verification, verify
+from memfit.tools.verify import Verification, verify
 from tests.models import Residual
 from tests.runtime.swap.test_streams import Normalised
 from tests.runtime.swap.test_streams import loss_fn as mean_of_squares
@@ -80,7 +80,7 @@ def test_bits_and_budget(tiers: str, strategy: str, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("tiers", ["host", "disk"])
 def test_slices_pass_beside_compute(tiers: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memfit.making.grids", lambda *_: [(1, 1, 16)])
+    monkeypatch.setattr("memfit.compiler.driver.grids", lambda *_: [(1, 1, 16)])
     torch.manual_seed(0)
     model, x = Normalised().cuda(), torch.randn(16, 3, 128, 128, device="cuda")
 

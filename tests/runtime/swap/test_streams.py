@@ -17,19 +17,19 @@ import torch
 from torch import nn
 
 import memfit
+from memfit.compiler.driver import make_plan
+from memfit.compiler.plan import Plan
+from memfit.compiler.proving import prove
+from memfit.compiler.stages import Request, capture_and_profile, plan_captured
 from memfit.errors import SwapError
 from memfit.ir.graph import StepGraph
 from memfit.ir.program import Action, Instruction, Program, plain_order, program_of
 from memfit.ir.streaming import streamable, streaming_step
 from memfit.ir.tiers import Tier
-from memfit.making import make_plan
-from memfit.planning import Request, capture_and_profile, plan_captured
-from memfit.plans import Plan
-from memfit.proving import prove
 from memfit.runtime.apply import compile_program
 from memfit.runtime.swap.disk import DiskSpace
 from memfit.sim.verifier import check
-from memfit.verification import verify
+from memfit.tools.verify import verify
 from memfit.zoo import build
 
 pytestmark = pytest.mark.usefixtures("small_disk")
@@ -254,7 +254,7 @@ def failing(real: Callable[..., int], after: int) -> Callable[..., int]:
 
 
 def test_the_whole_road_and_its_proof(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memfit.making.grids", lambda *_: [(1, 1, 6)])
+    monkeypatch.setattr("memfit.compiler.driver.grids", lambda *_: [(1, 1, 6)])
     model, args, kwargs, loss = images()
     request = Request(budget=1000, loss_fn=loss, levers="all", tiers="disk", search_seconds=0.1)
     with pytest.raises(memfit.BudgetError) as failure:

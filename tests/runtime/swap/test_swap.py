@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 import memfit
+from memfit.compiler.stages import Request, capture_and_profile
 from memfit.errors import SpecError, SwapError
 from memfit.ir.program import Action, Instruction, Program
 from memfit.planner.offload.model import swappable
-from memfit.planning import Request, capture_and_profile
 from memfit.runtime.swap.disk import DiskSpace
 from memfit.sim.simulator import simulate
 from memfit.sim.verifier import check

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from memfit import processes
+from memfit.distributed import process_group as processes
 from memfit.pipelining.partition.stages import Stage
 
 __all__ = ["SharedStates", "share_out"]

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from memfit.compiler.stages import resolve_budget
 from memfit.errors import BudgetError, SpecError
 from memfit.planner.pipeline.schedule import Schedule
-from memfit.planning import resolve_budget
 from memfit.units import format_bytes
 
 __all__ = [

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit import processes
 from memfit.capture.module_names import module_of
 from memfit.capture.optimizer import optimizer_cost, part_of
 from memfit.capture.preserve import preserved
 from memfit.capture.trace import storage_bytes
+from memfit.distributed import process_group as processes
 from memfit.ir.serialization import graph_digest
 from memfit.pipelining.config import Found, Question, StagePlan
 from memfit.pipelining.loss.microbatches import batch_size, cut_batch, first_samples, with_samples

@@ -11,13 +11,13 @@ import torch
 from memfit.capture.adding import Accumulate
 from memfit.capture.optimizer import optimizer_cost, part_of, trained_bytes
 from memfit.capture.trace import Capture
+from memfit.compiler.stages import Request, capture_and_profile
 from memfit.ir.graph import StepGraph
 from memfit.pipelining.config import Question
 from memfit.pipelining.partition.forward_graph import ForwardGraph
 from memfit.pipelining.partition.stages import Stage, example_inputs
 from memfit.pipelining.search.sent_results import handing_over
 from memfit.pipelining.search.split_backward import with_deferred
-from memfit.planning import Request, capture_and_profile
 
 __all__ = ["accumulation_of", "capture_stage", "deferring", "passing_bytes", "state_bytes"]
 

@@ -7,7 +7,7 @@ that the noise of two small measurements is not extrapolated into nonsense.
 
 Known limits: ops do not run as one at such a size (`memfit.ir.fusion`); kernels may take another path at another
 size (other workspace, other speed), and a model may run other ops; a size found this way is confirmed by a real
-capture (`memfit.batch_size`).
+capture (`memfit.tools.max_batch`).
 """
 
 from __future__ import annotations

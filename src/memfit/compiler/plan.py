@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from memfit.capture.loss import LossFunction
     from memfit.capture.unwrapped_optimizer import OptimizerLike
-    from memfit.planning import Planned
-    from memfit.proof import Proof
+    from memfit.compiler.proof import Proof
+    from memfit.compiler.stages import Planned
 
 __all__ = ["Plan"]
 

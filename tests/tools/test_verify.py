@@ -10,15 +10,15 @@ from torch import nn
 
 from memfit.bits import same_bits
 from memfit.capture.trace import capture_step
+from memfit.compiler.driver import make_plan
+from memfit.compiler.plan import Plan
+from memfit.compiler.stages import Request
 from memfit.errors import BudgetError
 from memfit.ir.program import Action, Program
-from memfit.making import make_plan
-from memfit.planning import Request
-from memfit.plans import Plan
 from memfit.report.records import document, json_text
 from memfit.report.sentence import sentence
 from memfit.sim.simulator import simulate_plain
-from memfit.verification import verify
+from memfit.tools.verify import verify
 from memfit.zoo import Example, build
 
 

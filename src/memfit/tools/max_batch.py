@@ -22,6 +22,9 @@ from torch import nn
 from memfit import strategies
 from memfit.capture.loss import LossFunction
 from memfit.capture.trace import Capture, device_of
+from memfit.compiler.plan import Plan
+from memfit.compiler.proving import prove
+from memfit.compiler.stages import Progress, Request, capture_and_profile, plan_captured, resolve_budget
 from memfit.errors import BudgetError, SpecError
 from memfit.ir.graph import StepGraph
 from memfit.ir.tiers import Tier
@@ -30,9 +33,6 @@ from memfit.planner.finalize.variant_selection import leanest
 from memfit.planner.offload.model import has_room, peak_bytes, placed_on_tiers, swappable, swapping_step
 from memfit.planner.offload.search import find_program
 from memfit.planner.search.min_memory import least_order
-from memfit.planning import Progress, Request, capture_and_profile, plan_captured, resolve_budget
-from memfit.plans import Plan
-from memfit.proving import prove
 from memfit.sim.simulator import simulate, simulate_plain
 from memfit.units import format_bytes
 

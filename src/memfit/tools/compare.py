@@ -19,20 +19,20 @@ import torch
 from torch import nn
 
 from memfit import strategies as known_strategies
-from memfit.batch_size import BatchSize, max_batch
 from memfit.capture.preserve import preserved
 from memfit.capture.trace import Capture, device_of
+from memfit.compiler.driver import plan_profiled
+from memfit.compiler.plan import Plan
+from memfit.compiler.proving import prove
+from memfit.compiler.stages import Progress, Request, capture_and_profile, check_request, resolve_budget
 from memfit.errors import BudgetError, MemfitError, SpecError
 from memfit.ir.graph import StepGraph
-from memfit.making import plan_profiled
 from memfit.planner.analysis.activations import Activations, count_activations
-from memfit.planning import Progress, Request, capture_and_profile, check_request, resolve_budget
-from memfit.plans import Plan
-from memfit.proving import prove
 from memfit.runtime.apply import compile_program
 from memfit.runtime.device_memory import free_bytes
 from memfit.runtime.training import interleaved_seconds, resident_bytes, step_peak, training_step
 from memfit.sim.simulator import simulate, simulate_plain
+from memfit.tools.max_batch import BatchSize, max_batch
 from memfit.units import parse_bytes
 
 __all__ = ["BatchSize", "Comparison", "Row", "budget_bytes", "compare", "max_batch"]
@@ -211,7 +211,7 @@ def budget_bytes(
         budget: None, bytes, `"8GiB"`, `"auto"`, or `"40%"` of the plain step's peak (also `"40%plain"`).
         plain_peak_bytes: predicted peak of the plain step.
         device: whose memory `auto` refers to.
-        static_bytes: see `memfit.planning.resolve_budget`.
+        static_bytes: see `memfit.compiler.stages.resolve_budget`.
 
     Raises:
         SpecError: if it cannot be understood.

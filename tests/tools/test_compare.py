@@ -6,8 +6,8 @@ from torch import nn
 
 from memfit import strategies
 from memfit.capture.trace import capture_step
-from memfit.comparison import _IGNORE_BUDGET, Comparison, Row, budget_bytes, compare, max_batch
 from memfit.errors import BudgetError, SpecError
+from memfit.tools.compare import _IGNORE_BUDGET, Comparison, Row, budget_bytes, compare, max_batch
 from memfit.zoo import Example, build
 
 CPU = torch.device("cpu")

@@ -1,6 +1,6 @@
 """The parts of the road from a module and a budget to a plan: capture and profile, then plan and check.
 
-`memfit.making` is the road.
+`memfit.compiler.driver` is the road.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from memfit import strategies
-from memfit.agreement import agreed_program, agreed_start, agreed_step
 from memfit.capture.adding import Accumulate
 from memfit.capture.checkpoints import CHECKPOINTING
 from memfit.capture.cost_cache import CostCache, machine_name, open_cache
@@ -25,6 +24,8 @@ from memfit.capture.profile import profile_ops, separated
 from memfit.capture.sharded import is_sharded
 from memfit.capture.trace import Capture, capture_step, check_step, device_of
 from memfit.capture.unwrapped_optimizer import OptimizerLike, check_optimizer
+from memfit.compiler.consensus import agreed_program, agreed_start, agreed_step
+from memfit.compiler.plan import Plan
 from memfit.errors import SpecError
 from memfit.ir.graph import StepGraph
 from memfit.ir.program import Program
@@ -37,7 +38,6 @@ from memfit.planner.budget_limit import fitting
 from memfit.planner.finalize.variant_selection import leanest
 from memfit.planner.offload.search import find_program
 from memfit.planner.search.min_memory import least_budget, least_order
-from memfit.plans import Plan
 from memfit.runtime.apply import PlannedCall
 from memfit.runtime.device_memory import free_bytes, total_bytes
 from memfit.runtime.signature import Signature, signature

@@ -2,8 +2,8 @@
 
 Two copies of the model take the same steps, one plain, one planned, from the same state: weights, buffers,
 inputs, random generator. After each step the loss, every gradient, every buffer, every updated parameter and
-the random state are compared bit by bit; a plan that tiles may differ by rounding (`memfit.rounding`). The first step
-warms both up and creates the optimizer's state.
+the random state are compared bit by bit; a plan that tiles may differ by rounding (`memfit.compiler.tolerance`). The
+first step warms both up and creates the optimizer's state.
 
 Known limits: there must be room for two copies of parameters and optimizer state beside the model, and for a plan that
 tiles for a third one in float64, with all its activations.
@@ -28,10 +28,10 @@ from memfit.capture.backward_autocast import backward_region
 from memfit.capture.loss import LossFunction, backward_of, scalar_loss
 from memfit.capture.trace import device_of
 from memfit.capture.unwrapped_optimizer import OptimizerLike, steppable, unwrapped_optimizer
-from memfit.making import make_plan
-from memfit.planning import Progress, Request
-from memfit.plans import Plan
-from memfit.rounding import in_float64, in_widest, is_within_rounding, own_rounding
+from memfit.compiler.driver import make_plan
+from memfit.compiler.plan import Plan
+from memfit.compiler.stages import Progress, Request
+from memfit.compiler.tolerance import in_float64, in_widest, is_within_rounding, own_rounding
 from memfit.runtime.difference import Difference, first_difference
 from memfit.runtime.executed import ExecutedOps, executed_recomputations
 from memfit.runtime.fitted import fitted_call, verified
@@ -52,7 +52,8 @@ class Check:
         step: after which step.
         equal: whether every bit is.
         max_difference: largest absolute difference; 0.0 if equal.
-        within_rounding: whether the plan tiles and the difference is no more than rounding (`memfit.rounding`).
+        within_rounding: whether the plan tiles and the difference is no more than rounding
+        (`memfit.compiler.tolerance`).
     """
 
     kind: str

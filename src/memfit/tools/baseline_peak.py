@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit import processes
 from memfit.capture.inputs import detached
 from memfit.capture.loss import LossFunction, backward_of
 from memfit.capture.plain_bytes import counted_step
 from memfit.capture.preserve import preserved
+from memfit.distributed import process_group as processes
 from memfit.runtime.device_memory import free_bytes
 from memfit.runtime.measure import measure
 

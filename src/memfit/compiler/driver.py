@@ -22,12 +22,12 @@ from memfit.capture.inputs import detached
 from memfit.capture.preserve import preserved
 from memfit.capture.replicated import bucket_bytes, unwrapped
 from memfit.capture.trace import Capture, device_of
+from memfit.compiler.plan import Plan
+from memfit.compiler.proving import peak_of, prove, proving_step
+from memfit.compiler.stages import Progress, Request, capture_and_profile, check_request, plan_captured, resolve_budget
 from memfit.errors import BudgetError, ExactnessError, MemfitError
 from memfit.ir.graph import StepGraph
 from memfit.planner.offload.streaming_search import least_streaming
-from memfit.planning import Progress, Request, capture_and_profile, check_request, plan_captured, resolve_budget
-from memfit.plans import Plan
-from memfit.proving import peak_of, prove, proving_step
 from memfit.refusals import advised, refused
 from memfit.units import format_bytes
 

@@ -8,7 +8,8 @@ yet the model's code sees gradients enabled, as in training.
 
 A plain step that differs from itself, because a kernel of it is not deterministic, is noticed by a second one.
 
-Parameters that hold one number only are moved for both steps (`memfit.perturbed`), or they would hide differences.
+Parameters that hold one number only are moved for both steps (`memfit.compiler.perturbed`), or they would hide
+differences.
 
 Known limits: a step that takes another way for other inputs is checked for these inputs only.
 """
@@ -34,9 +35,9 @@ from memfit.capture.loss import LossFunction, scalar_loss
 from memfit.capture.preserve import Snapshot
 from memfit.capture.tensor_state import TensorState
 from memfit.capture.trace import device_of
+from memfit.compiler.perturbed import perturb
+from memfit.compiler.tolerance import is_within_rounding
 from memfit.errors import CaptureError, ExactnessError
-from memfit.perturbed import perturb
-from memfit.rounding import is_within_rounding
 from memfit.runtime.difference import first_difference
 
 __all__ = ["Proof", "ProvingStep", "StepResult", "compare"]

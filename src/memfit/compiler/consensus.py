@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit import processes
 from memfit.capture.sharded import mesh_groups
 from memfit.capture.trace import device_of
+from memfit.distributed import process_group as processes
 from memfit.errors import BudgetError, CaptureError, MemfitError, PlanMismatchError
 from memfit.ir.graph import StepGraph
 from memfit.ir.program import Program

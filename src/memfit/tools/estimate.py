@@ -2,8 +2,8 @@
 
 The peak is that of the plain step run on fake tensors, so with the lifetimes that Python, autograd and its engine give;
 what it is made of is told by the graph. On CPU samples say how much workspace kernels take. A model whose code looks at
-values runs one real step for it (`memfit.plain_peak`). With tiers it also says what swapping can do; their links are
-measured, once for each machine.
+values runs one real step for it (`memfit.tools.baseline_peak`). With tiers it also says what swapping can do; their
+links are measured, once for each machine.
 
 Known limits: workspaces are not known on other devices, nor of kernels that are not torch's own.
 """
@@ -30,11 +30,11 @@ from memfit.errors import SpecError
 from memfit.ir.graph import Phase, StepGraph, StorageKind
 from memfit.ir.program import plain_program
 from memfit.ir.serialization import Prediction
-from memfit.plain_peak import PlainPeak, plain_peak
 from memfit.planner.analysis.explain import prediction
 from memfit.planner.bounds.lower_bound import op_wall_bytes
 from memfit.runtime.swap.tiers import tier_links
 from memfit.sim.simulator import live_storages_at, simulate, simulate_plain
+from memfit.tools.baseline_peak import PlainPeak, plain_peak
 from memfit.units import format_bytes
 
 __all__ = ["Estimate", "estimate"]

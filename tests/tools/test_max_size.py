@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from memfit.errors import BudgetError, SpecError
-from memfit.size_search import _largest, max_size
+from memfit.tools.max_size import _largest, max_size
 
 
 @given(

@@ -22,13 +22,13 @@ from torch import nn
 from memfit.capture.grids import grids
 from memfit.capture.loss import LossFunction
 from memfit.capture.trace import device_of
+from memfit.compiler.driver import make_plan
+from memfit.compiler.plan import Plan
+from memfit.compiler.stages import Progress, Request, capture_and_profile, check_request, resolve_budget
 from memfit.errors import BudgetError, SpecError
 from memfit.ir.graph import StepGraph
-from memfit.making import make_plan
 from memfit.planner.finalize.variant_selection import leanest
 from memfit.planner.search.min_memory import least_budget, least_order
-from memfit.planning import Progress, Request, capture_and_profile, check_request, resolve_budget
-from memfit.plans import Plan
 from memfit.sim.simulator import simulate_plain
 from memfit.units import format_bytes
 

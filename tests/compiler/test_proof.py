@@ -14,7 +14,7 @@ import memfit
 from memfit.capture.inputs import detached
 from memfit.capture.live_bytes import LiveBytes
 from memfit.capture.preserve import preserved
-from memfit.proof import ProvingStep
+from memfit.compiler.proof import ProvingStep
 
 
 @torch.compiler.assume_constant_result

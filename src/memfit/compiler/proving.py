@@ -18,18 +18,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.agreement import agreed_peak
 from memfit.capture.inputs import detached
 from memfit.capture.library_memory import library_bytes
 from memfit.capture.preserve import Snapshot, preserved
 from memfit.capture.sharded import is_sharded
 from memfit.capture.trace import device_of
+from memfit.compiler.consensus import agreed_peak
+from memfit.compiler.perturbed import constant_parameters
+from memfit.compiler.plan import Plan
+from memfit.compiler.proof import ProvingStep, StepResult, compare
+from memfit.compiler.stages import Progress, Request, plan_captured
 from memfit.errors import BudgetError
-from memfit.perturbed import constant_parameters
 from memfit.planner.analysis.explain import binding_place
-from memfit.planning import Progress, Request, plan_captured
-from memfit.plans import Plan
-from memfit.proof import ProvingStep, StepResult, compare
 from memfit.refusals import refusal, refused
 from memfit.runtime.apply import PlannedCall, compile_program
 from memfit.runtime.device_memory import free_bytes
