@@ -10,20 +10,20 @@ from typing import Any
 import torch
 
 from memfit.bits import same_bits
-from memfit.capture.cost_cache import CostCache, open_cache
-from memfit.capture.loss import backward_of
-from memfit.capture.preserve import preserved
-from memfit.capture.profile import profile_ops, separated
-from memfit.capture.trace import Capture, capture_step
+from memfit.capture.loss.reading import backward_of
+from memfit.capture.state.snapshot import preserved
+from memfit.capture.training_step import Capture, capture_step
 from memfit.compiler.plan import Plan
 from memfit.compiler.proving import prove
 from memfit.compiler.stages import Request, plan_captured
 from memfit.ir.graph import StepGraph
 from memfit.ir.program import Program
 from memfit.ir.tiers import TierLinks
-from memfit.runtime.apply import compile_program
-from memfit.runtime.training import interleaved_seconds, resident_bytes, step_peak, training_step
+from memfit.profiling.cost_cache import CostCache, open_cache
+from memfit.profiling.profiler import profile_ops, separated
+from memfit.runtime.executable import compile_program
 from memfit.sim.simulator import Timeline, simulate, simulate_plain
+from memfit.tools.training_loop import interleaved_seconds, resident_bytes, step_peak, training_step
 from memfit.zoo import Example, build
 
 __all__ = ["Case", "Run", "Subject", "case_of", "differing", "measured_run"]
@@ -105,7 +105,7 @@ class Subject:
             case: what to build.
             device: where.
             cached: whether the costs known for this machine may serve; else they are measured anew.
-            grid: for the lever `tile`, see `memfit.capture.joint.read_joint`.
+            grid: for the lever `tile`, see `memfit.passes.read_joint.read_joint`.
         """
         example = build(case.spec, batch=case.batch, shape=case.shape, device=device)
         costs = open_cache(device) if cached else CostCache()

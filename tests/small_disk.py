@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memfit.ir.tiers import SLOT_ALIGNMENT, Tier
-from memfit.runtime.swap.calibrate import Calibration, LinkSpeed
+from memfit.runtime.offload.link_benchmark import Calibration, LinkSpeed
 
 FAST = LinkSpeed(
     alone_bytes_per_second=1e12,
@@ -22,7 +22,7 @@ def make_small_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     buffers = 2 * (chunk + SLOT_ALIGNMENT) + 1024
     monkeypatch.setattr("memfit.planner.offload.model._LEAST_BYTES", 1024)
     monkeypatch.setattr("memfit.ir.streaming._LEAST_BYTES", 1024)
-    monkeypatch.setattr("memfit.runtime.swap.disk._CHUNK_BYTES", chunk)
-    monkeypatch.setattr("memfit.runtime.swap.calibrate.BUFFER_BYTES", buffers)
+    monkeypatch.setattr("memfit.runtime.offload.disk._CHUNK_BYTES", chunk)
+    monkeypatch.setattr("memfit.runtime.offload.link_benchmark.BUFFER_BYTES", buffers)
     known = Calibration(tier=Tier.DISK, device="cpu", out=FAST, into=FAST)
-    monkeypatch.setattr("memfit.runtime.swap.tiers.calibrated", lambda *_: known)
+    monkeypatch.setattr("memfit.runtime.offload.tiers.calibrated", lambda *_: known)

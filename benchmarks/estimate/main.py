@@ -22,12 +22,12 @@ from benchmarks.fuzz.modes import MODES
 from benchmarks.fuzz.recipe import choose
 from benchmarks.report import Report
 from benchmarks.subject import case_of
-from memfit.capture.cost_cache import CostCache
-from memfit.capture.profile import profile_ops
-from memfit.capture.trace import capture_step, device_of
+from memfit.capture.training_step import capture_step, device_of
 from memfit.errors import MemfitError
-from memfit.runtime.training import resident_bytes, step_peak, training_step
+from memfit.profiling.cost_cache import CostCache
+from memfit.profiling.profiler import profile_ops
 from memfit.sim.simulator import simulate_plain
+from memfit.tools.training_loop import resident_bytes, step_peak, training_step
 from memfit.zoo import build
 
 COLUMNS = ("step", "measured MiB", "estimated MiB", "ratio", "profiled ratio", "at")

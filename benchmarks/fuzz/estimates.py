@@ -19,7 +19,7 @@ from benchmarks.fuzz.model import assemble
 from benchmarks.fuzz.modes import MODES, Mode
 from benchmarks.fuzz.recipe import choose
 from memfit.errors import MemfitError
-from memfit.runtime.training import resident_bytes, step_peak, training_step
+from memfit.tools.training_loop import resident_bytes, step_peak, training_step
 
 _NEAR = 0.02
 

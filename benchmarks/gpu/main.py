@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from benchmarks.subject import Case, case_of
-from memfit.capture.preserve import preserved
+from memfit.capture.state.snapshot import preserved
 from memfit.compiler.plan import Plan
 from memfit.compiler.stages import Request, capture_and_profile, plan_captured
 from memfit.errors import BudgetError
-from memfit.runtime.apply import compile_program
-from memfit.runtime.training import training_step
+from memfit.runtime.executable import compile_program
 from memfit.sim.simulator import simulate_plain
+from memfit.tools.training_loop import training_step
 from memfit.zoo import build
 
 COLUMNS = ("model", "call", "host ms", "step ms", "predicted ms", "predicted overhead %", "runs again")

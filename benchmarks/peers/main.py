@@ -16,10 +16,10 @@ from benchmarks.peers.prices import executed_seconds
 from benchmarks.peers.rivals import Rival, rivals_of
 from benchmarks.report import Report, Table
 from benchmarks.subject import Case, Run, Subject, case_of, differing, measured_run
-from memfit.capture.preserve import preserved
+from memfit.capture.state.snapshot import preserved
 from memfit.compiler.plan import Plan
 from memfit.errors import BudgetError
-from memfit.runtime.training import interleaved_seconds, training_step
+from memfit.tools.training_loop import interleaved_seconds, training_step
 
 CASES: dict[str, Case] = {
     "resnet50": Case(spec="torchvision:resnet50", batch=8, shape=(3, 160, 160)),

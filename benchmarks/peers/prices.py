@@ -20,11 +20,11 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memfit.capture.cost_cache import CostCache
-from memfit.capture.cost_key import cost_key
-from memfit.capture.costs import ways_of
-from memfit.capture.loss import LossFunction, scalar_loss
-from memfit.capture.rewrite import HOLLOW_PREFIX, convolution_input_gradient, takes_input_shape_only
+from memfit.capture.loss.reading import LossFunction, scalar_loss
+from memfit.fxir.signature import cost_key
+from memfit.passes.conv_backward_split import HOLLOW_PREFIX, convolution_input_gradient, takes_input_shape_only
+from memfit.profiling.benchmark import ways_of
+from memfit.profiling.cost_cache import CostCache
 
 __all__ = ["Executed", "executed_seconds"]
 

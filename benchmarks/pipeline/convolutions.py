@@ -19,11 +19,11 @@ from torch import fx
 from benchmarks.report import Report
 from benchmarks.subject import Case, case_of
 from memfit import zoo
-from memfit.capture.adding import Accumulate
-from memfit.capture.cost_key import cost_key, tensors_of
-from memfit.capture.operands import operand_values
-from memfit.capture.trace import capture_step
-from memfit.capture.weight_products import add_weight_product
+from memfit.capture.training_step import capture_step
+from memfit.fxir.signature import cost_key, tensors_of
+from memfit.ops.accumulation import Accumulate
+from memfit.ops.kernels.conv_weight_gemm import add_weight_product
+from memfit.profiling.synthetic_inputs import operand_values
 
 CASES = (
     "torchvision:resnet101@1@3x64x64",

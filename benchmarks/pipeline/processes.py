@@ -28,10 +28,10 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 import memfit
 from benchmarks.report import Report
 from memfit import zoo
-from memfit.capture.trace import storage_bytes
-from memfit.runtime.measure import measure
-from memfit.runtime.training import training_step
+from memfit.capture.training_step import storage_bytes
+from memfit.profiling.memory import measure
 from memfit.tools.sequential_pipeline import as_sequential, equal_ends
+from memfit.tools.training_loop import training_step
 
 COLUMNS = (
     "model",

@@ -15,9 +15,9 @@ import torch
 
 from benchmarks.report import Report, Table
 from benchmarks.subject import Case, Subject, case_of
-from memfit.capture.preserve import preserved
+from memfit.capture.state.snapshot import preserved
 from memfit.errors import BudgetError
-from memfit.runtime.training import interleaved_seconds, training_step
+from memfit.tools.training_loop import interleaved_seconds, training_step
 
 CASES: dict[str, Case] = {
     "resnet152": Case(spec="torchvision:resnet152", batch=16, shape=(3, 224, 224)),

@@ -20,7 +20,7 @@ from benchmarks.subject import Case, Run, Subject, differing
 from memfit.compiler.plan import Plan
 from memfit.errors import BudgetError
 from memfit.ir.tiers import TierLinks
-from memfit.runtime.swap.tiers import tier_links
+from memfit.runtime.offload.tiers import tier_links
 
 __all__ = ["CASES", "COLUMNS", "run"]
 

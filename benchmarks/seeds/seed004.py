@@ -13,8 +13,8 @@ import torch
 
 from benchmarks.report import Report, Table
 from benchmarks.subject import Case, Subject
-from memfit.capture.live_bytes import LiveBytes
-from memfit.capture.preserve import preserved
+from memfit.capture.allocation_tracker import LiveBytes
+from memfit.capture.state.snapshot import preserved
 from memfit.compiler.plan import Plan
 from memfit.errors import BudgetError
 from memfit.ir.graph import StepGraph

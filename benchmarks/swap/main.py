@@ -16,13 +16,13 @@ from benchmarks.overhead.cases import CASES
 from benchmarks.report import Report, Table
 from benchmarks.subject import Run, Subject, case_of, differing
 from benchmarks.swap.resident import resident_growth
-from memfit.capture.preserve import preserved
+from memfit.capture.state.snapshot import preserved
 from memfit.compiler.plan import Plan
 from memfit.errors import BudgetError
 from memfit.ir.graph import Phase, StepGraph, StorageKind
 from memfit.ir.serialization import Prediction
 from memfit.ir.tiers import Link, Tier, TierLinks
-from memfit.runtime.swap.tiers import tier_links
+from memfit.runtime.offload.tiers import tier_links
 
 DEFAULT = "resnet50,resnet152,gpt2"
 BUDGETS = "75,50,33,25"

@@ -16,13 +16,13 @@ import torch
 from benchmarks.overhead.cases import CASES
 from benchmarks.report import Report, Table
 from benchmarks.subject import Case, Run, Subject, case_of, measured_run
-from memfit.capture.preserve import preserved
+from memfit.capture.state.snapshot import preserved
 from memfit.compiler.plan import Plan
 from memfit.compiler.tolerance import in_float64, is_within_rounding, own_rounding
 from memfit.errors import BudgetError
 from memfit.ir.tiers import TierLinks
-from memfit.runtime.swap.tiers import tier_links
-from memfit.runtime.training import interleaved_seconds
+from memfit.runtime.offload.tiers import tier_links
+from memfit.tools.training_loop import interleaved_seconds
 from memfit.zoo import build
 
 DEFAULT = "resnet50,unet,vgg16"

@@ -19,7 +19,7 @@ import torch
 import memfit
 from benchmarks.report import Report
 from benchmarks.swap.resident import resident_growth
-from memfit.capture.loss import backward_of
+from memfit.capture.loss.reading import backward_of
 from memfit.zoo import build
 
 COLUMNS = (

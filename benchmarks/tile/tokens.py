@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from benchmarks.report import Report
-from memfit.capture.preserve import preserved
+from memfit.capture.state.snapshot import preserved
 from memfit.compiler.driver import plan_profiled
 from memfit.compiler.stages import Request, capture_and_profile
 from memfit.errors import BudgetError
-from memfit.runtime.apply import compile_program
-from memfit.runtime.training import interleaved_seconds, training_step
+from memfit.runtime.executable import compile_program
 from memfit.sim.simulator import simulate_plain
+from memfit.tools.training_loop import interleaved_seconds, training_step
 from memfit.tools.verify import verify
 from memfit.zoo import Example, build
 

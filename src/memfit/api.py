@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import nn
 
-from memfit.capture.loss import LossFunction
-from memfit.capture.trace import given_args
-from memfit.capture.unwrapped_optimizer import OptimizerLike
+from memfit.capture.loss.reading import LossFunction
+from memfit.capture.optimizer.unwrapped import OptimizerLike
+from memfit.capture.training_step import given_args
 from memfit.compiler.driver import make_plan
 from memfit.compiler.plan import Plan
 from memfit.compiler.stages import Progress, Request
-from memfit.runtime.fitted import fitted_call, release
-from memfit.runtime.measure import Measurement, measure
+from memfit.profiling.memory import Measurement, measure
+from memfit.runtime.fitted_module import fitted_call, release
 from memfit.runtime.opaque import forget_compiled
 from memfit.tools.compare import BatchSize, Comparison, compare, max_batch
 from memfit.tools.estimate import Estimate, estimate

@@ -21,7 +21,7 @@ GPT = "zoo:gpt?layers=1&width=32&heads=2&positions=32"
 def own_cost_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path))
     monkeypatch.setenv("MEMFIT_SWAP_DIR", str(tmp_path))
-    monkeypatch.setattr("memfit.runtime.swap.calibrate._SECONDS", 0.02)
+    monkeypatch.setattr("memfit.runtime.offload.link_benchmark._SECONDS", 0.02)
 
 
 def rows(text: str) -> list[list[str]]:

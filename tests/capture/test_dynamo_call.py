@@ -12,12 +12,12 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import memfit
-from memfit.capture.trace import capture_step
+from memfit.capture.training_step import capture_step
 from memfit.compiler.driver import make_plan
 from memfit.compiler.stages import Request
 from memfit.ir.program import plain_order, program_of
-from memfit.runtime.apply import compile_planned, compile_program
-from memfit.runtime.piece_program import piece_programs
+from memfit.runtime.executable import compile_planned, compile_program
+from memfit.runtime.subgraph_program import piece_programs
 
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
 

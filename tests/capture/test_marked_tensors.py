@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from memfit.capture.marked_tensors import marks_left_out
-from memfit.capture.trace import capture_step
+from memfit.capture.training_step import capture_step
 
 
 class Marking(nn.Module):

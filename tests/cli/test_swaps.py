@@ -18,7 +18,7 @@ SHAPE = ("--batch", 8, "--shape", 64)
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MEMFIT_SWAP_DIR", str(tmp_path))
-    monkeypatch.setattr("memfit.runtime.swap.calibrate._SECONDS", 0.02)
+    monkeypatch.setattr("memfit.runtime.offload.link_benchmark._SECONDS", 0.02)
     monkeypatch.setattr("memfit.planner.offload.model._LEAST_BYTES", 1024)
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.capture.inputs import detached
-from memfit.capture.live_bytes import LiveBytes
-from memfit.capture.preserve import preserved
+from memfit.capture.allocation_tracker import LiveBytes
+from memfit.capture.state.detached_inputs import detached
+from memfit.capture.state.snapshot import preserved
 from memfit.compiler.proof import ProvingStep
 
 

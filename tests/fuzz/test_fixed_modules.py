@@ -30,7 +30,7 @@ SEEDS = {
 @pytest.fixture(autouse=True)
 def quick_links(tmp_path, monkeypatch):
     monkeypatch.setenv("MEMFIT_SWAP_DIR", str(tmp_path))
-    monkeypatch.setattr("memfit.runtime.swap.calibrate._SECONDS", 0.02)
+    monkeypatch.setattr("memfit.runtime.offload.link_benchmark._SECONDS", 0.02)
 
 
 @pytest.mark.filterwarnings("ignore")

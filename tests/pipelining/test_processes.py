@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import memfit
-from memfit.capture.trace import storage_bytes
+from memfit.capture.training_step import storage_bytes
 from memfit.errors import CaptureError, PipelineError
 from memfit.pipelining.partition import cut_points
 from memfit.pipelining.partition.forward_graph import ForwardGraph
@@ -20,7 +20,7 @@ from memfit.pipelining.partition.stages import Stage, cut_into_stages
 from memfit.pipelining.runtime import build, tied_weights
 from memfit.pipelining.runtime.stage import EngineStage
 from memfit.pipelining.search import stage_planner
-from memfit.runtime.measure import measure
+from memfit.profiling.memory import measure
 from memfit.zoo.gpt import GPT
 from tests.pipelining.models import CASES, Case, gpt, gradients, plain_step, tokens_loss
 from tests.processes import run

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import memfit
 from memfit.compiler.driver import make_plan
 from memfit.compiler.stages import Request
-from memfit.runtime.apply import compile_program
+from memfit.runtime.executable import compile_program
 from memfit.zoo import build
 from tests.models import Residual
 
@@ -143,8 +143,9 @@ def test_interrupted_planning_leaves_the_model(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_out_of_memory_names_shape_and_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    from memfit.runtime import executable
+
     model = memfit.fit(Residual(), (X,), budget="1GiB", prove=False)
-    from memfit.runtime import apply
 
     def failing(gm: torch.fx.GraphModule) -> None:
         def forward(*_: object) -> None:
@@ -152,7 +153,7 @@ def test_out_of_memory_names_shape_and_plan(monkeypatch: pytest.MonkeyPatch) -> 
 
         gm.forward = forward  # type: ignore[method-assign]
 
-    monkeypatch.setattr(apply, "attach_hollow", failing)
+    monkeypatch.setattr(executable, "attach_hollow", failing)
     monkeypatch.setattr(torch.fx.GraphModule, "recompile", lambda self: None)
     with pytest.raises(
         memfit.OutOfMemoryError, match=r"(?s)\(2, 3, 16, 16\).*plan .*largest live tensors.*lower budget"

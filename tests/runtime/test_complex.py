@@ -11,7 +11,7 @@ from torch import nn
 
 import memfit
 from benchmarks.notices import notices
-from memfit.capture.preserve import snapshot
+from memfit.capture.state.snapshot import snapshot
 from memfit.compiler.perturbed import constant_parameters, perturb
 from memfit.compiler.tolerance import in_float64, is_within_rounding, own_rounding
 from memfit.tools.verify import verify

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.capture.library_memory import library_bytes
-from memfit.capture.trace import capture_step
+from memfit.capture.training_step import capture_step
 from memfit.compiler.stages import Request
+from memfit.profiling.library_workspace import library_bytes
 from memfit.tools.verify import verify
 from tests import models
 from tests.runtime.cases import CASES, check_bits_and_budget, image_case

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import memfit
-from memfit.capture.trace import storage_bytes
-from memfit.runtime.measure import measure
+from memfit.capture.training_step import storage_bytes
+from memfit.profiling.memory import measure
 from tests.processes import run
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")

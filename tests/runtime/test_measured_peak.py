@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.runtime.measure import measure
+from memfit.profiling.memory import measure
 
 
 class Recurrent(nn.Module):

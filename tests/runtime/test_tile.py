@@ -13,22 +13,22 @@ from hypothesis import strategies as st
 from torch import nn
 
 import memfit
-from memfit.capture.batch_norm import input_gradient_from_sums, input_gradient_over_data
-from memfit.capture.by_samples import Slice, in_slices
-from memfit.capture.loss import backward_of
+from memfit.capture.loss.reading import backward_of
 from memfit.compiler.stages import Request, capture_and_profile, plan_captured
 from memfit.ir.graph import Phase
 from memfit.ir.program import Action, program_of
+from memfit.ops.batching.slices import Slice, in_slices
+from memfit.ops.kernels.batch_norm import input_gradient_from_sums, input_gradient_over_data
 from memfit.planner.bounds.lower_bound import op_wall_bytes
 from memfit.planner.finalize.variant_selection import leanest
 from memfit.planner.search.checkpoints import anchors
 from memfit.planner.search.lazy_recompute import tiled_order
-from memfit.runtime.apply import compile_program
+from memfit.runtime.executable import compile_program
 from memfit.sim.simulator import simulate_plain
 from memfit.sim.verifier import check
 from memfit.tools.verify import verify
 from memfit.zoo import build
-from tests.runtime.test_fused import channels_last, loss_fn, residual
+from tests.runtime.test_fused_region import channels_last, loss_fn, residual
 from tests.short_nets import RESNET
 
 

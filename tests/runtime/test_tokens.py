@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn import functional
 
 import memfit
-from memfit.capture.by_rows import product_over_rows
 from memfit.compiler.stages import Request, capture_and_profile
 from memfit.ir.graph import Phase
+from memfit.passes.fused_cross_entropy import product_over_rows
 from memfit.tools.verify import verify
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from memfit import strategies
-from memfit.capture.trace import capture_step
+from memfit.capture.training_step import capture_step
 from memfit.errors import BudgetError, SpecError
 from memfit.tools.compare import _IGNORE_BUDGET, Comparison, Row, budget_bytes, compare, max_batch
 from memfit.zoo import Example, build
@@ -219,7 +219,7 @@ def test_a_strategy_without_recomputation_stops_where_the_plain_step_does() -> N
 
 def test_swaps_make_room_for_larger_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memfit.planner.offload.model._LEAST_BYTES", 64)
-    monkeypatch.setattr("memfit.runtime.swap.calibrate._SECONDS", 0.02)
+    monkeypatch.setattr("memfit.runtime.offload.link_benchmark._SECONDS", 0.02)
     budget = 6 << 20  # the buffers of the threads that swap take two of it
     plain = find_max(budget, strategy="none").planned
     found = {

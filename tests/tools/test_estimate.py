@@ -12,9 +12,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import memfit
-from memfit.capture.sampled_workspace import SampledWorkspace
+from memfit.profiling.sampled_workspace import SampledWorkspace
 from memfit.report.table import plain_text
-from memfit.runtime.training import resident_bytes, step_peak, training_step
+from memfit.tools.training_loop import resident_bytes, step_peak, training_step
 
 
 def _measured(model: nn.Module, x: torch.Tensor, loss_fn: Callable[[torch.Tensor], torch.Tensor]) -> int:

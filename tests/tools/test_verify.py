@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from memfit.bits import same_bits
-from memfit.capture.trace import capture_step
+from memfit.capture.training_step import capture_step
 from memfit.compiler.driver import make_plan
 from memfit.compiler.plan import Plan
 from memfit.compiler.stages import Request
@@ -74,7 +74,7 @@ def test_a_planned_step_is_the_plain_step(
 
 
 def test_convolutions_that_run_again_in_parts_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memfit.capture.parts._PART_BYTES", 1 << 19)
+    monkeypatch.setattr("memfit.ops.chunking._PART_BYTES", 1 << 19)
     monkeypatch.setattr(
         "memfit.planner.finalize.variant_selection.with_spares", lambda graph, program, limit: program
     )  # in slices, that is

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.utils.checkpoint
 
-from memfit.capture.plain_parts import place_of
+from memfit.capture.unplanned_parts import place_of
 from memfit.errors import CaptureError
 
 __all__ = ["CHECKPOINTING", "checkpoint_error", "refusing_checkpoints", "without_checkpoints"]

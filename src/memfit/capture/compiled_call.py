@@ -20,16 +20,16 @@ from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo.external_utils import wrap_inline
 from torch.utils import _pytree as pytree
 
-from memfit.capture.branches import decided_branches
 from memfit.capture.checkpoints import without_checkpoints
-from memfit.capture.decisions import Decision
-from memfit.capture.eager_answers import eager_answers
-from memfit.capture.fake_kernels import rules_of_kernels
-from memfit.capture.log_calls import logs_left_out
+from memfit.capture.eager.compiler_queries import eager_answers
+from memfit.capture.eager.fake_kernels import rules_of_kernels
+from memfit.capture.fx_module import OneGraph
+from memfit.capture.logging_calls import logs_left_out
 from memfit.capture.marked_tensors import marks_left_out
-from memfit.capture.one_graph import OneGraph
 from memfit.capture.own_calls import own_call
-from memfit.capture.plain_parts import NOTHING_PLAIN, PlainParts
+from memfit.capture.unplanned_parts import NOTHING_PLAIN, PlainParts
+from memfit.capture.values.branches import decided_branches
+from memfit.capture.values.decisions import Decision
 
 __all__ = ["call_has_begun", "compile_call"]
 

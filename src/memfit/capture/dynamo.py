@@ -22,20 +22,24 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memfit.capture.between_pieces import Handed, handed_over, has_tensor_hooks, without_tensor_hooks
+from memfit.capture.allocation_tracker import LiveBytes
 from memfit.capture.checkpoints import refusing_checkpoints, without_checkpoints
 from memfit.capture.compiled_call import compile_call
-from memfit.capture.decisions import Decision
+from memfit.capture.distributed.fsdp import gathering, is_sharded
 from memfit.capture.dynamo_call import DynamoCall, running_plan
 from memfit.capture.dynamo_graph import graph_key, outputs_of, reads_numbers, returned_inputs, weights_made
 from memfit.capture.failures import explained, left_to_plain_code, nothing_captured, nothing_reached, quiet
-from memfit.capture.live_bytes import LiveBytes
-from memfit.capture.loss import LossReading
-from memfit.capture.module_names import name_modules
-from memfit.capture.numpy_code import NumpyCodeError, numbers_by_numpy, refuse_rounding_numpy
-from memfit.capture.one_graph import OneGraph
-from memfit.capture.pieces import Piece, Pieces, tensors_in
-from memfit.capture.plain_parts import (
+from memfit.capture.fx_module import OneGraph
+from memfit.capture.gradients.returned_views import calling_after, returned_views_first
+from memfit.capture.gradients.settling import settled
+from memfit.capture.gradients.tangents import Strides, strides_of_outputs
+from memfit.capture.gradients.used_views import hand_on_used_views
+from memfit.capture.loss.reading import LossReading
+from memfit.capture.state.snapshot import preserved
+from memfit.capture.subgraph_boundaries import Handed, handed_over, has_tensor_hooks, without_tensor_hooks
+from memfit.capture.subgraphs import Piece, Pieces, tensors_in
+from memfit.capture.traced_graph import DynamoGraph, Reader, Surroundings, Traced, as_dynamo_made, not_traced, trace
+from memfit.capture.unplanned_parts import (
     NOTHING_PLAIN,
     SHAPED_BY_DATA,
     GradientsTakenError,
@@ -43,14 +47,10 @@ from memfit.capture.plain_parts import (
     UnplannableGraphError,
     find_plain_parts,
 )
-from memfit.capture.preserve import preserved
-from memfit.capture.returned_views import calling_after, returned_views_first
-from memfit.capture.settling import settled
-from memfit.capture.sharded import gathering, is_sharded
-from memfit.capture.tangents import Strides, strides_of_outputs
-from memfit.capture.traced_graph import DynamoGraph, Reader, Surroundings, Traced, as_dynamo_made, not_traced, trace
-from memfit.capture.used_views import hand_on_used_views
+from memfit.capture.values.decisions import Decision
+from memfit.capture.values.numpy_code import NumpyCodeError, numbers_by_numpy, refuse_rounding_numpy
 from memfit.errors import MemfitError
+from memfit.fxir.module_names import name_modules
 
 __all__ = ["capture_pieces", "first_lines"]
 
@@ -83,7 +83,7 @@ def capture_pieces(
         read: reads the loss while what the forward pass left on modules and in hooks is still there; its second
             argument takes that back, where it is fake. Without it graphs are as if all outputs received a gradient.
         by_use: whether all inputs of graphs that have several uses are taken once for each
-            (`memfit.capture.shared_inputs`).
+            (`memfit.capture.gradients.shared_inputs`).
         cut: whether outputs of the last graph that receive no gradient are cut.
         cut_between: whether those of earlier graphs are.
         decide: whether branches on inputs are decided; else they break the graph.
@@ -175,7 +175,7 @@ def _in_pieces(
                 for piece in pieces.pieces
                 for t in tensors_in(piece.outputs)
             }
-            if is_sharded(model):  # what its hooks hold is told by `memfit.capture.communication`
+            if is_sharded(model):  # what its hooks hold is told by `memfit.capture.distributed.fsdp_hooks`
                 return pieces, 0
             return pieces, max(0, live[0] - sum(returned.values()))
     except NumpyCodeError:  # in a graph behind the first break

@@ -22,11 +22,11 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memfit.capture.decisions import Decision
 from memfit.capture.dynamo_graph import copied
-from memfit.capture.returned_views import Views, calling_after
-from memfit.capture.shared_inputs import static_example
+from memfit.capture.gradients.returned_views import Views, calling_after
+from memfit.capture.gradients.shared_inputs import static_example
 from memfit.capture.traced_graph import DynamoGraph, as_it_was
+from memfit.capture.values.decisions import Decision
 
 __all__ = ["DynamoCall", "RunsGraphs", "running_plan"]
 
@@ -77,7 +77,7 @@ class DynamoCall:
         model: the module that was captured.
         identity: by which the compiled code asks `running_plan`.
         call: takes the arguments of the module.
-        decisions: branches that it was compiled for (`memfit.capture.decisions`).
+        decisions: branches that it was compiled for (`memfit.capture.values.decisions`).
     """
 
     model: nn.Module

@@ -1,7 +1,7 @@
 """Marks for a compiler that a model puts on its tensors while it runs: no reason to fail.
 
 Caches of transformers call `torch._dynamo.mark_static_address` on the tensors they make, unless they are told that they
-are compiled, and a captured model is told that it is not (`memfit.capture.eager_answers`). Dynamo raises an
+are compiled, and a captured model is told that it is not (`memfit.capture.eager.compiler_queries`). Dynamo raises an
 `AssertionError` where it traces such a call. A mark changes no result, and no graph of memfit's asks for one, so the
 calls are left out of captured graphs.
 

@@ -26,9 +26,9 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd import graph_compile
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
-from memfit.capture.eager_kernels import as_in_eager
+from memfit.capture.eager.no_decomposition import as_in_eager
+from memfit.capture.gradients.tangents import Strides, laid_out_as_made
 from memfit.capture.kept_trace import KeptTrace, keeping_trace, taking_trace
-from memfit.capture.tangents import Strides, laid_out_as_made
 
 __all__ = ["hand_over_joint", "trace_joint"]
 

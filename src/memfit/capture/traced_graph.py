@@ -19,18 +19,23 @@ import torch
 from torch import fx
 from torch._guards import TracingContext, tracing
 
-from memfit.capture.adding import Accumulate
-from memfit.capture.backward_autocast import backward_in_autocast
 from memfit.capture.dynamo_graph import accumulated_inputs, copied, detach_outputs, in_place_nodes
-from memfit.capture.eager_answers import eager_answers
-from memfit.capture.eager_autocast import cast_once
-from memfit.capture.fake_kernels import rules_of_kernels
-from memfit.capture.joint import read_joint
+from memfit.capture.eager.backward_autocast import backward_in_autocast
+from memfit.capture.eager.cast_weights import cast_once
+from memfit.capture.eager.compiler_queries import eager_answers
+from memfit.capture.eager.fake_kernels import rules_of_kernels
+from memfit.capture.gradients.shared_inputs import (
+    return_each_term,
+    taking_for_each_use,
+    terms_of_inputs,
+    uses_of_inputs,
+)
+from memfit.capture.gradients.tangents import Strides, strides_of_input_gradients
 from memfit.capture.kept_trace import KeptTrace
-from memfit.capture.reading import JointReading
-from memfit.capture.shared_inputs import return_each_term, taking_for_each_use, terms_of_inputs, uses_of_inputs
-from memfit.capture.tangents import Strides, strides_of_input_gradients
 from memfit.capture.trace_joint import hand_over_joint
+from memfit.fxir.joint import JointReading
+from memfit.ops.accumulation import Accumulate
+from memfit.passes.read_joint import read_joint
 
 __all__ = [
     "DynamoGraph",
@@ -48,7 +53,7 @@ _DEVICES = ("cpu", "cuda", "xpu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reader:
-    """How joint graphs are read, see `memfit.capture.joint.read_joint`.
+    """How joint graphs are read, see `memfit.passes.read_joint.read_joint`.
 
     Attributes:
         separate: which gradients are made part by part.
@@ -70,7 +75,7 @@ class Surroundings:
     Attributes:
         receive: places of the outputs that receive a gradient; None for all.
         strides: by places of outputs how their gradients lie, where that is not as the outputs do.
-        repeated: by places of inputs how often they are taken (`memfit.capture.shared_inputs`).
+        repeated: by places of inputs how often they are taken (`memfit.capture.gradients.shared_inputs`).
     """
 
     receive: frozenset[int] | None = None

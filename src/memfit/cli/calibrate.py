@@ -28,8 +28,8 @@ def run(args: argparse.Namespace) -> int:
     from memfit.errors import SpecError
     from memfit.report.links import Links
     from memfit.report.progress import progress_bars
-    from memfit.runtime.swap.calibrate import calibrate
-    from memfit.runtime.swap.tiers import parse_tiers
+    from memfit.runtime.offload.link_benchmark import calibrate
+    from memfit.runtime.offload.tiers import parse_tiers
 
     check_output(args)
     if args.device.startswith("cuda") and not torch.cuda.is_available():

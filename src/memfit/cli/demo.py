@@ -67,8 +67,8 @@ class _Run:
 
     def train(self, x: Tensor, y: Tensor) -> None:
         """One step; the peak of one of them is measured, the time of the others."""
-        from memfit.capture.trace import device_of
-        from memfit.runtime.training import resident_bytes, step_peak, training_step
+        from memfit.capture.training_step import device_of
+        from memfit.tools.training_loop import resident_bytes, step_peak, training_step
 
         device = device_of(self.model)
         step = training_step(self.model, self.model, (x,), {}, loss_fn=_loss_of(y), optimizer=self.optimizer)

@@ -132,7 +132,7 @@ def _train(model: nn.Module, images: Tensor, labels: Tensor, steps: int, stage: 
     """Steps on the photographs in turns; the peak of the first one is measured, the time of the others."""
     import torch
 
-    from memfit.runtime.training import resident_bytes, step_peak, training_step
+    from memfit.tools.training_loop import resident_bytes, step_peak, training_step
 
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     device = torch.device("cpu")

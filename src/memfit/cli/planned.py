@@ -34,7 +34,7 @@ def plan_example(
     Raises:
         MemfitError: what `memfit.plan` raises.
     """
-    from memfit.capture.trace import device_of
+    from memfit.capture.training_step import device_of
     from memfit.compiler import driver, stages
     from memfit.sim.simulator import simulate_plain
     from memfit.tools import compare

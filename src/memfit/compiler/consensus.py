@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.capture.sharded import mesh_groups
-from memfit.capture.trace import device_of
+from memfit.capture.distributed.fsdp import mesh_groups
+from memfit.capture.training_step import device_of
 from memfit.distributed import process_group as processes
 from memfit.errors import BudgetError, CaptureError, MemfitError, PlanMismatchError
 from memfit.ir.graph import StepGraph

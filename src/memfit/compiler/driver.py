@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from memfit import strategies
-from memfit.capture.backward_autocast import planning_backward
+from memfit.capture.distributed.ddp import bucket_bytes, unwrapped
+from memfit.capture.eager.backward_autocast import planning_backward
 from memfit.capture.failures import told_plainly
-from memfit.capture.grids import grids
-from memfit.capture.inputs import detached
-from memfit.capture.preserve import preserved
-from memfit.capture.replicated import bucket_bytes, unwrapped
-from memfit.capture.trace import Capture, device_of
+from memfit.capture.state.detached_inputs import detached
+from memfit.capture.state.snapshot import preserved
+from memfit.capture.training_step import Capture, device_of
+from memfit.compiler.grid_choice import grids
 from memfit.compiler.plan import Plan
 from memfit.compiler.proving import peak_of, prove, proving_step
 from memfit.compiler.stages import Progress, Request, capture_and_profile, check_request, plan_captured, resolve_budget

@@ -5,8 +5,8 @@ order, or a whole branch behind a gate, then makes no bit of a difference; after
 So a proof on such values would be one for the first step only.
 
 *Idea:* mutation of the state rather than of the program: each such parameter is moved by up to `SPREAD`, by the same
-numbers each time, for the plain step and for the planned one. `memfit.capture.preserve` puts the values back. Autocast
-keeps casts of parameters until its region ends, and does not see that values change, so its cache is cleared.
+numbers each time, for the plain step and for the planned one. `memfit.capture.state.snapshot` puts the values back.
+Autocast keeps casts of parameters until its region ends, and does not see that values change, so its cache is cleared.
 
 Known limits: only parameters that learn, since others stay as they are; not those of sharded modules, nor such that
 have no room for a copy. Inputs that are all one number still hide differences.
@@ -19,8 +19,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from memfit.capture.preserve import Snapshot
-from memfit.capture.tensor_state import TensorState
+from memfit.capture.state.snapshot import Snapshot
+from memfit.capture.state.tensor import TensorState
 
 __all__ = ["SPREAD", "constant_parameters", "perturb"]
 

@@ -20,8 +20,8 @@ from memfit.units import format_bytes, format_percent, format_seconds
 if TYPE_CHECKING:
     from torch import nn
 
-    from memfit.capture.loss import LossFunction
-    from memfit.capture.unwrapped_optimizer import OptimizerLike
+    from memfit.capture.loss.reading import LossFunction
+    from memfit.capture.optimizer.unwrapped import OptimizerLike
     from memfit.compiler.proof import Proof
     from memfit.compiler.stages import Planned
 
@@ -81,7 +81,7 @@ class Plan:
         Raises:
             PlanMismatchError: now or at the first training step, if the plan is for something else.
         """
-        from memfit.runtime.fitted import install
+        from memfit.runtime.fitted_module import install
 
         return install(model, self, loss_fn=loss_fn, optimizer=optimizer)
 

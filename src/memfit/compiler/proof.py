@@ -28,13 +28,13 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from memfit.bits import max_difference, same_bits
-from memfit.capture.autograd_graph import leaves_behind
-from memfit.capture.backward_autocast import backward_region
-from memfit.capture.inputs import DetachedInputs
-from memfit.capture.loss import LossFunction, scalar_loss
-from memfit.capture.preserve import Snapshot
-from memfit.capture.tensor_state import TensorState
-from memfit.capture.trace import device_of
+from memfit.capture.eager.backward_autocast import backward_region
+from memfit.capture.gradients.autograd_graph import leaves_behind
+from memfit.capture.loss.reading import LossFunction, scalar_loss
+from memfit.capture.state.detached_inputs import DetachedInputs
+from memfit.capture.state.snapshot import Snapshot
+from memfit.capture.state.tensor import TensorState
+from memfit.capture.training_step import device_of
 from memfit.compiler.perturbed import perturb
 from memfit.compiler.tolerance import is_within_rounding
 from memfit.errors import CaptureError, ExactnessError

@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.capture.inputs import detached
-from memfit.capture.library_memory import library_bytes
-from memfit.capture.preserve import Snapshot, preserved
-from memfit.capture.sharded import is_sharded
-from memfit.capture.trace import device_of
+from memfit.capture.distributed.fsdp import is_sharded
+from memfit.capture.state.detached_inputs import detached
+from memfit.capture.state.snapshot import Snapshot, preserved
+from memfit.capture.training_step import device_of
 from memfit.compiler.consensus import agreed_peak
 from memfit.compiler.perturbed import constant_parameters
 from memfit.compiler.plan import Plan
@@ -30,11 +29,12 @@ from memfit.compiler.proof import ProvingStep, StepResult, compare
 from memfit.compiler.stages import Progress, Request, plan_captured
 from memfit.errors import BudgetError
 from memfit.planner.analysis.explain import binding_place
+from memfit.profiling.device import free_bytes
+from memfit.profiling.library_workspace import library_bytes
+from memfit.profiling.memory import measure
 from memfit.refusals import refusal, refused
-from memfit.runtime.apply import PlannedCall, compile_program
-from memfit.runtime.device_memory import free_bytes
-from memfit.runtime.measure import measure
-from memfit.runtime.passes import Pass
+from memfit.runtime.executable import PlannedCall, compile_program
+from memfit.runtime.forward_passes import Pass
 from memfit.sim.simulator import simulate
 
 __all__ = ["lowered", "peak_of", "prove", "proving_step"]

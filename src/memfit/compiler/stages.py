@@ -15,15 +15,12 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from memfit import strategies
-from memfit.capture.adding import Accumulate
 from memfit.capture.checkpoints import CHECKPOINTING
-from memfit.capture.cost_cache import CostCache, machine_name, open_cache
-from memfit.capture.loss import LossFunction
-from memfit.capture.optimizer import OptimizerPart, optimizer_cost
-from memfit.capture.profile import profile_ops, separated
-from memfit.capture.sharded import is_sharded
-from memfit.capture.trace import Capture, capture_step, check_step, device_of
-from memfit.capture.unwrapped_optimizer import OptimizerLike, check_optimizer
+from memfit.capture.distributed.fsdp import is_sharded
+from memfit.capture.loss.reading import LossFunction
+from memfit.capture.optimizer.state import OptimizerPart, optimizer_cost
+from memfit.capture.optimizer.unwrapped import OptimizerLike, check_optimizer
+from memfit.capture.training_step import Capture, capture_step, check_step, device_of
 from memfit.compiler.consensus import agreed_program, agreed_start, agreed_step
 from memfit.compiler.plan import Plan
 from memfit.errors import SpecError
@@ -31,6 +28,7 @@ from memfit.ir.graph import StepGraph
 from memfit.ir.program import Program
 from memfit.ir.serialization import graph_digest
 from memfit.ir.tiers import TierLinks
+from memfit.ops.accumulation import Accumulate
 from memfit.planner.analysis.explain import decisions, prediction
 from memfit.planner.analysis.no_plan import no_plan
 from memfit.planner.bounds.lower_bound import relaxed_bound
@@ -38,10 +36,12 @@ from memfit.planner.budget_limit import fitting
 from memfit.planner.finalize.variant_selection import leanest
 from memfit.planner.offload.search import find_program
 from memfit.planner.search.min_memory import least_budget, least_order
-from memfit.runtime.apply import PlannedCall
-from memfit.runtime.device_memory import free_bytes, total_bytes
-from memfit.runtime.signature import Signature, signature
-from memfit.runtime.swap.tiers import parse_tiers, tier_links
+from memfit.profiling.cost_cache import CostCache, machine_name, open_cache
+from memfit.profiling.device import free_bytes, total_bytes
+from memfit.profiling.profiler import profile_ops, separated
+from memfit.runtime.executable import PlannedCall
+from memfit.runtime.input_signature import Signature, signature
+from memfit.runtime.offload.tiers import parse_tiers, tier_links
 from memfit.sim.simulator import simulate
 from memfit.sim.verifier import check
 from memfit.units import format_bytes, parse_bytes
@@ -76,7 +76,7 @@ class Request:
         optimizer: its state and step count; or the bytes of its state.
         strategy: name of a planner.
         levers: `"bitwise"`, `"all"` or a tuple of lever names.
-        tiers: where swapped bytes may go; see `memfit.runtime.swap.tiers.parse_tiers`.
+        tiers: where swapped bytes may go; see `memfit.runtime.offload.tiers.parse_tiers`.
         prove: run the plan once, compare it with the plain step, and correct it.
         exact: `"bitwise"`, or `"rounding"` to take a plan whose results differ by rounding.
         label: what is planned, for people.

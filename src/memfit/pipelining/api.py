@@ -8,8 +8,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from memfit.capture.trace import device_of
-from memfit.capture.unwrapped_optimizer import OptimizerLike, check_optimizer
+from memfit.capture.optimizer.unwrapped import OptimizerLike, check_optimizer
+from memfit.capture.training_step import device_of
 from memfit.distributed import process_group as processes
 from memfit.errors import SpecError
 from memfit.pipelining.config import Question

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from memfit.capture.trace import Capture
-from memfit.capture.unwrapped_optimizer import OptimizerLike
+from memfit.capture.optimizer.unwrapped import OptimizerLike
+from memfit.capture.training_step import Capture
 from memfit.ir.graph import StepGraph
 from memfit.pipelining.partition.stages import Stage
 from memfit.planner.pipeline.device_memory import StageMemory

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from memfit.capture.kernel_settings import kernel_settings
-from memfit.capture.preserve import preserved
-from memfit.capture.trace import device_of
+from memfit.capture.state.snapshot import preserved
+from memfit.capture.training_step import device_of
 from memfit.distributed import process_group as processes
 from memfit.errors import PipelineError, SpecError
+from memfit.ops.kernels.settings import kernel_settings
 from memfit.pipelining.config import Question
 from memfit.pipelining.loss.microbatches import batch_size, cut_batch, sizes_of
 from memfit.pipelining.loss.scaling import LossReading, loss_shares, read_loss
@@ -37,7 +37,7 @@ from memfit.pipelining.runtime.tied_weights import SharedStates, share_out
 from memfit.pipelining.search.device_budgets import above_budget, corrected, fits
 from memfit.pipelining.search.driver import PROVING_RUNS, make_pipeline_plan, resident_bytes
 from memfit.planner.pipeline.schedule import on_one_device
-from memfit.runtime.measure import measure
+from memfit.profiling.memory import measure
 
 __all__ = ["Pipeline"]
 

@@ -30,7 +30,7 @@ class StageProgram:
         digest: of the step it was planned for (`memfit.ir.serialization.graph_digest`).
         program: of every micro-batch, or of all but the last.
         last_program: of the last one where that is another.
-        separated: see `memfit.capture.trace.Capture`.
+        separated: see `memfit.capture.training_step.Capture`.
         grid: see there; empty where nothing runs slice by slice that changes the order of sums.
         under_way: the most micro-batches that are under way there.
         kept_bytes: what is held of each between its passes.

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from memfit.report.records import Record, records, summary
 from memfit.report.sentence import sentence
 from memfit.report.table import Sheet, sheets
-from memfit.runtime.swap.calibrate import Calibration, LinkSpeed
+from memfit.runtime.offload.link_benchmark import Calibration, LinkSpeed
 from memfit.units import format_bytes, format_seconds
 
 __all__ = ["Links"]

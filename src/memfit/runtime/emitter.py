@@ -5,8 +5,8 @@ FX's generated code drops each value after its last use, so what runs is what wa
 - the base of a storage is saved and passed on, never a view; views are made again where they are read, since
   a view that outlives its base would keep the memory;
 - the elements of a tuple are taken out right after the op, so that the tuple does not keep them;
-- an op marked in place runs the in-place call of `memfit.capture.rewrite`, one in parts that of
-  `memfit.capture.parts`.
+- an op marked in place runs the in-place call of `memfit.passes.conv_backward_split`, one in parts that of
+  `memfit.ops.chunking`.
 
 A storage that is swapped leaves and comes back by calls of a `Swapper`. A tensor that comes back is waited for at its
 first reader.
@@ -28,15 +28,15 @@ from torch import fx
 from torch._guards import detect_fake_mode
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 
-from memfit.capture.again import Call, without_statistics
-from memfit.capture.parts import call_in_parts
-from memfit.capture.reading import JointOp, JointReading
-from memfit.capture.rewrite import IN_PLACE, convolution_input_gradient, input_half
+from memfit.fxir.call import Call, without_statistics
+from memfit.fxir.joint import JointOp, JointReading
 from memfit.ir.slicing import BySlices
-from memfit.runtime.accumulate import Accumulation
-from memfit.runtime.fused import FusedOp, fused_call
-from memfit.runtime.swap.calls import SwapCalls, keep_unread
-from memfit.runtime.swap.swapper import Swapper
+from memfit.ops.chunking import call_in_parts
+from memfit.passes.conv_backward_split import IN_PLACE, convolution_input_gradient, input_half
+from memfit.runtime.fused_region import FusedOp, fused_call
+from memfit.runtime.grad_accumulation import Accumulation
+from memfit.runtime.offload.engine import Swapper
+from memfit.runtime.offload.graph_calls import SwapCalls, keep_unread
 
 __all__ = ["OVERWRITTEN", "Emitter", "LocalInstruction", "LocalMove", "Move"]
 

@@ -1,7 +1,7 @@
 """What each op of a run makes for each tile, when ops run as one, tile after tile.
 
 From what stays after the run, cut into tiles that share nothing, each op's tile is found backwards: what the ops after
-it need (`memfit.capture.by_tiles`). What is added up is made for its own tile only, so that nothing counts twice.
+it need (`memfit.ops.tiling.rules`). What is added up is made for its own tile only, so that nothing counts twice.
 
 Known limits: what two tiles need is made twice rather than kept in between.
 """
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from memfit.capture.again import Call
-from memfit.capture.samples import sums_of
-from memfit.capture.tiles import Tile, tiles_of
-from memfit.capture.tiling import Tiling
+from memfit.fxir.call import Call
+from memfit.ops.batching.rules import sums_of
+from memfit.ops.tiling.rule import Tiling
+from memfit.ops.tiling.window import Tile, tiles_of
 
 __all__ = ["Piece", "TiledOp", "schedule", "within"]
 

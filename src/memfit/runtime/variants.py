@@ -1,8 +1,8 @@
 """Which plan a call takes, where branches on its inputs go several ways.
 
-A graph is made for one way (`memfit.capture.branches`). Calls of one signature may go another way, when a mask that was
-all ones has padding in it. So each way has a signature of its own, and its plan is kept. A buffer that was taken for
-a constant and changed may change with each step; the graph breaks where it is looked at from then on.
+A graph is made for one way (`memfit.capture.values.branches`). Calls of one signature may go another way, when a mask
+that was all ones has padding in it. So each way has a signature of its own, and its plan is kept. A buffer that was
+taken for a constant and changed may change with each step; the graph breaks where it is looked at from then on.
 
 Known limits: a condition is computed here to choose the plan, and once more by Dynamo's guard. A module whose branches
 go a new way in each call would be planned in each call; after `_MOST_WAYS` the graph breaks at them instead.
@@ -17,9 +17,9 @@ from typing import Any
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from memfit.capture.decisions import Decision
-from memfit.runtime.apply import PlannedCall
-from memfit.runtime.signature import Signature
+from memfit.capture.values.decisions import Decision
+from memfit.runtime.executable import PlannedCall
+from memfit.runtime.input_signature import Signature
 
 __all__ = ["Variants", "decides"]
 

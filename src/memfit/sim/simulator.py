@@ -9,7 +9,7 @@ Time has a lane for compute and one for each direction of a link (`memfit.ir.tie
 it stalls. Memory does not depend on time: a program says when each storage is there.
 
 Known limits: allocator fragmentation is not modelled here but corrected by the proving
-run (`memfit.runtime.measure`).
+run (`memfit.profiling.memory`).
 """
 
 from __future__ import annotations

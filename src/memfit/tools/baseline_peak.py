@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.capture.inputs import detached
-from memfit.capture.loss import LossFunction, backward_of
-from memfit.capture.plain_bytes import counted_step
-from memfit.capture.preserve import preserved
+from memfit.capture.loss.reading import LossFunction, backward_of
+from memfit.capture.state.detached_inputs import detached
+from memfit.capture.state.snapshot import preserved
 from memfit.distributed import process_group as processes
-from memfit.runtime.device_memory import free_bytes
-from memfit.runtime.measure import measure
+from memfit.profiling.baseline_peak import counted_step
+from memfit.profiling.device import free_bytes
+from memfit.profiling.memory import measure
 
 __all__ = ["PlainPeak", "plain_peak"]
 

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from memfit import strategies as known_strategies
-from memfit.capture.preserve import preserved
-from memfit.capture.trace import Capture, device_of
+from memfit.capture.state.snapshot import preserved
+from memfit.capture.training_step import Capture, device_of
 from memfit.compiler.driver import plan_profiled
 from memfit.compiler.plan import Plan
 from memfit.compiler.proving import prove
@@ -28,11 +28,11 @@ from memfit.compiler.stages import Progress, Request, capture_and_profile, check
 from memfit.errors import BudgetError, MemfitError, SpecError
 from memfit.ir.graph import StepGraph
 from memfit.planner.analysis.activations import Activations, count_activations
-from memfit.runtime.apply import compile_program
-from memfit.runtime.device_memory import free_bytes
-from memfit.runtime.training import interleaved_seconds, resident_bytes, step_peak, training_step
+from memfit.profiling.device import free_bytes
+from memfit.runtime.executable import compile_program
 from memfit.sim.simulator import simulate, simulate_plain
 from memfit.tools.max_batch import BatchSize, max_batch
+from memfit.tools.training_loop import interleaved_seconds, resident_bytes, step_peak, training_step
 from memfit.units import parse_bytes
 
 __all__ = ["BatchSize", "Comparison", "Row", "budget_bytes", "compare", "max_batch"]

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.capture.trace import device_of, storage_bytes
+from memfit.capture.training_step import device_of, storage_bytes
 from memfit.errors import BudgetError
 from memfit.pipelining.api import pipeline
 from memfit.pipelining.pipeline import Pipeline
-from memfit.runtime.measure import measure
+from memfit.profiling.memory import measure
 from memfit.tools import pipeline_baselines as baselines
 from memfit.tools.pipeline_baselines import Passes, Trial
 

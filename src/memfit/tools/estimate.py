@@ -18,21 +18,21 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from memfit import strategies
-from memfit.capture.loss import LossFunction
-from memfit.capture.one_graph import OneGraph
-from memfit.capture.optimizer import optimizer_cost
-from memfit.capture.profile import with_rooflines
-from memfit.capture.replicated import unwrapped
-from memfit.capture.sharded import is_sharded
-from memfit.capture.trace import capture_step, device_of, given_args, storage_bytes
-from memfit.capture.unwrapped_optimizer import OptimizerLike
+from memfit.capture.distributed.ddp import unwrapped
+from memfit.capture.distributed.fsdp import is_sharded
+from memfit.capture.fx_module import OneGraph
+from memfit.capture.loss.reading import LossFunction
+from memfit.capture.optimizer.state import optimizer_cost
+from memfit.capture.optimizer.unwrapped import OptimizerLike
+from memfit.capture.training_step import capture_step, device_of, given_args, storage_bytes
 from memfit.errors import SpecError
 from memfit.ir.graph import Phase, StepGraph, StorageKind
 from memfit.ir.program import plain_program
 from memfit.ir.serialization import Prediction
 from memfit.planner.analysis.explain import prediction
 from memfit.planner.bounds.lower_bound import op_wall_bytes
-from memfit.runtime.swap.tiers import tier_links
+from memfit.profiling.profiler import with_rooflines
+from memfit.runtime.offload.tiers import tier_links
 from memfit.sim.simulator import live_storages_at, simulate, simulate_plain
 from memfit.tools.baseline_peak import PlainPeak, plain_peak
 from memfit.units import format_bytes

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from memfit import strategies
-from memfit.capture.loss import LossFunction
-from memfit.capture.trace import Capture, device_of
+from memfit.capture.loss.reading import LossFunction
+from memfit.capture.training_step import Capture, device_of
 from memfit.compiler.plan import Plan
 from memfit.compiler.proving import prove
 from memfit.compiler.stages import Progress, Request, capture_and_profile, plan_captured, resolve_budget

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.capture.grids import grids
-from memfit.capture.loss import LossFunction
-from memfit.capture.trace import device_of
+from memfit.capture.loss.reading import LossFunction
+from memfit.capture.training_step import device_of
 from memfit.compiler.driver import make_plan
+from memfit.compiler.grid_choice import grids
 from memfit.compiler.plan import Plan
 from memfit.compiler.stages import Progress, Request, capture_and_profile, check_request, resolve_budget
 from memfit.errors import BudgetError, SpecError

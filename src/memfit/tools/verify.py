@@ -24,18 +24,18 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from memfit.bits import max_difference, same_bits
-from memfit.capture.backward_autocast import backward_region
-from memfit.capture.loss import LossFunction, backward_of, scalar_loss
-from memfit.capture.trace import device_of
-from memfit.capture.unwrapped_optimizer import OptimizerLike, steppable, unwrapped_optimizer
+from memfit.capture.eager.backward_autocast import backward_region
+from memfit.capture.loss.reading import LossFunction, backward_of, scalar_loss
+from memfit.capture.optimizer.unwrapped import OptimizerLike, steppable, unwrapped_optimizer
+from memfit.capture.training_step import device_of
 from memfit.compiler.driver import make_plan
 from memfit.compiler.plan import Plan
 from memfit.compiler.stages import Progress, Request
 from memfit.compiler.tolerance import in_float64, in_widest, is_within_rounding, own_rounding
 from memfit.runtime.difference import Difference, first_difference
-from memfit.runtime.executed import ExecutedOps, executed_recomputations
-from memfit.runtime.fitted import fitted_call, verified
-from memfit.runtime.training import resident_bytes, step_peak
+from memfit.runtime.fitted_module import fitted_call, verified
+from memfit.tools.executed_ops import ExecutedOps, executed_recomputations
+from memfit.tools.training_loop import resident_bytes, step_peak
 
 __all__ = ["Check", "Verification", "verify"]
 

@@ -93,7 +93,7 @@ def test_only_one_graph_at_two_batch_sizes_can_be_scaled(graph: StepGraph) -> No
 
 @pytest.mark.parametrize(("spec", "shape"), [("zoo:mlp?width=32", (16,)), ("zoo:gpt?layers=1&width=16&heads=2", (8,))])
 def test_a_captured_model_is_affine_in_the_batch(spec: str, shape: tuple[int, ...]) -> None:
-    from memfit.capture.trace import capture_step
+    from memfit.capture.training_step import capture_step
     from memfit.zoo import build
 
     def captured(batch: int) -> StepGraph:

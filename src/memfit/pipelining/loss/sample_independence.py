@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
-from memfit.capture.preserve import preserved
+from memfit.capture.state.snapshot import preserved
 from memfit.errors import CaptureError
 from memfit.pipelining.loss.scaling import totals
 from memfit.pipelining.loss.traced import TracedLoss

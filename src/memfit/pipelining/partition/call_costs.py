@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
-from memfit.capture.reading import JointOp
-from memfit.capture.trace import Capture
+from memfit.capture.training_step import Capture
+from memfit.fxir.joint import JointOp
 from memfit.ir.graph import Phase, StepGraph, StorageKind
 from memfit.pipelining.partition.forward_graph import ForwardGraph
 from memfit.planner.finalize.variant_selection import leanest

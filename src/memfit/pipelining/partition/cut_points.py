@@ -23,7 +23,7 @@ from torch._guards import detect_fake_mode
 from torch.utils import _pytree as pytree
 
 from memfit.capture.dynamo_graph import is_in_place
-from memfit.capture.kernel_strides import strides_of_kernels
+from memfit.capture.eager.fake_strides import strides_of_kernels
 from memfit.pipelining.partition.boundary_layout import is_dense
 from memfit.pipelining.partition.forward_graph import ForwardGraph
 

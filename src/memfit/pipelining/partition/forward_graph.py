@@ -19,9 +19,9 @@ from torch.utils import _pytree as pytree
 
 from memfit.capture.compiled_call import compile_call
 from memfit.capture.dynamo import first_lines
-from memfit.capture.log_calls import logs_left_out
-from memfit.capture.loss import scalar_loss
-from memfit.capture.preserve import preserved
+from memfit.capture.logging_calls import logs_left_out
+from memfit.capture.loss.reading import scalar_loss
+from memfit.capture.state.snapshot import preserved
 from memfit.errors import CaptureError
 
 __all__ = ["ForwardGraph", "PipelineLoss", "capture_forward", "flatten_inputs", "loss_of"]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from memfit.capture.one_graph import OneGraph
+from memfit.capture.fx_module import OneGraph
 from memfit.pipelining.partition.boundary_layout import flattened, same_layout
 from memfit.pipelining.partition.cut_points import Cut, constant_calls
 from memfit.pipelining.partition.forward_graph import ForwardGraph

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from memfit.capture.trace import Capture, capture_step
+from memfit.capture.training_step import Capture, capture_step
 from memfit.errors import PlanMismatchError
 from memfit.ir.program import Program
 from memfit.ir.serialization import graph_digest
@@ -28,8 +28,8 @@ from memfit.pipelining.runtime.stage import EngineStage, StageCall
 from memfit.pipelining.search.sent_results import handing_over
 from memfit.pipelining.search.split_backward import with_deferred
 from memfit.pipelining.search.stage_capture import accumulation_of
-from memfit.runtime.apply import compile_program
-from memfit.runtime.later import Later
+from memfit.runtime.deferred_backward import Later
+from memfit.runtime.executable import compile_program
 
 __all__ = ["CompiledStage", "capture_stages", "compile_stage", "engine_stages", "planned_cuts"]
 

@@ -23,7 +23,7 @@ from memfit.pipelining.partition.boundary_layout import in_memory_order, same_la
 from memfit.pipelining.partition.stages import Crossing, Stage
 from memfit.pipelining.runtime.rng import RandomStream
 from memfit.pipelining.runtime.send_queue import Outbox
-from memfit.runtime.later import Later
+from memfit.runtime.deferred_backward import Later
 
 __all__ = ["EngineStage"]
 
@@ -75,7 +75,7 @@ class EngineStage(_PipelineStageBase):
         outbox: for what the stages of this process send.
         group: of the pipeline's processes; None for the default one.
         random_stream: which random numbers each micro-batch gets; None if the model takes none.
-        later: where `runs` leave the second parts of backward passes (`memfit.runtime.later`).
+        later: where `runs` leave the second parts of backward passes (`memfit.runtime.deferred_backward`).
     """
 
     def __init__(

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.capture.module_names import module_of
-from memfit.capture.optimizer import optimizer_cost, part_of
-from memfit.capture.preserve import preserved
-from memfit.capture.trace import storage_bytes
+from memfit.capture.optimizer.state import optimizer_cost, part_of
+from memfit.capture.state.snapshot import preserved
+from memfit.capture.training_step import storage_bytes
 from memfit.distributed import process_group as processes
+from memfit.fxir.module_names import module_of
 from memfit.ir.serialization import graph_digest
 from memfit.pipelining.config import Found, Question, StagePlan
 from memfit.pipelining.loss.microbatches import batch_size, cut_batch, first_samples, with_samples
@@ -36,7 +36,7 @@ from memfit.pipelining.search.device_budgets import above_budget, corrected, fit
 from memfit.pipelining.search.search import asked_schedule, plan_cuts, search
 from memfit.planner.pipeline.device_memory import StageMemory, device_peaks
 from memfit.planner.pipeline.schedule import with_transfers
-from memfit.runtime.measure import measure
+from memfit.profiling.memory import measure
 
 __all__ = ["PROVING_RUNS", "Made", "make_pipeline_plan", "resident_bytes"]
 

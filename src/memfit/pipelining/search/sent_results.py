@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from memfit.capture.trace import Capture
+from memfit.capture.training_step import Capture
 from memfit.ir.graph import Op, Phase, StepGraph, StorageKind
 
 __all__ = ["handing_over"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from memfit.capture.trace import Capture
+from memfit.capture.training_step import Capture
 from memfit.planner.pipeline.split_backward import deferrable, deferred_last
 
 __all__ = ["returning", "with_deferred"]

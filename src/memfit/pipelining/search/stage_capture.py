@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from memfit.capture.adding import Accumulate
-from memfit.capture.optimizer import optimizer_cost, part_of, trained_bytes
-from memfit.capture.trace import Capture
+from memfit.capture.optimizer.state import optimizer_cost, part_of, trained_bytes
+from memfit.capture.training_step import Capture
 from memfit.compiler.stages import Request, capture_and_profile
 from memfit.ir.graph import StepGraph
+from memfit.ops.accumulation import Accumulate
 from memfit.pipelining.config import Question
 from memfit.pipelining.partition.forward_graph import ForwardGraph
 from memfit.pipelining.partition.stages import Stage, example_inputs

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from memfit.capture.grids import grids
-from memfit.capture.trace import Capture
+from memfit.capture.training_step import Capture
+from memfit.compiler.grid_choice import grids
 from memfit.errors import BudgetError
 from memfit.ir.graph import StepGraph
 from memfit.ir.serialization import graph_digest

@@ -1,9 +1,9 @@
 """Two ops that are the halves of one call run in that call where nothing has to be freed in between.
 
 Capture makes a convolution's two gradients one after the other, so that the input can go before its gradient is made
-(`memfit.capture.rewrite`). Where memory allows, both at once is quicker: one call instead of two, and the kernel's own
-order. A program says so by its order alone: of halves that stand side by side, the second runs with the first.
-`side_by_side` puts off the frees that lie between halves where the peak leaves room for that.
+(`memfit.passes.conv_backward_split`). Where memory allows, both at once is quicker: one call instead of two, and the
+kernel's own order. A program says so by its order alone: of halves that stand side by side, the second runs with the
+first. `side_by_side` puts off the frees that lie between halves where the peak leaves room for that.
 
 Known limits: the time of a call for both is not profiled; halves are reckoned with, so steps are somewhat quicker than
 predicted.

@@ -1,6 +1,6 @@
 """Whole or in parts: how each op of a program runs.
 
-An op that runs in parts takes less memory and sometimes more time (`memfit.capture.parts`). Workspace is only
+An op that runs in parts takes less memory and sometimes more time (`memfit.ops.chunking`). Workspace is only
 there while its op runs, so the choice is free at every instant: orders are planned with every op in its
 leanest way, then each run gets the quickest way for which there is room where it stands. So it is with ops that can
 run as one (`memfit.ir.fusion`): orders are planned with them as one where that takes less memory, then they run

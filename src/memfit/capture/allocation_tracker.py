@@ -1,0 +1,67 @@
+"""Counts the bytes of the storages that are alive, real or fake, as ops create them.
+
+A storage is counted from the op that returns it until its finalizer runs, which is exact on a
+reference-counting allocator. Kernel workspace is invisible here; `memfit.profiling.memory` sees it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["LiveBytes"]
+
+
+class LiveBytes(TorchDispatchMode):
+    """While active, `live` and `peak` count storages created since it was entered, on one device type."""
+
+    # Without this Dynamo would refuse to trace under the mode; it only watches.
+    is_infra_mode = classmethod(lambda cls: True)
+    supports_higher_order_operators = True  # random ops that are replayed
+
+    def __init__(self, device_type: str | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device_type = device_type
+        self.live = 0
+        self.peak = 0
+        self._seen: dict[int, int] = {}  # bytes by storage
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        operands = {t.untyped_storage()._cdata for t in pytree.tree_leaves((args, kwargs)) if _has_storage(t)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(result):
+            if _has_storage(tensor):
+                self._count(tensor, operands)
+        return result
+
+    def _count(self, tensor: torch.Tensor, operands: set[int]) -> None:
+        if self.device_type is not None and tensor.device.type != self.device_type:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._seen:
+            grown = max(0, int(storage.nbytes()) - self._seen[key])  # by resizing
+        elif key in operands:
+            return
+        else:
+            self._seen[key], grown = 0, self._nbytes(tensor)
+            weakref.finalize(storage, self._gone, key)
+        self._seen[key] += grown
+        self.live += grown
+        self.peak = max(self.peak, self.live)
+
+    def _nbytes(self, tensor: torch.Tensor) -> int:
+        """What a result takes."""
+        return int(tensor.untyped_storage().nbytes())
+
+    def _gone(self, key: int) -> None:
+        self.live -= self._seen.pop(key)
+
+
+def _has_storage(value: Any) -> bool:
+    """Whether it is a tensor with one storage; sparse ones are counted by the indices and values they are made of."""
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided

@@ -1,0 +1,71 @@
+"""Calls made of several kernels, of which one rounds or lies as memory in between does, while a graph is made.
+
+Kernels on CPU compute whole vectors with one code and what is left at the end of a run of memory with another: an
+exponential may differ there in its last bit. So a sigmoid written over a part of each row rounds otherwise than one of
+a tensor without gaps, which a graph has where eager PyTorch wrote in place: `nn.GRUCell` makes its gates so. Here the
+gates get rows with a gap of one element, over which kernels run row by row as they do in eager mode.
+
+Randomized leaky ReLU lays its result out in the order of axes, and draws its noise so, whatever its operand's layout;
+the functional op that a graph has for it keeps the operand's. It is given an operand that lies in the order of axes.
+
+Known limits: on CPU only; GPUs have kernels for whole cells. Other chains of in-place ops over parts of rows are not
+recognised; the proof compares the bits.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+from torch._C import DispatchKey
+
+from memfit.capture.eager.python_kernels import kernels_in_place
+
+__all__ = ["composites_of_eager"]
+
+_aten = torch.ops.aten
+_KEY = DispatchKey.CompositeImplicitAutograd
+
+
+def composites_of_eager() -> AbstractContextManager[None]:
+    """While active, these calls are traced so that they round and lie as in eager mode."""
+    return kernels_in_place({_aten.gru_cell.default: _gru_cell, _aten.rrelu.default: _rrelu}, _KEY)
+
+
+def _gru_cell(
+    x: torch.Tensor,
+    hidden: torch.Tensor,
+    w_ih: torch.Tensor,
+    w_hh: torch.Tensor,
+    b_ih: torch.Tensor | None = None,
+    b_hh: torch.Tensor | None = None,
+) -> torch.Tensor:
+    if x.device.type != "cpu":
+        # `decompose` would ask for the kernel that stands here and call this function again.
+        found: torch.Tensor = _aten.gru_cell.default._op_dk(_KEY, x, hidden, w_ih, w_hh, b_ih, b_hh)
+        return found
+    from_x = torch.nn.functional.linear(x, w_ih, b_ih).unsafe_chunk(3, 1)
+    from_hidden = torch.nn.functional.linear(hidden, w_hh, b_hh).unsafe_chunk(3, 1)
+    reset = _in_rows(from_hidden[0] + from_x[0]).sigmoid()
+    update = _in_rows(from_hidden[1] + from_x[1]).sigmoid()
+    new = (from_x[2] + from_hidden[2] * reset).tanh()
+    return (hidden - new) * update + new
+
+
+def _in_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The same rows, with a gap in memory after each."""
+    return torch.nn.functional.pad(tensor, (0, 1))[:, :-1]
+
+
+def _rrelu(
+    x: torch.Tensor,
+    lower: float = 0.125,
+    upper: float = 1 / 3,
+    training: bool = False,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    noise = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if training:
+        x = x.contiguous()
+    made: torch.Tensor = _aten.rrelu_with_noise.default(x, noise, lower, upper, training, generator)
+    return made

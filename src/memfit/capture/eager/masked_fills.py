@@ -1,0 +1,62 @@
+"""The gradient of a learned number that fills the places of a mask, by eager's own formula, while a graph is made.
+
+Eager PyTorch takes the gradient at these places out and adds it up. Fake tensors do not know how many places there are,
+so for them it puts zeros at all others and adds up everything, in another order. So here the gradient is an op of its
+own, whose kernel looks at the mask.
+
+*Idea*: that of `memfit.capture.eager.gradients_on_values`.
+
+Known limits: second derivatives have none. What is filled in place keeps the formula of fake tensors; the proof
+compares the bits.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch._C import DispatchKey
+
+from memfit.capture.eager.python_kernels import kernels_in_place
+
+__all__ = ["masked_fills_of_eager"]
+
+_aten = torch.ops.aten
+_LIBRARY = torch.library.Library("memfit", "FRAGMENT")
+
+
+def _gradient(gradient: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return gradient.masked_select(mask).sum()
+
+
+def _fake(gradient: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return gradient.new_empty(())
+
+
+_LIBRARY.define("masked_fill_gradient(Tensor gradient, Tensor mask) -> Tensor")
+_LIBRARY.impl("masked_fill_gradient", _gradient, "CompositeExplicitAutograd")
+torch.library.register_fake("memfit::masked_fill_gradient", _fake, lib=_LIBRARY)
+
+
+class _Filled(torch.autograd.Function):
+    """A tensor with places filled, which autograd records with the other gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, data: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            result = _aten.masked_fill.Tensor(data, mask, value)
+        ctx.save_for_backward(mask)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (gradient,), (mask,) = gradients, ctx.saved_tensors
+        of_data = gradient.masked_fill(mask, 0) if ctx.needs_input_grad[0] else None
+        of_value = torch.ops.memfit.masked_fill_gradient(gradient, mask) if ctx.needs_input_grad[2] else None
+        return of_data, None, of_value
+
+
+def masked_fills_of_eager() -> AbstractContextManager[None]:
+    """While active, tensors filled with a learned number are recorded with the gradient it has in eager mode."""
+    return kernels_in_place({_aten.masked_fill.Tensor: _Filled.apply}, DispatchKey.Autograd)

@@ -1,0 +1,106 @@
+"""Keeps calls whole that AOTAutograd would take apart on its way to a graph, where the parts round otherwise.
+
+memfit asks for no decompositions, but some are part of the ops themselves: under the Python dispatcher, resizing of
+images runs as index arithmetic, gathers and sums, and a few losses and activations as formulas. Eager PyTorch runs a
+kernel with other bits, and less memory. While a graph is made these Python kernels are put aside, so that what autograd
+records is the kernel and its own backward kernel. Results are laid out as kernels do
+(`memfit.capture.eager.fake_strides`), and what is filled at random in place gets the numbers it gets in eager mode
+(`memfit.capture.eager.random_fills`).
+
+Put aside is every such Python kernel of torch's own ops, not only those that were seen to round otherwise. A few stay,
+without which there is no graph: `_NEEDED`.
+
+Known limits: the ops are the process's, so other graphs that are made meanwhile, in another thread, are whole too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache
+
+import torch
+import torch._decomp
+import torch._refs
+from torch._C import DispatchKey
+
+from memfit.capture.eager.backward_autocast import traced_backward
+from memfit.capture.eager.composites import composites_of_eager
+from memfit.capture.eager.dropout import draws_laid_out
+from memfit.capture.eager.fake_strides import strides_of_kernels
+from memfit.capture.eager.gradient_fills import fills_in_gradients
+from memfit.capture.eager.gradients_on_values import gradients_on_values
+from memfit.capture.eager.masked_fills import masked_fills_of_eager
+from memfit.capture.eager.quantiles import quantiles_of_eager
+from memfit.capture.eager.random_fills import draws_kept, filled_as_in_eager
+
+__all__ = ["as_in_eager"]
+
+_KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
+
+_NEEDED = frozenset(
+    (
+        # They write statistics and their schemas do not say so.
+        *("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"),
+        # They look at values: at a class count, at places to cut.
+        *("one_hot", "tensor_split"),
+        # Fake tensors and functional graphs cannot do without.
+        *("to_dense", "empty", "lstm", "gru", "rnn_tanh", "rnn_relu"),
+    )
+)
+
+
+_CONTEXTS = (
+    strides_of_kernels,
+    draws_laid_out,
+    composites_of_eager,
+    filled_as_in_eager,
+    draws_kept,
+    gradients_on_values,
+    quantiles_of_eager,
+    masked_fills_of_eager,
+    fills_in_gradients,
+    traced_backward,
+)
+"""Each makes some calls be traced as eager PyTorch runs them."""
+
+
+@contextmanager
+def as_in_eager() -> Iterator[None]:
+    """While active, calls are traced as the kernels that eager PyTorch runs."""
+    aside = [
+        (overload, key, overload.py_kernels.pop(key))
+        for overload in _overloads(_how_many_known())
+        if overload.py_kernels
+        for key in _KEYS
+        if key in overload.py_kernels
+    ]
+    for overload, _, _ in aside:
+        overload._dispatch_cache.clear()
+    try:
+        with ExitStack() as around:
+            for context in _CONTEXTS:
+                around.enter_context(context())
+            yield
+    finally:
+        for overload, key, kernel in aside:
+            overload.py_kernels[key] = kernel
+            overload._dispatch_cache.clear()
+
+
+def _how_many_known() -> int:
+    """How many attributes torch's own ops have: attributes are added as overloads are first used, and stay."""
+    packets = vars(torch.ops.aten).values()
+    return sum(len(vars(packet)) for packet in packets if isinstance(packet, torch._ops.OpOverloadPacket))
+
+
+@lru_cache(maxsize=1)
+def _overloads(known: int) -> tuple[torch._ops.OpOverload, ...]:
+    """Ops of torch's own that Python code has been met or registered for; others have no Python kernels."""
+    return tuple(
+        overload
+        for packet in list(vars(torch.ops.aten).values())
+        if isinstance(packet, torch._ops.OpOverloadPacket) and packet.__name__ not in _NEEDED
+        for overload in list(vars(packet).values())
+        if isinstance(overload, torch._ops.OpOverload)
+    )

@@ -1,0 +1,189 @@
+"""Has each graph of a step traced with what the other graphs and the loss do with it, until nothing changes.
+
+Where a gradient lies in memory decides how sums of it round. A graph learns from the one behind it how the gradients of
+its outputs come, and that may change how it lays out those of its inputs, which tells the graph before it, and so on to
+the first. So it takes as many rounds as there are graphs, at most; in each only those are traced anew that learn
+something.
+
+*Idea*: a fixpoint over the graphs, as data-flow analysis has it. The autograd graph of the captured forward pass stays
+there meanwhile, with one node for each graph that hands on zeros laid out as told
+(`memfit.capture.subgraph_boundaries`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from memfit.capture.dynamo_graph import all_but
+from memfit.capture.gradients.shared_inputs import repeated_places
+from memfit.capture.gradients.tangents import Strides
+from memfit.capture.loss.reading import LossReading
+from memfit.capture.subgraph_boundaries import lay_out_anew
+from memfit.capture.subgraphs import (
+    Piece,
+    Pieces,
+    gradient_outputs_of,
+    gradient_strides_of,
+    inputs_shared_in,
+    unreached_in,
+)
+from memfit.capture.traced_graph import DynamoGraph, Surroundings, Traced
+
+__all__ = ["settled"]
+
+log = logging.getLogger(__name__)
+
+_MOST_ROUNDS = 100
+
+
+def settled(
+    pieces: Pieces,
+    graphs: Sequence[DynamoGraph],
+    loss: LossReading,
+    *,
+    trace: Callable[[DynamoGraph, Surroundings], Traced | None],
+    traced: bool,
+    by_use: bool,
+    cut: bool,
+    cut_between: bool,
+) -> Pieces:
+    """The pieces of a step, each as the others and the loss use it.
+
+    Args:
+        pieces: as captured, while their autograd graph is there.
+        graphs: what each of them was traced from.
+        loss: how it uses the output and what left by a side door.
+        trace: traces a graph (once more); None if no gradient reaches it, and it runs as plain code.
+        traced: whether graphs have been traced, as if nothing were known around them.
+        by_use: whether all inputs that have several uses are taken once for each.
+        cut: whether outputs of the last graph that receive no gradient are cut.
+        cut_between: whether those of earlier graphs are.
+    """
+    pieces = replace(pieces, loss=loss)
+    only = len(graphs) == 1 and not graphs[0].key
+    unreached = {} if only else unreached_in(pieces, loss)
+    receive = gradient_outputs_of(pieces) if cut and pieces.last_key is not None else None
+    between = unreached if cut and cut_between else {}
+    last_key = pieces.last_key
+    around = Surroundings() if traced else None
+    pairs = zip(pieces.pieces, graphs, strict=True)
+    runs = [_Run(piece=p, graph=g, inputs=p.inputs, around=around) for p, g in pairs]
+    known: dict[DynamoGraph, list[tuple[Surroundings, Traced | None]]] = {}
+    several: set[tuple[str, int]] = set()
+    for _ in range(_MOST_ROUNDS):
+        shared = inputs_shared_in(pieces, by_use=by_use)
+        lying = gradient_strides_of(pieces)
+        strides = _agreed(runs, lying, several)
+        anew = False
+        for place, run in enumerate(runs):
+            key = run.graph.key
+            around = Surroundings(
+                receive=receive if key == last_key else all_but(run.graph.gm, between.get(key, frozenset())),
+                strides=strides[key],
+                repeated=shared.get(key, {}),
+            )
+            if around != run.around:
+                runs[place] = _in_other(run, around, _traced(run.graph, around, known, trace))
+                anew = True
+        runs = [run for run in runs if not run.plain]
+        pieces = replace(pieces, pieces=tuple(run.piece for run in runs))
+        if anew:
+            continue
+        differing = _differing(runs, lying) - several
+        if not differing:
+            break
+        several |= differing
+    else:
+        log.info("layouts of gradients between graphs do not settle")  # the proof compares the bits
+    return replace(
+        pieces,
+        gradient_outputs=receive,
+        gradient_strides={r.graph.key: r.around.strides for r in runs if r.around is not None and r.around.strides},
+        shared=shared,
+        unreached=unreached,
+        cut_between=between,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """One run of a graph.
+
+    Attributes:
+        piece: as traced last.
+        graph: what it was traced from.
+        inputs: of the run.
+        around: what it was traced with; None if it was not yet.
+        plain: whether no gradient reaches it, so that it runs as plain code.
+    """
+
+    piece: Piece
+    graph: DynamoGraph
+    inputs: tuple[Any, ...]
+    around: Surroundings | None
+    plain: bool = False
+
+
+def _agreed(
+    runs: Sequence[_Run], lying: Sequence[Mapping[int, Strides]], several: set[tuple[str, int]]
+) -> dict[str, dict[int, Strides]]:
+    """By graphs how gradients of their outputs lie, where that is not as the outputs do.
+
+    Runs of graphs with one key are told apart neither here nor when the plan is compiled; the last one counts, which
+    is the first to be settled. Those to which no gradient comes leave it to the others.
+
+    Args:
+        runs: of all graphs.
+        lying: for each of them how the gradients that come to it lie.
+        several: graphs and places at which gradients lie in several ways.
+    """
+    agreed: dict[str, dict[int, Strides]] = {run.graph.key: {} for run in runs}
+    for run, strides in zip(runs, lying, strict=True):
+        agreed[run.graph.key].update(strides)
+    outputs = {run.graph.key: run.piece.outputs for run in runs}
+    return {
+        key: {
+            place: strides
+            for place, strides in here.items()
+            if (key, place) not in several and strides != tuple(outputs[key][place].stride())
+        }
+        for key, here in agreed.items()
+    }
+
+
+def _differing(runs: Sequence[_Run], lying: Sequence[Mapping[int, Strides]]) -> set[tuple[str, int]]:
+    """Graphs and places of their outputs at which gradients lie in one way in one run and in another in another."""
+    first: dict[tuple[str, int], Strides] = {}
+    found: set[tuple[str, int]] = set()
+    for run, strides in zip(runs, lying, strict=True):
+        keys = [(run.graph.key, place) for place in strides]
+        found.update(key for key in keys if first.setdefault(key, strides[key[1]]) != strides[key[1]])
+    return found
+
+
+def _traced(
+    graph: DynamoGraph,
+    around: Surroundings,
+    known: dict[DynamoGraph, list[tuple[Surroundings, Traced | None]]],
+    trace: Callable[[DynamoGraph, Surroundings], Traced | None],
+) -> Traced | None:
+    """A graph as others of its runs were traced, else traced now."""
+    before = known.setdefault(graph, [])
+    for other, traced in before:
+        if other == around:
+            return traced
+    before.append((around, trace(graph, around)))
+    return before[-1][1]
+
+
+def _in_other(run: _Run, around: Surroundings, traced: Traced | None) -> _Run:
+    """A run in other surroundings."""
+    if traced is None:
+        return replace(run, around=around, plain=True)
+    operands = (*run.inputs, *(run.inputs[place] for place in repeated_places(around.repeated)))
+    lay_out_anew(run.piece.handed, run.inputs, traced.of_inputs)
+    piece = replace(run.piece, reading=traced.reading, terms=traced.terms, inputs=operands)
+    return replace(run, around=around, piece=piece)

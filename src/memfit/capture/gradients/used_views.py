@@ -1,0 +1,87 @@
+"""Views of its own results that a graph returns and uses itself: their gradients are added up at the view.
+
+Where an output is a view of a result, AOTAutograd makes it outside of the compiled graph, from that result. Its
+gradient then comes to the result, and what the graph's own uses of the view bring comes to it as well, as another
+gradient. Eager adds the two at the view, which rounds otherwise. (Views of inputs:
+`memfit.capture.gradients.returned_views`.)
+
+*Idea*: such an output goes through an op that hands it on. For AOTAutograd its result is a tensor like any other, with
+a gradient of its own, and in the joint graph the op is taken out again, so that the view itself is returned.
+
+Known limits: a view of memory that the graph writes over stays as it is. What is returned so is no view for autograd:
+code that writes over it in place gets an error of torch's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from memfit.capture.dynamo_graph import is_in_place, outputs_of
+
+__all__ = ["hand_on_used_views", "take_out"]
+
+_LIBRARY = torch.library.Library("memfit", "FRAGMENT")
+_LIBRARY.define("handed_on(Tensor view) -> Tensor")
+
+
+def _hand_on(view: torch.Tensor) -> torch.Tensor:
+    return view.detach()
+
+
+def _fake(view: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=view.device)
+
+
+def _gradient(_: object, gradient: torch.Tensor) -> torch.Tensor:
+    return gradient
+
+
+_LIBRARY.impl("handed_on", _hand_on, "CompositeExplicitAutograd")
+torch.library.register_fake("memfit::handed_on", _fake, lib=_LIBRARY)
+torch.library.register_autograd("memfit::handed_on", _gradient, lib=_LIBRARY)
+
+_handed_on = torch.ops.memfit.handed_on.default
+
+
+def hand_on_used_views(gm: fx.GraphModule) -> None:
+    """Puts the op in front of each output of a graph of Dynamo's that is such a view."""
+    (output,) = gm.graph.find_nodes(op="output")
+    views = _used_views(gm)
+    if not views:
+        return
+    handed: dict[fx.Node, fx.Node] = {}
+    # Right before the end: the gradient of later code comes first, as in eager.
+    with gm.graph.inserting_before(output):
+        for view in views:
+            handed[view] = gm.graph.call_function(_handed_on, (view,))
+            handed[view].meta = dict(view.meta)
+    output.args = (fx.node.map_arg(output.args[0], lambda node: handed.get(node, node)),)
+    gm.recompile()
+
+
+def take_out(joint: fx.GraphModule) -> None:
+    """Takes the op out of a joint graph, whose results are the views themselves then."""
+    for node in joint.graph.find_nodes(op="call_function", target=_handed_on):
+        node.replace_all_uses_with(node.args[0])
+        joint.graph.erase_node(node)
+
+
+def _used_views(gm: fx.GraphModule) -> list[fx.Node]:
+    """Views of results that the graph returns and that other nodes of it use."""
+    returned = {node for node in outputs_of(gm) if isinstance(node, fx.Node)}
+    written = {key for node in gm.graph.nodes if is_in_place(node) for key in map(_storage, node.all_input_nodes)}
+    given = {_storage(node) for node in gm.graph.find_nodes(op="placeholder")}
+    found = []
+    for node in gm.graph.nodes:
+        value = node.meta.get("example_value")
+        if node not in returned or len(node.users) < 2 or not isinstance(value, torch.Tensor):
+            continue
+        if value.requires_grad and value._is_view() and _storage(node) not in written | given:
+            found.append(node)
+    return found
+
+
+def _storage(node: fx.Node) -> int | None:
+    value = node.meta.get("example_value")
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None

@@ -1,0 +1,371 @@
+"""Joins the captured pieces of a step into one step graph.
+
+Every piece brings its own numbering; here they get one. What one piece returns and a later one takes is one storage,
+and so is the gradient that comes back for it. The loss op stands between the last forward and the first backward op.
+
+Known limits: a gradient that takes its way through code between pieces counts from the loss on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from memfit.capture.distributed.fsdp_hooks import Communication, communication
+from memfit.capture.subgraphs import Piece, Pieces
+from memfit.fxir.joint import JointOp, JointReading
+from memfit.ir.graph import Op, Phase, StepGraph, Storage, StorageKind
+from memfit.passes.conv_backward_split import HALF_OF, is_tangent
+
+__all__ = ["join"]
+
+_RANDOM_STATE_BYTES = {"cpu": 5056, "cuda": 16}
+
+_FREES_TANGENTS = hasattr(torch.autograd.Function, "boxed_grads_call")
+"""Older torch passes tangents in a tuple that its caller holds until the backward pass of the piece ends."""
+
+_GRADIENTS = (StorageKind.GRADIENT, StorageKind.BACKWARD, StorageKind.TANGENT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Passing:
+    """Gradients on their way from one piece to an earlier one.
+
+    Attributes:
+        comes_as: for tangents of a piece the gradient of a later one that they are.
+        added: for each piece the gradients that are added to its tangents.
+    """
+
+    comes_as: dict[int, int] = field(default_factory=dict)
+    added: dict[int, list[int]] = field(default_factory=dict)
+
+
+def join(
+    pieces: Pieces, loss_bytes: int, device_type: str, *, held_bytes: int = 0
+) -> tuple[StepGraph, tuple[JointOp | None, ...]]:
+    """One step of all pieces.
+
+    Args:
+        pieces: in forward order.
+        loss_bytes: what the loss takes beside what it reads and writes.
+        device_type: whose generator state counts.
+        held_bytes: what it holds from then on until the step ends.
+
+    Returns:
+        The step, and for each of its ops the joint op it came from; None for the loss and what nobody here runs.
+    """
+    storages, numbers = _numbered(pieces)
+    passing = _passing_gradients(pieces, numbers, storages)
+    storages, numbers, passing = _without_aliases(storages, numbers, passing)
+    uses = _uses_added_up(pieces, numbers, storages)
+    last = len(pieces.pieces) - 1
+    around = _communication(pieces, numbers, storages, device_type)
+    forward: list[tuple[Op, JointOp | None]] = []
+    backward: list[tuple[Op, JointOp | None]] = []
+    for index, piece in enumerate(pieces.pieces):
+        here = [(_op(op, numbers[index], index, device_type), op) for op in piece.reading.ops]
+        forward += _unrun(around.before_forward[index])
+        forward += [pair for pair in here if pair[0].phase is Phase.FORWARD]
+        forward += _unrun(around.after_forward[index])
+        behind = _unrun(_added(passing.added.get(index, ()), index, storages))
+        behind += _unrun(around.before_backward[index])
+        behind += [pair for pair in here if pair[0].phase is Phase.BACKWARD]
+        behind += _unrun(_end(piece, numbers[index], index, last))
+        behind += _unrun(_added(uses.get(index, ()), index, storages))
+        backward = behind + _unrun(around.after_backward[index]) + backward
+    outputs = tuple(dict.fromkeys(numbers[last][s] for s in pieces.pieces[last].reading.output_storages))
+    outputs = tuple(s for s in outputs if storages[s].kind is not StorageKind.STATIC)
+    # A piece can only run its own ops again, so what crosses from one to another stays once it is made.
+    crossing = {
+        numbers[i][s]
+        for i, p in enumerate(pieces.pieces)
+        for s, storage in enumerate(p.reading.storages)
+        if storage.kind is StorageKind.STATIC and storages[numbers[i][s]].kind is StorageKind.FORWARD
+    }
+    forward = [
+        (replace(op, recomputable=False, again=None) if crossing.intersection(op.writes) else op, joint)
+        for op, joint in forward
+    ]
+    tangents = tuple(
+        dict.fromkeys(
+            numbers[i][t]
+            for i, p in enumerate(pieces.pieces)
+            for t in _tangents(p.reading)
+            if storages[numbers[i][t]].kind is StorageKind.TANGENT
+        )
+    )
+    by_loss: tuple[int, ...] = ()
+    if held_bytes:
+        by_loss = (len(storages),)
+        storages.append(Storage(name="held by the loss", nbytes=held_bytes, kind=StorageKind.TANGENT))
+    final = tuple(numbers[last][s] for s in dict.fromkeys(pieces.pieces[last].reading.output_storages))
+    loss = Op(
+        name="loss",
+        target="loss",
+        phase=Phase.LOSS,
+        piece=last,
+        reads=tuple(s for s in final if storages[s].kind is not StorageKind.STATIC),
+        writes=(*tangents, *by_loss),
+        workspace_bytes=loss_bytes,
+        recomputable=False,
+    )
+    pairs = [*forward, (loss, None), *backward]
+    passed = {*passing.comes_as.values(), *(s for added in passing.added.values() for s in added)}
+    returned_tangents = tuple(
+        numbers[i][s]
+        for i, p in enumerate(pieces.pieces)
+        for s in p.reading.gradient_storages
+        if storages[numbers[i][s]].kind is StorageKind.TANGENT and numbers[i][s] not in passed
+    )
+    held = returned_tangents if _FREES_TANGENTS or last else tangents
+    graph = StepGraph(
+        ops=tuple(op for op, _ in pairs),
+        storages=tuple(storages),
+        outputs=tuple(dict.fromkeys((*outputs, *held, *by_loss))),
+    )
+    return graph, tuple(joint for _, joint in pairs)
+
+
+def _numbered(pieces: Pieces) -> tuple[list[Storage], list[dict[int, int]]]:
+    """The storages of all pieces, and for each piece their numbers by those they have there."""
+    storages: list[Storage] = []
+    numbers: list[dict[int, int]] = []
+    returned: dict[int, int] = {}
+    for index, piece in enumerate(pieces.pieces):
+        reading = piece.reading
+        number = _incoming(reading, piece.inputs, returned)
+        for local, storage in enumerate(reading.storages):
+            if local not in number:
+                number[local] = len(storages)
+                storages.append(
+                    Storage(
+                        name=storage.base.name if index == 0 else f"{storage.base.name}@{index}",
+                        nbytes=storage.nbytes,
+                        kind=storage.kind,
+                        plain_nbytes=storage.plain_nbytes,
+                        reusable=reading.is_reusable(local),
+                    )
+                )
+        numbers.append(number)
+        returned.update(_outgoing(reading, piece.outputs, number))
+    return storages, numbers
+
+
+def _passing_gradients(pieces: Pieces, numbers: Sequence[dict[int, int]], storages: list[Storage]) -> _Passing:
+    """Which gradients of pieces' inputs are the tangents of earlier ones; they end within the step.
+
+    Where several pieces take what one returns, autograd adds their gradients up in the memory of the first.
+    """
+    passing = _Passing()
+    last = len(pieces.pieces) - 1
+    final = {numbers[last][s] for s in pieces.pieces[last].reading.output_storages}
+    coming: dict[int, list[int]] = {}
+    for index in range(last, -1, -1):
+        piece, number = pieces.pieces[index], numbers[index]
+        for output, tangent in _tangent_of_output(piece, number).items():
+            gradients = coming.pop(output, [])
+            if gradients and output not in final:
+                passing.comes_as[number[tangent]] = gradients.pop(0)
+            if gradients:
+                passing.added[index] = [*passing.added.get(index, ()), *gradients]
+        for node, gradient in zip(piece.reading.primals(), piece.reading.gradient_of_input, strict=False):
+            if gradient is not None and node in piece.reading.storage_of:
+                if storages[number[gradient]].kind in _GRADIENTS:
+                    coming.setdefault(number[piece.reading.storage_of[node]], []).append(number[gradient])
+    for storage in (*passing.comes_as.values(), *(s for added in passing.added.values() for s in added)):
+        if storages[storage].kind is StorageKind.GRADIENT:
+            storages[storage] = replace(storages[storage], kind=StorageKind.BACKWARD)
+    return passing
+
+
+def _uses_added_up(
+    pieces: Pieces, numbers: Sequence[dict[int, int]], storages: list[Storage]
+) -> dict[int, tuple[int, ...]]:
+    """By pieces the gradients of parameters and inputs that are added up when a piece has brought one more.
+
+    Only the last one, of the first piece, stays; the others end there.
+    """
+    added: dict[int, tuple[int, ...]] = {}
+    brought: dict[int, list[int]] = {}
+    for index in range(len(pieces.pieces) - 1, -1, -1):
+        piece, number = pieces.pieces[index], numbers[index]
+        gathered = {parameter for unit in piece.gathered for parameter in unit.parameters}
+        here: dict[int, None] = {}
+        for value, local in zip(piece.inputs, piece.reading.gradient_of_input, strict=False):
+            if local is None or not isinstance(value, torch.Tensor) or not value.is_leaf or id(value) in gathered:
+                continue
+            if storages[number[local]].kind is StorageKind.GRADIENT and number[local] not in here:
+                here[number[local]] = None
+                brought.setdefault(id(value), []).append(number[local])
+        last = [gradients for gradients in brought.values() if len(gradients) > 1 and gradients[-1] in here]
+        if last:
+            added[index] = tuple(dict.fromkeys(gradient for gradients in last for gradient in gradients))
+    for gradients in brought.values():
+        for storage in gradients[:-1]:
+            storages[storage] = replace(storages[storage], kind=StorageKind.BACKWARD)
+    return added
+
+
+def _tangent_of_output(piece: Piece, number: dict[int, int]) -> dict[int, int]:
+    """By outputs of a piece, numbered as in the step, the local storages of their gradients, where that is certain."""
+    reading = piece.reading
+    tangents = _tangents(reading)
+    outputs = [
+        number[reading.storage_of[node]]
+        for node, value in _returned(reading, piece.outputs)
+        if isinstance(value, torch.Tensor) and value.requires_grad and node in reading.storage_of
+    ]
+    if len(outputs) != len(tangents) or len(set(outputs)) != len(outputs):
+        return {}
+    return dict(zip(outputs, tangents, strict=True))
+
+
+def _without_aliases(
+    storages: list[Storage], numbers: list[dict[int, int]], passing: _Passing
+) -> tuple[list[Storage], list[dict[int, int]], _Passing]:
+    """Numbers storages anew without those that are others."""
+    if not passing.comes_as:
+        return storages, numbers, passing
+    kept = [s for s in range(len(storages)) if s not in passing.comes_as]
+    place = {s: n for n, s in enumerate(kept)}
+
+    def new(storage: int) -> int:
+        while storage in passing.comes_as:
+            storage = passing.comes_as[storage]
+        return place[storage]
+
+    return (
+        [storages[s] for s in kept],
+        [{local: new(s) for local, s in number.items()} for number in numbers],
+        _Passing(
+            comes_as={s: new(gradient) for s, gradient in passing.comes_as.items()},
+            added={piece: [new(s) for s in added] for piece, added in passing.added.items()},
+        ),
+    )
+
+
+def _added(gradients: Sequence[int], piece: int, storages: Sequence[Storage]) -> tuple[Op, ...]:
+    """Autograd's sums of gradients that come from several pieces.
+
+    It adds in place, but not where a dispatch mode is active, as one that counts operations or bytes is.
+    """
+    if not gradients:
+        return ()
+    sum_bytes = max(storages[gradient].nbytes for gradient in gradients)
+    return (replace(_between("add-gradients", Phase.BACKWARD, piece, gradients), workspace_bytes=sum_bytes),)
+
+
+def _end(piece: Piece, number: dict[int, int], index: int, last: int) -> tuple[Op, ...]:
+    """Where tangents are held as long as a piece runs, what holds them."""
+    if _FREES_TANGENTS or not last:
+        return ()
+    tangents = dict.fromkeys(number[t] for t in _tangents(piece.reading))
+    return (_between("end", Phase.BACKWARD, index, tuple(tangents)),) if tangents else ()
+
+
+def _between(what: str, phase: Phase, piece: int, reads: Sequence[int]) -> Op:
+    return Op(
+        name=f"{what}@{piece}",
+        target=f"hook.{what}.default",
+        phase=phase,
+        piece=piece,
+        reads=tuple(reads),
+        writes=(),
+        recomputable=False,
+    )
+
+
+def _communication(
+    pieces: Pieces, numbers: Sequence[dict[int, int]], storages: list[Storage], device_type: str
+) -> Communication:
+    """What hooks of a sharded module do around the pieces; adds its storages, and whole gradients end in the step."""
+    gradients: dict[str, list[int]] = {}
+    for piece, number in zip(pieces.pieces, numbers, strict=True):
+        unit_of = {parameter: unit.name for unit in piece.gathered for parameter in unit.parameters}
+        for value, local_storage in zip(piece.inputs, piece.reading.gradient_of_input, strict=False):
+            if id(value) in unit_of and local_storage is not None:
+                storage = number[local_storage]
+                if storages[storage].kind is StorageKind.GRADIENT:
+                    storages[storage] = replace(storages[storage], kind=StorageKind.BACKWARD)
+                gradients.setdefault(unit_of[id(value)], []).append(storage)
+    gathered = [piece.gathered for piece in pieces.pieces]
+    made = communication(gathered, pieces.staying, gradients, len(storages), copies=device_type == "cpu")
+    storages += made.storages
+    return made
+
+
+def _unrun(ops: Sequence[Op]) -> list[tuple[Op, JointOp | None]]:
+    return [(op, None) for op in ops]
+
+
+def _op(op: JointOp, number: dict[int, int], piece: int, device_type: str) -> Op:
+    target = op.node.target
+    made = Op(
+        name=op.node.name if piece == 0 else f"{op.node.name}@{piece}",
+        target=str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target)),
+        module=op.module,
+        phase=op.phase,
+        piece=piece,
+        reads=tuple(dict.fromkeys(number[s] for s in op.reads)),
+        writes=tuple(number[s] for s in op.writes),
+        plain_reads=None if op.plain_reads is None else tuple(dict.fromkeys(number[s] for s in op.plain_reads)),
+        in_place_over=tuple(number[s] for s in op.in_place_over),
+        plain_in_place=op.plain_in_place,
+        random_state_bytes=_RANDOM_STATE_BYTES.get(device_type, 16) if op.random else 0,
+        recomputable=op.recomputable,
+        half_of=op.node.meta.get(HALF_OF, ""),
+    )
+    slices = op.by_slices and replace(
+        op.by_slices,
+        reads=tuple(dict.fromkeys(number[s] for s in op.by_slices.reads)),
+        sums=tuple(number[s] for s in op.by_slices.sums),
+    )
+    if op.again is None:
+        return replace(made, by_slices=slices)
+    again = replace(
+        made,
+        by_slices=slices,
+        target=op.again.target.__name__,
+        reads=tuple(dict.fromkeys(number[s] for s in op.again_reads)),
+        writes=made.writes[:1],
+        plain_reads=None,
+    )
+    return replace(made, again=again)
+
+
+def _incoming(reading: JointReading, inputs: Sequence[Any], returned: dict[int, int]) -> dict[int, int]:
+    """Local storages of a piece's inputs that an earlier piece returned."""
+    number: dict[int, int] = {}
+    for node, value in zip(reading.primals(), inputs, strict=False):
+        if isinstance(value, torch.Tensor) and node in reading.storage_of:
+            known = returned.get(value.untyped_storage()._cdata)
+            if known is not None:
+                number[reading.storage_of[node]] = known
+    return number
+
+
+def _outgoing(reading: JointReading, outputs: Sequence[Any], number: dict[int, int]) -> dict[int, int]:
+    """Real storages a piece returned, by identity, with their number in the step."""
+    return {
+        value.untyped_storage()._cdata: number[reading.storage_of[node]]
+        for node, value in _returned(reading, outputs)
+        if isinstance(value, torch.Tensor) and node in reading.storage_of
+    }
+
+
+def _returned(reading: JointReading, outputs: Sequence[Any]) -> list[tuple[fx.Node, Any]]:
+    """What a piece returned, with its nodes; the graph returns new values of mutated inputs before that."""
+    (output,) = reading.module.graph.find_nodes(op="output")
+    nodes = list(output.args[0])[: reading.num_forward_outputs]
+    nodes = nodes[len(nodes) - len(outputs) :] if len(nodes) >= len(outputs) else []
+    return list(zip(nodes, outputs, strict=False))
+
+
+def _tangents(reading: JointReading) -> list[int]:
+    """Storages of the gradients of a piece's outputs."""
+    placeholders = reading.module.graph.find_nodes(op="placeholder")
+    return [reading.storage_of[node] for node in placeholders if is_tangent(node) and node in reading.storage_of]

@@ -1,0 +1,132 @@
+"""The loss that looks at values: read on fake outputs if it can be, else on real ones.
+
+Fake outputs cost nothing, but a loss may select by a mask, call `.item()` or NumPy, assert, or run a kernel that reads
+lengths (CTC). Then the module runs once without gradients, and the loss on its outputs, cut off from it. Module, inputs
+and whatever the loss leads to are as before. A loss that fails on real outputs too is the caller's to repair: the error
+names its line.
+
+Known limits: the outputs of a forward pass without gradients must fit beside the model; they do where a plan does.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from memfit.capture.loss.reading import AssumedLoss, LossFunction, LossReading, loss_name, read_loss
+from memfit.capture.state.snapshot import preserved
+from memfit.errors import CaptureError, LossError
+
+__all__ = ["loss_reading", "not_reaching"]
+
+log = logging.getLogger(__name__)
+
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+
+
+def loss_reading(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    output: Any,
+    loss_fn: LossFunction | None,
+    device_type: str,
+    *,
+    receivers: Sequence[torch.Tensor],
+    take_back: Callable[[], None],
+) -> LossReading:
+    """How the loss uses the outputs, and what it takes.
+
+    Args:
+        model: in training mode.
+        args: positional inputs.
+        kwargs: keyword inputs.
+        output: what capturing returned, fake or real.
+        loss_fn: the user's loss.
+        device_type: only memory of this device type counts.
+        receivers: tensors that may receive a gradient: those of the output, then what left by a side door, which is
+            assumed to receive one where the loss cannot tell.
+        take_back: takes back what capturing left on the module, such as a fake tensor that it assigned to a buffer.
+
+    Raises:
+        LossError: if the loss cannot be called with real outputs either.
+        CaptureError: if it returns no scalar tensor with a gradient.
+    """
+    try:
+        with preserved(loss_fn):
+            if isinstance(loss_fn, AssumedLoss):
+                return _with_side_doors(read_loss(output, loss_fn, device_type), receivers)
+            return _used_by_the_loop(read_loss(output, loss_fn, device_type, receivers=receivers), output, receivers)
+    except CaptureError:
+        raise
+    except Exception as error:
+        if loss_fn is None or isinstance(loss_fn, AssumedLoss):
+            raise
+        first = error
+    if any(t.is_meta for t in model.parameters()):
+        raise LossError(_told(loss_fn, first) + "; the model is on the meta device, where no values are") from first
+    log.info("the loss looks at values, reading it on real outputs: %s", first)
+    take_back()
+    with preserved(model, args, kwargs, loss_fn):
+        with torch.no_grad():
+            real = model._call_impl(*args, **kwargs)
+        real = _leaves_like(real, output)
+        try:
+            return _with_side_doors(read_loss(real, loss_fn, device_type), receivers)
+        except CaptureError:
+            raise
+        except Exception as error:
+            raise LossError(_told(loss_fn, error)) from error
+
+
+def not_reaching(reading: LossReading, receivers: Sequence[Any], others: Sequence[Any]) -> LossReading:
+    """The reading with no gradient for other tensors, since the loop brings them none."""
+    without = {id(t) for t in others}
+    received = zip(receivers, reading.receives_gradient, strict=False)
+    return replace(reading, receives_gradient=tuple(does and id(t) not in without for t, does in received))
+
+
+def _used_by_the_loop(reading: LossReading, output: Any, receivers: Sequence[torch.Tensor]) -> LossReading:
+    """The reading, with gradients for all that left by a side door: a loop uses such tensors beside its loss."""
+    returned = sum(isinstance(t, torch.Tensor) for t in pytree.tree_leaves(output))
+    does = (*reading.receives_gradient[:returned], *(t.requires_grad for t in receivers[returned:]))
+    return replace(reading, receives_gradient=does)
+
+
+def _with_side_doors(reading: LossReading, receivers: Sequence[torch.Tensor]) -> LossReading:
+    beside = receivers[len(reading.receives_gradient) :]
+    return replace(reading, receives_gradient=(*reading.receives_gradient, *(t.requires_grad for t in beside)))
+
+
+def _leaves_like(real: Any, traced: Any) -> Any:
+    """Real outputs as leaves, which receive gradients where the traced ones do."""
+    receives = [t.requires_grad for t in pytree.tree_leaves(traced) if isinstance(t, torch.Tensor)]
+    tensors = [t for t in pytree.tree_leaves(real) if isinstance(t, torch.Tensor)]
+    if len(receives) != len(tensors):
+        receives = [t.is_floating_point() or t.is_complex() for t in tensors]
+    does = {id(t): here for t, here in zip(tensors, receives, strict=True)}
+    leaves: dict[int, torch.Tensor] = {}
+
+    def leaf(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in leaves:
+            leaves[id(tensor)] = tensor.detach().requires_grad_(does[id(tensor)])
+        return leaves[id(tensor)]
+
+    return pytree.tree_map_only(torch.Tensor, leaf, real)
+
+
+def _told(loss_fn: Any, error: Exception) -> str:
+    """Where the loss failed, in the caller's own code if any of it is there."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    where = f" at {own[-1].filename}:{own[-1].lineno}, `{own[-1].line}`" if own else ""
+    lines = str(error).strip().splitlines() or [""]
+    return f"loss_fn {loss_name(loss_fn)} fails on the outputs of the model{where}: {type(error).__name__}: {lines[0]}"

@@ -1,0 +1,315 @@
+"""What an optimizer will hold from its second step on, and what its step takes for a moment.
+
+State is created at the end of the first step, so a profile of one step misses it. The user's optimizer is only read.
+What it holds is found in this order:
+
+1. its own state, for the parameters that have some;
+2. a fresh optimizer of the same class (`memfit.capture.optimizer.fresh`) steps on fake parameters, of distributed ones
+   on shards; nothing is allocated;
+3. one that looks at values or brings kernels of its own cannot run on fakes; then a fresh one steps on small real
+   parameters, and each state tensor is scaled by the dimensions it shares with its parameter;
+4. the caller states the bytes: a number stands for an optimizer.
+
+L-BFGS holds flat copies of all parameters and evaluates the model within its step; it is told by a formula.
+
+Known limits: state that grows with the number of steps counts as it is after two; parameters that never receive a
+gradient count as if they did.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from memfit.capture.allocation_tracker import LiveBytes
+from memfit.capture.distributed.fsdp import local
+from memfit.capture.optimizer.fresh import all_optimizers, fresh_optimizer, hooks_aside, stepper, steps_apart
+from memfit.capture.optimizer.unwrapped import OptimizerLike, stated_bytes, unwrapped_optimizer
+from memfit.errors import SpecError
+
+__all__ = ["OptimizerCost", "OptimizerPart", "optimizer_cost", "part_of", "trained_bytes"]
+
+log = logging.getLogger(__name__)
+
+_PRIMES = (2, 3, 5, 7, 11, 13)
+_SMALL_NUMEL = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerCost:
+    """`state_bytes` stay between steps; `step_bytes` exist while `step()` runs."""
+
+    state_bytes: int = 0
+    step_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerPart:
+    """An optimizer of which only some parameters are asked about.
+
+    Attributes:
+        optimizer: the whole one; a number states what it takes.
+        parameters: the identities of those parameters.
+        share: of a number, how much of it is theirs.
+    """
+
+    optimizer: OptimizerLike
+    parameters: frozenset[int]
+    share: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """By identity of parameters the bytes of their state, what is nobody's, what a step takes; `exact` on fakes."""
+
+    by_parameter: Mapping[int, int]
+    shared_bytes: int = 0
+    step_bytes: int = 0
+    exact: bool = False
+
+
+def optimizer_cost(optimizer: OptimizerLike | OptimizerPart | OptimizerCost | None, device_type: str) -> OptimizerCost:
+    """Predicts the memory of an optimizer, which is neither stepped nor changed.
+
+    Args:
+        optimizer: an optimizer or a wrapper of one; bytes, as a number or a string; None costs nothing.
+        device_type: only state on this device type counts.
+
+    Returns:
+        Bytes of state (existing state included) and of the step's temporaries.
+
+    Raises:
+        SpecError: if it is no optimizer, or nothing can be told of it; its state can then be stated in bytes.
+    """
+    if optimizer is None or isinstance(optimizer, OptimizerCost):
+        return optimizer or OptimizerCost()
+    part = optimizer if isinstance(optimizer, OptimizerPart) else None
+    of = unwrapped_optimizer(part.optimizer if part else optimizer)
+    if not hasattr(of, "param_groups"):
+        return OptimizerCost(state_bytes=int(stated_bytes(of) * (part.share if part else 1.0)))
+    trained = _trained(of, part)
+    if not trained:
+        return OptimizerCost()
+    if isinstance(of, torch.optim.LBFGS):
+        return _of_lbfgs(of, trained)
+    real = _held(of, [p for group in of.param_groups for p in group["params"]], device_type)
+    missing = [p for p in trained if id(p) not in real.by_parameter]
+    there = sum(real.by_parameter.get(id(p), 0) for p in trained) + real.shared_bytes
+    predicted = _predicted(of, trained, device_type, needed=bool(missing))
+    coming = sum(
+        max(0, predicted.by_parameter.get(id(p), 0) - real.by_parameter.get(id(p), 0))
+        for p in (trained if predicted.exact else missing)
+    )
+    return OptimizerCost(
+        state_bytes=there + coming + max(0, predicted.shared_bytes - real.shared_bytes),
+        step_bytes=predicted.step_bytes,
+    )
+
+
+def part_of(optimizer: OptimizerLike, parameters: Sequence[torch.Tensor], whole_bytes: int = 0) -> OptimizerPart:
+    """The optimizer of some of its parameters only; to be asked what it costs.
+
+    Args:
+        optimizer: the whole one, which stays as it is; or what it takes in bytes.
+        parameters: those that are asked about.
+        whole_bytes: of all its parameters, by which a number is shared out.
+    """
+    mine = sum(p.nbytes for p in parameters if p.requires_grad)
+    share = mine / whole_bytes if whole_bytes else 1.0
+    return OptimizerPart(optimizer=optimizer, parameters=frozenset(map(id, parameters)), share=share)
+
+
+def trained_bytes(optimizer: OptimizerLike, everything: Sequence[torch.Tensor]) -> int:
+    """Bytes of the parameters that the optimizer trains; all of those given if it is a number."""
+    of = unwrapped_optimizer(optimizer)
+    parameters = _trained(of, None) if hasattr(of, "param_groups") else [p for p in everything if p.requires_grad]
+    return sum(p.numel() * p.element_size() for p in parameters)
+
+
+def _trained(optimizer: Any, part: OptimizerPart | None) -> list[torch.Tensor]:
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    return [p for p in parameters if part is None or id(p) in part.parameters]
+
+
+def _predicted(optimizer: Any, trained: Sequence[torch.Tensor], device_type: str, *, needed: bool) -> _Found:
+    """What a fresh optimizer holds and takes.
+
+    Raises:
+        SpecError: if it cannot be found and is needed.
+    """
+    reasons: list[str] = []
+    for closure in (False, True):
+        try:
+            return _on_fakes(optimizer, trained, device_type, closure=closure)
+        except Exception as error:  # a user's optimizer may raise anything
+            reasons.append(_told(error))
+    log.info("%s cannot step on fake tensors: %s", type(optimizer).__name__, reasons[0])
+    for closure, sparse in ((False, False), (True, False), (False, True)):
+        try:
+            found = _on_small(optimizer, trained, closure=closure, sparse=sparse)
+        except Exception as error:
+            reasons.append(_told(error))
+            continue
+        if needed:
+            log.warning(
+                "the state of %s is estimated from its steps on small tensors, as it cannot step on fake ones (%s); "
+                "what its step takes for a moment is not counted; optimizer='1.5GiB' states what it holds",
+                *(type(optimizer).__name__, reasons[0]),
+            )
+        return found
+    if not needed:
+        log.info("what %s takes for a moment is unknown: %s", type(optimizer).__name__, reasons)
+        return _Found(by_parameter={})
+    raise SpecError(
+        f"cannot tell what {type(optimizer).__name__} will hold: a fresh one cannot be made or stepped "
+        f"({reasons[0]}; on small tensors: {reasons[-1]}); state the bytes of its state, optimizer='1.5GiB', or "
+        "plan when it has stepped once"
+    )
+
+
+def _told(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
+
+
+def _on_fakes(optimizer: Any, trained: Sequence[torch.Tensor], device_type: str, *, closure: bool) -> _Found:
+    wanted = {id(p) for p in trained}
+    with FakeTensorMode(allow_non_fake_inputs=True), hooks_aside():
+        fakes: dict[int, torch.Tensor] = {}
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if id(p) not in wanted and p.requires_grad:
+                    continue  # of another part
+                held = local(p)
+                fake = torch.empty_strided(tuple(held.shape), held.stride(), dtype=p.dtype, device=p.device)
+                fakes[id(p)] = _stand_in(p, fake, None if id(p) not in wanted else torch.empty_like(fake))
+        made = fresh_optimizer(optimizer, fakes)
+        receiving = [fakes[id(p)] for p in trained]
+        step = stepper(made, receiving, closure=closure)
+        step_bytes = 0
+        with LiveBytes(device_type) as counter:
+            step()
+            for _ in range(steps_apart(made)):
+                counter.peak = counter.live
+                step()
+                step_bytes = max(step_bytes, counter.peak - counter.live)
+            found = _held(made, list(fakes.values()), device_type)
+    real = {id(fake): key for key, fake in fakes.items()}
+    by_parameter = {real[key]: nbytes for key, nbytes in found.by_parameter.items()}
+    return _Found(by_parameter=by_parameter, shared_bytes=found.shared_bytes, step_bytes=step_bytes, exact=True)
+
+
+def _on_small(optimizer: Any, trained: Sequence[torch.Tensor], *, closure: bool, sparse: bool) -> _Found:
+    """Steps on parameters with few elements; a state's dimensions that are its parameter's count in full."""
+    small: dict[int, torch.Tensor] = {}
+    for p in trained:
+        device = "cpu" if p.is_meta else p.device
+        tensor = torch.ones(_small_shape(local(p)), dtype=p.dtype, device=device)
+        small[id(p)] = _stand_in(p, tensor, torch.ones_like(tensor).to_sparse() if sparse else torch.ones_like(tensor))
+    with hooks_aside():
+        made = fresh_optimizer(optimizer, small)
+        step = stepper(made, list(small.values()), closure=closure)
+        for _ in range(1 + steps_apart(made)):
+            step()
+    by_parameter = {}
+    for p in trained:
+        states = [of.state.get(small[id(p)], {}) for of in all_optimizers(made)]
+        tensors = {id(t): t for t in pytree.tree_leaves(states) if isinstance(t, torch.Tensor)}.values()
+        here = [t for t in tensors if t.device == small[id(p)].device]
+        by_parameter[id(p)] = sum(_scaled_bytes(t, small[id(p)], local(p)) for t in here)
+    return _Found(by_parameter=by_parameter)
+
+
+def _stand_in(parameter: torch.Tensor, tensor: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
+    """A tensor in a parameter's place, with the marks that users put on it and a gradient."""
+    for name, value in getattr(parameter, "__dict__", {}).items():
+        if isinstance(value, bool | int | float | str):
+            setattr(tensor, name, value)
+    if parameter.requires_grad:
+        tensor.requires_grad_()
+        tensor.grad = gradient
+    return tensor
+
+
+def _small_shape(real: torch.Tensor) -> tuple[int, ...]:
+    if real.numel() <= _SMALL_NUMEL:
+        return tuple(real.shape)
+    primes = iter(_PRIMES)
+    return tuple(size if size < _PRIMES[-1] else next(primes, 1) for size in real.shape)
+
+
+def _scaled_bytes(state: torch.Tensor, small: torch.Tensor, real: torch.Tensor) -> int:
+    """Bytes of a state tensor of a parameter whose dimensions are real instead of small."""
+    if state.numel() == small.numel() > 1:
+        return real.numel() * state.element_size()
+    sizes = dict(zip(small.shape, real.shape, strict=True))
+    numel = 1
+    for size in state.shape:
+        numel *= sizes.get(size, size)
+    return numel * state.element_size()
+
+
+def _held(optimizer: Any, parameters: Sequence[torch.Tensor], device_type: str) -> _Found:
+    """What an optimizer and those inside it hold beside parameters and gradients."""
+    seen = {_storage(t) for p in parameters for t in (p, p.grad) if t is not None}
+    keys = {id(p) for p in parameters}
+
+    def nbytes(values: object) -> int:
+        total = 0
+        for value in pytree.tree_leaves(values):
+            if not isinstance(value, torch.Tensor) or value.device.type != device_type:
+                continue
+            total += _new_bytes(value, seen)
+        return total
+
+    by_parameter: dict[int, int] = {}
+    shared = 0
+    everyone = all_optimizers(optimizer)
+    for state in {id(of.state): of.state for of in everyone}.values():
+        for key, value in state.items():
+            if not any(isinstance(v, torch.Tensor) for v in pytree.tree_leaves(value)):
+                continue
+            if id(key) in keys:
+                by_parameter[id(key)] = by_parameter.get(id(key), 0) + nbytes(value)
+            else:
+                shared += nbytes(value)
+    for of in everyone:
+        shared += nbytes([v for name, v in vars(of).items() if name not in ("state", "param_groups", "defaults")])
+    return _Found(by_parameter=by_parameter, shared_bytes=shared)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    held = local(tensor)
+    return id(tensor) if held.layout is not torch.strided else held.untyped_storage()._cdata
+
+
+def _new_bytes(tensor: torch.Tensor, seen: set[int]) -> int:
+    """Bytes of a tensor's memory unless it was seen before."""
+    held, key = local(tensor), _storage(tensor)
+    if key in seen:
+        return 0
+    seen.add(key)
+    if held.layout is not torch.strided:
+        parts = (held._indices(), held._values()) if held.layout is torch.sparse_coo else ()
+        return sum(p.numel() * p.element_size() for p in parts)
+    return int(held.untyped_storage().nbytes())
+
+
+def _of_lbfgs(optimizer: torch.optim.LBFGS, trained: Sequence[torch.Tensor]) -> OptimizerCost:
+    """L-BFGS in flat copies of the parameters: the history of its changes, and what `step` holds.
+
+    Its step evaluates the model, so what it holds meanwhile counts as state: direction, gradient, gradient before, and
+    the direction's first form; with a line search also parameters and gradients between which it looks.
+    """
+    flat_bytes = sum(local(p).numel() * p.element_size() for p in trained)
+    group = optimizer.param_groups[0]
+    meanwhile = 4 if group["line_search_fn"] is None else 10
+    return OptimizerCost(
+        state_bytes=(2 * int(group["history_size"]) + meanwhile) * flat_bytes, step_bytes=2 * flat_bytes
+    )

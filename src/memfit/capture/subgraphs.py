@@ -1,0 +1,205 @@
+"""The captured graphs of a step, in the order of the forward pass: one, or several where the graph breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import chain, repeat
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge
+from torch.utils import _pytree as pytree
+
+from memfit.capture.distributed.fsdp import Gathered
+from memfit.capture.dynamo_call import DynamoCall
+from memfit.capture.gradients.autograd_graph import edges_behind
+from memfit.capture.gradients.shared_inputs import SharedInputs, shared_inputs
+from memfit.capture.gradients.tangents import GradientStrides, Strides, layouts_between
+from memfit.capture.loss.reading import LossReading
+from memfit.capture.subgraph_boundaries import Handed
+from memfit.capture.unplanned_parts import NOTHING_PLAIN, PlainParts
+from memfit.fxir.joint import JointReading
+
+__all__ = [
+    "Piece",
+    "Pieces",
+    "gradient_outputs_of",
+    "gradient_strides_of",
+    "inputs_shared_in",
+    "tensors_in",
+    "unreached_in",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """One captured graph.
+
+    Attributes:
+        reading: its joint graph.
+        inputs: the real tensors it takes, in the order of its placeholders.
+        handed: what it returned while capturing, fake or real.
+        gathered: the units of a sharded module that were gathered while it ran.
+        key: of the graph it was made from (`memfit.capture.dynamo_graph.graph_key`); empty for the only one.
+        terms: by inputs of how many terms their gradients are sums, where these are several.
+        returned: places of the inputs that it returns.
+        weights: places of the outputs that are made of the module's own tensors alone.
+    """
+
+    reading: JointReading
+    inputs: tuple[Any, ...]
+    handed: Handed
+    gathered: tuple[Gathered, ...] = ()
+    key: str = ""
+    terms: Mapping[int, int] = field(default_factory=dict)
+    returned: frozenset[int] = frozenset()
+    weights: frozenset[int] = frozenset()
+
+    @property
+    def outputs(self) -> tuple[Any, ...]:
+        """What it returned."""
+        return self.handed.outputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pieces:
+    """All graphs of a step, in forward order, and what the module returned.
+
+    Attributes:
+        pieces: one for each captured graph.
+        output: the module's output, fake or real.
+        breaks: why the graph breaks, if it does.
+        between_bytes: what plain autograd saves for the code between pieces.
+        staying: the units of a sharded module that were gathered when it had run.
+        plain: what is left to plain code.
+        replaced: whether the model's own checkpoints are left out.
+        call: what Dynamo compiled, where that is one graph; plans of the step run it.
+        loss: what the loss does with the output and with what left by a side door, if it was read.
+        gradient_outputs: which outputs of the last graph receive gradients; None for all.
+        gradient_strides: how gradients of outputs of the graphs lie, where that is not as the outputs do.
+        shared: which inputs of the graphs with several uses they shall take once for each (`inputs_shared_in`).
+        unreached: which outputs of earlier graphs no gradient of the loss comes to (`unreached_in`).
+        cut_between: those of them that are cut.
+    """
+
+    pieces: tuple[Piece, ...]
+    output: Any
+    breaks: tuple[str, ...] = ()
+    between_bytes: int = 0
+    staying: tuple[Gathered, ...] = ()
+    plain: PlainParts = NOTHING_PLAIN
+    replaced: bool = False
+    call: DynamoCall | None = None
+
+    @property
+    def last_key(self) -> str | None:
+        """The key of the last piece's graph, None if an earlier piece has the same."""
+        keys = [piece.key for piece in self.pieces]
+        return keys[-1] if keys.count(keys[-1]) == 1 else None
+
+    loss: LossReading | None = None
+    gradient_outputs: frozenset[int] | None = None
+    gradient_strides: GradientStrides = field(default_factory=dict)
+    shared: SharedInputs = field(default_factory=dict)
+    unreached: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    cut_between: Mapping[str, frozenset[int]] = field(default_factory=dict)
+
+    def receivers(self) -> list[torch.Tensor]:
+        """The tensors of the output, then those that left the last piece by a side door and need a gradient.
+
+        Hooks collect features, and a forward pass leaves an auxiliary loss on `self`. A weight that it makes anew and
+        leaves there is none of them.
+        """
+        returned = tensors_in(self.output)
+        last = self.pieces[-1]
+        known = {id(t) for t in returned} | {id(last.outputs[place]) for place in last.weights}
+        beside = [t for t in tensors_in(last.outputs) if t.requires_grad and id(t) not in known]
+        return [*returned, *beside]
+
+
+def gradient_strides_of(pieces: Pieces) -> list[dict[int, Strides]]:
+    """For each piece how the gradients of its outputs lie, of those that receive one."""
+    if any(piece.gathered for piece in pieces.pieces):
+        return [{} for _ in pieces.pieces]  # hooks of a sharded module would communicate
+    assert pieces.loss is not None
+    known = chain(pieces.loss.gradient_strides, repeat(None))  # nothing is known without a loss
+    received = zip(pieces.receivers(), pieces.loss.receives_gradient, known, strict=False)
+    ends = [(tensor, strides) for tensor, receives, strides in received if receives]
+    wanted = [_receiving(piece) for piece in pieces.pieces]
+    lying = iter(layouts_between(ends, [where for receiving in wanted for where in receiving.values()]))
+    found: list[dict[int, Strides]] = []
+    for receiving in wanted:
+        of_outputs = dict(zip(receiving, lying, strict=False))
+        found.append({place: strides for place, strides in of_outputs.items() if strides is not None})
+    return found
+
+
+def _receiving(piece: Piece) -> dict[int, torch.Tensor | GradientEdge]:
+    """By places among the outputs of a piece where their gradients come to."""
+    node = piece.handed.node
+    if node is not None:
+        return {place: GradientEdge(node, result) for place, result in piece.handed.result_of.items()}
+    outputs = enumerate(piece.outputs)
+    return {place: value for place, value in outputs if isinstance(value, torch.Tensor) and value.requires_grad}
+
+
+def gradient_outputs_of(pieces: Pieces) -> frozenset[int] | None:
+    """Places among the last piece's outputs of those that receive gradients, None if all that could do."""
+    assert pieces.loss is not None
+    receives = zip(pieces.receivers(), pieces.loss.receives_gradient, strict=True)
+    reached = {id(t) for t, does in receives if does}
+    # Tensors that Dynamo's epilogue makes anew cannot be followed; then every output counts.
+    last = pieces.pieces[-1].outputs
+    if not reached <= {id(o) for o in last}:
+        return None
+    wanted = frozenset(i for i, o in enumerate(last) if id(o) in reached)
+    possible = frozenset(i for i, o in enumerate(last) if isinstance(o, torch.Tensor) and o.requires_grad)
+    return None if wanted == possible else wanted
+
+
+def unreached_in(pieces: Pieces, loss: LossReading) -> Mapping[str, frozenset[int]]:
+    """By graphs the outputs of all but the last that no gradient of the loss comes to, each time they run."""
+    received = zip(pieces.receivers(), loss.receives_gradient, strict=False)
+    reached = edges_behind(tensor for tensor, receives in received if receives)
+    found: dict[str, frozenset[int]] = {}
+    for piece in pieces.pieces:
+        results = piece.handed.result_of.items()
+        without = frozenset(place for place, result in results if (piece.handed.node, result) not in reached)
+        found[piece.key] = found.get(piece.key, without) & without
+    return {key: places for key, places in found.items() if places and key != pieces.last_key}
+
+
+def inputs_shared_in(pieces: Pieces, *, by_use: bool) -> SharedInputs:
+    """Which inputs with several uses graphs shall take once for each: where later code uses them too.
+
+    Args:
+        pieces: as captured.
+        by_use: whether it shall be all of them.
+    """
+    if not any(piece.terms for piece in pieces.pieces):
+        return {}
+    handed = [(p.key, p.handed, p.terms) for p in pieces.pieces if p.handed.node is not None]
+    shared = {key: dict(of_graph) for key, of_graph in shared_inputs(handed, pieces.receivers()).items()}
+    returned = _receiving_ids(pieces)
+    for piece in pieces.pieces:
+        terms = {p: n for p, n in piece.terms.items() if by_use or _is_returned(piece, p, returned)}
+        if terms:
+            shared[piece.key] = shared.get(piece.key, {}) | terms
+    return shared
+
+
+def _receiving_ids(pieces: Pieces) -> set[int]:
+    """Of the tensors that the module returned and the loss uses."""
+    receives = () if pieces.loss is None else pieces.loss.receives_gradient
+    return {id(tensor) for tensor, does in zip(pieces.receivers(), receives, strict=False) if does}
+
+
+def _is_returned(piece: Piece, place: int, returned: set[int]) -> bool:
+    """Whether the only piece returns an input, or the module does; of several pieces the autograd graph tells."""
+    return piece.handed.node is None and (place in piece.returned or id(piece.inputs[place]) in returned)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors of a nested output."""
+    return [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]

@@ -1,0 +1,338 @@
+"""From a module to a step graph: captures the pieces, reads the loss, joins them, and adds what is there anyway."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
+
+from memfit.capture.checkpoints import checkpoint_error
+from memfit.capture.distributed.fsdp import is_sharded, local, without_gathering
+from memfit.capture.dynamo import capture_pieces
+from memfit.capture.failures import left_to_plain_code
+from memfit.capture.fx_module import OneGraph
+from memfit.capture.gradients.autograd_graph import leaves_behind
+from memfit.capture.gradients.shared_inputs import SharedInputs
+from memfit.capture.gradients.tangents import GradientStrides
+from memfit.capture.link_graphs import join
+from memfit.capture.loss.on_values import loss_reading, not_reaching
+from memfit.capture.loss.reading import LossFunction, LossReading
+from memfit.capture.optimizer.state import OptimizerCost, optimizer_cost
+from memfit.capture.optimizer.unwrapped import OptimizerLike
+from memfit.capture.subgraph_boundaries import Handed
+from memfit.capture.subgraphs import Pieces, tensors_in
+from memfit.capture.traced_graph import Reader
+from memfit.errors import CaptureError, SpecError
+from memfit.fxir.joint import JointOp
+from memfit.ir.graph import Phase, StepGraph
+from memfit.ops.accumulation import Accumulate
+
+__all__ = ["Capture", "capture_step", "check_step", "device_of", "given_args", "storage_bytes"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capture:
+    """A captured step.
+
+    Attributes:
+        graph: the step, with no times yet.
+        pieces: where it came from.
+        joint_ops: for each op of the graph its joint op; None for the loss and what hooks do between pieces.
+        gradient_outputs: which outputs of the last piece receive gradients; None for all.
+        assumed: those of them that are not returned, and of which only the loop can tell.
+        without_gradient: outputs of the last piece that were cut as the loop brought them none, or may bring none.
+        unreached: by graphs which outputs of earlier pieces no gradient of the loss comes to.
+        cut_between: those of them that were cut.
+        decide: whether branches on inputs are decided.
+        gradient_strides: how gradients of outputs of the pieces lie, where that is not as the outputs do.
+        shared: which inputs pieces take once for each use (`memfit.capture.gradients.shared_inputs`).
+        summed: names of parameters with several uses whose gradients are added up inside a piece all the same.
+        between_bytes: the part of the graph's static bytes that plain code between pieces holds.
+        input_bytes: the part of them that the inputs take.
+        loss: how it was read.
+        deferred: ops of the backward pass that come last and can wait (`memfit.planner.pipeline.split_backward`).
+    """
+
+    graph: StepGraph
+    pieces: Pieces
+    joint_ops: tuple[JointOp | None, ...]
+    gradient_outputs: frozenset[int] | None
+    assumed: frozenset[int] = frozenset()
+    without_gradient: frozenset[int] = frozenset()
+    unreached: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    cut_between: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    decide: bool = False
+    gradient_strides: GradientStrides = field(default_factory=dict)
+    shared: SharedInputs = field(default_factory=dict)
+    summed: tuple[str, ...] = ()
+    between_bytes: int = 0
+    input_bytes: int = 0
+    deferred: frozenset[int] = frozenset()
+    loss: LossReading | None = None
+
+    @property
+    def separated(self) -> frozenset[str]:
+        """Keys of weights' gradients that are made part by part (`memfit.passes.concat_weight_gradients`)."""
+        return frozenset[str]().union(*(piece.reading.separated for piece in self.pieces.pieces))
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Into how many tiles samples may be cut; empty if it was not captured for the lever `tile`."""
+        return max((piece.reading.grid for piece in self.pieces.pieces), default=())
+
+
+def _never(_: str) -> bool:
+    return False
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device of the first parameter or buffer; without one that of a traced part's inputs, or CPU."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        return tensor.device
+    return model.device() if isinstance(model, OneGraph) else torch.device("cpu")
+
+
+def storage_bytes(tensors: Sequence[Any], device_type: str) -> int:
+    """Bytes that the distinct storages of the tensors take of one device type here; of distributed ones a shard."""
+    held = [local(t) for t in tensors if isinstance(t, torch.Tensor) and t.device.type == device_type]
+    held = [part for t in held for part in _parts_of(t)]
+    sizes = {t.untyped_storage()._cdata: int(t.untyped_storage().nbytes()) for t in held}
+    return sum(sizes.values())
+
+
+def _parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors with a storage that one is made of."""
+    if tensor.layout is torch.strided:
+        return [tensor]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor.values(), cast(Any, tensor).offsets()] if tensor.is_nested else []
+
+
+def capture_step(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    *,
+    loss_fn: LossFunction | None = None,
+    optimizer: OptimizerLike | OptimizerCost | None = None,
+    label: str = "",
+    separate: Callable[[str], bool] = _never,
+    grid: tuple[int, ...] = (),
+    accumulate: Accumulate | None = None,
+    cut: bool = True,
+    without_gradient: frozenset[int] = frozenset(),
+    cut_between: bool = False,
+    decide: bool = True,
+    by_use: bool = False,
+    checkpointing: str = "refuse",
+) -> Capture:
+    """Captures one training step without running it (with graph breaks: without saving anything).
+
+    Args:
+        model: the module, in training mode.
+        args: positional inputs.
+        kwargs: keyword inputs.
+        loss_fn: takes the output, returns a scalar; without it `output.loss` is used where it exists.
+        optimizer: its state counts; or what it takes.
+        label: what this is, for people.
+        separate: which weights' gradients of concatenations are made part by part, see
+            `memfit.passes.concat_weight_gradients`.
+        grid: for the lever `tile`, see `memfit.passes.read_joint.read_joint`.
+        accumulate: how gradients of parameters are added to `.grad` inside the step; None if that is left to autograd.
+        cut: whether outputs the loss does not use are cut from the gradient.
+        without_gradient: places of outputs of the last graph that are cut as well.
+        cut_between: whether outputs of earlier graphs are cut that no gradient of the loss comes to.
+        decide: whether branches on inputs are decided; else they break the graph.
+        by_use: see `memfit.capture.dynamo.capture_pieces`.
+        checkpointing: see `memfit.capture.dynamo.capture_pieces`.
+
+    Returns:
+        The step graph and how to get back from its ops to the captured ones.
+
+    Raises:
+        CaptureError: if the model is not in training mode, cannot be captured, or its inputs are elsewhere.
+    """
+    check_step(model, args, kwargs, checkpointing=checkpointing)
+    device_type = device_of(model).type
+    # Processes that share a module must capture it equally often, whatever is in their batches.
+    decide = decide and not is_sharded(model)
+
+    def read(pieces: Pieces, take_back: Callable[[], None]) -> LossReading:
+        receivers = pieces.receivers()
+        with without_gathering(model, receivers):
+            found = loss_reading(
+                model, args, kwargs, pieces.output, loss_fn, device_type, receivers=receivers, take_back=take_back
+            )
+        last = pieces.pieces[-1].outputs
+        return not_reaching(found, receivers, [last[place] for place in without_gradient if place < len(last)])
+
+    with torch.autograd.set_detect_anomaly(False):  # it looks at values, and there are none
+        pieces = capture_pieces(
+            model,
+            args,
+            kwargs,
+            reader=Reader(separate=separate, grid=grid, accumulate=accumulate, replaced=checkpointing == "replace"),
+            checkpointing=checkpointing,
+            read=read,
+            by_use=by_use,
+            cut=cut,
+            cut_between=cut_between,
+            decide=decide,
+        )
+    loss = pieces.loss
+    assert loss is not None
+    graph, joint_ops = join(pieces, loss.transient_bytes, device_type, held_bytes=loss.held_bytes)
+    if not any(op.phase is Phase.BACKWARD for op in graph.ops):
+        if pieces.plain.reasons:
+            raise left_to_plain_code(model, pieces.plain.reasons)
+        raise CaptureError(
+            f"no gradient of the loss reaches a parameter or an input of {type(model).__name__}, so there is no "
+            f"backward pass to plan (device: {device_type}); is everything frozen or detached, or, on the meta "
+            "device, does the model look at values? Then build it on a real device"
+        )
+    cost = optimizer_cost(optimizer, device_type)
+    static = [*model.parameters(), *model.buffers(), *pytree.tree_leaves((args, kwargs))]
+    static += [p.grad for p in model.parameters()]
+    between_bytes = _between_bytes(model, pieces, device_type)
+    graph = replace(
+        graph,
+        static_bytes=storage_bytes(static, device_type)
+        + cost.state_bytes
+        + between_bytes
+        + loss.kept_bytes
+        + _coming_gradient_bytes(model, pieces),
+        after_step_bytes=cost.step_bytes,
+        label=label or type(model).__name__,
+    )
+    summed = _summed(model, pieces, pieces.shared)
+    assumed = _assumed(pieces, loss.receives_gradient)
+    # A capture outlives the call: it must not hold the inputs or what the pieces returned.
+    bare = tuple(replace(piece, inputs=(), handed=Handed(outputs=())) for piece in pieces.pieces)
+    return Capture(
+        graph=graph,
+        pieces=replace(pieces, pieces=bare, output=None, loss=None),
+        joint_ops=joint_ops,
+        gradient_outputs=pieces.gradient_outputs,
+        assumed=assumed if cut else frozenset(),
+        without_gradient=without_gradient,
+        unreached=pieces.unreached,
+        cut_between=pieces.cut_between,
+        decide=decide,
+        gradient_strides=pieces.gradient_strides,
+        shared=pieces.shared,
+        summed=summed,
+        between_bytes=between_bytes,
+        input_bytes=storage_bytes(pytree.tree_leaves((args, kwargs)), device_type),
+        loss=loss,
+    )
+
+
+def _summed(model: nn.Module, pieces: Pieces, shared: SharedInputs) -> tuple[str, ...]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = {
+        names.get(id(piece.inputs[place]), "an input")
+        for piece in pieces.pieces
+        for place in piece.terms.keys() - shared.get(piece.key, {}).keys()
+    }
+    return tuple(sorted(found))
+
+
+def _coming_gradient_bytes(model: nn.Module, pieces: Pieces) -> int:
+    """Of gradients that are added up and stay, and are not there yet."""
+    if not any(piece.reading.accumulated for piece in pieces.pieces):
+        return 0
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad and p.grad is None)
+
+
+def _between_bytes(model: nn.Module, pieces: Pieces, device_type: str) -> int:
+    """What code between the pieces holds: saved tensors, and the gradients of parameters only it uses."""
+    if not pieces.breaks or pieces.loss is None:
+        return 0
+    received = zip(pieces.receivers(), pieces.loss.receives_gradient, strict=False)
+    reached = leaves_behind(tensor for tensor, does in received if does) | pieces.loss.leaves
+    if pieces.plain.modules or pieces.plain.loose:  # which of its parameters such code uses may depend on the data
+        reached = frozenset(id(p) for p in model.parameters() if p.requires_grad)
+    used = {t.untyped_storage()._cdata for p in pieces.pieces for t in p.inputs if isinstance(t, torch.Tensor)}
+    gathered = any(piece.gathered for piece in pieces.pieces)
+    outside = [
+        p
+        for p in model.parameters()
+        if id(p) in reached and p.untyped_storage()._cdata not in used and not (gathered and local(p) is not p)
+    ]
+    return pieces.between_bytes + storage_bytes(outside, device_type)
+
+
+def given_args(args: Any) -> tuple[Any, ...]:
+    """Positional inputs as a tuple; a bare tensor is none, as a tuple of its rows would be meant.
+
+    Raises:
+        SpecError: if it is a tensor or a dict.
+    """
+    if isinstance(args, torch.Tensor):
+        raise SpecError(
+            f"args is a tuple of the model's inputs; pass (x,) (args: a tensor of shape {tuple(args.shape)})"
+        )
+    if isinstance(args, dict):
+        raise SpecError(f"args is a tuple of the model's inputs; pass kwargs={{...}} (args: a dict of {list(args)})")
+    return tuple(args)
+
+
+def check_step(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], *, checkpointing: str = "refuse") -> None:
+    """Refuses what cannot be captured for a reason that can be seen without running it.
+
+    Raises:
+        CaptureError: saying what to do.
+    """
+    if not model.training:
+        raise CaptureError(
+            f"{type(model).__name__} is in eval mode; call model.train() first, memfit plans training steps"
+        )
+    for name, module in model.named_modules():
+        own = [getattr(module, attribute, False) for attribute in ("gradient_checkpointing", "grad_checkpointing")]
+        if checkpointing != "replace" and any(on is True for on in own):
+            raise checkpoint_error(name or type(module).__name__)
+        lazy = [key for key, tensor in _own_tensors(module) if is_lazy(tensor)]
+        if lazy:
+            raise CaptureError(
+                f"{lazy[0]!r} of {name or type(module).__name__} ({type(module).__name__}) has no shape before the "
+                "first call; call the model once on an example input, under torch.no_grad(), before memfit plans it"
+            )
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise CaptureError(
+            f"{type(model).__name__}.forward does not take these inputs: {error} (args: {len(args)}, kwargs: "
+            f"{sorted(kwargs)}); pass what the training loop passes, memfit.fit(model, (x,), ...)"
+        ) from error
+    except ValueError:  # no signature
+        pass
+    device = device_of(model)
+    for tensor in pytree.tree_leaves((list(args), kwargs)):
+        if isinstance(tensor, torch.Tensor) and tensor.dim() > 0 and tensor.device.type != device.type:
+            raise CaptureError(
+                f"an input of shape {tuple(tensor.shape)} is on {tensor.device}, the model on {device}; "
+                f"move it with .to('{device}')"
+            )
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(recurse=False)
+    yield from module.named_buffers(recurse=False)
+
+
+def _assumed(pieces: Pieces, receives: Sequence[bool]) -> frozenset[int]:
+    """Places among the last piece's outputs of those that left by a side door and may receive a gradient."""
+    returned = {id(t) for t in tensors_in(pieces.output)}
+    does = {id(t) for t, does in zip(pieces.receivers(), receives, strict=False) if does} - returned
+    return frozenset(place for place, output in enumerate(pieces.pieces[-1].outputs) if id(output) in does)

@@ -1,0 +1,114 @@
+"""A joint graph, read: its ops, its storages, and who shares what (`memfit.passes.read_joint` reads it)."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import fx
+
+from memfit.fxir.call import Call
+from memfit.fxir.layout import owns_memory
+from memfit.ir.graph import Phase, StorageKind
+from memfit.ir.slicing import BySlices
+from memfit.passes import conv_backward_split
+
+__all__ = ["JointOp", "JointReading", "JointStorage"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JointStorage:
+    """Memory of the joint graph: `base` is the node whose result it is."""
+
+    base: fx.Node
+    nbytes: int
+    kind: StorageKind
+
+    @property
+    def plain_nbytes(self) -> int:
+        """Its size without memfit where that differs: eager dropout on CPU keeps a mask of the data's dtype."""
+        if conv_backward_split.PLAIN_NBYTES in self.base.meta:
+            return int(self.base.meta[conv_backward_split.PLAIN_NBYTES])
+        call, value = self.base.args[:1], self.base.meta["val"]
+        if self.base.target is not operator.getitem or value.dtype is not torch.bool or value.device.type != "cpu":
+            return 0
+        source = cast(fx.Node, call[0])
+        if source.target is not torch.ops.aten.native_dropout.default:
+            return 0
+        return int(value.numel() * cast(fx.Node, source.args[0]).meta["val"].element_size())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JointOp:
+    """A node that computes, and what runs in its place later where that is another call (`memfit.fxir.call`).
+
+    In the step without memfit it may read other storages, `plain_call` may run in its place, or nothing (`plain_free`).
+    """
+
+    node: fx.Node
+    phase: Phase
+    module: str
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    plain_reads: tuple[int, ...] | None
+    plain_call: Call | None
+    plain_free: bool
+    in_place_over: tuple[int, ...]
+    in_place_argument: int | None
+    plain_in_place: bool
+    random: bool
+    recomputable: bool
+    again: Call | None = None
+    again_reads: tuple[int, ...] = ()
+    by_slices: BySlices | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JointReading:
+    """A joint graph, read.
+
+    Attributes:
+        module: the graph module, rewritten (see `memfit.passes.conv_backward_split`).
+        num_forward_outputs: how many of its outputs belong to the forward pass.
+        ops: in the order of the graph, forward ones first.
+        storages: what ops index.
+        storage_of: the storage of each node that yields a tensor.
+        output_storages: storages of the forward outputs, one entry per tensor output.
+        gradient_storages: storages of the gradients, one entry per gradient.
+        gradient_of_input: for each input the storage of its gradient, None without one.
+        separated: keys of weights' gradients that are made part by part (`memfit.passes.concat_weight_gradients`).
+        separable: those that might be.
+        grid: into how many tiles samples may be cut; empty if it was not read for the lever `tile`.
+        accumulated: storages of gradients that are added to what is there when they are made, and returned to nobody.
+        as_made: whether ops that can add to them do (`memfit.ops.accumulation`).
+        added_as_made: those of them that are never there, as ops add them as they make them.
+    """
+
+    module: fx.GraphModule
+    num_forward_outputs: int
+    ops: tuple[JointOp, ...]
+    storages: tuple[JointStorage, ...]
+    storage_of: dict[fx.Node, int]
+    output_storages: tuple[int, ...]
+    gradient_storages: tuple[int, ...]
+    gradient_of_input: tuple[int | None, ...] = ()
+    separated: frozenset[str] = frozenset()
+    separable: tuple[fx.Node, ...] = ()
+    grid: tuple[int, ...] = ()
+    accumulated: frozenset[int] = frozenset()
+    as_made: bool = False
+    added_as_made: frozenset[int] = frozenset()
+
+    def primals(self) -> list[fx.Node]:
+        """The inputs of the forward pass, parameters included."""
+        return [
+            node for node in self.module.graph.find_nodes(op="placeholder") if not conv_backward_split.is_tangent(node)
+        ]
+
+    def is_reusable(self, storage: int) -> bool:
+        """Whether something else may be put in its memory once nothing reads it."""
+        found = self.storages[storage]
+        ours = storage not in self.output_storages and storage not in self.gradient_storages
+        return ours and found.kind in (StorageKind.FORWARD, StorageKind.BACKWARD) and owns_memory(found.base)

@@ -1,0 +1,275 @@
+"""Runs ops as one, a few samples of the batch at a time (`memfit.ir.fusion`, `memfit.ops.batching.rules`).
+
+The profiler compares slices of each op with the whole, for each shape, size of slice and alignment in memory, before a
+plan relies on it: every bit, or with the lever `tile` up to rounding.
+
+What an op hands on exists as a slice only. Another one may read it through a view, as heads of attention, say: samples
+are outermost in memory, so the view of a slice is at the same places within it.
+
+Known limits: without the lever `tile` CPU only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from memfit.fxir.call import Call
+from memfit.fxir.layout import outer_axis, results_of
+from memfit.ir.slicing import SMALL_SUM_BYTES
+from memfit.ops.batching.rules import sampling_of, sums_of
+from memfit.ops.tiling.window import Tile, narrowed
+from memfit.passes.fused_cross_entropy import PRODUCTS, product_over_rows
+
+__all__ = [
+    "Slice",
+    "SliceStream",
+    "ViewOfSlice",
+    "accumulates",
+    "in_slices",
+    "samples_between",
+    "samples_per_slice",
+    "view_of_samples",
+]
+
+_SLICE_BYTES = 4 << 20
+"""About the largest result of a slice: it fits a cache, and its work outweighs the call."""
+
+_SLICES_OF_PRODUCT = 12
+"""As many may be made where that reads a matrix more often than it should be."""
+
+
+def accumulates(call: fx.Node | Call) -> bool:
+    """Whether the call can add to a sum while it makes it; it then takes the sum as `total`."""
+    return call.target is product_over_rows
+
+
+def samples_per_slice(batches: Mapping[fx.Node | Call, int]) -> dict[int, int]:
+    """For each size of batch how many samples a slice has, the same for all ops so that they can run together.
+
+    The larger the results of an op the fewer; but a product reads its matrix again for each slice, so slices of its
+    result are no smaller than the matrix, unless they were few.
+
+    Args:
+        batches: for each call the size of its batch.
+    """
+    largest: dict[int, int] = {}
+    matrices: dict[int, int] = {}
+    for call, batch in batches.items():
+        results, sums = results_of(call), sums_of(call)
+        if call.target in PRODUCTS:
+            sampling = sampling_of(call, batch)
+            sliced = () if sampling is None else sampling.operands
+            whole = [n.meta["val"] for n in call.all_input_nodes if n not in sliced]
+            whole += [results[place] for place in sums]
+            matrices[batch] = max(matrices.get(batch, 0), *map(_nbytes, whole))
+            results = [result for place, result in enumerate(results) if place not in sums]
+        largest[batch] = max(largest.get(batch, 1), sum(_nbytes(r) for r in results if isinstance(r, torch.Tensor)))
+
+    def samples(batch: int) -> int:
+        small = max(1, _SLICE_BYTES * batch // largest[batch])
+        like_matrix = -(-matrices.get(batch, 0) * batch // largest[batch])
+        # Of at least two slices, since one is the whole.
+        return min(max(small, min(like_matrix, -(-batch // _SLICES_OF_PRODUCT))), -(-batch // 2))
+
+    return {batch: samples(batch) for batch in largest if batch > 1}
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return int(tensor.numel() * tensor.element_size())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ViewOfSlice:
+    """A view of a result, of which samples are taken.
+
+    Attributes:
+        made: strides of the result.
+        made_axis: along which it has samples.
+        rows: how many of that axis belong to one sample.
+        shape: of the view.
+        stride: of the view.
+        offset: where it starts.
+        axis: along which the view has samples.
+    """
+
+    made: tuple[int, ...]
+    made_axis: int
+    rows: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    axis: int
+
+    @staticmethod
+    def of(base: torch.Tensor, value: torch.Tensor, batch: int, axis: int) -> ViewOfSlice | None:
+        """The view of some memory that has samples along an axis; None if it has not, or mixes them."""
+        made_axis = outer_axis(base, batch)
+        is_lazy = value.is_conj() or value.is_neg() or base.is_conj() or base.is_neg()
+        if made_axis is None or base.dtype is not value.dtype or value.shape[axis] % batch or is_lazy:
+            return None
+        sample = base.numel() // batch
+        rows = value.shape[axis] // batch
+        if value.stride(axis) * rows != sample:
+            return None
+        reach = sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True))
+        reach -= (value.shape[axis] - rows) * value.stride(axis)
+        if value.storage_offset() + reach >= sample:
+            return None
+        return ViewOfSlice(
+            made=base.stride(),
+            made_axis=made_axis,
+            rows=base.shape[made_axis] // batch,
+            shape=tuple(value.shape),
+            stride=value.stride(),
+            offset=int(value.storage_offset()),
+            axis=axis,
+        )
+
+
+def view_of_samples(view: ViewOfSlice, batch: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What makes the view of a slice of a result.
+
+    Args:
+        view: which view.
+        batch: samples in all.
+    """
+
+    def viewed(part: torch.Tensor) -> torch.Tensor:
+        count = part.shape[view.made_axis] // view.rows
+        same = all(n == 1 or one == other for n, one, other in zip(part.shape, part.stride(), view.made, strict=True))
+        if not same:  # a kernel that lays out a few samples otherwise than many
+            part = torch.empty_strided(part.shape, view.made, dtype=part.dtype, device=part.device).copy_(part)
+        shape = list(view.shape)
+        shape[view.axis] = shape[view.axis] // batch * count
+        return part.as_strided(shape, view.stride, part.storage_offset() + view.offset)
+
+    return viewed
+
+
+class SliceStream(Protocol):
+    """A tensor that is not in memory: its slices come and go, in their order."""
+
+    def take(self, number: int) -> torch.Tensor:
+        """Some slice, brought back."""
+
+    def room(self, number: int) -> torch.Tensor:
+        """Memory for some slice, to be filled."""
+
+    def send(self) -> None:
+        """Starts moving away what `room` gave last."""
+
+    def close(self) -> None:
+        """Waits until all of it is away."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """How ops that run as one are called.
+
+    Attributes:
+        run: of one slice: from operands, before these a list of tiles if there are any, to the slices of the results.
+        sliced: positions of operands of which samples are taken, with the axis of each.
+        batch: samples in all.
+        samples: in one slice.
+        results: a tensor like each result.
+        axes: along which each has samples; not asked for of sums.
+        sums: positions of results that are sums over the slices.
+        over: for each result the position of the operand whose memory it takes over, if any; one that is not sliced
+            serves for nothing else.
+        totals: positions of those sums to which slices are added while they are made; `run` takes a list of them first.
+        pieces: for each piece in space of samples the tiles to run it with, and the tile of each result it makes.
+        streams: positions of operands that are streams of slices.
+        into: for results that leave slice by slice, the position of the operand that is their stream; they are not
+            among what the call returns.
+    """
+
+    run: Callable[..., Sequence[torch.Tensor]]
+    sliced: Mapping[int, int]
+    batch: int
+    samples: int
+    results: Sequence[torch.Tensor]
+    axes: Sequence[int]
+    over: Sequence[int | None]
+    sums: Collection[int] = ()
+    totals: Sequence[int] = ()
+    pieces: Sequence[tuple[Sequence[Tile], Sequence[Tile]]] = ()
+    streams: Collection[int] = ()
+    into: Mapping[int, int] = field(default_factory=dict)
+
+
+def in_slices(how: Slice) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """What runs ops as one, slice after slice."""
+    layouts = [(tuple(r.shape), r.stride(), r.dtype, r.device) for r in how.results]
+
+    def memory(place: int, operands: Sequence[Any]) -> torch.Tensor:
+        shape, stride, dtype, device = layouts[place]
+        over = how.over[place]
+        if over is None:
+            return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        # Sample for sample in the same place, whatever the shapes.
+        taken: torch.Tensor = operands[over]
+        return taken.new_empty(0, dtype=dtype).set_(taken.untyped_storage(), 0, shape, stride)
+
+    def fused(*operands: Any) -> tuple[torch.Tensor, ...]:
+        leaving: dict[int, SliceStream] = {place: operands[position] for place, position in how.into.items()}
+        results = {place: memory(place, operands) for place in range(len(layouts)) if place not in leaving}
+        wide = {
+            place: torch.empty_like(results[place], dtype=torch.float64)
+            for place in how.sums
+            if place not in how.totals and _is_small(results[place])
+        }
+        totals = [[results[place].zero_() for place in how.totals]] if how.totals else []
+        is_first = True
+        for number, start in enumerate(range(0, how.batch, how.samples)):
+            stop = min(start + how.samples, how.batch)
+            given = list(operands)
+            for position in how.streams:
+                given[position] = operands[position].take(number)
+            for position, axis in how.sliced.items():
+                given[position] = samples_between(operands[position], axis, how.batch, start, stop)
+            there = {
+                place: leaving[place].room(number)
+                if place in leaving
+                else samples_between(results[place], how.axes[place], how.batch, start, stop)
+                for place in range(len(layouts))
+                if place not in how.sums
+            }
+            for tiles, made in how.pieces or [((), ())]:
+                parts = how.run(tiles, *given) if how.pieces else how.run(*totals, *given)
+                for place in there:
+                    (narrowed(there[place], made[place]) if how.pieces else there[place]).copy_(parts[place])
+                for place in how.sums:
+                    if place in how.totals:
+                        continue
+                    if is_first:
+                        wide.get(place, results[place]).copy_(parts[place])
+                    else:
+                        wide.get(place, results[place]).add_(parts[place])
+                is_first = False
+                del parts  # else the next slice is made beside them
+            del given, there
+            for stream in leaving.values():
+                stream.send()
+        for stream in leaving.values():
+            stream.close()
+        for place, total in wide.items():
+            results[place].copy_(total)
+        return tuple(results.values())
+
+    return fused
+
+
+def samples_between(tensor: torch.Tensor, axis: int, batch: int, start: int, stop: int) -> torch.Tensor:
+    """Some samples of a batch, as a view; along the axis each may have several rows."""
+    rows = tensor.shape[axis] // batch
+    return tensor.narrow(axis, start * rows, (stop - start) * rows)
+
+
+def _is_small(total: torch.Tensor) -> bool:
+    """Whether slices of a sum are added up in float64, which costs little and keeps digits."""
+    return total.is_floating_point() and _nbytes(total) <= SMALL_SUM_BYTES

@@ -1,0 +1,285 @@
+"""Batch normalisation in less memory, with the same bits.
+
+Three equal tensors meet in its backward: gradient-in, input, gradient-out; CPU's kernel takes a hidden fourth.
+Channels do not depend on each other, so the kernel can run on a few of them at a time and write its result over
+the gradient it came from: two tensors and a slice. The smaller slices also stay in the cache. The forward kernel
+takes its statistics before it writes, so it can write over its input.
+
+The profiler compares each shape with the whole kernel before a plan relies on it (`memfit.ops.chunking`).
+
+Its results can also be made apart (with the lever `tile`). Forward, sums over the batch (`sums_of_data`) give the
+statistics (`statistics_from_sums`), with which data is normalised sample by sample (`memfit.fxir.call.normalise`).
+Backward, the sums are the gradients of weight and bias, and the gradient of the input is made sample by sample from
+these (`input_gradient_from_sums`).
+
+On CUDA eager PyTorch takes cuDNN's kernels for most inputs (`memfit.passes.cudnn_batch_norm` puts them into the graph).
+
+Known limits: parts are for contiguous float32 tensors on CPU, in training mode; variances from sums lose digits where
+means are many thousand times as large as deviations.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._prims_common import suggest_memory_format
+
+__all__ = [
+    "backward_in_parts",
+    "backward_over_data",
+    "backward_over_gradient",
+    "cudnn_batch_norm",
+    "cudnn_batch_norm_backward",
+    "cudnn_batch_norm_updating",
+    "forward_over_input",
+    "input_gradient_from_sums",
+    "input_gradient_over_data",
+    "parts_of",
+    "statistics_from_sums",
+    "sums_of_data",
+    "takes_channels",
+]
+
+_aten = torch.ops.aten
+_LEAST_PARTS = 4
+_PART_BYTES = 2 << 20
+"""Of each of the four tensors of a part, so that they stay in the cache."""
+
+_Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def takes_channels(args: tuple[Any, ...], gradient: object, data: object) -> bool:
+    """Whether `native_batch_norm_backward(*args)` can run by channels, from the metadata of its operands."""
+    if not isinstance(gradient, torch.Tensor) or not isinstance(data, torch.Tensor):
+        return False
+    return (
+        args[7] is True
+        and list(args[9]) == [True, True, True]
+        and data.dim() >= 3
+        and data.shape[1] >= _LEAST_PARTS
+        and all(t.device.type == "cpu" and t.dtype is torch.float32 and t.is_contiguous() for t in (gradient, data))
+    )
+
+
+def parts_of(data: torch.Tensor) -> int:
+    """In how many parts the backward kernel should run."""
+    parts = max(_LEAST_PARTS, data.numel() * data.element_size() // _PART_BYTES)
+    size = -(-data.shape[1] // min(parts, data.shape[1]))
+    return -(-data.shape[1] // size)
+
+
+def backward_in_parts(gradient: torch.Tensor, data: torch.Tensor, *rest: Any, parts: int) -> _Gradients:
+    """`native_batch_norm_backward`, a few channels at a time."""
+    return _backward(parts, gradient, data, torch.empty_like(data), *rest)
+
+
+def backward_over_gradient(gradient: torch.Tensor, data: torch.Tensor, *rest: Any, parts: int) -> _Gradients:
+    """The same, with the input's gradient written over the output's."""
+    return _backward(parts, gradient, data, gradient, *rest)
+
+
+def backward_over_data(gradient: torch.Tensor, data: torch.Tensor, *rest: Any, parts: int) -> _Gradients:
+    """The same, with the input's gradient written over the input."""
+    return _backward(parts, gradient, data, data, *rest)
+
+
+def _backward(
+    parts: int,
+    gradient: torch.Tensor,
+    data: torch.Tensor,
+    result: torch.Tensor,
+    weight: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    mean: torch.Tensor,
+    invstd: torch.Tensor,
+    training: bool,
+    eps: float,
+    mask: list[bool],
+) -> _Gradients:
+    channels = data.shape[1]
+    of_weight, of_bias = torch.empty_like(mean), torch.empty_like(mean)
+    step = -(-channels // parts)
+    for start in range(0, channels, step):
+        here = slice(start, start + step)
+        part = _aten.native_batch_norm_backward.default(
+            gradient[:, here].contiguous(),
+            data[:, here].contiguous(),
+            None if weight is None else weight[here],
+            *(None, None, mean[here], invstd[here], training, eps, mask),
+        )
+        result[:, here], of_weight[here], of_bias[here] = part
+        del part
+    return result, of_weight, of_bias
+
+
+def forward_over_input(
+    data: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[torch.Tensor | None, ...]:
+    """`_native_batch_norm_legit_functional` into its input; without running statistics, none are returned."""
+    mean, invstd = data.new_empty(data.shape[1]), data.new_empty(data.shape[1])
+    new_mean = None if running_mean is None else running_mean.clone()
+    new_var = None if running_var is None else running_var.clone()
+    _aten.native_batch_norm.out(
+        *(data, weight, bias, new_mean, new_var, training, momentum, eps), out=data, save_mean=mean, save_invstd=invstd
+    )
+    return data, mean, invstd, new_mean, new_var
+
+
+def cudnn_batch_norm(
+    data: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[torch.Tensor | None, ...]:
+    """The kernel of cuDNN, which leaves the running statistics as they are.
+
+    Returns:
+        Result, mean, inverse deviation, the new running statistics if there are any, and the reserve.
+    """
+    new_mean = running_mean.clone() if training and running_mean is not None else running_mean
+    new_var = running_var.clone() if training and running_var is not None else running_var
+    return cudnn_batch_norm_updating(data, weight, bias, new_mean, new_var, training, momentum, eps)
+
+
+def cudnn_batch_norm_updating(
+    data: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    *rest: Any,
+) -> tuple[torch.Tensor | None, ...]:
+    """The same, with the new running statistics written over the old ones."""
+    result, mean, invstd, reserve = _aten.cudnn_batch_norm.default(
+        data.contiguous(memory_format=suggest_memory_format(data)), weight, bias, running_mean, running_var, *rest
+    )
+    return result, mean, invstd, running_mean, running_var, reserve
+
+
+def cudnn_batch_norm_backward(
+    gradient: torch.Tensor,
+    data: torch.Tensor,
+    weight: torch.Tensor,
+    mean: torch.Tensor,
+    invstd: torch.Tensor,
+    eps: float,
+    reserve: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """The gradients of data, weight and bias, in training mode."""
+    layout = suggest_memory_format(data)
+    operands = data.contiguous(memory_format=layout), gradient.contiguous(memory_format=layout)
+    found: tuple[torch.Tensor, ...] = _aten.cudnn_batch_norm_backward.default(
+        *operands, weight, None, None, mean, invstd, eps, reserve
+    )
+    return found
+
+
+def sums_of_data(data: torch.Tensor) -> torch.Tensor:
+    """The sums of the data and of its squares, per channel, in float64: those of slices add up to those of the whole.
+
+    Args:
+        data: of shape [N, C, *].
+
+    Returns:
+        Of shape [2, C].
+    """
+    mean, variance = (t.double() for t in _aten.batch_norm_update_stats.default(data, None, None, 0.0))
+    count = data.numel() // data.shape[1]
+    return torch.stack((mean * count, (variance + mean * mean) * count))
+
+
+def statistics_from_sums(
+    sums: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    count: int,
+    momentum: float,
+    eps: float,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor | None, ...]:
+    """Mean and inverse deviation per channel, and the new running statistics if there are any.
+
+    Args:
+        sums: of `sums_of_data`, over all samples.
+        running_mean: per channel.
+        running_var: per channel.
+        count: of elements per channel in all samples.
+        momentum: share of the new statistics in the running ones.
+        eps: added to the variance.
+        dtype: of mean and inverse deviation.
+    """
+    mean, square = (sums / count).unbind()
+    variance = (square - mean * mean).clamp_(min=0)
+    invstd = (variance + eps).rsqrt_()
+    new_mean = new_var = None
+    if running_mean is not None:
+        new_mean = (running_mean * (1 - momentum) + mean * momentum).to(running_mean.dtype)
+    if running_var is not None:
+        unbiased = momentum * count / (count - 1)
+        new_var = (running_var * (1 - momentum) + variance * unbiased).to(running_var.dtype)
+    return mean.to(dtype), invstd.to(dtype), new_mean, new_var
+
+
+def input_gradient_from_sums(
+    gradient: torch.Tensor,
+    data: torch.Tensor,
+    weight: torch.Tensor | None,
+    mean: torch.Tensor,
+    invstd: torch.Tensor,
+    of_weight: torch.Tensor,
+    of_bias: torch.Tensor,
+    count: int,
+) -> torch.Tensor:
+    """The gradient of batch normalisation's input, given those of weight and bias.
+
+    Args:
+        gradient: of the output; samples of it.
+        data: the input; the same samples.
+        weight: per channel, None for ones.
+        mean: per channel.
+        invstd: per channel.
+        of_weight: gradient of the weight, over all samples.
+        of_bias: gradient of the bias, over all samples.
+        count: of elements per channel in all samples.
+    """
+    return _from_sums(torch.sub(data, _over(mean, data)), gradient, weight, invstd, of_weight, of_bias, count)
+
+
+def input_gradient_over_data(
+    gradient: torch.Tensor, data: torch.Tensor, weight: torch.Tensor | None, mean: torch.Tensor, *rest: Any
+) -> torch.Tensor:
+    """The same, written over the input."""
+    return _from_sums(data.sub_(_over(mean, data)), gradient, weight, *rest)
+
+
+def _from_sums(
+    centred: torch.Tensor,
+    gradient: torch.Tensor,
+    weight: torch.Tensor | None,
+    invstd: torch.Tensor,
+    of_weight: torch.Tensor,
+    of_bias: torch.Tensor,
+    count: int,
+) -> torch.Tensor:
+    """Written over the centred data."""
+    slope = _over(of_weight * invstd / count, centred)
+    torch.addcmul(_over(of_bias / count, centred), centred, slope, out=centred)
+    torch.sub(gradient, centred, out=centred)
+    return centred.mul_(_over(invstd if weight is None else invstd * weight, centred))
+
+
+def _over(per_channel: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return per_channel.view(1, -1, *(1,) * (like.dim() - 2))

@@ -1,0 +1,201 @@
+"""Into what slices each op of a step is cut: tiles of an image, or else samples of the batch, or rows of a vocabulary.
+
+All ops are cut alike as far as they can be, since only then they run as one (`memfit.ir.fusion`). So the batch of a
+step is one number, by which as much of its results as possible can be divided; of one long sequence it is its tokens.
+What a language model makes of its vocabulary is the largest of all and needs no whole samples: it is cut into rows.
+Times come later, from the profiler.
+
+Known limits: one grid and one batch for a step. What is too small for its tiles is cut into samples, and what the batch
+does not divide into its own first axis; then it runs with others such.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from memfit.fxir.call import Call
+from memfit.fxir.layout import looks_alike, outer_axis, results_of
+from memfit.ir.slicing import BySlices
+from memfit.ops.batching.rules import Sampling, sampling_of, sums_of
+from memfit.ops.batching.slices import ViewOfSlice, accumulates, samples_per_slice
+from memfit.ops.tiling.rule import Tiling
+from memfit.ops.tiling.rules import reaches_of, tiling_of
+
+__all__ = ["Cutting", "batches_alike", "cutting"]
+
+_aten = torch.ops.aten
+
+_AXES = 2
+"""Of space, that a grid is given for."""
+
+_LEAST_EXTENT = 2
+"""Of a tile."""
+
+_MOST = 0.9
+"""Share of what can be divided by any number: more samples are better than a few bytes that happen to be even."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cutting:
+    """How the ops of a step are cut.
+
+    Attributes:
+        batches: of calls that run on samples, how many there are in all.
+        samples: by size of the batch, how many a slice has.
+        grid: how many tiles there are along each axis of space, axes without a cut left out at the end.
+        storage_of: of each node.
+        base_of: the result that a node's memory was made for.
+    """
+
+    batches: Mapping[fx.Node | Call, int]
+    samples: Mapping[int, int]
+    grid: tuple[int, ...]
+    storage_of: Mapping[fx.Node, int]
+    base_of: Callable[[fx.Node], fx.Node]
+
+    def slices(self, call: fx.Node | Call, results: Mapping[int, int], *, first: bool) -> BySlices | None:
+        """How a call is cut; None if it runs whole only.
+
+        Args:
+            call: the call.
+            results: its storages, with their place among its results.
+            first: whether its first run may be cut.
+        """
+        tiling = self._tiling(call)
+        sums = tuple(storage for storage, place in results.items() if place in sums_of(call))
+        if tiling is not None:
+            place_of = {
+                self.storage_of[node]: place for place, node in enumerate(tiling.operands) if self._looks_as_made(node)
+            }
+            return BySlices(
+                batch=int(tiling.operands[0].meta["val"].shape[0]),
+                samples=1,
+                seconds=0.0,
+                workspace_bytes=0,
+                reads=tuple(place_of),
+                sums=sums,
+                first=first,
+                grid=self.grid,
+                extents=tiling.extents,
+                reaches=tuple(reaches_of(tiling, place) for place in place_of.values()),
+            )
+        batch = self.batches.get(call)
+        sampling = None if batch is None else sampling_of(call, batch)
+        if batch is None or sampling is None or not (first or _own_their_memory(sampling, batch)):
+            return None
+        handed_on = {node for node, axis in sampling.operands.items() if self._has_samples(node, batch, axis)}
+        if not self._are_handed_on(call, handed_on):
+            return None
+        return BySlices(
+            batch=batch,
+            samples=self.samples[batch],
+            seconds=0.0,
+            workspace_bytes=0,
+            reads=tuple(dict.fromkeys(self.storage_of[node] for node in handed_on)),
+            sums=sums,
+            first=first,
+            accumulates=accumulates(call),
+        )
+
+    def _tiling(self, call: fx.Node | Call) -> Tiling | None:
+        tiling = tiling_of(call, len(self.grid)) if self.grid else None
+        if tiling is None or not self._are_handed_on(call, set(filter(self._looks_as_made, tiling.operands))):
+            return None
+        large = all(n >= _LEAST_EXTENT * tiles for n, tiles in zip(tiling.extents, self.grid, strict=True))
+        return tiling if large else None
+
+    def _has_samples(self, node: fx.Node, batch: int, axis: int) -> bool:
+        """Whether a node is a view of something made that has its samples where the view has them."""
+        return ViewOfSlice.of(self.base_of(node).meta["val"], node.meta["val"], batch, axis) is not None
+
+    def _looks_as_made(self, node: fx.Node) -> bool:
+        """Whether a node is what its memory was made for, or a view that looks the same."""
+        return looks_alike(node.meta["val"], self.base_of(node).meta["val"])
+
+    def _are_handed_on(self, call: fx.Node | Call, handed_on: Collection[fx.Node]) -> bool:
+        """Whether nothing of which slices are taken is also read whole."""
+        whole = {self.storage_of.get(node) for node in call.all_input_nodes if node not in handed_on}
+        return whole.isdisjoint(self.storage_of[node] for node in handed_on)
+
+
+def cutting(
+    calls: Sequence[fx.Node | Call],
+    grid: Sequence[int],
+    storage_of: Mapping[fx.Node, int],
+    base_of: Callable[[fx.Node], fx.Node],
+) -> Cutting:
+    """How calls that may be cut are cut, given the tiles of a grid and perhaps the parts of a batch; see `Cutting`."""
+    tiles, parts = grid[:_AXES], grid[_AXES:]
+    axes = max((axis for axis, count in enumerate(tiles, 1) if count > 1), default=0)
+    batches = batches_alike(calls) if grid else _batches(calls, common=0, vocabularies={})
+    samples = {batch: -(-batch // parts[0]) for batch in batches.values()} if parts else samples_per_slice(batches)
+    return Cutting(
+        batches=batches,
+        samples=samples,
+        grid=tuple(tiles[:axes]),
+        storage_of=storage_of,
+        base_of=base_of,
+    )
+
+
+def _own_their_memory(sampling: Sampling, batch: int) -> bool:
+    """Whether operands lie in memory as the profiler's do, on which every bit may depend."""
+    return all(outer_axis(node.meta["val"], batch) == axis for node, axis in sampling.operands.items())
+
+
+def batches_alike(calls: Sequence[fx.Node | Call]) -> dict[fx.Node | Call, int]:
+    """Of each call that runs on samples how many there are, as many calls as possible alike."""
+    return _batches(calls, common=_common_batch(calls), vocabularies=_vocabularies(calls))
+
+
+def _batches(
+    calls: Sequence[fx.Node | Call], *, common: int, vocabularies: Mapping[int, int]
+) -> dict[fx.Node | Call, int]:
+    """The same; what neither the `common` batch divides nor `vocabularies` know has its own first axis."""
+    found: dict[fx.Node | Call, int] = {}
+    for call in calls:
+        tensors = _tensors(call)
+        rows = {vocabularies[t.numel()] for t in tensors if t.numel() in vocabularies}
+        own = next((int(t.shape[0]) for t in tensors if t.dim()), 0)
+        for batch in (*rows, common, own):
+            if sampling_of(call, batch) is not None:
+                found[call] = batch
+                break
+    return found
+
+
+def _common_batch(calls: Sequence[fx.Node | Call]) -> int:
+    """The largest number by which nearly all can be divided that calls make; 0 if they make nothing but matrices."""
+    made = [
+        t
+        for call in calls
+        for place, t in enumerate(results_of(call))
+        if isinstance(t, torch.Tensor) and place not in sums_of(call)
+    ]
+    samples = {int(t.shape[0]) for t in made if t.dim() > 2} - {0, 1}
+    tokens = {int(t.shape[1]) for t in made if t.dim() == 3 and t.shape[0] == 1} - {0, 1}
+
+    divided = {
+        batch: sum(t.numel() * t.element_size() for t in made if outer_axis(t, batch) is not None)
+        for batch in samples or tokens
+    }
+    most = max(divided.values(), default=0)
+    return max((batch for batch, nbytes in divided.items() if nbytes >= _MOST * most), default=0)
+
+
+def _vocabularies(calls: Sequence[fx.Node | Call]) -> dict[int, int]:
+    """By the size of what losses are computed from, how many rows it has."""
+    losses = [call for call in calls if call.target is _aten.nll_loss_forward.default]
+    data = [call.all_input_nodes[0].meta["val"] for call in losses]
+    return {int(t.numel()): int(t.shape[0]) for t in data if t.dim() == 2}
+
+
+def _tensors(call: fx.Node | Call) -> list[torch.Tensor]:
+    """What it makes, but for sums, then what it reads."""
+    made = [t for place, t in enumerate(results_of(call)) if place not in sums_of(call)]
+    read = [node.meta.get("val") for node in call.all_input_nodes]
+    return [t for t in (*made, *read) if isinstance(t, torch.Tensor)]

@@ -1,0 +1,97 @@
+"""Resizing of images on tiles, and its gradient (`memfit.ops.tiling.rules`).
+
+By a whole factor every pixel of the result lies at the same place between the same pixels of the operand wherever the
+tile is, so a tile of the result is the tile of the operand resized. Between pixels it takes one more at each edge.
+
+Known limits: factors that are not whole, and aligned corners, which make places depend on the size of the image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from memfit.fxir.call import Call
+from memfit.ops.tiling.rule import Tiling, extents_of, starts_of
+from memfit.ops.tiling.window import SPACE, Tile, cropped
+
+__all__ = ["resized", "resized_backward"]
+
+
+def resized(*corners: bool) -> Callable[[fx.Node | Call, int], Tiling | None]:
+    """The rule of resizing; `corners` says that they are not aligned, where a kernel that puts pixels between is told.
+
+    It then needs one pixel more at each edge of a tile, except at the image's.
+    """
+
+    def rule(call: fx.Node | Call, axes: int) -> Tiling | None:
+        kernel: Any = call.target
+        data, _, *settings = cast(tuple[Any, ...], call.args)
+        factors, extents = _whole_factors(data.meta["val"], call.meta["val"], corners, settings), extents_of(data, axes)
+        if factors is None:
+            return None
+
+        def run(data: torch.Tensor, *_: Any, tile: Tile) -> Any:
+            sizes = [extent * n for extent, n in zip(data.shape[SPACE:], factors, strict=True)]
+            first = [start * n for (start, _), n in zip(needs(tile)[0], factors, strict=False)]
+            return cropped(kernel(data, sizes, *corners), first, tile)
+
+        def needs(tile: Tile) -> tuple[Tile, ...]:
+            small = tuple((start // n, -(-stop // n)) for (start, stop), n in zip(tile, factors, strict=False))
+            return (_beyond(small, extents) if corners else small,)
+
+        return Tiling(extents=extents_of(call, axes), operands=(data,), needs=needs, run=run)
+
+    return rule
+
+
+def resized_backward(*corners: bool) -> Callable[[fx.Node | Call, int], Tiling | None]:
+    """The rule of its gradient."""
+
+    def rule(call: fx.Node | Call, axes: int) -> Tiling | None:
+        kernel: Any = call.target
+        gradient, _, _, *settings = cast(tuple[Any, ...], call.args)
+        factors, extents = (
+            _whole_factors(call.meta["val"], gradient.meta["val"], corners, settings),
+            extents_of(call, axes),
+        )
+        if factors is None:
+            return None
+
+        def run(gradient: torch.Tensor, *_: Any, tile: Tile) -> Any:
+            given = gradient.shape[SPACE:]
+            sizes = [extent // n for extent, n in zip(given, factors, strict=True)]
+            made = kernel(gradient, given, [*gradient.shape[:SPACE], *sizes], *corners)
+            return cropped(made, starts_of(reach(tile)), tile)
+
+        def reach(tile: Tile) -> Tile:
+            return _beyond(tile, extents) if corners else tile
+
+        def needs(tile: Tile) -> tuple[Tile, ...]:
+            return (tuple((start * n, stop * n) for (start, stop), n in zip(reach(tile), factors, strict=False)),)
+
+        return Tiling(extents=extents, operands=(gradient,), needs=needs, run=run)
+
+    return rule
+
+
+def _whole_factors(
+    small: torch.Tensor, large: torch.Tensor, corners: tuple[bool, ...], settings: Sequence[Any]
+) -> tuple[int, ...] | None:
+    """By how much both axes of an image are enlarged; None if not by whole numbers, or the settings ask for others."""
+    sizes = list(zip(small.shape[SPACE:], large.shape[SPACE:], strict=True))
+    factors = tuple(after // before for before, after in sizes)
+    asked = settings[len(corners) :]
+    exact = all(after == before * n for (before, after), n in zip(sizes, factors, strict=True))
+    exact = exact and all(f is None or f == n for f, n in zip(asked, factors, strict=False))
+    return factors if exact and tuple(settings[: len(corners)]) == corners else None
+
+
+def _beyond(tile: Tile, extents: Sequence[int]) -> Tile:
+    """A tile with one pixel more on each side, as far as there are any."""
+    return tuple(
+        (max(0, start - 1), min(extent, stop + 1)) for (start, stop), extent in zip(tile, extents, strict=True)
+    )

@@ -1,0 +1,177 @@
+"""The gradient of a concatenation, each slice in memory of its own.
+
+It is one tensor of which slices go different ways: through a long skip of a U-Net, one of them is read much
+later than the others and would hold all of them. Two remedies, neither changes a bit:
+
+- where the gradient comes from a convolution, its input half puts each slice where it belongs, a few samples at
+  a time if it runs in parts (`memfit.ops.chunking`), so that the whole never exists;
+- any other slice that is read long after the rest is copied out.
+
+A slice of its own is laid out otherwise than a slice of the whole, and kernels that sum add up in another order
+then (the backward pass of batch normalisation on CPU does). So both are done only where all readers have the same
+bits for any layout: those that add, multiply or mask element by element, and convolutions, which copy an operand
+that is not contiguous.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+
+from memfit.passes.conv_backward_split import PLAIN_NBYTES, convolution_input_gradient, is_view, takes_input_shape_only
+
+__all__ = ["Cuts", "convolution_input_slices", "copy_out_late_slices", "separate_input_slices"]
+
+_aten = torch.ops.aten
+
+_MUCH_LATER = 12
+"""Ops between the last other use of a tensor and the first use of a slice of it for the slice to be copied."""
+
+_ROUNDED_ONCE = {
+    _aten.add.Tensor,
+    _aten.sub.Tensor,
+    _aten.mul.Tensor,
+    _aten.div.Tensor,
+    _aten.neg.default,
+    _aten.where.self,
+    _aten.clone.default,
+    _aten.threshold_backward.default,
+    _aten.hardtanh_backward.default,
+    _aten.leaky_relu_backward.default,
+}
+"""Ops of which each element is one exactly rounded result; others, `exp` say, differ between vectors and the rest."""
+
+Cuts = tuple[tuple[int, int], ...]
+"""Channels of each slice: the first, and the one after the last."""
+
+
+def convolution_input_slices(
+    gradient: torch.Tensor, hollow: torch.Tensor, weight: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor, ...]:
+    """`convolution_input_gradient`, cut into slices of its channels; the last argument says which."""
+    *settings, cuts = rest
+    whole = convolution_input_gradient(gradient, hollow, weight, *settings)
+    return tuple(whole[:, start:stop].contiguous() for start, stop in cuts)
+
+
+def separate_input_slices(module: fx.GraphModule) -> None:
+    """Has convolutions' input gradients that are read in slices of channels made in slices."""
+    graph = module.graph
+    for node in graph.find_nodes(op="call_function", target=convolution_input_gradient):
+        readers = list(node.users)
+        if len(readers) < 2 or not all(_is_channel_slice(user) and _for_any_layout(user) for user in readers):
+            continue
+        value: torch.Tensor = node.meta["val"]
+        if not value.is_contiguous():
+            continue
+        cuts: Cuts = tuple(slice(*user.args[2:4]).indices(value.shape[1])[:2] for user in readers)
+        with graph.inserting_before(node):
+            made = graph.call_function(convolution_input_slices, (*node.args, cuts))
+        slices = [_contiguous(user.meta["val"]) for user in readers]
+        made.meta = {**node.meta, "val": tuple(slices)}
+        position = {n: i for i, n in enumerate(graph.nodes)}
+        last = max(readers, key=lambda user: max(position[reader] for reader in user.users))
+        for number, user in enumerate(readers):
+            with graph.inserting_before(node):
+                item = graph.call_function(operator.getitem, (made, number))
+            # Without memfit the slice read last keeps the memory of all of them.
+            nbytes = value.numel() * value.element_size() if user is last else 1
+            item.meta = {**user.meta, "val": slices[number], PLAIN_NBYTES: nbytes}
+            user.replace_all_uses_with(item)
+            graph.erase_node(user)
+        graph.erase_node(node)
+
+
+def _is_channel_slice(node: fx.Node) -> bool:
+    if node.target is not _aten.slice.Tensor or len(node.args) != 4 or not node.users:
+        return False
+    _, dimension, *ends = node.args
+    return bool(dimension == 1) and all(isinstance(end, int) for end in ends)
+
+
+def _contiguous(like: torch.Tensor) -> torch.Tensor:
+    with detect_fake_mode(like) or nullcontext():
+        return torch.empty(tuple(like.shape), dtype=like.dtype, device=like.device)
+
+
+def copy_out_late_slices(module: fx.GraphModule) -> None:
+    """Copies a slice of a backward result that is read long after everything else of it."""
+    graph = module.graph
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    first_tangent = min((position[n] for n in graph.nodes if n.op == "placeholder" and "tangents" in n.name), default=0)
+
+    def uses(node: fx.Node) -> list[int]:
+        return [position[reader] for reader in _readers(node)]
+
+    for node in graph.find_nodes(op="call_function", target=_aten.slice.Tensor):
+        base, value = node.args[0], node.meta["val"]
+        whole = base.meta.get("val")
+        if not isinstance(whole, torch.Tensor) or base.op != "call_function" or position[base] < first_tangent:
+            continue
+        rest = [
+            p for user in base.users if user is not node for p in (uses(user) if is_view(user) else [position[user]])
+        ]
+        own = uses(node)
+        if not rest or not own or not value.numel() < whole.numel():
+            continue
+        if min(own) - max(rest) >= _MUCH_LATER and not is_view(base) and _for_any_layout(node):
+            with graph.inserting_after(base):
+                early = graph.node_copy(node)
+            early.meta = dict(node.meta)
+            with graph.inserting_after(early):
+                copied = graph.call_function(_aten.clone.default, (early,))
+            with detect_fake_mode(value) or nullcontext():
+                copied.meta = {**node.meta, "val": torch.empty_like(value)}
+            position[early] = position[copied] = position[base]
+            views = _views(node)
+            node.replace_all_uses_with(copied)
+            graph.erase_node(node)
+            for view in views:
+                _made_anew(view)
+
+
+def _views(node: fx.Node) -> list[fx.Node]:
+    """Views of a node and views of them, in order."""
+    direct = [user for user in node.users if user.op == "call_function" and is_view(user)]
+    return [view for user in direct for view in (user, *_views(user))]
+
+
+def _made_anew(view: fx.Node) -> None:
+    """Makes the fake result of a view again: what it is a view of lies elsewhere now."""
+    args, kwargs = fx.map_arg((view.args, view.kwargs), lambda n: n.meta["val"])
+    with detect_fake_mode(view.meta["val"]) or nullcontext():
+        view.meta = {**view.meta, "val": cast(Callable[..., Any], view.target)(*args, **kwargs)}
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """What reads the node or views of it."""
+    for user in node.users:
+        if user.op == "call_function" and is_view(user):
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _for_any_layout(node: fx.Node) -> bool:
+    """Whether all that reads the node has the same bits however it is laid out."""
+    return all(_same_in_any_layout(reader) for reader in _readers(node))
+
+
+def _same_in_any_layout(reader: fx.Node) -> bool:
+    if reader.target in (convolution_input_gradient, convolution_input_slices):
+        return True
+    if reader.target is _aten.convolution_backward.default:
+        _, data, weight, *rest, (_, _, bias) = cast(tuple[Any, ...], reader.args)
+        if not bias:
+            return True
+        # oneDNN sums the bias from its own layout, other kernels from that of the operand.
+        value = data.meta["val"]
+        return value.device.type == "cpu" and takes_input_shape_only(value, weight.meta["val"], *rest)
+    # With `alpha`, adding is a multiplication as well, rounded once or twice.
+    return reader.target in _ROUNDED_ONCE and not reader.kwargs

@@ -1,0 +1,156 @@
+"""Weights' gradients of concatenations, operand by operand.
+
+The weight's gradient of a convolution that reads a concatenation (the long skips of a U-Net, the branches of Inception)
+needs it again in the backward pass, whole, beside its operands, which mostly are there anyway for their activations'
+gradients. But the gradient of some input channels takes these channels only. So each operand makes its own part of it,
+one after the other, and nothing keeps the concatenation or makes it again.
+
+Kernels go by shape, so the bits are those of the whole for most shapes and not for all: the profiler compares them
+(`memfit.profiling.benchmark.whole_if_separable`) and a graph is read with what it found.
+
+Known limits: concatenations along channels of convolutions without groups, on CPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+
+from memfit.fxir.call import Call
+from memfit.fxir.signature import cost_key, describe
+from memfit.passes.conv_backward_split import PLAIN_NBYTES, returned_storages, storage_key
+
+__all__ = [
+    "PLAIN_CALL",
+    "is_of_concatenation",
+    "is_separable_key",
+    "operands_of_data",
+    "separable_key",
+    "separable_weight_gradients",
+    "separate_weight_gradients",
+]
+
+_aten = torch.ops.aten
+
+_FROM = " from "
+
+PLAIN_CALL = "memfit_plain_call"
+"""Mark in the `meta` of a node: the call in its place in the step without memfit, None for none."""
+
+
+def separable_weight_gradients(graph: fx.Graph) -> list[fx.Node]:
+    """Weights' gradients of which the operands of a concatenation could make a part each."""
+    returned = returned_storages(graph)
+    placeholders = {storage_key(node) for node in graph.find_nodes(op="placeholder")}
+
+    def is_ours(node: fx.Node) -> bool:
+        # The caller may write to what is his before the backward pass.
+        key = storage_key(node)
+        return key is not None and key not in returned and key not in placeholders
+
+    found: list[fx.Node] = []
+    for node in graph.find_nodes(op="call_function", target=_aten.convolution_backward.default):
+        _, data, weight, *_, groups, mask = cast(tuple[Any, ...], node.args)
+        if data.target is not _aten.cat.default or mask[0] or not mask[1] or groups != 1:
+            continue
+        value, result = data.meta["val"], node.meta["val"][1]
+        dimension = data.args[1] if len(data.args) > 1 else data.kwargs.get("dim", 0)
+        operands = operands_of_data(node)
+        if (
+            value.device.type == "cpu"
+            and dimension % value.dim() == 1
+            and value.shape[1] == weight.meta["val"].shape[1]
+            and result.is_contiguous()
+            and len(operands) > 1
+            and all(is_ours(n) and n.meta["val"].dtype == value.dtype for n in operands)
+            # Kernels also go by where operands lie, and the profiler's begin where their memory does.
+            and all(n.meta["val"].storage_offset() == 0 for n in operands)
+            and all(user.target is operator.getitem for user in node.users)
+        ):
+            found.append(node)
+    return found
+
+
+def operands_of_data(node: fx.Node | Call) -> list[fx.Node]:
+    """What is concatenated to the data of a convolution's backward."""
+    return list(cast(Any, node.args[1]).args[0])
+
+
+def is_of_concatenation(call: fx.Node | Call) -> bool:
+    """Whether a call is a weight's gradient of a concatenation."""
+    data = call.args[1] if len(call.args) > 1 else None
+    ours = call.target is _aten.convolution_backward.default
+    return ours and isinstance(data, fx.Node) and data.target is _aten.cat.default
+
+
+def separable_key(call: fx.Node | Call) -> str:
+    """What decides whether the parts have the bits of the whole."""
+    return f"{cost_key(call)}{_FROM}{describe(operands_of_data(call))}"
+
+
+def is_separable_key(key: str) -> bool:
+    """Whether a key of known costs is one of `separable_key`."""
+    return _FROM in key
+
+
+def separate_weight_gradients(graph: fx.Graph, separate: Callable[[str], bool]) -> frozenset[str]:
+    """Has weights' gradients made part by part.
+
+    Args:
+        graph: rewritten in place.
+        separate: whether the parts have the bits of the whole, given the `separable_key`.
+
+    Returns:
+        The keys of those that are.
+    """
+    separated: set[str] = set()
+    for node in separable_weight_gradients(graph):
+        key = separable_key(node)
+        if separate(key):
+            _separate(graph, node)
+            separated.add(key)
+    return frozenset(separated)
+
+
+def _separate(graph: fx.Graph, node: fx.Node) -> None:
+    gradient, _, weight, *rest = cast(tuple[Any, ...], node.args)
+    *settings, mask = rest
+    of_weight = node.meta["val"][1]
+    results = {user.args[1]: user for user in node.users}
+    operands = operands_of_data(node)
+    stops = list(itertools.accumulate(operand.meta["val"].shape[1] for operand in operands))
+    parts: list[fx.Node] = []
+    plain = Call(name=node.name, target=node.target, args=node.args, meta=node.meta)
+
+    def call(target: Any, args: tuple[Any, ...]) -> fx.Node:
+        made = graph.call_function(target, args)
+        values = fx.map_arg(args, lambda n: n.meta["val"])
+        with detect_fake_mode(of_weight) or nullcontext():
+            made.meta = {**node.meta, "val": target(*values)}
+        return made
+
+    with graph.inserting_before(node):
+        for number, (operand, start, stop) in enumerate(zip(operands, [0, *stops], stops, strict=False)):
+            channels = call(_aten.slice.Tensor, (weight, 1, start, stop))
+            bias = bool(mask[2]) and number == 0
+            made = call(node.target, (gradient, operand, channels, *settings, [False, True, bias]))
+            made.meta[PLAIN_CALL] = plain if number == 0 else None
+            parts.append(call(operator.getitem, (made, 1)))
+            # Without memfit the whole is made at once.
+            parts[-1].meta[PLAIN_NBYTES] = of_weight.numel() * of_weight.element_size() if number == 0 else 1
+            if bias and 2 in results:
+                results[2].update_arg(0, made)
+                results[2].meta["val"] = made.meta["val"][2]
+        together = graph.call_function(_aten.cat.default, (parts, 1))
+        together.meta = {**node.meta, "val": of_weight, PLAIN_CALL: None}
+    if 1 in results:
+        results[1].replace_all_uses_with(together)
+        graph.erase_node(results[1])
+    graph.erase_node(node)

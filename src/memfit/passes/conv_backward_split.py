@@ -1,0 +1,442 @@
+"""Rewrites of the joint graph that lower memory and change no bit.
+
+- **Split convolution backward.** `convolution_backward` returns the input's and the weight's gradient at
+  once, so input, gradient-in and gradient-out are alive together. Its weight half needs input and
+  gradient-out; its input half needs gradient-out, weight and only the input's *shape*. Run weight half, free
+  the input, run input half with a hollow tensor (right shape and strides, no memory). Checked bitwise on CPU
+  over strides, groups, kernels and memory formats; the profiler checks it again on each machine and shape.
+- **Shapes only.** The backward of pooling takes the pooled tensor but looks at its shape alone; it gets a
+  hollow one, so that nothing is kept for it.
+- **No copies of what nobody overwrites.** An in-place activation whose backward needs its input makes autograd
+  clone that input; in a functional graph the input itself is still there.
+- **Masked before unpooling.** The gradient of `max_pool(relu(x))` lands where the maxima were, and there the mask of
+  the ReLU is that of the pooled tensor. So the mask is applied to the small gradient, and backward needs no ReLU.
+- **Weight gradients first.** A gradient that nothing else reads runs as soon as its operands exist, so the
+  saved input can go before the input's gradient is made.
+- **In place.** Capture functionalises `relu_`, `add_`, `dropout`; where an operand dies at an op, the op can
+  write over it again. Only kernels are listed that read an element before they write it: pointwise ones, and
+  batch normalisation on CPU, which takes its statistics first and whose backward goes by channels.
+
+Source of the first: the step's widest place in convolutional networks, measured in docs/design.md.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Container
+from contextlib import nullcontext
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+from torch._prims_common import suggest_memory_format
+
+from memfit.capture.eager.dropout import masked, masked_over_data
+from memfit.fxir.call import NORMS, normalise, normalise_over_data
+from memfit.ops.kernels import batch_norm
+
+__all__ = [
+    "HALF_OF",
+    "HOLLOW_PREFIX",
+    "IN_PLACE",
+    "PLAIN_NBYTES",
+    "STANDS_FOR",
+    "convolution_input_gradient",
+    "drop_clones",
+    "hollow_attribute",
+    "hoist_weight_gradients",
+    "hollow_shape_operands",
+    "input_gradient_beside_stand_in",
+    "input_half",
+    "in_place_arguments",
+    "is_tangent",
+    "is_view",
+    "make_hollow",
+    "mark_halves",
+    "mask_before_unpooling",
+    "original",
+    "returned_storages",
+    "split_convolution_backward",
+    "storage_key",
+    "takes_input_shape_only",
+]
+
+_aten = torch.ops.aten
+
+_SHAPE_ONLY = {
+    _aten.max_pool2d_with_indices_backward.default: (1,),
+    _aten.avg_pool2d_backward.default: (1,),
+    _aten._adaptive_avg_pool2d_backward.default: (1,),
+}
+"""Ops and the operands of which they use the shape alone."""
+
+_WITHOUT_INPUT = ("Mkldnn", "Cudnn", "CudnnTranspose")
+"""Convolution backends that make the input's gradient without a look at the input; others unfold it."""
+
+HOLLOW_PREFIX = "_hollow_"
+"""Names of the graph attributes that stand for an operand of which only the shape is used."""
+
+
+STANDS_FOR = "memfit_stands_for"
+"""Mark in the `meta` of such an attribute: the node in whose place it is."""
+
+HALF_OF = "memfit_half_of"
+"""Mark in the `meta` of a node: the call that makes at once what it and the other node of that mark make."""
+
+PLAIN_NBYTES = "memfit_plain_nbytes"
+"""Mark in the `meta` of a node: what its memory takes in the step without memfit, where that differs."""
+
+
+def convolution_input_gradient(
+    grad_output: torch.Tensor, hollow: torch.Tensor, weight: torch.Tensor, *rest: Any
+) -> torch.Tensor:
+    """The input half of `convolution_backward`; `hollow` gives shape and strides of the input, not values.
+
+    Kernels go by shape and layout, so a slice may get one that looks at the input, and then needs memory there.
+    """
+    if not takes_input_shape_only(hollow, weight, *rest):
+        return input_gradient_beside_stand_in(grad_output, hollow, weight, *rest)
+    return input_half(grad_output, hollow, weight, *rest)
+
+
+def input_half(grad_output: torch.Tensor, data: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """The same where it is known that the kernel takes the shape only, as it is of whole operands."""
+    result: torch.Tensor = _aten.convolution_backward.default(grad_output, data, weight, *rest, [True, False, False])[0]
+    return result
+
+
+def input_gradient_beside_stand_in(
+    grad_output: torch.Tensor, hollow: torch.Tensor, weight: torch.Tensor, *rest: Any
+) -> torch.Tensor:
+    """The same with a kernel that wants memory for the input although it does not use what is in it."""
+    stand_in = torch.empty_strided(hollow.shape, hollow.stride(), dtype=hollow.dtype, device=grad_output.device)
+    return input_half(grad_output, stand_in, weight, *rest)
+
+
+def make_hollow(like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """A tensor with the metadata of `like` and no memory behind it."""
+    hollow = torch.empty_strided(tuple(like.shape), like.stride(), dtype=like.dtype, device=device or like.device)
+    hollow.untyped_storage().resize_(0)
+    return hollow
+
+
+def split_convolution_backward(module: fx.GraphModule, *, rounded: bool = False) -> None:
+    """Splits every convolution backward that makes both gradients; see the module docstring.
+
+    Args:
+        module: the joint graph.
+        rounded: whether gradients need the same bits up to rounding only, so that other kernels may be split as well.
+    """
+    graph = module.graph
+    for node in graph.find_nodes(op="call_function", target=_aten.convolution_backward.default):
+        mask = node.args[-1]
+        if len(node.args) != 11 or not (mask[0] and mask[1]):
+            continue
+        grad_output, data, weight, *rest = node.args[:-1]
+        target = convolution_input_gradient
+        if not takes_input_shape_only(data.meta["val"], weight.meta["val"], *rest):
+            if not rounded:
+                continue
+            target = input_gradient_beside_stand_in
+        getitems = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+        if len(getitems) != len(node.users) or 0 not in getitems:
+            continue
+        values = node.meta["val"]
+        with graph.inserting_before(node):
+            half = graph.call_function(
+                _aten.convolution_backward.default, (*node.args[:-1], [False, True, bool(mask[2])])
+            )
+            half.meta = {**node.meta, "val": (None, values[1], values[2])}
+            hollow = hollow_attribute(module, data)
+            gradient = graph.call_function(target, (grad_output, hollow, weight, *rest))
+            gradient.meta = {**node.meta, "val": values[0]}
+        getitems[0].replace_all_uses_with(gradient)
+        graph.erase_node(getitems[0])
+        for index in (1, 2):
+            if index in getitems:
+                getitems[index].update_arg(0, half)
+        graph.erase_node(node)
+
+
+def mark_halves(graph: fx.Graph, alone: Container[fx.Node]) -> None:
+    """Marks the two halves of each convolution backward that are still its halves after all other rewrites.
+
+    Args:
+        graph: the joint graph.
+        alone: calls that run by themselves whatever they are.
+    """
+    weight_halves = {}
+    for node in graph.find_nodes(op="call_function", target=_aten.convolution_backward.default):
+        grad_output, data, weight, *rest, mask = node.args
+        if not mask[0] and mask[1] and node not in alone:
+            weight_halves[grad_output, data, weight, str(rest)] = node
+    for node in graph.find_nodes(op="call_function", target=convolution_input_gradient):
+        grad_output, hollow, weight, *rest = node.args
+        half = weight_halves.pop((grad_output, hollow.meta.get(STANDS_FOR), weight, str(rest)), None)
+        if half is not None:
+            half.meta[HALF_OF] = node.meta[HALF_OF] = node.name
+
+
+def takes_input_shape_only(data: torch.Tensor, weight: torch.Tensor, bias_sizes: Any, *rest: Any) -> bool:
+    """Whether the kernel that makes the input's gradient takes the input's shape only."""
+    # A one-dimensional convolution runs as a two-dimensional one of a view, and a view needs memory.
+    if data.dim() < 4 or not _takes_hollow(data, weight):
+        return False
+    backend = str(torch._C._select_conv_backend(data, weight, None, *rest, bias_sizes)).rpartition(".")[2]
+    # torch has no name in Python for the transposed kernel of oneDNN.
+    return backend in _WITHOUT_INPUT or (backend == "???" and rest[3] and data.device.type == "cpu")
+
+
+def _takes_hollow(data: torch.Tensor, *others: torch.Tensor) -> bool:
+    """Whether a kernel leaves the operand's memory alone: one in another layout than it wants would be copied."""
+    layout = suggest_memory_format(data)
+    return data.is_contiguous(memory_format=layout) and all(suggest_memory_format(t) == layout for t in others)
+
+
+def hollow_attribute(module: fx.GraphModule, original: fx.Node, like: torch.Tensor | None = None) -> fx.Node:
+    """A `get_attr` node for a stand-in of a node, perhaps `like` another; the lowering puts a hollow tensor there."""
+    like = original.meta["val"] if like is None else like
+    name = f"{HOLLOW_PREFIX}{len([n for n in module.graph.nodes if str(n.target).startswith(HOLLOW_PREFIX)])}"
+    with detect_fake_mode(like) or nullcontext():
+        stand_in = torch.empty_strided(tuple(like.shape), like.stride(), dtype=like.dtype, device=like.device)
+    module.register_buffer(name, stand_in, persistent=False)
+    node = module.graph.get_attr(name)
+    node.meta = {"val": stand_in, STANDS_FOR: original}
+    return node
+
+
+def drop_clones(module: fx.GraphModule) -> None:
+    """Replaces clones by their source where neither is returned and source and clone are laid out alike."""
+    graph = module.graph
+    returned = returned_storages(graph)
+    for node in graph.find_nodes(op="call_function", target=_aten.clone.default):
+        source = node.args[0]
+        value, original = node.meta["val"], source.meta["val"]
+        if (
+            value.stride() == original.stride()
+            and value.untyped_storage().nbytes() == original.untyped_storage().nbytes()
+            and storage_key(node) not in returned
+            and storage_key(source) not in returned
+            and not any(
+                a.op == "placeholder"
+                for a in (source, *source.all_input_nodes)
+                if storage_key(a) == storage_key(source)
+            )
+        ):
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+
+
+def returned_storages(graph: fx.Graph) -> set[int | None]:
+    """What the caller holds, by `storage_key`."""
+    (output,) = graph.find_nodes(op="output")
+    return {storage_key(n) for n in output.args[0] if isinstance(n, fx.Node)}
+
+
+def storage_key(node: fx.Node) -> int | None:
+    """What is equal for nodes whose tensors share memory; None if the node yields no tensor."""
+    value = node.meta.get("val")
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
+def mask_before_unpooling(module: fx.GraphModule) -> None:
+    """Applies the mask of a ReLU before a max-pooling to the pooled gradient; zeros stay zeros either way."""
+    graph = module.graph
+    returned = returned_storages(graph)
+    unpoolings: list[Any] = graph.find_nodes(op="call_function", target=_aten.max_pool2d_with_indices_backward.default)
+    for unpooled in unpoolings:
+        masked: Any = next(iter(unpooled.users), None)
+        if len(unpooled.users) != 1 or masked.target is not _aten.threshold_backward.default:
+            continue
+        active, pooling = original(masked.args[1]), original(unpooled.args[-1]).args[0]
+        results = {user.args[1]: user for user in pooling.users if user.target is operator.getitem}
+        if (
+            masked.args[0] is not unpooled
+            or masked.args[2] != 0
+            or active.target is not _aten.relu.default
+            or original(pooling.args[0]) is not active
+            or not {0, 1} <= results.keys()
+            or storage_key(results[0]) in returned  # the caller may overwrite it before the backward pass
+            or masked.meta["val"].stride() != unpooled.meta["val"].stride()
+        ):
+            continue
+        gradient, pooled = unpooled.args[0], results[0]
+        with graph.inserting_before(unpooled):
+            early = graph.call_function(masked.target, (gradient, pooled, 0))
+        values = [gradient.meta["val"], pooled.meta["val"]]
+        with detect_fake_mode(values) or nullcontext():
+            early.meta = {**masked.meta, "val": masked.target(*values, 0)}
+        # Without memfit the mask is applied to the large gradient: its result lies beside that, the indices are gone.
+        early.meta[PLAIN_NBYTES] = _nbytes(masked) - _nbytes(results[1])
+        unpooled.update_arg(0, early)
+        masked.replace_all_uses_with(unpooled)
+        graph.erase_node(masked)
+
+
+def _nbytes(node: fx.Node) -> int:
+    return int(node.meta["val"].untyped_storage().nbytes())
+
+
+def original(node: Any) -> Any:
+    """What a node is another name of."""
+    while node.target in (_aten.detach.default, _aten.alias.default):
+        node = node.args[0]
+    return node
+
+
+def hollow_shape_operands(module: fx.GraphModule) -> None:
+    """Gives ops that look only at an operand's shape a hollow one."""
+    for target, positions in _SHAPE_ONLY.items():
+        for node in module.graph.find_nodes(op="call_function", target=target):
+            for position in positions:
+                if not _takes_hollow(node.args[position].meta["val"]):
+                    continue
+                with module.graph.inserting_before(node):
+                    node.update_arg(position, hollow_attribute(module, node.args[position]))
+
+
+def hoist_weight_gradients(module: fx.GraphModule) -> None:
+    """Moves ops that only make returned gradients to right after the last of their operands."""
+    graph = module.graph
+    (output,) = graph.find_nodes(op="output")
+    position = {node: i for i, node in enumerate(graph.nodes)}
+
+    def only_returned(node: fx.Node) -> bool:
+        return bool(node.users) and all(
+            user is output or (user.op == "call_function" and is_view(user) and only_returned(user))
+            for user in node.users
+        )
+
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.is_impure() or not only_returned(node):
+            continue
+        if all(a.op == "placeholder" for a in node.all_input_nodes):
+            continue
+        last = max((a for a in node.all_input_nodes), key=lambda a: position[a], default=None)
+        if last is not None and last.op != "placeholder" and last.next is not node:
+            last.append(node)
+            # Keep positions comparable without renumbering: just after its last operand.
+            position[node] = position[last]
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Whether a placeholder is the gradient of an output."""
+    return node.op == "placeholder" and "tangents" in str(node.target)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node takes no time and no memory: a view, or an element of a tuple."""
+    if node.target is operator.getitem:
+        return True
+    value, operands = node.meta.get("val"), [a.meta.get("val") for a in node.all_input_nodes]
+    return isinstance(value, torch.Tensor) and any(
+        isinstance(o, torch.Tensor) and o.untyped_storage()._cdata == value.untyped_storage()._cdata for o in operands
+    )
+
+
+def _over_first(target: Any) -> Callable[..., Any]:
+    def run(first: torch.Tensor, *rest: Any, **kwargs: Any) -> Any:
+        return target(first, *rest, **kwargs)
+
+    return run
+
+
+def _add_over_second(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    return second.add_(first)
+
+
+def _mul_over_second(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    return second.mul_(first)
+
+
+def _gradient_into(target: Any) -> dict[int, Callable[..., Any]]:
+    """A pointwise backward op over the gradient it takes, or over the other operand."""
+
+    def over_gradient(gradient: torch.Tensor, other: torch.Tensor, *rest: Any, **kwargs: Any) -> Any:
+        return target(gradient, other, *rest, **kwargs, grad_input=gradient)
+
+    def over_other(gradient: torch.Tensor, other: torch.Tensor, *rest: Any, **kwargs: Any) -> Any:
+        return target(gradient, other, *rest, **kwargs, grad_input=other)
+
+    for run in (over_gradient, over_other):
+        run.__name__ = run.__qualname__ = f"{target._opname}_{run.__name__}"
+    return {0: over_gradient, 1: over_other}
+
+
+IN_PLACE: dict[Any, dict[int, Any]] = {
+    _aten.relu.default: {0: _aten.relu_.default},
+    _aten.silu.default: {0: _aten.silu_.default},
+    _aten.hardswish.default: {0: _aten.hardswish_.default},
+    _aten.hardtanh.default: {0: _aten.hardtanh_.default},
+    _aten.hardsigmoid.default: {0: _aten.hardsigmoid_.default},
+    _aten.sigmoid.default: {0: _aten.sigmoid_.default},
+    _aten.tanh.default: {0: _aten.tanh_.default},
+    _aten.gelu.default: {0: _aten.gelu_.default},
+    _aten.neg.default: {0: _aten.neg_.default},
+    _aten.add.Tensor: {0: _aten.add_.Tensor, 1: _add_over_second},
+    _aten.sub.Tensor: {0: _aten.sub_.Tensor},
+    _aten.mul.Tensor: {0: _aten.mul_.Tensor, 1: _mul_over_second},
+    _aten.div.Tensor: {0: _aten.div_.Tensor},
+    _aten.div.Scalar: {0: _aten.div_.Scalar},
+    _aten.mul.Scalar: {0: _aten.mul_.Tensor},  # `mul_.Scalar` rounds the number to half precision first
+    _aten.masked_fill.Scalar: {0: _aten.masked_fill_.Scalar},
+    _aten.threshold_backward.default: _gradient_into(_aten.threshold_backward.grad_input),
+    _aten.gelu_backward.default: _gradient_into(_aten.gelu_backward.grad_input),
+    _aten.silu_backward.default: _gradient_into(_aten.silu_backward.grad_input),
+    _aten.tanh_backward.default: _gradient_into(_aten.tanh_backward.grad_input),
+    _aten.sigmoid_backward.default: _gradient_into(_aten.sigmoid_backward.grad_input),
+    _aten.hardtanh_backward.default: _gradient_into(_aten.hardtanh_backward.grad_input),
+    _aten.hardsigmoid_backward.default: _gradient_into(_aten.hardsigmoid_backward.grad_input),
+    _aten._native_batch_norm_legit_functional.default: {0: batch_norm.forward_over_input},
+    normalise: {0: normalise_over_data},
+    masked: {0: masked_over_data},
+    batch_norm.input_gradient_from_sums: {1: batch_norm.input_gradient_over_data},
+    _aten.native_batch_norm_backward.default: {0: batch_norm.backward_over_gradient, 1: batch_norm.backward_over_data},
+}
+"""Ops and, by operand, the call that does the same over that operand's memory."""
+
+
+def in_place_arguments(
+    node: fx.Node, storages: Any, storage_of: dict[fx.Node, int], written: tuple[int, ...]
+) -> list[int]:
+    """Indices of operands the node may overwrite: same shape, strides, dtype and the whole of their storage."""
+    choices = IN_PLACE.get(node.target)
+    value = node.meta.get("val")
+    result = value[0] if isinstance(value, list | tuple) else value
+    if choices is None or not written or not isinstance(result, torch.Tensor):
+        return []
+    if node.target in NORMS and (result.device.type != "cpu" or result.dtype is not torch.float32):
+        return []  # only there is the kernel known to read its statistics before it writes
+    if node.target is _aten.native_batch_norm_backward.default and not batch_norm.takes_channels(
+        node.args, *(cast(fx.Node, a).meta.get("val") for a in node.args[:2])
+    ):
+        return []  # the whole kernel writes elsewhere
+    found: list[int] = []
+    for position in choices:
+        operand = node.args[position] if position < len(node.args) else None
+        if not isinstance(operand, fx.Node) or operand not in storage_of:
+            continue
+        if choices[position] in (_add_over_second, _mul_over_second) and (node.kwargs or len(node.args) > 2):
+            continue
+        if _may_overwrite(node, operand, result, storages, storage_of, written[0]):
+            found.append(position)
+    return found
+
+
+def _may_overwrite(
+    node: fx.Node, operand: fx.Node, result: torch.Tensor, storages: Any, storage_of: dict[fx.Node, int], written: int
+) -> bool:
+    value, storage = operand.meta.get("val"), storage_of[operand]
+    # An input is the caller's; so is a tangent, which autograd may hand to several nodes and hooks at once.
+    if not isinstance(value, torch.Tensor) or storages[storage].kind in ("static", "tangent"):
+        return False
+    alone = sum(1 for a in node.args if isinstance(a, fx.Node) and storage_of.get(a) == storage) == 1
+    return (
+        alone
+        and value.shape == result.shape
+        and value.stride() == result.stride()
+        and value.dtype == result.dtype
+        and not (value.is_conj() or value.is_neg())  # what is written so holds the conjugate, and says so
+        and storages[storage].nbytes == storages[written].nbytes
+    )

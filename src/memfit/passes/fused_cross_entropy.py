@@ -1,0 +1,233 @@
+"""Rewrites of the joint graph for the lever `tile`, along rows: the tokens of a batch, or the samples of vectors.
+
+A language model projects each token onto its vocabulary, takes the logarithm of the softmax and picks one number of it;
+the three tensors of tokens times vocabulary are often the largest of a step, and no token needs those of another. Two
+things in between look at all tokens: the mean of the losses, and the gradient of the weight, which is a product with
+the tokens inside. Here the first becomes a sum and a quotient, and the second a call that can add to what other rows
+gave, so that all of it can run a few rows at a time (`memfit.ops.batching.rules`).
+
+The gradient is linear in that of the loss, a single number. So it is made for a loss of one right where the loss is,
+from the same slices, and multiplied by that number in the backward pass: nothing runs again. What is kept in between
+are the gradients of the projection's operands. The idea is that of fused linear cross entropy (Hsu et al. 2024, "Liger
+Kernel", arXiv:2410.10989).
+
+The loss must be computed by the module, and the module must not return the projection, which would then be kept whole.
+
+Known limits: classes by index, along the last of two axes.
+"""
+
+from __future__ import annotations
+
+import operator
+from contextlib import nullcontext
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+
+from memfit.fxir.call import Call
+from memfit.passes.concat_weight_gradients import PLAIN_CALL
+from memfit.passes.conv_backward_split import is_tangent, is_view, original
+
+__all__ = ["PRODUCTS", "RUNS_ONCE", "SUM", "product_over_rows", "rewrite_by_rows", "share_of_mean"]
+
+_aten = torch.ops.aten
+
+_MEAN, SUM = 1, 2
+"""How losses are reduced."""
+
+
+def product_over_rows(one: torch.Tensor, other: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
+    """The transposed of one matrix times another, a sum over their rows.
+
+    Args:
+        one: of shape [rows, M].
+        other: of shape [rows, N].
+        total: of shape [M, N]; the product is added to it in place.
+    """
+    if total is None:
+        return one.t().mm(other)
+    return total.addmm_(one.t(), other)
+
+
+def share_of_mean(gradient: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """What the gradient of a mean is multiplied by, given the sum of the weights; zero where none counts."""
+    return torch.where(weights == 0, 0.0, gradient / weights)
+
+
+_PER_ROW = (_aten._log_softmax.default, _aten._to_copy.default)
+"""What may lie between a projection and its loss, beside views."""
+
+PRODUCTS = (_aten.mm.default, _aten.addmm.default, product_over_rows)
+"""Those that read a matrix, or add to one, for each slice."""
+
+
+RUNS_ONCE = "memfit_runs_once"
+"""Mark in the `meta` of a node of the forward pass that is never worth to run again."""
+
+
+def rewrite_by_rows(module: fx.GraphModule) -> None:
+    """Makes losses sums, gradients of weights calls that add up, and the gradients of a loss where the loss is."""
+    graph = module.graph
+    for node in graph.find_nodes(op="call_function", target=_aten.nll_loss_forward.default):
+        if node.args[3] == _MEAN:
+            _split_mean(node)
+    for node in graph.find_nodes(op="call_function", target=_aten.mm.default):
+        one = _transposed(cast(fx.Node, node.args[0]))
+        if one is not None:
+            node.target, node.args = product_over_rows, (one, node.args[1])
+    for node in graph.find_nodes(op="call_function", target=_aten.nll_loss_backward.default):
+        _bring_forward(node)
+    for node in graph.find_nodes(op="call_function", target=_aten.nll_loss_forward.default):
+        _close_ranks(node)
+
+
+def _split_mean(node: fx.Node) -> None:
+    """The mean loss is the sum of the losses over the sum of the weights, which the kernel returns beside it."""
+    graph, (data, target, weight, _, ignored) = node.graph, cast(tuple[Any, ...], node.args)
+    results = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+    if 0 not in results or len(results) != len(node.users):
+        return
+    whole = Call(name=node.name, target=node.target, args=node.args, meta=dict(node.meta))
+    value = node.meta["val"]
+    with graph.inserting_before(node):
+        sums = graph.call_function(cast(Any, node.target), (data, target, weight, SUM, ignored))
+        loss, weights = (graph.call_function(operator.getitem, (sums, place)) for place in (0, 1))
+        mean = graph.call_function(_aten.div.Tensor, (loss, weights))
+    with detect_fake_mode(list(value)) or nullcontext():
+        mean_value = value[0] / value[1]
+    sums.meta = {**node.meta, PLAIN_CALL: whole}
+    loss.meta, weights.meta = ({**node.meta, "val": value[place]} for place in (0, 1))
+    mean.meta = {**node.meta, "val": mean_value, PLAIN_CALL: None}
+    for place, replacement in ((0, mean), (1, weights)):
+        if place in results:
+            results[place].replace_all_uses_with(replacement)
+            graph.erase_node(results[place])
+    graph.erase_node(node)
+
+
+def _transposed(node: fx.Node) -> fx.Node | None:
+    """The matrix of rows of which a node is the transposed view, if it is one."""
+    is_view = node.target is _aten.t.default or (
+        node.target in (_aten.permute.default, _aten.transpose.int) and node.meta["val"].dim() == 2
+    )
+    source = node.args[0] if is_view else None
+    if not isinstance(source, fx.Node) or source.meta["val"].shape != node.meta["val"].shape[::-1]:
+        return None
+    return source if source.meta["val"].is_contiguous() and source.op != "placeholder" else None
+
+
+def _close_ranks(loss: fx.Node) -> None:
+    """Puts what a loss needs beside its projection, mostly labels, before that: only neighbours run as one."""
+    first = cast(fx.Node, loss.args[0])
+    while first.target in _PER_ROW or (first.op == "call_function" and is_view(first)):
+        first = cast(fx.Node, first.args[0])
+    if first.target not in PRODUCTS:
+        return
+    depend, node = {first}, first.next
+    while node is not loss:
+        following = node.next
+        if depend.isdisjoint(node.all_input_nodes) and not node.is_impure() and not _draws_numbers(node):
+            first.prepend(node)
+        else:
+            depend.add(node)
+        node = following
+
+
+def _draws_numbers(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _bring_forward(node: fx.Node) -> None:
+    """Makes what follows from the gradient of a loss right after the loss, for one, and multiplies it later."""
+    graph, (gradient, data, target, weight, reduction, ignored, weights) = node.graph, cast(tuple[Any, ...], node.args)
+    losses = [user for user in original(data).users if user.target is _aten.nll_loss_forward.default]
+    softmax = next(iter(node.users), None)
+    if len(losses) != 1 or losses[0].args[3] != SUM or reduction not in (_MEAN, SUM) or len(node.users) != 1:
+        return
+    if softmax is None or softmax.target is not _aten._log_softmax_backward_data.default or softmax.args[0] is not node:
+        return
+    products = _products_of(softmax)
+    early = _Early(losses[0])
+    early.made[gradient] = early.made[weights] = gradient  # neither is needed early
+    if products is None or not all(map(early.can_make, products)):
+        return
+    if not all(_is_linear(product, _Early(losses[0])) for product in products):
+        return
+    with graph.inserting_before(next(n for n in graph.nodes if n.op == "call_function")):
+        like = weights.meta["val"]
+        one = graph.call_function(_aten.full.default, ([], 1.0), {"dtype": like.dtype, "device": like.device})
+    one.meta = {**node.meta, "val": _beside(like), PLAIN_CALL: None}
+    early.made[gradient] = early.made[weights] = one
+    losses[0].meta[RUNS_ONCE] = True  # its results are two numbers, and all that it reads would be made again
+    scale = gradient
+    if reduction == _MEAN:
+        with graph.inserting_before(node):
+            scale = graph.call_function(share_of_mean, (gradient, weights))
+        scale.meta = {**node.meta, "val": _beside(like), PLAIN_CALL: None}
+    node.args = (gradient, data, target, weight, SUM, ignored, weights)
+    for product in products:
+        made = early.of(product)
+        made.meta = {**product.meta, "val": _beside(product.meta["val"]), RUNS_ONCE: True}
+        with graph.inserting_before(product):
+            scaled = graph.call_function(_aten.mul.Tensor, (made, scale))
+        scaled.meta = {**product.meta, PLAIN_CALL: None}
+        product.replace_all_uses_with(scaled)
+        graph.erase_node(product)
+
+
+def _is_linear(product: fx.Node, before: _Early) -> bool:
+    """Whether just one operand comes from the gradient; and a sum over rows must not overflow before it is scaled."""
+    late = [a for a in product.args if isinstance(a, fx.Node) and not before.can_make(a)]
+    return len(late) == 1 and product.meta["val"].dtype is not torch.float16
+
+
+def _beside(value: torch.Tensor) -> torch.Tensor:
+    """A fake tensor like another one, in memory of its own."""
+    with detect_fake_mode(value) or nullcontext():
+        return torch.empty_like(value)
+
+
+def _products_of(node: fx.Node) -> list[fx.Node] | None:
+    """What is linear in the rows of a matrix and takes nothing else of the backward pass; None if there is more."""
+    found: list[fx.Node] = []
+    for user in node.users:
+        is_row_wise = user.target is _aten.mm.default and user.args[0] is node
+        is_sum = user.target is _aten.sum.dim_IntList and user.args[1] == [0]
+        if is_row_wise or is_sum or (user.target is product_over_rows and node in user.args):
+            found.append(user)
+        elif is_view(user) or user.target is _aten._to_copy.default:
+            further = _products_of(user)
+            if further is None:
+                return None
+            found += further
+        else:
+            return None
+    return found
+
+
+class _Early:
+    """Makes nodes of the backward pass right after a node of the forward pass."""
+
+    def __init__(self, after: fx.Node) -> None:
+        self.graph, self.before = after.graph, after.next
+        self.made: dict[fx.Node, fx.Node] = {}
+        nodes = list(self.graph.nodes)
+        self.there = {node for node in nodes[: nodes.index(after)] if not is_tangent(node)}
+
+    def can_make(self, node: fx.Node) -> bool:
+        """Whether a node depends on nothing that comes later, but on what has been `made`."""
+        if node in self.made or node in self.there:
+            return True
+        return node.op == "call_function" and not node.is_impure() and all(map(self.can_make, node.all_input_nodes))
+
+    def of(self, node: fx.Node) -> fx.Node:
+        """The early one."""
+        if node in self.there:
+            return node
+        if node not in self.made:
+            operands = {operand: self.of(operand) for operand in node.all_input_nodes}
+            with self.graph.inserting_before(self.before):
+                self.made[node] = self.graph.node_copy(node, operands.__getitem__)
+        return self.made[node]

@@ -1,0 +1,376 @@
+"""Group and instance normalisation apart, so that each half runs tile by tile (lever `tile`).
+
+Both normalise each sample by itself, with moments of all its space, so a tile alone cannot be normalised. Apart, sums
+over space are added up tile by tile (`sums_of_space`), scale and shift of every channel of every sample follow from
+them (`scale_and_shift`), and what is left is one multiplication and one addition for each element, as in PyTorch's own
+kernel. Backward likewise: two sums (`products_over_space`), from them the gradients of weight and bias and two more
+numbers for each channel (`gradients_from_products`), and the input's gradient is linear in both tensors
+(`input_gradient`).
+
+A sum over the batch of what belongs to single samples is a tensor with a row for each of them; which rows a slice adds
+to comes in beside it, as numbers. Sums are in float64.
+
+Known limits: in tiles only, since samples go through the native kernels one by one anyway; instance normalisation
+without running statistics.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+
+from memfit.fxir.call import Call
+from memfit.passes.concat_weight_gradients import PLAIN_CALL
+
+__all__ = [
+    "gradients_from_products",
+    "input_gradient",
+    "products_over_space",
+    "scale_and_shift",
+    "scaled_and_shifted",
+    "split_group_norm",
+    "sums_of_space",
+]
+
+_aten = torch.ops.aten
+
+
+def sums_of_space(data: torch.Tensor, rows: torch.Tensor, samples: int) -> torch.Tensor:
+    """The sums of some samples' data and of its squares over space.
+
+    Args:
+        data: of shape [n, C, *].
+        rows: which samples these are, of shape [n, 1, …].
+        samples: in all.
+
+    Returns:
+        Of shape [2, samples, C], in float64, zero but in these rows.
+    """
+    count = math.prod(data.shape[2:])
+    found = torch.var_mean(data.flatten(2), 2, correction=0)
+    variance, mean = (t.to(torch.float64, copy=True) for t in found)
+    return _in_rows(torch.stack((mean * count, (variance + mean * mean) * count)), rows, samples)
+
+
+def scale_and_shift(
+    sums: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    groups: int,
+    count: int,
+    eps: float,
+    like: torch.dtype,
+    axes: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What each channel of each sample is multiplied with and what is added, and the moments behind it.
+
+    Args:
+        sums: of `sums_of_space`, over all tiles.
+        weight: per channel.
+        bias: per channel.
+        groups: of channels.
+        count: of elements of a channel of a sample.
+        eps: added to the variance.
+        like: dtype of scale and shift.
+        axes: of space.
+
+    Returns:
+        Scale and shift, of shape [N, C, 1, …]; mean and inverse deviation of each group, [2, N, groups, 1] in float64.
+    """
+    _, samples, channels = sums.shape
+    grouped = sums.view(2, samples, groups, -1)
+    mean, square = (grouped.sum(-1, keepdim=True) / (count * channels // groups)).unbind()
+    invstd = ((square - mean * mean).clamp_(min=0) + eps).rsqrt_()
+    scale = invstd * weight.view(groups, -1)
+    shift = bias.view(groups, -1) - mean * scale
+    shape = (samples, channels, *(1,) * axes)
+    made = (t.to(like, copy=True).view(shape) for t in (scale, shift))
+    return (*made, torch.stack((mean, invstd)))  # type: ignore[return-value]
+
+
+def scaled_and_shifted(data: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    """Data, normalised."""
+    return torch.addcmul(shift, data, scale)
+
+
+def products_over_space(gradient: torch.Tensor, data: torch.Tensor, rows: torch.Tensor, samples: int) -> torch.Tensor:
+    """The sums over space of some samples' gradient times data, and of the gradient; see `sums_of_space`."""
+    space = tuple(range(2, data.dim()))
+    found = torch.stack([t.sum(space, dtype=torch.float64) for t in (gradient * data, gradient)])
+    return _in_rows(found, rows, samples)
+
+
+def gradients_from_products(
+    products: torch.Tensor, moments: torch.Tensor, weight: torch.Tensor, count: int, like: torch.dtype, axes: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of weight and bias, of each sample, and what makes the input's gradient.
+
+    Args:
+        products: of `products_over_space`, over all tiles.
+        moments: of `scale_and_shift`.
+        weight: per channel.
+        count: of elements of a channel of a sample.
+        like: dtype of the results.
+        axes: of space.
+
+    Returns:
+        The gradients of weight and bias, [N, C]; what data is multiplied with and what is added, [N, C, 1, …].
+    """
+    _, samples, channels = products.shape
+    groups = moments.shape[2]
+    mean, invstd = moments.unbind()
+    grouped = products.view(2, samples, groups, -1)
+    of_data, of_gradient = grouped.unbind()
+    of_weight = (of_data - of_gradient * mean) * invstd
+    data_in_group, gradient_in_group = (grouped * weight.view(groups, -1)).sum(-1, keepdim=True).unbind()
+    share = groups / (count * channels)
+    slope = (gradient_in_group * mean - data_in_group) * invstd.pow(3) * share
+    offset = slope.neg() * mean - gradient_in_group * invstd * share
+    parameters = (t.to(like, copy=True).view(samples, channels) for t in (of_weight, of_gradient))
+    shape = (samples, channels, *(1,) * axes)
+    numbers = (
+        t.expand_as(of_data).to(like, copy=True, memory_format=torch.contiguous_format).view(shape)
+        for t in (slope, offset)
+    )
+    return (*parameters, *numbers)  # type: ignore[return-value]
+
+
+def input_gradient(
+    gradient: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, slope: torch.Tensor, offset: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of what is normalised."""
+    return torch.addcmul(offset, data, slope).addcmul_(gradient, scale)
+
+
+def _in_rows(found: torch.Tensor, rows: torch.Tensor, samples: int) -> torch.Tensor:
+    whole = found.new_zeros(2, samples, found.shape[2])
+    return whole.index_add_(1, rows.flatten(), found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Norm:
+    """A normalisation of samples, with its backward pass.
+
+    Attributes:
+        forward: the call.
+        result: what holds its result, shaped as `data`.
+        data: of shape [N, C, *].
+        weight: per channel.
+        bias: per channel.
+        groups: of channels.
+        eps: added to variances.
+        backward: the call of its backward pass, if there is one.
+        gradient: of its result, shaped as `data`.
+        of_data: what holds the gradient of data, shaped as it is.
+        of_parameters: what holds the gradients of weight and bias, if they have any.
+        by_sample: whether these are of each sample, one after the other.
+    """
+
+    forward: fx.Node
+    result: fx.Node
+    data: fx.Node
+    weight: fx.Node | None
+    bias: fx.Node | None
+    groups: int
+    eps: float
+    backward: fx.Node | None
+    gradient: fx.Node | None
+    of_data: fx.Node | None
+    of_parameters: tuple[fx.Node | None, fx.Node | None]
+    by_sample: bool
+
+
+def split_group_norm(module: fx.GraphModule) -> None:
+    """Splits every group and instance normalisation into its sums, a few numbers, and the rest."""
+    found = [
+        norm
+        for target, known in ((_aten.native_group_norm.default, _group), (_NO_STATISTICS, _instance))
+        for node in module.graph.find_nodes(op="call_function", target=target)
+        if (norm := known(node)) is not None and _is_splittable(norm)
+    ]
+    for norm in found:
+        _split(module.graph, norm)
+
+
+_NO_STATISTICS = _aten._native_batch_norm_legit.no_stats
+
+
+def _is_splittable(norm: _Norm) -> bool:
+    value = norm.data.meta["val"]
+    return value.dim() > 2 and value.dtype in (torch.float32, torch.float64)
+
+
+def _group(node: fx.Node) -> _Norm | None:
+    data, weight, bias, _, _, _, groups, eps = cast(tuple[Any, ...], node.args)
+    results = _results(node)
+    if 0 not in results:
+        return None
+    backward = _only_reader(results, _aten.native_group_norm_backward.default)
+    if backward is None or (isinstance(backward, fx.Node) and backward.args[1] is not data):
+        return None
+    made = _results(backward) if isinstance(backward, fx.Node) else {}
+    return _Norm(
+        forward=node,
+        result=results[0],
+        data=data,
+        weight=weight,
+        bias=bias,
+        groups=groups,
+        eps=eps,
+        backward=backward if isinstance(backward, fx.Node) else None,
+        gradient=cast(fx.Node, backward.args[0]) if isinstance(backward, fx.Node) else None,
+        of_data=made.get(0),
+        of_parameters=(made.get(1), made.get(2)),
+        by_sample=False,
+    )
+
+
+def _instance(node: fx.Node) -> _Norm | None:
+    """Instance normalisation is batch normalisation of one sample that has the channels of all."""
+    seen, weight, bias, training, _, eps = cast(tuple[Any, ...], node.args)
+    results = _results(node)
+    data = _viewed(seen)
+    result = _only_view(results.get(0))
+    if data is None or result is None or training is not True or not _alike(result, data):
+        return None
+    samples, channels = data.meta["val"].shape[:2]
+    one_sample = seen.meta["val"].shape[0] == 1 and seen.meta["val"].shape[1] == samples * channels
+    factors = [_repeated(n, samples) for n in (weight, bias)]
+    backward = _only_reader(results, _aten.native_batch_norm_backward.default)
+    unknown = any(f is None and n is not None for f, n in zip(factors, (weight, bias), strict=True))
+    if not one_sample or backward is None or unknown:
+        return None
+    if not isinstance(backward, fx.Node):
+        of_data = gradient = None
+        made: Mapping[int, fx.Node] = {}
+    else:
+        made = _results(backward)
+        gradient, of_data = _viewed(cast(fx.Node, backward.args[0])), _only_view(made.get(0))
+        known = gradient is not None and of_data is not None and _alike(gradient, data) and _alike(of_data, data)
+        if backward.args[1] is not seen or not known:
+            return None
+    return _Norm(
+        forward=node,
+        result=result,
+        data=data,
+        weight=factors[0],
+        bias=factors[1],
+        groups=channels,
+        eps=eps,
+        backward=backward if isinstance(backward, fx.Node) else None,
+        gradient=gradient,
+        of_data=of_data,
+        of_parameters=(made.get(1), made.get(2)),
+        by_sample=True,
+    )
+
+
+def _results(node: fx.Node) -> dict[int, fx.Node]:
+    return {cast(int, user.args[1]): user for user in node.users if user.target is operator.getitem}
+
+
+def _only_reader(results: Mapping[int, fx.Node], target: Any) -> fx.Node | bool | None:
+    """What reads the moments of a normalisation: its backward pass; False if nothing does, None if something else."""
+    readers = {reader for place, node in results.items() if place > 0 for reader in _readers(node)}
+    if not readers:
+        return False
+    (first, *others) = readers
+    return first if not others and first.target is target else None
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    for user in node.users:
+        if user.target is _aten.detach.default:
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _viewed(node: fx.Node) -> fx.Node | None:
+    """What a view is of."""
+    return cast(fx.Node, node.args[0]) if node.target is _aten.view.default else None
+
+
+def _only_view(node: fx.Node | None) -> fx.Node | None:
+    users = [] if node is None else list(node.users)
+    return users[0] if len(users) == 1 and users[0].target is _aten.view.default else None
+
+
+def _alike(one: fx.Node, other: fx.Node) -> bool:
+    return bool(one.meta["val"].shape == other.meta["val"].shape)
+
+
+def _repeated(node: fx.Node | None, samples: int) -> fx.Node | None:
+    if node is None or node.target is not _aten.repeat.default or list(cast(Sequence[int], node.args[1])) != [samples]:
+        return None
+    return cast(fx.Node, node.args[0])
+
+
+def _split(graph: fx.Graph, norm: _Norm) -> None:
+    value = norm.data.meta["val"]
+    samples, axes, count = value.shape[0], value.dim() - 2, math.prod(value.shape[2:])
+
+    def call(target: Callable[..., Any], args: tuple[Any, ...], like: fx.Node, plain: Call | None = None) -> fx.Node:
+        made = graph.call_function(target, args)
+        values = fx.map_arg(args, lambda n: n.meta["val"])
+        with detect_fake_mode(value) or nullcontext():
+            made.meta = {**like.meta, "val": target(*values), PLAIN_CALL: plain}
+        return made
+
+    def taken(node: fx.Node, place: int) -> fx.Node:
+        made = graph.call_function(operator.getitem, (node, place))
+        made.meta = {**node.meta, "val": node.meta["val"][place]}
+        made.meta.pop(PLAIN_CALL, None)
+        return made
+
+    def constant(target: Any, like: fx.Node) -> fx.Node:
+        made = graph.call_function(target, ([value.shape[1]],), {"dtype": value.dtype, "device": value.device})
+        with detect_fake_mode(value) or nullcontext():
+            made.meta = {**like.meta, "val": value.new_empty(value.shape[1]), PLAIN_CALL: None}
+        return made
+
+    forward = norm.forward
+    whole = Call(name=forward.name, target=forward.target, args=forward.args, meta=forward.meta)
+    with graph.inserting_before(forward):
+        numbers = graph.call_function(_aten.arange.default, (samples,), {"device": value.device, "pin_memory": False})
+        with detect_fake_mode(value) or nullcontext():
+            numbers.meta = {**forward.meta, "val": torch.arange(samples, device=value.device), PLAIN_CALL: None}
+        rows = call(_aten.view.default, (numbers, [samples, *(1,) * (axes + 1)]), forward)
+        rows.meta.pop(PLAIN_CALL)
+        sums = call(sums_of_space, (norm.data, rows, samples), forward)
+        weight = norm.weight or constant(_aten.ones.default, forward)
+        bias = norm.bias or constant(_aten.zeros.default, forward)
+        found = call(scale_and_shift, (sums, weight, bias, norm.groups, count, norm.eps, value.dtype, axes), forward)
+        scale, shift, moments = (taken(found, place) for place in range(3))
+        made = call(scaled_and_shifted, (norm.data, scale, shift), forward, whole)
+    norm.result.replace_all_uses_with(made)
+    backward = norm.backward
+    if backward is None:
+        return
+    whole = Call(name=backward.name, target=backward.target, args=backward.args, meta=backward.meta)
+    with graph.inserting_before(backward):
+        products = call(products_over_space, (norm.gradient, norm.data, rows, samples), backward)
+        numbers_of = call(gradients_from_products, (products, moments, weight, count, value.dtype, axes), backward)
+        *of_parameters, slope, offset = (taken(numbers_of, place) for place in range(4))
+        operands = (norm.gradient, norm.data, scale, slope, offset)
+        of_data = call(input_gradient, operands, backward, whole)
+    if norm.of_data is not None:
+        norm.of_data.replace_all_uses_with(of_data)
+    for old, by_sample in zip(norm.of_parameters, of_parameters, strict=True):
+        if old is None:
+            continue
+        with graph.inserting_before(backward):
+            if norm.by_sample:
+                new = call(_aten.view.default, (by_sample, [-1]), old)
+                new.meta.pop(PLAIN_CALL)
+            else:
+                new = call(_aten.sum.dim_IntList, (by_sample, [0]), old)
+        old.replace_all_uses_with(new)

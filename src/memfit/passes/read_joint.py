@@ -1,0 +1,364 @@
+"""Reads AOTAutograd's joint graph: its ops, what they read, write and may write over, and which may run again.
+
+The joint graph is one FX graph with forward and backward nodes mixed. It is rewritten first, so that it takes less
+memory and yields the same bits (design.md, §5, names the rewrites). Then three things are told apart: forward from
+backward and ops from views, by what depends on what and by shared memory (`memfit.fxir.alias_analysis`), and what is
+exact to run again from what is not. Random ops are exact, with their generator state; an op that reads an input which
+the step overwrites is not, except batch normalisation in training mode, whose result does not depend on the running
+statistics it reads.
+
+Known limits: static shapes only.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointPolicy
+
+from memfit.capture.checkpoints import checkpoint_error
+from memfit.capture.eager.cast_weights import sum_before_casting
+from memfit.capture.failures import user_line
+from memfit.capture.gradients.used_views import take_out
+from memfit.capture.unplanned_parts import UnplannableGraphError
+from memfit.fxir.alias_analysis import find_storages, forward_nodes, overwritten_inputs, tuple_reads
+from memfit.fxir.call import from_statistics, without_statistics
+from memfit.fxir.joint import JointOp, JointReading, JointStorage
+from memfit.fxir.module_names import module_of
+from memfit.fxir.signature import tensors_of
+from memfit.ir.graph import Phase, StorageKind
+from memfit.ir.slicing import BySlices
+from memfit.ops.accumulation import can_add
+from memfit.ops.batching.rules import KEEP_BITS
+from memfit.ops.kernels.conv_weight_gemm import separate_weight_products
+from memfit.ops.slicing_plan import cutting
+from memfit.passes import (
+    batch_norm_split,
+    concat_gradients,
+    concat_weight_gradients,
+    conv_backward_split,
+    dropout_split,
+)
+from memfit.passes.common_subexpressions import merge_repeated
+from memfit.passes.cudnn_batch_norm import take_cudnn_batch_norm
+from memfit.passes.fused_cross_entropy import RUNS_ONCE, rewrite_by_rows
+from memfit.passes.group_norm_split import split_group_norm
+
+__all__ = ["is_random", "read_joint", "result_index"]
+
+_NEAR = 1000
+"""So many relatives of a node are asked where it comes from."""
+
+
+def read_joint(
+    module: fx.GraphModule,
+    num_forward_outputs: int,
+    *,
+    separate: Callable[[str], bool],
+    in_place: frozenset[str] = frozenset(),
+    grid: tuple[int, ...] = (),
+    accumulated: frozenset[int] = frozenset(),
+    as_made: bool = False,
+    replaced: bool = False,
+    cast_once: frozenset[int] = frozenset(),
+) -> JointReading:
+    """Reads a joint graph; the same graph always gives the same reading.
+
+    Args:
+        module: the joint graph; rewritten in place.
+        num_forward_outputs: how many outputs belong to the forward pass.
+        separate: which weights' gradients are made part by part, given the `separable_key`
+            (`memfit.passes.concat_weight_gradients`).
+        in_place: nodes of Dynamo's graph that write over their operand.
+        grid: for the lever `tile`, into how many tiles samples may be cut along height and width, such as (4, 1), and
+            the batch into how many parts, such as (1, 1, 8); without that as is best for the cache. Gradients then have
+            the same bits up to rounding only, and ops of both passes can run slice by slice the first time. Else empty.
+        accumulated: which inputs' gradients are added to what is there when made (`memfit.runtime.grad_accumulation`).
+        as_made: whether ops that can add them do (`memfit.ops.accumulation`).
+        replaced: whether the marks of the model's own checkpoints are passed over.
+        cast_once: which inputs autocast casts once (`memfit.capture.eager.cast_weights`).
+
+    Returns:
+        Ops, storages and who shares what.
+
+    Raises:
+        UnplannableGraphError: if sizes depend on data, or tensors are sparse.
+        CaptureError: if the model checkpoints itself.
+    """
+    _refuse_unplannable(module.graph, replaced=replaced)
+    take_out(module)
+    sum_before_casting(module, num_forward_outputs, cast_once)
+    merge_repeated(module)
+    dropout_split.mask_by_bytes(module)
+    conv_backward_split.drop_clones(module)
+    conv_backward_split.split_convolution_backward(module, rounded=bool(grid))
+    concat_gradients.separate_input_slices(module)
+    concat_gradients.copy_out_late_slices(module)
+    conv_backward_split.mask_before_unpooling(module)
+    conv_backward_split.hollow_shape_operands(module)
+    conv_backward_split.hoist_weight_gradients(module)
+    if grid:
+        if max(grid[:2]) > 1:
+            split_group_norm(module)
+        batch_norm_split.split_batch_norm(module)
+        batch_norm_split.split_batch_norm_backward(module)
+        dropout_split.split_dropout(module)
+        rewrite_by_rows(module)
+    take_cudnn_batch_norm(module)
+    graph = module.graph
+    separated = concat_weight_gradients.separate_weight_gradients(graph, separate)
+    if as_made and not grid:  # slices of such a gradient are added to each other
+        separate_weight_products(graph)
+    graph.eliminate_dead_code()
+    outputs = _output_nodes(graph)
+    forward = forward_nodes(graph, outputs[:num_forward_outputs])
+
+    storages, storage_of, ops_nodes = find_storages(graph, forward)
+    gradients = tuple(storage_of[n] for n in outputs[num_forward_outputs:] if n in storage_of)
+    added = _accumulated(outputs[num_forward_outputs:], accumulated, storages, storage_of)
+    added_as_made = frozenset[int]()
+    if as_made and not grid:
+        added_as_made = _added_as_made(graph, outputs[num_forward_outputs:], added, storages, storage_of)
+    for storage in added_as_made:
+        storages[storage] = replace(storages[storage], nbytes=0)
+    conv_backward_split.mark_halves(
+        graph, {node for node, written in ops_nodes.items() if not added_as_made.isdisjoint(written)}
+    )
+    for storage in gradients:
+        if storages[storage].kind is StorageKind.BACKWARD and storage not in added:
+            old = storages[storage]
+            storages[storage] = JointStorage(base=old.base, nbytes=old.nbytes, kind=StorageKind.GRADIENT)
+    overwritten = overwritten_inputs(graph, storage_of)
+    returned = {storage_of[n] for n in outputs if n in storage_of}
+    ops = [
+        _joint_op(node, written, forward, storages, storage_of, overwritten, returned, in_place)
+        for node, written in ops_nodes.items()
+    ]
+    ops = _with_slices(ops, storages, storage_of, grid)
+    ops.sort(key=lambda op: op.phase is Phase.BACKWARD)
+    return JointReading(
+        module=module,
+        num_forward_outputs=num_forward_outputs,
+        ops=tuple(ops),
+        storages=tuple(storages),
+        storage_of=storage_of,
+        output_storages=tuple(storage_of[n] for n in outputs[:num_forward_outputs] if n in storage_of),
+        gradient_storages=gradients,
+        gradient_of_input=tuple(None if n is None else storage_of.get(n) for n in outputs[num_forward_outputs:]),
+        separated=separated,
+        separable=tuple(concat_weight_gradients.separable_weight_gradients(graph)),
+        grid=grid,
+        accumulated=added,
+        as_made=as_made,
+        added_as_made=added_as_made,
+    )
+
+
+def _accumulated(
+    gradients: list[fx.Node | None],
+    inputs: frozenset[int],
+    storages: list[JointStorage],
+    storage_of: dict[fx.Node, int],
+) -> frozenset[int]:
+    """Storages made by the backward pass that hold the gradient of one of these inputs and of no other input.
+
+    Two that are the same tensor (of weights that are added to one, say) are left to autograd, which copies one.
+    """
+    here = {place: storage_of[node] for place, node in enumerate(gradients) if node in storage_of}
+    held = list(here.values())
+    return frozenset(
+        storage
+        for place, storage in here.items()
+        if place in inputs and held.count(storage) == 1 and storages[storage].kind is StorageKind.BACKWARD
+    )
+
+
+def _added_as_made(
+    graph: fx.Graph,
+    gradients: list[fx.Node | None],
+    accumulated: frozenset[int],
+    storages: list[JointStorage],
+    storage_of: dict[fx.Node, int],
+) -> frozenset[int]:
+    """Of the gradients that are added to what is there those that an op can add, laid out like their parameters.
+
+    Nothing else may read them, as they are never there.
+    """
+    found: set[int] = set()
+    for parameter, gradient in zip(graph.find_nodes(op="placeholder"), gradients, strict=False):
+        storage = None if gradient is None else storage_of.get(gradient)
+        if gradient is None or storage is None or storage not in accumulated:
+            continue
+        made = storages[storage].base
+        readers = {user for view in storage_of if storage_of[view] == storage for user in view.users}
+        unread = all(user.op == "output" or storage_of.get(user) == storage for user in readers)
+        values = [node.meta["val"] for node in (made, gradient, parameter)]
+        layouts = {(value.shape, value.stride(), value.dtype) for value in values}
+        if can_add(made) and unread and len(layouts) == 1:
+            found.add(storage)
+    return frozenset(found)
+
+
+def _output_nodes(graph: fx.Graph) -> list[fx.Node | None]:
+    (output,) = graph.find_nodes(op="output")
+    return list(output.args[0])
+
+
+_RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+def _refuse_unplannable(graph: fx.Graph, *, replaced: bool) -> None:
+    for node in graph.nodes:
+        # Partitioners mark some calls of any model as MUST_SAVE; only a checkpointed region has some to recompute.
+        if not replaced and node.op == "call_function" and node.meta.get("recompute") in _RECOMPUTED:
+            raise checkpoint_error(_place(node))
+        values = pytree.tree_leaves(node.meta.get("val"))
+        if any(isinstance(v, torch.Tensor) and not _is_plain(v) for v in values):
+            raise UnplannableGraphError(
+                f"{node.name} is a sparse or nested tensor, whose memory is unknown ({_place(node)})"
+            )
+        if any(
+            isinstance(v, torch.SymInt)
+            or (isinstance(v, torch.Tensor) and any(isinstance(n, torch.SymInt) for n in v.shape))
+            for v in values
+        ):
+            raise UnplannableGraphError(
+                f"the shape of {node.name} depends on data, so its memory is unknown before it runs ({_place(node)})"
+            )
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _place(node: fx.Node) -> str:
+    """The module and the user's line of a node; of a node that has none, those of its nearest relative that does."""
+    relatives = [node]
+    for relative in relatives:
+        place = user_line(relative.stack_trace or "")
+        module = module_of(relative)
+        if place or module:
+            return ", ".join(part for part in (module, place) if part)
+        known = {*relatives}
+        relatives += [r for r in (*relative.users, *relative.all_input_nodes) if r not in known][:50]
+        if len(relatives) > _NEAR:
+            break
+    return "the model itself"
+
+
+def _joint_op(
+    node: fx.Node,
+    written: tuple[int, ...],
+    forward: set[fx.Node],
+    storages: list[JointStorage],
+    storage_of: dict[fx.Node, int],
+    overwritten: set[int],
+    returned: set[int],
+    in_place: frozenset[str],
+) -> JointOp:
+    reads = tuple(dict.fromkeys(storage_of[n] for n in node.all_input_nodes if n in storage_of))
+    reads = reads + tuple(
+        storage
+        for argument in node.all_input_nodes
+        if argument not in storage_of
+        for storage in tuple_reads(argument, storage_of)
+        if storage not in reads
+    )
+    recomputable = not node.is_impure(impure_random=False)  # a generator's state is saved and replayed
+    if any(s in overwritten for s in reads) and without_statistics(node) is None:
+        recomputable = False
+    again = from_statistics(node) if recomputable else None
+    arguments = conv_backward_split.in_place_arguments(node, storages, storage_of, written)
+    over = {argument: storage_of[cast(fx.Node, node.args[argument])] for argument in arguments}
+    ours = {argument: s for argument, s in over.items() if s not in returned}  # not what the caller holds
+    return JointOp(
+        node=node,
+        phase=Phase.FORWARD if node in forward else Phase.BACKWARD,
+        module=module_of(node),
+        reads=reads,
+        writes=written,
+        plain_reads=_plain_reads(node, reads, storage_of),
+        plain_call=node.meta.get(concat_weight_gradients.PLAIN_CALL),
+        plain_free=concat_weight_gradients.PLAIN_CALL in node.meta
+        and node.meta[concat_weight_gradients.PLAIN_CALL] is None,
+        in_place_over=tuple(ours.values()),
+        in_place_argument=next(iter(ours), None),
+        plain_in_place=node in forward and any(n.name in in_place for n in node.meta.get("from_node", ())[-1:]),
+        random=is_random(node),
+        recomputable=recomputable,
+        again=again,
+        again_reads=() if again is None else tuple(dict.fromkeys(storage_of[n] for n in again.all_input_nodes)),
+    )
+
+
+def _plain_reads(node: fx.Node, reads: tuple[int, ...], storage_of: dict[fx.Node, int]) -> tuple[int, ...] | None:
+    """What the node reads in the step without memfit where that differs."""
+    if concat_weight_gradients.PLAIN_CALL in node.meta:
+        plain = node.meta[concat_weight_gradients.PLAIN_CALL]
+        return (
+            ()
+            if plain is None
+            else tuple(dict.fromkeys(storage_of[n] for n in plain.all_input_nodes if n in storage_of))
+        )
+    originals = [argument.meta.get(conv_backward_split.STANDS_FOR) for argument in node.all_input_nodes]
+    more = [storage_of[original] for original in originals if original in storage_of]
+    return tuple(dict.fromkeys((*reads, *more))) if more else None
+
+
+def _with_slices(
+    ops: list[JointOp], storages: list[JointStorage], storage_of: dict[fx.Node, int], grid: tuple[int, ...]
+) -> list[JointOp]:
+    """Says how ops can run slice by slice; times come from the profiler."""
+    able = [op for op in ops if (grid or _may_keep_bits(op)) and op.recomputable and not op.random]
+    cut = cutting(
+        [op.again or op.node for op in able],
+        grid,
+        storage_of,
+        lambda node: storages[storage_of[node]].base,
+    )
+
+    def slices(op: JointOp) -> BySlices | None:
+        results = {s: result_index(storages[s].base) for s in op.writes}
+        return cut.slices(op.again or op.node, results, first=bool(grid) and op.again is None)
+
+    of = {op.node: slices(op) for op in able}
+    return [
+        replace(op, by_slices=of.get(op.node), recomputable=op.recomputable and RUNS_ONCE not in op.node.meta)
+        for op in ops
+    ]
+
+
+def _may_keep_bits(op: JointOp) -> bool:
+    """Whether it is worth a try that slices have the bits of the whole; only forward ops run again."""
+    on_cpu = all(t.device.type == "cpu" for t in tensors_of(op.node))
+    call = op.again or op.node
+    # `alpha` multiplies as well, rounded once or twice.
+    return op.phase is Phase.FORWARD and on_cpu and call.target in KEEP_BITS and not call.kwargs
+
+
+def result_index(base: fx.Node) -> int:
+    """Which result of its op a storage is; -1 if nothing reads it."""
+    if base.target is operator.getitem:
+        return cast(int, base.args[1])
+    return 0 if isinstance(base.meta["val"], torch.Tensor) else -1
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether running the node advances a random generator."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    names = [argument.name for argument in target._schema.arguments]
+    for name in ("dropout_p", "p", "dropout"):
+        if name in names:
+            position = names.index(name)
+            default = target._schema.arguments[position].default_value
+            value = node.args[position] if position < len(node.args) else node.kwargs.get(name, default)
+            return not (isinstance(value, int | float) and value == 0)
+    return True

@@ -1,0 +1,144 @@
+"""The peak of the plain step, counted while the module, its loss and autograd run on fake tensors.
+
+A graph knows which op reads a tensor last, but Python frees it when the last variable goes, autograd when a node has
+run, and the engine adds gradients up as they come. To run the step as it is, on tensors without memory, counts all of
+that: eager's own idea of a dry run, as `torch._subclasses.fake_tensor` makes it possible. What kernels take beyond
+their results is asked of samples (`memfit.profiling.sampled_workspace`).
+
+The step runs twice, and the second run counts: tables and masks that a model keeps are made in the first. As where a
+step is measured, what it keeps beside its parameters and buffers is not counted once it is there.
+
+Known limits: code that looks at values cannot run on fake tensors; there is no count then. What code writes through
+NumPy into a tensor that is a plain attribute is written. On a GPU nothing is known of workspaces, and blocks of the
+allocator are not rounded up.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from memfit.capture.eager.fake_kernels import rules_of_kernels
+from memfit.capture.eager.fake_strides import strides_of_kernels
+from memfit.capture.loss.memory import LossBytes
+from memfit.capture.loss.reading import LossFunction, backward_of
+from memfit.capture.state.detached_inputs import detached
+from memfit.capture.state.snapshot import preserved
+from memfit.profiling.sampled_workspace import SampledWorkspace
+
+__all__ = ["counted_step"]
+
+log = logging.getLogger(__name__)
+
+_IN_PLACE = frozenset((torch.ops.aten.add.Tensor, torch.ops.aten.scatter.src, torch.ops.aten.scatter_add.default))
+"""Calls that a mode sees while gradients are computed, and of which the first operand is written over without one."""
+
+
+def counted_step(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    loss_fn: LossFunction | None,
+    device_type: str,
+) -> tuple[int, str] | None:
+    """Bytes of one plain step at its peak beyond parameters, buffers, inputs and gradients there are, and the op there.
+
+    Args:
+        model: in training mode; it is as before.
+        args: positional inputs.
+        kwargs: keyword inputs.
+        loss_fn: the user's loss.
+        device_type: only memory of this device type counts.
+
+    Returns:
+        None where the step cannot run on fake tensors.
+    """
+    inputs = detached(args, dict(kwargs))
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    held = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    try:
+        with preserved(model, args, kwargs, loss_fn, values=False), rules_of_kernels(), strides_of_kernels():
+            fakes: dict[str, torch.Tensor] = {name: mode.from_tensor(tensor) for name, tensor in held.items()}
+            for name, tensor in held.items():
+                if tensor.grad is not None:
+                    fakes[name].grad = mode.from_tensor(tensor.grad)
+            ours, named = pytree.tree_map_only(torch.Tensor, mode.from_tensor, (inputs.args, inputs.kwargs))
+
+            def step() -> None:
+                backward_of(torch.func.functional_call(model, fakes, ours, named), loss_fn)
+
+            workspace = SampledWorkspace()
+            for _ in range(2):
+                counter = _PlainBytes(mode, device_type, workspace)
+                with mode, counter:
+                    step()
+                for name, tensor in held.items():
+                    if tensor.grad is None:
+                        fakes[name].grad = None
+            return counter.peak, counter.at
+    except Exception as error:  # of any code of the user's or of torch's: it then is not known
+        log.info("the plain step does not run on fake tensors: %s: %s", type(error).__name__, error)
+        return None
+
+
+class _PlainBytes(LossBytes):
+    """Counts as `LossBytes` does, and what kernels take; real tensors that code brings along are there already."""
+
+    def __init__(self, mode: FakeTensorMode, device_type: str, workspace: SampledWorkspace) -> None:
+        super().__init__(device_type)
+        self._mode = mode
+        self.at = ""
+        self._workspace = workspace
+        self._reserve_bytes = 0
+        self._reserves: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs the op; see `LiveBytes`."""
+        args, kwargs = pytree.tree_map_only(torch.Tensor, self._fake, (args, kwargs or {}))
+        before = self.peak
+        self._reserve_bytes = self._workspace.reserve_of(func, args)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if _is_in_place(func, args):
+            self.peak = before
+            return result
+        asked = pytree.tree_map_only(torch.Tensor, self._with_its_size, args)
+        self.peak = max(self.peak, self.live + self._workspace.of_values(func, asked, kwargs, result))
+        self.at = str(func) if self.peak > before else self.at
+        return result
+
+    def _nbytes(self, tensor: torch.Tensor) -> int:
+        """What a result takes."""
+        if self._reserve_bytes == 0 or tensor.numel() or tensor.dtype is not torch.uint8:
+            return super()._nbytes(tensor)
+        self._reserves[tensor.untyped_storage()._cdata] = self._reserve_bytes
+        return self._reserve_bytes
+
+    def _with_its_size(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.numel() or tensor.dtype is not torch.uint8:
+            return tensor
+        with self._mode:
+            return torch.empty(self._reserves.get(tensor.untyped_storage()._cdata, 0), dtype=torch.uint8)
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else self._mode.from_tensor(tensor)
+
+
+def _is_in_place(func: Any, args: Sequence[Any]) -> bool:
+    """Whether autograd writes over the first operand where no mode is active: gradients are added up so, and scattered.
+
+    Where that operand is held elsewhere its engine does not add in place, and the next op shows that. A formula of
+    autograd that adds two tensors of one shape looks the same, and few do.
+    """
+    if func not in _IN_PLACE or torch._C._current_graph_task_id() == -1:
+        return False
+    one, other = args[0], args[1]
+    if func is not torch.ops.aten.add.Tensor:
+        return True
+    alike = isinstance(other, torch.Tensor) and one.shape == other.shape and one.dtype == other.dtype
+    return alike and any(torch.ops.aten.is_non_overlapping_and_dense.default(t) for t in (one, other))

@@ -1,0 +1,224 @@
+"""What one call costs on the device, measured alone on made-up operands.
+
+Beside whole, a call is measured in parts (`memfit.ops.chunking`), which count only if their bits are those of the
+whole, and over an operand (`memfit.passes.conv_backward_split`), which saves touching fresh memory. Slice by slice it
+is measured in `memfit.profiling.slice_benchmark`.
+
+Known limits: an op that cannot run on made-up operands (`memfit.profiling.synthetic_inputs`) is priced by roofline.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from memfit.errors import CaptureError
+from memfit.fxir.call import Call
+from memfit.fxir.module_names import module_of
+from memfit.fxir.signature import tensors_of
+from memfit.ir.graph import Way
+from memfit.ops.accumulation import ADDING
+from memfit.ops.chunking import call_in_parts, candidate_parts
+from memfit.passes.concat_gradients import Cuts, convolution_input_slices
+from memfit.passes.concat_weight_gradients import operands_of_data
+from memfit.passes.conv_backward_split import IN_PLACE, convolution_input_gradient
+from memfit.profiling.one_run import equal, measured, timed
+from memfit.profiling.roofline import roofline_seconds
+from memfit.profiling.synthetic_inputs import operand_values, operands_of
+
+__all__ = ["Costs", "costs_added", "costs_again", "costs_of", "ways_of", "whole_if_separable"]
+
+log = logging.getLogger(__name__)
+
+_aten = torch.ops.aten
+_SHORT_SECONDS = 2e-3
+_REPEATS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What a call costs.
+
+    Attributes:
+        ways: whole, then in parts; none if the call has other bits than what it would stand for.
+        in_slices: see `costs_in_slices`; none if it does not run so.
+        in_place: over an operand; none if it does not run so.
+    """
+
+    ways: tuple[Way, ...]
+    in_slices: tuple[Way, ...] = ()
+    in_place: tuple[Way, ...] = ()
+
+
+def costs_again(node: fx.Node, again: Call, over: int | None, device: torch.device) -> Costs:
+    """What the call costs that runs in place of a batch normalisation later; no way if it has other bits."""
+    try:
+        args, kwargs = operands_of(node, device)
+        whole = node.target
+        assert callable(whole)
+        result, mean, invstd = whole(*args, **kwargs)[:3]
+        same = equal(result, again.target(args[0], mean, invstd, *args[1:3]))
+        del args, result
+    except (RuntimeError, TypeError) as error:
+        log.info("cannot run %s again from its statistics (%s)", node.name, error)
+        return Costs(ways=())
+    return costs_of(again, over, device) if same else Costs(ways=())
+
+
+def costs_added(node: fx.Node, device: torch.device) -> Costs:
+    """What a call costs that adds its result to a gradient that is there."""
+    try:
+        values = operand_values(node, device)
+        args = fx.map_arg(node.args, values.__getitem__)
+        (made,) = tensors_of(node)
+        total = torch.empty_strided(made.shape, made.stride(), dtype=made.dtype, device=device).zero_()
+        run = functools.partial(ADDING[node.target], total, *args)
+        _, way = measured(run, device)
+    except (RuntimeError, TypeError, IndexError, ValueError) as error:
+        log.info("cannot time %s alone (%s); using its roofline", node.name, error)
+        return Costs(ways=(Way(parts=1, seconds=roofline_seconds(node), workspace_bytes=0),))
+    return Costs(ways=(replace(way, seconds=_seconds(run, way.seconds, device)),))
+
+
+def whole_if_separable(node: fx.Node, device: torch.device) -> tuple[Way, ...]:
+    """What a weight's gradient of a concatenation costs whole; nothing if its parts have other bits.
+
+    Args:
+        node: see `memfit.passes.concat_weight_gradients.separable_weight_gradients`.
+        device: where.
+    """
+    operands = operands_of_data(node)
+    gradient, _, weight, *rest = cast(tuple[Any, ...], node.args)
+    apart = Call(name=node.name, target=node.target, args=(gradient, operands, weight), meta=node.meta)
+    *settings, mask = rest
+    try:
+        values = operand_values(apart, device)
+        data = torch.cat([values[operand] for operand in operands], 1)
+
+        def whole() -> tuple[torch.Tensor, ...]:
+            made: tuple[torch.Tensor, ...] = _aten.convolution_backward.default(
+                values[gradient], data, values[weight], *settings, mask
+            )
+            return made
+
+        result, way = measured(whole, device)
+        start = 0
+        parts: list[torch.Tensor] = []
+        of_bias: torch.Tensor | None = None
+        for number, operand in enumerate(operands):
+            channels = values[weight][:, start : start + values[operand].shape[1]]
+            start += channels.shape[1]
+            bias = bool(mask[2]) and number == 0
+            made = _aten.convolution_backward.default(
+                values[gradient], values[operand], channels, *settings, [False, True, bias]
+            )
+            parts.append(made[1])
+            of_bias = made[2] if bias else of_bias
+        if not equal(result, (None, torch.cat(parts, 1), of_bias)):
+            return ()
+        del result
+        return (replace(way, seconds=_seconds(whole, way.seconds, device)),)
+    except (RuntimeError, TypeError) as error:
+        log.info("cannot make %s from its operands (%s)", node.name, error)
+        return ()
+
+
+def ways_of(node: fx.Node | Call, device: torch.device) -> tuple[Way, ...]:
+    """What the op costs whole, then in parts where that gives the same bits."""
+    return costs_of(node, None, device).ways
+
+
+def costs_of(node: fx.Node | Call, over: int | None, device: torch.device) -> Costs:
+    """What a call costs, whole, in parts and over an operand.
+
+    Args:
+        node: the call.
+        over: the operand over which it can run; None if it cannot.
+        device: where.
+    """
+    try:
+        values = operand_values(node, device)
+        args, kwargs = fx.map_arg(node.args, values.__getitem__), fx.map_arg(node.kwargs, values.__getitem__)
+        call = node.target
+        assert callable(call)
+
+        def whole() -> object:
+            return call(*args, **kwargs)
+
+        result, first = measured(whole, device)
+    except (RuntimeError, TypeError, IndexError, ValueError) as error:
+        log.info("cannot time %s alone (%s); using its roofline", node.name, error)
+        return Costs(ways=(Way(parts=1, seconds=roofline_seconds(node), workspace_bytes=0),))
+    _check_hollow(node, args, result)
+    found = [(first, whole)]
+    for parts in candidate_parts(node) if first.workspace_bytes else ():
+        in_parts = functools.partial(_in_parts, node, args, kwargs, parts)
+        way = _measured_alike(in_parts, result, device)
+        if way is not None:
+            # Where it can write over an operand it mostly will, which saves touching fresh memory.
+            over_first = IN_PLACE.get(node.target, {}).get(0)
+            likely = in_parts if over_first is None else functools.partial(over_first, *args, parts=parts, **kwargs)
+            found.append((replace(way, parts=parts), likely))
+    del result  # timed runs take the memory of those before them, as those of a step do
+    ways = tuple(replace(way, seconds=_seconds(run, way.seconds, device)) for way, run in found)
+    in_place: tuple[Way, ...] = ()
+    if over is not None:
+        overwriting = functools.partial(IN_PLACE[node.target][over], *args, **kwargs)
+        # It touches less memory than the run into fresh memory; where it seems slower, that was the machine.
+        seconds = min(ways[0].seconds, _seconds(overwriting, timed(overwriting, device), device))
+        in_place = (Way(parts=1, seconds=seconds, workspace_bytes=ways[0].workspace_bytes),)
+    return Costs(ways=ways, in_place=in_place)
+
+
+def _seconds(run: Callable[[], object], once: float, device: torch.device) -> float:
+    """The least of several runs, one of them known: other work on the machine only ever adds time."""
+    repeats = _REPEATS if once < _SHORT_SECONDS or device.type == "cuda" else 1
+    return min(once, *(timed(run, device) for _ in range(repeats)))
+
+
+def _in_parts(node: fx.Node | Call, args: tuple[Any, ...], kwargs: dict[str, Any], parts: int) -> object:
+    return call_in_parts(node.target)(*args, parts=parts, **kwargs)
+
+
+def _measured_alike(run: Callable[[], object], expected: object, device: torch.device) -> Way | None:
+    """What one run took, None if its bits are not those expected."""
+    try:
+        result, way = measured(run, device)
+    except RuntimeError:  # a part is too small for the kernel of the whole
+        return None
+    return way if equal(expected, result) else None
+
+
+def _within(node: fx.Node | Call) -> str:
+    name = module_of(node) if isinstance(node, fx.Node) else ""
+    return f" of {name}" if name else ""
+
+
+def _check_hollow(node: fx.Node | Call, args: Sequence[Any], found: object) -> None:
+    """The input's gradient alone must have the bits of `convolution_backward`, on this machine and shape.
+
+    Raises:
+        CaptureError: if it does not.
+    """
+    cuts: Cuts | None = None
+    if node.target is convolution_input_slices:
+        *args, cuts = args
+    elif node.target is not convolution_input_gradient:
+        return
+    gradient, hollow, weight, *rest = args
+    data = torch.empty_strided(hollow.shape, hollow.stride(), dtype=hollow.dtype, device=gradient.device).zero_()
+    whole = _aten.convolution_backward.default(gradient, data, weight, *rest, [True, True, False])[0]
+    expected = whole if cuts is None else tuple(whole[:, start:stop].contiguous() for start, stop in cuts)
+    if not equal(expected, found):
+        raise CaptureError(
+            f"the gradient of a convolution's input has other bits by itself than beside its weight's on this machine "
+            f"({node.name}{_within(node)}, gradient {tuple(gradient.shape)}, weight "
+            f"{tuple(weight.shape)} of {weight.dtype}); leave that module plain with @torch.compiler.disable on its "
+            "forward, and please report it"
+        )

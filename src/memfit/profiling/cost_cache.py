@@ -1,0 +1,204 @@
+"""Measured op costs, kept per machine in a private file of JSON lines.
+
+A cost depends on the device, the torch version and the number of threads; each combination has its own file. What is
+measured is appended, so processes that measure at the same time lose nothing of each other's. The file is data: lines
+that are no costs are ignored, and what is missing is measured anew. It is opened for each step that is captured, so a
+process reads each line once, and then only what has been appended.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import os
+import platform
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from memfit.ir.graph import Way
+from memfit.ops.kernels.settings import kernel_settings
+
+__all__ = ["CostCache", "cache_directory", "machine_name", "open_cache"]
+
+log = logging.getLogger(__name__)
+
+_VERSION = 8
+
+
+class CostCache(MutableMapping[str, tuple[Way, ...]]):
+    """What each way to run an op costs, whole first, by key; saved to a file (None: kept in memory only).
+
+    No way at all means that the call has other bits than what it would stand for.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path
+        self._costs: dict[str, tuple[Way, ...]] = {}
+        self._unread: dict[str, str] = {}  # JSON by key: a file has thousands of entries, and a step needs few
+        self._new: list[str] = []
+
+    def __getitem__(self, key: str) -> tuple[Way, ...]:
+        if key in self._unread:
+            ways = _ways(_parsed(self._unread.pop(key)))
+            if ways is not None:
+                self._costs[key] = ways
+        return self._costs[key]
+
+    def __setitem__(self, key: str, ways: tuple[Way, ...]) -> None:
+        self._unread.pop(key, None)
+        self._costs[key] = ways
+        self._new.append(key)
+
+    def __delitem__(self, key: str) -> None:
+        del self._costs[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self._costs, *self._unread])
+
+    def __len__(self) -> int:
+        return len(self._costs) + len(self._unread)
+
+    def read(self) -> None:
+        """Takes up what the file knows; without a file nothing."""
+        if self.path is None:
+            return
+        try:
+            self._unread = _read_so_far(self.path).entries_now()
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError) as error:
+            log.warning("cannot read measured costs from %s: %s", self.path, error)
+
+    def save(self) -> None:
+        """Appends what is new, readable by the owner only; a file that cannot be written is not an error."""
+        new, self._new = dict.fromkeys(self._new), []
+        if self.path is None or not new:
+            return
+        entries = ([key, [[w.parts, w.seconds, w.workspace_bytes] for w in self[key]]] for key in new)
+        text = "".join(f"\n{json.dumps(entry)}" for entry in entries) + "\n"
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            with os.fdopen(handle, "ab", buffering=0) as file:
+                file.write(text.encode())
+        except OSError as error:
+            log.warning("cannot save measured costs to %s: %s", self.path, error)
+
+
+@dataclass(slots=True)
+class _Reader:
+    """What was read of a file so far.
+
+    Attributes:
+        path: of the file.
+        identity: of the file that was read, by its file system; another one may have taken its place.
+        read_bytes: how much of it was read, whole lines only.
+        entries: JSON by key.
+    """
+
+    path: Path
+    identity: tuple[int, int] = (0, 0)
+    read_bytes: int = 0
+    entries: dict[str, str] = field(default_factory=dict)
+
+    def entries_now(self) -> dict[str, str]:
+        """All entries, those that have been appended since included."""
+        with self.path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            identity = (status.st_dev, status.st_ino)
+            if identity != self.identity or status.st_size < self.read_bytes:
+                self.identity, self.read_bytes, self.entries = identity, 0, {}
+            file.seek(self.read_bytes)
+            new = file.read()
+        whole = new[: new.rfind(b"\n") + 1]
+        self.entries.update(_entries(whole.decode()))
+        self.read_bytes += len(whole)
+        return self.entries | _entries(new[len(whole) :].decode())  # a line that is being written, or was cut off
+
+
+@functools.cache
+def _read_so_far(path: Path) -> _Reader:
+    return _Reader(path)
+
+
+def _entries(text: str) -> dict[str, str]:
+    entries: dict[str, str] = {}
+    for line in filter(None, text.splitlines()):
+        key, costs = _divided(line)
+        if key:
+            entries[key] = costs
+        else:
+            log.warning("ignoring a damaged line of measured costs: %.80s", line)
+    return entries
+
+
+def cache_directory() -> Path:
+    """`$MEMFIT_CACHE`, else the user's cache directory."""
+    own = os.environ.get("MEMFIT_CACHE")
+    if own:
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "memfit"
+
+
+def machine_name(device: torch.device) -> str:
+    """What a measured cost depends on."""
+    settings = kernel_settings(device.type)
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)} torch {torch.__version__} {settings}"
+    return f"{platform.machine()} {_processor()} {settings} torch {torch.__version__}"
+
+
+def open_cache(device: torch.device) -> CostCache:
+    """The costs known for this machine."""
+    digest = hashlib.sha256(machine_name(device).encode()).hexdigest()[:16]
+    cache = CostCache(cache_directory() / f"costs-{_VERSION}-{digest}.jsonl")
+    cache.read()
+    return cache
+
+
+def _divided(line: str) -> tuple[str, str]:
+    """The key of a line and the JSON of its costs, which is read where it is asked for; no key on a damaged line."""
+    if "\\" not in line:
+        key, between, text = line.partition('", [')
+        return (key[2:], f"[{text[:-1]}") if between and key.startswith('["') and line.endswith("]") else ("", "")
+    match _parsed(line):
+        case [str(key), value]:
+            return key, json.dumps(value)
+    return "", ""
+
+
+def _parsed(text: str) -> object:
+    """What JSON says, None where it is damaged."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _ways(value: object) -> tuple[Way, ...] | None:
+    """Costs as they were written; None for anything else."""
+    ways = [_way(entry) for entry in value] if isinstance(value, list) else [None]
+    known = tuple(way for way in ways if way is not None)
+    return known if len(known) == len(ways) and all(way.parts == 1 for way in known[:1]) else None
+
+
+def _way(entry: object) -> Way | None:
+    match entry:
+        case [int(parts), float(seconds), int(nbytes)] if 1 <= parts < 1 << 31 and seconds < 1e6 and nbytes < 1 << 60:
+            return Way(parts=parts, seconds=seconds, workspace_bytes=nbytes) if seconds >= 0 <= nbytes else None
+    return None
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor()

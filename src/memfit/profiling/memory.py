@@ -1,0 +1,173 @@
+"""Measures a step: peak memory and time. The one way anything here is measured.
+
+CUDA's allocator reports its own peak. On CPU the profiler's memory events are every allocation and free of
+the CPU allocator, kernel workspace included, so their running sum is the exact memory of the step above its
+start. Time is measured in other runs, without the profiler.
+
+Known limits: memory that a library allocates behind torch's allocators (oneDNN scratch, thread stacks) is not
+seen on CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from memfit.capture.allocation_tracker import LiveBytes
+
+__all__ = ["Measurement", "allocation_peak", "live_tensor_bytes", "measure", "quiet_profiler"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """What a step took.
+
+    Attributes:
+        peak_bytes: highest memory during the step, what was there before included.
+        start_bytes: memory in use when the step began.
+        reserved_bytes: what CUDA's caching allocator held at most; equals `peak_bytes` on CPU.
+        step_seconds: median time of a step.
+        all_seconds: every timed run.
+    """
+
+    peak_bytes: int
+    start_bytes: int
+    reserved_bytes: int
+    step_seconds: float
+    all_seconds: tuple[float, ...]
+
+
+def measure(
+    step: Callable[[], object],
+    *,
+    device: torch.device | str = "cpu",
+    warmup: int = 1,
+    repeats: int = 3,
+    start_bytes: int | None = None,
+) -> Measurement:
+    """Runs a step and measures its peak memory and its time.
+
+    Args:
+        step: runs one step; called `warmup + 1 + repeats` times.
+        device: where the memory is.
+        warmup: runs before anything is measured.
+        repeats: timed runs.
+        start_bytes: memory that belongs to the step before it runs (parameters, inputs, ...); by default all
+            tensors alive in the process on that device, on CUDA all that is allocated.
+
+    Returns:
+        Peak and median time.
+    """
+    device = torch.device(device)
+    for _ in range(warmup):
+        step()
+    torch.clear_autocast_cache()  # an autocast region of the caller's keeps casts of weights, which a step makes
+    if device.type == "cuda":
+        peak, start, reserved = _cuda_peak(step, device)
+        if start_bytes is not None:  # what else is in memory is not the step's
+            peak, start = start_bytes + peak - start, start_bytes
+    else:
+        if start_bytes is None:
+            gc.collect()
+        start = live_tensor_bytes(device.type) if start_bytes is None else start_bytes
+        with _nothing_collected():
+            peak = reserved = start + allocation_peak(step)
+    seconds = []
+    for _ in range(repeats):
+        _synchronize(device)
+        begin = time.perf_counter()
+        step()
+        _synchronize(device)
+        seconds.append(time.perf_counter() - begin)
+    return Measurement(
+        peak_bytes=peak,
+        start_bytes=start,
+        reserved_bytes=reserved,
+        step_seconds=statistics.median(seconds) if seconds else 0.0,
+        all_seconds=tuple(seconds),
+    )
+
+
+def allocation_peak(run: Callable[[], object]) -> int:
+    """Highest sum of CPU allocations less frees while `run` runs, in bytes."""
+    if torch._C._autograd._profiler_enabled():
+        # Somebody profiles the program, and profilers do not nest: count storages, without workspace.
+        with LiveBytes("cpu") as counter:
+            run()
+        return int(counter.peak)
+    quiet_profiler()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False) as recorded:
+        run()
+    live = peak = 0
+    results = recorded.profiler.kineto_results
+    events = [e for e in results.events() if e.name() == "[memory]"]
+    for event in events:
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
+
+
+@contextlib.contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Keeps the garbage collector from freeing what was there before, which would count as memory given back."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def quiet_profiler() -> None:
+    """Keeps the profiler from writing its own log to the terminal."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+
+def live_tensor_bytes(device_type: str) -> int:
+    """Bytes of the distinct storages of all tensors alive in this process on one device type."""
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _live(device_type)}.values())
+
+
+def largest_tensors(count: int = 8) -> str:
+    """Shapes, dtypes and devices of the largest tensors alive, for error messages."""
+    tensors = sorted(_live(None), key=lambda t: -t.untyped_storage().nbytes())
+    return ", ".join(f"{tuple(t.shape)} {t.dtype} {t.device}" for t in tensors[:count])
+
+
+def _live(device_type: str | None) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for thing in gc.get_objects():
+        # Subclasses other than parameters (fake, functional tensors) have no memory of their own.
+        if type(thing) in (torch.Tensor, torch.nn.Parameter) and not torch._is_functional_tensor(thing):
+            if device_type is None or thing.device.type == device_type:
+                found.append(thing)
+    return found
+
+
+def _cuda_peak(step: Callable[[], object], device: torch.device) -> tuple[int, int, int]:
+    torch.cuda.synchronize(device)
+    gc.collect()
+    torch.cuda.empty_cache()
+    # What cuBLAS takes for itself at its first call, and keeps, belongs to the step: a step takes it, the next has it.
+    torch._C._cuda_clearCublasWorkspaces()
+    start = torch.cuda.memory_allocated(device)
+    step()
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device), start, torch.cuda.max_memory_reserved(device)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,294 @@
+"""Costs measured on the device: each distinct op once, one at a time.
+
+FLOP counts rank ops wrongly (a pointwise op has few and takes long), so every distinct combination of op,
+shapes, dtypes and strides is timed (`memfit.profiling.benchmark`). Only one op's operands exist at a time, hence a
+model that does not fit can be profiled. Results are cached per machine.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from memfit.capture.training_step import Capture
+from memfit.errors import CaptureError
+from memfit.fxir.call import Call
+from memfit.fxir.joint import JointOp
+from memfit.fxir.signature import cost_key
+from memfit.ir.graph import Op, StepGraph, Way
+from memfit.ir.slicing import BySlices
+from memfit.ops.chunking import candidate_parts
+from memfit.passes.concat_weight_gradients import is_of_concatenation, is_separable_key, separable_key
+from memfit.profiling.benchmark import Costs, costs_added, costs_again, costs_of, whole_if_separable
+from memfit.profiling.cost_cache import CostCache
+from memfit.profiling.library_workspace import library_bytes
+from memfit.profiling.roofline import roofline_seconds
+from memfit.profiling.sampled_workspace import SampledWorkspace
+from memfit.profiling.slice_benchmark import costs_in_slices
+
+__all__ = ["profile_ops", "separated", "with_rooflines"]
+
+_WHOLE_HANDICAP = 1.05
+"""Running in parts takes less memory, so it is preferred at about equal time."""
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Measurement:
+    """A call with what is measured of it.
+
+    Attributes:
+        keys: names in the cache of the fields of `Costs`.
+        slices: how it runs slice by slice, if it does.
+        over: the operand over which it can run; None if it cannot.
+        run: measures it whole, in parts and over the operand.
+        run_slices: measures its slices.
+    """
+
+    keys: tuple[str, str, str]
+    slices: BySlices | None
+    over: int | None
+    run: Callable[[], Costs]
+    run_slices: Callable[[], tuple[Way, ...]]
+
+    def known(self, cache: CostCache) -> Costs | None:
+        """What the cache has, None if something is missing."""
+        key, in_slices, in_place = self.keys
+        if not self._knows_whole(cache) or (self.slices is not None and in_slices not in cache):
+            return None
+        return Costs(ways=cache[key], in_slices=cache.get(in_slices, ()), in_place=cache.get(in_place, ()))
+
+    def measure(self, cache: CostCache) -> None:
+        """Runs the call and puts into the cache what it costs that is not there."""
+        key, in_slices, in_place = self.keys
+        if not self._knows_whole(cache):
+            costs = self.run()
+            cache.update({key: costs.ways, in_place: costs.in_place})
+        if self.slices is not None:
+            cache[in_slices] = self.run_slices() if cache[key] else ()
+
+    def _knows_whole(self, cache: CostCache) -> bool:
+        key, _, in_place = self.keys
+        return key in cache and (self.over is None or in_place in cache)
+
+
+def profile_ops(
+    capture: Capture, device: torch.device, cache: CostCache, *, progress: Progress | None = None
+) -> StepGraph:
+    """Measures what is not in the cache and returns the graph with times and workspaces.
+
+    Args:
+        capture: the captured step.
+        device: where to run the ops.
+        cache: known costs, extended by the new ones.
+        progress: called with the number of ops done and to do.
+
+    Returns:
+        The step graph of the capture with its costs set, and what libraries hold among its static bytes.
+    """
+    joints = [joint for joint in capture.joint_ops if joint is not None]
+    added = {
+        id(op)
+        for piece in capture.pieces.pieces
+        for op in piece.reading.ops
+        if not piece.reading.added_as_made.isdisjoint(op.writes)
+    }
+    measurements = {
+        joint.node: [_measurement_added(joint.node, device)] if id(joint) in added else _measurements(joint, device)
+        for joint in joints
+    }
+    plain_ones = [
+        _measurement(joint.plain_call, None, None, device)
+        for joint in joints
+        if joint.plain_call is not None and _plain_key(joint.plain_call) not in cache
+    ]
+    missing: dict[tuple[str, ...], _Measurement] = {}
+    for measurement in (*(m for of_op in measurements.values() for m in of_op), *plain_ones):
+        if measurement.known(cache) is None:
+            missing.setdefault(measurement.keys, measurement)
+    devices = [device.index or 0] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), torch.no_grad():
+        for done, measurement in enumerate(missing.values()):
+            if progress is not None:
+                progress(done, len(missing))
+            measurement.measure(cache)
+    if progress is not None and missing:
+        progress(len(missing), len(missing))
+    cache.save()
+
+    def plain(call: Call) -> Way:
+        return cache[_plain_key(call)][0]
+
+    def costs(joint: JointOp) -> list[Costs]:
+        return [m.known(cache) or Costs(ways=()) for m in measurements[joint.node]]
+
+    graph = _with_costs(capture, costs, plain)
+    nodes = list({cost_key(joint.node): joint.node for joint in joints}.values())
+    with torch.random.fork_rng(devices=devices), torch.no_grad():
+        library = library_bytes(graph, device, nodes, plain_code=bool(capture.pieces.breaks))
+    return replace(graph, static_bytes=graph.static_bytes + library)
+
+
+def separated(
+    capture_with: Callable[[Callable[[str], bool]], Capture], device: torch.device, cache: CostCache
+) -> Capture:
+    """The step with weights' gradients of concatenations made part by part where that gives the same bits.
+
+    Args:
+        capture_with: captures the step, see `separate` of `memfit.capture.training_step.capture_step`; called again if
+        the
+            cache did not know all.
+        device: where to run what the cache does not know.
+        cache: known costs, extended by the new ones.
+    """
+    # Dynamo holds on to what is asked while a model is captured, so that is a few keys and not the cache.
+    known = frozenset(key for key in cache if is_separable_key(key) and cache.get(key))
+    capture = capture_with(known.__contains__)
+    keys = _separable_keys(capture, device, cache)
+    return capture if keys == capture.separated else capture_with(keys.__contains__)
+
+
+def _separable_keys(capture: Capture, device: torch.device, cache: CostCache) -> frozenset[str]:
+    found: set[str] = set()
+    for piece in capture.pieces.pieces:
+        found |= piece.reading.separated
+        for node in piece.reading.separable:
+            key = separable_key(node)
+            if key not in cache:
+                devices = [device.index or 0] if device.type == "cuda" else []
+                with torch.random.fork_rng(devices=devices), torch.no_grad():
+                    cache[key] = whole_if_separable(node, device)
+            if cache[key]:
+                found.add(key)
+    return frozenset(found)
+
+
+def with_rooflines(capture: Capture) -> StepGraph:
+    """The step graph with times from rooflines, and workspaces of convolutions from a few samples; no op runs whole."""
+    workspace_bytes = SampledWorkspace()
+
+    def costs(joint: JointOp) -> list[Costs]:
+        calls: list[fx.Node | Call] = [joint.node] if joint.again is None else [joint.node, joint.again]
+        return [
+            Costs(ways=_roofline_ways(call, workspace_bytes(call)), in_slices=_roofline_ways(call)[:1])
+            for call in calls
+        ]
+
+    return _with_costs(capture, costs, lambda call: _roofline_ways(call, workspace_bytes(call))[0])
+
+
+def _measurements(joint: JointOp, device: torch.device) -> list[_Measurement]:
+    """Of the op, and of what runs in its place later if that is another call."""
+    slices = joint.by_slices
+    # What has parts writes over its operand only so, and is measured so.
+    over = None if candidate_parts(joint.node) else joint.in_place_argument
+
+    if joint.again is None:
+        return [_measurement(joint.node, slices, over, device)]
+    run = functools.partial(costs_again, joint.node, joint.again, over, device)
+    later = replace(_measurement(joint.again, slices, over, device), run=run)
+    return [_measurement(joint.node, None, over, device), later]
+
+
+def _measurement(call: fx.Node | Call, slices: BySlices | None, over: int | None, device: torch.device) -> _Measurement:
+    key = cost_key(call)
+    in_slices = ""
+    if slices is not None:
+        tiles = f" in {slices.grid} tiles" if slices.grid else ""
+        in_slices = f"{key} by {slices.samples} of {slices.batch} samples{tiles}" + (
+            ", rounded" if slices.first else ""
+        )
+    return _Measurement(
+        keys=(key, in_slices, f"{key} over operand {over}"),
+        slices=slices,
+        over=over,
+        run=functools.partial(costs_of, call, over, device),
+        run_slices=lambda: () if slices is None else costs_in_slices(call, slices, device),
+    )
+
+
+def _measurement_added(node: fx.Node, device: torch.device) -> _Measurement:
+    """Of an op that adds what it makes to a gradient."""
+    key = f"{cost_key(node)} added to a gradient"
+    return _Measurement(
+        keys=(key, "", f"{key} over operand None"),
+        slices=None,
+        over=None,
+        run=functools.partial(costs_added, node, device),
+        run_slices=tuple,
+    )
+
+
+def _plain_key(call: Call) -> str:
+    """Where the cache has what runs in an op's place in the step without memfit."""
+    return separable_key(call) if is_of_concatenation(call) else cost_key(call)
+
+
+def _with_costs(
+    capture: Capture, costs_of_op: Callable[[JointOp], list[Costs]], plain_way: Callable[[Call], Way]
+) -> StepGraph:
+    ops: list[Op] = []
+    for op, joint in zip(capture.graph.ops, capture.joint_ops, strict=True):
+        if joint is None:
+            ops.append(op)
+            continue
+        costs, *again = costs_of_op(joint)
+        # Slices are those of the call that runs later.
+        made = _with_ways(op if not again else replace(op, by_slices=None), costs, joint.node)
+        if joint.again is not None and op.again is not None:
+            made = replace(made, again=_with_ways(op.again, again[0], joint.again) if again[0].ways else None)
+        if joint.plain_free:
+            made = replace(made, plain_way=Way(parts=1, seconds=0.0, workspace_bytes=0))
+        elif joint.plain_call is not None:
+            made = replace(made, plain_way=plain_way(joint.plain_call))
+        ops.append(made)
+    return replace(capture.graph, ops=tuple(ops))
+
+
+def _with_ways(op: Op, costs: Costs, call: fx.Node | Call) -> Op:
+    """The op with its costs, to be run the quickest way."""
+    if not costs.ways:
+        raise CaptureError(
+            f"{op.name} (in {op.module or 'the model itself'}) cannot run on operands laid out as they are"
+        )
+    ways, in_parts, in_place_over = costs.ways, costs.ways[1:], op.in_place_over
+    best = min(ways, key=lambda way: way.seconds * (1.0 if way.parts > 1 else _WHOLE_HANDICAP))
+    if in_place_over and candidate_parts(call):  # only in parts does such a kernel write over its operand
+        best, in_place_over = (in_parts[0], in_place_over) if in_parts else (best, ())
+    return replace(
+        op,
+        in_place_over=in_place_over,
+        seconds=best.seconds,
+        in_place_seconds=costs.in_place[0].seconds if costs.in_place else None,
+        workspace_bytes=best.workspace_bytes,
+        parts=best.parts,
+        ways=ways if in_parts else (),
+        by_slices=_with_slices(op.by_slices, costs.in_slices),
+    )
+
+
+def _with_slices(slices: BySlices | None, costs: tuple[Way, ...]) -> BySlices | None:
+    """How the op runs by samples, with its costs; None if it does not with the same bits."""
+    if slices is None or not costs:
+        return None
+    made, *together = costs
+    copy, copy_over = together if together else (Way(parts=1, seconds=0.0, workspace_bytes=0),) * 2
+    return replace(
+        slices,
+        seconds=made.seconds,
+        workspace_bytes=made.workspace_bytes,
+        copy_seconds=copy.seconds,
+        copy_over_seconds=copy_over.seconds,
+    )
+
+
+def _roofline_ways(node: fx.Node | Call, workspace_bytes: int = 0) -> tuple[Way, ...]:
+    """Whole, and in parts, whose workspace nobody asked for: the least is a bound, so it counts as none."""
+    seconds = roofline_seconds(node)
+    whole = Way(parts=1, seconds=seconds, workspace_bytes=workspace_bytes)
+    return (whole, *(Way(parts=parts, seconds=seconds, workspace_bytes=0) for parts in candidate_parts(node)))

@@ -1,0 +1,450 @@
+"""Runs a program: compiles the module's call so that each captured piece runs its share of it.
+
+The backend given to Dynamo lowers the joint graph it sees by the program of its piece
+(`memfit.runtime.subgraph_program`). Should Dynamo compile anything else (the model's Python state changed, say), the
+plan is not run: `PlanMismatchError` lets the caller plan anew.
+
+Known limits: an unplanned graph that is met when earlier code of the call has run, behind a break, runs as plain code,
+and its pass is told of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.graph import _BoxedCodeGen
+
+from memfit.capture.compiled_call import call_has_begun, compile_call
+from memfit.capture.dynamo_call import DynamoCall, RunsGraphs
+from memfit.capture.dynamo_graph import (
+    accumulated_inputs,
+    all_but,
+    attach_outputs,
+    detach_outputs,
+    graph_key,
+    reads_numbers,
+)
+from memfit.capture.eager.backward_autocast import autocast_is_on, backward_in_autocast, planning_backward
+from memfit.capture.eager.cast_weights import cast_once
+from memfit.capture.failures import user_line
+from memfit.capture.gradients.returned_views import calling_after, returned_views_first
+from memfit.capture.gradients.shared_inputs import (
+    SharedInputs,
+    calling_with_each_once,
+    repeated_places,
+    return_each_term,
+    taking_for_each_use,
+    terms_of_inputs,
+    uses_of_inputs,
+)
+from memfit.capture.gradients.tangents import GradientStrides, strides_of_gradients
+from memfit.capture.gradients.used_views import hand_on_used_views
+from memfit.capture.trace_joint import trace_joint
+from memfit.capture.traced_graph import DynamoGraph, Surroundings
+from memfit.capture.training_step import Capture, device_of
+from memfit.capture.unplanned_parts import NOTHING_PLAIN, PlainParts, UnplannableGraphError
+from memfit.capture.values.decisions import Decision
+from memfit.capture.values.numpy_code import call_numpy, numbers_by_numpy
+from memfit.errors import OutOfMemoryError, PlanMismatchError
+from memfit.ir.program import Program
+from memfit.ir.tiers import Tier
+from memfit.ops.accumulation import Accumulate
+from memfit.passes.read_joint import read_joint
+from memfit.profiling.memory import largest_tensors
+from memfit.runtime.deferred_backward import LATER, Later, in_two
+from memfit.runtime.dispatch import call_cheaply
+from memfit.runtime.emitter import OVERWRITTEN
+from memfit.runtime.forward_passes import CompiledPiece, Pass, noting_backward, noting_forward
+from memfit.runtime.grad_accumulation import accumulation
+from memfit.runtime.gradient_reach import reached_by_autograd, reached_in_joint
+from memfit.runtime.lowering import attach_hollow, lower
+from memfit.runtime.offload.backend import SwapSpace
+from memfit.runtime.offload.engine import Swapper
+from memfit.runtime.offload.graph_calls import forget_side_effects
+from memfit.runtime.offload.spaces import open_spaces
+from memfit.runtime.subgraph_program import PieceProgram, piece_programs, reading_digest
+from memfit.runtime.unused_outputs import whole_graph
+
+__all__ = ["PlannedCall", "compile_planned", "compile_program"]
+
+log = logging.getLogger(__name__)
+
+_TOLD = 6
+"""Of so many operands an error tells the shape."""
+
+
+_PASS: ContextVar[Pass | None] = ContextVar("memfit_pass", default=None)
+"""The forward pass that runs now."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedCall:
+    """The module's call under a plan.
+
+    Attributes:
+        run: compiles on its first call.
+        swappers: of the pieces that swap.
+        pieces: how many graphs run by the plan.
+        decisions: branches on inputs that it was compiled for, as far as it is compiled.
+    """
+
+    run: Callable[..., Any]
+    swappers: tuple[Swapper, ...] = ()
+    pieces: int = 1
+    decisions: Sequence[Decision] = ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module."""
+        return self.recorded(Pass(), args, kwargs)
+
+    def recorded(self, here: Pass, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Calls the module; `here` tells afterwards what ran, and until when it holds what it saved."""
+        token = _PASS.set(here)
+        try:
+            return self.run(*args, **kwargs)
+        finally:
+            _PASS.reset(token)
+
+    def strayed(self, here: Pass) -> bool:
+        """Whether a recorded pass took another way than the planned one."""
+        return here.strayed or here.executed != self.pieces
+
+    @property
+    def moved_bytes(self) -> tuple[int, int]:
+        """What has been swapped out and in so far."""
+        return sum(s.out_bytes for s in self.swappers), sum(s.in_bytes for s in self.swappers)
+
+
+def compile_program(
+    model: nn.Module,
+    capture: Capture,
+    program: Program,
+    *,
+    describe: Callable[[], str] = str,
+    later: Later | None = None,
+) -> PlannedCall:
+    """Compiles the module's call so that it runs a program of its captured step.
+
+    Args:
+        model: the module.
+        capture: its step.
+        program: a checked program of that step.
+        describe: words about the plan, for an out-of-memory error.
+        later: where the second part of a backward pass is put that can wait, see `memfit.runtime.deferred_backward`.
+
+    Returns:
+        See `compile_planned`.
+
+    Raises:
+        SwapError: if there is no room for what the program swaps.
+    """
+    followed = capture.pieces.call
+    spaces = open_spaces(capture.graph, program, device_of(model))
+    programs = piece_programs(capture, program)
+    return compile_planned(
+        *(model, programs, capture.gradient_outputs),
+        assumed=capture.assumed,
+        without_gradient=capture.without_gradient,
+        cut_between=capture.cut_between,
+        decide=capture.decide,
+        gradient_strides=capture.gradient_strides,
+        shared=capture.shared,
+        last_key=capture.pieces.last_key,
+        in_pieces=bool(capture.pieces.breaks),
+        plain=capture.pieces.plain,
+        replaced=capture.pieces.replaced,
+        spaces=spaces,
+        describe=describe,
+        later=later,
+        followed=followed if followed is not None and followed.model is model else None,
+    )
+
+
+def compile_planned(
+    model: nn.Module,
+    programs: Sequence[PieceProgram],
+    gradient_outputs: frozenset[int] | None,
+    *,
+    assumed: frozenset[int] = frozenset(),
+    without_gradient: frozenset[int] = frozenset(),
+    cut_between: Mapping[str, frozenset[int]] | None = None,
+    decide: bool = False,
+    gradient_strides: GradientStrides | None = None,
+    shared: SharedInputs | None = None,
+    last_key: str | None = None,
+    in_pieces: bool = False,
+    plain: PlainParts = NOTHING_PLAIN,
+    replaced: bool = False,
+    spaces: Mapping[Tier, SwapSpace] | None = None,
+    describe: Callable[[], str] = str,
+    later: Later | None = None,
+    followed: DynamoCall | None = None,
+) -> PlannedCall:
+    """Compiles the module's call so that it runs a plan.
+
+    Args:
+        model: the module.
+        programs: one for each piece.
+        gradient_outputs: which outputs of the last piece receive gradients; None for all.
+        assumed: those of them that the loop may bring none.
+        without_gradient: outputs that were cut as the loop may bring them none.
+        cut_between: outputs of earlier pieces that were cut, by their graphs.
+        decide: whether branches on inputs are decided.
+        gradient_strides: how gradients of outputs of the pieces lie, where that is not as the outputs do.
+        shared: which inputs pieces take once for each use (`memfit.capture.gradients.shared_inputs`).
+        last_key: which graph is that of the last piece.
+        in_pieces: whether the graph may break.
+        plain: what is left to plain code.
+        replaced: whether the model's own checkpoints are left out.
+        spaces: the tiers that the programs swap to.
+        describe: words about the plan, for an out-of-memory error.
+        later: see `compile_program`.
+        followed: what Dynamo compiled for the capture; without it the module's code is followed anew.
+
+    Returns:
+        A callable with the signature of the module; compiles on its first call.
+
+    Raises:
+        PlanMismatchError: from the call, before anything ran, if the model is not the planned one.
+    """
+    swappers = [Swapper(p.slots, spaces or {}) if p.slots else None for p in programs]
+    of_graph: dict[str, list[int]] = {}
+    for place, program in enumerate(programs):
+        of_graph.setdefault(program.digest, []).append(place)
+    separated = frozenset[str]().union(*(p.separated for p in programs))
+    grid = max((p.grid for p in programs), default=())
+
+    in_autocast = backward_in_autocast()
+
+    def named(value: Any) -> str:
+        return next((name for name, parameter in model.named_parameters() if parameter is value), "an input")
+
+    def unplanned(place: str) -> PlanMismatchError:
+        told = f"{type(model).__name__} now runs a graph that was not planned{place}"
+        return PlanMismatchError(f"{told}; plan or fit it anew, as it now is")
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        if not in_pieces and reads_numbers(gm):
+            if call_has_begun():  # behind a break
+                return _plainly(gm)
+            raise unplanned(_begin(gm))
+        numbers_by_numpy(gm)
+        gm, inputs, views = returned_views_first(gm, inputs)
+        hand_on_used_views(gm)
+        return calling_after(views, compile_graph(gm, inputs, begun=call_has_begun()))
+
+    def compile_graph(
+        gm: fx.GraphModule, inputs: Sequence[Any], of: DynamoGraph | None = None, *, begun: bool = False
+    ) -> Callable[..., Any]:
+        by_autograd = reached_by_autograd(gm)
+        piece = CompiledPiece(in_pieces=in_pieces, autocast=in_autocast if autocast_is_on() else None)
+        key = graph_key(gm) if in_pieces else ""
+        is_last = not in_pieces or key == last_key
+        between = (cut_between or {}).get(key, frozenset())
+        cut = detach_outputs(gm, gradient_outputs if is_last else all_but(gm, between))
+        if is_last:
+            piece.assumed, piece.without_gradient = assumed, without_gradient
+        strides = (gradient_strides or {}).get(key, {})
+        repeated, uses = (shared or {}).get(key, {}), uses_of_inputs(gm)
+        around = Surroundings(receive=gradient_outputs, strides=strides, repeated=repeated)
+        taken, examples = taking_for_each_use(gm, inputs, repeated)
+        piece.repeated = len(repeated_places(repeated))
+        by_autograd += [by_autograd[place] for place in repeated_places(repeated)]
+        accumulated = accumulated_inputs(inputs) if any(p.accumulate for p in programs) else frozenset[int]()
+        casts = cast_once(gm, inputs)
+        as_made = any(p.accumulate is Accumulate.AS_MADE for p in programs)
+        adding = {place: accumulation(inputs[place]) for place in accumulated}
+
+        digest = ""
+
+        def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, turn: int, **rest: Any) -> Any:
+            nonlocal digest
+            terms = terms_of_inputs(joint, num_fwd_outputs, uses)
+            piece.summed = {
+                p: named(inputs[p]) for p in terms.keys() - repeated.keys() - accumulated - frozenset(casts)
+            }
+            return_each_term(joint, num_fwd_outputs, repeated)
+            piece.reached = _reached(joint, num_fwd_outputs, by_autograd)
+            piece.lying = {place: s for place, s in strides_of_gradients(joint.graph).items() if len(s) > 1}
+            reading = read_joint(
+                *(joint, num_fwd_outputs),
+                separate=separated.__contains__,
+                grid=grid,
+                accumulated=accumulated,
+                as_made=as_made,
+                replaced=replaced,
+                cast_once=casts,
+            )
+            digest = reading_digest(reading)
+            if digest not in of_graph and plain.loose:
+                raise UnplannableGraphError("shapes depend on data")
+            if digest not in of_graph and begun:
+                raise _StrayGraphError("a graph behind a break was not planned")
+            if digest not in of_graph:
+                raise unplanned(_begin(gm))
+            place = of_graph[digest][turn]
+            program, swapper = programs[place], swappers[place]
+            if cut or piece.assumed or (piece.autocast is not None and not in_pieces):
+                aligned = len(piece.reached) == len(by_autograd)
+                piece.whole = whole_graph(gm, cut, reading, aligned=aligned)
+            return lower(
+                *(reading, program.forward, program.backward, program.kept),
+                held=program.held,
+                swapper=swapper,
+                streamed=program.streamed,
+                adding=adding,
+                waits_until=program.waits_until,
+            )
+
+        def forward(lowered: fx.GraphModule, operands: Any) -> Callable[..., Any]:
+            return _boxed(lowered, describe, later)
+
+        def backward(lowered: fx.GraphModule, operands: Any) -> Callable[..., Any]:
+            return noting_backward(_boxed(lowered, describe, later))
+
+        def compiled(turn: int) -> Callable[..., Any]:
+            # Some versions of AOTAutograd keep the function, and with it the model, among Dynamo's globals.
+            split = [functools.partial(partition, turn=turn)]
+            with planning_backward(in_autocast=in_autocast):
+                kept = of.traced_in(around) if of is not None else None
+                call = trace_joint(
+                    *(taken, examples),
+                    strides=strides,
+                    partition=lambda *joint, **rest: split[0](*joint, **rest),
+                    forward=forward,
+                    backward=backward,
+                    kept=kept,
+                )
+            split.clear()
+            call = calling_with_each_once(call, repeated)
+            return noting_forward(call, piece, _PASS.get) if digest else call
+
+        try:
+            first = compiled(0)
+        except _StrayGraphError:
+            call_numpy(gm)
+            attach_outputs(gm, cut)
+            return _plainly(gm)
+        except UnplannableGraphError as error:
+            if not in_pieces:
+                raise
+            call_numpy(gm)
+            log.warning(
+                "a graph of the model that was not planned runs as plain code (%s): %s", error, "; ".join(plain.reasons)
+            )
+            return gm.forward
+        turns = len(of_graph.get(digest, ()))
+        if turns < 2:
+            return first
+        return _in_turn([first, *(compiled(turn) for turn in range(1, turns))], digest)
+
+    used = tuple(swapper for swapper in swappers if swapper is not None)
+    if followed is not None:
+        plan = RunsGraphs(backend=backend, compile_graph=compile_graph)
+
+        def run_followed(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return followed.run(plan, args, kwargs)
+            except torch._dynamo.exc.Unsupported as error:  # the code has changed and would break the graph now
+                reason = next(iter(str(error).splitlines()), "")
+                raise unplanned(f", where the graph breaks ({reason})") from error
+
+        return PlannedCall(run_followed, used, len(programs), followed.decisions)
+    decisions = list[Decision]() if decide else None
+    run = compile_call(model, backend, in_pieces=in_pieces, plain=plain, replaced=replaced, decisions=decisions)
+    return PlannedCall(run, used, len(programs), () if decisions is None else decisions)
+
+
+class _StrayGraphError(UnplannableGraphError):
+    """A graph that was not planned, of a call some code of which has run already: it cannot be called again."""
+
+
+def _begin(gm: fx.GraphModule) -> str:
+    """The user's first line of a graph, for people."""
+    lines = (user_line(node.stack_trace or "") for node in gm.graph.nodes)
+    return next((f" (it begins at {line})" for line in lines if line), "")
+
+
+def _plainly(gm: fx.GraphModule) -> Callable[..., Any]:
+    """An unplanned graph as plain code, which its pass is told of."""
+
+    def run(*operands: Any) -> Any:
+        here = _PASS.get()
+        if here is not None:
+            here.strayed = True
+        return gm.forward(*operands)
+
+    return run
+
+
+def _in_turn(variants: Sequence[Callable[..., Any]], digest: str) -> Callable[..., Any]:
+    """Of a graph that runs several times in a step, each time the program of that time."""
+
+    def run(*operands: Any) -> Any:
+        here = _PASS.get()
+        turns = here.turns if here is not None else Counter[str]()
+        turn = turns[digest]
+        turns[digest] += 1
+        return variants[min(turn, len(variants) - 1)](*operands)
+
+    return run
+
+
+def _reached(
+    joint: fx.GraphModule, num_forward_outputs: int, by_autograd: Sequence[frozenset[int]]
+) -> tuple[frozenset[int] | None, ...]:
+    """For each input the outputs whose gradients its own is made from, by both readings; None where that is unknown."""
+    in_joint = reached_in_joint(joint, num_forward_outputs)
+    if len(in_joint) != len(by_autograd):  # AOTAutograd took inputs together
+        return tuple(None for _ in in_joint)
+    return tuple(None if a is None else a | b for a, b in zip(in_joint, by_autograd, strict=True))
+
+
+def _boxed(gm: fx.GraphModule, describe: Callable[[], str], later: Later | None) -> Callable[..., Any]:
+    """The generated code itself, taking its arguments in a list that it empties as it goes."""
+    attach_hollow(gm)
+    forget_side_effects(gm.graph)
+    call_cheaply(gm.graph)
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    overwritten = [i for i, node in enumerate(placeholders) if node.meta.get(OVERWRITTEN)]
+    if later is not None and any(node.meta.get(LATER) for node in gm.graph.nodes):
+        forward = in_two(gm, later)
+    else:
+        gm.graph.set_codegen(_BoxedCodeGen())
+        gm.recompile()
+        forward = gm.forward
+
+    def run(operands: list[Any]) -> Any:
+        first = operands[:_TOLD]
+        shapes = [tuple(t.shape) for t in first if isinstance(t, torch.Tensor) and t.dim() > 0]
+        del first
+        if overwritten and torch._C._autograd._get_current_graph_task_keep_graph():
+            # backward(retain_graph=True): what was saved must outlive this pass, so copies are overwritten.
+            log.warning("retain_graph takes more memory than the plan, which writes over saved tensors")
+            for position in overwritten:
+                operands[position] = operands[position].clone()
+        try:
+            return forward(operands)
+        except RuntimeError as error:
+            if not _is_out_of_memory(error):
+                raise
+            raise OutOfMemoryError(
+                f"out of memory in a fitted step (first operands {shapes}): {error}\n{describe()}\n"
+                f"largest live tensors: {largest_tensors()}\n"
+                "free what else is in memory, or fit the model to a lower budget"
+            ) from error
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

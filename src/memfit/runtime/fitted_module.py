@@ -1,0 +1,422 @@
+"""The fitted module: the same object, whose call runs a plan while it trains.
+
+`nn.Module` has a slot for a compiled call; the plan goes there. So the module keeps its class, parameters,
+hooks and `state_dict`, copies and pickles of it are plain modules, and eval or `no_grad` run the plain code.
+Each input signature has its own plan, made at its first call.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import types
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from memfit.capture.distributed.ddp import bucket_bytes, unwrapped
+from memfit.capture.eager.backward_autocast import planning_backward
+from memfit.capture.failures import explained
+from memfit.capture.loss.reading import AssumedLoss, loss_name
+from memfit.capture.own_calls import in_own_call
+from memfit.capture.state.snapshot import preserved
+from memfit.errors import BudgetError, LossError, MemfitError, PlanMismatchError, SpecError
+from memfit.ir.serialization import fingerprint_difference, graph_digest
+from memfit.runtime.executable import PlannedCall, compile_program
+from memfit.runtime.forward_passes import Pass
+from memfit.runtime.input_signature import Signature, signature
+from memfit.runtime.module_state import module_state
+from memfit.runtime.opaque import make_opaque, not_traced, undisturbed
+from memfit.runtime.plain_calls import nothing_to_train, transformed
+from memfit.runtime.training_loops import Loops, TogetherError
+from memfit.runtime.variants import Variants, decides
+from memfit.sim.verifier import check
+from memfit.units import format_bytes
+
+if TYPE_CHECKING:
+    from memfit.capture.loss.reading import LossFunction
+    from memfit.capture.optimizer.unwrapped import OptimizerLike
+    from memfit.compiler.plan import Plan
+    from memfit.compiler.stages import Planned, Request
+
+__all__ = ["Fitted", "fitted_call", "install", "release"]
+
+log = logging.getLogger(__name__)
+
+_PLANNING = threading.RLock()
+"""Held while a module is planned: Dynamo, the profiler and the snapshot of a model are for one thread at a time."""
+
+_MOST_STRAYS = 3
+"""So often a module is planned again because a step ran otherwise than planned."""
+
+
+@dataclass(slots=True)
+class Fitted:
+    """The call of a fitted module.
+
+    Attributes:
+        model: the module.
+        request: how to plan for another signature.
+        plans: by signature.
+        calls: by signature, what runs.
+        variants: the ways that branches on inputs went.
+        unsigned: a plan from a file that waits for its first call.
+        beneath: what was in the slot before: the call that `module.compile()` put there, for calls without a plan.
+        loops: how the loop's forward and backward passes follow each other.
+        latest: the plan that was made last.
+        stale: signatures to be planned again, whose plan serves until then.
+        strayed: by signature how often a step ran otherwise than planned.
+        failed: by signature how often it could not be planned, or not again.
+        plain: signatures that run plainly for that.
+        told: notices that were given.
+    """
+
+    model: weakref.ref[nn.Module]
+    request: Request
+    plans: dict[Signature, Plan] = field(default_factory=dict)
+    calls: dict[Signature, PlannedCall] = field(default_factory=dict)
+    variants: Variants = field(default_factory=Variants)
+    unsigned: Plan | None = None
+    beneath: Callable[..., Any] | None = None
+    loops: Loops = field(default_factory=Loops)
+    latest: Plan | None = None
+    stale: set[Signature] = field(default_factory=set)
+    strayed: Counter[Signature] = field(default_factory=Counter)
+    failed: Counter[Signature] = field(default_factory=Counter)
+    plain: set[Signature] = field(default_factory=set)
+    told: set[str] = field(default_factory=set)
+
+    @not_traced
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the plan of these inputs; the plain module where nothing is trained, or more is done than training."""
+        model = self.model()
+        assert model is not None
+        if in_own_call():
+            return model._call_impl(*args, **kwargs)
+        if not model.training or not torch.is_grad_enabled():
+            return (self.beneath or model._call_impl)(*args, **kwargs)
+        reason = transformed()
+        if reason is not None:
+            self._tell(f"under {reason}", f"runs plainly under {reason}, without its plan")
+            return model._call_impl(*args, **kwargs)
+        return self._train(model, args, kwargs)
+
+    @torch.compiler.disable(reason="memfit plans this module; its call is not traced")  # type: ignore[untyped-decorator]
+    def _train(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
+        state = module_state(model)
+        if state.substituted:
+            self._tell("functional", "runs plainly on tensors put in place of its parameters, without its plan")
+            return model._call_impl(*args, **kwargs)
+        if nothing_to_train(state, args, kwargs):
+            return model._call_impl(*args, **kwargs)
+        key = self.variants.signature(signature(model, args, kwargs, state), self.calls, model, args, kwargs)
+        if key in self.loops.differentiated_twice:
+            self._tell("twice", "runs plainly where it is differentiated twice, without its plan")
+            return model._call_impl(*args, **kwargs)
+        if key in self.plain:
+            return model._call_impl(*args, **kwargs)
+        if self.loops.is_otherwise(key, self._planned(key)):
+            self.stale.add(key)
+        call = self.calls.get(key)
+        if call is None or key in self.stale or self.loops.outgrown(key):
+            call = self._plan_for(model, key, args, kwargs)
+        if call is None:
+            return model._call_impl(*args, **kwargs)
+        try:
+            return self._run(model, key, call, args, kwargs)
+        except (torch._dynamo.exc.TorchDynamoException, PlanMismatchError) as error:
+            failure = getattr(error, "inner_exception", error)
+            if not isinstance(failure, PlanMismatchError):
+                if isinstance(failure, MemfitError):
+                    raise failure from None
+                _raise_as_plain(model, args, kwargs)
+                raise explained(error, model, start="cannot run the plan") from error
+        # Nothing ran: the module's Python state asks for another graph than the planned one.
+        self._tell("changed", f"changed since it was planned and needs another plan ({str(failure).partition(';')[0]})")
+        self.stale.add(key)
+        another = self._plan_for(model, key, args, kwargs)
+        if another is None or another is call:
+            return model._call_impl(*args, **kwargs)
+        return self._run(model, key, another, args, kwargs)
+
+    def _run(self, model: nn.Module, key: Signature, call: PlannedCall, args: Any, kwargs: Any) -> Any:
+        planned = self.plans[key].planned
+        here = self.loops.begin(key, type(model).__name__, () if planned is None else planned.capture.summed)
+        output = call.recorded(here, args, kwargs)
+        self.loops.add(here)
+        if call.strayed(here):
+            self._told_of_stray(model, key, call, here)
+        return output
+
+    def _told_of_stray(self, model: nn.Module, key: Signature, call: PlannedCall, here: Pass) -> None:
+        """Says that a step ran otherwise than planned, and has it planned again, a few times."""
+        self.strayed[key] += 1
+        again = self.strayed[key] <= _MOST_STRAYS and not self.failed[key]
+        if again:
+            self.stale.add(key)
+        more = here.executed - call.pieces
+        ran = f"{here.executed} of its {call.pieces} planned graphs" if more < 0 else "graphs"
+        what = (
+            f"ran {ran} by the plan and others plainly"
+            if more < 0 or here.strayed
+            else (f"ran planned graphs {here.executed} times, where its plan has {call.pieces} runs")
+        )
+        self._tell(
+            f"strayed {again}",
+            f"{what}, with the same bits and other memory than planned: its code took another way than when it was "
+            "planned; "
+            + ("it is planned again at its next call" if again else "it changes too often to be planned again"),
+        )
+
+    def _tell(self, what: str, text: str) -> None:
+        """A notice, given once."""
+        if what not in self.told:
+            self.told.add(what)
+            log.warning("%s %s", type(self.model()).__name__, text)
+
+    def _plan_for(self, model: nn.Module, key: Signature, args: Any, kwargs: Any) -> PlannedCall | None:
+        """A call by a new plan; the present one where there is no new one, None where there is none at all."""
+        missed = self.calls.get(key)
+        with _PLANNING:
+            here = self.calls.get(key)
+            if here is not None and here is not missed:
+                return here  # another thread planned it meanwhile
+            return self._plan_now(model, key, args, kwargs)
+
+    def _planned(self, key: Signature) -> Planned | None:
+        return self.plans[key].planned if key in self.plans else None
+
+    def _as_the_loop(self, key: Signature, **more: Any) -> Request:
+        """The request, for what is known of the loop."""
+        return self.loops.request(key, self.request, self._planned(key), decide=decides(key), **more)
+
+    def _plan_now(self, model: nn.Module, key: Signature, args: Any, kwargs: Any) -> PlannedCall | None:
+        try:
+            plan = self._plan(model, key, args, kwargs)
+        except SpecError:
+            raise
+        except Exception as error:
+            if not isinstance(error, BudgetError):
+                _raise_as_plain(model, args, kwargs)
+            if self.latest is None or not isinstance(error, MemfitError):
+                raise
+            return self._unplanned(key, error)
+        return self.adopt(model, key, plan)
+
+    def _unplanned(self, key: Signature, error: MemfitError) -> PlannedCall | None:
+        """What runs in the middle of training where a step cannot be planned: training does not end."""
+        self.stale.discard(key)
+        self.failed[key] += 1
+        call = self.calls.get(key)
+        if call is None or self.failed[key] >= _MOST_STRAYS:
+            self.plain.add(key)
+        self._tell(
+            f"failed {key}",
+            "cannot be planned for these inputs, or for the way its code takes now, so what is not planned runs "
+            f"plainly, with the same bits and maybe over the budget: {error}",
+        )
+        return call
+
+    def _plan(self, model: nn.Module, key: Signature, args: Any, kwargs: Any) -> Plan:
+        with undisturbed():
+            if self.unsigned is not None:
+                waiting, self.unsigned = self.unsigned, None
+                return verified(waiting, model, args, kwargs, self.request)
+            log.info("planning for inputs %s", key)
+            if not decides(key):
+                self._tell(
+                    "ways",
+                    "has branches on its inputs that go many ways, or on buffers that change, each planned when it was "
+                    "first taken; from here on other ways run by one plan in pieces around these branches",
+                )
+
+            def planned(beside_bytes: int) -> Plan:
+                beside_bytes += self.request.beside_bytes
+                return self._made(model, args, kwargs, self._as_the_loop(key, beside_bytes=beside_bytes))
+
+            try:
+                return self.loops.plan(key, planned, type(model).__name__, self.plans)
+            except BudgetError as error:
+                return self._over_budget(model, key, args, kwargs, error)
+
+    def _made(self, model: nn.Module, args: Any, kwargs: Any, request: Request) -> Plan:
+        from memfit.compiler.driver import make_plan
+
+        try:
+            return make_plan(model, args, kwargs, request, keep_call=True)
+        except LossError as error:
+            return make_plan(model, args, kwargs, self._without_loss(request, error), keep_call=True)
+
+    def _over_budget(self, model: nn.Module, key: Signature, args: Any, kwargs: Any, error: BudgetError) -> Plan:
+        """The leanest plan for a call in the middle of training that does not fit, rather than the end of training.
+
+        Raises:
+            BudgetError: the same for the first call of all.
+        """
+        if self.latest is None:
+            raise error
+        least_bytes = error.least_bytes
+        plan = error.plan if isinstance(error, TogetherError) else None
+        if plan is not None or (key in self.plans and key not in self.stale):  # several passes do not fit together
+            least = "about that much" if plan is not None else "the least that works for each"
+            self._tell(f"over {key}", f"takes more than its budget: {error}; the passes run with {least}")
+            if plan is not None:
+                return plan
+            least_bytes = 1  # of one pass it is not known yet
+        else:
+            self._tell(
+                f"over {key}",
+                f"takes more than its budget for these inputs, or with these gradients and hooks: {error}; it runs "
+                f"with {format_bytes(error.least_bytes)}, the least that works",
+            )
+        for _ in range(_MOST_STRAYS):
+            try:
+                return self._made(model, args, kwargs, self._as_the_loop(key, budget=least_bytes))
+            except BudgetError as more:
+                error, least_bytes = more, more.least_bytes
+        raise error
+
+    def _without_loss(self, request: Request, error: LossError) -> Request:
+        """For another batch in the middle of training, of which a loss bound to one batch's targets knows nothing."""
+        log.warning(
+            "loss_fn cannot be used to plan for these inputs (%s); planning as if gradients arrived where they did "
+            "before; a loss_fn that reads the current targets lets memfit plan with it",
+            error,
+        )
+        earlier = self.latest
+        before = earlier.planned.capture.loss if earlier is not None and earlier.planned is not None else None
+        return replace(request, loss_fn=AssumedLoss(name=loss_name(request.loss_fn), before=before))
+
+    def adopt(self, model: nn.Module, key: Signature, plan: Plan) -> PlannedCall:
+        """Runs `plan` for the inputs of this signature from now on."""
+        assert plan.planned is not None
+        call = plan.planned.call
+        if call is None:
+            with planning_backward(in_autocast=plan.planned.request.backward_in_autocast):
+                call = compile_program(model, plan.planned.capture, plan.program, describe=plan.words())
+        self.plans[key] = self.latest = replace(plan, planned=replace(plan.planned, call=None))
+        self.calls[key] = call
+        self.stale.discard(key)
+        return call
+
+
+def install(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    loss_fn: LossFunction | None = None,
+    optimizer: OptimizerLike | None = None,
+) -> nn.Module:
+    """Puts a plan into a module; see `memfit.compiler.plan.Plan.apply`."""
+    from memfit.compiler.stages import Request, fingerprint
+
+    given, model = model, unwrapped(model)
+    if plan.planned is not None:
+        request = replace(plan.planned.request, budget=plan.budget_bytes)
+    else:
+        tiers = ",".join(map(str, plan.program.tiers())) or None
+        request = Request(
+            budget=plan.budget_bytes,
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            strategy=plan.strategy,
+            levers="all" if plan.is_tiled else "bitwise",
+            tiers=tiers,
+            beside_bytes=bucket_bytes(given),
+        )
+    here = fingerprint(model, (), {})
+    difference = fingerprint_difference(
+        {k: v for k, v in plan.fingerprint.items() if k != "inputs"}, {k: v for k, v in here.items() if k != "inputs"}
+    )
+    if difference:
+        raise PlanMismatchError(_of_something_else(line[:300] for line in difference))
+    fitted = Fitted(weakref.ref(model), request)
+    if plan.planned is None:
+        fitted.unsigned = plan
+    else:
+        fitted.adopt(model, plan.planned.signature, plan)
+    before = model._compiled_call_impl
+    fitted.beneath = before.beneath if isinstance(before, Fitted) else before
+    make_opaque(Fitted)
+    model._compiled_call_impl = fitted
+    vars(model)["compile"] = types.MethodType(compile, model)
+    return given
+
+
+def compile(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """What a fitted module has for `nn.Module.compile`, which would put its own call over the plan."""
+    call = self._compiled_call_impl
+    nn.Module.compile(self, *args, **kwargs)
+    if isinstance(call, Fitted):
+        call.beneath, self._compiled_call_impl = self._compiled_call_impl, call
+        call._tell("compiled", "is fitted: its training steps run by the plan, other calls compiled")
+
+
+def _raise_as_plain(model: nn.Module, args: Any, kwargs: Any) -> None:
+    """Raises what the plain module raises with these inputs, if it does, with all that happens until then.
+
+    Planning leaves the module as it was. So if an error in it is the module's own, the module runs once more.
+    """
+    with preserved(model, args, kwargs):
+        try:
+            model._call_impl(*args, **kwargs)
+        except Exception:
+            fails = True
+        else:
+            fails = False
+    if fails:
+        model._call_impl(*args, **kwargs)
+
+
+def verified(plan: Plan, model: nn.Module, args: Any, kwargs: Any, request: Request) -> Plan:
+    """A plan from a file, with the capture it needs to run.
+
+    Raises:
+        PlanMismatchError: if the step is not the planned one.
+        ProgramError: if the program is not one of the step.
+    """
+    from memfit.compiler.stages import Planned, capture_and_profile, fingerprint
+
+    difference = fingerprint_difference(plan.fingerprint, fingerprint(model, args, kwargs))
+    capture, graph = capture_and_profile(model, args, kwargs, request, grid=plan.grid)
+    if difference or graph_digest(graph) != plan.graph_digest:
+        raise PlanMismatchError(
+            _of_something_else([line[:300] for line in difference] or ["the captured graph differs"])
+        )
+    check(graph, plan.program)
+    return replace(
+        plan, planned=Planned(capture=capture, graph=graph, request=request, signature=signature(model, args, kwargs))
+    )
+
+
+def _of_something_else(differences: Iterable[str]) -> str:
+    return (
+        f"the plan is for something else: {'; '.join(differences)}; make a plan of what is here with memfit.plan or fit"
+    )
+
+
+def fitted_call(model: nn.Module) -> Fitted:
+    """What `install` put there.
+
+    Raises:
+        MemfitError: if the module is not fitted.
+    """
+    call = getattr(unwrapped(model), "_compiled_call_impl", None)
+    if not isinstance(call, Fitted):
+        raise MemfitError(f"{type(model).__name__} is not fitted; call memfit.fit(model, ...) first")
+    return call
+
+
+def release(model: nn.Module) -> nn.Module:
+    """Makes a fitted module what it was, compiled if it was; a plain one stays as it is."""
+    inner = unwrapped(model)
+    call = getattr(inner, "_compiled_call_impl", None)
+    if isinstance(call, Fitted):
+        inner._compiled_call_impl = call.beneath
+        vars(inner).pop("compile", None)
+    return model

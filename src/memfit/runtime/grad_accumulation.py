@@ -1,0 +1,69 @@
+"""Adds gradients to `.grad` inside the backward pass, each when it is made.
+
+Autograd adds the gradients that a graph returns after all of it has run, so over several micro-batches a planned stage
+would hold every gradient twice. Here the graph adds each one itself and returns none.
+
+The first gradient is taken as `torch::autograd::AccumulateGrad` does: as it is if it has the parameter's layout and
+memory of its own, else copied. Later ones are added in place. Where the op that makes a gradient can add it to what is
+there (`memfit.ops.accumulation`), it does, and the sum over several micro-batches is rounded otherwise than autograd's.
+
+Parameters with hooks on their gradient are left to autograd.
+
+Known limits: where the caller's gradient is laid out otherwise than the parameter, a convolution's weight gradient is
+made before it is added; that memory is not planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.ops.accumulation import ADDING
+
+__all__ = ["Accumulation", "accumulation"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accumulation:
+    """What adds to the gradient of one parameter.
+
+    Attributes:
+        add: takes a gradient.
+        add_made_by: of a call like this one, what takes its operands and adds its result, laid out like the parameter.
+    """
+
+    add: Callable[[torch.Tensor], None]
+    add_made_by: Callable[[Any], Callable[..., None]]
+
+
+def accumulation(parameter: nn.Parameter) -> Accumulation:
+    """What adds to one parameter's gradient."""
+
+    def add(gradient: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            parameter.grad.add_(gradient)
+            return
+        whole = gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
+        if whole and gradient.stride() == parameter.stride():
+            parameter.grad = gradient.detach()
+        else:
+            parameter.grad = torch.empty_like(parameter).copy_(gradient)
+
+    def add_made_by(target: Callable[..., torch.Tensor]) -> Callable[..., None]:
+        add_result = ADDING[target]
+
+        def made(*operands: Any) -> None:
+            if parameter.grad is not None:
+                add_result(parameter.grad, *operands)
+                return
+            gradient = torch.empty_like(parameter)
+            add_result(gradient, *operands, beta=0)
+            parameter.grad = gradient
+
+        return made
+
+    return Accumulation(add=add, add_made_by=add_made_by)

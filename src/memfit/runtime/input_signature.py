@@ -1,0 +1,51 @@
+"""What distinguishes two calls of a module: a plan is made for one signature and never run on another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from memfit.ops.kernels.settings import kernel_settings
+from memfit.runtime.module_state import ModuleState, module_state
+
+__all__ = ["Signature", "signature"]
+
+Signature = tuple[Any, ...]
+
+
+def signature(model: nn.Module, args: Any, kwargs: Any, state: ModuleState | None = None) -> Signature:
+    """What a plan depends on and a caller may change.
+
+    Shapes, dtypes, autocast, gradients that exist, hooks; and what chooses kernels, since that an op gives the same
+    bits in parts was found with these.
+
+    Args:
+        model: the module.
+        args: positional inputs.
+        kwargs: keyword inputs.
+        state: of the module, where it is known already.
+    """
+    leaves = pytree.tree_leaves((args, kwargs))
+    inputs = tuple(
+        (t.shape, t.dtype, t.device, t.requires_grad) if isinstance(t, torch.Tensor) else _value(t) for t in leaves
+    )
+    device = next((t.device.type for t in leaves if isinstance(t, torch.Tensor)), "cpu")
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    seen: dict[int, int] = {}
+    same = tuple(seen.setdefault(id(t), i) for i, t in enumerate(leaves) if isinstance(t, torch.Tensor))
+    state = module_state(model) if state is None else state
+    settings = (autocast, torch.get_default_dtype(), *kernel_settings(device))
+    return (*inputs, same, state.accumulating, state.hooks, settings)
+
+
+def _value(value: object) -> object:
+    """A plain Python value, which a graph may hold as a constant, else only the type.
+
+    Numbers are told in words: `1` equals `True`, and NaN does not equal itself, so each call would be planned anew.
+    """
+    if value is None or isinstance(value, str):
+        return value
+    return (type(value), repr(value)) if isinstance(value, bool | int | float) else type(value)

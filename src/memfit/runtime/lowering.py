@@ -1,0 +1,170 @@
+"""Lowers a program to the forward and backward FX graphs that AOTAutograd runs.
+
+The order of the nodes is the order of the program (`memfit.runtime.emitter`). What the forward graph hands on, beside
+what the caller wants, is what the program keeps: bases of storages, states of random generators that are replayed, and
+the ticket that stands in for what is swapped between the two passes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from memfit.fxir.joint import JointReading
+from memfit.passes.conv_backward_split import HOLLOW_PREFIX, is_tangent, make_hollow
+from memfit.runtime.deferred_backward import LATER
+from memfit.runtime.emitter import Emitter, LocalInstruction, LocalMove
+from memfit.runtime.grad_accumulation import Accumulation
+from memfit.runtime.offload.engine import Swapper
+
+__all__ = ["attach_hollow", "lower"]
+
+
+def lower(
+    reading: JointReading,
+    forward: Sequence[LocalInstruction | LocalMove],
+    backward: Sequence[LocalInstruction | LocalMove],
+    kept: Sequence[int],
+    held: Collection[int],
+    swapper: Swapper | None = None,
+    streamed: Collection[int] = (),
+    adding: Mapping[int, Accumulation] | None = None,
+    waits_until: int | None = None,
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Builds the two graph modules of one piece.
+
+    Args:
+        reading: the piece.
+        forward: what runs in the forward pass, in order.
+        backward: what runs in the backward pass, in order.
+        kept: local storages of forward results handed to the backward pass; inputs need not be named.
+        held: local storages of results that the caller holds to the end of the step.
+        swapper: moves what is swapped.
+        streamed: local storages that live on tiers.
+        adding: for places of gradients what adds them to what is there; those in memory of their own are not returned.
+        waits_until: after so many instructions of the backward pass the rest can wait
+        (`memfit.runtime.deferred_backward`).
+
+    Returns:
+        Forward and backward graph modules, with the calling convention of AOTAutograd's partitioners.
+    """
+    joint = reading.module
+    (output,) = joint.graph.find_nodes(op="output")
+    outputs, descriptions = list(output.args[0]), list(output.meta["desc"])
+    count = reading.num_forward_outputs
+    placeholders = joint.graph.find_nodes(op="placeholder")
+    primals = [n for n in placeholders if not is_tangent(n)]
+
+    in_forward = Emitter(reading, fx.Graph(), swapper, streamed, reading.output_storages)
+    in_forward.place(primals)
+    in_forward.place(joint.graph.find_nodes(op="get_attr"))
+    in_forward.run_all(forward)
+
+    in_backward = Emitter(reading, fx.Graph(), swapper, streamed, held)
+    in_backward.place(primals)
+    for storage in kept:
+        in_backward.place([reading.storages[storage].base], as_inputs=True)
+    for index, state in in_forward.states.items():
+        in_backward.states[index] = in_backward.graph.placeholder(f"random_state_{index}")
+        in_backward.states[index].meta = dict(state.meta)
+    tickets = [] if in_forward.calls is None or in_forward.calls.ticket is None else [in_forward.calls.ticket]
+    for ticket in tickets:
+        assert in_backward.calls is not None
+        in_backward.calls.ticket = in_backward.graph.placeholder("swap_ticket")
+        in_backward.calls.ticket.meta = dict(ticket.meta)
+    in_backward.place([n for n in placeholders if is_tangent(n)])
+    in_backward.place(joint.graph.find_nodes(op="get_attr"))
+    for place, accumulation in (adding or {}).items():
+        gradient = outputs[count + place]
+        storage_of_gradient = reading.storage_of.get(gradient)
+        if storage_of_gradient is not None and storage_of_gradient in reading.accumulated:
+            in_backward.adding.setdefault(storage_of_gradient, []).append((gradient, accumulation))
+    in_backward.run_all(backward[:waits_until])
+    if waits_until is not None:
+        for gradient in outputs[count:]:
+            if isinstance(gradient, fx.Node) and gradient not in in_backward.awaited_sums():
+                in_backward.value(gradient)
+    waited = set(in_backward.graph.nodes)
+    if waits_until is not None:
+        in_backward.run_all(backward[waits_until:])
+    if in_backward.calls is not None:
+        in_backward.calls.end()
+    if waits_until is not None:
+        for node in in_backward.graph.nodes:
+            node.meta[LATER] = node not in waited and node.op != "get_attr"
+    in_backward.graph.call_function(donates_nothing)
+    # An input whose gradient were None here would be cut off from the graph; the calls return none when they run.
+    gradients = tuple(
+        in_backward.added[n] if n in in_backward.added else in_backward.value(n) if isinstance(n, fx.Node) else n
+        for n in outputs[count:]
+    )
+    in_backward.graph.output(gradients).meta["desc"] = descriptions[count:]
+    unread = [n for n in primals if not in_backward.placed[n].users]
+    for node in unread:
+        in_backward.graph.erase_node(in_backward.placed[node])
+
+    for storage in [s for s in kept if s in in_forward.coming]:
+        in_forward.wait_for(storage)  # what the backward graph gets is back
+    saved = [in_forward.placed[n] for n in primals if n not in unread]
+    saved += [in_forward.bases[s] for s in kept]
+    saved += list(in_forward.states.values())
+    saved += tickets
+    results = [in_forward.value(n) if isinstance(n, fx.Node) else n for n in outputs[:count]]
+    made = in_forward.graph.output((*results, *saved))
+    made.meta["desc"] = [*descriptions[:count], *(SavedForBackwardsAOTOutput(i) for i in range(len(saved)))]
+
+    with unset_fake_temporarily():
+        attributes = _attributes(joint)
+    for graph in (in_forward.graph, in_backward.graph):
+        _drop_unread(graph)
+        graph.lint()
+    return (
+        fx.GraphModule(attributes, in_forward.graph, "PlannedForward"),
+        fx.GraphModule(attributes, in_backward.graph, "PlannedBackward"),
+    )
+
+
+def donates_nothing() -> None:
+    """Does nothing, under a tag for which AOTAutograd looks.
+
+    It would take saved tensors for memory that the backward pass may write over, and from the second step on refuse to
+    keep the graph. memfit writes over copies then.
+    """
+
+
+donates_nothing.tags = (torch.Tag.inplace_view,)  # type: ignore[attr-defined]
+
+
+def _drop_unread(graph: fx.Graph) -> None:
+    for node in reversed(list(graph.nodes)):
+        free = node.op == "get_attr" or node.target is operator.getitem
+        if free and not node.users:
+            graph.erase_node(node)
+
+
+def _attributes(joint: fx.GraphModule) -> dict[str, Any]:
+    """The attributes of the joint module; hollow tensors come later (`attach_hollow`).
+
+    AOTAutograd copies the backward module deeply, and a copy of a hollow tensor would have memory.
+    """
+    attributes: dict[str, Any] = {}
+    for node in joint.graph.find_nodes(op="get_attr"):
+        name = str(node.target)
+        attributes[name] = (
+            torch.empty(0, device="cpu") if name.startswith(HOLLOW_PREFIX) else operator.attrgetter(name)(joint)
+        )
+    return attributes
+
+
+def attach_hollow(module: fx.GraphModule) -> None:
+    """Puts real hollow tensors where the graph reads them."""
+    with unset_fake_temporarily():
+        for node in module.graph.find_nodes(op="get_attr"):
+            if str(node.target).startswith(HOLLOW_PREFIX):
+                setattr(module, str(node.target), make_hollow(node.meta["val"]))

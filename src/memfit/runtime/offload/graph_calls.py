@@ -1,0 +1,121 @@
+"""Emits the calls of a `Swapper` into a graph that is being lowered (`memfit.runtime.emitter`).
+
+What stands for a step under way is its ticket: the first call makes it, in the forward or the backward graph, and all
+others take it. Most of these calls return nothing, and FX drops what nobody reads unless its function is in a set of
+those to keep; `forget_side_effects` takes them out of that set when the graph is compiled, since it would keep the
+tiers open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from memfit.fxir.layout import outer_axis
+from memfit.ir.slicing import BySlices
+from memfit.runtime.offload.engine import Swapper
+from memfit.runtime.offload.slice_stream import MovingSlices, SliceLayout
+
+__all__ = ["SwapCalls", "forget_side_effects", "keep_unread"]
+
+_PREFIX = "memfit_swap_"
+
+
+class SwapCalls:
+    """Emits the moves of one graph.
+
+    Attributes:
+        ticket: of the step, once there is one.
+    """
+
+    def __init__(self, graph: fx.Graph, swapper: Swapper, ticket: fx.Node | None = None) -> None:
+        """Begins without a step, or with the step of a ticket."""
+        self.ticket = ticket
+        self._graph = graph
+        self._swapper = swapper
+
+    def out(self, storage: int, tensor: fx.Node) -> None:
+        """Emits that a tensor starts on its way out."""
+        self._call(self._swapper.out, self._begun(tensor), tensor, storage)
+
+    def gone(self, storage: int) -> None:
+        """Emits that it is waited for to be out."""
+        self._call(self._swapper.out_done, self.ticket, storage)
+
+    def start_in(self, storage: int, base: fx.Node) -> fx.Node:
+        """Emits that it starts on its way back."""
+        made = self._call(self._swapper.start_in, self.ticket, storage, base.meta["val"].device)
+        made.meta = dict(base.meta)
+        return made
+
+    def wait_in(self, storage: int, started: fx.Node) -> fx.Node:
+        """Emits that it is waited for to be back."""
+        made = self._call(self._swapper.in_done, self.ticket, started, storage)
+        made.meta = dict(started.meta)
+        return made
+
+    def slices(self, storage: int, base: fx.Node, cut: BySlices) -> fx.Node:
+        """Emits what moves the slices of a storage that lives on a tier."""
+        layout, swapper = _layout(base.meta["val"], cut), self._swapper
+
+        def slices(ticket: torch.Tensor) -> MovingSlices:
+            return swapper.slices(ticket, storage, layout)
+
+        return self._call(slices, self._begun(base))
+
+    def end(self) -> None:
+        """Emits that nothing comes back any more, if anything has moved."""
+        if self.ticket is not None:
+            self._call(self._swapper.end, self.ticket)
+
+    def _begun(self, like: fx.Node) -> fx.Node:
+        """The ticket, made if there is none; its value is as fake as that of another node."""
+        if self.ticket is None:
+            mode = detect_fake_mode(like.meta["val"])
+            with unset_fake_temporarily():
+                real = torch.zeros((), dtype=torch.int64, device="cpu")
+            self.ticket = self._call(self._swapper.begin)
+            self.ticket.meta = {"val": real if mode is None else mode.from_tensor(real)}
+        return self.ticket
+
+    def _call(self, method: Callable[..., object], *args: Any) -> fx.Node:
+        """A call of a bound method; FX wants functions."""
+
+        def swap(*operands: Any) -> object:
+            return method(*operands)
+
+        swap.__name__ = method.__name__
+        keep_unread(swap)
+        return self._graph.call_function(swap, args)
+
+
+def keep_unread(target: Callable[..., object]) -> None:
+    """Has FX keep calls of a function that nobody reads, until `forget_side_effects`."""
+    target.__name__ = f"{_PREFIX}{target.__name__}"
+    fx.node.has_side_effect(target)
+
+
+def forget_side_effects(graph: fx.Graph) -> None:
+    """Takes a compiled graph's calls out of FX's global set of functions to keep."""
+    for node in graph.nodes:
+        if getattr(node.target, "__name__", "").startswith(_PREFIX):
+            fx.node._side_effectful_functions.discard(node.target)
+
+
+def _layout(value: torch.Tensor, cut: BySlices) -> SliceLayout:
+    axis = 0 if cut.grid else outer_axis(value, cut.batch)
+    assert axis is not None, "what runs on samples has them outermost"
+    return SliceLayout(
+        shape=tuple(value.shape),
+        stride=value.stride(),
+        dtype=value.dtype,
+        device=value.device,
+        axis=axis,
+        batch=cut.batch,
+        samples=cut.samples,
+    )

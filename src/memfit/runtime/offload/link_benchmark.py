@@ -1,0 +1,291 @@
+"""What moving bytes to a tier and back costs on this machine.
+
+Each direction is measured alone and beside compute, with the transfers that plans use. Beside compute two numbers come
+out: the rate of the link then, and how much longer compute takes for each byte, because the threads that copy and the
+kernels share cores or memory. What the disk gives comes from the disk: transfers bypass the page cache where they can.
+
+Numbers are kept per machine in a private file, since measuring takes some seconds.
+
+Known limits: compute is a mixture of matrix products and passes over memory, not the user's step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memfit.errors import MemfitError, SwapError
+from memfit.ir.jsonfile import read_json, write_json
+from memfit.ir.tiers import Link, Tier, TierLinks
+from memfit.profiling.cost_cache import cache_directory, machine_name
+from memfit.runtime.offload.backend import SwapSpace, Transfer, bytes_of
+from memfit.runtime.offload.disk import BUFFER_BYTES, DiskSpace
+from memfit.runtime.offload.pinned_host import HostSpace
+from memfit.runtime.offload.swap_file import swap_directory
+
+__all__ = ["Calibration", "LinkSpeed", "calibrate", "calibrated"]
+
+log = logging.getLogger(__name__)
+
+_VERSION = 1
+_TRANSFER_BYTES = 32 << 20
+_SECONDS = 0.3
+"""How long each of the measurements takes at least."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSpeed:
+    """One direction of a link.
+
+    Attributes:
+        alone_bytes_per_second: with nothing else going on.
+        bytes_per_second: beside compute.
+        pageable_bytes_per_second: alone, with memory of the host that is not pinned; 0 where that means nothing.
+        latency_seconds: of a small transfer.
+        compute_seconds_per_byte: what compute takes longer.
+    """
+
+    alone_bytes_per_second: float
+    bytes_per_second: float
+    pageable_bytes_per_second: float
+    latency_seconds: float
+    compute_seconds_per_byte: float
+
+    @property
+    def link(self) -> Link:
+        """What planners reckon with."""
+        return Link(
+            bytes_per_second=self.bytes_per_second,
+            latency_seconds=self.latency_seconds,
+            compute_seconds_per_byte=self.compute_seconds_per_byte,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """A tier as measured.
+
+    Attributes:
+        tier: which one.
+        device: of the tensors, and where the tier is.
+        out: to the tier.
+        into: back.
+    """
+
+    tier: Tier
+    device: str
+    out: LinkSpeed
+    into: LinkSpeed
+
+    def links(self, limit_bytes: int | None = None) -> TierLinks:
+        """What planners reckon with."""
+        buffer_bytes = BUFFER_BYTES if self.tier is Tier.DISK and self.device.startswith("cpu") else 0
+        return TierLinks(
+            tier=self.tier, out=self.out.link, into=self.into.link, limit_bytes=limit_bytes, buffer_bytes=buffer_bytes
+        )
+
+
+def calibrated(tier: Tier, device: torch.device) -> Calibration:
+    """What is known of a tier, measured now if nothing is.
+
+    Raises:
+        SwapError: if the tier cannot be used.
+    """
+    path = _file(tier, device)
+    try:
+        document: Any = read_json(path, schema=_SCHEMA)
+        speeds = {way: LinkSpeed(**document[way]) for way in ("out", "into")}
+        return Calibration(tier=tier, device=str(device), **speeds)
+    except (OSError, MemfitError):
+        return calibrate(tier, device)
+
+
+def calibrate(tier: Tier, device: torch.device) -> Calibration:
+    """Measures a tier anew and keeps the result for this machine.
+
+    Args:
+        tier: which one.
+        device: of the tensors.
+
+    Returns:
+        What was measured.
+
+    Raises:
+        SwapError: if the tier cannot be used.
+    """
+    space: SwapSpace
+    if tier is Tier.HOST:
+        if device.type != "cuda":
+            raise SwapError("tensors of a CPU are in the host's memory already; swap them to the disk: tiers='disk'")
+        space = HostSpace(_TRANSFER_BYTES, device)
+    else:
+        space = DiskSpace(_TRANSFER_BYTES)
+    try:
+        tensor = torch.ones(_TRANSFER_BYTES // 4, device=device)
+        small = torch.ones(1024, device=device)
+        place = space.reserve(_TRANSFER_BYTES)
+        speeds = [
+            _speed(move, tensor, small, place, device, pageable)
+            for move, pageable in ((space.out, _pageable_out), (space.into, _pageable_in))
+        ]
+    finally:
+        space.close()
+    found = Calibration(tier=tier, device=str(device), out=speeds[0], into=speeds[1])
+    path = _file(tier, device)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_json(path, {"version": _VERSION, "out": asdict(found.out), "into": asdict(found.into)})
+    except OSError as error:
+        log.warning("cannot save measured links to %s: %s", path, error)
+    return found
+
+
+_Move = Callable[[torch.Tensor, int], Transfer]
+
+
+def _speed(
+    move: _Move,
+    tensor: torch.Tensor,
+    small: torch.Tensor,
+    place: int,
+    device: torch.device,
+    pageable: Callable[..., None],
+) -> LinkSpeed:
+    """One direction."""
+
+    def transfer(what: torch.Tensor) -> None:
+        move(what, place).wait()
+        _synchronize(device)
+
+    transfer(tensor)
+    alone = _rate(lambda: transfer(tensor), tensor)
+    latency = min(_seconds(lambda: transfer(small)) for _ in range(20))
+    rates: list[float] = []
+    taken: list[float] = []
+    for rate, per_byte in _beside_compute(lambda: move(tensor, place), device):
+        rates.append(rate)
+        taken.append(per_byte)
+    middle = len(rates) // 2
+    unpinned = _rate(lambda: pageable(tensor), tensor) if device.type == "cuda" else 0.0
+    return LinkSpeed(
+        alone_bytes_per_second=alone,
+        bytes_per_second=min(alone, sorted(rates)[middle]),
+        pageable_bytes_per_second=unpinned,
+        latency_seconds=latency,
+        compute_seconds_per_byte=max(0.0, sorted(taken)[middle]),
+    )
+
+
+def _beside_compute(start: Callable[[], Transfer], device: torch.device) -> Iterator[tuple[float, float]]:
+    """Rates beside compute and what a byte takes from it, several times: without, with, without transfers in turns."""
+    compute = _Compute(device)
+    compute.run(3)
+    count = max(4, int(_SECONDS / max(1e-6, _seconds(lambda: compute.run(1)))))
+    for _ in range(3):
+        before = _seconds(lambda: compute.run(count))
+        moved, transfer = 0, start()
+        begin = time.perf_counter()
+        for _ in range(count):
+            compute.run(1)
+            if transfer.done():
+                moved, transfer = moved + _TRANSFER_BYTES, start()
+        beside = time.perf_counter() - begin
+        transfer.wait()
+        _synchronize(device)
+        moved += _TRANSFER_BYTES
+        elapsed = time.perf_counter() - begin
+        after = _seconds(lambda: compute.run(count))
+        yield moved / elapsed, (beside - (before + after) / 2) / (moved * beside / elapsed)
+
+
+class _Compute:
+    """What a training step does all day: matrix products and passes over memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        size = 512 if device.type == "cpu" else 2048
+        self.device = device
+        own = torch.Generator(device).manual_seed(0)  # the user's random numbers stay as they are
+        self.left = torch.randn(size, size, device=device, generator=own)
+        self.long = torch.randn(size * size * 8, device=device, generator=own)
+
+    def run(self, count: int) -> None:
+        for _ in range(count):
+            torch.mm(self.left, self.left)
+            torch.mm(self.left, self.left)
+            self.long.relu_()
+        _synchronize(self.device)
+
+
+def _pageable_out(tensor: torch.Tensor) -> None:
+    bytes_of(tensor).cpu()
+
+
+def _pageable_in(tensor: torch.Tensor) -> None:
+    bytes_of(tensor).copy_(torch.empty(tensor.untyped_storage().nbytes(), dtype=torch.uint8, device="cpu"))
+    _synchronize(tensor.device)
+
+
+def _rate(run: Callable[[], None], tensor: torch.Tensor) -> float:
+    """Bytes a second, the median of several."""
+    seconds: list[float] = []
+    while sum(seconds) < _SECONDS / 2 or len(seconds) < 3:
+        seconds.append(_seconds(run))
+    return tensor.untyped_storage().nbytes() / sorted(seconds)[len(seconds) // 2]
+
+
+def _seconds(run: Callable[[], None]) -> float:
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _file(tier: Tier, device: torch.device) -> Path:
+    """Where the numbers of a tier are kept; a disk is known by its file system."""
+    where = swap_directory().stat().st_dev if tier is Tier.DISK else ""
+    digest = hashlib.sha256(f"{machine_name(device)} {tier} {where}".encode()).hexdigest()[:16]
+    return cache_directory() / f"link-{digest}.json"
+
+
+_RATE = {"type": "number", "minimum": 0, "maximum": 1e15}
+_POSITIVE = {**_RATE, "minimum": 1}
+_SPEED = {
+    "type": "object",
+    "properties": {
+        "alone_bytes_per_second": _POSITIVE,
+        "bytes_per_second": _POSITIVE,
+        "pageable_bytes_per_second": _RATE,
+        "latency_seconds": _RATE,
+        "compute_seconds_per_byte": _RATE,
+    },
+    "required": [
+        "alone_bytes_per_second",
+        "bytes_per_second",
+        "pageable_bytes_per_second",
+        "latency_seconds",
+        "compute_seconds_per_byte",
+    ],
+    "additionalProperties": False,
+}
+_SCHEMA: dict[str, Any] = {
+    "$schema": "https://json-schema.org/draft/2020-12/schema",
+    "type": "object",
+    "properties": {
+        "version": {"type": "integer", "minimum": _VERSION, "maximum": _VERSION},
+        "out": _SPEED,
+        "into": _SPEED,
+    },
+    "required": ["version", "out", "into"],
+    "additionalProperties": False,
+}

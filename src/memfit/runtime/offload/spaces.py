@@ -1,0 +1,39 @@
+"""Opens the tiers that a program swaps to, with the space of one step."""
+
+from __future__ import annotations
+
+import torch
+
+from memfit.ir.graph import StepGraph
+from memfit.ir.program import Program
+from memfit.ir.streaming import tier_bytes
+from memfit.ir.tiers import Tier, slot_bytes
+from memfit.runtime.offload.backend import SwapSpace
+from memfit.runtime.offload.disk import DiskSpace
+from memfit.runtime.offload.pinned_host import HostSpace
+
+__all__ = ["open_spaces"]
+
+
+def open_spaces(graph: StepGraph, program: Program, device: torch.device) -> dict[Tier, SwapSpace]:
+    """The tiers a program uses.
+
+    Args:
+        graph: the step; its tiers say what each may hold.
+        program: a program of it.
+        device: where the step runs.
+
+    Raises:
+        SwapError: if there is no room.
+    """
+    nbytes: dict[Tier, int] = {}
+    for storage, tier in program.swapped().items():
+        nbytes[tier] = nbytes.get(tier, 0) + slot_bytes(graph.storages[storage].nbytes)
+    for storage, tier in program.streamed().items():
+        nbytes[tier] = nbytes.get(tier, 0) + tier_bytes(graph, storage)
+    limits = {links.tier: links.limit_bytes for links in graph.tiers}
+    spaces: dict[Tier, SwapSpace] = {}
+    for tier, wanted in nbytes.items():
+        limit = limits.get(tier)
+        spaces[tier] = DiskSpace(wanted, limit) if tier is Tier.DISK else HostSpace(wanted, device, limit)
+    return spaces

@@ -1,0 +1,232 @@
+"""A program, split among the captured pieces: what each runs of it, in the numbers of its own joint graph.
+
+A program (`memfit.ir.program`) speaks of the ops and storages of the whole step. What runs is one forward and one
+backward graph for each captured piece, in each of which ops and storages have numbers of their own.
+
+The technique is a walk over the instructions in order. An op goes to the piece it was captured in, to the forward pass
+before the loss and to the backward pass after it, and is marked with what follows from its place: whether it runs
+again, whether it restores a random state, runs as one with the next op, or is half of a call. A storage made in
+the forward pass that the backward pass reads before making it again is handed over. A joint graph is known again
+by a digest of its ops, operands and shapes, as Dynamo traces it a second time when the plan is compiled.
+
+Known limits: an op runs in its own piece only, so what crosses between pieces is never made again elsewhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from memfit.capture.training_step import Capture
+from memfit.fxir.joint import JointReading
+from memfit.ir.graph import Phase, StorageKind
+from memfit.ir.program import Action, Instruction, Program, are_halves
+from memfit.ir.streaming import tier_bytes
+from memfit.ops.accumulation import Accumulate
+from memfit.runtime.emitter import LocalInstruction, LocalMove, Move
+from memfit.runtime.offload.engine import Slot
+
+__all__ = ["PieceProgram", "piece_programs", "reading_digest"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PieceProgram:
+    """The part of a program that one captured graph runs.
+
+    Attributes:
+        digest: of the joint graph it was made for.
+        separated: see `memfit.fxir.joint.JointReading`.
+        grid: see there.
+        forward: instructions of its forward pass.
+        backward: instructions of its backward pass.
+        kept: local storages handed from one to the other.
+        held: local storages of results that the caller holds to the end of the step.
+        slots: local storages that go to tiers, and where to.
+        streamed: those of them that live there and pass slice by slice.
+        accumulate: how it adds gradients of parameters to `.grad` itself; None if it does not.
+        waits_until: with how many instructions of its backward pass the part ends that is waited for; None for all.
+    """
+
+    digest: str
+    separated: frozenset[str]
+    grid: tuple[int, ...]
+    forward: tuple[LocalInstruction | LocalMove, ...]
+    backward: tuple[LocalInstruction | LocalMove, ...]
+    kept: tuple[int, ...]
+    held: frozenset[int] = frozenset()
+    slots: Mapping[int, Slot] = field(default_factory=dict)
+    streamed: frozenset[int] = frozenset()
+    accumulate: Accumulate | None = None
+    waits_until: int | None = None
+
+
+def piece_programs(capture: Capture, program: Program) -> tuple[PieceProgram, ...]:
+    """Splits a program among the pieces of its capture.
+
+    Args:
+        capture: the captured step.
+        program: a checked program of it.
+
+    Returns:
+        One piece program for each piece.
+    """
+    graph = capture.graph
+    local_op = {id(op): i for piece in capture.pieces.pieces for i, op in enumerate(piece.reading.ops)}
+    runs_again = set(program.recomputed())
+    count = len(capture.pieces.pieces)
+    forward: list[list[LocalInstruction | LocalMove]] = [[] for _ in range(count)]
+    backward: list[list[LocalInstruction | LocalMove]] = [[] for _ in range(count)]
+    kept: list[dict[int, None]] = [{} for _ in range(count)]
+    past_loss = False
+    waits_until: list[int | None] = [None] * count
+    seen: set[int] = set()
+    leaving: set[int] = set()
+    written_back: list[set[int]] = [set() for _ in range(count)]
+    fused, handed_on = _fused(program)
+    local = _local_storages(capture)
+    held = [frozenset(numbers[s] for s in graph.outputs if s in numbers) for numbers in local]
+    piece_of = {s: op.piece for op in graph.ops for s in op.writes}
+
+    def move(kind: Move, storage: int) -> None:
+        piece = piece_of[storage]
+        (backward if past_loss else forward)[piece].append(LocalMove(kind, local[piece][storage]))
+        if past_loss and kind is Move.IN:
+            written_back[piece].add(local[piece][storage])
+
+    position = -1
+    for place, instruction in enumerate(program.instructions):
+        index = instruction.index
+        gone = index if instruction.action is Action.FREE else instruction.over
+        if gone in leaving:
+            assert gone is not None
+            leaving.discard(gone)
+            move(Move.GONE, gone)
+        if instruction.action is Action.SWAP_OUT:
+            leaving.add(index)
+            move(Move.OUT, index)
+        elif instruction.action is Action.SWAP_IN:
+            move(Move.IN, index)
+        if instruction.action is not Action.COMPUTE:
+            continue
+        position += 1
+        following = program.instructions[place + 1] if place + 1 < len(program.instructions) else None
+        op, joint = graph.ops[index], capture.joint_ops[index]
+        past_loss = past_loss or op.phase is Phase.LOSS
+        if joint is None:
+            continue
+        random = op.random_state_bytes > 0 and index in runs_again
+        from_statistics = index in seen and op.again is not None
+        run = LocalInstruction(
+            index=local_op[id(joint)],
+            again=index in seen,
+            over=local[op.piece].get(instruction.over),
+            parts=instruction.parts,
+            from_statistics=from_statistics,
+            save_state=random and index not in seen,
+            replay=random and index in seen,
+            fused=fused[position],
+            sliced=instruction.sliced,
+            handed_on=tuple(local[op.piece][s] for s in handed_on[position]),
+            with_next=_runs_with_next(capture, instruction, following),
+        )
+        seen.add(index)
+        if not past_loss:
+            forward[op.piece].append(run)
+            continue
+        storages = capture.pieces.pieces[op.piece].reading.storages
+        reads, writes = (joint.again_reads, joint.writes[:1]) if from_statistics else (joint.reads, joint.writes)
+        for storage in reads if run.over is None else (*reads, run.over):
+            if storages[storage].kind is StorageKind.FORWARD and storage not in written_back[op.piece]:
+                kept[op.piece][storage] = None
+        written_back[op.piece].update(s for s in writes if s not in held[op.piece])
+        backward[op.piece].append(run)
+        if capture.deferred and op.phase is Phase.BACKWARD and index not in capture.deferred:
+            waits_until[op.piece] = len(backward[op.piece])
+    for storage in program.streamed():
+        kept[piece_of[storage]].pop(local[piece_of[storage]][storage], None)
+    swapped = {s: (tier, graph.storages[s].nbytes) for s, tier in program.swapped().items()}
+    streamed = {s: (tier, tier_bytes(graph, s)) for s, tier in program.streamed().items()}
+    # Gradients may be forward results as they are.
+    for index, piece in enumerate(capture.pieces.pieces):
+        for storage in piece.reading.gradient_storages:
+            if piece.reading.storages[storage].kind is StorageKind.FORWARD:
+                kept[index][storage] = None
+    return tuple(
+        PieceProgram(
+            digest=reading_digest(piece.reading),
+            separated=piece.reading.separated,
+            grid=piece.reading.grid,
+            forward=tuple(forward[i]),
+            backward=tuple(backward[i]),
+            kept=tuple(kept[i]),
+            held=held[i],
+            slots={
+                local[i][s]: Slot(tier=tier, nbytes=nbytes)
+                for s, (tier, nbytes) in (swapped | streamed).items()
+                if piece_of[s] == i
+            },
+            streamed=frozenset(local[i][s] for s in streamed if piece_of[s] == i),
+            accumulate=_accumulation(piece.reading),
+            waits_until=waits_until[i],
+        )
+        for i, piece in enumerate(capture.pieces.pieces)
+    )
+
+
+def _runs_with_next(capture: Capture, instruction: Instruction, following: Instruction | None) -> bool:
+    """Whether an instruction is half of a call, the next one the other, and both run in the same part of the pass."""
+    if following is None or not are_halves(capture.graph, instruction, following):
+        return False
+    return (instruction.index in capture.deferred) == (following.index in capture.deferred)
+
+
+def _accumulation(reading: JointReading) -> Accumulate | None:
+    if reading.as_made:
+        return Accumulate.AS_MADE
+    return Accumulate.WHOLE if reading.accumulated else None
+
+
+def _fused(program: Program) -> tuple[list[bool], list[list[int]]]:
+    """For each op in order, whether the next one runs as one with it, and which storages end in between."""
+    fused: list[bool] = []
+    handed_on: list[list[int]] = []
+    for run in program.runs():
+        computes = sum(i.action is Action.COMPUTE for i in run)
+        fused += [place < computes - 1 for place in range(computes)]
+        handed_on += [[] for _ in range(computes)]
+        if computes and len(run) > 1:
+            handed_on[-1] = [i.index for i in run if i.action is Action.FREE]
+    return fused, handed_on
+
+
+def _local_storages(capture: Capture) -> list[dict[int | None, int]]:
+    """For each piece the storages of the step by the numbers they have there."""
+    local: list[dict[int | None, int]] = [{} for _ in capture.pieces.pieces]
+    for op, joint in zip(capture.graph.ops, capture.joint_ops, strict=True):
+        if joint is not None:
+            local[op.piece].update(zip(op.writes, joint.writes, strict=True))
+    return local
+
+
+def reading_digest(reading: JointReading) -> str:
+    """Identifies a joint graph: ops, operands, shapes.
+
+    Not the sizes of storages: of a tensor that fake tensors cache the storage may be larger the first time.
+    """
+    lines = [
+        f"{op.node.name} {op.node.target} {op.reads} {op.writes} {op.in_place_over} {op.recomputable}"
+        for op in reading.ops
+    ]
+    lines += [f"{s.base.name} {s.kind} {_layouts(s.base.meta.get('val'))}" for s in reading.storages]
+    return hashlib.sha256("\\n".join(lines).encode()).hexdigest()
+
+
+def _layouts(value: Any) -> str:
+    """Shapes, strides and dtypes of the tensors a node makes."""
+    tensors = [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
+    return " ".join(f"{tuple(t.shape)} {t.stride()} {t.dtype}" for t in tensors)

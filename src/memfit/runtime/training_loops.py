@@ -1,0 +1,278 @@
+"""How the caller's loop is run: which forward passes it makes before a backward pass, learned from its steps.
+
+A plan is made for a forward pass and its backward pass. Contrastive and siamese losses, and some trainers of
+adversarial networks, make several forward passes and then go back through all of them: what each has saved lies in
+memory while the others run. So passes that have not gone back are counted. When there are more of them than were
+planned for, the step that shows it is told, and the next one is planned with the memory of the other passes beside
+it (`Request.beside_bytes`), which is a fixed point: what one pass keeps is what the next finds taken.
+
+Idea: gradient caching (Gao et al., 2021, GradCache) treats such losses by a second forward pass for each part; here the
+loop stays as it is and the budget is shared.
+
+Autograd adds up the gradients of all uses of a parameter in all passes one after the other. So the next plan returns
+the gradient of each use by itself (`memfit.capture.gradients.shared_inputs`), and until then it is told whose are
+rounded.
+
+Known limits: the first step that makes more passes than were planned for may exceed the budget. All passes of one
+signature have one plan.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from memfit.compiler.plan import Plan
+from memfit.errors import BudgetError
+from memfit.runtime.forward_passes import Pass, in_flight
+from memfit.runtime.input_signature import Signature
+from memfit.sim.simulator import simulate
+from memfit.units import format_bytes
+
+if TYPE_CHECKING:
+    from memfit.compiler.stages import Planned, Request
+
+__all__ = ["Loops", "TogetherError", "held_bytes"]
+
+log = logging.getLogger(__name__)
+
+_MOST_TRIES = 5
+_NAMED = 3
+_CLOSE_ENOUGH = 0.05
+"""What is set aside for other passes may exceed what they hold by this share of the budget."""
+
+
+class TogetherError(BudgetError):
+    """Several passes do not fit together.
+
+    Attributes:
+        plan: of one of them, such that all take as little together as was found; None if nothing was found.
+    """
+
+    def __init__(self, message: str, *, budget_bytes: int, least_bytes: int, plan: Plan | None) -> None:
+        super().__init__(message, budget_bytes=budget_bytes, least_bytes=least_bytes)
+        self.plan = plan
+
+
+@dataclass(slots=True)
+class Loops:
+    """What is known of the loops that call a fitted module.
+
+    Attributes:
+        passes: that have not gone back.
+        beside: by signature the passes seen in flight beside one of it, the most of each signature.
+        planned_beside: the same, as it was when plans were made.
+        widened: signatures whose calls are planned with all outputs, as one that was cut got a gradient.
+        narrowed: see `Pass`.
+        regions: see `Pass`.
+        apart: signatures whose calls are planned with gradients use by use, as others add to them.
+        turned: see `Pass`.
+        differentiated_twice: signatures whose calls run plainly for that.
+    """
+
+    passes: list[weakref.ref[Pass]] = field(default_factory=list)
+    beside: dict[Signature, Counter[Signature]] = field(default_factory=dict)
+    planned_beside: dict[Signature, Counter[Signature]] = field(default_factory=dict)
+    widened: set[Signature] = field(default_factory=set)
+    narrowed: dict[Signature, frozenset[int]] = field(default_factory=dict)
+    regions: set[tuple[Signature, bool]] = field(default_factory=set)
+    apart: set[Signature] = field(default_factory=set)
+    turned: set[Signature] = field(default_factory=set)
+    differentiated_twice: set[Signature] = field(default_factory=set)
+
+    def begin(self, key: Signature, name: str, summed: Sequence[str] = ()) -> Pass:
+        """A record for a forward pass that is about to run; notes what is in flight beside it.
+
+        Args:
+            key: signature of the pass.
+            name: of the module.
+            summed: names of parameters the gradients of whose uses the pass adds up by itself.
+        """
+        others = in_flight(self.passes)
+        if others:
+            self._note(Counter([key, *(one.key for one in others)]), name, summed)
+        return Pass(
+            key=key,
+            refused=self.differentiated_twice,
+            widened=self.widened,
+            narrowed=self.narrowed,
+            regions=self.regions,
+            apart=self.apart,
+            turned=self.turned,
+        )
+
+    def add(self, here: Pass) -> None:
+        """Counts a pass that has run and waits for its backward pass."""
+        if here.waiting:
+            self.passes.append(weakref.ref(here))
+
+    def outgrown(self, key: Signature) -> bool:
+        """Whether more passes were seen beside one of a signature than it is planned for, and it can be planned now."""
+        known = self.beside.get(key)
+        if known is None or known == self.planned_beside.get(key):
+            return False
+        now = Counter(one.key for one in in_flight(self.passes))
+        return now <= known
+
+    def without_gradient(self, key: Signature, request: Request | None) -> frozenset[int]:
+        """Outputs that left by a side door and that the loop brings no gradient, as far as is known.
+
+        Args:
+            key: signature of the pass.
+            request: what it is planned for now, if it is.
+        """
+        return self.narrowed.get(key, frozenset[int]() if request is None else request.without_gradient)
+
+    def is_otherwise(self, key: Signature, planned: Planned | None) -> bool:
+        """Whether the loop does with the output or in its backward pass what a plan does not know."""
+        if planned is None:
+            return False
+        request = planned.request
+        if key in self.widened:
+            narrowed, widened = False, request.cut
+        else:
+            narrowed, widened = self.without_gradient(key, request) != request.without_gradient, False
+        apart = key in self.apart and bool(planned.capture.summed) and not request.by_use
+        return narrowed or widened or apart or ((key, True) in self.regions and not request.backward_in_autocast)
+
+    def request(self, key: Signature, asked: Request, planned: Planned | None, **more: Any) -> Request:
+        """What was asked for, for what is known of the loop.
+
+        Args:
+            key: signature of the pass.
+            asked: for any pass.
+            planned: its plan, if it has one.
+            more: other fields of the request.
+        """
+        cut = key not in self.widened
+        without = self.without_gradient(key, None if planned is None else planned.request)
+        return replace(
+            asked,
+            cut=cut,
+            without_gradient=without if cut else frozenset[int](),
+            told=cut and key in self.narrowed,
+            by_use=key in self.apart,
+            backward_in_autocast=asked.backward_in_autocast or (key, True) in self.regions,
+            **more,
+        )
+
+    def _note(self, together: Counter[Signature], name: str, summed: Sequence[str]) -> None:
+        rounded = ""
+        if summed:
+            rounded = (
+                f"; until then gradients of {_some(summed)} are equal to the plain step's up to rounding, as each pass "
+                "adds up those of its uses first"
+            )
+        for key in together:
+            others = together - Counter([key])
+            known = self.beside.get(key, Counter())
+            if not others <= known:
+                self.beside[key] = known | others
+                self.apart.add(key)
+                log.warning(
+                    "%s makes %d forward passes before a backward pass; this step may take more than the budget, the "
+                    "next one is planned for as many%s",
+                    name,
+                    together.total(),
+                    rounded,
+                )
+
+    def plan(self, key: Signature, planned: Callable[[int], Plan], name: str, plans: Mapping[Signature, Plan]) -> Plan:
+        """A plan for one pass beside the others that were seen with it.
+
+        Args:
+            key: signature of the pass.
+            planned: plans with so many bytes beside the step.
+            name: of the module.
+            plans: what there is by signature.
+
+        Raises:
+            BudgetError: if the pass does not fit beside others, or `TogetherError` if several like it do not.
+        """
+        others = self.beside.get(key)
+        if not others:
+            return planned(0)
+        self.planned_beside[key] = Counter(others)
+        known = plans.get(key)
+        beside_bytes = sum(held_bytes(plans[k]) * count for k, count in others.items() if k != key and k in plans)
+        alike = others[key]
+        if known is None or not alike:
+            return planned(beside_bytes + (0 if known is None else _gradient_bytes(known)))
+        beside_bytes += _gradient_bytes(known)
+        return self._shared(known, planned, alike, beside_bytes, name)
+
+    def _shared(self, known: Plan, planned: Callable[[int], Plan], alike: int, beside_bytes: int, name: str) -> Plan:
+        """The plan of one of several equal passes that leaves room for what the others hold by the same plan."""
+        assert known.planned is not None
+        graph = known.planned.graph
+        passing = known.predicted.peak_bytes - graph.static_bytes - held_bytes(known)
+        room = known.budget_bytes - graph.static_bytes - beside_bytes - passing
+        most = alike * held_bytes(known)
+        low, high, aside = 0, most, min(most, max(0, room * alike // (alike + 1)))
+        found: Plan | None = None
+        least: tuple[int, Plan] | None = None
+        failure: BudgetError | None = None
+        edge: int | None = None
+        for _ in range(_MOST_TRIES):
+            try:
+                plan = planned(beside_bytes + aside)
+            except BudgetError as error:
+                failure = error if failure is None or error.least_bytes < failure.least_bytes else failure
+                high = aside
+                edge = aside - (error.least_bytes - known.budget_bytes)  # below zero where one pass does not fit
+                if edge > low or least is None:
+                    aside = edge
+                    continue
+            else:
+                held = alike * held_bytes(plan)
+                together = plan.predicted.peak_bytes - aside + held
+                least = min(least or (together, plan), (together, plan), key=lambda one: one[0])
+                if held <= aside:
+                    found, high = plan, aside
+                    if aside - held <= _CLOSE_ENOUGH * plan.budget_bytes:
+                        break
+                elif aside == edge:  # no plan of a pass holds less
+                    break
+                else:
+                    low = aside
+            if high - low <= 1:
+                break
+            aside = (low + high + 1) // 2
+        if found is not None:
+            log.info("%s: %s set aside for %d other passes", name, format_bytes(aside), alike)
+            return found
+        if least is None:
+            least_bytes = known.budget_bytes + most if failure is None else failure.least_bytes
+        else:
+            least_bytes = max(least[0], known.budget_bytes + 1)
+        raise TogetherError(
+            f"{name} makes {alike + 1} forward passes before a backward pass, and what they hold together does not fit "
+            f"{format_bytes(known.budget_bytes)}; call it once on all inputs put together, go back after each pass, or "
+            f"give it about {format_bytes(least_bytes)}" + ("" if failure is None else f" (of one pass: {failure})"),
+            budget_bytes=known.budget_bytes,
+            least_bytes=least_bytes,
+            plan=None if least is None else least[1],
+        ) from failure
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def held_bytes(plan: Plan) -> int:
+    """What a pass by a plan holds between its forward and its backward pass, inputs and results included."""
+    assert plan.planned is not None
+    graph, capture = plan.planned.graph, plan.planned.capture
+    made_bytes = simulate(graph, plan.program).forward_end_bytes - graph.static_bytes
+    return max(0, made_bytes) + capture.input_bytes + capture.between_bytes
+
+
+def _gradient_bytes(plan: Plan) -> int:
+    """Gradients of another pass that are there already when this one goes back."""
+    assert plan.planned is not None
+    return plan.planned.graph.gradient_bytes

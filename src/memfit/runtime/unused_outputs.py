@@ -1,0 +1,196 @@
+"""Outputs the loss does not use: cut from the gradient, and recomputed if a gradient arrives after all.
+
+AOTAutograd feeds a differentiable output that receives no gradient with zeros: for the logits of a language model that
+returns its own loss this is the largest tensor of the step. The plan cuts such outputs. Should the training loop
+differentiate one after all, the gradient would silently be missing.
+
+Idea: what `torch.utils.checkpoint` does to a region, for the whole graph and only then. A cut output keeps an edge of
+autograd to the node that runs the graph backward, so its gradient is known before that node runs. The node then
+recomputes the graph's forward pass as plain code, from the same inputs and random state, and differentiates it with
+respect to all outputs at once, which sums in eager's order. Later calls are planned with all outputs.
+
+Known limits: a graph that reads a tensor it overwrites, or whose inputs changed since, cannot be recomputed. That is an
+error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from memfit.capture.dynamo_graph import attach_outputs
+from memfit.errors import PlanMismatchError
+from memfit.fxir.joint import JointReading
+from memfit.ir.graph import Phase
+
+__all__ = ["Begun", "WholeGraph", "whole_graph", "with_anchor"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeGraph:
+    """A graph of which outputs were cut.
+
+    Attributes:
+        call: runs it plainly, no output cut; None if that cannot be done a second time.
+        random: whether it draws random numbers.
+        cut: positions of the outputs that were cut.
+    """
+
+    call: Callable[..., Any] | None
+    random: bool
+    cut: tuple[int, ...]
+
+
+def whole_graph(gm: fx.GraphModule, cut: Sequence[int], reading: JointReading, *, aligned: bool) -> WholeGraph:
+    """What is known of a graph with cut outputs.
+
+    Args:
+        gm: Dynamo's graph.
+        cut: positions of the outputs that were cut.
+        reading: of its joint graph.
+        aligned: whether the backward pass returns a gradient for each input of Dynamo's graph.
+    """
+    forward = [op for op in reading.ops if op.phase is Phase.FORWARD]
+    once = {s for op in forward if not op.recomputable for s in op.writes}
+    able = aligned and not reading.accumulated and not any(op.recomputable and once & {*op.reads} for op in forward)
+    whole = fx.GraphModule(gm, fx.Graph(), "Whole") if able else None
+    if whole is not None:
+        whole.graph = _copy(gm.graph)
+        attach_outputs(whole, cut)
+    return WholeGraph(
+        call=None if whole is None else whole.forward, random=any(op.random for op in forward), cut=tuple(cut)
+    )
+
+
+def _copy(graph: fx.Graph) -> fx.Graph:
+    copied = fx.Graph()
+    returned = copied.graph_copy(graph, {})
+    copied.output(returned)
+    return copied
+
+
+@dataclass(slots=True, eq=False)
+class Begun:
+    """A run of a graph with cut outputs, and the inputs and random states that recompute it.
+
+    Attributes:
+        whole: the graph.
+        inputs: of the run.
+        versions: of the inputs that are tensors, before it ran.
+        after: the same when it had run.
+        random_before: a generator of the processor in the state before it ran, None if it draws nothing; it is an
+            object of Python, so its 5 KiB take nothing of the memory of tensors.
+        cuda_states: of each GPU's generator.
+        autocast: by device type the dtype, None where it was off.
+    """
+
+    whole: WholeGraph
+    inputs: tuple[Any, ...]
+    versions: tuple[int, ...]
+    after: tuple[int, ...]
+    random_before: torch.Generator | None
+    cuda_states: tuple[torch.Tensor, ...]
+    autocast: Mapping[str, torch.dtype | None]
+
+    @classmethod
+    def now(cls, whole: WholeGraph, inputs: tuple[Any, ...]) -> Begun:
+        """Right before the run."""
+        devices = {"cpu"} | {t.device.type for t in inputs if isinstance(t, torch.Tensor)} - {"meta"}
+        on = {d: torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in devices}
+        before = torch.default_generator.clone_state() if whole.random else None
+        cuda_states = tuple(torch.cuda.get_rng_state_all()) if whole.random and "cuda" in devices else ()
+        return cls(whole, inputs, _versions(inputs), (), before, cuda_states, on)
+
+    def done(self) -> None:
+        """Right after it."""
+        self.after = _versions(self.inputs)
+
+    def can_recompute(self) -> bool:
+        """Whether the graph can run a second time, and its inputs are as they were."""
+        versions = zip(self.versions, self.after, _versions(self.inputs), strict=True)
+        return self.whole.call is not None and not any(before == after != now for before, after, now in versions)
+
+    def gradients(self, arrived: Mapping[int, torch.Tensor], *, in_autocast: bool) -> tuple[torch.Tensor | None, ...]:
+        """The gradient of each input, of all outputs that got one, by plain autograd.
+
+        Args:
+            arrived: gradients by output.
+            in_autocast: whether the backward pass runs inside the region of the forward pass.
+
+        Raises:
+            PlanMismatchError: if the graph cannot be recomputed.
+        """
+        call = self.whole.call
+        if call is None or not self.can_recompute():
+            raise PlanMismatchError(
+                "a gradient arrived for an output that the loss given to memfit does not use, and the forward pass "
+                "cannot be recomputed for it, since it reads a tensor it overwrites or its inputs were overwritten; "
+                "pass the loss you really use, memfit.fit(..., loss_fn=...)"
+            )
+        written = [before != after for before, after in zip(self.versions, self.after, strict=True)]
+        leaves = [
+            (value.detach().clone() if overwritten else value.detach()).requires_grad_(value.requires_grad)
+            if isinstance(value, torch.Tensor)
+            else value
+            for value, overwritten in zip(self.inputs, written, strict=True)
+        ]
+        with torch.enable_grad(), self._as_before():
+            outputs = call(*leaves)
+        wanted = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        with self._region() if in_autocast else contextlib.nullcontext():
+            found = torch.autograd.grad(
+                [outputs[place] for place in arrived],
+                [leaves[i] for i in wanted],
+                list(arrived.values()),
+                allow_unused=True,
+            )
+        made = dict(zip(wanted, found, strict=True))
+        return tuple(made.get(i) for i in range(len(leaves)))
+
+    @contextlib.contextmanager
+    def _region(self) -> Iterator[None]:
+        with contextlib.ExitStack() as around:
+            for device, dtype in self.autocast.items():
+                around.enter_context(torch.autocast(device, dtype, enabled=dtype is not None))
+            yield
+
+    @contextlib.contextmanager
+    def _as_before(self) -> Iterator[None]:
+        with contextlib.ExitStack() as around:
+            around.enter_context(self._region())
+            if self.random_before is not None:
+                cuda = list(range(len(self.cuda_states)))
+                around.enter_context(torch.random.fork_rng(cuda, enabled=True))
+                torch.set_rng_state(self.random_before.get_state())
+                for index, state in enumerate(self.cuda_states):
+                    torch.cuda.set_rng_state(state, index)
+            yield
+
+
+class _Anchored(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, anchor: torch.Tensor, arrive: Callable[[torch.Tensor], None]) -> Any:
+        ctx.arrive = arrive
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,) = gradients
+        if gradient is not None and bool(gradient.any()):  # what wraps the module may send zeros, as DDP does
+            ctx.arrive(gradient)
+        return None, None, None
+
+
+def with_anchor(output: torch.Tensor, anchor: torch.Tensor, arrive: Callable[[torch.Tensor], None]) -> torch.Tensor:
+    """A cut output with an edge to the node that made `anchor`; `arrive` is told its gradient before that node runs."""
+    anchored: torch.Tensor = _Anchored.apply(output, anchor, arrive)
+    return anchored
+
+
+def _versions(values: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(v._version if isinstance(v, torch.Tensor) and not v.is_inference() else 0 for v in values)

@@ -1,0 +1,123 @@
+"""One step of a training loop as a callable, what it rests on in memory, and how to run it for a number.
+
+`compare`, `verify` and the demo run plain and planned steps; they must run the same thing.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from memfit.capture.loss.reading import LossFunction, backward_of
+from memfit.capture.optimizer.unwrapped import OptimizerLike, stated_bytes, steppable
+from memfit.capture.training_step import storage_bytes
+from memfit.profiling.memory import measure
+
+__all__ = ["interleaved_seconds", "resident_bytes", "step_peak", "training_step"]
+
+_SHORT_SECONDS = 0.5
+_MOST_TURNS = 50
+
+
+def training_step(
+    call: Callable[..., Any],
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    *,
+    loss_fn: LossFunction | None = None,
+    optimizer: OptimizerLike | None = None,
+) -> Callable[[], torch.Tensor | None]:
+    """A step: forward, loss, backward, `optimizer.step()` if there is one, gradients set to None.
+
+    Args:
+        call: the model's call, plain or planned.
+        model: whose parameters receive gradients.
+        args: positional inputs.
+        kwargs: keyword inputs.
+        loss_fn: as for `memfit.plan`.
+        optimizer: of the model's parameters.
+
+    Returns:
+        A callable that runs one step and returns the loss, detached, if there is one.
+    """
+    stepped = steppable(optimizer)
+
+    def step() -> torch.Tensor | None:
+        loss = backward_of(call(*args, **kwargs), loss_fn)
+        if stepped is not None:
+            stepped.step()
+        for parameter in model.parameters():
+            parameter.grad = None
+        return loss
+
+    return step
+
+
+def resident_bytes(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    optimizer: OptimizerLike | None,
+    device: torch.device,
+) -> int:
+    """What is in memory before a step and belongs to it: parameters, gradients, buffers, inputs, optimizer state."""
+    stepped = steppable(optimizer)
+    state = [] if stepped is None else pytree.tree_leaves(list(stepped.state.values()))
+    stated = 0 if optimizer is None or stepped is not None else stated_bytes(optimizer)
+    tensors = [*model.parameters(), *model.buffers(), *pytree.tree_leaves((list(args), kwargs)), *state]
+    tensors += [p.grad for p in model.parameters()]
+    return storage_bytes(tensors, device.type) + stated
+
+
+def step_peak(step: Callable[[], object], device: torch.device, resident: Callable[[], int], *, warmup: int = 1) -> int:
+    """Measured peak of a step, of which `resident()` is there before; other tensors of the process do not count."""
+    for _ in range(warmup):
+        step()
+    start = resident()
+    return measure(step, device=device, warmup=0, repeats=0, start_bytes=start).peak_bytes
+
+
+def interleaved_seconds(
+    steps: Sequence[Callable[[], object]],
+    device: torch.device,
+    *,
+    repeats: int = 3,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[float]:
+    """Median wall-clock time of each step, run in turns so that a drifting machine is fair to all.
+
+    Args:
+        steps: what to time, each already run once.
+        device: where they run.
+        repeats: least number of turns; there are more, up to 50, where that takes less than half a second.
+        progress: told how many of the least runs are done.
+    """
+    seconds: list[list[float]] = [[] for _ in steps]
+    turns, spent = 0, 0.0
+    while turns < repeats or (spent < _SHORT_SECONDS and turns < _MOST_TURNS):
+        # Every other turn goes backwards: who runs after whom must not matter.
+        for index in range(len(steps)) if turns % 2 == 0 else reversed(range(len(steps))):
+            if progress is not None:
+                progress(min(turns, repeats) * len(steps), repeats * len(steps))
+            _synchronize(device)
+            begin = time.perf_counter()
+            steps[index]()
+            _synchronize(device)
+            seconds[index].append(time.perf_counter() - begin)
+            spent += seconds[index][-1]
+        turns += 1
+    if progress is not None:
+        progress(repeats * len(steps), repeats * len(steps))
+    return [statistics.median(s) for s in seconds]
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,57 @@
+"""What the model itself writes in place is known, forward ops only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from memfit.capture.training_step import capture_step
+from memfit.compiler.stages import Request, capture_and_profile
+
+ACTIVATIONS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
+    "module in place": (nn.ReLU(inplace=True), True),
+    "module": (nn.ReLU(), False),
+    "function, by position": (lambda x: F.relu(x, True), True),
+    "function with an underscore": (torch.relu_, True),
+    "function": (F.relu, False),
+    "method": (lambda x: x.relu_(), True),
+    "clipped": (nn.ReLU6(inplace=True), True),
+    "sum": (lambda x: operator_iadd(x, x * 2), True),
+    "new sum": (lambda x: x + x * 2, False),
+}
+
+
+def operator_iadd(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x += y
+    return x
+
+
+class Activated(nn.Module):
+    def __init__(self, activation: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.activation = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 1), activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.activation(self.first(x)))
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_what_is_in_place(name: str) -> None:
+    activation, expected = ACTIVATIONS[name]
+    capture = capture_step(Activated(activation), (torch.randn(2, 3, 16, 16),), {}, loss_fn=torch.Tensor.sum)
+    found = [op.name for op in capture.graph.ops if op.plain_in_place]
+    assert len(found) == expected
+    assert not any(op.plain_in_place for op in capture.graph.ops if op.phase.value == "backward")
+
+
+def test_both_prices_are_measured() -> None:
+    model, x = Activated(nn.ReLU(inplace=True)), torch.randn(2, 3, 64, 64)
+    _, graph = capture_and_profile(model, (x,), {}, Request(budget=1, loss_fn=torch.Tensor.sum))
+    (op,) = [op for op in graph.ops if op.plain_in_place]
+    assert op.in_place_seconds is not None and 0.0 < op.in_place_seconds <= op.seconds
+    out_of_place = sum(op.way(1).seconds if op.ways else op.seconds for op in graph.ops)
+    assert graph.plain_seconds == pytest.approx(out_of_place - op.seconds + op.in_place_seconds)
