@@ -21,8 +21,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.capture.loss.reading import LossFunction, scalar_loss
+from memfit.fxir.marks import HOLLOW_PREFIX
 from memfit.fxir.signature import cost_key
-from memfit.passes.conv_backward_split import HOLLOW_PREFIX, convolution_input_gradient, takes_input_shape_only
+from memfit.ops.kernels.convolution import convolution_input_gradient, takes_input_shape_only
 from memfit.profiling.benchmark import ways_of
 from memfit.profiling.cost_cache import CostCache
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from memfit.capture.training_step import capture_step
 from memfit.compiler.stages import Request, capture_and_profile
-from memfit.fxir.call import from_statistics, normalise, normalise_over_data
 from memfit.ir.graph import Phase
+from memfit.ops.recompute import from_statistics, normalise, normalise_over_data
 from memfit.profiling.benchmark import Costs, costs_again
 from memfit.tools.verify import verify
 from memfit.zoo import build

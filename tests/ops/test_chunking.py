@@ -7,7 +7,7 @@ import torch
 from torch import fx, nn
 
 from memfit.ops.chunking import call_in_parts, candidate_parts
-from memfit.passes.conv_backward_split import convolution_input_gradient, make_hollow
+from memfit.ops.kernels.convolution import convolution_input_gradient, make_hollow
 from memfit.profiling.benchmark import ways_of
 
 _aten = torch.ops.aten

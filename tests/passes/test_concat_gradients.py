@@ -10,7 +10,7 @@ from torch import nn
 
 from memfit.capture.training_step import Capture, capture_step
 from memfit.compiler.stages import Request
-from memfit.passes.concat_gradients import convolution_input_slices
+from memfit.ops.kernels.convolution import convolution_input_slices
 from memfit.tools.verify import verify
 
 CHANNELS = 16

@@ -12,8 +12,8 @@ import memfit
 from memfit.errors import CaptureError
 from memfit.ops.chunking import call_in_parts
 from memfit.ops.kernels.batch_norm import parts_of, takes_channels
-from memfit.passes.concat_gradients import convolution_input_slices
-from memfit.passes.conv_backward_split import IN_PLACE, convolution_input_gradient, make_hollow
+from memfit.ops.kernels.convolution import convolution_input_gradient, convolution_input_slices, make_hollow
+from memfit.passes.conv_backward_split import IN_PLACE
 from memfit.profiling.benchmark import _check_hollow
 
 _aten = torch.ops.aten

@@ -10,7 +10,7 @@ from torch import nn
 
 from memfit.capture.training_step import capture_step
 from memfit.compiler.stages import Request, capture_and_profile, plan_captured
-from memfit.passes.group_norm_split import (
+from memfit.ops.kernels.group_norm import (
     gradients_from_products,
     input_gradient,
     products_over_space,

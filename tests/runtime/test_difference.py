@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import memfit
-from memfit.passes.conv_backward_split import make_hollow
+from memfit.ops.kernels.convolution import make_hollow
 from memfit.runtime.difference import Difference, first_difference
 from memfit.runtime.recorded_ops import fingerprint
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 import memfit
 from memfit.compiler.stages import Request, capture_and_profile
 from memfit.ir.graph import Phase
-from memfit.passes.fused_cross_entropy import product_over_rows
+from memfit.ops.kernels.row_products import product_over_rows
 from memfit.tools.verify import verify
 
 

@@ -19,21 +19,11 @@ from typing import Any
 import torch.utils.checkpoint
 
 from memfit.capture.unplanned_parts import place_of
-from memfit.errors import CaptureError
+from memfit.fxir.refused import checkpoint_error
 
-__all__ = ["CHECKPOINTING", "checkpoint_error", "refusing_checkpoints", "without_checkpoints"]
+__all__ = ["CHECKPOINTING", "refusing_checkpoints", "without_checkpoints"]
 
 CHECKPOINTING = ("refuse", "replace")
-
-
-def checkpoint_error(place: str) -> CaptureError:
-    """The error for a model that checkpoints itself at a place."""
-    return CaptureError(
-        f"the model already checkpoints itself, so memfit cannot plan it (at {place}); turn it off there (models of "
-        "transformers: model.gradient_checkpointing_disable(), of timm: model.set_grad_checkpointing(False)), or pass "
-        'checkpointing="replace" to memfit, which runs these regions as if they were not checkpointed, with the same '
-        "bits"
-    )
 
 
 @contextlib.contextmanager

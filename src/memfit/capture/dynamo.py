@@ -44,13 +44,13 @@ from memfit.capture.unplanned_parts import (
     SHAPED_BY_DATA,
     GradientsTakenError,
     PlainParts,
-    UnplannableGraphError,
     find_plain_parts,
 )
 from memfit.capture.values.decisions import Decision
 from memfit.capture.values.numpy_code import NumpyCodeError, numbers_by_numpy, refuse_rounding_numpy
 from memfit.errors import MemfitError
 from memfit.fxir.module_names import name_modules
+from memfit.fxir.refused import UnplannableGraphError
 
 __all__ = ["capture_pieces", "first_lines"]
 

@@ -4,31 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import re
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from memfit.errors import CaptureError, MemfitError
+from memfit.fxir.user_lines import user_line
 
-__all__ = [
-    "explained",
-    "left_to_plain_code",
-    "nothing_captured",
-    "nothing_reached",
-    "quiet",
-    "told_plainly",
-    "user_line",
-]
+__all__ = ["explained", "left_to_plain_code", "nothing_captured", "nothing_reached", "quiet", "told_plainly"]
 
-_HERE = str(Path(__file__).resolve().parent.parent) + os.sep
-_TORCH = str(Path(torch.__file__).resolve().parent) + os.sep
-_LINE = re.compile(r'File "([^"]+)", line (\d+)')
 _NOISY = ("torch._dynamo", "torch._subclasses", "torch.fx.experimental", "torch._functorch", "torch._guards")
 
 
@@ -111,12 +98,6 @@ def error_place(error: BaseException) -> str:
         return found
     frames = traceback.extract_tb(error.__traceback__)
     return user_line("\n".join(f'File "{frame.filename}", line {frame.lineno}' for frame in frames))
-
-
-def user_line(stack_trace: str) -> str:
-    """The innermost line outside torch and memfit of a stack trace, as `file:line`; `""` if there is none."""
-    found = [(file, line) for file, line in _LINE.findall(stack_trace) if not file.startswith((_HERE, _TORCH, "<"))]
-    return ":".join(found[-1]) if found else ""
 
 
 @contextlib.contextmanager

@@ -18,8 +18,8 @@ from torch import fx
 from memfit.capture.distributed.fsdp_hooks import Communication, communication
 from memfit.capture.subgraphs import Piece, Pieces
 from memfit.fxir.joint import JointOp, JointReading
+from memfit.fxir.marks import HALF_OF, is_tangent
 from memfit.ir.graph import Op, Phase, StepGraph, Storage, StorageKind
-from memfit.passes.conv_backward_split import HALF_OF, is_tangent
 
 __all__ = ["join"]
 

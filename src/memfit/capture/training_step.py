@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
-from memfit.capture.checkpoints import checkpoint_error
 from memfit.capture.distributed.fsdp import is_sharded, local, without_gathering
 from memfit.capture.dynamo import capture_pieces
 from memfit.capture.failures import left_to_plain_code
@@ -30,6 +29,7 @@ from memfit.capture.subgraphs import Pieces, tensors_in
 from memfit.capture.traced_graph import Reader
 from memfit.errors import CaptureError, SpecError
 from memfit.fxir.joint import JointOp
+from memfit.fxir.refused import checkpoint_error
 from memfit.ir.graph import Phase, StepGraph
 from memfit.ops.accumulation import Accumulate
 

@@ -33,17 +33,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from memfit.capture.failures import left_to_plain_code
 from memfit.capture.values.decisions import MOST_OF_A_BUFFER
-from memfit.errors import CaptureError
 
-__all__ = [
-    "NOTHING_PLAIN",
-    "SHAPED_BY_DATA",
-    "GradientsTakenError",
-    "PlainParts",
-    "UnplannableGraphError",
-    "find_plain_parts",
-    "place_of",
-]
+__all__ = ["GradientsTakenError", "NOTHING_PLAIN", "PlainParts", "SHAPED_BY_DATA", "find_plain_parts", "place_of"]
 
 _aten = torch.ops.aten
 _HERE = str(Path(__file__).resolve().parent.parent) + os.sep
@@ -53,10 +44,6 @@ _BY_MASK = (torch.bool, torch.uint8)
 _SPARSE_GRADIENT = ("sparse",)
 _TAKING_GRADIENTS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 _TAKEN = "gradients are taken"
-
-
-class UnplannableGraphError(CaptureError):
-    """A graph that cannot be planned as it is, but may run plainly between pieces that are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

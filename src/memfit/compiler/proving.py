@@ -27,9 +27,9 @@ from memfit.compiler.perturbed import constant_parameters
 from memfit.compiler.plan import Plan
 from memfit.compiler.proof import ProvingStep, StepResult, compare
 from memfit.compiler.stages import Progress, Request, plan_captured
+from memfit.device_memory import free_bytes
 from memfit.errors import BudgetError
 from memfit.planner.analysis.explain import binding_place
-from memfit.profiling.device import free_bytes
 from memfit.profiling.library_workspace import library_bytes
 from memfit.profiling.memory import measure
 from memfit.refusals import refusal, refused

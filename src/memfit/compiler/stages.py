@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +22,7 @@ from memfit.capture.optimizer.unwrapped import OptimizerLike, check_optimizer
 from memfit.capture.training_step import Capture, capture_step, check_step, device_of
 from memfit.compiler.consensus import agreed_program, agreed_start, agreed_step
 from memfit.compiler.plan import Plan
+from memfit.device_memory import free_bytes, total_bytes
 from memfit.errors import SpecError
 from memfit.ir.graph import StepGraph
 from memfit.ir.program import Program
@@ -37,7 +37,6 @@ from memfit.planner.finalize.variant_selection import leanest
 from memfit.planner.offload.search import find_program
 from memfit.planner.search.min_memory import least_budget, least_order
 from memfit.profiling.cost_cache import CostCache, machine_name, open_cache
-from memfit.profiling.device import free_bytes, total_bytes
 from memfit.profiling.profiler import profile_ops, separated
 from memfit.runtime.executable import PlannedCall
 from memfit.runtime.input_signature import Signature, signature
@@ -57,7 +56,6 @@ __all__ = [
     "resolve_budget",
 ]
 
-log = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
 """Told the stage, what is done of it and how much there is to do."""

@@ -21,9 +21,9 @@ from torch import fx
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 
 from memfit.fxir.joint import JointStorage
+from memfit.fxir.marks import is_tangent
 from memfit.fxir.signature import tensors_of
 from memfit.ir.graph import StorageKind
-from memfit.passes.conv_backward_split import is_tangent
 
 __all__ = ["find_storages", "forward_nodes", "overwritten_inputs", "tuple_reads", "written_inputs"]
 

@@ -1,43 +1,13 @@
-"""What runs in place of an op when it runs again.
-
-Batch normalisation in training mode takes statistics, updates the running ones and normalises. Run again it must
-not update them a second time, and its result does not depend on them. Its statistics are a few numbers per channel,
-so the first ones are kept (the backward pass needs them anyway) and a later run only normalises: one pass over
-the data instead of three, sample by sample, over its input where that dies.
-
-The profiler compares the bits for each shape; where they differ, the whole kernel runs again without running
-statistics.
-
-Known limits: normalising from statistics is for float32 on CPU, where the kernel multiplies and adds in one
-rounding, as `addcmul` does.
-"""
+"""A call that is in no graph yet, with what one asks of a node of a graph."""
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torch import fx
-from torch._guards import detect_fake_mode
 
-from memfit.ops.kernels.batch_norm import cudnn_batch_norm, cudnn_batch_norm_updating
-
-__all__ = ["NORMS", "Call", "from_statistics", "lies_as", "normalise", "normalise_over_data", "without_statistics"]
-
-_aten = torch.ops.aten
-
-NORMS = {
-    _aten._native_batch_norm_legit_functional.default: _aten.native_batch_norm.default,
-    _aten.native_batch_norm.default: _aten.native_batch_norm.default,
-    cudnn_batch_norm: cudnn_batch_norm,
-    cudnn_batch_norm_updating: cudnn_batch_norm,
-    _aten.miopen_batch_norm.default: _aten.miopen_batch_norm.default,
-}
-"""Batch normalisations and what runs them again; operands 3 and 4 are running statistics, 5 says training."""
+__all__ = ["Call"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -64,81 +34,3 @@ class Call:
         found: dict[fx.Node, None] = {}
         fx.map_arg(self.args, lambda node: found.setdefault(node))
         return list(found)
-
-
-def without_statistics(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
-    """The call that runs a batch normalisation again: same results, no running statistics.
-
-    In training mode the result does not depend on the running statistics, and a second update would be wrong.
-
-    Returns:
-        Target and arguments, or None if the node is no batch normalisation in training mode.
-    """
-    rerun = NORMS.get(cast(Any, node.target))
-    if rerun is None or node.args[5] is not True:
-        return None
-    data, weight, bias, _, _, *rest = node.args
-    return rerun, (data, weight, bias, None, None, *rest)
-
-
-def from_statistics(node: fx.Node) -> Call | None:
-    """The call that makes the first result of a batch normalisation again, given its statistics.
-
-    Returns:
-        The call, or None if the node is no batch normalisation for which there is one.
-    """
-    if node.target is not _aten._native_batch_norm_legit_functional.default or node.args[5] is not True:
-        return None
-    results = {user.args[1]: user for user in node.users if user.target is operator.getitem}
-    if not {0, 1, 2} <= results.keys():
-        return None
-    data, weight, bias = node.args[:3]
-    value = cast(fx.Node, data).meta["val"]
-    if value.device.type != "cpu" or value.dtype is not torch.float32:
-        return None
-    args = (data, results[1], results[2], weight, bias)
-    if not lies_as(normalise, args, results[0].meta["val"]):
-        return None
-    return Call(name=node.name, target=normalise, args=args, meta={"val": results[0].meta["val"]})
-
-
-def lies_as(target: Callable[..., torch.Tensor], args: tuple[Any, ...], like: torch.Tensor) -> bool:
-    """Whether the call's result has the strides of `like`. Where it has not, views of `like` cannot be taken of it.
-
-    A kernel of batch normalisation makes a contiguous result of data that is neither contiguous nor channels last;
-    pointwise ops keep the strides of the data.
-
-    Args:
-        target: makes one tensor.
-        args: of the call, nodes or fake tensors.
-        like: the kernel's result, fake.
-    """
-    values = fx.map_arg(args, lambda node: node.meta["val"])
-    with detect_fake_mode(like) or nullcontext():
-        return target(*values).stride() == like.stride()
-
-
-def normalise(data: torch.Tensor, *statistics: Any) -> torch.Tensor:
-    """Batch normalisation with the statistics it took before: mean and inverse deviation, then weight and bias."""
-    shift, scale = _shift_and_scale(data, *statistics)
-    return torch.addcmul(shift, data, scale)
-
-
-def normalise_over_data(data: torch.Tensor, *statistics: Any) -> torch.Tensor:
-    """The same, written over the data."""
-    shift, scale = _shift_and_scale(data, *statistics)
-    return torch.addcmul(shift, data, scale, out=data)
-
-
-def _shift_and_scale(
-    data: torch.Tensor,
-    mean: torch.Tensor,
-    invstd: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the kernel adds to the data and multiplies it with, rounded as the kernel rounds."""
-    scale = invstd if weight is None else invstd * weight
-    shift = torch.addcmul(torch.zeros_like(mean) if bias is None else bias, mean, scale, value=-1)
-    shape = (1, -1, *(1,) * (data.dim() - 2))
-    return shift.view(shape), scale.view(shape)

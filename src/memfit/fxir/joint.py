@@ -11,9 +11,9 @@ from torch import fx
 
 from memfit.fxir.call import Call
 from memfit.fxir.layout import owns_memory
+from memfit.fxir.marks import PLAIN_NBYTES, is_tangent
 from memfit.ir.graph import Phase, StorageKind
 from memfit.ir.slicing import BySlices
-from memfit.passes import conv_backward_split
 
 __all__ = ["JointOp", "JointReading", "JointStorage"]
 
@@ -29,8 +29,8 @@ class JointStorage:
     @property
     def plain_nbytes(self) -> int:
         """Its size without memfit where that differs: eager dropout on CPU keeps a mask of the data's dtype."""
-        if conv_backward_split.PLAIN_NBYTES in self.base.meta:
-            return int(self.base.meta[conv_backward_split.PLAIN_NBYTES])
+        if PLAIN_NBYTES in self.base.meta:
+            return int(self.base.meta[PLAIN_NBYTES])
         call, value = self.base.args[:1], self.base.meta["val"]
         if self.base.target is not operator.getitem or value.dtype is not torch.bool or value.device.type != "cpu":
             return 0
@@ -103,9 +103,7 @@ class JointReading:
 
     def primals(self) -> list[fx.Node]:
         """The inputs of the forward pass, parameters included."""
-        return [
-            node for node in self.module.graph.find_nodes(op="placeholder") if not conv_backward_split.is_tangent(node)
-        ]
+        return [node for node in self.module.graph.find_nodes(op="placeholder") if not is_tangent(node)]
 
     def is_reusable(self, storage: int) -> bool:
         """Whether something else may be put in its memory once nothing reads it."""

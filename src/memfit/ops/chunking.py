@@ -25,8 +25,7 @@ from torch import fx
 
 from memfit.fxir.call import Call
 from memfit.ops.kernels import batch_norm
-from memfit.passes.concat_gradients import convolution_input_slices
-from memfit.passes.conv_backward_split import convolution_input_gradient, make_hollow
+from memfit.ops.kernels.convolution import convolution_input_gradient, convolution_input_slices, make_hollow
 
 __all__ = ["call_in_parts", "candidate_parts"]
 

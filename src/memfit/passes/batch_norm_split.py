@@ -19,9 +19,10 @@ import torch
 from torch import fx
 from torch._guards import detect_fake_mode
 
-from memfit.fxir.call import Call, lies_as, normalise
+from memfit.fxir.call import Call
+from memfit.fxir.marks import PLAIN_CALL
 from memfit.ops.kernels.batch_norm import input_gradient_from_sums, statistics_from_sums, sums_of_data
-from memfit.passes.concat_weight_gradients import PLAIN_CALL
+from memfit.ops.recompute import lies_as, normalise
 
 __all__ = ["split_batch_norm", "split_batch_norm_backward"]
 

@@ -24,9 +24,10 @@ import torch
 from torch import fx
 from torch._guards import detect_fake_mode
 
-from memfit.passes.conv_backward_split import PLAIN_NBYTES, convolution_input_gradient, is_view, takes_input_shape_only
+from memfit.fxir.marks import PLAIN_NBYTES, is_view
+from memfit.ops.kernels.convolution import convolution_input_gradient, convolution_input_slices, takes_input_shape_only
 
-__all__ = ["Cuts", "convolution_input_slices", "copy_out_late_slices", "separate_input_slices"]
+__all__ = ["Cuts", "copy_out_late_slices", "separate_input_slices"]
 
 _aten = torch.ops.aten
 
@@ -49,15 +50,6 @@ _ROUNDED_ONCE = {
 
 Cuts = tuple[tuple[int, int], ...]
 """Channels of each slice: the first, and the one after the last."""
-
-
-def convolution_input_slices(
-    gradient: torch.Tensor, hollow: torch.Tensor, weight: torch.Tensor, *rest: Any
-) -> tuple[torch.Tensor, ...]:
-    """`convolution_input_gradient`, cut into slices of its channels; the last argument says which."""
-    *settings, cuts = rest
-    whole = convolution_input_gradient(gradient, hollow, weight, *settings)
-    return tuple(whole[:, start:stop].contiguous() for start, stop in cuts)
 
 
 def separate_input_slices(module: fx.GraphModule) -> None:

@@ -24,11 +24,10 @@ from torch import fx
 from torch._guards import detect_fake_mode
 
 from memfit.fxir.call import Call
+from memfit.fxir.marks import PLAIN_CALL, PLAIN_NBYTES, returned_storages, storage_key
 from memfit.fxir.signature import cost_key, describe
-from memfit.passes.conv_backward_split import PLAIN_NBYTES, returned_storages, storage_key
 
 __all__ = [
-    "PLAIN_CALL",
     "is_of_concatenation",
     "is_separable_key",
     "operands_of_data",
@@ -40,9 +39,6 @@ __all__ = [
 _aten = torch.ops.aten
 
 _FROM = " from "
-
-PLAIN_CALL = "memfit_plain_call"
-"""Mark in the `meta` of a node: the call in its place in the step without memfit, None for none."""
 
 
 def separable_weight_gradients(graph: fx.Graph) -> list[fx.Node]:

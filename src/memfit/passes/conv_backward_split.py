@@ -30,36 +30,37 @@ from typing import Any, cast
 import torch
 from torch import fx
 from torch._guards import detect_fake_mode
-from torch._prims_common import suggest_memory_format
 
-from memfit.capture.eager.dropout import masked, masked_over_data
-from memfit.fxir.call import NORMS, normalise, normalise_over_data
+from memfit.fxir.marks import (
+    HALF_OF,
+    HOLLOW_PREFIX,
+    PLAIN_NBYTES,
+    STANDS_FOR,
+    is_view,
+    original,
+    returned_storages,
+    storage_key,
+)
 from memfit.ops.kernels import batch_norm
+from memfit.ops.kernels.convolution import (
+    _takes_hollow,
+    convolution_input_gradient,
+    input_gradient_beside_stand_in,
+    takes_input_shape_only,
+)
+from memfit.ops.kernels.dropout import masked, masked_over_data
+from memfit.ops.recompute import NORMS, normalise, normalise_over_data
 
 __all__ = [
-    "HALF_OF",
-    "HOLLOW_PREFIX",
     "IN_PLACE",
-    "PLAIN_NBYTES",
-    "STANDS_FOR",
-    "convolution_input_gradient",
     "drop_clones",
-    "hollow_attribute",
     "hoist_weight_gradients",
+    "hollow_attribute",
     "hollow_shape_operands",
-    "input_gradient_beside_stand_in",
-    "input_half",
     "in_place_arguments",
-    "is_tangent",
-    "is_view",
-    "make_hollow",
     "mark_halves",
     "mask_before_unpooling",
-    "original",
-    "returned_storages",
     "split_convolution_backward",
-    "storage_key",
-    "takes_input_shape_only",
 ]
 
 _aten = torch.ops.aten
@@ -70,55 +71,6 @@ _SHAPE_ONLY = {
     _aten._adaptive_avg_pool2d_backward.default: (1,),
 }
 """Ops and the operands of which they use the shape alone."""
-
-_WITHOUT_INPUT = ("Mkldnn", "Cudnn", "CudnnTranspose")
-"""Convolution backends that make the input's gradient without a look at the input; others unfold it."""
-
-HOLLOW_PREFIX = "_hollow_"
-"""Names of the graph attributes that stand for an operand of which only the shape is used."""
-
-
-STANDS_FOR = "memfit_stands_for"
-"""Mark in the `meta` of such an attribute: the node in whose place it is."""
-
-HALF_OF = "memfit_half_of"
-"""Mark in the `meta` of a node: the call that makes at once what it and the other node of that mark make."""
-
-PLAIN_NBYTES = "memfit_plain_nbytes"
-"""Mark in the `meta` of a node: what its memory takes in the step without memfit, where that differs."""
-
-
-def convolution_input_gradient(
-    grad_output: torch.Tensor, hollow: torch.Tensor, weight: torch.Tensor, *rest: Any
-) -> torch.Tensor:
-    """The input half of `convolution_backward`; `hollow` gives shape and strides of the input, not values.
-
-    Kernels go by shape and layout, so a slice may get one that looks at the input, and then needs memory there.
-    """
-    if not takes_input_shape_only(hollow, weight, *rest):
-        return input_gradient_beside_stand_in(grad_output, hollow, weight, *rest)
-    return input_half(grad_output, hollow, weight, *rest)
-
-
-def input_half(grad_output: torch.Tensor, data: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """The same where it is known that the kernel takes the shape only, as it is of whole operands."""
-    result: torch.Tensor = _aten.convolution_backward.default(grad_output, data, weight, *rest, [True, False, False])[0]
-    return result
-
-
-def input_gradient_beside_stand_in(
-    grad_output: torch.Tensor, hollow: torch.Tensor, weight: torch.Tensor, *rest: Any
-) -> torch.Tensor:
-    """The same with a kernel that wants memory for the input although it does not use what is in it."""
-    stand_in = torch.empty_strided(hollow.shape, hollow.stride(), dtype=hollow.dtype, device=grad_output.device)
-    return input_half(grad_output, stand_in, weight, *rest)
-
-
-def make_hollow(like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-    """A tensor with the metadata of `like` and no memory behind it."""
-    hollow = torch.empty_strided(tuple(like.shape), like.stride(), dtype=like.dtype, device=device or like.device)
-    hollow.untyped_storage().resize_(0)
-    return hollow
 
 
 def split_convolution_backward(module: fx.GraphModule, *, rounded: bool = False) -> None:
@@ -178,22 +130,6 @@ def mark_halves(graph: fx.Graph, alone: Container[fx.Node]) -> None:
             half.meta[HALF_OF] = node.meta[HALF_OF] = node.name
 
 
-def takes_input_shape_only(data: torch.Tensor, weight: torch.Tensor, bias_sizes: Any, *rest: Any) -> bool:
-    """Whether the kernel that makes the input's gradient takes the input's shape only."""
-    # A one-dimensional convolution runs as a two-dimensional one of a view, and a view needs memory.
-    if data.dim() < 4 or not _takes_hollow(data, weight):
-        return False
-    backend = str(torch._C._select_conv_backend(data, weight, None, *rest, bias_sizes)).rpartition(".")[2]
-    # torch has no name in Python for the transposed kernel of oneDNN.
-    return backend in _WITHOUT_INPUT or (backend == "???" and rest[3] and data.device.type == "cpu")
-
-
-def _takes_hollow(data: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Whether a kernel leaves the operand's memory alone: one in another layout than it wants would be copied."""
-    layout = suggest_memory_format(data)
-    return data.is_contiguous(memory_format=layout) and all(suggest_memory_format(t) == layout for t in others)
-
-
 def hollow_attribute(module: fx.GraphModule, original: fx.Node, like: torch.Tensor | None = None) -> fx.Node:
     """A `get_attr` node for a stand-in of a node, perhaps `like` another; the lowering puts a hollow tensor there."""
     like = original.meta["val"] if like is None else like
@@ -226,18 +162,6 @@ def drop_clones(module: fx.GraphModule) -> None:
         ):
             node.replace_all_uses_with(source)
             graph.erase_node(node)
-
-
-def returned_storages(graph: fx.Graph) -> set[int | None]:
-    """What the caller holds, by `storage_key`."""
-    (output,) = graph.find_nodes(op="output")
-    return {storage_key(n) for n in output.args[0] if isinstance(n, fx.Node)}
-
-
-def storage_key(node: fx.Node) -> int | None:
-    """What is equal for nodes whose tensors share memory; None if the node yields no tensor."""
-    value = node.meta.get("val")
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
 
 
 def mask_before_unpooling(module: fx.GraphModule) -> None:
@@ -278,13 +202,6 @@ def _nbytes(node: fx.Node) -> int:
     return int(node.meta["val"].untyped_storage().nbytes())
 
 
-def original(node: Any) -> Any:
-    """What a node is another name of."""
-    while node.target in (_aten.detach.default, _aten.alias.default):
-        node = node.args[0]
-    return node
-
-
 def hollow_shape_operands(module: fx.GraphModule) -> None:
     """Gives ops that look only at an operand's shape a hollow one."""
     for target, positions in _SHAPE_ONLY.items():
@@ -318,21 +235,6 @@ def hoist_weight_gradients(module: fx.GraphModule) -> None:
             last.append(node)
             # Keep positions comparable without renumbering: just after its last operand.
             position[node] = position[last]
-
-
-def is_tangent(node: fx.Node) -> bool:
-    """Whether a placeholder is the gradient of an output."""
-    return node.op == "placeholder" and "tangents" in str(node.target)
-
-
-def is_view(node: fx.Node) -> bool:
-    """Whether a node takes no time and no memory: a view, or an element of a tuple."""
-    if node.target is operator.getitem:
-        return True
-    value, operands = node.meta.get("val"), [a.meta.get("val") for a in node.all_input_nodes]
-    return isinstance(value, torch.Tensor) and any(
-        isinstance(o, torch.Tensor) and o.untyped_storage()._cdata == value.untyped_storage()._cdata for o in operands
-    )
 
 
 def _over_first(target: Any) -> Callable[..., Any]:

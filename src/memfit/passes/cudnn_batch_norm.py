@@ -20,8 +20,8 @@ import torch
 from torch import fx
 from torch._guards import detect_fake_mode
 
+from memfit.fxir.marks import original
 from memfit.ops.kernels.batch_norm import cudnn_batch_norm, cudnn_batch_norm_backward, cudnn_batch_norm_updating
-from memfit.passes.conv_backward_split import original
 
 __all__ = ["take_cudnn_batch_norm"]
 

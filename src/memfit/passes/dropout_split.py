@@ -19,10 +19,10 @@ import torch
 from torch import fx
 from torch._guards import detect_fake_mode
 
-from memfit.capture.eager.dropout import drawn, kept_scale, masked
 from memfit.fxir.call import Call
-from memfit.passes.concat_weight_gradients import PLAIN_CALL
-from memfit.passes.conv_backward_split import PLAIN_NBYTES, hollow_attribute
+from memfit.fxir.marks import PLAIN_CALL, PLAIN_NBYTES
+from memfit.ops.kernels.dropout import drawn, kept_scale, masked
+from memfit.passes.conv_backward_split import hollow_attribute
 
 __all__ = ["mask_by_bytes", "split_dropout"]
 

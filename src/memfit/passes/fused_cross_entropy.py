@@ -27,40 +27,18 @@ from torch import fx
 from torch._guards import detect_fake_mode
 
 from memfit.fxir.call import Call
-from memfit.passes.concat_weight_gradients import PLAIN_CALL
-from memfit.passes.conv_backward_split import is_tangent, is_view, original
+from memfit.fxir.marks import PLAIN_CALL, is_tangent, is_view, original
+from memfit.ops.kernels.row_products import PRODUCTS, SUM, product_over_rows, share_of_mean
 
-__all__ = ["PRODUCTS", "RUNS_ONCE", "SUM", "product_over_rows", "rewrite_by_rows", "share_of_mean"]
+__all__ = ["RUNS_ONCE", "rewrite_by_rows"]
 
 _aten = torch.ops.aten
 
-_MEAN, SUM = 1, 2
-"""How losses are reduced."""
-
-
-def product_over_rows(one: torch.Tensor, other: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
-    """The transposed of one matrix times another, a sum over their rows.
-
-    Args:
-        one: of shape [rows, M].
-        other: of shape [rows, N].
-        total: of shape [M, N]; the product is added to it in place.
-    """
-    if total is None:
-        return one.t().mm(other)
-    return total.addmm_(one.t(), other)
-
-
-def share_of_mean(gradient: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """What the gradient of a mean is multiplied by, given the sum of the weights; zero where none counts."""
-    return torch.where(weights == 0, 0.0, gradient / weights)
+_MEAN = 1
 
 
 _PER_ROW = (_aten._log_softmax.default, _aten._to_copy.default)
 """What may lie between a projection and its loss, beside views."""
-
-PRODUCTS = (_aten.mm.default, _aten.addmm.default, product_over_rows)
-"""Those that read a matrix, or add to one, for each slice."""
 
 
 RUNS_ONCE = "memfit_runs_once"

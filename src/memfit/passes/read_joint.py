@@ -22,21 +22,19 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
-from memfit.capture.checkpoints import checkpoint_error
-from memfit.capture.eager.cast_weights import sum_before_casting
-from memfit.capture.failures import user_line
-from memfit.capture.gradients.used_views import take_out
-from memfit.capture.unplanned_parts import UnplannableGraphError
 from memfit.fxir.alias_analysis import find_storages, forward_nodes, overwritten_inputs, tuple_reads
-from memfit.fxir.call import from_statistics, without_statistics
 from memfit.fxir.joint import JointOp, JointReading, JointStorage
+from memfit.fxir.marks import PLAIN_CALL, STANDS_FOR
 from memfit.fxir.module_names import module_of
+from memfit.fxir.refused import UnplannableGraphError, checkpoint_error
 from memfit.fxir.signature import tensors_of
+from memfit.fxir.user_lines import user_line
 from memfit.ir.graph import Phase, StorageKind
 from memfit.ir.slicing import BySlices
 from memfit.ops.accumulation import can_add
 from memfit.ops.batching.rules import KEEP_BITS
 from memfit.ops.kernels.conv_weight_gemm import separate_weight_products
+from memfit.ops.recompute import from_statistics, without_statistics
 from memfit.ops.slicing_plan import cutting
 from memfit.passes import (
     batch_norm_split,
@@ -49,6 +47,8 @@ from memfit.passes.common_subexpressions import merge_repeated
 from memfit.passes.cudnn_batch_norm import take_cudnn_batch_norm
 from memfit.passes.fused_cross_entropy import RUNS_ONCE, rewrite_by_rows
 from memfit.passes.group_norm_split import split_group_norm
+from memfit.passes.sum_before_cast import sum_before_casting
+from memfit.passes.used_views import take_out
 
 __all__ = ["is_random", "read_joint", "result_index"]
 
@@ -284,9 +284,8 @@ def _joint_op(
         reads=reads,
         writes=written,
         plain_reads=_plain_reads(node, reads, storage_of),
-        plain_call=node.meta.get(concat_weight_gradients.PLAIN_CALL),
-        plain_free=concat_weight_gradients.PLAIN_CALL in node.meta
-        and node.meta[concat_weight_gradients.PLAIN_CALL] is None,
+        plain_call=node.meta.get(PLAIN_CALL),
+        plain_free=PLAIN_CALL in node.meta and node.meta[PLAIN_CALL] is None,
         in_place_over=tuple(ours.values()),
         in_place_argument=next(iter(ours), None),
         plain_in_place=node in forward and any(n.name in in_place for n in node.meta.get("from_node", ())[-1:]),
@@ -299,14 +298,14 @@ def _joint_op(
 
 def _plain_reads(node: fx.Node, reads: tuple[int, ...], storage_of: dict[fx.Node, int]) -> tuple[int, ...] | None:
     """What the node reads in the step without memfit where that differs."""
-    if concat_weight_gradients.PLAIN_CALL in node.meta:
-        plain = node.meta[concat_weight_gradients.PLAIN_CALL]
+    if PLAIN_CALL in node.meta:
+        plain = node.meta[PLAIN_CALL]
         return (
             ()
             if plain is None
             else tuple(dict.fromkeys(storage_of[n] for n in plain.all_input_nodes if n in storage_of))
         )
-    originals = [argument.meta.get(conv_backward_split.STANDS_FOR) for argument in node.all_input_nodes]
+    originals = [argument.meta.get(STANDS_FOR) for argument in node.all_input_nodes]
     more = [storage_of[original] for original in originals if original in storage_of]
     return tuple(dict.fromkeys((*reads, *more))) if more else None
 

@@ -25,9 +25,10 @@ from memfit.fxir.signature import tensors_of
 from memfit.ir.graph import Way
 from memfit.ops.accumulation import ADDING
 from memfit.ops.chunking import call_in_parts, candidate_parts
-from memfit.passes.concat_gradients import Cuts, convolution_input_slices
+from memfit.ops.kernels.convolution import convolution_input_gradient, convolution_input_slices
+from memfit.passes.concat_gradients import Cuts
 from memfit.passes.concat_weight_gradients import operands_of_data
-from memfit.passes.conv_backward_split import IN_PLACE, convolution_input_gradient
+from memfit.passes.conv_backward_split import IN_PLACE
 from memfit.profiling.one_run import equal, measured, timed
 from memfit.profiling.roofline import roofline_seconds
 from memfit.profiling.synthetic_inputs import operand_values, operands_of

@@ -15,8 +15,7 @@ from torch.utils.flop_counter import flop_registry
 
 from memfit.fxir.call import Call
 from memfit.fxir.signature import tensors_of
-from memfit.passes.concat_gradients import convolution_input_slices
-from memfit.passes.conv_backward_split import convolution_input_gradient
+from memfit.ops.kernels.convolution import convolution_input_gradient, convolution_input_slices
 
 __all__ = ["flops_of", "flops_of_values", "roofline_seconds"]
 

@@ -24,7 +24,7 @@ from memfit.capture.eager.fake_strides import TAKING_INDICES, reads_by_index
 from memfit.capture.eager.kernel_samples import kernels_only
 from memfit.fxir.call import Call
 from memfit.fxir.signature import cost_key
-from memfit.passes.conv_backward_split import convolution_input_gradient
+from memfit.ops.kernels.convolution import convolution_input_gradient
 from memfit.profiling.memory import allocation_peak
 from memfit.profiling.roofline import flops_of, flops_of_values
 

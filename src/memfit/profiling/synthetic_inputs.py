@@ -18,7 +18,8 @@ import torch
 from torch import fx
 
 from memfit.fxir.call import Call
-from memfit.passes.conv_backward_split import HOLLOW_PREFIX, make_hollow
+from memfit.fxir.marks import HOLLOW_PREFIX
+from memfit.ops.kernels.convolution import make_hollow
 
 __all__ = ["operand_values", "operands_of"]
 

@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from memfit.fxir.op_family import op_family
 from memfit.runtime.recorded_ops import RecordedOp, RecordedOps, RecordedTensor, Watched, modules_known
-from memfit.tools.executed_ops import op_family
 
 __all__ = ["Difference", "first_difference"]
 

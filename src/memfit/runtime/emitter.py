@@ -28,11 +28,13 @@ from torch import fx
 from torch._guards import detect_fake_mode
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 
-from memfit.fxir.call import Call, without_statistics
+from memfit.fxir.call import Call
 from memfit.fxir.joint import JointOp, JointReading
 from memfit.ir.slicing import BySlices
 from memfit.ops.chunking import call_in_parts
-from memfit.passes.conv_backward_split import IN_PLACE, convolution_input_gradient, input_half
+from memfit.ops.kernels.convolution import convolution_input_gradient, input_half
+from memfit.ops.recompute import without_statistics
+from memfit.passes.conv_backward_split import IN_PLACE
 from memfit.runtime.fused_region import FusedOp, fused_call
 from memfit.runtime.grad_accumulation import Accumulation
 from memfit.runtime.offload.engine import Swapper

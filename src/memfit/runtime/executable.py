@@ -34,7 +34,6 @@ from memfit.capture.dynamo_graph import (
 )
 from memfit.capture.eager.backward_autocast import autocast_is_on, backward_in_autocast, planning_backward
 from memfit.capture.eager.cast_weights import cast_once
-from memfit.capture.failures import user_line
 from memfit.capture.gradients.returned_views import calling_after, returned_views_first
 from memfit.capture.gradients.shared_inputs import (
     SharedInputs,
@@ -50,10 +49,12 @@ from memfit.capture.gradients.used_views import hand_on_used_views
 from memfit.capture.trace_joint import trace_joint
 from memfit.capture.traced_graph import DynamoGraph, Surroundings
 from memfit.capture.training_step import Capture, device_of
-from memfit.capture.unplanned_parts import NOTHING_PLAIN, PlainParts, UnplannableGraphError
+from memfit.capture.unplanned_parts import NOTHING_PLAIN, PlainParts
 from memfit.capture.values.decisions import Decision
 from memfit.capture.values.numpy_code import call_numpy, numbers_by_numpy
 from memfit.errors import OutOfMemoryError, PlanMismatchError
+from memfit.fxir.refused import UnplannableGraphError
+from memfit.fxir.user_lines import user_line
 from memfit.ir.program import Program
 from memfit.ir.tiers import Tier
 from memfit.ops.accumulation import Accumulate

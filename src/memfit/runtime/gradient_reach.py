@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from memfit.passes.conv_backward_split import is_tangent
+from memfit.fxir.marks import is_tangent
 
 __all__ = ["reached_by_autograd", "reached_in_joint"]
 

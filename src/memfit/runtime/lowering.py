@@ -17,7 +17,8 @@ from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutpu
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from memfit.fxir.joint import JointReading
-from memfit.passes.conv_backward_split import HOLLOW_PREFIX, is_tangent, make_hollow
+from memfit.fxir.marks import HOLLOW_PREFIX, is_tangent
+from memfit.ops.kernels.convolution import make_hollow
 from memfit.runtime.deferred_backward import LATER
 from memfit.runtime.emitter import Emitter, LocalInstruction, LocalMove
 from memfit.runtime.grad_accumulation import Accumulation

@@ -28,7 +28,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memfit.tools.executed_ops import op_family
+from memfit.fxir.op_family import op_family
 
 __all__ = ["Place", "RecordedOp", "RecordedOps", "RecordedTensor", "fingerprint", "modules_known"]
 

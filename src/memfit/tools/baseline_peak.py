@@ -17,9 +17,9 @@ from torch import nn
 from memfit.capture.loss.reading import LossFunction, backward_of
 from memfit.capture.state.detached_inputs import detached
 from memfit.capture.state.snapshot import preserved
+from memfit.device_memory import free_bytes
 from memfit.distributed import process_group as processes
 from memfit.profiling.baseline_peak import counted_step
-from memfit.profiling.device import free_bytes
 from memfit.profiling.memory import measure
 
 __all__ = ["PlainPeak", "plain_peak"]

@@ -25,10 +25,10 @@ from memfit.compiler.driver import plan_profiled
 from memfit.compiler.plan import Plan
 from memfit.compiler.proving import prove
 from memfit.compiler.stages import Progress, Request, capture_and_profile, check_request, resolve_budget
+from memfit.device_memory import free_bytes
 from memfit.errors import BudgetError, MemfitError, SpecError
 from memfit.ir.graph import StepGraph
 from memfit.planner.analysis.activations import Activations, count_activations
-from memfit.profiling.device import free_bytes
 from memfit.runtime.executable import compile_program
 from memfit.sim.simulator import simulate, simulate_plain
 from memfit.tools.max_batch import BatchSize, max_batch

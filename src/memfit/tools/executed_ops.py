@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memfit.fxir.op_family import op_family
 from memfit.ir.graph import StepGraph
 from memfit.ir.program import Action, Program, as_they_run
 
-__all__ = ["ExecutedOps", "executed_recomputations", "op_family"]
+__all__ = ["ExecutedOps", "executed_recomputations"]
 
 
 class ExecutedOps(TorchDispatchMode):
@@ -71,13 +72,6 @@ _IN_TILES = {
 
 _AT_BORDERS = {"constant_pad_nd", "clamp", "new_zeros", "copy"}
 """What some tiles call besides and others do not, so that it cannot be told from what ran again."""
-
-
-def op_family(target: str) -> str:
-    """`relu` of `aten.relu_.default`: the op without namespace, overload and the mark of in-place calls."""
-    parts = target.split(".")
-    name = (parts[1] if len(parts) > 2 else parts[0]).strip("_")
-    return "batch_norm" if "batch_norm" in name and "backward" not in name else name
 
 
 def executed_recomputations(counts: Counter[str], graph: StepGraph, program: Program) -> int:

@@ -17,9 +17,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import memfit
-from memfit.capture.eager.dropout import drawn, kept_scale, masked, masked_over_data
+from memfit.capture.eager.dropout import drawn
 from memfit.capture.eager.no_decomposition import as_in_eager
 from memfit.capture.training_step import capture_step
+from memfit.ops.kernels.dropout import kept_scale, masked, masked_over_data
 
 
 class Dropped(nn.Module):

@@ -13,14 +13,14 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
-from memfit.capture.eager.dropout import masked
 from memfit.capture.training_step import capture_step
 from memfit.fxir.layout import looks_alike, results_of
+from memfit.fxir.marks import HOLLOW_PREFIX, is_view
 from memfit.ir.slicing import BySlices
 from memfit.ops.batching.rules import sampling_of, sums_of
 from memfit.ops.batching.slices import ViewOfSlice, samples_between, view_of_samples
-from memfit.passes.concat_gradients import convolution_input_slices
-from memfit.passes.conv_backward_split import HOLLOW_PREFIX, is_view, make_hollow
+from memfit.ops.kernels.convolution import convolution_input_slices, make_hollow
+from memfit.ops.kernels.dropout import masked
 from memfit.passes.dropout_split import split_dropout
 from memfit.passes.fused_cross_entropy import rewrite_by_rows
 from memfit.profiling.profiler import _measurement

@@ -12,16 +12,13 @@ from hypothesis import strategies as st
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from memfit.fxir.call import Call, normalise
+from memfit.fxir.call import Call
+from memfit.fxir.marks import HOLLOW_PREFIX
 from memfit.ops.batching.rules import sums_of
+from memfit.ops.kernels.convolution import convolution_input_slices, input_gradient_beside_stand_in, make_hollow
+from memfit.ops.recompute import normalise
 from memfit.ops.tiling.rules import reaches_of, tiling_of
 from memfit.ops.tiling.window import bands_of, narrowed, tiles_of
-from memfit.passes.concat_gradients import convolution_input_slices
-from memfit.passes.conv_backward_split import (
-    HOLLOW_PREFIX,
-    input_gradient_beside_stand_in,
-    make_hollow,
-)
 
 _aten = torch.ops.aten
 _GRIDS = st.sampled_from([(2,), (3,), (1, 3), (2, 2), (3, 5)])

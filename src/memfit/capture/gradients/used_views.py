@@ -6,7 +6,8 @@ gradient. Eager adds the two at the view, which rounds otherwise. (Views of inpu
 `memfit.capture.gradients.returned_views`.)
 
 *Idea*: such an output goes through an op that hands it on. For AOTAutograd its result is a tensor like any other, with
-a gradient of its own, and in the joint graph the op is taken out again, so that the view itself is returned.
+a gradient of its own, and in the joint graph the op is taken out again (`memfit.passes.used_views`), so that the view
+itself is returned.
 
 Known limits: a view of memory that the graph writes over stays as it is. What is returned so is no view for autograd:
 code that writes over it in place gets an error of torch's.
@@ -18,30 +19,9 @@ import torch
 from torch import fx
 
 from memfit.capture.dynamo_graph import is_in_place, outputs_of
+from memfit.ops.kernels.handed_on import handed_on
 
-__all__ = ["hand_on_used_views", "take_out"]
-
-_LIBRARY = torch.library.Library("memfit", "FRAGMENT")
-_LIBRARY.define("handed_on(Tensor view) -> Tensor")
-
-
-def _hand_on(view: torch.Tensor) -> torch.Tensor:
-    return view.detach()
-
-
-def _fake(view: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=view.device)
-
-
-def _gradient(_: object, gradient: torch.Tensor) -> torch.Tensor:
-    return gradient
-
-
-_LIBRARY.impl("handed_on", _hand_on, "CompositeExplicitAutograd")
-torch.library.register_fake("memfit::handed_on", _fake, lib=_LIBRARY)
-torch.library.register_autograd("memfit::handed_on", _gradient, lib=_LIBRARY)
-
-_handed_on = torch.ops.memfit.handed_on.default
+__all__ = ["hand_on_used_views"]
 
 
 def hand_on_used_views(gm: fx.GraphModule) -> None:
@@ -54,17 +34,10 @@ def hand_on_used_views(gm: fx.GraphModule) -> None:
     # Right before the end: the gradient of later code comes first, as in eager.
     with gm.graph.inserting_before(output):
         for view in views:
-            handed[view] = gm.graph.call_function(_handed_on, (view,))
+            handed[view] = gm.graph.call_function(handed_on, (view,))
             handed[view].meta = dict(view.meta)
     output.args = (fx.node.map_arg(output.args[0], lambda node: handed.get(node, node)),)
     gm.recompile()
-
-
-def take_out(joint: fx.GraphModule) -> None:
-    """Takes the op out of a joint graph, whose results are the views themselves then."""
-    for node in joint.graph.find_nodes(op="call_function", target=_handed_on):
-        node.replace_all_uses_with(node.args[0])
-        joint.graph.erase_node(node)
 
 
 def _used_views(gm: fx.GraphModule) -> list[fx.Node]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +18,11 @@ from torch.utils import _pytree as pytree
 from memfit.capture.eager.backward_autocast import backward_region
 from memfit.capture.eager.fake_strides import strides_of_kernels
 from memfit.capture.eager.kernel_samples import strides_alike
-from memfit.capture.failures import user_line
 from memfit.capture.gradients.autograd_graph import leaves_behind
 from memfit.capture.gradients.tangents import Strides, strides_without_overlap
 from memfit.capture.loss.memory import LossBytes, uses
 from memfit.errors import CaptureError
+from memfit.fxir.user_lines import user_line
 
 __all__ = [
     "AssumedLoss",
@@ -36,7 +35,6 @@ __all__ = [
     "scalar_loss",
 ]
 
-log = logging.getLogger(__name__)
 
 LossFunction = Callable[[Any], torch.Tensor]
 

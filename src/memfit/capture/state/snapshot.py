@@ -39,7 +39,7 @@ from torch.nn.modules import module as _nn_module
 
 from memfit.capture.distributed.fsdp import resharded
 from memfit.capture.state.tensor import TensorState, bytes_of, differs, noted, restore_tensor
-from memfit.profiling.device import free_bytes
+from memfit.device_memory import free_bytes
 
 __all__ = ["Snapshot", "preserved", "snapshot"]
 

@@ -25,8 +25,8 @@ from torch import fx
 from torch._dynamo.utils import numpy_method_wrapper, numpy_operator_wrapper, numpy_to_tensor_wrapper
 from torch.utils import _pytree as pytree
 
-from memfit.capture.failures import user_line
-from memfit.capture.unplanned_parts import UnplannableGraphError
+from memfit.fxir.refused import UnplannableGraphError
+from memfit.fxir.user_lines import user_line
 
 __all__ = ["NumpyCodeError", "call_numpy", "numbers_by_numpy", "refuse_rounding_numpy"]
 

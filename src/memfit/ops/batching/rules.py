@@ -22,19 +22,20 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from memfit.capture.eager.dropout import masked
-from memfit.fxir.call import Call, normalise
+from memfit.fxir.call import Call
 from memfit.fxir.layout import nodes_of, outer_axis, results_of
+from memfit.fxir.marks import HOLLOW_PREFIX
 from memfit.ops.kernels.batch_norm import input_gradient_from_sums, sums_of_data
-from memfit.passes.concat_gradients import convolution_input_slices
-from memfit.passes.conv_backward_split import (
-    HOLLOW_PREFIX,
+from memfit.ops.kernels.convolution import (
     convolution_input_gradient,
+    convolution_input_slices,
     input_gradient_beside_stand_in,
     make_hollow,
 )
-from memfit.passes.fused_cross_entropy import SUM, product_over_rows
-from memfit.passes.group_norm_split import input_gradient, products_over_space, scaled_and_shifted, sums_of_space
+from memfit.ops.kernels.dropout import masked
+from memfit.ops.kernels.group_norm import input_gradient, products_over_space, scaled_and_shifted, sums_of_space
+from memfit.ops.kernels.row_products import SUM, product_over_rows
+from memfit.ops.recompute import normalise
 
 __all__ = [
     "KEEP_BITS",

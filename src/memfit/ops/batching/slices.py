@@ -22,8 +22,8 @@ from memfit.fxir.call import Call
 from memfit.fxir.layout import outer_axis, results_of
 from memfit.ir.slicing import SMALL_SUM_BYTES
 from memfit.ops.batching.rules import sampling_of, sums_of
+from memfit.ops.kernels.row_products import PRODUCTS, product_over_rows
 from memfit.ops.tiling.window import Tile, narrowed
-from memfit.passes.fused_cross_entropy import PRODUCTS, product_over_rows
 
 __all__ = [
     "Slice",

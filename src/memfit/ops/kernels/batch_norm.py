@@ -8,7 +8,7 @@ takes its statistics before it writes, so it can write over its input.
 The profiler compares each shape with the whole kernel before a plan relies on it (`memfit.ops.chunking`).
 
 Its results can also be made apart (with the lever `tile`). Forward, sums over the batch (`sums_of_data`) give the
-statistics (`statistics_from_sums`), with which data is normalised sample by sample (`memfit.fxir.call.normalise`).
+statistics (`statistics_from_sums`), with which data is normalised sample by sample (`memfit.ops.recompute.normalise`).
 Backward, the sums are the gradients of weight and bias, and the gradient of the input is made sample by sample from
 these (`input_gradient_from_sums`).
 

@@ -23,17 +23,22 @@ import torch
 from torch import fx
 from torch._prims_common import suggest_memory_format
 
-from memfit.fxir.call import Call, normalise
+from memfit.fxir.call import Call
 from memfit.fxir.layout import is_alone, nodes_of
 from memfit.ir.slicing import Reach
 from memfit.ops.batching.rules import is_pointwise, makes_sums_or_slices
 from memfit.ops.kernels.batch_norm import input_gradient_from_sums, sums_of_data
+from memfit.ops.kernels.convolution import (
+    convolution_input_gradient,
+    convolution_input_slices,
+    input_gradient_beside_stand_in,
+    make_hollow,
+)
+from memfit.ops.kernels.group_norm import input_gradient, products_over_space, scaled_and_shifted, sums_of_space
+from memfit.ops.recompute import normalise
 from memfit.ops.tiling.resize import resized, resized_backward
 from memfit.ops.tiling.rule import Tiling, extents_of, starts_of
 from memfit.ops.tiling.window import SPACE, Tile, Window, cropped, inside, padded, read_by, touching
-from memfit.passes.concat_gradients import convolution_input_slices
-from memfit.passes.conv_backward_split import convolution_input_gradient, input_gradient_beside_stand_in, make_hollow
-from memfit.passes.group_norm_split import input_gradient, products_over_space, scaled_and_shifted, sums_of_space
 
 __all__ = ["reaches_of", "tiling_of"]
 

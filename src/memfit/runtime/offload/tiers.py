@@ -9,9 +9,9 @@ import os
 
 import torch
 
+from memfit.device_memory import free_bytes
 from memfit.errors import SpecError
 from memfit.ir.tiers import Tier, TierLinks
-from memfit.profiling.device import free_bytes
 from memfit.runtime.offload.link_benchmark import calibrated
 from memfit.runtime.offload.swap_file import swap_directory
 from memfit.units import parse_bytes

@@ -1,0 +1,82 @@
+"""Nodes of a joint graph: the marks in their `meta`, which storage they share, and what they are other names of.
+
+Passes leave marks for those after them and for whoever lowers the graph. A mark is an entry of `fx.Node.meta`, so it is
+copied with the node.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+__all__ = [
+    "HALF_OF",
+    "HOLLOW_PREFIX",
+    "PLAIN_CALL",
+    "PLAIN_NBYTES",
+    "STANDS_FOR",
+    "is_tangent",
+    "is_view",
+    "original",
+    "returned_storages",
+    "storage_key",
+]
+
+_aten = torch.ops.aten
+
+
+HOLLOW_PREFIX = "_hollow_"
+"""Names of the graph attributes that stand for an operand of which only the shape is used."""
+
+
+STANDS_FOR = "memfit_stands_for"
+"""Mark in the `meta` of such an attribute: the node in whose place it is."""
+
+
+HALF_OF = "memfit_half_of"
+"""Mark in the `meta` of a node: the call that makes at once what it and the other node of that mark make."""
+
+
+PLAIN_NBYTES = "memfit_plain_nbytes"
+"""Mark in the `meta` of a node: what its memory takes in the step without memfit, where that differs."""
+
+
+def returned_storages(graph: fx.Graph) -> set[int | None]:
+    """What the caller holds, by `storage_key`."""
+    (output,) = graph.find_nodes(op="output")
+    return {storage_key(n) for n in output.args[0] if isinstance(n, fx.Node)}
+
+
+def storage_key(node: fx.Node) -> int | None:
+    """What is equal for nodes whose tensors share memory; None if the node yields no tensor."""
+    value = node.meta.get("val")
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
+def original(node: Any) -> Any:
+    """What a node is another name of."""
+    while node.target in (_aten.detach.default, _aten.alias.default):
+        node = node.args[0]
+    return node
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Whether a placeholder is the gradient of an output."""
+    return node.op == "placeholder" and "tangents" in str(node.target)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node takes no time and no memory: a view, or an element of a tuple."""
+    if node.target is operator.getitem:
+        return True
+    value, operands = node.meta.get("val"), [a.meta.get("val") for a in node.all_input_nodes]
+    return isinstance(value, torch.Tensor) and any(
+        isinstance(o, torch.Tensor) and o.untyped_storage()._cdata == value.untyped_storage()._cdata for o in operands
+    )
+
+
+PLAIN_CALL = "memfit_plain_call"
+"""Mark in the `meta` of a node: the call in its place in the step without memfit, None for none."""

@@ -1,0 +1,87 @@
+"""The input half of a convolution's backward pass, which needs the input's shape and not its values.
+
+`aten.convolution_backward` takes the input for both gradients, so autograd saves it for both. Most backends use its
+values for the weight gradient only. Here the input half takes a tensor with the input's metadata and no memory.
+
+Known limits: a backend that unfolds the input wants memory for it; it gets some, with nothing in it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._prims_common import suggest_memory_format
+
+__all__ = [
+    "convolution_input_gradient",
+    "convolution_input_slices",
+    "input_gradient_beside_stand_in",
+    "input_half",
+    "make_hollow",
+    "takes_input_shape_only",
+]
+
+_aten = torch.ops.aten
+
+
+_WITHOUT_INPUT = ("Mkldnn", "Cudnn", "CudnnTranspose")
+"""Convolution backends that make the input's gradient without a look at the input; others unfold it."""
+
+
+def convolution_input_gradient(
+    grad_output: torch.Tensor, hollow: torch.Tensor, weight: torch.Tensor, *rest: Any
+) -> torch.Tensor:
+    """The input half of `convolution_backward`; `hollow` gives shape and strides of the input, not values.
+
+    Kernels go by shape and layout, so a slice may get one that looks at the input, and then needs memory there.
+    """
+    if not takes_input_shape_only(hollow, weight, *rest):
+        return input_gradient_beside_stand_in(grad_output, hollow, weight, *rest)
+    return input_half(grad_output, hollow, weight, *rest)
+
+
+def input_half(grad_output: torch.Tensor, data: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """The same where it is known that the kernel takes the shape only, as it is of whole operands."""
+    result: torch.Tensor = _aten.convolution_backward.default(grad_output, data, weight, *rest, [True, False, False])[0]
+    return result
+
+
+def input_gradient_beside_stand_in(
+    grad_output: torch.Tensor, hollow: torch.Tensor, weight: torch.Tensor, *rest: Any
+) -> torch.Tensor:
+    """The same with a kernel that wants memory for the input although it does not use what is in it."""
+    stand_in = torch.empty_strided(hollow.shape, hollow.stride(), dtype=hollow.dtype, device=grad_output.device)
+    return input_half(grad_output, stand_in, weight, *rest)
+
+
+def make_hollow(like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """A tensor with the metadata of `like` and no memory behind it."""
+    hollow = torch.empty_strided(tuple(like.shape), like.stride(), dtype=like.dtype, device=device or like.device)
+    hollow.untyped_storage().resize_(0)
+    return hollow
+
+
+def takes_input_shape_only(data: torch.Tensor, weight: torch.Tensor, bias_sizes: Any, *rest: Any) -> bool:
+    """Whether the kernel that makes the input's gradient takes the input's shape only."""
+    # A one-dimensional convolution runs as a two-dimensional one of a view, and a view needs memory.
+    if data.dim() < 4 or not _takes_hollow(data, weight):
+        return False
+    backend = str(torch._C._select_conv_backend(data, weight, None, *rest, bias_sizes)).rpartition(".")[2]
+    # torch has no name in Python for the transposed kernel of oneDNN.
+    return backend in _WITHOUT_INPUT or (backend == "???" and rest[3] and data.device.type == "cpu")
+
+
+def _takes_hollow(data: torch.Tensor, *others: torch.Tensor) -> bool:
+    """Whether a kernel leaves the operand's memory alone: one in another layout than it wants would be copied."""
+    layout = suggest_memory_format(data)
+    return data.is_contiguous(memory_format=layout) and all(suggest_memory_format(t) == layout for t in others)
+
+
+def convolution_input_slices(
+    gradient: torch.Tensor, hollow: torch.Tensor, weight: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor, ...]:
+    """`convolution_input_gradient`, cut into slices of its channels; the last argument says which."""
+    *settings, cuts = rest
+    whole = convolution_input_gradient(gradient, hollow, weight, *settings)
+    return tuple(whole[:, start:stop].contiguous() for start, stop in cuts)

@@ -1,0 +1,39 @@
+"""Products over rows, and sums over them: what the gradient of a projection and its loss is made of, slice by slice.
+
+A vocabulary projection, its cross entropy and their gradients run over a few rows (tokens) at a time; the weight
+gradient is then a sum of products, each added to the one before in place.
+"""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["PRODUCTS", "SUM", "product_over_rows", "share_of_mean"]
+
+_aten = torch.ops.aten
+
+
+SUM = 2
+"""How losses are reduced: the number that stands for a sum; a mean has one less."""
+
+
+def product_over_rows(one: torch.Tensor, other: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
+    """The transposed of one matrix times another, a sum over their rows.
+
+    Args:
+        one: of shape [rows, M].
+        other: of shape [rows, N].
+        total: of shape [M, N]; the product is added to it in place.
+    """
+    if total is None:
+        return one.t().mm(other)
+    return total.addmm_(one.t(), other)
+
+
+def share_of_mean(gradient: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """What the gradient of a mean is multiplied by, given the sum of the weights; zero where none counts."""
+    return torch.where(weights == 0, 0.0, gradient / weights)
+
+
+PRODUCTS = (_aten.mm.default, _aten.addmm.default, product_over_rows)
+"""Those that read a matrix, or add to one, for each slice."""
