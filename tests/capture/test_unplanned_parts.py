@@ -97,7 +97,7 @@ def seeded(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_plain_parts_keep_every_bit_and_are_planned_once(name: str) -> None:
+def test_unplanned_parts_keep_every_bit_and_are_planned_once(name: str) -> None:
     make, inputs = CASES[name]
     model, plain = seeded(make), seeded(make)
     memfit.fit(model, inputs, budget="1GiB", loss_fn=loss_of, search_seconds=0.5)
@@ -119,7 +119,7 @@ def test_experts_are_left_to_plain_code_with_a_notice() -> None:
     finally:
         logger.removeHandler(handler)
     (line,) = told
-    assert "shapes depend on data in 1 (" in line and "test_plain_parts.py:" in line
+    assert "shapes depend on data in 1 (" in line and "test_unplanned_parts.py:" in line
     assert "other data may take more memory" in line
 
 
@@ -159,7 +159,7 @@ class Checkpointed(nn.Module):
 def test_own_checkpoints_are_named_or_replaced(how: str) -> None:
     model, plain = seeded(lambda: Checkpointed(how)), seeded(lambda: Checkpointed(how))
     x = X.clone().requires_grad_()
-    with pytest.raises(memfit.CaptureError, match=r"checkpoints itself.*test_plain_parts\.py:\d+") as caught:
+    with pytest.raises(memfit.CaptureError, match=r"checkpoints itself.*test_unplanned_parts\.py:\d+") as caught:
         memfit.fit(model, (x,), budget="1GiB", loss_fn=loss_of)
     assert "primals" not in str(caught.value)
     memfit.fit(model, (x,), budget="1GiB", loss_fn=loss_of, search_seconds=0.5, checkpointing="replace")
@@ -192,7 +192,7 @@ def test_where_plain_code_has_all_that_trains_the_line_is_named() -> None:
             x = self.layer(x)
             return self.layer(x[x[:, 0] > 0])
 
-    with pytest.raises(memfit.CaptureError, match=r"shapes depend on data .*test_plain_parts\.py:\d+.* is in it"):
+    with pytest.raises(memfit.CaptureError, match=r"shapes depend on data .*test_unplanned_parts\.py:\d+.* is in it"):
         memfit.fit(Chosen(), (torch.randn(8, 8),), budget="1GiB", loss_fn=loss_of, search_seconds=0.1)
 
 

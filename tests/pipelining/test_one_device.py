@@ -8,7 +8,7 @@ import torch
 from memfit.errors import BudgetError, SpecError
 from memfit.pipelining.config import Found, Question
 from memfit.pipelining.partition.forward_graph import capture_forward, flatten_inputs
-from memfit.pipelining.search.search import search
+from memfit.pipelining.search import search
 from memfit.pipelining.search.stage_planner import StagePlanner
 from memfit.planner.pipeline.memory_split import DoesNotFit
 from memfit.planner.pipeline.schedule import Schedule

@@ -23,7 +23,7 @@ import torch._functorch.aot_autograd as aot
 
 from memfit.capture.dynamo_graph import copied
 
-__all__ = ["KeptTrace", "keeping_trace", "taking_trace"]
+__all__ = ["KeptTrace", "traced_once"]
 
 _ANALYSE, _TRACE = "run_functionalized_fw_and_collect_metadata", "aot_stage1_graph_capture"
 _ANALYSED, _PASSED_ON = "fw_metadata", ("flat_args", "flat_args_descs", "fw_metadata")
@@ -46,50 +46,40 @@ class KeptTrace:
 
 
 @contextmanager
-def keeping_trace(keep: Callable[[KeptTrace], None]) -> Iterator[None]:
-    """While active, `keep` is called with each graph that AOTAutograd traces."""
-    plain = getattr(aot, _TRACE, None)
-    if plain is None or not hasattr(aot, _ANALYSE):
+def traced_once(*, kept: KeptTrace | None = None, keep: Callable[[KeptTrace], None] | None = None) -> Iterator[None]:
+    """While active, AOTAutograd cuts and compiles copies of the graphs that it traces.
+
+    Copies number new nodes otherwise than the graph itself does, so that all are copies, whether they are kept or not.
+
+    Args:
+        kept: is taken in place of what would be traced.
+        keep: is called with what is traced.
+    """
+    trace, analyse = getattr(aot, _TRACE, None), getattr(aot, _ANALYSE, None)
+    if trace is None or analyse is None:
         yield
         return
 
-    def trace(state: Any, *args: Any) -> Any:
+    def copy_of_trace(state: Any, *args: Any) -> Any:
+        if kept is not None:
+            for name, value in kept.passed_on.items():
+                setattr(state, name, copy.copy(value))
+            return _copied(kept.traced)
         analysed = copy.copy(getattr(state, _ANALYSED))
-        traced = plain(state, *args)
-        passed_on = {name: copy.copy(getattr(state, name)) for name in _PASSED_ON}
-        keep(KeptTrace(analysed=analysed, passed_on=passed_on, traced=_copied(traced)))
-        return traced
+        traced = trace(state, *args)
+        if keep is not None:
+            passed_on = {name: copy.copy(getattr(state, name)) for name in _PASSED_ON}
+            keep(KeptTrace(analysed=analysed, passed_on=passed_on, traced=traced))
+        return _copied(traced)
 
-    setattr(aot, _TRACE, trace)
+    setattr(aot, _TRACE, copy_of_trace)
+    if kept is not None:
+        setattr(aot, _ANALYSE, lambda *args, **kwargs: lambda *inputs: copy.copy(kept.analysed))
     try:
         yield
     finally:
-        setattr(aot, _TRACE, plain)
-
-
-@contextmanager
-def taking_trace(kept: KeptTrace | None) -> Iterator[None]:
-    """While active, AOTAutograd takes a graph for traced, so that it only cuts and compiles it; nothing for None."""
-    if kept is None:
-        yield
-        return
-    known, plain, analyse = kept, getattr(aot, _TRACE), getattr(aot, _ANALYSE)
-
-    def metadata(*inputs: Any) -> Any:
-        return copy.copy(known.analysed)
-
-    def trace(state: Any, *args: Any) -> Any:
-        for name, value in known.passed_on.items():
-            setattr(state, name, copy.copy(value))
-        return _copied(known.traced)
-
-    setattr(aot, _ANALYSE, lambda *args, **kwargs: metadata)
-    setattr(aot, _TRACE, trace)
-    try:
-        yield
-    finally:
+        setattr(aot, _TRACE, trace)
         setattr(aot, _ANALYSE, analyse)
-        setattr(aot, _TRACE, plain)
 
 
 def _copied(traced: Any) -> Any:

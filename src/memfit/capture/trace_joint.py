@@ -17,7 +17,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NoReturn
 
 import torch._functorch.aot_autograd as aot
@@ -28,7 +28,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from memfit.capture.eager.no_decomposition import as_in_eager
 from memfit.capture.gradients.tangents import Strides, laid_out_as_made
-from memfit.capture.kept_trace import KeptTrace, keeping_trace, taking_trace
+from memfit.capture.kept_trace import KeptTrace, traced_once
 
 __all__ = ["hand_over_joint", "trace_joint"]
 
@@ -46,6 +46,7 @@ def trace_joint(
     forward: Callable[..., Any],
     backward: Callable[..., Any],
     kept: KeptTrace | None = None,
+    keep: Callable[[KeptTrace], None] | None = None,
 ) -> Callable[..., Any]:
     """A graph compiled by AOTAutograd, traced as eager PyTorch runs it.
 
@@ -57,10 +58,11 @@ def trace_joint(
         forward: compiles the graph of the forward pass, or the graph where no gradient reaches it.
         backward: compiles that of the backward pass.
         kept: the joint graph, if this very graph was traced before with gradients that lie so.
+        keep: is called with what another call takes as `kept`.
     """
     settings = as_in_eager(), laid_out_as_made(strides), _use_lazy_graph_module(True), _without_texts()
     with ExitStack() as around:
-        for setting in (*settings, taking_trace(kept)):
+        for setting in (*settings, traced_once(kept=kept, keep=keep)):
             around.enter_context(setting)
         trace = aot_autograd(fw_compiler=forward, bw_compiler=backward, partition_fn=partition)
         compiled: Callable[..., Any] = trace(gm, inputs)
@@ -89,8 +91,8 @@ def hand_over_joint(
         read(joint, num_fwd_outputs)
         raise _HasReadError
 
-    with suppress(_HasReadError), nullcontext() if keep is None else keeping_trace(keep):
-        trace_joint(gm, inputs, strides=strides, partition=partition, forward=_as_is, backward=_as_is)
+    with suppress(_HasReadError):
+        trace_joint(gm, inputs, strides=strides, partition=partition, forward=_as_is, backward=_as_is, keep=keep)
 
 
 class _HasReadError(Exception):

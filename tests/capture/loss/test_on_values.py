@@ -84,13 +84,13 @@ def test_a_target_of_another_batch_size_does_not_stop_training() -> None:
 @pytest.mark.parametrize(
     ("loss_fn", "told"),
     [
-        (lambda o: functional.cross_entropy(o, _Y[:3]), r"test_loss_on_values.py:\d+"),
+        (lambda o: functional.cross_entropy(o, _Y[:3]), r"test_on_values.py:\d+"),
         (lambda o: (o.sum(), o), "return the tensor that backward is called on"),
         (
             lambda o: o.sum().detach(),
-            r"does not depend on the model's output.*<lambda> at .*test_loss_on_values.py:\d+",
+            r"does not depend on the model's output.*<lambda> at .*test_on_values.py:\d+",
         ),
-        (lambda o: o, r"<lambda> at .*test_loss_on_values.py:\d+ returned: \(.*reduce it"),
+        (lambda o: o, r"<lambda> at .*test_on_values.py:\d+ returned: \(.*reduce it"),
         (
             lambda o: o.detach().sum().requires_grad_(),
             "no gradient reaches a parameter.*detached, in the model or in loss",

@@ -26,8 +26,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    for module in ("least", "polish"):
-        monkeypatch.setattr(f"memfit.planner.{module}.time", SimpleNamespace(monotonic=made))
+    for module in ("min_memory", "spill_and_fill"):
+        monkeypatch.setattr(f"memfit.planner.search.{module}.time", SimpleNamespace(monotonic=made))
     return made
 
 
