@@ -10,6 +10,10 @@ from torch import nn
 from torch._dynamo.utils import compilation_time_metrics
 
 import memfit
+from memfit.compiler.stages import Request, capture_and_profile, plan_captured
+from memfit.planner.bounds.lower_bound import op_wall_bytes
+from memfit.runtime.executable import compile_program
+from memfit.sim.simulator import simulate_plain
 
 _TRACED = "aot_trace_joint_graph"  # torch times each by this name
 
@@ -49,13 +53,17 @@ def test_a_step_that_is_fitted_is_traced_once() -> None:
 def test_each_plan_of_a_capture_changes_a_copy() -> None:
     model, inputs = _model(), torch.randn(256, 32)
     expected = _step(copy.deepcopy(model), inputs)
-    estimate = memfit.estimate(model, (inputs,), loss_fn=_loss)
+    asked = Request(budget=1, loss_fn=_loss, search_seconds=0.1)
+    capture, graph = capture_and_profile(model, (inputs,), {}, asked)
+    plain_bytes, least_bytes = simulate_plain(graph).peak_bytes, op_wall_bytes(graph)
     before = _traced()
-    with pytest.raises(memfit.BudgetError) as found:
-        memfit.fit(model, (inputs,), budget=estimate.least // 2, loss_fn=_loss)
-    traced_for_error = _traced() - before
-    for budget in (found.value.least_bytes, estimate.peak):
-        again = copy.deepcopy(model)
-        gradients = _step(memfit.fit(again, (inputs,), budget=budget, loss_fn=_loss), inputs)
-        assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
-    assert traced_for_error == 1  # the least budget is measured, so the error's plan has run
+    for share in (0.5, 1.0, 0.5):
+        budget_bytes = int(least_bytes + share * (plain_bytes - least_bytes))
+        program = plan_captured(model, (inputs,), {}, capture, graph, asked, budget_bytes).program
+        planned = compile_program(model, capture, program)
+        model.zero_grad()
+        torch.manual_seed(1)
+        _loss(planned(inputs)).backward()
+        assert all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected, strict=True))
+        assert bool(program.recomputed()) == (share < 1.0)
+    assert _traced() == before

@@ -143,7 +143,7 @@ def test_interrupted_planning_leaves_the_model(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_out_of_memory_names_shape_and_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    from memfit.runtime import executable
+    from memfit.runtime import boxed_call
 
     model = memfit.fit(Residual(), (X,), budget="1GiB", prove=False)
 
@@ -153,7 +153,7 @@ def test_out_of_memory_names_shape_and_plan(monkeypatch: pytest.MonkeyPatch) -> 
 
         gm.forward = forward  # type: ignore[method-assign]
 
-    monkeypatch.setattr(executable, "attach_hollow", failing)
+    monkeypatch.setattr(boxed_call, "attach_hollow", failing)
     monkeypatch.setattr(torch.fx.GraphModule, "recompile", lambda self: None)
     with pytest.raises(
         memfit.OutOfMemoryError, match=r"(?s)\(2, 3, 16, 16\).*plan .*largest live tensors.*lower budget"

@@ -4,7 +4,8 @@ A step is traced when it is captured, and once more for each plan that is compil
 a plan changes how the graph is cut in two, not the graph. Tracing takes most of the time of `fit`.
 
 *Idea*: AOTAutograd works in two stages, as its export does (`aot_export_joint_with_descriptors`): it traces the joint
-graph, then cuts and compiles it. What the first stage gave is kept, and AOTAutograd begins a plan with a copy of that.
+graph, then cuts and compiles it. The result of the first stage is kept, and a plan goes through the second stage only,
+with a copy of that result.
 
 Known limits: the functions of both stages are torch's own and may be named otherwise in another version; then nothing
 is kept and each plan is traced.
@@ -27,17 +28,17 @@ __all__ = ["KeptTrace", "traced_once"]
 
 _ANALYSE, _TRACE = "run_functionalized_fw_and_collect_metadata", "aot_stage1_graph_capture"
 _ANALYSED, _PASSED_ON = "fw_metadata", ("flat_args", "flat_args_descs", "fw_metadata")
-_GRAPH = "graph_module"
+_GRAPH, _INPUTS = "graph_module", "updated_flat_args"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KeptTrace:
-    """What AOTAutograd knew of a graph when it had traced it.
+    """The result of AOTAutograd's first stage for a graph.
 
     Attributes:
-        analysed: what it had found out of inputs and outputs before.
-        passed_on: what tracing changed in its state, by attributes.
-        traced: the joint graph, with its inputs and the wrappers around it.
+        analysed: the analysis of inputs and outputs that tracing began with, a `ViewAndMutationMeta`.
+        passed_on: attributes of AOTAutograd's state that tracing changed, by name.
+        traced: an `AOTGraphCapture`: the joint graph, its inputs and the wrappers around it.
     """
 
     analysed: Any
@@ -47,20 +48,26 @@ class KeptTrace:
 
 @contextmanager
 def traced_once(*, kept: KeptTrace | None = None, keep: Callable[[KeptTrace], None] | None = None) -> Iterator[None]:
-    """While active, AOTAutograd cuts and compiles copies of the graphs that it traces.
+    """While active, AOTAutograd cuts and compiles a copy of the one graph that it traces.
 
-    Copies number new nodes otherwise than the graph itself does, so that all are copies, whether they are kept or not.
+    A copy numbers new nodes otherwise than the traced graph does, and plans know nodes by name. So every joint graph is
+    a copy, kept or not.
 
     Args:
-        kept: is taken in place of what would be traced.
-        keep: is called with what is traced.
+        kept: replaces tracing.
+        keep: is called with the result of tracing.
     """
     trace, analyse = getattr(aot, _TRACE, None), getattr(aot, _ANALYSE, None)
     if trace is None or analyse is None:
         yield
         return
 
+    def restore() -> None:
+        setattr(aot, _TRACE, trace)
+        setattr(aot, _ANALYSE, analyse)
+
     def copy_of_trace(state: Any, *args: Any) -> Any:
+        restore()  # compiling may trace other graphs
         if kept is not None:
             for name, value in kept.passed_on.items():
                 setattr(state, name, copy.copy(value))
@@ -78,10 +85,11 @@ def traced_once(*, kept: KeptTrace | None = None, keep: Callable[[KeptTrace], No
     try:
         yield
     finally:
-        setattr(aot, _TRACE, trace)
-        setattr(aot, _ANALYSE, analyse)
+        restore()
 
 
 def _copied(traced: Any) -> Any:
-    """The same with a graph of its own, as whoever reads a joint graph changes it."""
-    return dataclasses.replace(traced, **{_GRAPH: copied(getattr(traced, _GRAPH))})
+    """The same with a graph and inputs of its own, as cutting and compiling change them."""
+    inputs = getattr(traced, _INPUTS)
+    inputs = type(inputs)(copy.copy(part) if isinstance(part, list) else part for part in inputs)
+    return dataclasses.replace(traced, **{_GRAPH: copied(getattr(traced, _GRAPH)), _INPUTS: inputs})

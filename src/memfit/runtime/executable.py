@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.fx.graph import _BoxedCodeGen
 
 from memfit.capture.compiled_call import call_has_begun, compile_call
 from memfit.capture.dynamo_call import DynamoCall, RunsGraphs
@@ -52,24 +51,21 @@ from memfit.capture.training_step import Capture, device_of
 from memfit.capture.unplanned_parts import NOTHING_PLAIN, PlainParts
 from memfit.capture.values.decisions import Decision
 from memfit.capture.values.numpy_code import call_numpy, numbers_by_numpy
-from memfit.errors import OutOfMemoryError, PlanMismatchError
+from memfit.errors import PlanMismatchError
 from memfit.fxir.refused import UnplannableGraphError
 from memfit.fxir.user_lines import user_line
 from memfit.ir.program import Program
 from memfit.ir.tiers import Tier
 from memfit.ops.accumulation import Accumulate
 from memfit.passes.read_joint import read_joint
-from memfit.profiling.memory import largest_tensors
-from memfit.runtime.deferred_backward import LATER, Later, in_two
-from memfit.runtime.dispatch import call_cheaply
-from memfit.runtime.emitter import OVERWRITTEN
+from memfit.runtime.boxed_call import boxed
+from memfit.runtime.deferred_backward import Later
 from memfit.runtime.forward_passes import CompiledPiece, Pass, noting_backward, noting_forward
 from memfit.runtime.grad_accumulation import accumulation
 from memfit.runtime.gradient_reach import reached_by_autograd, reached_in_joint
-from memfit.runtime.lowering import attach_hollow, lower
+from memfit.runtime.lowering import lower
 from memfit.runtime.offload.backend import SwapSpace
 from memfit.runtime.offload.engine import Swapper
-from memfit.runtime.offload.graph_calls import forget_side_effects
 from memfit.runtime.offload.spaces import open_spaces
 from memfit.runtime.subgraph_program import PieceProgram, piece_programs, reading_digest
 from memfit.runtime.unused_outputs import whole_graph
@@ -77,10 +73,6 @@ from memfit.runtime.unused_outputs import whole_graph
 __all__ = ["PlannedCall", "compile_planned", "compile_program"]
 
 log = logging.getLogger(__name__)
-
-_TOLD = 6
-"""Of so many operands an error tells the shape."""
-
 
 _PASS: ContextVar[Pass | None] = ContextVar("memfit_pass", default=None)
 """The forward pass that runs now."""
@@ -306,10 +298,10 @@ def compile_planned(
             )
 
         def forward(lowered: fx.GraphModule, operands: Any) -> Callable[..., Any]:
-            return _boxed(lowered, describe, later)
+            return boxed(lowered, describe, later)
 
         def backward(lowered: fx.GraphModule, operands: Any) -> Callable[..., Any]:
-            return noting_backward(_boxed(lowered, describe, later))
+            return noting_backward(boxed(lowered, describe, later))
 
         def compiled(turn: int) -> Callable[..., Any]:
             # Some versions of AOTAutograd keep the function, and with it the model, among Dynamo's globals.
@@ -407,45 +399,3 @@ def _reached(
     if len(in_joint) != len(by_autograd):  # AOTAutograd took inputs together
         return tuple(None for _ in in_joint)
     return tuple(None if a is None else a | b for a, b in zip(in_joint, by_autograd, strict=True))
-
-
-def _boxed(gm: fx.GraphModule, describe: Callable[[], str], later: Later | None) -> Callable[..., Any]:
-    """The generated code itself, taking its arguments in a list that it empties as it goes."""
-    attach_hollow(gm)
-    forget_side_effects(gm.graph)
-    call_cheaply(gm.graph)
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    overwritten = [i for i, node in enumerate(placeholders) if node.meta.get(OVERWRITTEN)]
-    if later is not None and any(node.meta.get(LATER) for node in gm.graph.nodes):
-        forward = in_two(gm, later)
-    else:
-        gm.graph.set_codegen(_BoxedCodeGen())
-        gm.recompile()
-        forward = gm.forward
-
-    def run(operands: list[Any]) -> Any:
-        first = operands[:_TOLD]
-        shapes = [tuple(t.shape) for t in first if isinstance(t, torch.Tensor) and t.dim() > 0]
-        del first
-        if overwritten and torch._C._autograd._get_current_graph_task_keep_graph():
-            # backward(retain_graph=True): what was saved must outlive this pass, so copies are overwritten.
-            log.warning("retain_graph takes more memory than the plan, which writes over saved tensors")
-            for position in overwritten:
-                operands[position] = operands[position].clone()
-        try:
-            return forward(operands)
-        except RuntimeError as error:
-            if not _is_out_of_memory(error):
-                raise
-            raise OutOfMemoryError(
-                f"out of memory in a fitted step (first operands {shapes}): {error}\n{describe()}\n"
-                f"largest live tensors: {largest_tensors()}\n"
-                "free what else is in memory, or fit the model to a lower budget"
-            ) from error
-
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
-
-
-def _is_out_of_memory(error: RuntimeError) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

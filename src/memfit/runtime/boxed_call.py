@@ -1,0 +1,72 @@
+"""A lowered graph as the function that AOTAutograd calls, with errors of memory that name the plan.
+
+AOTAutograd hands operands over in a list ("boxed"), so that each is freed after its last use. Code that FX generates
+for a graph does that too.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.graph import _BoxedCodeGen
+
+from memfit.errors import OutOfMemoryError
+from memfit.profiling.memory import largest_tensors
+from memfit.runtime.deferred_backward import LATER, Later, in_two
+from memfit.runtime.dispatch import call_cheaply
+from memfit.runtime.emitter import OVERWRITTEN
+from memfit.runtime.lowering import attach_hollow
+from memfit.runtime.offload.graph_calls import forget_side_effects
+
+__all__ = ["boxed"]
+
+log = logging.getLogger(__name__)
+
+_TOLD = 6
+"""Of so many operands an error tells the shape."""
+
+
+def boxed(gm: fx.GraphModule, describe: Callable[[], str], later: Later | None) -> Callable[..., Any]:
+    """The generated code itself, taking its arguments in a list that it empties as it goes."""
+    attach_hollow(gm)
+    forget_side_effects(gm.graph)
+    call_cheaply(gm.graph)
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    overwritten = [i for i, node in enumerate(placeholders) if node.meta.get(OVERWRITTEN)]
+    if later is not None and any(node.meta.get(LATER) for node in gm.graph.nodes):
+        forward = in_two(gm, later)
+    else:
+        gm.graph.set_codegen(_BoxedCodeGen())
+        gm.recompile()
+        forward = gm.forward
+
+    def run(operands: list[Any]) -> Any:
+        first = operands[:_TOLD]
+        shapes = [tuple(t.shape) for t in first if isinstance(t, torch.Tensor) and t.dim() > 0]
+        del first
+        if overwritten and torch._C._autograd._get_current_graph_task_keep_graph():
+            # backward(retain_graph=True): what was saved must outlive this pass, so copies are overwritten.
+            log.warning("retain_graph takes more memory than the plan, which writes over saved tensors")
+            for position in overwritten:
+                operands[position] = operands[position].clone()
+        try:
+            return forward(operands)
+        except RuntimeError as error:
+            if not _is_out_of_memory(error):
+                raise
+            raise OutOfMemoryError(
+                f"out of memory in a fitted step (first operands {shapes}): {error}\n{describe()}\n"
+                f"largest live tensors: {largest_tensors()}\n"
+                "free what else is in memory, or fit the model to a lower budget"
+            ) from error
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
