@@ -1,4 +1,4 @@
-"""Nodes of a joint graph: the marks in their `meta`, which storage they share, and what they are other names of.
+"""Nodes of a joint graph: marks in their `meta`, the storages they share, and aliases.
 
 Passes leave marks for those after them and for whoever lowers the graph. A mark is an entry of `fx.Node.meta`, so it is
 copied with the node.
@@ -45,19 +45,19 @@ PLAIN_NBYTES = "memfit_plain_nbytes"
 
 
 def returned_storages(graph: fx.Graph) -> set[int | None]:
-    """What the caller holds, by `storage_key`."""
+    """The storages that the caller holds, by `storage_key`."""
     (output,) = graph.find_nodes(op="output")
     return {storage_key(n) for n in output.args[0] if isinstance(n, fx.Node)}
 
 
 def storage_key(node: fx.Node) -> int | None:
-    """What is equal for nodes whose tensors share memory; None if the node yields no tensor."""
+    """A key that nodes have in common whose tensors share memory; None if the node yields no tensor."""
     value = node.meta.get("val")
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
 
 
 def original(node: Any) -> Any:
-    """What a node is another name of."""
+    """The node that a node is an alias of."""
     while node.target in (_aten.detach.default, _aten.alias.default):
         node = node.args[0]
     return node

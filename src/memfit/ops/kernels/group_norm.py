@@ -1,7 +1,7 @@
-"""Group and instance normalisation in two halves: sums over space, and what is made of each element with them.
+"""Group and instance normalisation in two halves: sums over space, then the elements computed from them.
 
-*Source*: the formulas of PyTorch's CPU kernel, in its order of rounding up to the order of the sums. Each half runs on
-one tile of an image after the other (`memfit.passes.group_norm_split`).
+*Source*: the formulas of PyTorch's CPU kernel, which rounds in the same order but for the sums. Each half runs on one
+tile of an image after the other (`memfit.passes.group_norm_split`).
 
 Known limits: sums over tiles round in another order than sums over the whole.
 """
