@@ -171,3 +171,27 @@ def test_bits_are_compared_not_values() -> None:
     assert not same_bits(torch.zeros(2), torch.zeros(3))
     assert same_bits(torch.ones(2, 3).t(), torch.ones(3, 2))
     assert same_bits(torch.zeros(0), torch.zeros(0))
+
+
+class NotesItsLoss(nn.Module):
+    """Sets in its first call what Dynamo guards, as models of transformers do, so the second call compiles too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
+        self.kind: str | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind is None:
+            self.kind = "regression"
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_a_second_compilation_is_not_the_step(steps: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 4, requires_grad=True)
+    request = Request(budget=3000, loss_fn=lambda output: output.square().mean())  # compiling takes twice 5056 bytes
+    result = verify(NotesItsLoss(), (x,), {}, request, steps=steps)
+    assert result.passed and result.plan.measured_peak_bytes is not None
+    assert 0 < result.peak_bytes <= result.plan.measured_peak_bytes

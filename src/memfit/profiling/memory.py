@@ -5,7 +5,8 @@ the CPU allocator, kernel workspace included, so their running sum is the exact 
 start. Time is measured in other runs, without the profiler.
 
 Known limits: memory that a library allocates behind torch's allocators (oneDNN scratch, thread stacks) is not
-seen on CPU.
+seen on CPU. What Dynamo takes while it compiles in the middle of a step is in the step's peak; `Measurement.compiled`
+tells.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
 from memfit.capture.allocation_tracker import LiveBytes
 
-__all__ = ["Measurement", "allocation_peak", "live_tensor_bytes", "measure", "quiet_profiler"]
+__all__ = ["Measurement", "allocation_peak", "live_tensor_bytes", "measure", "quiet_profiler", "steady_peak"]
+
+_MOST_COMPILING_STEPS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +36,7 @@ class Measurement:
 
     Attributes:
         peak_bytes: highest memory during the step, what was there before included.
+        compiled: whether Dynamo compiled in the run whose peak this is; it takes memory of its own for a moment.
         start_bytes: memory in use when the step began.
         reserved_bytes: what CUDA's caching allocator held at most; equals `peak_bytes` on CPU.
         step_seconds: median time of a step.
@@ -39,6 +44,7 @@ class Measurement:
     """
 
     peak_bytes: int
+    compiled: bool
     start_bytes: int
     reserved_bytes: int
     step_seconds: float
@@ -69,6 +75,7 @@ def measure(
     device = torch.device(device)
     for _ in range(warmup):
         step()
+    before = _frames_compiled()
     torch.clear_autocast_cache()  # an autocast region of the caller's keeps casts of weights, which a step makes
     if device.type == "cuda":
         peak, start, reserved = _cuda_peak(step, device)
@@ -80,6 +87,7 @@ def measure(
         start = live_tensor_bytes(device.type) if start_bytes is None else start_bytes
         with _nothing_collected():
             peak = reserved = start + allocation_peak(step)
+    compiled = _frames_compiled() > before
     seconds = []
     for _ in range(repeats):
         _synchronize(device)
@@ -89,11 +97,35 @@ def measure(
         seconds.append(time.perf_counter() - begin)
     return Measurement(
         peak_bytes=peak,
+        compiled=compiled,
         start_bytes=start,
         reserved_bytes=reserved,
         step_seconds=statistics.median(seconds) if seconds else 0.0,
         all_seconds=tuple(seconds),
     )
+
+
+def steady_peak(step: Callable[[], object], *, device: torch.device | str, start_bytes: int) -> int:
+    """Measured peak of a step that compiles nothing, in bytes.
+
+    The second step compiles once more where the first one set what Dynamo guards: some models of transformers note
+    the kind of their loss in their configuration. The step runs again then, at most twice.
+
+    Args:
+        step: runs one step, and was run before.
+        device: where the memory is.
+        start_bytes: memory that belongs to the step before it runs.
+    """
+    for _ in range(_MOST_COMPILING_STEPS):
+        measured = measure(step, device=device, warmup=0, repeats=0, start_bytes=start_bytes)
+        if not measured.compiled:
+            return measured.peak_bytes
+    return measure(step, device=device, warmup=0, repeats=0, start_bytes=start_bytes).peak_bytes
+
+
+def _frames_compiled() -> int:
+    """How many frames Dynamo has tried to compile in this process."""
+    return counters["frames"]["total"]
 
 
 def allocation_peak(run: Callable[[], object]) -> int:

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from memfit.capture.loss.reading import LossFunction, backward_of
 from memfit.capture.optimizer.unwrapped import OptimizerLike, stated_bytes, steppable
 from memfit.capture.training_step import storage_bytes
-from memfit.profiling.memory import measure
+from memfit.profiling.memory import measure, steady_peak
 
 __all__ = ["interleaved_seconds", "resident_bytes", "step_peak", "training_step"]
 
@@ -77,10 +77,15 @@ def resident_bytes(
 
 
 def step_peak(step: Callable[[], object], device: torch.device, resident: Callable[[], int], *, warmup: int = 1) -> int:
-    """Measured peak of a step, of which `resident()` is there before; other tensors of the process do not count."""
+    """Measured peak of a step, of which `resident()` is there before; other tensors of the process do not count.
+
+    After a warm-up the step may run more than once, until it compiles nothing; without one it runs exactly once.
+    """
     for _ in range(warmup):
         step()
     start = resident()
+    if warmup:
+        return steady_peak(step, device=device, start_bytes=start)
     return measure(step, device=device, warmup=0, repeats=0, start_bytes=start).peak_bytes
 
 
