@@ -52,6 +52,18 @@ def every_order(graph: StepGraph) -> list[list[int]]:
     return orders
 
 
+def is_read(graph: StepGraph, order: list[int]) -> bool:
+    """Whether each recomputed result is read before it is recomputed once more: others only cost time and memory."""
+    first = {index: place for place, index in reversed([*enumerate(order)])}
+    wanted: set[int] = set()
+    for place, index in reversed([*enumerate(order)]):
+        op = graph.ops[index]
+        if place != first[index] and wanted.isdisjoint(op.writes):
+            return False
+        wanted = wanted.difference(op.writes) | {*op.reads}
+    return True
+
+
 def in_stages(graph: StepGraph, order: list[int]) -> bool:
     """Whether between two first runs each op runs at most once and in order, which is what the program looks at."""
     seen: set[int] = set()
@@ -85,9 +97,9 @@ def test_equals_brute_force(graph: StepGraph, rank: int) -> None:
 
 @pytest.mark.parametrize("graph", [chain([8, 4, 8]), chain([2, 8, 8], seconds=[3, 1, 2])], ids=["narrow", "wide"])
 def test_equals_brute_force_where_something_must_run_again(graph: StepGraph) -> None:
-    outcomes = [timeline(graph, order) for order in every_order(graph)]
+    outcomes = [timeline(graph, order) for order in every_order(graph) if is_read(graph, order)]  # of 32768 orders 272
     budgets = sorted({outcome.peak_bytes for outcome in outcomes if outcome.peak_bytes <= outcomes[0].peak_bytes})
-    assert len(budgets) > 1
+    assert len(outcomes) == 272 and len(budgets) > 1
     for budget in budgets:
         fastest = min(outcome.recompute_seconds for outcome in outcomes if outcome.peak_bytes <= budget)
         assert timeline(graph, milp.order(graph, budget)).recompute_seconds == pytest.approx(fastest)

@@ -29,7 +29,6 @@ from memfit.capture.distributed.fsdp import gathering, is_sharded
 from memfit.capture.dynamo_call import DynamoCall, running_plan
 from memfit.capture.dynamo_graph import graph_key, outputs_of, reads_numbers, returned_inputs, weights_made
 from memfit.capture.failures import explained, left_to_plain_code, nothing_captured, nothing_reached, quiet
-from memfit.capture.fx_module import OneGraph
 from memfit.capture.gradients.returned_views import calling_after, returned_views_first
 from memfit.capture.gradients.settling import settled
 from memfit.capture.gradients.tangents import Strides, strides_of_outputs
@@ -302,7 +301,7 @@ def _capture(
         pieces.clear()  # Dynamo keeps the backend, and with it these lists
         graphs.clear()
     made = Pieces(pieces=captured, output=output, staying=gathered(), plain=plain, replaced=reader.replaced)
-    if later and not isinstance(model, OneGraph) and not is_sharded(model):
+    if later and not is_sharded(model):
         made = replace(
             made,
             call=DynamoCall(

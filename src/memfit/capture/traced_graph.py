@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memfit.capture.dynamo_graph import accumulated_inputs, copied, detach_outputs, in_place_nodes
 from memfit.capture.eager.backward_autocast import backward_in_autocast
@@ -92,7 +93,7 @@ class DynamoGraph:
         inputs: examples.
         key: of the graph (`memfit.capture.dynamo_graph.graph_key`); empty for the only one.
         gathered: whether units of a sharded module were gathered.
-        context: Dynamo's, with its fake tensors.
+        context: of its tracing, with the fake tensors: Dynamo's, or one of its own if Dynamo did not make it.
         grad: whether gradients were recorded.
         autocast: by device type the dtype, of those where it was on.
         traces: of its copies, with what was around and whether backward passes are inside of autocast regions.
@@ -102,7 +103,7 @@ class DynamoGraph:
     inputs: tuple[Any, ...]
     key: str
     gathered: bool
-    context: TracingContext | None
+    context: TracingContext
     grad: bool
     autocast: Mapping[str, torch.dtype]
     traces: list[tuple[Surroundings, bool, KeptTrace]] = field(default_factory=list)
@@ -144,7 +145,7 @@ def as_dynamo_made(gm: fx.GraphModule, inputs: Sequence[Any], key: str, *, gathe
         inputs=tuple(inputs),
         key=key,
         gathered=gathered,
-        context=TracingContext.try_get(),
+        context=TracingContext.try_get() or TracingContext(FakeTensorMode()),
         grad=torch.is_grad_enabled(),
         autocast={device: torch.get_autocast_dtype(device) for device in devices},
     )
