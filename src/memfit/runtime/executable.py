@@ -10,6 +10,7 @@ and its pass is told of it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections import Counter
@@ -149,6 +150,7 @@ def compile_program(
         cut_between=capture.cut_between,
         decide=capture.decide,
         gradient_strides=capture.gradient_strides,
+        keys=[piece.key for piece in capture.pieces.pieces],
         shared=capture.shared,
         last_key=capture.pieces.last_key,
         in_pieces=bool(capture.pieces.breaks),
@@ -171,6 +173,7 @@ def compile_planned(
     cut_between: Mapping[str, frozenset[int]] | None = None,
     decide: bool = False,
     gradient_strides: GradientStrides | None = None,
+    keys: Sequence[str] = (),
     shared: SharedInputs | None = None,
     last_key: str | None = None,
     in_pieces: bool = False,
@@ -192,6 +195,7 @@ def compile_planned(
         cut_between: outputs of earlier pieces that were cut, by their graphs.
         decide: whether branches on inputs are decided.
         gradient_strides: how gradients of outputs of the pieces lie, where that is not as the outputs do.
+        keys: of the graphs of the pieces.
         shared: which inputs pieces take once for each use (`memfit.capture.gradients.shared_inputs`).
         last_key: which graph is that of the last piece.
         in_pieces: whether the graph may break.
@@ -238,18 +242,15 @@ def compile_planned(
         gm: fx.GraphModule, inputs: Sequence[Any], of: DynamoGraph | None = None, *, begun: bool = False
     ) -> Callable[..., Any]:
         by_autograd = reached_by_autograd(gm)
-        piece = CompiledPiece(in_pieces=in_pieces, autocast=in_autocast if autocast_is_on() else None)
         key = graph_key(gm) if in_pieces else ""
         is_last = not in_pieces or key == last_key
         between = (cut_between or {}).get(key, frozenset())
         cut = detach_outputs(gm, gradient_outputs if is_last else all_but(gm, between))
-        if is_last:
-            piece.assumed, piece.without_gradient = assumed, without_gradient
-        strides = (gradient_strides or {}).get(key, {})
+        strides_of_runs = (gradient_strides or {}).get(key, ({},))
+        own_runs = [place for place, other in enumerate(keys) if other == key]
+        by_run = any(strides != strides_of_runs[0] for strides in strides_of_runs)
         repeated, uses = (shared or {}).get(key, {}), uses_of_inputs(gm)
-        around = Surroundings(receive=gradient_outputs, strides=strides, repeated=repeated)
         taken, examples = taking_for_each_use(gm, inputs, repeated)
-        piece.repeated = len(repeated_places(repeated))
         by_autograd += [by_autograd[place] for place in repeated_places(repeated)]
         accumulated = accumulated_inputs(inputs) if any(p.accumulate for p in programs) else frozenset[int]()
         casts = cast_once(gm, inputs)
@@ -258,7 +259,15 @@ def compile_planned(
 
         digest = ""
 
-        def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, turn: int, **rest: Any) -> Any:
+        def partition(
+            joint: fx.GraphModule,
+            joint_inputs: Any,
+            *,
+            num_fwd_outputs: int,
+            run: int,
+            piece: CompiledPiece,
+            **rest: Any,
+        ) -> Any:
             nonlocal digest
             terms = terms_of_inputs(joint, num_fwd_outputs, uses)
             piece.summed = {
@@ -277,13 +286,9 @@ def compile_planned(
                 cast_once=casts,
             )
             digest = reading_digest(reading)
-            if digest not in of_graph and plain.loose:
-                raise UnplannableGraphError("shapes depend on data")
-            if digest not in of_graph and begun:
-                raise _StrayGraphError("a graph behind a break was not planned")
-            if digest not in of_graph:
-                raise unplanned(_begin(gm))
-            place = of_graph[digest][turn]
+            if digest not in of_graph or (by_run and programs[own_runs[run]].digest != digest):
+                raise _UnplannedGraphError("a graph was not planned")
+            place = own_runs[run] if by_run else of_graph[digest][run]
             program, swapper = programs[place], swappers[place]
             if cut or piece.assumed or (piece.autocast is not None and not in_pieces):
                 aligned = len(piece.reached) == len(by_autograd)
@@ -303,9 +308,15 @@ def compile_planned(
         def backward(lowered: fx.GraphModule, operands: Any) -> Callable[..., Any]:
             return noting_backward(boxed(lowered, describe, later))
 
-        def compiled(turn: int) -> Callable[..., Any]:
+        def compiled(run: int) -> Callable[..., Any]:
+            piece = CompiledPiece(in_pieces=in_pieces, autocast=in_autocast if autocast_is_on() else None)
+            if is_last:
+                piece.assumed, piece.without_gradient = assumed, without_gradient
+            piece.repeated = len(repeated_places(repeated))
+            strides = strides_of_runs[min(run, len(strides_of_runs) - 1)]
+            around = Surroundings(receive=gradient_outputs, strides=strides, repeated=repeated)
             # Some versions of AOTAutograd keep the function, and with it the model, among Dynamo's globals.
-            split = [functools.partial(partition, turn=turn)]
+            split = [functools.partial(partition, run=run, piece=piece)]
             with planning_backward(in_autocast=in_autocast):
                 kept = of.traced_in(around) if of is not None else None
                 call = trace_joint(
@@ -320,12 +331,16 @@ def compile_planned(
             call = calling_with_each_once(call, repeated)
             return noting_forward(call, piece, _PASS.get) if digest else call
 
+        def planned(run: int) -> Callable[..., Any] | None:
+            with contextlib.suppress(_UnplannedGraphError):
+                return compiled(run)
+            return None
+
         try:
-            first = compiled(0)
-        except _StrayGraphError:
-            call_numpy(gm)
-            attach_outputs(gm, cut)
-            return _plainly(gm)
+            runs = range(len(own_runs) if by_run else 1)
+            made = {run: call for run in runs if (call := planned(run)) is not None}
+            if not made and plain.loose:
+                raise UnplannableGraphError("shapes depend on data")
         except UnplannableGraphError as error:
             if not in_pieces:
                 raise
@@ -334,10 +349,17 @@ def compile_planned(
                 "a graph of the model that was not planned runs as plain code (%s): %s", error, "; ".join(plain.reasons)
             )
             return gm.forward
-        turns = len(of_graph.get(digest, ()))
-        if turns < 2:
-            return first
-        return _in_turn([first, *(compiled(turn) for turn in range(1, turns))], digest)
+        if not made and begun:
+            call_numpy(gm)
+            attach_outputs(gm, cut)
+            return _plainly(gm)
+        if not made:
+            raise unplanned(_begin(gm))
+        if by_run:
+            return _in_turn(made, key)
+        # Runs of one program are counted together, of whatever graphs.
+        made |= {run: compiled(run) for run in range(1, len(of_graph.get(digest, ())))}
+        return made[0] if len(made) == 1 else _in_turn(made, digest)
 
     used = tuple(swapper for swapper in swappers if swapper is not None)
     if followed is not None:
@@ -356,8 +378,8 @@ def compile_planned(
     return PlannedCall(run, used, len(programs), () if decisions is None else decisions)
 
 
-class _StrayGraphError(UnplannableGraphError):
-    """A graph that was not planned, of a call some code of which has run already: it cannot be called again."""
+class _UnplannedGraphError(UnplannableGraphError):
+    """A graph is not the planned one, or not that of this run."""
 
 
 def _begin(gm: fx.GraphModule) -> str:
@@ -378,15 +400,21 @@ def _plainly(gm: fx.GraphModule) -> Callable[..., Any]:
     return run
 
 
-def _in_turn(variants: Sequence[Callable[..., Any]], digest: str) -> Callable[..., Any]:
-    """Of a graph that runs several times in a step, each time the program of that time."""
+def _in_turn(variants: Mapping[int, Callable[..., Any]], counted: str) -> Callable[..., Any]:
+    """Of a graph that runs several times in a step, each time the program of that time.
+
+    Args:
+        variants: by the number of the run.
+        counted: under which name runs are counted, of this graph or with others.
+    """
 
     def run(*operands: Any) -> Any:
         here = _PASS.get()
         turns = here.turns if here is not None else Counter[str]()
-        turn = turns[digest]
-        turns[digest] += 1
-        return variants[min(turn, len(variants) - 1)](*operands)
+        turn = turns[counted]
+        turns[counted] += 1
+        nearest = turn if turn in variants else max(variants)
+        return variants[nearest](*operands)
 
     return run
 

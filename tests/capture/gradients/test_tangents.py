@@ -20,6 +20,8 @@ import memfit
 from memfit.bits import same_bits
 from memfit.capture.gradients.tangents import strides_without_overlap
 from memfit.capture.training_step import capture_step
+from memfit.compiler.stages import Request
+from memfit.tools.verify import verify
 
 
 class Turned(nn.Module):
@@ -116,7 +118,7 @@ def test_a_permuted_output_gives_the_plain_steps_bits(name: str) -> None:
     expected, strides = _stepped(plain, x, loss)
     found, _ = _stepped(model, x, loss)
     assert planned.planned is not None
-    assert planned.planned.capture.gradient_strides == {"": {0: strides}}
+    assert planned.planned.capture.gradient_strides == {"": ({0: strides},)}
     assert strides != tuple(plain(x).stride())
     assert all(map(same_bits, expected, found))
     assert len(expected) == len(found) == 2
@@ -130,7 +132,7 @@ def test_pieces_hand_each_other_gradients_as_in_the_plain_step() -> None:
     memfit.fit(model, (x,), budget="1GiB", loss_fn=loss)
     assert planned is not None and len(planned.capture.pieces.pieces) > 1
     told = planned.capture.gradient_strides
-    assert told[planned.capture.pieces.pieces[0].key] == {0: (32, 7 * 32, 1)}
+    assert told[planned.capture.pieces.pieces[0].key] == ({0: (32, 7 * 32, 1)},)
     assert all(map(same_bits, _stepped(plain, x, loss)[0], _stepped(model, x, loss)[0]))
 
 
@@ -308,3 +310,34 @@ class _Twice(nn.Module):
 def test_a_run_without_gradient_leaves_the_layout_to_the_other_run_of_the_graph() -> None:
     torch.manual_seed(0)
     memfit.fit(_Twice(), (torch.randn(2, 4, 9),), budget="1GiB", loss_fn=LOSSES["square"])
+
+
+class _Linear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(24, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return self.linear(x).sin()
+
+
+@pytest.mark.parametrize("layers", [2, 3])
+def test_runs_of_one_graph_take_gradients_that_lie_otherwise_each(layers: int) -> None:
+    """The loss brings a permuted gradient to the last of them, whose own gradients lie upright."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(24, 24), *(_Linear() for _ in range(layers))), torch.randn(3, 65, 24)
+    scale = torch.randn(3, 24, 65)
+
+    def loss_fn(output: Tensor) -> Tensor:
+        return (output.transpose(1, 2) * scale).sum()
+
+    plan = memfit.plan(model, (x,), budget="1GiB", loss_fn=loss_fn)
+    assert plan.planned is not None and plan.proof is not None and plan.proof.gradients
+    capture = plan.planned.capture
+    ((key, lying),) = capture.gradient_strides.items()
+    assert lying == (*({},) * (layers - 1), {0: (24 * 65, 1, 65)})
+    assert [piece.key for piece in capture.pieces.pieces][-layers:] == [key] * layers
+    budget = int(0.95 * plan.predicted.plain_peak_bytes)
+    result = verify(model, (x,), {}, Request(budget=budget, loss_fn=loss_fn))
+    assert not result.differing and result.recomputes_executed == result.recomputes_planned

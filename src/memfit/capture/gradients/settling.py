@@ -72,17 +72,15 @@ def settled(
     pairs = zip(pieces.pieces, graphs, strict=True)
     runs = [_Run(piece=p, graph=g, inputs=p.inputs, around=around) for p, g in pairs]
     known: dict[DynamoGraph, list[tuple[Surroundings, Traced | None]]] = {}
-    several: set[tuple[str, int]] = set()
     for _ in range(_MOST_ROUNDS):
         shared = inputs_shared_in(pieces, by_use=by_use)
-        lying = gradient_strides_of(pieces)
-        strides = _agreed(runs, lying, several)
+        strides = _of_runs(runs, gradient_strides_of(pieces))
         anew = False
         for place, run in enumerate(runs):
             key = run.graph.key
             around = Surroundings(
                 receive=receive if key == last_key else all_but(run.graph.gm, between.get(key, frozenset())),
-                strides=strides[key],
+                strides=strides[place],
                 repeated=shared.get(key, {}),
             )
             if around != run.around:
@@ -90,18 +88,14 @@ def settled(
                 anew = True
         runs = [run for run in runs if not run.plain]
         pieces = replace(pieces, pieces=tuple(run.piece for run in runs))
-        if anew:
-            continue
-        differing = _differing(runs, lying) - several
-        if not differing:
+        if not anew:
             break
-        several |= differing
     else:
         log.info("layouts of gradients between graphs do not settle")  # the proof compares the bits
     return replace(
         pieces,
         gradient_outputs=receive,
-        gradient_strides={r.graph.key: r.around.strides for r in runs if r.around is not None and r.around.strides},
+        gradient_strides=_by_graph(runs),
         shared=shared,
         unreached=unreached,
         cut_between=between,
@@ -127,41 +121,33 @@ class _Run:
     plain: bool = False
 
 
-def _agreed(
-    runs: Sequence[_Run], lying: Sequence[Mapping[int, Strides]], several: set[tuple[str, int]]
-) -> dict[str, dict[int, Strides]]:
-    """By graphs how gradients of their outputs lie, where that is not as the outputs do.
+def _of_runs(runs: Sequence[_Run], lying: Sequence[Mapping[int, Strides]]) -> list[dict[int, Strides]]:
+    """For each run how gradients of its outputs lie, where that is not as the outputs do.
 
-    Runs of graphs with one key are told apart neither here nor when the plan is compiled; the last one counts, which
-    is the first to be settled. Those to which no gradient comes leave it to the others.
+    An output to which no gradient comes is taken to have the layout of the other runs, so that they share one trace.
 
     Args:
         runs: of all graphs.
         lying: for each of them how the gradients that come to it lie.
-        several: graphs and places at which gradients lie in several ways.
     """
-    agreed: dict[str, dict[int, Strides]] = {run.graph.key: {} for run in runs}
+    of_graph: dict[str, dict[int, Strides]] = {}
     for run, strides in zip(runs, lying, strict=True):
-        agreed[run.graph.key].update(strides)
-    outputs = {run.graph.key: run.piece.outputs for run in runs}
-    return {
-        key: {
-            place: strides
-            for place, strides in here.items()
-            if (key, place) not in several and strides != tuple(outputs[key][place].stride())
-        }
-        for key, here in agreed.items()
-    }
-
-
-def _differing(runs: Sequence[_Run], lying: Sequence[Mapping[int, Strides]]) -> set[tuple[str, int]]:
-    """Graphs and places of their outputs at which gradients lie in one way in one run and in another in another."""
-    first: dict[tuple[str, int], Strides] = {}
-    found: set[tuple[str, int]] = set()
+        of_graph.setdefault(run.graph.key, {}).update(strides)
+    found = []
     for run, strides in zip(runs, lying, strict=True):
-        keys = [(run.graph.key, place) for place in strides]
-        found.update(key for key in keys if first.setdefault(key, strides[key[1]]) != strides[key[1]])
+        told = {**of_graph[run.graph.key], **strides}
+        outputs = run.piece.outputs
+        found.append({place: lies for place, lies in told.items() if lies != tuple(outputs[place].stride())})
     return found
+
+
+def _by_graph(runs: Sequence[_Run]) -> dict[str, tuple[Mapping[int, Strides], ...]]:
+    """By graphs how gradients of outputs lie in each run, of graphs where that is not as the outputs do."""
+    found: dict[str, tuple[Mapping[int, Strides], ...]] = {}
+    for run in runs:
+        strides = {} if run.around is None else run.around.strides
+        found[run.graph.key] = (*found.get(run.graph.key, ()), strides)
+    return {key: strides for key, strides in found.items() if any(strides)}
 
 
 def _traced(

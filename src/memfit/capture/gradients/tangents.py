@@ -12,8 +12,8 @@ is there after capturing, with one node for each piece (`memfit.capture.subgraph
 another layout than the plan's, of another loss say, is copied to the plan's as before, which is told.
 
 Known limits: gradients whose elements share memory (those of a plain sum, say) are taken to lie as the outputs do, as
-no other gradient could be copied to such a layout; so are those of outputs that are views of each other, and those of
-graphs that run several times in a step with gradients of several layouts. The proof compares the bits.
+no other gradient could be copied to such a layout; so are those of outputs that are views of each other. The proof
+compares the bits.
 """
 
 from __future__ import annotations
@@ -48,8 +48,11 @@ log = logging.getLogger(__name__)
 
 Strides = tuple[int, ...]
 
-GradientStrides = Mapping[str, Mapping[int, Strides]]
-"""By the keys of graphs, and by places among their outputs, how gradients lie; the only graph of a step has no key."""
+GradientStrides = Mapping[str, Sequence[Mapping[int, Strides]]]
+"""By the keys of graphs how gradients lie in each of its runs, by places among the outputs.
+
+The only graph of a step has no key.
+"""
 
 _COLLECT = "run_functionalized_fw_and_collect_metadata"
 
