@@ -102,3 +102,17 @@ def test_public_errors_are_the_errors() -> None:
     assert all(issubclass(getattr(memfit, name), MemfitError) for name in memfit.__all__ if name.endswith("Error"))
     with pytest.raises(AttributeError, match="no attribute 'fits'"):
         memfit.fits  # noqa: B018
+
+
+LARGE = [folder for folder in sorted(ROOT.rglob("*")) if folder.is_dir() and len([*folder.glob("*.py")]) > 8]
+
+
+@pytest.mark.parametrize("folder", LARGE, ids=lambda folder: str(folder.relative_to(ROOT)))
+def test_a_large_folder_tells_what_lives_there_and_which_rooms_it_imports(folder: Path) -> None:
+    text = (folder / "README.md").read_text()
+    assert len(text.splitlines()) <= 13
+    own = folder.relative_to(ROOT).parts[0]
+    names = [name.split(".") for path in folder.rglob("*.py") for name in imports(path)]
+    rooms = {name[1] for name in names if name[0] == "memfit" and len(name) > 1} - {own, "__version__"}
+    doors = text.rpartition("- **Doors:**")[2]
+    assert {room for room in ROOMS if f"`{room}`" in doors} - {own} == rooms
