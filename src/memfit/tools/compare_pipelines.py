@@ -1,4 +1,4 @@
-"""Pipelines side by side, as seed 002 compares them: stages, micro-batches, checkpointing, systems.
+"""Pipelines side by side, as torchgpipe's authors compare them: stages, micro-batches, checkpointing, systems.
 
 Every system trains the same model in this process on the same batch. memfit is given, cell by cell, the least memory
 that any of the others took, so a faster row is faster at no more memory. Peaks are measured in a run of their own,

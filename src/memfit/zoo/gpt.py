@@ -1,11 +1,11 @@
 """`zoo:gpt` and `zoo:seed-gpt2`: a plain GPT with dropout.
 
 Dropout in every block makes it the model on which recomputation has to replay the random stream. `zoo:gpt` is
-small, its vocabulary of 256 fits the bytes of `memfit.zoo.text_windows`; `zoo:seed-gpt2` is the model of seed 002: 12
-layers, width 768, 128 positions, vocabulary 3000 and an output layer of its own, 89,762,304 parameters.
+small, its vocabulary of 256 fits the bytes of `memfit.zoo.text_windows`; `zoo:seed-gpt2` is what torchgpipe was
+measured on: 12 layers, width 768, 128 positions, vocabulary 3000 and an output layer of its own, 89,762,304 parameters.
 
 Source: Radford et al. 2019 (normalisation before each half of a block, GELU, learned positions, weights of standard
-deviation 0.02). Seed 002 states the sizes; its dropout is not recorded, so it is GPT-2's 0.1.
+deviation 0.02). Its record states the sizes; the dropout is not recorded, so it is GPT-2's 0.1.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def make_seed_gpt2(
     dropout: float = 0.1,
     tied: bool = False,
 ) -> Example:
-    """The GPT-2 of seed 002."""
+    """The GPT-2 that torchgpipe was measured on."""
     return make_gpt(
         request,
         layers=layers,

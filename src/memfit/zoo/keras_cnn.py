@@ -1,7 +1,7 @@
-"""`zoo:keras-cnn`: the sample CNN of seed 004, many full-resolution maps and few parameters.
+"""`zoo:keras-cnn`: the sample CNN of a Keras port of gradient checkpointing, many full-resolution maps, few parameters.
 
 Eleven 5×5 convolutions with bias and ReLU at full resolution, each followed by a max-pool of window 1 (the last one
-of window 2), then linear layers to 32 and 10. Source: the widths of the program behind seed 004
+of window 2), then linear layers to 32 and 10. Source: the widths of its program
 (pidajay/tf2_gradient_checkpointing, `gradient_checkpoint_profile.py`). They agree with the record: the 370 channels
 before and 355 after the pools are 2900 MiB at batch 16 of 256×256×1 (measured: 2909.8), the 10.8 million parameters
 are 41.3 MiB (measured: gradients of 39.4).

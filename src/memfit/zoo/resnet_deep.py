@@ -1,4 +1,4 @@
-"""`zoo:resnet-deep`: ResNet-200, the deepest model of seed 001, which torchvision does not have.
+"""`zoo:resnet-deep`: ResNet-200, the deepest model that OME was measured on; torchvision does not have it.
 
 Bottleneck stages of 3, 24, 36 and 3 blocks out of torchvision's own parts; other depths by options.
 
