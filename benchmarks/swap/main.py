@@ -193,7 +193,7 @@ def _simulated(report: Report, table: Table, name: str, subject: Subject, option
 
 
 def _bound(graph: StepGraph, predicted: Prediction) -> float:
-    """The least extra time over the step with nothing run again."""
+    """The least extra time over the step with nothing recomputed."""
     assert predicted.bound_overhead is not None
     return (1 + predicted.bound_overhead) * graph.plain_seconds / graph.seconds - 1
 

@@ -1,4 +1,4 @@
-"""Plans a pipeline: where to cut the model, in which order devices work, and what each stage keeps and runs again.
+"""Plans a pipeline: where to cut the model, in which order devices work, and what each stage saves and recomputes.
 
 The model is traced on one micro-batch, its ops are timed here, and each device's part is run alone once to measure its
 peak. All stages run in this process; to train, start as many processes as stages (docs/guide.md).

@@ -1,6 +1,6 @@
 """Ops that run as one, a few samples of the batch at a time, so that what they hand on never exists whole.
 
-A convolution, its normalisation and its activation that run again one after the other make three tensors of which
+A convolution, its normalisation and its activation that are recomputed one after the other make three tensors of which
 only the last is wanted. Run together, slice of the batch by slice (`Op.by_slices`), the others exist as slices
 only. With the lever `tile` this goes for first runs and for the backward pass too, where slices add up to the gradients
 of weights: the sums are made in another order, so they are equal to rounding. What comes in whole stays until the last

@@ -282,11 +282,11 @@ class StepGraph:
 
     @property
     def seconds(self) -> float:
-        """Least time with nothing run again: each op once, its quickest way, over what nothing else reads later."""
+        """Least time with nothing recomputed: each op once, its quickest way, over what nothing else reads later."""
         return sum(self.first_seconds()) + self.after_step_seconds
 
     def first_seconds(self) -> list[float]:
-        """For each op the least time of its first run with nothing run again."""
+        """For each op the least time of its first run with nothing recomputed."""
         last_reader = self.last_readers()
         held = self.held_to_the_end()
 

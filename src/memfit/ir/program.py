@@ -99,7 +99,7 @@ class Program:
         return list(dict.fromkeys(i.tier for i in self.instructions if i.tier is not None))
 
     def recomputed(self) -> list[int]:
-        """Ops that run again, one entry for every extra run, in order."""
+        """Recomputed ops, one entry for every extra run, in order."""
         seen: set[int] = set()
         again: list[int] = []
         for op in self.order():
@@ -137,7 +137,7 @@ def plain_program(graph: StepGraph) -> Program:
 
 
 def as_they_run(graph: StepGraph, order: Sequence[int]) -> list[Op]:
-    """The ops of an order, those that run again as they do then (`Op.later`)."""
+    """The ops of an order, the recomputed ones as they are then (`Op.later`)."""
     ran: set[int] = set()
     ops: list[Op] = []
     for index in order:
@@ -153,7 +153,7 @@ def run_again(order: Sequence[int]) -> list[bool]:
 
 
 def in_their_pieces(graph: StepGraph, order: Sequence[int]) -> list[int]:
-    """An order in which ops do not run again before the backward pass reaches their piece, but as soon as it does.
+    """An order in which ops are not recomputed before the backward pass reaches their piece, but as soon as it does.
 
     A piece runs its own ops only, so they cannot run earlier.
     """

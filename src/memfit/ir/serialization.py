@@ -242,7 +242,7 @@ def _broken_promises(graph: StepGraph) -> Iterator[str]:
         if slices is not None and slices.grid and not _says_how_it_is_cut(slices):
             yield f"op {op.name} runs in tiles of it does not say what"
         if not {*op.writes}.issuperset(op.later.writes) or not written.issuperset(op.later.reads):
-            yield f"op {op.name} runs again with other results or from what is not there"
+            yield f"op {op.name} is recomputed with other results or from what is not there"
         for over in op.in_place_over:
             if over not in op.reads or not op.writes or _size(graph, over) != _size(graph, op.writes[0]):
                 yield f"op {op.name} cannot run in place over storage {over}"

@@ -1,11 +1,11 @@
 """Recomputing an op: the call that runs in its place.
 
-Batch normalisation in training mode takes statistics, updates the running ones and normalises. Run again it must
+Batch normalisation in training mode takes statistics, updates the running ones and normalises. Recomputed it must
 not update them a second time, and its result does not depend on them. Its statistics are a few numbers per channel,
 so the first ones are kept (the backward pass needs them anyway) and a later run only normalises: one pass over
 the data instead of three, sample by sample, over its input where that dies.
 
-The profiler compares the bits for each shape; where they differ, the whole kernel runs again without running
+The profiler compares the bits for each shape; where they differ, the whole kernel is recomputed without running
 statistics.
 
 Known limits: normalising from statistics is for float32 on CPU, where the kernel multiplies and adds in one

@@ -7,7 +7,7 @@ the tokens inside. Here the first becomes a sum and a quotient, and the second a
 gave, so that all of it can run a few rows at a time (`memfit.ops.batching.rules`).
 
 The gradient is linear in that of the loss, a single number. So it is made for a loss of one right where the loss is,
-from the same slices, and multiplied by that number in the backward pass: nothing runs again. What is kept in between
+from the same slices, and multiplied by that number in the backward pass: nothing is recomputed. What is kept in between
 are the gradients of the projection's operands. The idea is that of fused linear cross entropy (Hsu et al. 2024, "Liger
 Kernel", arXiv:2410.10989).
 
@@ -42,7 +42,7 @@ _PER_ROW = (_aten._log_softmax.default, _aten._to_copy.default)
 
 
 RUNS_ONCE = "memfit_runs_once"
-"""Mark in the `meta` of a node of the forward pass that is never worth to run again."""
+"""Mark in the `meta` of a node of the forward pass that is never worth recomputing."""
 
 
 def rewrite_by_rows(module: fx.GraphModule) -> None:

@@ -1,9 +1,9 @@
-"""Reads AOTAutograd's joint graph: its ops, what they read, write and may write over, and which may run again.
+"""Reads AOTAutograd's joint graph: its ops, what they read, write and may write over, and which may be recomputed.
 
 The joint graph is one FX graph with forward and backward nodes mixed. It is rewritten first, so that it takes less
 memory and yields the same bits (design.md, §5, names the rewrites). Then three things are told apart: forward from
 backward and ops from views, by what depends on what and by shared memory (`memfit.fxir.alias_analysis`), and what is
-exact to run again from what is not. Random ops are exact, with their generator state; an op that reads an input which
+exact to recompute from what is not. Random ops are exact, with their generator state; an op that reads an input which
 the step overwrites is not, except batch normalisation in training mode, whose result does not depend on the running
 statistics it reads.
 
@@ -334,7 +334,7 @@ def _with_slices(
 
 
 def _may_keep_bits(op: JointOp) -> bool:
-    """Whether it is worth a try that slices have the bits of the whole; only forward ops run again."""
+    """Whether it is worth a try that slices have the bits of the whole; only forward ops are recomputed."""
     on_cpu = all(t.device.type == "cpu" for t in tensors_of(op.node))
     call = op.again or op.node
     # `alpha` multiplies as well, rounded once or twice.

@@ -60,7 +60,7 @@ def pipeline(
         one_device: the stages take turns on this process's one device, and the budget is for all of them together.
         schedule: `"auto"`, or a name of `memfit.pipelining.runtime.engine.SCHEDULES`.
         checkpoint: `"auto"` for a plan within the budget; or `"never"`, `"always"`, `"except_last"`: what of each
-            micro-batch's forward pass runs again.
+            micro-batch's forward pass is recomputed.
         loss_fn: takes the output, and the target if there is one, and returns a scalar that is a sum or a mean over
             samples; without it the output's own `loss` is taken.
         optimizer: of the model's parameters; its state counts.

@@ -37,9 +37,9 @@ class StageProgram:
         static_bytes: parameters, gradients, optimizer state, buffers and inputs.
         peak_bytes: predicted, with all that are under way.
         forward_seconds: predicted, of one micro-batch.
-        backward_seconds: predicted, of one micro-batch, with what runs again.
+        backward_seconds: predicted, of one micro-batch, with recomputation.
         weight_seconds: the part of it that can wait, where the schedule lets it.
-        again_seconds: the part of it that runs again.
+        again_seconds: the part of it that is recomputation.
         begins: the module with which it begins.
     """
 

@@ -1,6 +1,6 @@
 """What one call costs slice by slice, measured alone on made-up operands, and whether slices are those of the whole.
 
-Slices of what runs again must have the bits of the whole; for the lever `tile` they must be equal up to rounding.
+Slices of a recomputed op must have the bits of the whole; for the lever `tile` they must be equal up to rounding.
 
 Known limits: as those of `memfit.profiling.benchmark`.
 """

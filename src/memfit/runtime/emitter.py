@@ -50,7 +50,7 @@ OVERWRITTEN = "memfit_overwritten"
 class LocalInstruction:
     """Run op `index` of the piece, perhaps `again`, `over` the memory of a storage, or in `parts`.
 
-    `save_state` and `replay` serve random ops that run again, `from_statistics` batch normalisations that do. What
+    `save_state` and `replay` serve recomputed random ops, `from_statistics` recomputed batch normalisations. What
     is `sliced` runs slice by slice, and if `fused` as one with the next instruction; of its results, those `handed_on`
     exist as slices only. A half of a call (`memfit.planner.finalize.merge_conv_backward`) may run `with_next`, its
     other half.

@@ -83,7 +83,7 @@ def check(graph: StepGraph, program: Program) -> None:
             if storage not in static and storage not in alive:
                 raise ProgramError(f"{where}: {op.name} reads {storages[storage].name}, which is not alive")
         if op.phase is Phase.FORWARD and index in ran and not op.recomputable:
-            raise ProgramError(f"{where}: {op.name} runs again, but doing so is not exact")
+            raise ProgramError(f"{where}: {op.name} is recomputed, but doing so is not exact")
         if op.random_state_bytes and index not in ran:
             if index < drawn:
                 raise ProgramError(
@@ -106,7 +106,7 @@ def check(graph: StepGraph, program: Program) -> None:
         past_loss = past_loss or op.phase is Phase.LOSS
         if past_loss and op.phase is Phase.FORWARD and -1 < piece_running < op.piece:
             raise ProgramError(
-                f"{where}: {op.name} of piece {op.piece} runs again after the backward pass "
+                f"{where}: {op.name} of piece {op.piece} is recomputed after the backward pass "
                 f"reached piece {piece_running}"
             )
         if past_loss and op.phase is Phase.FORWARD:

@@ -28,7 +28,7 @@ def block_name(module: str) -> str:
 
 
 def order(graph: StepGraph, budget_bytes: int | None) -> list[int]:
-    """Every numbered module runs again, what is between them is kept; ignores the budget."""
+    """Every numbered module is recomputed, what is between them is kept; ignores the budget."""
     forward = [i for i, op in enumerate(graph.ops) if op.phase is Phase.FORWARD]
     names: list[str] = []
     starts: list[int] = []

@@ -1,7 +1,7 @@
 """`knapsack`: torch's `activation_memory_budget` model, run on memfit's runtime.
 
 Torch chooses which results of compute-intensive ops to save by a 0/1 knapsack: most time saved under a limit on
-saved bytes; everything pointwise runs again for free in its model. It does not model when values live, so the
+saved bytes; everything pointwise is recomputed for free in its model. It does not model when values live, so the
 limit is searched here until the simulated peak fits, which its users do by hand.
 
 Source: `torch._functorch.partitioners.choose_saved_values_set` and `torch._functorch._activation_checkpointing`.

@@ -1,7 +1,7 @@
 """`milp`: the fastest program of a small step, proven.
 
 Time is cut into stages, one for each op of the step; stage `t` ends with the first run of op `t`, and before it any
-forward ops may run again, each once and in their order. `run[t, i]` says that op `i` runs again in stage `t`. A
+forward ops may be recomputed, each once and in their order. `run[t, i]` says that op `i` is recomputed in stage `t`. A
 storage lives through a chain of events, the runs of the op that makes it and of those that read it, and a variable
 after each event says whether a copy is there:
 
@@ -118,7 +118,7 @@ def _read(graph: StepGraph, run: dict[_Moment, int], solution: Solution) -> list
 
 
 def _runs(graph: StepGraph, problem: Milp) -> dict[_Moment, int]:
-    """A variable for every op that may run again in a stage; see `memfit.sim.verifier` for the pieces."""
+    """A variable for every op that may be recomputed in a stage; see `memfit.sim.verifier` for the pieces."""
     run: dict[_Moment, int] = {}
     for stage in range(1, len(graph.ops)):
         before, coming = graph.ops[stage - 1], graph.ops[stage]
@@ -229,7 +229,7 @@ def _remember(
     bytes_at: dict[_Moment, _Terms],
 ) -> None:
     """Generator state is held from the first run of an op to its last one."""
-    later: int | None = None  # whether it runs again after the moment looked at, from the end backwards
+    later: int | None = None  # whether it is recomputed after the moment looked at, from the end backwards
     for moment in reversed(moments):
         if moment < (index, index):
             break

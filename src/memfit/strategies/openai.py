@@ -5,7 +5,7 @@
   graph has none, the narrowest cuts of the chain serve.
 - **collection** keeps what the user names: the outputs of modules.
 
-Everything else runs again right before its first use.
+Everything else is recomputed right before its first use.
 
 Source: github.com/cybertronai/gradient-checkpointing (Salimans and Bulatov, 2018).
 """

@@ -1,4 +1,4 @@
-"""`sqrt`: about √n segments of the chain, each run again as a whole.
+"""`sqrt`: about √n segments of the chain, each recomputed as a whole.
 
 Source: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost" (2016).
 """

@@ -1,6 +1,6 @@
 """`swap`: every large activation leaves in the forward pass and comes back a few ops before the backward pass needs it.
 
-Nothing runs again. Large Model Support has a size from which on tensors are swapped and a distance at which they are
+Nothing is recomputed. Large Model Support has a size from which on tensors are swapped and a distance at which they are
 fetched. The size is chosen here: the largest with which the peak fits, since what stays costs nothing.
 
 Source: Le et al., "TFLMS: Large Model Support in TensorFlow by Graph Rewriting" (2018).

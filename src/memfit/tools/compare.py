@@ -75,7 +75,7 @@ class Row:
         seconds: profiled time of the planned step.
         measured_plain_seconds: median wall-clock time of the plain step.
         measured_seconds: median wall-clock time of the planned step, run in turns with the plain one.
-        recompute_seconds: profiled time of what runs again.
+        recompute_seconds: profiled time of recomputation.
         out_bytes: swapped out, predicted.
         in_bytes: swapped in, predicted.
         overlap: share of the links' time during which compute goes on, predicted.

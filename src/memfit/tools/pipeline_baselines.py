@@ -57,7 +57,7 @@ class Trial:
         loss_fn: takes output and target; a mean over samples.
         num_stages: into how many stages the model is cut.
         num_microbatches: into how many parts the batch is cut.
-        checkpointed: whether forward passes run again.
+        checkpointed: whether forward passes are recomputed.
     """
 
     model: nn.Module

@@ -75,8 +75,8 @@ class Verification:
         checks: one for each tensor and step.
         plain_peak_bytes: measured peak of the plain step.
         peak_bytes: measured peak of the planned step, the highest of all.
-        recomputes_planned: ops the plan runs again.
-        recomputes_executed: ops that did run again.
+        recomputes_planned: ops the plan recomputes.
+        recomputes_executed: ops that were recomputed.
         swapped_planned_bytes: what the plan moves, out and in.
         swapped_executed_bytes: what was moved, out and in.
         difference: the first op in which the planned step is another one, where bits differ and it could be found.

@@ -229,7 +229,7 @@ class StagePlanner:
         return self._deferred[key]
 
     def _with_last(self, schedule: Schedule, plans: Sequence[StagePlan]) -> list[StagePlan]:
-        """The plans with nothing run again for the last micro-batch, as far as that fits beside what all keep."""
+        """The plans with nothing recomputed for the last micro-batch, as far as that fits beside what all keep."""
         plans, budgets = list(plans), self.question.budget_bytes
         if self.question.policy != "auto" or budgets is None or schedule.num_microbatches == 1:
             return plans

@@ -2,7 +2,7 @@
 
 Planning a whole step at once is exponential; planning a chain is not. Between two forward ops the storages
 alive that later forward ops read are the **boundary** of a cut there: with them the rest of the forward pass can
-run again. Good cuts are narrow. Long skips (U-Net, DenseNet, residual streams) do not forbid a cut: they are
+be recomputed. Good cuts are narrow. Long skips (U-Net, DenseNet, residual streams) do not forbid a cut: they are
 **carried** across it as members of its boundary, and because a storage in the boundaries of several cuts is one
 storage, a plan pays for it once.
 
@@ -100,7 +100,7 @@ def cut_chain(graph: StepGraph, *, most: int = 64) -> Chain:
 def pinned_storages(graph: StepGraph) -> frozenset[int]:
     """Forward storages a plan need not think about.
 
-    The caller holds them, or their op cannot run again, or they are so small (batch statistics) that keeping them
+    The caller holds them, or their op cannot be recomputed, or they are so small (batch statistics) that keeping them
     all is less than a thousandth of the forward pass.
     """
     held = graph.held_to_the_end()

@@ -23,7 +23,7 @@ class Needs:
     Attributes:
         first_read: by storage, the first backward op of the stretch that reads it.
         until: by storage, the last instant of the stretch at which it can be of use.
-        latest: by op, the latest instant at which it may first have to run again.
+        latest: by op, the latest instant at which it may first have to be recomputed.
         earliest: by op, the earliest such instant.
     """
 

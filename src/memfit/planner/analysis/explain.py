@@ -1,4 +1,4 @@
-"""A program in numbers, and in words: for every block of the model what it saves, what runs again, what that costs."""
+"""A program in numbers, and in words: what every block of the model saves, what it recomputes, and what that costs."""
 
 from __future__ import annotations
 

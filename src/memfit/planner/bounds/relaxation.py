@@ -1,9 +1,9 @@
 """What to keep through the loss: a relaxation that knows one instant.
 
-Choose the forward storages kept through the loss, those swapped and the ops run again, at least cost, such that
-whatever the backward pass reads is kept, swapped or run again, an op that runs again has its operands kept, swapped or
-run again, what is kept fits beside what the step holds anyway, and what is swapped has left before the loss and is back
-in time, or compute waits. Working sets and repeated recomputation are ignored, hence it is a lower bound
+Choose the forward storages kept through the loss, those swapped and the ops to recompute, at least cost, such that
+whatever the backward pass reads is kept, swapped or recomputed, a recomputed op has its operands kept, swapped or
+recomputed, what is kept fits beside what the step holds anyway, and what is swapped has left before the loss and is
+back in time, or compute waits. Working sets and repeated recomputation are ignored, hence it is a lower bound
 (`memfit.planner.bounds.lower_bound`), and a good first guess of what to keep.
 """
 
@@ -38,8 +38,8 @@ class Selection:
     Attributes:
         kept: forward storages alive at the loss, beside what the caller holds.
         swapped: forward storages on a tier at the loss, and which.
-        recompute_seconds: time of the ops run again for the others, and of what swaps cost.
-        bound_seconds: no selection within the budget takes less; below zero where running again saves time.
+        recompute_seconds: time of the ops recomputed for the others, and of what swaps cost.
+        bound_seconds: no selection within the budget takes less; below zero where recomputing saves time.
     """
 
     kept: frozenset[int]
@@ -67,7 +67,7 @@ def select_kept(
         gap: relative gap at which the solver stops.
         link_share: how much of the rate of links to reckon with.
         staying: storages that are not to be swapped.
-        overlapping: let what runs again hide transfers back, as it may; the bound needs that, and a choice is better
+        overlapping: let recomputation hide transfers back, as it may; the bound needs that, and a choice is better
             without, since most of it runs when links are idle or memory is full.
 
     Returns:
@@ -189,12 +189,12 @@ def _begins(graph: StepGraph) -> list[float]:
 def add_slices(
     graph: StepGraph, problem: Milp, rerun: Mapping[int, int], prices: Sequence[RerunPrice]
 ) -> dict[int, float]:
-    """Lets ops run again in slices; what hands on its result does so to an op in slices.
+    """Lets ops be recomputed in slices; what hands on its result does so to an op in slices.
 
     Args:
         graph: the step.
         problem: variables and rows are added to it.
-        rerun: by op, the variable that says whether it runs again.
+        rerun: by op, the variable that says whether it is recomputed.
         prices: of all ops.
 
     Returns:

@@ -10,7 +10,7 @@ The periods are the leaves of a tree, and what holds of a period is asked of eve
 operand serves a fraction of a run in each period, and relaxations of integer variables see less the more instants
 they know.
 
-Known limits: working sets of ops that run again are not seen; instants are chosen by width alone.
+Known limits: working sets of recomputed ops are not seen; instants are chosen by width alone.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def least_seconds_over_time(graph: StepGraph, budget_bytes: int, *, integer: boo
         seconds: time limit of the solver.
 
     Returns:
-        A bound, below zero where running again saves time; minus infinity if the solver found none in time.
+        A bound, below zero where recomputing saves time; minus infinity if the solver found none in time.
     """
     problem = _problem(graph, budget_bytes, _FEW_INSTANTS if integer else _INSTANTS, integer=integer)
     solution = solve(problem, seconds=seconds, gap=5e-3)
@@ -93,7 +93,7 @@ def _problem(graph: StepGraph, budget_bytes: int, instants: int, *, integer: boo
     cost_of_all: dict[int, float] = {}
 
     def add_node(start: int, stop: int) -> dict[int, int]:
-        """Adds variables that say which ops run again in periods `start` to `stop`, and what they must make."""
+        """Adds variables that say which ops are recomputed in periods `start` to `stop`, and what they must make."""
         possible = {producer[s] for s in periods.useful[start] if s not in lasting}
         runs = {op: problem.variable(integer=False) for op in sorted(possible) if graph.ops[op].recomputable}
 

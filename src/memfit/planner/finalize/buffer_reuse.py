@@ -9,7 +9,7 @@ Idea: buffer assignment of compilers, for speed only; it is done where the budge
 A free between the two halves of a call (`memfit.planner.finalize.merge_conv_backward`) stays: without it they would run
 as one, which takes more memory than either.
 
-Known limits: only results of ops that run again, over storages of the same piece and pass.
+Known limits: only results of recomputed ops, over storages of the same piece and pass.
 """
 
 from __future__ import annotations

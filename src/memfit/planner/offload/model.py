@@ -1,8 +1,8 @@
-"""Swaps as orders know them: an op whose result is swapped runs again by bringing the result back.
+"""Swaps as orders know them: an op whose result is swapped is recomputed by bringing the result back.
 
-Orders say which ops run again, and everything that searches for orders knows `Op.again`, another call in place of the
-op after the first time. A swapped result is just that: what runs again reads nothing and writes the result, at the
-price of a transfer. So one search decides, for the results that may be swapped, which are kept, and for the others
+Orders say which ops are recomputed, and everything that searches for orders knows `Op.again`, another call in place
+of the op after the first time. A swapped result is just that: its recomputation reads nothing and writes the result, at
+the price of a transfer. So one search decides, for the results that may be swapped, which are kept, and for the others
 which are kept or made again; `memfit.planner.offload.transfer_schedule` then turns runs that stand for transfers into
 transfers.
 

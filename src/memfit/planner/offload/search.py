@@ -1,4 +1,4 @@
-"""Recomputation and swaps together: links carry what they can beside compute, the rest runs again.
+"""Recomputation and swaps together: links carry what they can beside compute, the rest is recomputed.
 
 Which results may be swapped is chosen first, by the relaxation that knows links (`memfit.planner.bounds.relaxation`):
 what fits through them in time saves the most recomputation. Then the search of `memfit.planner.search.portfolio`

@@ -6,7 +6,7 @@ micro-batch and what the rest leaves for the passes of one:
 
     parameters of all + what is held meanwhile + peak of one micro-batch beyond parameters <= budget
 
-All stages of a device may keep the same share of what they would with nothing run again; the share is varied, from the
+All stages of a device may keep the same share of what they would with nothing recomputed; the share is varied, from the
 largest for which that is no more than there is, and the fastest plans are taken. A stage whose backward pass follows
 its forward pass at once holds nothing meanwhile, and has no limit. What waits between the parts of a backward pass is
 reckoned to shrink alike, and is known when a plan is made. Shares are compared by brief searches for plans, and those
@@ -68,7 +68,7 @@ class _Tried(Generic[P]):
     Attributes:
         plans: by stage.
         cost: bytes above the budget, if what waits between the parts of backward passes was reckoned too low; seconds.
-        is_good: whether next to nothing runs again.
+        is_good: whether next to nothing is recomputed.
     """
 
     plans: dict[int, P]
@@ -109,7 +109,7 @@ def share_budget(
 
     Args:
         order: what the device does, in order.
-        wanted: what its stages take with nothing run again.
+        wanted: what its stages take with nothing recomputed.
         least: what is kept in any case: what was received, and what cannot be made again, such as statistics.
         budget_bytes: of the device, with what stages have in common and is counted twice.
         plan: plans a stage, given what a micro-batch may take, and what may be kept of it if that matters.

@@ -51,7 +51,7 @@ class CutPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What a run of calls takes as a stage, with nothing run again.
+    """What a run of calls takes as a stage, with nothing recomputed.
 
     Attributes:
         forward_seconds: of one micro-batch.

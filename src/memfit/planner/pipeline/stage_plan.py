@@ -69,7 +69,7 @@ class PlannedStage:
         peak_bytes: of the stage with all that are under way.
         memory: what it takes with each micro-batch.
         forward_seconds: of a micro-batch.
-        backward_seconds: of a micro-batch, with what runs again.
+        backward_seconds: of a micro-batch, with recomputation.
         weight_seconds: the part of it that can wait.
     """
 
@@ -130,12 +130,12 @@ def plan_stage(
 
 
 def plan_never(graph: StepGraph, budget_bytes: int | None, traffic: Traffic) -> PlannedStage:
-    """Nothing runs again; every op in the quickest way for which the budget leaves room."""
+    """Nothing is recomputed; every op in the quickest way for which the budget leaves room."""
     return _of_order(graph, plain_order(graph), budget_bytes, traffic)
 
 
 def plan_always(graph: StepGraph, budget_bytes: int | None, traffic: Traffic) -> PlannedStage:
-    """As little is kept as can be: whatever may run twice in the forward pass runs again before the backward pass."""
+    """As little is kept as can be: forward ops that may run twice are recomputed before the backward pass."""
     return _of_order(graph, segment_order(graph, ()), budget_bytes, traffic)
 
 

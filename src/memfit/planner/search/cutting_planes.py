@@ -2,15 +2,15 @@
 
 The first guess (`memfit.planner.bounds.relaxation`) knows one instant, the loss. It often drops a chain of cheap
 storages across many blocks, and running that chain again fills the memory in the middle of the backward pass. Here the
-backward pass is divided into **epochs**. At an epoch's start each storage is there or not, and an op runs again at most
-once in each epoch, right before its first use:
+backward pass is divided into **epochs**. At an epoch's start each storage is there or not, and an op is recomputed
+at most once in each epoch, right before its first use:
 
     keep[s, e] + rerun[o, e] >= 1                  if backward reads s, made by o, in epoch e
     keep[s, e] + rerun[p, e] >= rerun[o, e]        if o reads s, made by p
     keep[s, e + 1] <= keep[s, e] + rerun[o, e]     a storage is carried on or it is gone
 
 Memory is constrained at the instants where it overflows, which are added one round after another. At instant
-`t` of epoch `e` a variable says whether an op has run again by then:
+`t` of epoch `e` a variable says whether an op has been recomputed by then:
 
     ran[o, t] >= 1 - keep[s, e]                    if backward reads s, made by o, in e up to t
     ran[p, t] >= ran[o, t] - keep[s, e]            if o reads s, made by p
@@ -221,7 +221,7 @@ def _memory_row(
 def _ran_by(
     graph: StepGraph, model: _Model, producer: list[int], epoch: int, need: Needs, instant: int
 ) -> dict[int, int]:
-    """Variables for `op has run again in this epoch by the instant`; ops that cannot have are left out."""
+    """Variables for `op has been recomputed in this epoch by the instant`; ops that cannot have are left out."""
     problem, keep = model.problem, model.keep
     ran: dict[int, int] = {}
     for (index, e), variable in model.rerun.items():

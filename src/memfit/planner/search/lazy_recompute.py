@@ -1,8 +1,8 @@
-"""Orders from a choice of what to keep: everything else runs again right before its first use.
+"""Orders from a choice of what to keep: everything else is recomputed right before its first use.
 
-Between the loss and the end each op runs again at most once, and what it makes lives until its last reader;
+Between the loss and the end each op is recomputed at most once, and what it makes lives until its last reader;
 given sets to carry on at later places too, at most once between two of these. This is the shape of every
-checkpointing scheme, whatever chose what to keep. In a tiled step what runs again can be forgotten at once instead
+checkpointing scheme, whatever chose what to keep. In a tiled step recomputed results can be forgotten at once instead
 (`tiled_order`).
 """
 

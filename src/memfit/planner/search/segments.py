@@ -1,7 +1,7 @@
 """Segment checkpointing: what all strategies share that cut the forward pass and run each part again.
 
 Between two checkpoints nothing is kept. When the backward pass needs the first thing of a segment, the
-segment runs again as a whole and stays until its backward is done; that is what `torch.utils.checkpoint` does.
+segment is recomputed as a whole and stays until its backward is done; that is what `torch.utils.checkpoint` does.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def storages_across(graph: StepGraph, position: int) -> list[int]:
 def segment_order(
     graph: StepGraph, cuts: Sequence[int], *, kept_segments: Collection[int] = (), kept: Collection[int] = ()
 ) -> list[int]:
-    """The order in which segments run again one by one.
+    """The order in which segments are recomputed one by one.
 
     Args:
         graph: the step.
         cuts: forward ops at which a new segment begins, ascending, without the first op.
-        kept_segments: segments that do not run again.
+        kept_segments: segments that are not recomputed.
         kept: storages to keep inside segments as well.
 
     Returns:

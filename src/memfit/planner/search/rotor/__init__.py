@@ -131,7 +131,7 @@ def _amounts(table: Table) -> list[int]:
 
 
 def _is_legal(graph: StepGraph, found: list[int]) -> bool:
-    """Whether no op runs again after the backward pass has left its piece behind."""
+    """Whether no op is recomputed after the backward pass has left its piece behind."""
     running: int | None = None
     for index in found:
         op = graph.ops[index]

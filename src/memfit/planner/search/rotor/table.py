@@ -5,8 +5,8 @@
         a checkpoint before block c:      forward from s to c, C(c, t, m - its boundary), C(s, c - 1, m)
 
 The boundary before `s` is paid for outside, and `m` is what is left of the whole budget, so a peak is compared with
-the memory the step uses at that place anyway. Segments that do not end at the last block run again, and `t` says what
-the backward pass holds meanwhile.
+the memory the step uses at that place anyway. Segments that do not end at the last block are recomputed, and `t` says
+what the backward pass holds meanwhile.
 
 Idea: Beaumont et al., "Optimal checkpointing for heterogeneous chains" (2019): the optimal persistent schedule, ops
 run as often as need be. New here: ways through several blocks at once, and carried storages that are paid once.

@@ -32,15 +32,15 @@ class Way:
         start: first block.
         stop: block after the last.
         kept_bytes: held from its forward to its backward pass.
-        forward: ops of its forward pass when it runs again.
+        forward: ops of its forward pass when it is recomputed.
         backward: ops of its backward pass.
-        only: ops of both when the stretch runs again and its backward pass comes at once.
+        only: ops of both when the stretch is recomputed and its backward pass comes at once.
         first_need: peak of the first forward pass and the backward pass.
         down_need: peak of the backward pass.
-        again_rise: peak of the forward pass when it runs again, on top of what is in use then.
+        again_rise: peak of the forward pass when it is recomputed, on top of what is in use then.
         only_rise: peak of `only`, on top of what is in use then.
         first_seconds: time of forward ops, first forward pass and backward pass.
-        again_seconds: the same when it runs again.
+        again_seconds: the same when it is recomputed.
         only_seconds: time of forward ops in `only`.
     """
 
@@ -64,11 +64,11 @@ class Pass:
     """A forward pass through one block that keeps nothing but the boundary after it.
 
     Attributes:
-        again: ops when it runs again.
+        again: ops when it is recomputed.
         first_seconds: time when it runs first.
-        again_seconds: time when it runs again.
+        again_seconds: time when it is recomputed.
         first_rise: peak when it runs first, by the block whose boundary is held.
-        again_rise: peak when it runs again, by the block whose boundary is held.
+        again_rise: peak when it is recomputed, by the block whose boundary is held.
     """
 
     again: tuple[int, ...]
