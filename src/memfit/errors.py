@@ -1,4 +1,4 @@
-"""What can go wrong, as types. A message states the fact, the values and what to do."""
+"""Error types of memfit. A message states the fact, the values and what to do."""
 
 from __future__ import annotations
 

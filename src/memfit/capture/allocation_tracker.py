@@ -55,7 +55,7 @@ class LiveBytes(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
 
     def _nbytes(self, tensor: torch.Tensor) -> int:
-        """What a result takes."""
+        """Bytes of the storage of a result."""
         return int(tensor.untyped_storage().nbytes())
 
     def _gone(self, key: int) -> None:

@@ -71,7 +71,7 @@ _RUNNING: ContextVar[tuple[object, RunsGraphs] | None] = ContextVar("memfit_runn
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DynamoCall:
-    """What Dynamo compiled for a capture.
+    """The call that Dynamo compiled for a capture.
 
     Attributes:
         model: the module that was captured.

@@ -282,7 +282,7 @@ def _between(what: str, phase: Phase, piece: int, reads: Sequence[int]) -> Op:
 def _communication(
     pieces: Pieces, numbers: Sequence[dict[int, int]], storages: list[Storage], device_type: str
 ) -> Communication:
-    """What hooks of a sharded module do around the pieces; adds its storages, and whole gradients end in the step."""
+    """Ops of a sharded module's hooks around the pieces; adds their storages, and whole gradients end in the step."""
     gradients: dict[str, list[int]] = {}
     for piece, number in zip(pieces.pieces, numbers, strict=True):
         unit_of = {parameter: unit.name for unit in piece.gathered for parameter in unit.parameters}
@@ -358,7 +358,7 @@ def _outgoing(reading: JointReading, outputs: Sequence[Any], number: dict[int, i
 
 
 def _returned(reading: JointReading, outputs: Sequence[Any]) -> list[tuple[fx.Node, Any]]:
-    """What a piece returned, with its nodes; the graph returns new values of mutated inputs before that."""
+    """Outputs of a piece, with their nodes; the graph returns new values of mutated inputs before them."""
     (output,) = reading.module.graph.find_nodes(op="output")
     nodes = list(output.args[0])[: reading.num_forward_outputs]
     nodes = nodes[len(nodes) - len(outputs) :] if len(nodes) >= len(outputs) else []

@@ -1,4 +1,4 @@
-"""What a model logs while it runs: no reason to break its graph.
+"""Leaves a model's logging calls out of captured graphs, so that they do not break its graph.
 
 Dynamo breaks the graph at a call of a logger. Messages of models are mostly told once (`logger.warning_once` of
 transformers), and the steps that capture ran before have told them; these calls are left out of captured graphs. A

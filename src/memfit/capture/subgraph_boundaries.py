@@ -28,7 +28,7 @@ __all__ = ["Handed", "handed_over", "has_tensor_hooks", "lay_out_anew", "without
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handed:
-    """What one run of a piece handed over.
+    """Outputs that one run of a piece handed over, and the node that stands for it in autograd's graph.
 
     Attributes:
         outputs: its results.
@@ -46,7 +46,7 @@ class Handed:
 def handed_over(
     made: Sequence[Any], results: Sequence[Any], inputs: Sequence[Any], lying: Mapping[int, Strides | None]
 ) -> Handed:
-    """What a piece made without gradients, over the same memory, as results of one node of autograd's.
+    """Outputs that a piece made without gradients, over the same memory, as results of one node of autograd's.
 
     Args:
         made: what it returned.

@@ -58,7 +58,7 @@ class Piece:
 
     @property
     def outputs(self) -> tuple[Any, ...]:
-        """What it returned."""
+        """Results that the piece returned."""
         return self.handed.outputs
 
 

@@ -71,7 +71,7 @@ class Reader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """What the step around a graph does with it.
+    """Uses of a graph in the step around it: outputs that receive gradients, and inputs that are taken several times.
 
     Attributes:
         receive: places of the outputs that receive a gradient; None for all.
@@ -116,7 +116,7 @@ class DynamoGraph:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
-    """What tracing told.
+    """Result of tracing: the joint graph, and how the gradients of its inputs are made and lie.
 
     Attributes:
         reading: the joint graph, read.
@@ -130,7 +130,7 @@ class Traced:
 
 
 def not_traced(gm: fx.GraphModule) -> Traced:
-    """What stands for the result where tracing waits for what is around the graph."""
+    """An empty result, which stands for the real one where tracing waits for what is around the graph."""
     nothing = JointReading(
         module=gm, num_forward_outputs=0, ops=(), storages=(), storage_of={}, output_storages=(), gradient_storages=()
     )

@@ -256,7 +256,7 @@ def _coming_gradient_bytes(model: nn.Module, pieces: Pieces) -> int:
 
 
 def _between_bytes(model: nn.Module, pieces: Pieces, device_type: str) -> int:
-    """What code between the pieces holds: saved tensors, and the gradients of parameters only it uses."""
+    """Bytes that code between the pieces holds: saved tensors, and the gradients of parameters only it uses."""
     if not pieces.breaks or pieces.loss is None:
         return 0
     received = zip(pieces.receivers(), pieces.loss.receives_gradient, strict=False)

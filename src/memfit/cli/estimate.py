@@ -1,4 +1,4 @@
-"""What a plain training step will take; nothing is run.
+"""Estimates the peak memory of a plain training step; nothing is run.
 
 Fake tensors and rooflines only: parameters, gradients, optimizer, activations and temporaries at the peak of
 the step, and the activations by module. With --tiers also what swapping can do there, by links measured once. With

@@ -147,7 +147,7 @@ def example_of_size(args: argparse.Namespace, batch: int, size: int) -> Example:
 
 
 def optimizer_factory(name: str) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None:
-    """What makes the optimizer of this name from parameters; None for `none`.
+    """Function that makes the optimizer of this name from parameters; None for `none`.
 
     Raises:
         SpecError: if there is no such optimizer, or it needs more than parameters.

@@ -1,4 +1,4 @@
-"""What the processes that share a sharded module agree on before one of them goes on.
+"""Decisions that the processes of a sharded module agree on before one of them goes on.
 
 Every forward pass of such a module is a collective, so all processes must capture and prove equally often. The first
 one's costs and programs are therefore everybody's, its failure is everybody's, and a peak is the largest of all.

@@ -54,7 +54,7 @@ _NAMED = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """What a plan was compared with, and what was found.
+    """Result of comparing a planned step with the plain step, and what was compared.
 
     Attributes:
         gradients: whether gradients were compared; False where the plain step did not fit in what was free.

@@ -66,7 +66,7 @@ _ALL = (*_BITWISE, "tile")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What a plan is asked to do, beside the model and its inputs.
+    """Requirements for a plan, beside the model and its inputs.
 
     Attributes:
         budget: bytes, or a string such as `"8GiB"`, `"60%"` of the device, `"auto"` for what is free.
@@ -127,7 +127,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """What a plan was made from, and for calls of which signature.
+    """Step and request that a plan was made from, and the signature of the calls that it is for.
 
     Attributes:
         capture: of the step.
@@ -219,7 +219,7 @@ def capture_and_profile(
 
 
 def _tiers(request: Request, device: torch.device) -> tuple[TierLinks, ...]:
-    """What the request lets swap."""
+    """Tiers that the plan may swap to; none if the request or its strategy does not swap."""
     may = request.levers in ("bitwise", "all") or "swap" in request.levers
     return tier_links(request.tiers, device) if may and strategies.swaps(request.strategy) else ()
 
@@ -277,7 +277,7 @@ def _program(graph: StepGraph, request: Request, budget_bytes: int) -> tuple[Pro
 
 
 def fingerprint(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, str | int | list[Any]]:
-    """What a plan depends on, in words that can be compared."""
+    """Properties that a plan depends on, as text that can be compared."""
     tensors = [t for t in pytree.tree_leaves((list(args), kwargs)) if isinstance(t, torch.Tensor)]
     return {
         "model": f"{type(model).__module__}.{type(model).__qualname__}",

@@ -1,4 +1,4 @@
-"""What processes that train together agree on: the stages of a pipeline, or the holders of a module's shards.
+"""Agreement between processes that train together, as the stages of a pipeline or the holders of a module's shards.
 
 The first process plans and sends the plan as JSON; every process says whether it can run it, and if one cannot, none
 does. Who they are is told by process groups: one, or one for each dimension of a mesh. In a pipeline, a

@@ -29,7 +29,7 @@ __all__ = ["find_storages", "forward_nodes", "overwritten_inputs", "tuple_reads"
 
 
 def forward_nodes(graph: fx.Graph, outputs: list[fx.Node | None]) -> set[fx.Node]:
-    """What the forward outputs depend on, and what was traced before backward began (saved by the forward)."""
+    """Nodes that the forward outputs depend on, and those traced before backward began (saved by the forward)."""
     needed: set[fx.Node] = set()
     stack = [n for n in outputs if isinstance(n, fx.Node)]
     for node in graph.nodes:

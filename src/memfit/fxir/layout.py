@@ -17,12 +17,12 @@ __all__ = ["is_alone", "looks_alike", "nodes_of", "outer_axis", "owns_memory", "
 
 
 def results_in(value: object) -> Sequence[object]:
-    """What a call returned, in the order of its results."""
+    """Results in the value that a call returned, in their order."""
     return value if isinstance(value, list | tuple) else [value]
 
 
 def results_of(call: fx.Node | Call) -> Sequence[object]:
-    """What a call returns, in the order of its results."""
+    """Results of a call, from its metadata, in their order."""
     return results_in(call.meta.get("val"))
 
 

@@ -1,4 +1,4 @@
-"""What distinguishes the cost of one call, and its bits, from another's."""
+"""Keys of the properties that the cost of a call, and its bits, depend on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["cost_key", "describe", "tensors_of"]
 
 
 def cost_key(node: fx.Node | Call) -> str:
-    """What distinguishes the cost of one call from another's: op, shapes, strides, dtypes, constants."""
+    """Key of the properties that the cost of a call depends on: op, shapes, strides, dtypes, constants."""
     target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
     if isinstance(node.target, torch._ops.OpOverload):
         target = str(node.target)

@@ -211,7 +211,7 @@ def fuse(graph: StepGraph, run: Run) -> tuple[Fusion, int, float]:
 
 
 def fused_seconds(ops: Sequence[Op], handed_on: Collection[int], over: Sequence[int | None]) -> list[float]:
-    """What each op takes in a run as one, without what tiers take.
+    """Time of each op in a fused region, without the time for tiers, in seconds.
 
     Args:
         ops: as they run.

@@ -205,7 +205,7 @@ class Op:
 
     @property
     def seconds_again(self) -> float:
-        """What a planner reckons with for one run after the first."""
+        """Seconds that a planner assumes for one run after the first."""
         return self.later.seconds if self.reckoned_seconds is None else self.reckoned_seconds
 
     def run_seconds(self, parts: int, *, in_place: bool) -> float:
@@ -227,7 +227,7 @@ class Op:
         return self.workspace_bytes if parts == self.parts else self.way(parts).workspace_bytes
 
     def way(self, parts: int) -> Way:
-        """What it costs to run in so many parts.
+        """Time and workspace of a run in so many parts.
 
         Raises:
             KeyError: if it cannot.

@@ -23,7 +23,7 @@ __all__ = ["Spread", "spreads"]
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """What a run makes an op do.
+    """Amount that an op makes in a fused region, at once and in all, relative to its whole result.
 
     Attributes:
         share: the most it makes of samples at once; 1.0 if they are not cut in space.

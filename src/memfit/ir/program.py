@@ -35,7 +35,7 @@ __all__ = [
 
 
 class Action(StrEnum):
-    """What an instruction does."""
+    """Kind of an instruction."""
 
     COMPUTE = "compute"
     FREE = "free"

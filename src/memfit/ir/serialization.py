@@ -51,7 +51,7 @@ _STRUCTURE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What the simulator says of a plan, with the lower bound on its overhead where one is known.
+    """Memory and time that the simulator predicts for a plan, with the lower bound on its overhead where one is known.
 
     Attributes:
         peak_bytes: highest memory of the step.
@@ -84,7 +84,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What a plan does to one block, and why.
+    """Decision of a plan on one block: what it saves, what the backward pass does instead, and why.
 
     Attributes:
         block: which one, such as `1` or `3-4`.
@@ -215,7 +215,7 @@ def decode_graph(document: object) -> StepGraph:
 
 
 def _broken_promises(graph: StepGraph) -> Iterator[str]:
-    """What a schema cannot say: that indices exist, and that every storage is written once, then read."""
+    """Violations of rules a schema cannot state: indices exist, and every storage is written once, then read."""
     count = len(graph.storages)
     written = {index for index, storage in enumerate(graph.storages) if storage.kind is StorageKind.STATIC}
     phases = [op.phase for op in graph.ops]
@@ -378,7 +378,7 @@ def load_plan(path: str | os.PathLike[str]) -> PlanFile:
 
 
 def graph_digest(graph: StepGraph) -> str:
-    """What must be equal for a program of one step to be a program of another one, as a SHA-256.
+    """SHA-256 of the properties that must be equal for a program of one step to be a program of another one.
 
     Names, targets, edges, sizes and exactness count; measurements (seconds, workspaces, the optimizer's
     transient), what is there before the step, and labels do not.

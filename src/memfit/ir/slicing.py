@@ -17,7 +17,7 @@ SMALL_SUM_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reach:
-    """What of an operand an op reads for a tile of its own, along one axis of space.
+    """Range of an operand that an op reads for a tile of its own, along one axis of space.
 
     For a tile from `a` to `b` it reads from `scale * a - before` to `scale * b + after`.
     """
@@ -75,11 +75,11 @@ class BySlices:
         return self.batch, self.samples, *self.grid
 
     def total_bytes(self, storage: int, nbytes: int) -> int:
-        """What adding up a result of so many bytes takes beside it, as long as there are slices."""
+        """Extra bytes to add up a result of so many bytes, beside the result, as long as there are slices."""
         return 2 * nbytes if storage in self.sums and not self.accumulates and nbytes <= SMALL_SUM_BYTES else 0
 
     def slice_bytes(self, storage: int, nbytes: int, share: float | None = None) -> int:
-        """What the slice of a result of so many bytes takes.
+        """Bytes that the slice of a result of so many bytes takes.
 
         Args:
             storage: of the result.

@@ -112,7 +112,7 @@ def slices_moving(graph: StepGraph, ops: Sequence[Op], handed_on: Collection[int
 
 
 def waited_seconds(graph: StepGraph, into: Sequence[int], out: Sequence[int], seconds: float) -> tuple[float, float]:
-    """What moving slices takes of compute, and what compute waits for links, where ops run as one.
+    """Seconds of compute that moving slices takes, and seconds that compute waits for links, in a fused region.
 
     Args:
         graph: a streaming step.
@@ -138,7 +138,7 @@ def bytes_in_flight(graph: StepGraph, ops: Sequence[Op], handed_on: Collection[i
 
 
 def tier_bytes(graph: StepGraph, storage: int) -> int:
-    """What a storage takes on its tier, where each slice of samples begins on a page of its own."""
+    """Bytes that a storage takes on its tier, where each slice of samples begins on a page of its own."""
     writer = next(op for op in graph.ops if storage in op.writes)
     assert writer.by_slices is not None
     batch, samples = writer.by_slices.batch, writer.by_slices.samples

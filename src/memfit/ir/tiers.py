@@ -43,7 +43,7 @@ class Link:
     compute_seconds_per_byte: float = 0.0
 
     def seconds(self, nbytes: int) -> float:
-        """What a transfer takes."""
+        """Time of a transfer, in seconds."""
         return self.latency_seconds + nbytes / self.bytes_per_second
 
 
@@ -67,7 +67,7 @@ class TierLinks:
 
 
 def slot_bytes(nbytes: int) -> int:
-    """What a storage takes on a tier, where each begins on a page of its own."""
+    """Bytes that a storage takes on a tier, where each begins on a page of its own."""
     return -(-nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
 

@@ -63,7 +63,7 @@ def candidate_parts(node: fx.Node | Call) -> tuple[int, ...]:
 
 
 def call_in_parts(target: Any) -> Callable[..., Any]:
-    """What runs `target` in parts: the same arguments, and `parts` by name."""
+    """The function that runs `target` in parts; it takes the same arguments, and `parts` by name."""
     return _PARTED[target].call
 
 

@@ -112,7 +112,7 @@ def _shift_and_scale(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the kernel adds to the data and multiplies it with, rounded as the kernel rounds."""
+    """Shift that the kernel adds to the data, and scale that it multiplies it with, rounded as the kernel rounds."""
     scale = invstd if weight is None else invstd * weight
     shift = torch.addcmul(torch.zeros_like(mean) if bias is None else bias, mean, scale, value=-1)
     shape = (1, -1, *(1,) * (data.dim() - 2))

@@ -195,7 +195,7 @@ def _vocabularies(calls: Sequence[fx.Node | Call]) -> dict[int, int]:
 
 
 def _tensors(call: fx.Node | Call) -> list[torch.Tensor]:
-    """What it makes, but for sums, then what it reads."""
+    """Tensors that the call makes, except sums, then tensors that it reads."""
     made = [t for place, t in enumerate(results_of(call)) if place not in sums_of(call)]
     read = [node.meta.get("val") for node in call.all_input_nodes]
     return [t for t in (*made, *read) if isinstance(t, torch.Tensor)]

@@ -142,7 +142,7 @@ def _made_anew(view: fx.Node) -> None:
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """What reads the node or views of it."""
+    """Nodes that read the node, directly or through views."""
     for user in node.users:
         if user.op == "call_function" and is_view(user):
             yield from _readers(user)

@@ -75,7 +75,7 @@ def separable_weight_gradients(graph: fx.Graph) -> list[fx.Node]:
 
 
 def operands_of_data(node: fx.Node | Call) -> list[fx.Node]:
-    """What is concatenated to the data of a convolution's backward."""
+    """Nodes that are concatenated to the data of a convolution's backward."""
     return list(cast(Any, node.args[1]).args[0])
 
 
@@ -87,7 +87,7 @@ def is_of_concatenation(call: fx.Node | Call) -> bool:
 
 
 def separable_key(call: fx.Node | Call) -> str:
-    """What decides whether the parts have the bits of the whole."""
+    """Key of the properties that decide whether the parts have the bits of the whole."""
     return f"{cost_key(call)}{_FROM}{describe(operands_of_data(call))}"
 
 

@@ -56,7 +56,7 @@ _FORWARD: dict[Any, Callable[..., tuple[Any, ...]]] = {
     _aten._native_batch_norm_legit.no_stats: lambda data, weight, bias, *rest: (data, weight, bias, None, None, *rest),
     _aten._native_batch_norm_legit_no_training.default: lambda *args: (*args[:5], False, *args[5:]),
 }
-"""What stands for batch normalisation in a graph, and the arguments of `cudnn_batch_norm`."""
+"""Ops of batch normalisation in a graph; each has a function that turns its arguments into `cudnn_batch_norm`'s."""
 
 
 def _takes_cudnn(args: tuple[Any, ...]) -> bool:

@@ -38,7 +38,7 @@ _MEAN = 1
 
 
 _PER_ROW = (_aten._log_softmax.default, _aten._to_copy.default)
-"""What may lie between a projection and its loss, beside views."""
+"""Ops that may lie between a projection and its loss, beside views."""
 
 
 RUNS_ONCE = "memfit_runs_once"
@@ -168,7 +168,7 @@ def _beside(value: torch.Tensor) -> torch.Tensor:
 
 
 def _products_of(node: fx.Node) -> list[fx.Node] | None:
-    """What is linear in the rows of a matrix and takes nothing else of the backward pass; None if there is more."""
+    """Products of a matrix and sums over its rows, also through views and casts; None if anything else reads it."""
     found: list[fx.Node] = []
     for user in node.users:
         is_row_wise = user.target is _aten.mm.default and user.args[0] is node

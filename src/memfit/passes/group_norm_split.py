@@ -166,7 +166,7 @@ def _results(node: fx.Node) -> dict[int, fx.Node]:
 
 
 def _only_reader(results: Mapping[int, fx.Node], target: Any) -> fx.Node | bool | None:
-    """What reads the moments of a normalisation: its backward pass; False if nothing does, None if something else."""
+    """The normalisation's backward pass if it alone reads the moments; False if nothing does, None if others do."""
     readers = {reader for place, node in results.items() if place > 0 for reader in _readers(node)}
     if not readers:
         return False
@@ -183,7 +183,7 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _viewed(node: fx.Node) -> fx.Node | None:
-    """What a view is of."""
+    """The node that this one is a view of; None if it is no view."""
     return cast(fx.Node, node.args[0]) if node.target is _aten.view.default else None
 
 

@@ -297,7 +297,7 @@ def _joint_op(
 
 
 def _plain_reads(node: fx.Node, reads: tuple[int, ...], storage_of: dict[fx.Node, int]) -> tuple[int, ...] | None:
-    """What the node reads in the step without memfit where that differs."""
+    """Storages that the node reads in the step without memfit, where these differ from `reads`; else None."""
     if PLAIN_CALL in node.meta:
         plain = node.meta[PLAIN_CALL]
         return (

@@ -1,4 +1,4 @@
-"""What a pipeline is asked to be, and what the search answers."""
+"""Requirements for a pipeline, and the result of the search."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["LINK_BYTES_PER_SECOND", "POLICIES", "Found", "Question", "StagePlan"
 POLICIES = ("auto", "never", "always", "except_last")
 
 LINK_BYTES_PER_SECOND = 4e9
-"""What a transfer between devices is reckoned with where nothing is known: enough to prefer narrow cuts."""
+"""Assumed speed of a transfer between devices, where it is not known: enough to prefer narrow cuts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What a pipeline is asked to be.
+    """Requirements for a pipeline.
 
     Attributes:
         num_devices: how many devices work together.
@@ -79,13 +79,13 @@ class StagePlan:
     under_way: int
 
     def memory(self, microbatch: int, num_microbatches: int) -> StageMemory:
-        """What it takes with a micro-batch."""
+        """Memory that the stage takes with a micro-batch."""
         last = self.last is not None and microbatch == num_microbatches - 1
         return (self.last if last and self.last is not None else self.planned).memory
 
     @property
     def times(self) -> StageTimes:
-        """What one micro-batch takes."""
+        """Times of one micro-batch at the stage."""
         crossing = sum(c.nbytes for c in self.stage.leaving)
         return StageTimes(
             forward_seconds=self.planned.forward_seconds,

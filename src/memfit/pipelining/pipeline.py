@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prepared:
-    """What runs steps of one shape."""
+    """Plan, stages and engine that run steps of one shape."""
 
     plan: PipelinePlan
     stages: Mapping[int, EngineStage]
@@ -334,7 +334,7 @@ class Pipeline:
         losses: tuple[LossReading, ...],
         compiled: Mapping[int, CompiledStage],
     ) -> _Prepared:
-        """What runs the plan; `compiled` are its stages if they are known here."""
+        """Builds the stages and the engine that run the plan; `compiled` are its stages if they are known here."""
         processes.join()
         device_of_stage = plan.schedule.device_of()
         alone = processes.world_size(self._group) == 1

@@ -92,7 +92,7 @@ class PipelinePlan:
     measured_peak_bytes: tuple[int, ...] = ()
 
     def times(self) -> list[StageTimes]:
-        """What a micro-batch takes at each stage, predicted."""
+        """Predicted times of a micro-batch at each stage."""
         return [
             StageTimes(
                 forward_seconds=s.forward_seconds, backward_seconds=s.backward_seconds, weight_seconds=s.weight_seconds

@@ -20,7 +20,7 @@ __all__ = ["fitting", "kept_within"]
 
 
 def fitting(graph: StepGraph, program: Program, budget_bytes: int) -> Timeline:
-    """What the simulator says of a program that has to be within a budget.
+    """Simulates a program and checks that its peak is within a budget.
 
     Args:
         graph: the step.

@@ -113,7 +113,7 @@ class _PlainBytes(LossBytes):
         return result
 
     def _nbytes(self, tensor: torch.Tensor) -> int:
-        """What a result takes."""
+        """Bytes of a result; a fused layer's reserve, which is empty as a fake tensor, counts with its real size."""
         if self._reserve_bytes == 0 or tensor.numel() or tensor.dtype is not torch.uint8:
             return super()._nbytes(tensor)
         self._reserves[tensor.untyped_storage()._cdata] = self._reserve_bytes

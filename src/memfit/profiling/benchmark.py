@@ -1,4 +1,4 @@
-"""What one call costs on the device, measured alone on made-up operands.
+"""Cost of one call on the device, measured alone on made-up operands.
 
 Beside whole, a call is measured in parts (`memfit.ops.chunking`), which count only if their bits are those of the
 whole, and over an operand (`memfit.passes.conv_backward_split`), which saves touching fresh memory. Slice by slice it
@@ -44,7 +44,7 @@ _REPEATS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """What a call costs.
+    """Costs of a call, for each way in which it can run.
 
     Attributes:
         ways: whole, then in parts; none if the call has other bits than what it would stand for.
@@ -58,7 +58,7 @@ class Costs:
 
 
 def costs_again(node: fx.Node, again: Call, over: int | None, device: torch.device) -> Costs:
-    """What the call costs that runs in place of a batch normalisation later; no way if it has other bits."""
+    """Costs of the call that later runs in place of a batch normalisation; no way if it has other bits."""
     try:
         args, kwargs = operands_of(node, device)
         whole = node.target
@@ -73,7 +73,7 @@ def costs_again(node: fx.Node, again: Call, over: int | None, device: torch.devi
 
 
 def costs_added(node: fx.Node, device: torch.device) -> Costs:
-    """What a call costs that adds its result to a gradient that is there."""
+    """Costs of a call that adds its result to an existing gradient."""
     try:
         values = operand_values(node, device)
         args = fx.map_arg(node.args, values.__getitem__)
@@ -88,7 +88,7 @@ def costs_added(node: fx.Node, device: torch.device) -> Costs:
 
 
 def whole_if_separable(node: fx.Node, device: torch.device) -> tuple[Way, ...]:
-    """What a weight's gradient of a concatenation costs whole; nothing if its parts have other bits.
+    """Cost of a weight's gradient of a concatenation, computed whole; nothing if its parts have other bits.
 
     Args:
         node: see `memfit.passes.concat_weight_gradients.separable_weight_gradients`.
@@ -131,12 +131,12 @@ def whole_if_separable(node: fx.Node, device: torch.device) -> tuple[Way, ...]:
 
 
 def ways_of(node: fx.Node | Call, device: torch.device) -> tuple[Way, ...]:
-    """What the op costs whole, then in parts where that gives the same bits."""
+    """Costs of the op: whole, then in parts where that gives the same bits."""
     return costs_of(node, None, device).ways
 
 
 def costs_of(node: fx.Node | Call, over: int | None, device: torch.device) -> Costs:
-    """What a call costs, whole, in parts and over an operand.
+    """Costs of a call: whole, in parts and over an operand.
 
     Args:
         node: the call.
@@ -188,7 +188,7 @@ def _in_parts(node: fx.Node | Call, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _measured_alike(run: Callable[[], object], expected: object, device: torch.device) -> Way | None:
-    """What one run took, None if its bits are not those expected."""
+    """Time and workspace of one run; None if its bits are not those expected."""
     try:
         result, way = measured(run, device)
     except RuntimeError:  # a part is too small for the kernel of the whole

@@ -31,7 +31,7 @@ _VERSION = 8
 
 
 class CostCache(MutableMapping[str, tuple[Way, ...]]):
-    """What each way to run an op costs, whole first, by key; saved to a file (None: kept in memory only).
+    """Costs of each way to run an op, whole first, by key; saved to a file (None: kept in memory only).
 
     No way at all means that the call has other bits than what it would stand for.
     """
@@ -92,7 +92,7 @@ class CostCache(MutableMapping[str, tuple[Way, ...]]):
 
 @dataclass(slots=True)
 class _Reader:
-    """What was read of a file so far.
+    """Reader of a cost file, with the entries read so far.
 
     Attributes:
         path: of the file.
@@ -146,7 +146,7 @@ def cache_directory() -> Path:
 
 
 def machine_name(device: torch.device) -> str:
-    """What a measured cost depends on."""
+    """Name of the machine and its settings, on which a measured cost depends."""
     settings = kernel_settings(device.type)
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)} torch {torch.__version__} {settings}"
@@ -173,7 +173,7 @@ def _divided(line: str) -> tuple[str, str]:
 
 
 def _parsed(text: str) -> object:
-    """What JSON says, None where it is damaged."""
+    """Value of a JSON text; None where the text is damaged."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -28,7 +28,7 @@ _PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.", "aten._sca
 def library_bytes(
     graph: StepGraph, device: torch.device, calls: Sequence[fx.Node] = (), *, plain_code: bool = False
 ) -> int:
-    """What libraries hold on the device as soon as the step has run once.
+    """Bytes that libraries hold on the device as soon as the step has run once.
 
     Args:
         graph: of the step.

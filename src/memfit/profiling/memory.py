@@ -32,7 +32,7 @@ _MOST_COMPILING_STEPS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """What a step took.
+    """Peak memory and time of a measured step.
 
     Attributes:
         peak_bytes: highest memory during the step, what was there before included.

@@ -1,4 +1,4 @@
-"""What one run of something takes on the device: its time and its memory, and whether it gave the same bits."""
+"""Time and memory of one run on the device, and whether two results have the same bits."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class _Measurement:
     run_slices: Callable[[], tuple[Way, ...]]
 
     def known(self, cache: CostCache) -> Costs | None:
-        """What the cache has, None if something is missing."""
+        """Costs of the call that the cache has; None if one is missing."""
         key, in_slices, in_place = self.keys
         if not self._knows_whole(cache) or (self.slices is not None and in_slices not in cache):
             return None

@@ -1,4 +1,4 @@
-"""What one call costs slice by slice, measured alone on made-up operands, and whether slices are those of the whole.
+"""Cost of one call slice by slice, measured alone on made-up operands, and whether slices are those of the whole.
 
 Slices of a recomputed op must have the bits of the whole; for the lever `tile` they must be equal up to rounding.
 
@@ -42,7 +42,7 @@ _WARM = 8
 
 
 def costs_in_slices(call: fx.Node | Call, slices: BySlices, device: torch.device) -> tuple[Way, ...]:
-    """What a call costs slice by slice.
+    """Costs of a call that runs slice by slice.
 
     Args:
         call: the call.
@@ -163,7 +163,7 @@ def _cuts(slices: BySlices) -> list[_Cut]:
 def _slice_runner(
     call: fx.Node | Call, slices: BySlices, values: Mapping[fx.Node, torch.Tensor], device: torch.device
 ) -> Callable[[_Cut], object]:
-    """What runs a call on a slice."""
+    """Function that runs a call on a slice."""
     tiling = tiling_of(call, len(slices.grid)) if slices.grid else None
     if tiling is not None:
         return lambda cut: _run_tile(call, tiling, values, cut)
@@ -224,7 +224,7 @@ def _close(expected: object, found: object, eps: float) -> bool:
 
 
 def _together(whole: torch.Tensor, axis: int | None, cuts: Sequence[_Cut], device: torch.device) -> tuple[Way, Way]:
-    """What it takes to put slices together, in fresh memory and in memory that was used before."""
+    """Costs of putting slices together, in fresh memory and in memory that was used before."""
     part = cast(torch.Tensor, cuts[0].of(whole, axis)).clone()
     results: list[torch.Tensor] = []
 

@@ -1,1 +1,1 @@
-"""What people and programs read: tables, sentences, CSV, JSON, progress bars."""
+"""Output for people and programs: tables, sentences, CSV, JSON, progress bars."""

@@ -1,4 +1,4 @@
-"""What `memfit calibrate` found, as a table, records and a sentence."""
+"""Link speeds that `memfit calibrate` measured, as a table, records and a sentence."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def records(result: object) -> list[Record]:
 
 @singledispatch
 def summary(result: object) -> Record:
-    """What stands above the rows of a result."""
+    """Fields that stand above the rows of a result."""
     raise TypeError(f"{type(result).__name__} cannot be summed up")
 
 

@@ -17,7 +17,7 @@ __all__ = ["sentence"]
 
 @singledispatch
 def sentence(result: object) -> str:
-    """What a result says, in one plain sentence; every number says whether it is predicted or measured."""
+    """Result in one plain sentence; every number says whether it is predicted or measured."""
     raise TypeError(f"nothing to say about {type(result).__name__}")
 
 

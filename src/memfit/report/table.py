@@ -127,7 +127,7 @@ def _lines(row: Row) -> list[tuple[str, ...]]:
 
 
 def _swaps(row: Row) -> list[tuple[str, ...]]:
-    """What a row says of swaps, where any row swaps: predicted, and nothing under it."""
+    """Cells of a row about swaps, where any row swaps: predicted values, and empty cells under them."""
     a, none = row.activations, ("",) * 5
     if not row.out_bytes or a is None:
         return [none, none]
@@ -280,7 +280,7 @@ def _(result: Verification) -> list[Sheet]:
 
 
 def _moved(result: Verification) -> list[Sheet]:
-    """What swaps moved and where it was, if there were any."""
+    """Sheet of the bytes that swaps moved and that tiers held; none if there were no swaps."""
     if not any(result.swapped_planned_bytes):
         return []
     predicted = result.plan.predicted

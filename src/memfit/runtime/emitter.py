@@ -70,7 +70,7 @@ class LocalInstruction:
 
 
 class Move(StrEnum):
-    """What is done for a swapped storage: it starts out, it is waited for to be out, it starts back."""
+    """Steps of a storage's swap: start the transfer out, wait until it is done, start the transfer back."""
 
     OUT = "out"
     GONE = "gone"

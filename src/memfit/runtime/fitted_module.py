@@ -209,7 +209,7 @@ class Fitted:
         return self.adopt(model, key, plan)
 
     def _unplanned(self, key: Signature, error: MemfitError) -> PlannedCall | None:
-        """What runs in the middle of training where a step cannot be planned: training does not end."""
+        """Call for a step that cannot be planned in the middle of training, which goes on; None: it runs plainly."""
         self.stale.discard(key)
         self.failed[key] += 1
         call = self.calls.get(key)
@@ -349,7 +349,7 @@ def install(
 
 
 def compile(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """What a fitted module has for `nn.Module.compile`, which would put its own call over the plan."""
+    """Replaces `nn.Module.compile` on a fitted module, since the original would put its own call over the plan."""
     call = self._compiled_call_impl
     nn.Module.compile(self, *args, **kwargs)
     if isinstance(call, Fitted):
@@ -401,7 +401,7 @@ def _of_something_else(differences: Iterable[str]) -> str:
 
 
 def fitted_call(model: nn.Module) -> Fitted:
-    """What `install` put there.
+    """The call that `install` put on the module.
 
     Raises:
         MemfitError: if the module is not fitted.

@@ -1,4 +1,4 @@
-"""What is known of one forward pass under a plan until its backward pass has run.
+"""Record of one forward pass under a plan, until its backward pass has run.
 
 A step need not be one forward and one backward pass: contrastive losses take several forward passes before one
 backward pass, loops throw outputs away, or differentiate a part of them. So each planned forward pass has a record. The
@@ -65,7 +65,7 @@ class Pass:
 
 @dataclass(slots=True, eq=False)
 class CompiledPiece:
-    """What is known of one compiled graph.
+    """Record of one compiled graph.
 
     Attributes:
         reached: for each input the outputs its gradient comes from, None if that is not known; empty: not looked at.
@@ -353,7 +353,7 @@ def _lies_otherwise(gradient: torch.Tensor, strides: Strides) -> bool:
 
 
 def _identity(tensor: torch.Tensor) -> tuple[int, int]:
-    """What is another one where autograd has added something, in place or not."""
+    """Identity of a gradient's value; it changes where autograd has added something, in place or not."""
     return (id(tensor), 0) if tensor.layout is not torch.strided else (tensor.data_ptr(), tensor._version)
 
 

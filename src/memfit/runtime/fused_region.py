@@ -41,7 +41,7 @@ class FusedOp:
 
     @property
     def call(self) -> fx.Node | Call:
-        """What is called."""
+        """Call that runs for the op: `op.again` if it runs from statistics and there is one, else `op.node`."""
         return self.op.again if self.from_statistics and self.op.again is not None else self.op.node
 
     @property
@@ -203,7 +203,7 @@ class _Tiles:
 
 
 def _viewed(graph: fx.Graph, made: fx.Node, base: fx.Node, node: fx.Node, batch: int, axis: int) -> fx.Node:
-    """What a node is of the samples that were made of its memory."""
+    """View that stands for a node, taken of the samples made of its base; these samples if both look alike."""
     whole, value = base.meta["val"], node.meta["val"]
     if looks_alike(value, whole):
         return made

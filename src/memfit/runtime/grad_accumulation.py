@@ -29,7 +29,7 @@ __all__ = ["Accumulation", "accumulation"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accumulation:
-    """What adds to the gradient of one parameter.
+    """Functions that add to the gradient of one parameter.
 
     Attributes:
         add: takes a gradient.
@@ -41,7 +41,7 @@ class Accumulation:
 
 
 def accumulation(parameter: nn.Parameter) -> Accumulation:
-    """What adds to one parameter's gradient."""
+    """Makes the functions that add to one parameter's gradient."""
 
     def add(gradient: torch.Tensor) -> None:
         if parameter.grad is not None:

@@ -1,4 +1,4 @@
-"""What distinguishes two calls of a module: a plan is made for one signature and never run on another."""
+"""Signature that distinguishes two calls of a module: a plan is made for one signature and never run on another."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Signature = tuple[Any, ...]
 
 
 def signature(model: nn.Module, args: Any, kwargs: Any, state: ModuleState | None = None) -> Signature:
-    """What a plan depends on and a caller may change.
+    """Properties of a call that a plan depends on and a caller may change.
 
     Shapes, dtypes, autocast, gradients that exist, hooks; and what chooses kernels, since that an op gives the same
     bits in parts was found with these.

@@ -1,4 +1,4 @@
-"""What a plan depends on and may change from call to call in the module itself: gradients that exist, and hooks.
+"""State of a module that a plan depends on and that may change from call to call: existing gradients, and hooks.
 
 One walk over the modules looks at both, since it is made at every call. A hook is known by where it is, its kind and
 its code, so a loop that registers the same hooks anew in each step is planned once; what a hook closes over is watched
@@ -26,7 +26,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleState:
-    """What one walk over a module found.
+    """State of a module, found in one walk over it.
 
     Attributes:
         accumulating: whether a parameter has a gradient.
@@ -70,6 +70,6 @@ def module_state(model: nn.Module) -> ModuleState:
 
 
 def _known_by(hook: Any) -> Any:
-    """What two hooks have in common that do the same: their code, or the type of a callable object."""
+    """Key that two hooks share if they do the same: their code, or the type of a callable object."""
     function = getattr(hook, "__func__", hook)
     return getattr(function, "__code__", None) or type(hook)

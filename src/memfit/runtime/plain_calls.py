@@ -19,7 +19,7 @@ __all__ = ["nothing_to_train", "transformed"]
 
 
 def transformed() -> str | None:
-    """What transforms or traces the call that runs now, in words; None for a call of an ordinary step."""
+    """Name of the transform or tracer that acts on the current call; None for a call of an ordinary step."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "a transform of torch.func"
     if forward_ad._current_level >= 0:

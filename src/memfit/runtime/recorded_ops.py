@@ -246,7 +246,7 @@ def modules_known(recorder: RecordedOps) -> Iterator[None]:
 
 
 def recorded(tensor: torch.Tensor, *, hashes: bool = True) -> RecordedTensor:
-    """What is kept of a tensor."""
+    """Record of a tensor: its fingerprint (None without `hashes`), shape, strides and dtype."""
     strides = tuple(tensor.stride()) if tensor.layout is torch.strided else ()
     return RecordedTensor(fingerprint(tensor) if hashes else None, tuple(tensor.shape), strides, tensor.dtype)
 
@@ -269,7 +269,7 @@ def fingerprint(tensor: torch.Tensor) -> bytes | None:
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """What identifies the memory of a tensor while it lives."""
+    """Number that identifies the memory of a tensor while it lives."""
     try:
         return tensor.untyped_storage().data_ptr() or id(tensor)
     except (NotImplementedError, RuntimeError):  # sparse, or a subclass without memory

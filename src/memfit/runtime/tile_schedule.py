@@ -1,4 +1,4 @@
-"""What each op of a run makes for each tile, when ops run as one, tile after tile.
+"""Schedule of a run of ops that run as one, tile after tile: the tile that each op makes for each tile of the run.
 
 From what stays after the run, cut into tiles that share nothing, each op's tile is found backwards: what the ops after
 it need (`memfit.ops.tiling.rules`). What is added up is made for its own tile only, so that nothing counts twice.
@@ -40,7 +40,7 @@ class TiledOp:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one op does for one tile of a run.
+    """Work of one op for one tile of a run.
 
     Attributes:
         made: the tile it makes.

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 _MOST_TRIES = 5
 _NAMED = 3
 _CLOSE_ENOUGH = 0.05
-"""What is set aside for other passes may exceed what they hold by this share of the budget."""
+"""Share of the budget by which the room set aside for other passes may exceed the bytes that they hold."""
 
 
 class TogetherError(BudgetError):
@@ -60,7 +60,7 @@ class TogetherError(BudgetError):
 
 @dataclass(slots=True)
 class Loops:
-    """What is known of the loops that call a fitted module.
+    """Observed behaviour of the training loops that call a fitted module.
 
     Attributes:
         passes: that have not gone back.
@@ -140,7 +140,7 @@ class Loops:
         return narrowed or widened or apart or ((key, True) in self.regions and not request.backward_in_autocast)
 
     def request(self, key: Signature, asked: Request, planned: Planned | None, **more: Any) -> Request:
-        """What was asked for, for what is known of the loop.
+        """Request for a pass: the one that was asked for, adapted to the observed behaviour of the loop.
 
         Args:
             key: signature of the pass.
@@ -265,7 +265,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def held_bytes(plan: Plan) -> int:
-    """What a pass by a plan holds between its forward and its backward pass, inputs and results included."""
+    """Bytes that a pass by a plan holds between its forward and backward pass, inputs and results included."""
     assert plan.planned is not None
     graph, capture = plan.planned.graph, plan.planned.capture
     made_bytes = simulate(graph, plan.program).forward_end_bytes - graph.static_bytes

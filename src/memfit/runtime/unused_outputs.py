@@ -47,7 +47,7 @@ class WholeGraph:
 
 
 def whole_graph(gm: fx.GraphModule, cut: Sequence[int], reading: JointReading, *, aligned: bool) -> WholeGraph:
-    """What is known of a graph with cut outputs.
+    """Record of a graph with cut outputs.
 
     Args:
         gm: Dynamo's graph.

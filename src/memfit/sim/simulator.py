@@ -28,7 +28,7 @@ __all__ = ["Timeline", "live_storages_at", "simulate", "simulate_plain"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """What a program costs.
+    """Memory, time and transfers of a simulated program.
 
     Attributes:
         peak_bytes: highest memory of the step, static bytes included.
@@ -255,7 +255,7 @@ def _slices(graph: StepGraph, run: Sequence[Instruction], ops: Sequence[Op]) -> 
 
 
 def simulate_plain(graph: StepGraph) -> Timeline:
-    """What the step costs without memfit."""
+    """Timeline of the step without memfit."""
     return simulate(graph.without_memfit(), plain_program(graph))
 
 

@@ -43,7 +43,7 @@ def swaps(graph: StepGraph, budget_bytes: int | None) -> tuple[list[int], Mappin
 
 
 def _checkpoints(graph: StepGraph, order: list[int]) -> list[int]:
-    """What the backward pass reads of what was made before the loss and is not made again, the earliest made first."""
+    """Storages made before the loss that the backward pass reads and does not recompute, the earliest made first."""
     loss = order.index(graph.loss_index)
     again = {s for index in order[loss:] for s in graph.ops[index].later.writes}
     read = {s for index in order[loss + 1 :] for s in graph.ops[index].reads}

@@ -60,7 +60,7 @@ def order(graph: StepGraph, budget_bytes: int | None) -> list[int]:
 
 
 def _never_gone(graph: StepGraph, producer: list[int]) -> set[int]:
-    """What cannot be evicted: not made by the forward pass, held by the caller, or not to be made twice."""
+    """Storages that cannot be evicted: not made by the forward pass, held by the caller, or impossible to recompute."""
     held = graph.held_to_the_end() | graph.lasting()
     return {
         s

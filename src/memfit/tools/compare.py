@@ -131,7 +131,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What `compare` found, printable as a table (`memfit.report.table`)."""
+    """Result of `compare`, printable as a table (`memfit.report.table`)."""
 
     label: str
     device: str

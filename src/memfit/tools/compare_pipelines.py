@@ -41,7 +41,7 @@ _TRIES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """What is compared at once."""
+    """Settings of one comparison: numbers of stages and micro-batches, and whether checkpoints are used."""
 
     num_stages: int
     num_microbatches: int

@@ -68,10 +68,10 @@ _IN_TILES = {
         2: ("div", "mul", "sub", "sub", "mul", "sub", "add"),
     },
 }
-"""What is called besides for each tile, by the number of axes that are cut (`memfit.ops.tiling.rules`)."""
+"""Families of the further calls for each tile, by op and number of axes that are cut (`memfit.ops.tiling.rules`)."""
 
 _AT_BORDERS = {"constant_pad_nd", "clamp", "new_zeros", "copy"}
-"""What some tiles call besides and others do not, so that it cannot be told from what ran again."""
+"""Families that only some tiles call besides, so that these calls cannot be told from recomputed ops."""
 
 
 def executed_recomputations(counts: Counter[str], graph: StepGraph, program: Program) -> int:

@@ -63,7 +63,7 @@ class BatchPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSize:
-    """What `max_batch` found.
+    """Result of `max_batch`: the largest batches of the plain and the planned step.
 
     Attributes:
         label: the model.

@@ -65,7 +65,7 @@ class SizePoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LargestSize:
-    """What `max_size` found.
+    """Result of `max_size`: the largest sizes of the plain and the planned step.
 
     Attributes:
         label: the model.

@@ -1,4 +1,4 @@
-"""What pipelines are compared with: torchgpipe, and PyTorch's engine with as many layers in each stage.
+"""Baselines for pipelines: torchgpipe, and PyTorch's engine with as many layers in each stage.
 
 Both run all stages in this process, like the pipeline they are compared with, and take the same micro-batches and loss.
 Checkpointing is theirs: torchgpipe's `except_last`, and `torch.utils.checkpoint` around each stage for the engine.
@@ -30,7 +30,7 @@ __all__ = ["Passes", "Step", "Trial", "equal_layers", "inline_workers", "time_pa
 
 @dataclass(slots=True)
 class Passes:
-    """What a step took.
+    """Time of the passes of a step, and its loss.
 
     Attributes:
         forward_seconds: of all forward passes together.
@@ -48,7 +48,7 @@ Step = Callable[[], Passes]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What is trained, and in how many parts.
+    """Model to train, its batch, and the numbers of stages and micro-batches.
 
     Attributes:
         model: whose parameters receive gradients.

@@ -29,7 +29,7 @@ def equal_ends(layers: nn.Sequential, num_stages: int) -> list[int]:
 
 
 class GPTEmbedding(nn.Module):
-    """What a GPT does before its layers."""
+    """Layers of a GPT before its blocks: embeddings of tokens and positions, and dropout."""
 
     def __init__(self, model: GPT) -> None:
         super().__init__()

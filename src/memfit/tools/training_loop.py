@@ -67,7 +67,7 @@ def resident_bytes(
     optimizer: OptimizerLike | None,
     device: torch.device,
 ) -> int:
-    """What is in memory before a step and belongs to it: parameters, gradients, buffers, inputs, optimizer state."""
+    """Bytes of a step that are in memory before it: parameters, gradients, buffers, inputs, optimizer state."""
     stepped = steppable(optimizer)
     state = [] if stepped is None else pytree.tree_leaves(list(stepped.state.values()))
     stated = 0 if optimizer is None or stepped is not None else stated_bytes(optimizer)

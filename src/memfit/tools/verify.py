@@ -67,7 +67,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """What `verify` found.
+    """Result of `verify`: the comparison of a planned step with the plain step.
 
     Attributes:
         plan: the plan that ran.

@@ -1,4 +1,4 @@
-"""What a spec becomes: a model with one batch to train it on.
+"""Example that is built from a spec: a model with one batch to train it on.
 
 Everything here draws from torch's CPU generator, which `memfit.zoo.build` seeds and afterwards puts back, so the
 same spec and seed give the same weights, inputs and labels on every device.
@@ -37,7 +37,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What was asked for.
+    """Request for an example: a model with its options, and the batch, dtype, device and seed.
 
     Attributes:
         title: the spec in words, such as `torchvision resnet50`.

@@ -97,7 +97,7 @@ def _config(request: Request, config_class: Any) -> Any:
 
 
 def _default_head(request: Request, config: Any, modeling: Any) -> str:
-    """What a model type is mostly trained for; an encoder's masked-word objective gives way to classification."""
+    """Head that a model type is mostly trained for; an encoder's masked-word objective gives way to classification."""
     order = ["seq2seq-lm", "causal-lm", "masked-lm", "image-classification", "sequence-classification"]
     if not getattr(config, "is_encoder_decoder", False):
         order.remove("seq2seq-lm")

@@ -1,4 +1,4 @@
-"""What a spec says after its `?`: `layers=6&dropout=0.1&tied=false`.
+"""Options of a spec, written after its `?`: `layers=6&dropout=0.1&tied=false`.
 
 A typing mistake must not silently measure another model, so every key is checked against what the model takes,
 every value against the type of the default, and an error names the close matches.

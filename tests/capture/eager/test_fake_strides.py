@@ -166,3 +166,38 @@ def test_statistics_of_mixed_precision_have_the_dtype_of_the_kernels(turned: boo
         found = step(*map(mode.from_tensor, tensors))
     made = step(*tensors)
     assert [(t.stride(), t.dtype) for t in found] == [(t.stride(), t.dtype) for t in made]
+
+
+class _Overwritten(nn.Module):
+    """Writes in place on every second row, so that the traced step calls `aten.copy` on a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.row = nn.Linear(64, 64), nn.Parameter(torch.randn(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        y[:, 1::2] = self.row
+        y[:, :3] *= 2
+        return y.sin()
+
+
+def test_a_copy_into_a_view_takes_the_memory_of_the_viewed_tensor() -> None:
+    torch.manual_seed(0)
+    model, x = _Overwritten(), torch.randn(8, 33, 64)
+    plan = memfit.plan(model, (x,), budget="1GiB", loss_fn=lambda output: output.square().mean())
+    assert plan.planned is not None
+    graph = plan.planned.graph
+    copies = [graph.storages[op.writes[0]].nbytes for op in graph.ops if op.target == "aten.copy.default"]
+    assert copies and set(copies) == {x.numel() * 4}
+    assert plan.measured_peak_bytes == plan.predicted.peak_bytes
+
+
+@pytest.mark.parametrize("view", [lambda t: t[:, 1::2], lambda t: t.select(2, 5), lambda t: t[1:, :1].expand(3, 5, 6)])
+def test_a_fake_copy_has_the_place_and_the_memory_of_the_kernels(view: Callable[[Tensor], Tensor]) -> None:
+    whole = torch.randn(4, 5, 6)
+    real = torch.ops.aten.copy.default(view(whole), torch.zeros(()))
+    with strides_of_kernels(), FakeTensorMode() as mode:
+        fake = torch.ops.aten.copy.default(view(mode.from_tensor(whole)), torch.zeros(()))
+    told = [(t.stride(), t.storage_offset(), t.untyped_storage().nbytes()) for t in (real, fake)]
+    assert told[0] == told[1]

@@ -21,7 +21,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def bucket_bytes(model: nn.Module) -> int:
-    """What `DistributedDataParallel` holds to reduce gradients, where they are not counted as gradients already."""
+    """Bytes of the buckets in which `DistributedDataParallel` reduces gradients; 0 if they count as gradients."""
     if not isinstance(model, DistributedDataParallel):
         return 0
     reduced = [

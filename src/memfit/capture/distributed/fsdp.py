@@ -47,7 +47,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process holds of a tensor that may be distributed."""
+    """The part that this process holds of a tensor that may be distributed."""
     held = getattr(tensor, "_local_tensor", tensor)
     assert isinstance(held, torch.Tensor)
     return held
@@ -64,7 +64,7 @@ def mesh_groups(model: nn.Module) -> tuple[Any, ...]:
 
 
 def gathering(model: nn.Module) -> Callable[[], tuple[Gathered, ...]]:
-    """What tells, while the module runs, which units are gathered, outer ones first; made while none is."""
+    """A function that tells, while the module runs, which units are gathered, outer ones first; made while none is."""
     units = []
     for name, module in _sharded_modules(model).items():
         slots = _own_shards(module)

@@ -1,4 +1,4 @@
-"""What FSDP's hooks do around the pieces of a step, as ops that no program moves and nobody here runs.
+"""Ops of FSDP's hooks around the pieces of a step; no program moves them, and nothing here runs them.
 
 The storages they write are what the hooks hold: a buffer into which shards are gathered, which in the forward pass
 stays until the next unit's is there, the parameters copied out of it, the next unit's buffer ahead of its turn in the
@@ -21,7 +21,7 @@ __all__ = ["Communication", "communication"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Communication:
-    """What stands around the pieces of a step.
+    """Ops and storages of the hooks around the pieces of a step.
 
     Attributes:
         storages: what its ops write, numbered from where the step's own storages end.
@@ -46,7 +46,7 @@ def communication(
     *,
     copies: bool,
 ) -> Communication:
-    """What the hooks of sharded units do around the pieces of a step.
+    """Makes the ops and storages of the hooks of sharded units around the pieces of a step.
 
     Args:
         gathered: for each piece the units that are gathered while it runs, outer ones first.

@@ -11,7 +11,8 @@ the two differ the fake result of the call itself gets the layout of the kernel'
 process: how a kernel lays out the result of such a call is a fact of torch's. Strides along axes of one element count
 too, since kernels look there for whether an image is channels last; views get theirs by torch's own rule, on the meta
 device. Where floating-point operands have several dtypes the kernel is asked too, and its results' dtypes count:
-statistics of batch normalisation in mixed precision are those of the weights.
+statistics of batch normalisation in mixed precision are those of the weights. `aten.copy`, which stands for writing in
+place on a view, takes as much memory as the tensor that is viewed: its kernel clones all of it.
 
 Known limits: ops of other libraries are taken at their word, and so are calls whose kernels refuse every sample, and
 most of those with integer operands that are not element-wise: made-up places to read from are not given to kernels.
@@ -86,7 +87,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _settings() -> tuple[object, ...]:
-    """What chooses kernels beside the calls."""
+    """Settings that choose kernels, beside the calls themselves."""
     chosen = torch.are_deterministic_algorithms_enabled(), torch.backends.mkldnn.enabled, torch.get_default_dtype()
     casts = (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"))
     return (*chosen, *casts, *kernel_settings("cpu"), *(kernel_settings("cuda") if torch.cuda.is_initialized() else ()))
@@ -125,6 +126,8 @@ class _Asked:
     def result(self, mode: FakeTensorMode, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if not self.within.call and func in _RESHAPES:
             return _viewed(mode, self.plain(mode, func, types, args, kwargs), func, *args)
+        if not self.within.call and func is _COPY and _is_known(args[0]) and not _overlaps(args[0]):
+            return _in_memory_like(mode, self.plain(mode, func, types, args, kwargs), args[0])
         if self.within.call or not self._makes_tensors(func):
             return self.plain(mode, func, types, args, kwargs)
         self.within.call = True
@@ -217,6 +220,23 @@ TAKING_INDICES = {
 """Their integers are indices along an axis, so that zero is one of them whatever the sizes."""
 
 _RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+
+
+_COPY = torch.ops.aten.copy.default
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _in_memory_like(mode: FakeTensorMode, made: Any, destination: torch.Tensor) -> Any:
+    """A fake copy in memory as large as that of its destination, at the same place there."""
+    nbytes = destination.untyped_storage().nbytes()
+    if not _is_known(made) or type(nbytes) is not int or nbytes <= made.untyped_storage().nbytes():
+        return made
+    with mode:
+        whole = torch.empty(nbytes // made.element_size(), dtype=made.dtype, device=made.device)
+        return whole.as_strided(tuple(made.shape), made.stride(), destination.storage_offset())
 
 
 def _viewed(mode: FakeTensorMode, made: Any, func: Any, viewed: Any, shape: Sequence[int]) -> Any:

@@ -166,7 +166,7 @@ def kernels_only(*, random: bool = False, cuda: Sequence[int] = ()) -> Iterator[
 def made_by_kernel(
     func: torch._ops.OpOverload, arguments: Sequence[Any], spec: pytree.TreeSpec, sizes: Mapping[int, int], number: int
 ) -> Any:
-    """What the kernel makes of a real call that looks as a fake one does.
+    """Calls the kernel with real operands that look like those of a fake call.
 
     Args:
         func: the op.

@@ -178,7 +178,7 @@ def static_example(example: torch.Tensor) -> torch.Tensor:
 
 
 def _terms(gradient: fx.Node, most: int) -> list[fx.Node]:
-    """What the engine added up to a gradient, in its order."""
+    """Terms that the engine added up to a gradient, in its order."""
     later: list[fx.Node] = []
     while len(later) + 1 < most and gradient.meta.get("is_gradient_acc") and len(gradient.args) == 2:
         before, term = gradient.args

@@ -47,7 +47,7 @@ class LossBytes(LiveBytes):
         return max(own, self._whole) if tensor.numel() == 1 else own
 
     def _whole_bytes(self, func: Any, args: Any, kwargs: dict[str, Any]) -> int:
-        """What one number that the op returns takes if its storage stays as large as its operands; else 0."""
+        """Bytes of a result of one number if its storage stays as large as the op's operands; else 0."""
         if not isinstance(func, torch._ops.OpOverload) or not any(
             a.name == "reduction" for a in func._schema.arguments
         ):

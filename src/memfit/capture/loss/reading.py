@@ -41,7 +41,7 @@ LossFunction = Callable[[Any], torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossReading:
-    """What the loss does with the model's output.
+    """Outputs that the loss's gradient reaches, and the memory that the loss takes.
 
     Attributes:
         receives_gradient: for each tensor leaf of the output, or each receiver, whether the loss's gradient reaches it.

@@ -75,7 +75,7 @@ def fresh_optimizer(optimizer: Any, stand_ins: Mapping[int, torch.Tensor]) -> An
 
 
 def stepper(optimizer: Any, parameters: Sequence[torch.Tensor], *, closure: bool) -> Callable[[], None]:
-    """What steps it once, as a training loop would, with a closure that gives a loss or without."""
+    """Makes a function that steps it once, as a training loop would, with a closure that gives a loss or without."""
     gradients = [p.grad for p in parameters]
 
     def evaluate() -> torch.Tensor:
@@ -146,7 +146,7 @@ def _own(value: Any) -> Any:
 
 
 def _argument(optimizer: Any, name: str, default: Any) -> Any:
-    """What `__init__` was given under this name, as far as can be told; else its default."""
+    """The argument that `__init__` was given under this name, as far as can be told; else its default."""
     if name in optimizer.defaults:
         return _own(optimizer.defaults[name])
     for attribute in (name, f"_{name}"):

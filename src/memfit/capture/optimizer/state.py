@@ -1,4 +1,4 @@
-"""What an optimizer will hold from its second step on, and what its step takes for a moment.
+"""Memory that an optimizer will hold from its second step on, and temporary memory of its step.
 
 State is created at the end of the first step, so a profile of one step misses it. The user's optimizer is only read.
 What it holds is found in this order:
@@ -138,7 +138,7 @@ def _trained(optimizer: Any, part: OptimizerPart | None) -> list[torch.Tensor]:
 
 
 def _predicted(optimizer: Any, trained: Sequence[torch.Tensor], device_type: str, *, needed: bool) -> _Found:
-    """What a fresh optimizer holds and takes.
+    """Memory of a fresh optimizer: its state, and the temporaries of its step.
 
     Raises:
         SpecError: if it cannot be found and is needed.
@@ -256,7 +256,7 @@ def _scaled_bytes(state: torch.Tensor, small: torch.Tensor, real: torch.Tensor) 
 
 
 def _held(optimizer: Any, parameters: Sequence[torch.Tensor], device_type: str) -> _Found:
-    """What an optimizer and those inside it hold beside parameters and gradients."""
+    """Bytes that an optimizer and those inside it hold beside parameters and gradients."""
     seen = {_storage(t) for p in parameters for t in (p, p.grad) if t is not None}
     keys = {id(p) for p in parameters}
 

@@ -379,7 +379,7 @@ def _again(get: Callable[[], Any], put: Callable[[Any], Any]) -> Callable[[], No
 
 
 def _items(mapping: dict[Any, Any]) -> dict[Any, Any]:
-    """What a dictionary holds, in its order, whatever its class makes of that."""
+    """Items of a dictionary, in its order, read without methods that its class may override."""
     keys = OrderedDict.__iter__(mapping) if isinstance(mapping, OrderedDict) else dict.__iter__(mapping)
     return {key: dict.__getitem__(mapping, key) for key in keys}
 

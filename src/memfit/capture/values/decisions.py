@@ -1,4 +1,4 @@
-"""What a tensor is worth while a graph is made, and under which condition it is worth that in another call.
+"""Values of tensors while a graph is made, and the conditions under which they are the same in another call.
 
 Constant folding, for the few numbers that code of Python asks for while Dynamo follows it. What is made from constants
 alone has its value. What is made from buffers of few elements, such as the sizes that an audio codec keeps as tensors,
@@ -41,7 +41,7 @@ MOST_OF_A_BUFFER = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Decision:
-    """What a graph was made for.
+    """A condition on one input or buffer, with the outcome that a graph was made for.
 
     Attributes:
         place: of the input among the leaves of the call's arguments, or the name of the buffer.
@@ -69,7 +69,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """What there is to decide by.
+    """Inputs and buffers that decisions may depend on, and the decisions so far.
 
     Attributes:
         decisions: where decisions are noted; None to decide by constants only.

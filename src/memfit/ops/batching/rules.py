@@ -66,7 +66,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class _Axes:
-    """What a rule finds: axes of operands, of all results that are no sums, and what is called if not the target."""
+    """Axes that a rule finds, of operands and of results that are no sums; the function called if not the target."""
 
     operands: Mapping[fx.Node, int]
     of_results: int
@@ -230,7 +230,7 @@ def _group_norm(call: fx.Node | Call, batch: int) -> _Axes | None:
 
 
 def _reduction(call: fx.Node | Call, batch: int) -> _Axes | None:
-    """What is reduced over other axes; or, where a sum is taken, over that of samples."""
+    """Axes of samples in a reduction over other axes; or, where a sum is taken, over that of samples."""
     data = cast(fx.Node, call.args[0])
     kept = _axis_kept(call)
     if kept is not None:

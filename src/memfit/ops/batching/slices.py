@@ -132,7 +132,7 @@ class ViewOfSlice:
 
 
 def view_of_samples(view: ViewOfSlice, batch: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What makes the view of a slice of a result.
+    """Makes a function that returns the view of a slice of a result.
 
     Args:
         view: which view.
@@ -203,7 +203,7 @@ class Slice:
 
 
 def in_slices(how: Slice) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """What runs ops as one, slice after slice."""
+    """Makes a function that runs ops as one fused region, slice after slice."""
     layouts = [(tuple(r.shape), r.stride(), r.dtype, r.device) for r in how.results]
 
     def memory(place: int, operands: Sequence[Any]) -> torch.Tensor:

@@ -49,7 +49,7 @@ def scale_and_shift(
     like: torch.dtype,
     axes: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What each channel of each sample is multiplied with and what is added, and the moments behind it.
+    """Scale and shift of each channel of each sample, and the moments behind them.
 
     Args:
         sums: of `sums_of_space`, over all tiles.

@@ -31,7 +31,7 @@ def product_over_rows(one: torch.Tensor, other: torch.Tensor, total: torch.Tenso
 
 
 def share_of_mean(gradient: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """What the gradient of a mean is multiplied by, given the sum of the weights; zero where none counts."""
+    """The gradient of a mean divided by the sum of the weights; zero where that sum is zero."""
     return torch.where(weights == 0, 0.0, gradient / weights)
 
 

@@ -1,4 +1,4 @@
-"""What chooses kernels beside the call itself: threads, and how exactly float32 is multiplied.
+"""Settings that choose kernels beside the call itself: threads, and how exactly float32 is multiplied.
 
 Costs were measured, and what gives the same bits in parts was found, with one choice. The precision is asked of each
 backend: `torch.get_float32_matmul_precision` raises where only one of them was set (seen with torch 2.14).
@@ -16,7 +16,7 @@ _backends: Any = torch.backends  # some of their settings are not known to type 
 
 
 def kernel_settings(device_type: str) -> tuple[object, ...]:
-    """What chooses the kernels of a type of device; equal tuples, equal choice."""
+    """Settings that choose the kernels of a type of device; equal tuples, equal choice."""
     if device_type == "cuda":
         cudnn = _backends.cudnn
         precision = (_backends.cuda.matmul.fp32_precision, cudnn.conv.fp32_precision)

@@ -68,7 +68,7 @@ class Window:
     padding: int
 
     def read(self, start: int, stop: int) -> Range:
-        """What the windows from `start` to before `stop` cover, the border's padding too."""
+        """The range that the windows from `start` to before `stop` cover, the border's padding too."""
         return start * self.stride - self.padding, (stop - 1) * self.stride - self.padding + self.size
 
     def touching(self, start: int, stop: int, windows: int) -> Range:
@@ -78,7 +78,7 @@ class Window:
 
 
 def read_by(windows: Sequence[Window], tile: Tile) -> Tile:
-    """What the windows of a tile cover, the border's padding too."""
+    """The ranges that the windows of a tile cover, the border's padding too."""
     return tuple(window.read(*here) for window, here in zip(windows, tile, strict=True))
 
 
@@ -88,13 +88,13 @@ def touching(windows: Sequence[Window], tile: Tile, extents: Sequence[int]) -> T
 
 
 def _clipped(here: Range, extent: int) -> Range:
-    """What there is of a range, at least one."""
+    """The part of a range that lies within the extent, at least one element."""
     start = min(max(here[0], 0), extent - 1)
     return start, max(start + 1, min(here[1], extent))
 
 
 def inside(tile: Tile, extents: Sequence[int]) -> Tile:
-    """What there is of a tile within the borders."""
+    """The part of a tile that lies within the borders."""
     return tuple(_clipped(here, extent) for here, extent in zip(tile, extents, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""What the loss of each micro-batch counts, so that together they are the loss of the batch.
+"""Weights of the losses of micro-batches, such that the weighted losses add up to the loss of the batch.
 
 A loss that is a sum over samples counts once. A mean counts by the share of what it is a mean of: samples, or targets
 that are not ignored, or their class weights. Which one it is, is read off the graph of the loss; what a mean divides by
@@ -35,7 +35,7 @@ _NLL = (_aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default)
 
 
 class Kind(StrEnum):
-    """What a part of a loss is."""
+    """Kind of a part of a loss."""
 
     SUM = "sum"
     """Over samples: it counts once."""
@@ -93,7 +93,7 @@ class _Reader:
         self.parts = self.read(traced.loss)
 
     def read(self, node: Any) -> list[Part]:
-        """What a scalar is made of."""
+        """Reads the parts that a scalar is made of."""
         if not isinstance(node, fx.Node) or node not in self.of_inputs:
             return [Part(kind=Kind.CONSTANT)]
         self.totals.add(node)
@@ -153,7 +153,7 @@ class _Reader:
         return [Part(kind=Kind.COUNTED, count=count)]
 
     def _made_of_inputs(self, node: Any) -> Callable[[Mapping[str, torch.Tensor]], torch.Tensor]:
-        """What computes a node from the graph's operands."""
+        """Function that computes a node from the graph's operands."""
         needed: dict[fx.Node, None] = {}
 
         def visit(one: fx.Node) -> None:
@@ -273,7 +273,7 @@ def totals(traced: TracedLoss) -> frozenset[fx.Node]:
 
 
 def loss_shares(losses: Sequence[LossReading], parts: Sequence[Sequence[Any]], sizes: Sequence[int]) -> list[float]:
-    """What the loss of each micro-batch counts.
+    """Weight of each micro-batch's loss in the loss of the batch.
 
     Args:
         losses: for each micro-batch how the loss is read, settled.

@@ -1,4 +1,4 @@
-"""What each call of the forward graph costs, read off the profiled step of the whole model.
+"""Cost of each call of the forward graph, read from the profiled step of the whole model.
 
 AOTAutograd tells for each op of its graph which call it comes from, and gives an op of the backward pass the number of
 the forward op that it differentiates. Ops without a number, sums of gradients, count with the op before them.

@@ -49,7 +49,7 @@ class ForwardGraph:
 
     @property
     def calls(self) -> list[fx.Node]:
-        """What computes, in order."""
+        """Nodes of the graph that compute, in order."""
         return [n for n in self.graph.nodes if n.op not in ("placeholder", "output")]
 
     @property

@@ -116,7 +116,7 @@ def cut_into_stages(forward: ForwardGraph, cuts: Sequence[Cut]) -> list[Stage]:
 
 
 def example_inputs(stage: Stage, leaves: Sequence[Any], device: torch.device) -> list[Any]:
-    """What a stage's module takes, with room in place of what arrives."""
+    """Example inputs of a stage's module, with newly allocated tensors in place of those that arrive."""
     taken = []
     for place in stage.taken:
         crossing = stage.arriving[place]
@@ -166,7 +166,7 @@ def _stage(
 
 
 def _returned(graph: fx.Graph, made: fx.Node, crossing: Crossing) -> fx.Node:
-    """What a stage's graph returns for something that leaves."""
+    """Node that a stage's graph returns for a tensor that leaves, flattened where its crossing is flat."""
     if not crossing.is_flat:
         return made
     flat = graph.call_function(flattened, (made, crossing.gradient_stride))

@@ -38,7 +38,7 @@ _MEND = "; give every process the same model, loss and shapes of inputs, or make
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledStage:
-    """What runs a stage.
+    """Compiled calls that run a stage, one for each micro-batch.
 
     Attributes:
         each: for each micro-batch the stage, made for its size, and what runs its module by its plan.

@@ -76,7 +76,7 @@ def make_schedule(name: str, num_devices: int, num_microbatches: int) -> Schedul
 
 
 class _Placeholder:
-    """What the engine's schedules ask of a stage before anything runs."""
+    """Stand-in for a stage, with the attributes that the engine's schedules read before anything runs."""
 
     has_backward = True
 

@@ -1,4 +1,4 @@
-"""What a pipeline was planned for, and a caller may change between two steps.
+"""Properties that a pipeline was planned for and that a caller may change between two steps.
 
 Stages run without Dynamo, and so without its guards. So what the model's code may look at is compared at every step:
 which modules and parameters there are, what is frozen, hooks, training mode, plain attributes such as a dropout's
@@ -24,7 +24,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def pipeline_signature(model: nn.Module, leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """What must be equal for a plan to be run again.
+    """Properties that must be equal for a plan to be used for another step.
 
     Args:
         model: the module.

@@ -1,4 +1,4 @@
-"""What a process has sent to others, held until it has arrived.
+"""Messages that a process has sent to others, held until they have arrived.
 
 A send takes as long as the receiver lets it, and what is sent stays in memory until then. Were it let go when it
 happens to have arrived, the peak of a step would be another each time. So a message is held through the pass that
@@ -27,7 +27,7 @@ __all__ = ["Outbox"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Message:
-    """What is on its way.
+    """Message in flight.
 
     Attributes:
         after: how many passes had begun when it was sent.

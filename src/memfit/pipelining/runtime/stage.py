@@ -50,7 +50,7 @@ class _Root(torch.autograd.Function):
 
 
 class _UnderWay:
-    """What a stage holds of a micro-batch between its passes."""
+    """Tensors that a stage holds of a micro-batch in flight, between its passes."""
 
     __slots__ = ("arrived", "root", "waiting")
 
@@ -276,7 +276,7 @@ class EngineStage(_PipelineStageBase):
 
 
 def _shaped(result: torch.Tensor, crossing: Crossing) -> torch.Tensor:
-    """What a stage returned, or only handed on, as the next one takes it."""
+    """Tensor that a stage returned, or only handed on, in the layout that the next stage takes."""
     if result.dim() != len(crossing.shape):
         return result.detach().as_strided(crossing.shape, crossing.stride)
     if same_layout(crossing.shape, result.stride(), crossing.stride):

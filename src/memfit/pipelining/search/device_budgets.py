@@ -85,7 +85,7 @@ def corrected(
 
 
 def above_budget(peaks: Sequence[int], budgets: Sequence[int]) -> BudgetError:
-    """What is said where corrections do not help."""
+    """Error for plans whose measured peak stays above the budget after corrections."""
     over = [peak - budget for peak, budget in zip(peaks, budgets, strict=True)]
     worst = over.index(max(over))
     return BudgetError(

@@ -167,7 +167,7 @@ def _measured_peaks(
 
 
 def resident_bytes(stages: Sequence[EngineStage], part: Sequence[Any], question: Question, device: torch.device) -> int:
-    """What stages hold all the time: parameters, gradients, optimizer state, buffers and the inputs they read."""
+    """Bytes that stages hold all the time: parameters, gradients, optimizer state, buffers and the inputs they read."""
     static = [t for s in stages for t in (*s.submod.parameters(), *s.submod.buffers())]
     leaves = [part[place] for stage in stages for place in stage.runs[0][0].leaves]
     parameters = list({id(p): p for s in stages for p in s.submod.parameters() if p.requires_grad}.values())

@@ -177,7 +177,7 @@ class _Searcher:
 
     @functools.cached_property
     def costs(self) -> list[CallCost]:
-        """What each call takes, reckoned from the step of the whole model; given cuts need none."""
+        """Cost of each call, computed from the step of the whole model; given cuts need none."""
         return call_costs(self.forward, *self.planner.whole())
 
     @property

@@ -22,8 +22,8 @@ from memfit.pipelining.search.split_backward import with_deferred
 __all__ = ["accumulation_of", "capture_stage", "deferring", "passing_bytes", "state_bytes"]
 
 _SCALAR_BYTES = 16
-"""What the engine holds of each micro-batch beside tensors that cross cuts: its loss, and where its backward pass
-starts."""
+"""Bytes that the engine holds for each micro-batch beside tensors that cross cuts: its loss, and the root of its
+backward pass."""
 
 
 def capture_stage(

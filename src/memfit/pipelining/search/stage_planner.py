@@ -45,7 +45,7 @@ _BRIEF = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
-    """What is asked of the plan of a stage.
+    """Requirements for the plan of a stage.
 
     Attributes:
         policy: what is kept, see `memfit.pipelining.config.Question`.

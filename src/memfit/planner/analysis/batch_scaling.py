@@ -110,7 +110,7 @@ def _with_ways(op: Op, parts: int, whole: Way, chosen: Way) -> Op:
 
 
 def _structure(op: Op) -> tuple[object, ...]:
-    """What two captures of one model have in common at any size."""
+    """Properties of an op that are equal in two captures of one model at any size."""
     return (
         *(op.target, op.module, op.phase, op.piece, op.reads, op.writes),
         *(op.in_place_over, op.random_state_bytes, op.recomputable),

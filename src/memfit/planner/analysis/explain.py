@@ -21,7 +21,7 @@ _MOST_ENDS = 4
 
 
 def prediction(graph: StepGraph, timeline: Timeline, *, bound_seconds: float | None = None) -> Prediction:
-    """What the simulator says of a program, as it stands in a plan.
+    """Prediction of the simulator for a program, as a plan states it.
 
     Args:
         graph: the step.
@@ -157,7 +157,7 @@ def binding_place(graph: StepGraph, program: Program, timeline: Timeline) -> str
 
 
 def ends_of_runs(graph: StepGraph) -> str:
-    """What of the forward pass takes whole what could be handed on in slices, for people; empty if nothing does."""
+    """Forward ops that read whole a result that could be handed on in slices, as text; empty if there are none."""
     sliced: set[int] = set()
     ends: Counter[str] = Counter()
     for op in graph.ops:

@@ -68,7 +68,7 @@ def op_wall_bytes(graph: StepGraph) -> int:
 
 
 def _slice_bytes(graph: StepGraph, op: Op, touched: set[int]) -> int:
-    """What an op takes slice by slice at least: what it takes and makes samples of need not be there whole."""
+    """Least bytes of an op that runs slice by slice: operands and results cut by samples need not be there whole."""
     slices = op.by_slices
     assert slices is not None
     whole = sum(graph.storages[s].nbytes for s in touched if s not in slices.reads and s not in op.writes)

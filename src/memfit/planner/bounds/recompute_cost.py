@@ -35,7 +35,7 @@ class RerunPrice:
 
 
 def rerun_prices(graph: StepGraph) -> list[RerunPrice]:
-    """What it takes at least to run each op again, less what the first run of a reader saves over the result.
+    """Least times to recompute each op, less the time that the first run of a reader saves by writing over the result.
 
     That is if no op is counted twice, so that making an operand once more belongs to the op that wrote over it.
     Below zero where fresh memory costs more than making the result again.
@@ -44,7 +44,7 @@ def rerun_prices(graph: StepGraph) -> list[RerunPrice]:
 
 
 def run_prices(graph: StepGraph) -> list[RerunPrice]:
-    """What each run of an op after the first takes at least, if every run is counted."""
+    """Least time of each run of an op after the first, if every run is counted."""
     return _prices(graph, {}, once=False)
 
 
@@ -93,7 +93,7 @@ def _latest_use(graph: StepGraph) -> list[int]:
 
 
 def saved_by_first_runs(graph: StepGraph) -> dict[int, float]:
-    """What a rerun of an op may save: a result of it can be written over the first time although it is read later."""
+    """Time that recomputing an op may save, by op: a first run can write over its result although it is read later."""
     last_reader, held = graph.last_readers(), graph.held_to_the_end()
     producer = graph.producers()
     most: dict[int, float] = {}

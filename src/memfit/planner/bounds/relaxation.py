@@ -1,4 +1,4 @@
-"""What to keep through the loss: a relaxation that knows one instant.
+"""Relaxation of the choice of saved storages, for one instant: the loss.
 
 Choose the forward storages kept through the loss, those swapped and the ops to recompute, at least cost, such that
 whatever the backward pass reads is kept, swapped or recomputed, a recomputed op has its operands kept, swapped or

@@ -1,4 +1,4 @@
-"""What to keep through the loss and later: a relaxation that knows several instants of the backward pass.
+"""Relaxation of the choice of saved storages, for several instants of the backward pass from the loss on.
 
 One instant (`memfit.planner.bounds.relaxation`) does not see that memory is short in the middle of the backward pass
 too, where what was made again waits for its readers. Here the backward pass is divided into periods, each of which

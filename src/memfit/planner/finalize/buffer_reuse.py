@@ -89,7 +89,7 @@ def _keeping_halves_apart(graph: StepGraph, program: Program) -> frozenset[int]:
 def _put_together(
     graph: StepGraph, run: Sequence[Instruction], start: int, ran: Collection[int], held: Collection[int]
 ) -> Iterator[tuple[int, Instruction, Op]]:
-    """What of a run may put its first result together in memory it is given: where, the instruction, the op."""
+    """Recomputed ops of a run that may put their first result together in a reused buffer: place, instruction, op."""
     handed_on = {i.index for i in run if i.action is Action.FREE}
     for position, instruction in enumerate(run, start):
         if instruction.action is Action.COMPUTE and instruction.index in ran and instruction.over is None:
@@ -100,7 +100,7 @@ def _put_together(
 
 
 def _more_bytes(graph: StepGraph, op: Op, instruction: Instruction) -> int:
-    """What slices of an op that runs whole take beside its results, more than its kernel does."""
+    """Extra bytes beside the results if an op that runs whole ran in slices, less the workspace of its kernel."""
     slices = op.by_slices
     assert slices is not None
     nbytes = sum(slices.slice_bytes(s, graph.storages[s].nbytes) for s in op.writes)

@@ -225,7 +225,7 @@ def _freed_late(graph: StepGraph, program: Program, limit_bytes: int) -> Program
 
 
 def _written(graph: StepGraph, run: Sequence[Instruction]) -> set[int]:
-    """What a run brings into memory."""
+    """Storages that a run brings into memory."""
     found: set[int] = set()
     for instruction in run:
         if instruction.action is Action.COMPUTE:

@@ -1,4 +1,4 @@
-"""What a device of a pipeline holds, pass by pass of its part of the schedule.
+"""Memory of a device of a pipeline, pass by pass of its part of the schedule.
 
 A stage holds what it keeps of each micro-batch that is under way, and a device has perhaps several stages. Beside that
 are messages: room is made for what arrives when the engine asks for it, which may be a pass or two before it is needed,
@@ -19,7 +19,7 @@ __all__ = ["StageMemory", "beside_each", "device_peaks", "order_peak"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
-    """What a stage takes with one micro-batch.
+    """Memory of a stage with one micro-batch, in bytes.
 
     Attributes:
         static_bytes: what is there all the time.

@@ -51,7 +51,7 @@ class DoesNotFit(Exception):
 
 
 class Planned(Protocol):
-    """What is made of a stage."""
+    """Object that holds the plan of a stage."""
 
     @property
     def planned(self) -> PlannedStage:
@@ -77,7 +77,7 @@ class _Tried(Generic[P]):
 
 
 def rooms(order: Sequence[Task], memory: Mapping[int, StageMemory], budget_bytes: int) -> dict[int, int]:
-    """What is left for one micro-batch of each stage, its own parameters and what it keeps itself included.
+    """Bytes left for one micro-batch of each stage, its own parameters and what it saves itself included.
 
     Args:
         order: what the device does, in order.

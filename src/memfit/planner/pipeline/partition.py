@@ -24,7 +24,7 @@ __all__ = ["CallCost", "CutPlace", "Demand", "balance", "demands", "guessed_seco
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallCost:
-    """What one call of the model takes for one micro-batch.
+    """Time, memory and parameters of one call of the model for one micro-batch.
 
     Attributes:
         forward_seconds: of what it runs in the forward pass.
@@ -51,7 +51,7 @@ class CutPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What a run of calls takes as a stage, with nothing recomputed.
+    """Time and memory that a run of calls takes as a stage, with nothing recomputed.
 
     Attributes:
         forward_seconds: of one micro-batch.
@@ -79,7 +79,7 @@ def demands(
     *,
     in_order: Collection[str] = (),
 ) -> Callable[[int, int], Demand]:
-    """What each run of calls between two places takes.
+    """Time and memory that each run of calls between two places takes as a stage.
 
     Args:
         calls: in order.

@@ -34,7 +34,7 @@ __all__ = [
 
 
 class Pass(StrEnum):
-    """What is done with a micro-batch; the letters are those of PyTorch's engine."""
+    """Kind of pass that a device runs on a micro-batch; the letters are those of PyTorch's engine."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -58,7 +58,7 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """What a pass made goes to another device."""
+    """Transfer of the result of a pass to another device."""
 
     of: Action
 
@@ -71,7 +71,7 @@ class Receive:
 
 
 Task: TypeAlias = Action | Send | Receive
-"""What a device does."""
+"""Task of a device: an action, a send or a receive."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +102,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes:
-    """What one micro-batch takes at one stage.
+    """Times of one micro-batch at one stage.
 
     Attributes:
         forward_seconds: of the forward pass.
@@ -117,7 +117,7 @@ class StageTimes:
     transfer_seconds: float = 0.0
 
     def of(self, what: Pass) -> float:
-        """What one action takes."""
+        """Time of one action, in seconds."""
         return {
             Pass.FORWARD: self.forward_seconds,
             Pass.BACKWARD: self.backward_seconds,
@@ -248,7 +248,7 @@ def _ready_seconds(
 
 
 def _before(action: Action, schedule: Schedule) -> Action | None:
-    """What makes what an action takes."""
+    """Action whose result an action needs; None if it needs none."""
     stage, what, microbatch = action
     if what is Pass.FORWARD:
         return Action(stage - 1, Pass.FORWARD, microbatch) if stage else None
@@ -260,7 +260,7 @@ def _before(action: Action, schedule: Schedule) -> Action | None:
 
 
 def with_transfers(schedule: Schedule) -> tuple[tuple[Task, ...], ...]:
-    """What each device does, in order, sends and receives included.
+    """Tasks of each device, in order, sends and receives included.
 
     Devices take turns, and what a pass makes for another device is sent and asked for there at once, at that moment: so
     some of it is asked for a pass or two before it is needed, and comes while others run. Nobody waits for ever, even

@@ -26,12 +26,12 @@ from memfit.sim.simulator import Timeline, simulate
 __all__ = ["PlannedStage", "Traffic", "plan_always", "plan_never", "plan_stage"]
 
 _LEAST_TRIES = 0
-"""What an error says that one of several limits needs at least is an upper estimate anyway."""
+"""Halvings in the search for the least budget in an error; with several limits, it is an upper estimate anyway."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """What passes through a stage beside the micro-batch whose step is planned.
+    """Micro-batches in flight and transfers of a stage, beside the micro-batch whose step is planned.
 
     Attributes:
         under_way: the most micro-batches that are between or in their passes at once.
@@ -140,7 +140,7 @@ def plan_always(graph: StepGraph, budget_bytes: int | None, traffic: Traffic) ->
 
 
 def _share_of(links: TierLinks, under_way: int) -> TierLinks:
-    """What a tier has room for of each micro-batch."""
+    """Links of a tier, with the share of its capacity for each micro-batch in flight."""
     return links if links.limit_bytes is None else replace(links, limit_bytes=links.limit_bytes // under_way)
 
 
@@ -220,7 +220,7 @@ def _waits_until(graph: StepGraph, program: Program, deferred: frozenset[int]) -
 
 
 def _kept(graph: StepGraph, program: Program, loss_at: int) -> tuple[set[int], int]:
-    """What of a micro-batch is in memory between its passes: results that are kept, and bytes of generators' states."""
+    """Data of a micro-batch in memory between its passes: saved results, and bytes of generators' states."""
     alive: set[int] = set()
     random_bytes: dict[int, int] = {}
     again = set(program.recomputed())

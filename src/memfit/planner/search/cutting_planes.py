@@ -1,4 +1,4 @@
-"""What to keep, and until when, so that every instant of the backward pass fits.
+"""Choice of the storages to save, and until when, so that every instant of the backward pass fits.
 
 The first guess (`memfit.planner.bounds.relaxation`) knows one instant, the loss. It often drops a chain of cheap
 storages across many blocks, and running that chain again fills the memory in the middle of the backward pass. Here the

@@ -179,7 +179,7 @@ def _end_of_window(windows: list[int | None], start: int) -> int:
 
 
 def _pinned(graph: StepGraph, producer: list[int]) -> set[int]:
-    """What is there through the loss whatever is kept."""
+    """Storages that are in memory through the loss, whatever a plan saves."""
     pinned = set(graph.held_to_the_end()) | graph.lasting() | {s for s, op in enumerate(producer) if op == -1}
     for op in graph.ops[: graph.loss_index + 1]:
         if not op.recomputable:

@@ -36,7 +36,7 @@ _STARTS = 6
 
 _STARTS_IF_TILED = 2
 _LEAST_SECONDS = 1.0
-"""What an error says must be about right, however short a search was asked for; small steps need no longer."""
+"""Seconds a search gets at least, so that the least budget in an error is about right; small steps need no longer."""
 
 _ROUNDS = 400_000
 """Drops that are tried for one target, times the ops of the step: work that takes some seconds."""

@@ -83,7 +83,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moves:
-    """What a search does for swaps; see `memfit.planner.offload.search`.
+    """Functions and target peak of a search that swaps; see `memfit.planner.offload.search`.
 
     Attributes:
         ahead: moves what comes back ahead of its use, in an order.

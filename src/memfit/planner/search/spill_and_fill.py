@@ -137,7 +137,7 @@ def _spill_at(
 
 
 def _saved_over(graph: StepGraph, spans: Spans, drop: _Drop, dying: Mapping[int, set[int]]) -> float:
-    """What the last op that reads a copy before it is dropped saves by writing over it."""
+    """Seconds saved if the last op that reads a copy before it is dropped writes over it."""
     op = graph.ops[spans.order[drop.left]]
     op = op.later if spans.again[drop.left] else op
     if drop.copy.storage not in op.in_place_over or op.in_place_seconds is None:
@@ -148,7 +148,7 @@ def _saved_over(graph: StepGraph, spans: Spans, drop: _Drop, dying: Mapping[int,
 
 
 def _transient_bytes(graph: StepGraph, storage: int, cone: list[int]) -> int:
-    """What making a storage again takes."""
+    """Transient memory to recompute a storage, in bytes."""
     ops = [graph.ops[o].later for o in cone]
     if all(op.by_slices is not None for op in ops):
         return graph.storages[storage].nbytes

@@ -1,4 +1,4 @@
-"""What a tier offers to the steps that swap: space, and transfers that go on beside compute."""
+"""Interface of a tier for the steps that swap: space, and transfers that run beside compute."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SwapSpace(Protocol):
 
     @property
     def reserved_bytes(self) -> int:
-        """What steps hold of it now."""
+        """Bytes of the space that steps hold now."""
 
     def reserve(self, nbytes: int) -> int:
         """Takes space for one step.

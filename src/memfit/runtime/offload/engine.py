@@ -1,4 +1,4 @@
-"""What the graphs of a plan with swaps call: the transfers of one piece, for every step that is under way.
+"""Functions that the graphs of a plan with swaps call: the transfers of one piece, for every step in flight.
 
 Tensors leave and come back whole, or live on a tier and pass slice by slice (`memfit.runtime.offload.slice_stream`).
 

@@ -1,4 +1,4 @@
-"""What moving bytes to a tier and back costs on this machine.
+"""Cost of moving bytes to a tier and back on this machine.
 
 Each direction is measured alone and beside compute, with the transfers that plans use. Beside compute two numbers come
 out: the rate of the link then, and how much longer compute takes for each byte, because the threads that copy and the
@@ -60,7 +60,7 @@ class LinkSpeed:
 
     @property
     def link(self) -> Link:
-        """What planners reckon with."""
+        """Link that planners calculate with: its rate beside compute, its latency, and how it slows compute."""
         return Link(
             bytes_per_second=self.bytes_per_second,
             latency_seconds=self.latency_seconds,
@@ -85,7 +85,7 @@ class Calibration:
     into: LinkSpeed
 
     def links(self, limit_bytes: int | None = None) -> TierLinks:
-        """What planners reckon with."""
+        """Links of the tier in both directions, with its limit, that planners calculate with."""
         buffer_bytes = BUFFER_BYTES if self.tier is Tier.DISK and self.device.startswith("cpu") else 0
         return TierLinks(
             tier=self.tier, out=self.out.link, into=self.into.link, limit_bytes=limit_bytes, buffer_bytes=buffer_bytes
@@ -93,7 +93,7 @@ class Calibration:
 
 
 def calibrated(tier: Tier, device: torch.device) -> Calibration:
-    """What is known of a tier, measured now if nothing is.
+    """Calibration of a tier, read from this machine's file, or measured now if there is none.
 
     Raises:
         SwapError: if the tier cannot be used.
@@ -206,7 +206,7 @@ def _beside_compute(start: Callable[[], Transfer], device: torch.device) -> Iter
 
 
 class _Compute:
-    """What a training step does all day: matrix products and passes over memory."""
+    """Compute like that of a training step: matrix products and passes over memory."""
 
     def __init__(self, device: torch.device) -> None:
         size = 512 if device.type == "cpu" else 2048

@@ -48,7 +48,7 @@ class SliceLayout:
 
     @property
     def slot_bytes(self) -> int:
-        """What a slice takes on a tier."""
+        """Bytes that a slice takes on a tier."""
         return slot_bytes(math.prod(self._shape(self.samples)) * self.dtype.itemsize)
 
     def empty(self, number: int) -> torch.Tensor:

@@ -20,7 +20,7 @@ __all__ = ["parse_tiers", "tier_links"]
 
 _HOST_SHARE = 0.5
 _DISK_SHARE = 0.9
-"""What a tier without a limit may take of what is free."""
+"""Shares of the free host memory and of the free disk space that a tier without a limit may take."""
 
 
 def parse_tiers(tiers: str | None, device: torch.device) -> dict[Tier, int | None]:

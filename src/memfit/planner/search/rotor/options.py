@@ -30,7 +30,7 @@ _HULL = 2e-3
 """How far below the line between two points of the hull a third must be to count."""
 
 _BATCH = 32
-"""What a descent drops at once is about the peak over this."""
+"""Ratio of the peak to the bytes that a descent drops at once, roughly."""
 
 _STEP = 0.98
 """A descent is worth an option of its own if it lowers the peak at least to this share."""
@@ -84,7 +84,7 @@ def options_of(shape: Shape, narrow: int, patience: int) -> tuple[Option, ...]:
 
 
 def _hull(shape: Shape) -> list[frozenset[int]]:
-    """What to keep, at every price of a byte; most first, nothing last."""
+    """Sets of storages to save, for every price of a byte; the largest set first, the empty set last."""
     present = {*shape.given, *shape.out}
     wanted = {s for op in shape.ops[shape.forward :] for s in op.reads if shape.makers[s] >= 0}
     nothing: frozenset[int] = frozenset()
@@ -113,7 +113,7 @@ def _hull(shape: Shape) -> list[frozenset[int]]:
 
 
 def _priced(shape: Shape, wanted: set[int], price: float) -> frozenset[int]:
-    """What to keep when a kept byte costs `price` seconds."""
+    """Storages to save when a saved byte costs `price` seconds."""
     problem = Milp()
     forward = shape.ops[: shape.forward]
     unit = max((op.seconds for op in forward), default=0.0) or 1.0
@@ -171,7 +171,7 @@ def _backwards(
 
 
 def _lasting(shape: Shape) -> frozenset[int]:
-    """What is worth holding once it is made again: read by a backward op, or by several forward ops."""
+    """Storages worth holding once they are recomputed: a backward op reads them, or several forward ops do."""
     uses = [0] * len(shape.sizes)
     for index, op in enumerate(shape.ops):
         for s in op.reads:

@@ -1,4 +1,4 @@
-"""What a run of blocks looks like from inside, with its own numbering, so that equal ones are solved once.
+"""Shape of a run of blocks: its ops and storages in a numbering of their own, so that equal runs are solved once.
 
 A `Shape` is a few blocks of the chain cut out of the step: forward ops, backward ops, and which storages come in,
 must go out, or stay behind. It is hashable and knows nothing of the place it was cut from, hence sixteen equal

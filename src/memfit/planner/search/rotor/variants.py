@@ -1,4 +1,4 @@
-"""What each way to run a stretch of the chain takes, in the bytes and seconds of the step it is part of.
+"""Memory and time of each way to run a stretch of the chain, in the bytes and seconds of the step it is part of.
 
 A `Shape` knows nothing of its place. Here its options meet the rest of the step: the memory that is in use at that
 place whatever the plan (outputs, gradients, small results), and whether the stretch runs for the first time or again,
