@@ -58,3 +58,22 @@ def test_the_least_budget_is_that_of_a_step_in_the_callers_autocast() -> None:
         memfit.fit(model, (x,), budget=least_bytes, loss_fn=lambda output: output.float().square().mean())
     plan = memfit.plan_of(model)
     assert plan is not None and plan.measured_peak_bytes is not None and plan.measured_peak_bytes <= least_bytes
+
+
+class Noisy(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x * torch.rand_like(x))
+
+
+def test_the_generators_state_counts_while_random_ops_are_replayed() -> None:
+    """5056 bytes are put aside beside those that are kept, more than any tensor of this step takes."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), *(Noisy() for _ in range(4))), torch.randn(4, 8)
+    plan = memfit.plan(
+        model, (x,), budget="1MiB", loss_fn=lambda output: output.square().mean(), strategy="every-block"
+    )
+    assert plan.planned is not None
+    random = [i for i in plan.program.recomputed() if plan.planned.graph.ops[i].random_state_bytes]
+    assert len(random) == 4
+    assert plan.predicted.peak_bytes > 5 * 5056
+    assert plan.measured_peak_bytes == plan.predicted.peak_bytes

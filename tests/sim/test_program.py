@@ -69,6 +69,8 @@ def reference(graph: StepGraph, order: list[int], *, in_place: bool) -> tuple[li
             runs = [p for p, j in enumerate(order) if j == i]
             if len(runs) > 1 and runs[0] <= position <= runs[-1]:
                 total += graph.ops[i].random_state_bytes
+            if position in runs[1:]:
+                total += graph.ops[i].random_state_bytes  # of the generator, put aside
         return total
 
     at_the_end = graph.static_bytes + sum(graph.storages[s].nbytes for s, _, death in copies if death == end)

@@ -137,7 +137,7 @@ class Op:
         workspace_bytes: memory the kernel takes beyond what it reads and writes, that way.
         parts: that way; 1 for whole.
         ways: every way it can run, that one included; empty if whole is the only one.
-        random_state_bytes: bytes of generator state to keep for running it again; 0 if not random.
+        random_state_bytes: bytes of generator state to save for recomputing it; 0 if not random.
         recomputable: whether running it again gives the same bits and no side effect.
         plain_in_place: whether it writes over an operand in the step without memfit.
         plain_reads: what it reads in the step without memfit, if that differs: a tensor whose shape alone it needs,

@@ -170,7 +170,9 @@ def simulate(graph: StepGraph, program: Program, *, wait: bool = True) -> Timeli
         workspace_bytes = op.run_workspace_bytes(instruction.parts)
         if op.half_of and ahead is not None and are_halves(graph, ahead, instruction):
             workspace_bytes = max(workspace_bytes, ops[ahead.index].run_workspace_bytes(ahead.parts))
-        bytes_at.append(live + created + thrown_away + workspace_bytes)
+        # While an op is replayed from its own state, that of the generator is put aside.
+        put_aside = op.random_state_bytes if index in ran else 0
+        bytes_at.append(live + created + thrown_away + workspace_bytes + put_aside)
         live += created
         took = op.run_seconds(instruction.parts, in_place=instruction.over is not None)
         lanes.now += took

@@ -148,7 +148,8 @@ def _memory(graph: StepGraph, problem: Milp, run: dict[_Moment, int]) -> list[_T
     for moment in moments:
         op, terms = _op_at(graph, moment), bytes_at[moment]
         variable = run.get(moment, _ONE)
-        terms[variable] += op.workspace_bytes + sum(graph.storages[s].nbytes for s in op.writes)
+        put_aside = op.random_state_bytes if moment in run else 0  # the generator's state while the op is replayed
+        terms[variable] += op.workspace_bytes + put_aside + sum(graph.storages[s].nbytes for s in op.writes)
         over = next((s for s in op.in_place_over if s not in held and not graph.is_free(s)), None)
         if over is not None:
             overwritten = problem.variable(integer=False)
