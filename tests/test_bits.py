@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from memfit.bits import same_bits
-from memfit.runtime.recorded_ops import fingerprint
+from memfit.compiler.recorded_ops import fingerprint
 
 ONE = torch.ones(3)
 

@@ -35,10 +35,10 @@ from memfit.capture.state.detached_inputs import DetachedInputs
 from memfit.capture.state.snapshot import Snapshot
 from memfit.capture.state.tensor import TensorState
 from memfit.capture.training_step import device_of
+from memfit.compiler.difference import first_difference
 from memfit.compiler.perturbed import perturb
 from memfit.compiler.tolerance import is_within_rounding
 from memfit.errors import CaptureError, ExactnessError
-from memfit.runtime.difference import first_difference
 
 __all__ = ["Proof", "ProvingStep", "StepResult", "compare"]
 

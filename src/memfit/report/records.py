@@ -14,8 +14,8 @@ from dataclasses import asdict
 from functools import singledispatch
 from typing import Any
 
+from memfit.compiler.difference import Difference
 from memfit.compiler.plan import Plan
-from memfit.runtime.difference import Difference
 from memfit.tools.compare import BatchSize, Comparison, Row
 from memfit.tools.compare_pipelines import PipelineComparison
 from memfit.tools.estimate import Estimate

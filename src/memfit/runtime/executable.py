@@ -34,6 +34,7 @@ from memfit.capture.dynamo_graph import (
 )
 from memfit.capture.eager.backward_autocast import autocast_is_on, backward_in_autocast, planning_backward
 from memfit.capture.eager.cast_weights import cast_once
+from memfit.capture.gradients.gradient_reach import reached_by_autograd, reached_in_joint
 from memfit.capture.gradients.returned_views import calling_after, returned_views_first
 from memfit.capture.gradients.shared_inputs import (
     SharedInputs,
@@ -63,7 +64,6 @@ from memfit.runtime.boxed_call import boxed
 from memfit.runtime.deferred_backward import Later
 from memfit.runtime.forward_passes import CompiledPiece, Pass, noting_backward, noting_forward
 from memfit.runtime.grad_accumulation import accumulation
-from memfit.runtime.gradient_reach import reached_by_autograd, reached_in_joint
 from memfit.runtime.lowering import lower
 from memfit.runtime.offload.backend import SwapSpace
 from memfit.runtime.offload.engine import Swapper

@@ -28,12 +28,12 @@ from memfit.capture.eager.backward_autocast import backward_region
 from memfit.capture.loss.reading import LossFunction, backward_of, scalar_loss
 from memfit.capture.optimizer.unwrapped import OptimizerLike, steppable, unwrapped_optimizer
 from memfit.capture.training_step import device_of
+from memfit.compiler.difference import Difference, first_difference
 from memfit.compiler.driver import make_plan
 from memfit.compiler.plan import Plan
 from memfit.compiler.stages import Progress, Request
 from memfit.compiler.tolerance import in_float64, in_widest, is_within_rounding, own_rounding
 from memfit.profiling.memory import Measurement, measure
-from memfit.runtime.difference import Difference, first_difference
 from memfit.runtime.fitted_module import fitted_call, verified
 from memfit.tools.executed_ops import ExecutedOps, executed_recomputations
 from memfit.tools.training_loop import resident_bytes

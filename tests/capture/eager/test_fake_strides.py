@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import memfit
 from memfit.capture.eager.fake_strides import strides_of_kernels
-from memfit.runtime.recorded_ops import RecordedOps
+from memfit.compiler.recorded_ops import RecordedOps
 
 aten = torch.ops.aten
 UPRIGHT, TURNED = torch.rand(3, 6, 10) + 0.1, (torch.rand(3, 10, 6) + 0.1).transpose(1, 2)

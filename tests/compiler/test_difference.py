@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import memfit
+from memfit.compiler.difference import Difference, first_difference
+from memfit.compiler.recorded_ops import fingerprint
 from memfit.ops.kernels.convolution import make_hollow
-from memfit.runtime.difference import Difference, first_difference
-from memfit.runtime.recorded_ops import fingerprint
 
 Step = Callable[[], list[Tensor]]
 

@@ -1,10 +1,10 @@
 """Finds the first op in which a planned step is not the plain one.
 
-Both steps run once under a recorder (`memfit.runtime.recorded_ops`). The first op of the plain step whose result occurs
-nowhere in the planned step is where they part. A planned step rightly lacks some results: what runs slice by slice
-is never whole, and what is made again may be made by other calls. An op is therefore passed over if something that was
-made from its result, in the same pass, is there all the same. Then both steps run once more, and that op's operands,
-layout and result are compared with those of its nearest counterpart.
+Both steps run once under a recorder (`memfit.compiler.recorded_ops`). The first op of the plain step whose result
+occurs nowhere in the planned step is where they part. A planned step rightly lacks some results: what runs slice by
+slice is never whole, and what is made again may be made by other calls. An op is therefore passed over if something
+that was made from its result, in the same pass, is there all the same. Then both steps run once more, and that op's
+operands, layout and result are compared with those of its nearest counterpart.
 
 *Idea:* as a debugger bisects two traces, by contents and not by names, since the planned step calls other ops.
 
@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from memfit.compiler.recorded_ops import RecordedOp, RecordedOps, RecordedTensor, Watched, modules_known
 from memfit.fxir.op_family import op_family
-from memfit.runtime.recorded_ops import RecordedOp, RecordedOps, RecordedTensor, Watched, modules_known
 
 __all__ = ["Difference", "first_difference"]
 
