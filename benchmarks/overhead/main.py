@@ -18,7 +18,7 @@ from benchmarks.report import Report, Table
 from benchmarks.subject import Run, Subject, case_of, differing
 from memfit.compiler.plan import Plan
 from memfit.errors import BudgetError, MemfitError
-from memfit.planner.bounds.lower_bound import op_wall_bytes
+from memfit.planner.bounds.lower_bound import widest_op_bytes
 
 BUDGETS = "80,60,50,33,25,least"
 
@@ -30,9 +30,9 @@ MODELS = (
     "plain peak, predicted MiB",
     "plain peak, measured MiB",
     "activations, share of the peak",
-    "op wall, share of the peak",
+    "widest op, share of the peak",
     "with kernel workspace",
-    "least budget / op wall",
+    "least budget / widest op",
     "capture s",
     "profiling, in plain steps",
 )
@@ -108,7 +108,7 @@ class _Bench:
             (plain_seconds,) = subject.seconds([None])
         whole = self.plain.peak_bytes if self.plain else subject.plain.peak_bytes
         bare = tuple(replace(op, workspace_bytes=0, ways=()) for op in subject.graph.ops)
-        wall = op_wall_bytes(replace(subject.graph, ops=bare))
+        wall = widest_op_bytes(replace(subject.graph, ops=bare))
         budgets = [b for b in (*self.options.budgets.split(","), *EXTRA_BUDGETS.get(self.name, ())) if b]
         least = self._least(wall) if "least" in budgets else None
         self.report.add(
@@ -121,7 +121,7 @@ class _Bench:
             _mib(self.plain.peak_bytes) if self.plain else "",
             f"{(subject.plain.forward_end_bytes - subject.graph.static_bytes) / whole:.3f}",
             f"{wall / whole:.3f}",
-            f"{op_wall_bytes(subject.graph) / whole:.3f}",
+            f"{widest_op_bytes(subject.graph) / whole:.3f}",
             f"{least / wall:.3f}" if least else "",
             f"{subject.capture_seconds:.1f}",
             f"{subject.profile_seconds / plain_seconds:.1f}" if plain_seconds and not self.options.cached else "",

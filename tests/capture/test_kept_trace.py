@@ -11,7 +11,7 @@ from torch._dynamo.utils import compilation_time_metrics
 
 import memfit
 from memfit.compiler.stages import Request, capture_and_profile, plan_captured
-from memfit.planner.bounds.lower_bound import op_wall_bytes
+from memfit.planner.bounds.lower_bound import widest_op_bytes
 from memfit.runtime.executable import compile_program
 from memfit.sim.simulator import simulate_plain
 
@@ -55,7 +55,7 @@ def test_each_plan_of_a_capture_changes_a_copy() -> None:
     expected = _step(copy.deepcopy(model), inputs)
     asked = Request(budget=1, loss_fn=_loss, search_seconds=0.1)
     capture, graph = capture_and_profile(model, (inputs,), {}, asked)
-    plain_bytes, least_bytes = simulate_plain(graph).peak_bytes, op_wall_bytes(graph)
+    plain_bytes, least_bytes = simulate_plain(graph).peak_bytes, widest_op_bytes(graph)
     before = _traced()
     for share in (0.5, 1.0, 0.5):
         budget_bytes = int(least_bytes + share * (plain_bytes - least_bytes))

@@ -19,7 +19,7 @@ from memfit.ir.graph import Phase
 from memfit.ir.program import Action, program_of
 from memfit.ops.batching.slices import Slice, in_slices
 from memfit.ops.kernels.batch_norm import input_gradient_from_sums, input_gradient_over_data
-from memfit.planner.bounds.lower_bound import op_wall_bytes
+from memfit.planner.bounds.lower_bound import widest_op_bytes
 from memfit.planner.finalize.variant_selection import leanest
 from memfit.planner.search.checkpoints import anchors
 from memfit.planner.search.lazy_recompute import tiled_order
@@ -45,7 +45,7 @@ def tiled_plan(
     """For a budget between the widest op and the plain step."""
     request = Request(budget=1, loss_fn=loss, levers="all", search_seconds=0.5)
     capture, graph = capture_and_profile(model, args, kwargs, request, grid=grid)
-    plain, wall = simulate_plain(graph).peak_bytes, op_wall_bytes(graph)
+    plain, wall = simulate_plain(graph).peak_bytes, widest_op_bytes(graph)
     return plan_captured(model, args, kwargs, capture, graph, request, int(wall + 0.5 * (plain - wall)))
 
 

@@ -30,7 +30,7 @@ from memfit.ir.graph import Phase, StepGraph, StorageKind
 from memfit.ir.program import plain_program
 from memfit.ir.serialization import Prediction
 from memfit.planner.analysis.explain import prediction
-from memfit.planner.bounds.lower_bound import op_wall_bytes
+from memfit.planner.bounds.lower_bound import widest_op_bytes
 from memfit.profiling.profiler import with_rooflines
 from memfit.runtime.offload.tiers import tier_links
 from memfit.sim.simulator import live_storages_at, simulate, simulate_plain
@@ -206,7 +206,7 @@ def _summary(
         activations=activations,
         temporaries=peak - parameters - buffers - gradients - state - activations,
         peak=peak,
-        least=op_wall_bytes(graph),
+        least=widest_op_bytes(graph),
         step_seconds=timeline.step_seconds,
         by_module=tuple(sorted(saved.items(), key=lambda item: -item[1])),
         peak_at=where,

@@ -12,7 +12,7 @@ from memfit.errors import BudgetError, ProgramError
 from memfit.ir.graph import Op, Phase, StepGraph, Storage, StorageKind, Way
 from memfit.ir.program import Program, plain_order, program_of
 from memfit.ir.serialization import decode_graph, decode_program, encode_graph, encode_program
-from memfit.planner.bounds.lower_bound import op_wall_bytes
+from memfit.planner.bounds.lower_bound import widest_op_bytes
 from memfit.planner.finalize.variant_selection import leanest, program_within, quicker
 from memfit.planner.search.portfolio import find_order
 from memfit.sim.simulator import simulate, simulate_plain
@@ -59,7 +59,7 @@ def test_plain_steps_run_whole_and_are_what_time_is_compared_with() -> None:
     assert (graph.seconds, graph.plain_seconds) == (4.0, 6.0)
     assert simulate(graph, program_within(graph, plain_order(graph), 1000)).overhead == pytest.approx(-1 / 3)
     assert sum(op.seconds for op in leanest(graph).ops) == 8.0
-    assert op_wall_bytes(graph) == 410
+    assert widest_op_bytes(graph) == 410
 
 
 def test_the_least_budget_uses_the_leanest_ways() -> None:

@@ -13,7 +13,7 @@ from memfit.errors import BudgetError
 from memfit.ir.graph import StepGraph
 from memfit.ir.program import plain_order, program_of
 from memfit.planner.analysis.explain import decisions
-from memfit.planner.bounds.lower_bound import op_wall_bytes, relaxed_bound
+from memfit.planner.bounds.lower_bound import relaxed_bound, widest_op_bytes
 from memfit.planner.search.min_memory import least_order
 from memfit.planner.search.portfolio import find_order
 from memfit.sim.simulator import Timeline, simulate
@@ -105,7 +105,7 @@ def test_random_steps(graph: StepGraph) -> None:
 @settings(max_examples=40)
 @given(step_graphs())
 def test_least_order_is_valid_and_above_the_wall(graph: StepGraph) -> None:
-    assert judged(graph, least_order(graph)).peak_bytes >= op_wall_bytes(graph) or any(
+    assert judged(graph, least_order(graph)).peak_bytes >= widest_op_bytes(graph) or any(
         op.in_place_over for op in graph.ops
     )
 

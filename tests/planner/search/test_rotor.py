@@ -12,7 +12,7 @@ from memfit.errors import BudgetError
 from memfit.ir.graph import StepGraph
 from memfit.ir.program import plain_order, program_of
 from memfit.planner.analysis.chain import cut_chain
-from memfit.planner.bounds.lower_bound import op_wall_bytes, relaxed_bound
+from memfit.planner.bounds.lower_bound import relaxed_bound, widest_op_bytes
 from memfit.planner.search import rotor
 from memfit.planner.search.rotor.options import options_of
 from memfit.planner.search.rotor.shape import Shape, cone, profile, shape_of
@@ -65,7 +65,7 @@ def test_more_memory_is_never_slower(graph: StepGraph) -> None:
 @pytest.mark.parametrize("graph", HAND_BUILT, ids=["even", "uneven", "residual", "unet"])
 def test_by_hand_built_steps_over_all_budgets(graph: StepGraph) -> None:
     least, plain = rotor.least_bytes(graph), plain_peak(graph)
-    assert op_wall_bytes(graph) <= least < 0.8 * plain
+    assert widest_op_bytes(graph) <= least < 0.8 * plain
     last = float("inf")
     for budget in range(least, plain + 1, max(1, (plain - least) // 12)):
         found = timeline(graph, rotor.order(graph, budget))
@@ -78,7 +78,7 @@ def test_by_hand_built_steps_over_all_budgets(graph: StepGraph) -> None:
 def test_as_fast_as_the_proven_optimum_on_a_chain(length: int) -> None:
     graph = chain([8] * length)
     least, plain = rotor.least_bytes(graph), plain_peak(graph)
-    assert least == op_wall_bytes(graph)
+    assert least == widest_op_bytes(graph)
     for budget in range(least, plain + 1, 8):
         optimum = timeline(graph, milp.order(graph, budget)).recompute_seconds
         found = timeline(graph, rotor.order(graph, budget)).recompute_seconds
@@ -103,7 +103,7 @@ def test_without_time_only_stretches_of_one_block_are_priced(graph: StepGraph) -
 
 def test_below_the_widest_op_there_is_no_fast_order() -> None:
     graph = residual(5)
-    assert rotor.fast_order(graph, op_wall_bytes(graph) - 1) is None
+    assert rotor.fast_order(graph, widest_op_bytes(graph) - 1) is None
 
 
 def test_without_a_budget_nothing_runs_again() -> None:

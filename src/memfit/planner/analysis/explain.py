@@ -10,7 +10,7 @@ from memfit.ir.graph import Phase, StepGraph, StorageKind
 from memfit.ir.program import Action, Program, as_they_run
 from memfit.ir.serialization import Decision, Prediction
 from memfit.ir.tiers import Tier
-from memfit.planner.bounds.lower_bound import op_wall_bytes
+from memfit.planner.bounds.lower_bound import widest_op_bytes
 from memfit.sim.simulator import Timeline, live_storages_at, simulate_plain
 from memfit.units import format_bytes
 
@@ -37,7 +37,7 @@ def prediction(graph: StepGraph, timeline: Timeline, *, bound_seconds: float | N
         overhead=timeline.overhead,
         plain_peak_bytes=simulate_plain(graph).peak_bytes,
         bound_overhead=bound,
-        least_peak_bytes=op_wall_bytes(graph),
+        least_peak_bytes=widest_op_bytes(graph),
         out_bytes=timeline.out_bytes,
         in_bytes=timeline.in_bytes,
         overlap=timeline.overlap,

@@ -15,7 +15,7 @@ from memfit.ir.graph import Op, StepGraph
 from memfit.planner.bounds.relaxation import select_kept
 from memfit.planner.bounds.relaxation_over_time import least_seconds_over_time
 
-__all__ = ["LARGE_STEP", "op_wall_bytes", "relaxed_bound"]
+__all__ = ["LARGE_STEP", "widest_op_bytes", "relaxed_bound"]
 
 LARGE_STEP = 1000
 """A step of more ops is large: planning saves time where it can."""
@@ -46,7 +46,7 @@ def relaxed_bound(graph: StepGraph, budget_bytes: int, *, seconds: float = 5.0) 
     return max(selection.bound_seconds, later)
 
 
-def op_wall_bytes(graph: StepGraph) -> int:
+def widest_op_bytes(graph: StepGraph) -> int:
     """The widest op, run its leanest way: operands, results, workspace, static bytes, gradients already produced."""
     held = graph.held_to_the_end()
     produced: set[int] = set()

@@ -1,7 +1,7 @@
 """The least memory: an order of about the lowest peak this planner can reach.
 
 From orders that keep anchors only, storages are spilled towards a target that halves the interval between the
-lowest peak reached and one that could not be. Bounded below by the widest op (`op_wall_bytes`).
+lowest peak reached and one that could not be. Bounded below by the widest op (`widest_op_bytes`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from memfit.ir.graph import StepGraph
 from memfit.ir.program import program_of
-from memfit.planner.bounds.lower_bound import LARGE_STEP, op_wall_bytes
+from memfit.planner.bounds.lower_bound import LARGE_STEP, widest_op_bytes
 from memfit.planner.search.checkpoints import anchors
 from memfit.planner.search.lazy_recompute import lazy_order, tiled_order
 from memfit.planner.search.spill_and_fill import spill
@@ -70,7 +70,7 @@ def least_order(
     starts = _low_starts(graph, begin + seconds)
     best = starts[0]
     high = _peak(graph, best)
-    low = op_wall_bytes(graph)
+    low = widest_op_bytes(graph)
     near = _NEAR if len(graph.ops) <= LARGE_STEP else _NEAR_IF_LARGE
     count = _STARTS_IF_TILED if graph.is_tiled else _STARTS
     rounds = min(400, _ROUNDS // len(graph.ops))

@@ -23,7 +23,7 @@ from memfit.errors import BudgetError
 from memfit.ir.graph import StepGraph
 from memfit.ir.program import Program, plain_order, program_of
 from memfit.planner.analysis.no_plan import no_plan
-from memfit.planner.bounds.lower_bound import LARGE_STEP, op_wall_bytes, relaxed_bound
+from memfit.planner.bounds.lower_bound import LARGE_STEP, relaxed_bound, widest_op_bytes
 from memfit.planner.bounds.relaxation import select_kept
 from memfit.planner.finalize.variant_selection import leanest, program_within, quicker
 from memfit.planner.search import rotor
@@ -171,7 +171,7 @@ def find_order(
             patience = 0.75 * seconds if best is None or gap < _VERY_FAR else 2 * seconds
         return gap < CLOSE or time.monotonic() - begin > share * patience
 
-    hopeless = budget_bytes < op_wall_bytes(graph)
+    hopeless = budget_bytes < widest_op_bytes(graph)
     rotor_first = is_large and moves is not None
     for name, start in () if hopeless else _starts(lean, budget_bytes, seconds, rotor_first=rotor_first):
         if progress is not None:

@@ -25,7 +25,7 @@ from memfit.ir.graph import Phase, StepGraph
 from memfit.ir.program import in_their_pieces, plain_order, program_of
 from memfit.planner.analysis.chain import cut_chain
 from memfit.planner.analysis.no_plan import no_plan
-from memfit.planner.bounds.lower_bound import op_wall_bytes
+from memfit.planner.bounds.lower_bound import widest_op_bytes
 from memfit.planner.search.rotor.table import Table, fill, order_at
 from memfit.planner.search.rotor.variants import Site, site_of
 from memfit.sim.simulator import simulate
@@ -85,7 +85,7 @@ def fast_order(graph: StepGraph, budget_bytes: int, *, seconds: float = inf) -> 
         budget_bytes: peak of the step.
         seconds: after so long, stretches of several blocks that are not priced yet are left out of the table.
     """
-    if budget_bytes < op_wall_bytes(graph):
+    if budget_bytes < widest_op_bytes(graph):
         return None
     table = _table(graph, int((budget_bytes - graph.static_bytes) * _HOPE), seconds)
     return _first_fitting(graph, table, _amounts(table)[::-1], budget_bytes)
@@ -115,7 +115,7 @@ def least_order(graph: StepGraph) -> list[int]:
 
 @lru_cache(maxsize=8)
 def _least_order(graph: StepGraph) -> tuple[int, ...]:
-    limit = op_wall_bytes(graph) - graph.static_bytes
+    limit = widest_op_bytes(graph) - graph.static_bytes
     while not (amounts := _amounts(table := _table(graph, limit))):
         limit += limit // 4 + 1
     found = [plain_order(graph), *(in_their_pieces(graph, order_at(table, slots)) for slots in amounts[:_LOWEST])]
@@ -149,7 +149,7 @@ def _peak(graph: StepGraph, found: Sequence[int]) -> int:
 def _table(graph: StepGraph, limit_bytes: int, seconds: float = inf) -> Table:
     """A table that goes at least to a limit; patient where that is near the widest op."""
     slot_bytes = max(1, (_peak(graph, plain_order(graph)) - graph.static_bytes) // _SLOTS)
-    at_wall = limit_bytes + graph.static_bytes <= _AT_WALL * op_wall_bytes(graph)
+    at_wall = limit_bytes + graph.static_bytes <= _AT_WALL * widest_op_bytes(graph)
     patience = _MORE_PATIENCE if at_wall else _PATIENCE
     return _filled(graph, slot_bytes, (limit_bytes // slot_bytes // 128 + 1) * 128, patience, seconds)
 
@@ -161,6 +161,6 @@ def _filled(graph: StepGraph, slot_bytes: int, slots: int, patience: int, second
 
 @lru_cache(maxsize=8)
 def _site(graph: StepGraph, patience: int, seconds: float) -> Site:
-    narrow = int(_NARROW * (op_wall_bytes(graph) - graph.static_bytes))
+    narrow = int(_NARROW * (widest_op_bytes(graph) - graph.static_bytes))
     chain = cut_chain(graph, most=_BLOCKS)
     return site_of(graph, chain, span=_SPAN, narrow=narrow, patience=patience, seconds=seconds)
