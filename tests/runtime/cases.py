@@ -72,7 +72,7 @@ CASES = {
 
 
 def check_bits_and_budget(name: str, *shares: float, device: str = "cpu", slack_bytes: int = 0, **request: Any) -> None:
-    """Plans a case for budgets between the bytes of its widest op (share 0) and its plain peak (share 1), and verifies each plan.
+    """Plans a case for budgets between the bytes of its widest op (share 0) and its plain peak (share 1); verifies all.
 
     Args:
         name: of the case.
