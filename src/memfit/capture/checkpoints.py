@@ -7,7 +7,7 @@ marks can be passed over. Where the graph breaks, `checkpoint` runs as Python co
 place.
 
 Known limits: the functions put in place are the process's, so another thread that checkpoints meanwhile keeps what it
-would make again.
+would recompute.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Both steps run once under a recorder (`memfit.compiler.recorded_ops`). The first op of the plain step whose result
 occurs nowhere in the planned step is where they part. A planned step rightly lacks some results: what runs slice by
-slice is never whole, and what is made again may be made by other calls. An op is therefore passed over if something
+slice is never whole, and what is recomputed may be made by other calls. An op is therefore passed over if something
 that was made from its result, in the same pass, is there all the same. Then both steps run once more, and that op's
 operands, layout and result are compared with those of its nearest counterpart.
 

@@ -140,7 +140,7 @@ def _narrowest(
 ) -> int:
     """Where to end a run from `start` that has to end at `stop` or before: where the least is handed on.
 
-    That is what was made again, and what dies until then; other results of first runs stay whole anyway.
+    That is what was recomputed, and what dies until then; other results of first runs stay whole anyway.
     """
     dies_soon = {s for position in range(start, stop + 1) for s in dying[position]}
     counted: set[int] = set()

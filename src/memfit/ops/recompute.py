@@ -57,7 +57,7 @@ def without_statistics(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
 
 
 def from_statistics(node: fx.Node) -> Call | None:
-    """The call that makes the first result of a batch normalisation again, given its statistics.
+    """The call that recomputes the first result of a batch normalisation, given its statistics.
 
     Returns:
         The call, or None if the node is no batch normalisation for which there is one.

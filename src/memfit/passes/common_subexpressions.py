@@ -2,7 +2,7 @@
 
 Attention layers often rebuild the same mask or rotary table. Autograd keeps each copy; torch's own partitioner
 merges them, so a plan that did not would be slower. Only what does not depend on gradients is merged: a copy
-of the backward pass cannot be made again, and would be held from its first reader to its last.
+of the backward pass cannot be recomputed, and would be held from its first reader to its last.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The weight's gradient of a convolution that reads a concatenation (the long skips of a U-Net, the branches of Inception)
 needs it again in the backward pass, whole, beside its operands, which mostly are there anyway for their activations'
 gradients. But the gradient of some input channels takes these channels only. So each operand makes its own part of it,
-one after the other, and nothing keeps the concatenation or makes it again.
+one after the other, and nothing keeps the concatenation or recomputes it.
 
 Kernels go by shape, so the bits are those of the whole for most shapes and not for all: the profiler compares them
 (`memfit.profiling.benchmark.whole_if_separable`) and a graph is read with what it found.

@@ -138,7 +138,7 @@ def _bring_forward(node: fx.Node) -> None:
         one = graph.call_function(_aten.full.default, ([], 1.0), {"dtype": like.dtype, "device": like.device})
     one.meta = {**node.meta, "val": _beside(like), PLAIN_CALL: None}
     early.made[gradient] = early.made[weights] = one
-    losses[0].meta[RUNS_ONCE] = True  # its results are two numbers, and all that it reads would be made again
+    losses[0].meta[RUNS_ONCE] = True  # its results are two numbers, and all that it reads would be recomputed
     scale = gradient
     if reduction == _MEAN:
         with graph.inserting_before(node):

@@ -68,7 +68,7 @@ class StagePlan:
         graph: its profiled step of one micro-batch.
         planned: the program of each micro-batch, or of all but the last.
         last: the program of the last micro-batch where that is another one.
-        under_way: the most micro-batches that are under way there.
+        under_way: the most micro-batches that are in flight there.
     """
 
     stage: Stage

@@ -32,10 +32,10 @@ class StageProgram:
         last_program: of the last one where that is another.
         separated: see `memfit.capture.training_step.Capture`.
         grid: see there; empty where nothing runs slice by slice that changes the order of sums.
-        under_way: the most micro-batches that are under way there.
+        under_way: the most micro-batches that are in flight there.
         kept_bytes: what is held of each between its passes.
         static_bytes: parameters, gradients, optimizer state, buffers and inputs.
-        peak_bytes: predicted, with all that are under way.
+        peak_bytes: predicted, with all micro-batches that are in flight.
         forward_seconds: predicted, of one micro-batch.
         backward_seconds: predicted, of one micro-batch, with recomputation.
         weight_seconds: the part of it that can wait, where the schedule lets it.

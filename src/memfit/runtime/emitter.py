@@ -2,7 +2,7 @@
 
 FX's generated code drops each value after its last use, so what runs is what was simulated. Three rules make that true:
 
-- the base of a storage is saved and passed on, never a view; views are made again where they are read, since
+- the base of a storage is saved and passed on, never a view; views are recomputed where they are read, since
   a view that outlives its base would keep the memory;
 - the elements of a tuple are taken out right after the op, so that the tuple does not keep them;
 - an op marked in place runs the in-place call of `memfit.passes.conv_backward_split`, one in parts that of

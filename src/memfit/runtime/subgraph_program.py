@@ -6,10 +6,10 @@ backward graph for each captured piece, in each of which ops and storages have n
 The technique is a walk over the instructions in order. An op goes to the piece it was captured in, to the forward pass
 before the loss and to the backward pass after it, and is marked with what follows from its place: whether it runs
 again, whether it restores a random state, runs as one with the next op, or is half of a call. A storage made in
-the forward pass that the backward pass reads before making it again is handed over. A joint graph is known again
+the forward pass that the backward pass reads before recomputing it is handed over. A joint graph is known again
 by a digest of its ops, operands and shapes, as Dynamo traces it a second time when the plan is compiled.
 
-Known limits: an op runs in its own piece only, so what crosses between pieces is never made again elsewhere.
+Known limits: an op runs in its own piece only, so what crosses between pieces is never recomputed elsewhere.
 """
 
 from __future__ import annotations

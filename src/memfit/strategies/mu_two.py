@@ -1,6 +1,6 @@
 """`mu-two`: evict the activation with the best recompute ratio, again and again, until the simulated peak fits.
 
-The ratio of an activation is its bytes over the seconds it takes to make it again from what is still kept; each
+The ratio of an activation is its bytes over the seconds it takes to recompute it from what is still kept; each
 eviction makes others dearer, so a ratio is brought up to date when its turn comes. It has been measured down to
 13 % of the peak, where the long chains of evicted activations cost it seven times the step.
 

@@ -1,6 +1,6 @@
 """The three checkpoint choices of OpenAI's gradient-checkpointing: `speed`, `memory`, `collection`.
 
-- **speed** keeps the outputs of convolutions and matrix products, which take long to make again.
+- **speed** keeps the outputs of convolutions and matrix products, which take long to recompute.
 - **memory** keeps √n automatically found bottlenecks: places where one storage separates the graph. Where the
   graph has none, the narrowest cuts of the chain serve.
 - **collection** keeps what the user names: the outputs of modules.

@@ -1,7 +1,7 @@
-"""`tile:HxW`: tiles of a fixed grid, as many ops as possible as one run, everything made again for the backward pass.
+"""`tile:HxW`: tiles of a fixed grid, as many ops as possible as one run, everything recomputed for the backward pass.
 
 This is how segmented fused-tiled execution (SFT: Xu et al., CC 2022) trains a trunk of convolutions on huge images:
-each tile goes through all of it forward, nothing is kept, and backward each tile is made again. It is here to be
+each tile goes through all of it forward, nothing is kept, and backward each tile is recomputed. It is here to be
 compared with. One run over a whole trunk makes halos that grow from op to op; `auto` cuts runs where that pays.
 
 Known limits: one segment, ends of runs as the step has them; SFT's own segments are chosen by hand.

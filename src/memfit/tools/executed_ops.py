@@ -75,7 +75,7 @@ _AT_BORDERS = {"constant_pad_nd", "clamp", "new_zeros", "copy"}
 
 
 def executed_recomputations(counts: Counter[str], graph: StepGraph, program: Program) -> int:
-    """How many ops ran again.
+    """How many ops were recomputed.
 
     Args:
         counts: of forward and backward pass, the loss not included.

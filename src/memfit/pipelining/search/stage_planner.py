@@ -1,6 +1,6 @@
 """Plans the stages between given cuts, each within the budget of its device.
 
-Every stage is captured and planned like any step, with as many micro-batches under way as the schedule has there
+Every stage is captured and planned like any step, with as many micro-batches in flight as the schedule has there
 (`memfit.planner.pipeline.stage_plan`), and with the share of its device's budget that the other stages there leave it
 (`memfit.planner.pipeline.memory_split`); the schedule is then simulated with the planned times.
 """
@@ -51,7 +51,7 @@ class _Asked:
         policy: what is kept, see `memfit.pipelining.config.Question`.
         room_bytes: what a micro-batch may take; None for as much as it does.
         kept_limit_bytes: what may be kept of it between its passes; None for any number.
-        under_way: the most micro-batches that are under way there.
+        under_way: the most micro-batches that are in flight there.
         is_brief: whether it is only compared by.
     """
 

@@ -2,7 +2,7 @@
 
 A recomputation costs least over an operand that dies there, or in slices that are handed on, and neither is free: an
 operand that is read later must be made once more, and what backward reads must be put together. On the other hand the
-first run of an op can write over what is made again later, and what it saves so is taken off.
+first run of an op can write over what is recomputed later, and what it saves so is taken off.
 
 Known limits: what slices are put together in is taken to be memory that was used before.
 """
@@ -38,7 +38,7 @@ def rerun_prices(graph: StepGraph) -> list[RerunPrice]:
     """Least times to recompute each op, less the time that the first run of a reader saves by writing over the result.
 
     That is if no op is counted twice, so that making an operand once more belongs to the op that wrote over it.
-    Below zero where fresh memory costs more than making the result again.
+    Below zero where fresh memory costs more than recomputing the result.
     """
     return _prices(graph, saved_by_first_runs(graph), once=True)
 

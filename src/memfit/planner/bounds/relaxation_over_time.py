@@ -1,9 +1,9 @@
 """Relaxation of the choice of saved storages, for several instants of the backward pass from the loss on.
 
 One instant (`memfit.planner.bounds.relaxation`) does not see that memory is short in the middle of the backward pass
-too, where what was made again waits for its readers. Here the backward pass is divided into periods, each of which
+too, where what was recomputed waits for its readers. Here the backward pass is divided into periods, each of which
 begins at a wide op. A storage is there at the beginning of a period or not, within memory; what the period reads is
-there at its beginning or made again in it; and what is there at the end was there at the beginning or made again. The
+there at its beginning or recomputed in it; and what is there at the end was there at the beginning or recomputed. The
 op at such an instant runs in its leanest way or, where there is room, in a quicker one.
 
 The periods are the leaves of a tree, and what holds of a period is asked of every node: without that, a fraction of an
@@ -182,7 +182,7 @@ def _divided(graph: StepGraph, ways: Mapping[int, Sequence[_Trade]], instants: i
 
 
 def _with_operands(graph: StepGraph, storages: Collection[int]) -> frozenset[int]:
-    """Storages, and all that can be of use to make them again."""
+    """Storages, and all that can be of use to recompute them."""
     held, producer, lasting = graph.held_to_the_end(), graph.producers(), graph.lasting()
     found: set[int] = set()
     pending: list[int] = list(storages)

@@ -3,10 +3,10 @@
 Orders say which ops are recomputed, and everything that searches for orders knows `Op.again`, another call in place
 of the op after the first time. A swapped result is just that: its recomputation reads nothing and writes the result, at
 the price of a transfer. So one search decides, for the results that may be swapped, which are kept, and for the others
-which are kept or made again; `memfit.planner.offload.transfer_schedule` then turns runs that stand for transfers into
+which are kept or recomputed; `memfit.planner.offload.transfer_schedule` then turns runs that stand for transfers into
 transfers.
 
-Known limits: a result that may be swapped is not made again by computing it.
+Known limits: a result that may be swapped is not recomputed by running its op.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def bring_back(graph: StepGraph, order: Sequence[int], swapped: Collection[int],
 
     Args:
         graph: the step.
-        order: in which they are not made again after the loss.
+        order: in which they are not recomputed after the loss.
         swapped: forward results.
         ahead: so many ops before.
 

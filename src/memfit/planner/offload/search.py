@@ -144,7 +144,7 @@ def _search(
 def _rounds(graph: StepGraph, budget_bytes: int, seconds: float, progress: Progress | None) -> Iterator[Found | None]:
     """Plans that may swap what each round chooses; None for a choice with which nothing fits.
 
-    What a plan waits for longer than making it again takes is not swapped in the rounds after it.
+    What a plan waits for longer than recomputing it takes is not swapped in the rounds after it.
     """
     outputs = sum(graph.storages[s].nbytes for s in set(graph.outputs) if not graph.is_free(s))
     room = budget_bytes - graph.static_bytes - outputs - graph.buffer_bytes([links.tier for links in graph.tiers])

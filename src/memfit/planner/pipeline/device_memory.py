@@ -1,6 +1,6 @@
 """Memory of a device of a pipeline, pass by pass of its part of the schedule.
 
-A stage holds what it keeps of each micro-batch that is under way, and a device has perhaps several stages. Beside that
+A stage holds what it keeps of each micro-batch that is in flight, and a device has perhaps several stages. Beside that
 are messages: room is made for what arrives when the engine asks for it, which may be a pass or two before it is needed,
 and what was sent is held until it has arrived for certain (`memfit.pipelining.runtime.send_queue`).
 

@@ -12,8 +12,8 @@ its forward pass at once holds nothing meanwhile, and has no limit. What waits b
 reckoned to shrink alike, and is known when a plan is made. Shares are compared by brief searches for plans, and those
 of the best share are searched for as long as one asks.
 
-Known limits: with one share for all, a stage whose results are dear to make again keeps no more than one where they
-are cheap. What cannot be made again is reckoned as kept, though with a tier it could be swapped.
+Known limits: with one share for all, a stage whose results are dear to recompute keeps no more than one where they are
+cheap. What cannot be recomputed is reckoned as kept, though with a tier it could be swapped.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def share_budget(
     Args:
         order: what the device does, in order.
         wanted: what its stages take with nothing recomputed.
-        least: what is kept in any case: what was received, and what cannot be made again, such as statistics.
+        least: what is kept in any case: what was received, and what cannot be recomputed, such as statistics.
         budget_bytes: of the device, with what stages have in common and is counted twice.
         plan: plans a stage, given what a micro-batch may take, and what may be kept of it if that matters.
         brief: the same in less time, to compare shares by; None for `plan`.

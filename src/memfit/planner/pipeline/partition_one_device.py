@@ -1,6 +1,6 @@
 """Where to cut a model whose stages take turns on one device: where least is held, and of such cuts evenly.
 
-One device needs the same time wherever it is cut, so only memory tells. How many micro-batches are under way at each
+One device needs the same time wherever it is cut, so only memory tells. How many micro-batches are in flight at each
 stage, at each moment, follows from the schedule alone; with what the calls between two places keep of a micro-batch
 that gives what is held at the worst moment. Early stages hold several micro-batches, so they come out small where
 nothing else is gained. Cuts are moved one at a time, to the best place between their neighbours, until none moves:
@@ -82,7 +82,7 @@ def _earliest(count: int, end: int, demand: Callable[[int, int], Demand]) -> lis
 
 
 def _moments(order: Sequence[Action], count: int) -> tuple[np.ndarray, np.ndarray]:
-    """For each moment that differs how many micro-batches are under way at each stage, and which stage is at work."""
+    """For each moment that differs how many micro-batches are in flight at each stage, and which stage is at work."""
     now = [0] * count
     seen: dict[tuple[tuple[int, ...], int], None] = {}
     for action in order:

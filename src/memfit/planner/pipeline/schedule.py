@@ -2,10 +2,10 @@
 
 A schedule lists for each device which stage it runs on which micro-batch, forward or backward. Simulated with the times
 of the stages it tells how long a step takes, how much of that devices wait (the bubble), and how many micro-batches are
-under way at each stage: forward done, backward not. That number decides how much memory a stage has for each.
+in flight at each stage: forward done, backward not. That number decides how much memory a stage has for each.
 
 Sources: GPipe (Huang et al. 2019) runs all micro-batches forward and then all back; 1F1B (Narayanan et al. 2019, 2021)
-starts going back as soon as it can, so that a stage has no more under way than there are stages after it.
+starts going back as soon as it can, so that a stage has no more in flight than there are stages after it.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def one_forward_one_backward(num_stages: int, num_microbatches: int) -> Schedule
 
 
 def most_under_way(schedule: Schedule) -> list[int]:
-    """For each stage the most micro-batches that are under way there at once."""
+    """For each stage the most micro-batches that are in flight there at once."""
     now = [0] * schedule.num_stages
     most = [0] * schedule.num_stages
     for order in schedule.orders:

@@ -1,6 +1,6 @@
 """Plans a stage of a pipeline, which holds several micro-batches at once.
 
-The step of a stage is that of one micro-batch. While it runs, the others that are under way are between their passes,
+The step of a stage is that of one micro-batch. While it runs, the others that are in flight are between their passes,
 so each of them takes what the plan keeps there, and what the stage received for it. How much a micro-batch may take
 with that in mind, and how much of it may be kept, is decided for all stages of a device
 (`memfit.planner.pipeline.memory_split`).
@@ -66,7 +66,7 @@ class PlannedStage:
         program: of the stage's step.
         timeline: of that program alone.
         kept_bytes: what is held of a micro-batch between its passes, what the stage received included.
-        peak_bytes: of the stage with all that are under way.
+        peak_bytes: of the stage with all micro-batches that are in flight.
         memory: what it takes with each micro-batch.
         forward_seconds: of a micro-batch.
         backward_seconds: of a micro-batch, with recomputation.

@@ -25,7 +25,7 @@ def lazy_order(
         graph: the step.
         kept: forward storages to hold through the loss.
         carried: by backward op, the only forward storages to hold on to from there; others are dropped and
-            made again when needed.
+            recomputed when needed.
 
     Returns:
         Op indices for `memfit.ir.program.program_of`.
@@ -53,9 +53,9 @@ def lazy_order(
 def tiled_order(
     graph: StepGraph, kept: Collection[int], *, forward: bool = False, by_windows: bool = False
 ) -> list[int]:
-    """The plain order with everything that is not kept made again for each group of backward ops that run as one.
+    """The plain order; everything that is not kept is recomputed for each group of backward ops that run as one.
 
-    Between two groups nothing of the forward pass is there but what is kept: what is made again for a group exists as
+    Between two groups nothing of the forward pass is there but what is kept: what is recomputed for a group exists as
     slices only. A group ends where a sum is read that it makes, as the input's gradient of a batch normalisation does.
 
     Args:
@@ -119,7 +119,7 @@ def _is_apart(op: Op) -> bool:
 
 
 def _forward_in_groups(graph: StepGraph, producer: list[int], kept: Collection[int]) -> list[int]:
-    """The forward ops, with slices that are not kept made again for each group."""
+    """The forward ops; slices that are not kept are recomputed for each group."""
     forgotten = {
         s
         for op in graph.ops[: graph.loss_index]

@@ -1,12 +1,12 @@
 """Local search on an order, against the simulator: drop what is idle where memory overflows, keep what fits.
 
 **Spill.** Where an instant is over the budget, a storage that is alive but idle there is dropped after its
-last use before and made again right before its next use after it; what has to run for that is the cone of ops
+last use before and recomputed right before its next use after it; what has to run for that is the cone of ops
 back to storages alive at that point. The storage with the least seconds per overflowing byte goes first. This
 handles every case alike: forward results kept for backward, recomputed ones used twice, long skips.
 
-**Fill.** Where there is room, a copy stays until the place where it would be made again, and the ops that
-made it again (and those that only served them) go. The most seconds per byte and instant go first.
+**Fill.** Where there is room, a copy stays until the place where it would be recomputed, and the ops that
+recomputed it (and those that only served them) go. The most seconds per byte and instant go first.
 
 Idea: spilling and rematerialisation of register allocators; XLA's HloRematerialization does the first half.
 """
@@ -75,7 +75,7 @@ def spill(
 
 @dataclass(frozen=True, slots=True)
 class _Drop:
-    """A copy that could be gone from after position `left` to before `right`, if made again at `places`."""
+    """A copy that could be gone from after position `left` to before `right`, if recomputed at `places`."""
 
     copy: Copy
     left: int
@@ -108,7 +108,7 @@ def _spill_at(
             continue
         seconds = sum(graph.ops[o].seconds_again for cone in made for o in cone)
         seconds = max(0.0, seconds - _saved_over(graph, spans, drop, dying))
-        # Making it again must not overflow where it was fine.
+        # Recomputing it must not overflow where it was fine.
         place, transient = drop.places[-1], _transient_bytes(graph, drop.copy.storage, made[-1])
         risk = max(0.0, float(spans.bytes_at[place - 1] + transient - budget_bytes)) / max(1, size)
         whim = 1.0 if whims is None else whims[drop.copy.storage]
@@ -159,7 +159,7 @@ def _drops(graph: StepGraph, spans: Spans, producer: list[int], worst: int) -> l
     """Copies alive at a position that could be gone from there.
 
     These are the idle ones, one that is read there if the op could write over it were it not read again, and one
-    read there by an op that could take it slice by slice from the op that makes it again.
+    read there by an op that could take it slice by slice from the op that recomputes it.
     """
     op = graph.ops[spans.order[worst]]
     lasting = graph.lasting()
@@ -240,7 +240,7 @@ def without_unread(graph: StepGraph, order: Sequence[int]) -> list[int]:
 
 
 def fill(graph: StepGraph, order: Sequence[int], budget_bytes: int, *, rounds: int = 30) -> list[int]:
-    """Keeps copies that would be made again where there is room for them."""
+    """Keeps copies that would be recomputed where there is room for them."""
     spans = spans_of(graph, without_unread(graph, order))
     if spans.timeline.peak_bytes > budget_bytes:
         return list(order)

@@ -10,7 +10,7 @@ __all__ = ["SwapSpace", "Transfer", "bytes_of"]
 
 
 class Transfer(Protocol):
-    """A transfer under way."""
+    """A transfer in flight."""
 
     def wait(self) -> None:
         """Lets what follows in the step run after the transfer.
@@ -23,7 +23,7 @@ class Transfer(Protocol):
         """Whether it has ended, well or not."""
 
     def let_go(self) -> None:
-        """Makes it safe to drop the tensor, whose transfer may still be under way."""
+        """Makes it safe to drop the tensor, whose transfer may still be in flight."""
 
 
 class SwapSpace(Protocol):
@@ -44,7 +44,7 @@ class SwapSpace(Protocol):
         """
 
     def release(self, offset: int, nbytes: int) -> None:
-        """Gives it back; no transfer may be under way there."""
+        """Gives it back; no transfer may be in flight there."""
 
     def out(self, tensor: torch.Tensor, offset: int) -> Transfer:
         """Starts moving the bytes of a tensor's storage to the tier; the storage must not change until that is done."""

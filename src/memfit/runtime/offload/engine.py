@@ -204,7 +204,7 @@ class Swapper:
             self._abandoned.append(step)
 
     def _give_back(self) -> None:
-        """Frees the places of steps that are over and of which no transfer is under way."""
+        """Frees the places of steps that are over and of which no transfer is in flight."""
         for _ in range(len(self._abandoned)):
             step = self._abandoned.popleft()
             if all(transfer.done() for transfer in step.transfers):

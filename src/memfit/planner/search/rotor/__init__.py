@@ -2,8 +2,8 @@
 
 The forward pass is cut into blocks (`memfit.planner.analysis.chain`). A dynamic program decides for every stretch of
 blocks and every amount of memory whether to keep something of it and which backward pass to run, or to keep only the
-boundary before it and come back later, any number of times. That reaches the lowest budgets, where what is made again
-must be dropped and made once more, and stays close to the relaxed bound elsewhere.
+boundary before it and come back later, any number of times. That reaches the lowest budgets, where what is recomputed
+must be dropped and recomputed once more, and stays close to the relaxed bound elsewhere.
 
 The program works with memory rounded to slots. So the order behind each amount of memory is simulated, from the
 largest amount down, until one fits the budget: time only grows on the way, hence the first that fits is the fastest

@@ -9,7 +9,7 @@ peak and made once more after it, the cheapest first, peak by peak. Each descent
 
 Idea: the options of Rockmate (Zhao et al., ICML 2023), which solves an integer program for each pair of budgets.
 
-Known limits: what is made for one backward op cannot be dropped and made again for the same op.
+Known limits: what is made for one backward op cannot be dropped and recomputed for the same op.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def _run(shape: Shape, kept: frozenset[int], drops: _Drops, lasting: frozenset[i
 def _descend(
     shape: Shape, kept: frozenset[int], drops: _Drops, lasting: frozenset[int], run: _Run
 ) -> tuple[_Drops, _Run] | None:
-    """Drops what idles at the peak, the cheapest to make again that does not raise the peak."""
+    """Drops what idles at the peak, the cheapest to recompute that does not raise the peak."""
     sequence, peak = run.backward.sequence, run.backward.peak
     position = run.bytes_at.index(peak)
     busy = {*shape.ops[sequence[position]].reads, *shape.ops[sequence[position]].writes, *shape.given}
