@@ -169,7 +169,7 @@ def _after(step: Step, x: torch.Tensor, mode: Mode) -> torch.Tensor | None:
         return None
     fits = made.dim() in (VECTOR, SEQUENCE, IMAGE, VOLUME) and len(made) == step.shape[0] and min(made.shape) > 0
     right = made.is_floating_point() and (mode.autocast is not None or made.dtype is mode.dtype)
-    sane = bool(torch.isfinite(made).all()) and made.abs().max().item() < 1e4 and 4 <= made.numel() <= MOST_ELEMENTS
+    sane = 4 <= made.numel() <= MOST_ELEMENTS and bool(torch.isfinite(made).all()) and made.abs().max().item() < 1e4
     return made.detach() if fits and right and sane else None
 
 
