@@ -31,7 +31,7 @@ from memfit.device_memory import free_bytes
 from memfit.errors import BudgetError
 from memfit.planner.analysis.explain import binding_place
 from memfit.profiling.library_workspace import library_bytes
-from memfit.profiling.memory import measure, steady_peak
+from memfit.profiling.memory import Measurement, measure, steady
 from memfit.refusals import refusal, refused
 from memfit.runtime.executable import PlannedCall, compile_program
 from memfit.runtime.forward_passes import Pass
@@ -212,9 +212,10 @@ def _measured_peak(step: ProvingStep, plan: Plan, call: PlannedCall) -> int:
     # Memory of code between pieces and of libraries is measured here, so it is not counted as there already.
     graph, device = plan.planned.graph, device_of(step.model)
     start = graph.static_bytes - plan.planned.capture.between_bytes - library_bytes(graph, device)
-    run = functools.partial(step.run, call)
-    if is_sharded(step.model):  # all ranks run the step equally often, whoever compiles
-        peak = measure(run, device=device, warmup=0, repeats=0, start_bytes=start).peak_bytes
-    else:
-        peak = steady_peak(run, device=device, start_bytes=start)
-    return agreed_peak(step.model, peak)
+
+    def once() -> Measurement:
+        return measure(lambda: step.run(call), device=device, warmup=0, repeats=0, start_bytes=start)
+
+    # All ranks of a sharded module run the step equally often, whichever of them compiles.
+    measured = once() if is_sharded(step.model) else steady(once)
+    return agreed_peak(step.model, measured.peak_bytes)

@@ -25,9 +25,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from memfit.capture.allocation_tracker import LiveBytes
 
-__all__ = ["Measurement", "allocation_peak", "live_tensor_bytes", "measure", "quiet_profiler", "steady_peak"]
+__all__ = ["Measurement", "allocation_peak", "live_tensor_bytes", "measure", "quiet_profiler", "steady"]
 
-_MOST_COMPILING_STEPS = 2
+_MOST_REPEATS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,22 +105,20 @@ def measure(
     )
 
 
-def steady_peak(step: Callable[[], object], *, device: torch.device | str, start_bytes: int) -> int:
-    """Measured peak of a step that compiles nothing, in bytes.
+def steady(measure_step: Callable[[], Measurement]) -> Measurement:
+    """Measures a step until Dynamo compiles nothing in it, at most three times.
 
-    The second step compiles once more where the first one set what Dynamo guards: some models of transformers note
-    the kind of their loss in their configuration. The step runs again then, at most twice.
+    The second step compiles once more where the first one set an attribute that Dynamo guards: some models of
+    transformers note the kind of their loss in their configuration.
 
     Args:
-        step: runs one step, and was run before.
-        device: where the memory is.
-        start_bytes: memory that belongs to the step before it runs.
+        measure_step: runs one step and measures it; a step ran before.
     """
-    for _ in range(_MOST_COMPILING_STEPS):
-        measured = measure(step, device=device, warmup=0, repeats=0, start_bytes=start_bytes)
-        if not measured.compiled:
-            return measured.peak_bytes
-    return measure(step, device=device, warmup=0, repeats=0, start_bytes=start_bytes).peak_bytes
+    measured = measure_step()
+    for _ in range(_MOST_REPEATS):
+        if measured.compiled:
+            measured = measure_step()
+    return measured
 
 
 def _frames_compiled() -> int:

@@ -113,7 +113,7 @@ class PlannedCall:
 
     @property
     def moved_bytes(self) -> tuple[int, int]:
-        """What has been swapped out and in so far."""
+        """Bytes swapped out and in so far."""
         return sum(s.out_bytes for s in self.swappers), sum(s.in_bytes for s in self.swappers)
 
 
@@ -195,7 +195,7 @@ def compile_planned(
         cut_between: outputs of earlier pieces that were cut, by their graphs.
         decide: whether branches on inputs are decided.
         gradient_strides: how gradients of outputs of the pieces lie, where that is not as the outputs do.
-        keys: of the graphs of the pieces.
+        keys: the key of each piece's graph, in the order of the pieces.
         shared: which inputs pieces take once for each use (`memfit.capture.gradients.shared_inputs`).
         last_key: which graph is that of the last piece.
         in_pieces: whether the graph may break.
@@ -401,11 +401,11 @@ def _plainly(gm: fx.GraphModule) -> Callable[..., Any]:
 
 
 def _in_turn(variants: Mapping[int, Callable[..., Any]], counted: str) -> Callable[..., Any]:
-    """Of a graph that runs several times in a step, each time the program of that time.
+    """A call that runs the program of each run in turn, for a graph that runs several times in a step.
 
     Args:
-        variants: by the number of the run.
-        counted: under which name runs are counted, of this graph or with others.
+        variants: compiled calls, by the number of the run.
+        counted: name under which runs are counted, those of this graph alone or of all graphs with the same program.
     """
 
     def run(*operands: Any) -> Any:

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from memfit.capture.loss.reading import LossFunction, backward_of
 from memfit.capture.optimizer.unwrapped import OptimizerLike, stated_bytes, steppable
 from memfit.capture.training_step import storage_bytes
-from memfit.profiling.memory import measure, steady_peak
+from memfit.profiling.memory import Measurement, measure, steady
 
 __all__ = ["interleaved_seconds", "resident_bytes", "step_peak", "training_step"]
 
@@ -84,9 +84,11 @@ def step_peak(step: Callable[[], object], device: torch.device, resident: Callab
     for _ in range(warmup):
         step()
     start = resident()
-    if warmup:
-        return steady_peak(step, device=device, start_bytes=start)
-    return measure(step, device=device, warmup=0, repeats=0, start_bytes=start).peak_bytes
+
+    def once() -> Measurement:
+        return measure(step, device=device, warmup=0, repeats=0, start_bytes=start)
+
+    return (steady(once) if warmup else once()).peak_bytes
 
 
 def interleaved_seconds(

@@ -12,6 +12,7 @@ tiles for a third one in float64, with all its activations.
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import math
 from collections import Counter
@@ -33,7 +34,7 @@ from memfit.compiler.driver import make_plan
 from memfit.compiler.plan import Plan
 from memfit.compiler.stages import Progress, Request
 from memfit.compiler.tolerance import in_float64, in_widest, is_within_rounding, own_rounding
-from memfit.profiling.memory import Measurement, measure
+from memfit.profiling.memory import Measurement, measure, steady
 from memfit.runtime.fitted_module import fitted_call, verified
 from memfit.tools.executed_ops import ExecutedOps, executed_recomputations
 from memfit.tools.training_loop import resident_bytes
@@ -181,7 +182,7 @@ def verify(
                 compared = _up_to_rounding(compared, expected, found, exact)
             checks += compared
         if not peak:
-            peak = planned.steady_peak(device)
+            peak = steady(functools.partial(planned.step, device)).peak_bytes
         ran = next(reversed(fitted_call(planned.model).plans.values()))
         if progress is not None:
             progress("verify", total - 1, total)
@@ -261,14 +262,6 @@ class _Runner:
         """Takes one step and measures it."""
         self.prepare()
         return measure(self._run, device=device, warmup=0, repeats=0, start_bytes=self._resident(device))
-
-    def steady_peak(self, device: torch.device) -> int:
-        """Measured peak of a step that compiles nothing, at most the third."""
-        measured = self.step(device)
-        for _ in range(2):
-            if measured.compiled:
-                measured = self.step(device)
-        return measured.peak_bytes
 
     def _run(self) -> None:
         self.backward()

@@ -276,7 +276,7 @@ class EngineStage(_PipelineStageBase):
 
 
 def _shaped(result: torch.Tensor, crossing: Crossing) -> torch.Tensor:
-    """Tensor that a stage returned, or only handed on, in the layout that the next stage takes."""
+    """Tensor that a stage returned or passed on, in the layout that the next stage takes."""
     if result.dim() != len(crossing.shape):
         return result.detach().as_strided(crossing.shape, crossing.stride)
     if same_layout(crossing.shape, result.stride(), crossing.stride):

@@ -157,7 +157,7 @@ def binding_place(graph: StepGraph, program: Program, timeline: Timeline) -> str
 
 
 def ends_of_runs(graph: StepGraph) -> str:
-    """Forward ops that read whole a result that could be handed on in slices, as text; empty if there are none."""
+    """Forward ops that read whole a result that could be passed on in slices, as text; empty if there are none."""
     sliced: set[int] = set()
     ends: Counter[str] = Counter()
     for op in graph.ops:

@@ -1,6 +1,6 @@
 """Least prices of running ops again, for a bound that no program can beat.
 
-A recomputation costs least over an operand that dies there, or in slices that are handed on, and neither is free: an
+A recomputation costs least over an operand that dies there, or in slices that are passed on, and neither is free: an
 operand that is read later must be made once more, and what backward reads must be put together. On the other hand the
 first run of an op can write over what is recomputed later, and what it saves so is taken off.
 

@@ -185,7 +185,7 @@ def _lean(op: Op) -> Op:
 
 
 def _seconds_again(op: Op, *, whole: bool) -> float:
-    """Time of a recomputation: what is read whole later takes fresh memory, what is handed on mostly none."""
+    """Time of a recomputation: a result that is read whole later takes fresh memory, passed-on slices mostly none."""
     slices = op.by_slices
     found = [op.seconds]
     if not whole and op.in_place_seconds is not None:

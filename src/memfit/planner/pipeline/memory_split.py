@@ -13,7 +13,7 @@ reckoned to shrink alike, and is known when a plan is made. Shares are compared 
 of the best share are searched for as long as one asks.
 
 Known limits: with one share for all, a stage whose results are dear to recompute keeps no more than one where they are
-cheap. What cannot be recomputed is reckoned as kept, though with a tier it could be swapped.
+cheap. Results that cannot be recomputed are estimated as saved, though with a tier they could be swapped.
 """
 
 from __future__ import annotations
