@@ -20,7 +20,7 @@ from memfit.ir.graph import StepGraph
 from memfit.ir.program import Program
 from memfit.ir.tiers import TierLinks
 from memfit.profiling.cost_cache import CostCache, open_cache
-from memfit.profiling.profiler import profile_ops, separated
+from memfit.profiling.profiler import known_separable, profile_ops, separated
 from memfit.runtime.executable import compile_program
 from memfit.sim.simulator import Timeline, simulate, simulate_plain
 from memfit.tools.training_loop import interleaved_seconds, resident_bytes, step_peak, training_step
@@ -109,19 +109,18 @@ class Subject:
         """
         example = build(case.spec, batch=case.batch, shape=case.shape, device=device)
         costs = open_cache(device) if cached else CostCache()
-        capturing: list[float] = []
-
-        def captured(separate: Callable[[str], bool]) -> Capture:
-            begin, model, args, kwargs = time.perf_counter(), example.model, example.args, example.kwargs
-            of_step = {"loss_fn": example.loss_fn, "label": example.label}
-            made = capture_step(model, args, kwargs, **of_step, separate=separate, grid=grid)
-            capturing.append(time.perf_counter() - begin)
-            return made
-
         begin = time.perf_counter()
-        capture = separated(captured, device, costs)
+        capture = capture_step(
+            *(example.model, example.args, example.kwargs),
+            loss_fn=example.loss_fn,
+            label=example.label,
+            separate=known_separable(costs),
+            grid=grid,
+        )
+        captured = time.perf_counter() - begin
+        capture = separated(capture, device, costs)
         graph = profile_ops(capture, device, costs)
-        profiled = time.perf_counter() - begin - sum(capturing)
+        profiled = time.perf_counter() - begin - captured
         return cls(
             example=example,
             device=device,
@@ -129,7 +128,7 @@ class Subject:
             capture=replace(capture, graph=graph),
             graph=graph,
             plain=simulate_plain(graph),
-            capture_seconds=sum(capturing),
+            capture_seconds=captured,
             profile_seconds=profiled,
         )
 

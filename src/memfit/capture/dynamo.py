@@ -267,6 +267,7 @@ def _capture(
             runs.append(number)
             pieces.append(
                 Piece(
+                    trace=traced.trace,
                     reading=traced.reading,
                     inputs=operands,
                     handed=handed,

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import fx
 
 from memfit.capture.distributed.fsdp_hooks import Communication, communication
-from memfit.capture.subgraphs import Piece, Pieces
+from memfit.capture.subgraphs import Operand, Piece, Pieces
 from memfit.fxir.joint import JointOp, JointReading
 from memfit.fxir.marks import HALF_OF, is_tangent
 from memfit.ir.graph import Op, Phase, StepGraph, Storage, StorageKind
@@ -50,7 +49,7 @@ def join(
     """One step of all pieces.
 
     Args:
-        pieces: in forward order.
+        pieces: in forward order, without tensors.
         loss_bytes: what the loss takes beside what it reads and writes.
         device_type: whose generator state counts.
         held_bytes: what it holds from then on until the step ends.
@@ -137,7 +136,7 @@ def _numbered(pieces: Pieces) -> tuple[list[Storage], list[dict[int, int]]]:
     returned: dict[int, int] = {}
     for index, piece in enumerate(pieces.pieces):
         reading = piece.reading
-        number = _incoming(reading, piece.inputs, returned)
+        number = _incoming(reading, piece.took, returned)
         for local, storage in enumerate(reading.storages):
             if local not in number:
                 number[local] = len(storages)
@@ -151,7 +150,7 @@ def _numbered(pieces: Pieces) -> tuple[list[Storage], list[dict[int, int]]]:
                     )
                 )
         numbers.append(number)
-        returned.update(_outgoing(reading, piece.outputs, number))
+        returned.update(_outgoing(reading, piece.gave, number))
     return storages, numbers
 
 
@@ -195,12 +194,12 @@ def _uses_added_up(
         piece, number = pieces.pieces[index], numbers[index]
         gathered = {parameter for unit in piece.gathered for parameter in unit.parameters}
         here: dict[int, None] = {}
-        for value, local in zip(piece.inputs, piece.reading.gradient_of_input, strict=False):
-            if local is None or not isinstance(value, torch.Tensor) or not value.is_leaf or id(value) in gathered:
+        for value, local in zip(piece.took, piece.reading.gradient_of_input, strict=False):
+            if local is None or value is None or not value.is_leaf or value.tensor in gathered:
                 continue
             if storages[number[local]].kind is StorageKind.GRADIENT and number[local] not in here:
                 here[number[local]] = None
-                brought.setdefault(id(value), []).append(number[local])
+                brought.setdefault(value.tensor, []).append(number[local])
         last = [gradients for gradients in brought.values() if len(gradients) > 1 and gradients[-1] in here]
         if last:
             added[index] = tuple(dict.fromkeys(gradient for gradients in last for gradient in gradients))
@@ -216,8 +215,8 @@ def _tangent_of_output(piece: Piece, number: dict[int, int]) -> dict[int, int]:
     tangents = _tangents(reading)
     outputs = [
         number[reading.storage_of[node]]
-        for node, value in _returned(reading, piece.outputs)
-        if isinstance(value, torch.Tensor) and value.requires_grad and node in reading.storage_of
+        for node, value in _returned(reading, piece.gave)
+        if value is not None and value.requires_grad and node in reading.storage_of
     ]
     if len(outputs) != len(tangents) or len(set(outputs)) != len(outputs):
         return {}
@@ -286,12 +285,12 @@ def _communication(
     gradients: dict[str, list[int]] = {}
     for piece, number in zip(pieces.pieces, numbers, strict=True):
         unit_of = {parameter: unit.name for unit in piece.gathered for parameter in unit.parameters}
-        for value, local_storage in zip(piece.inputs, piece.reading.gradient_of_input, strict=False):
-            if id(value) in unit_of and local_storage is not None:
+        for value, local_storage in zip(piece.took, piece.reading.gradient_of_input, strict=False):
+            if value is not None and value.tensor in unit_of and local_storage is not None:
                 storage = number[local_storage]
                 if storages[storage].kind is StorageKind.GRADIENT:
                     storages[storage] = replace(storages[storage], kind=StorageKind.BACKWARD)
-                gradients.setdefault(unit_of[id(value)], []).append(storage)
+                gradients.setdefault(unit_of[value.tensor], []).append(storage)
     gathered = [piece.gathered for piece in pieces.pieces]
     made = communication(gathered, pieces.staying, gradients, len(storages), copies=device_type == "cpu")
     storages += made.storages
@@ -337,27 +336,27 @@ def _op(op: JointOp, number: dict[int, int], piece: int, device_type: str) -> Op
     return replace(made, again=again)
 
 
-def _incoming(reading: JointReading, inputs: Sequence[Any], returned: dict[int, int]) -> dict[int, int]:
+def _incoming(reading: JointReading, took: Sequence[Operand | None], returned: dict[int, int]) -> dict[int, int]:
     """Local storages of a piece's inputs that an earlier piece returned."""
     number: dict[int, int] = {}
-    for node, value in zip(reading.primals(), inputs, strict=False):
-        if isinstance(value, torch.Tensor) and node in reading.storage_of:
-            known = returned.get(value.untyped_storage()._cdata)
+    for node, value in zip(reading.primals(), took, strict=False):
+        if value is not None and node in reading.storage_of:
+            known = returned.get(value.storage)
             if known is not None:
                 number[reading.storage_of[node]] = known
     return number
 
 
-def _outgoing(reading: JointReading, outputs: Sequence[Any], number: dict[int, int]) -> dict[int, int]:
-    """Real storages a piece returned, by identity, with their number in the step."""
+def _outgoing(reading: JointReading, gave: Sequence[Operand | None], number: dict[int, int]) -> dict[int, int]:
+    """Storages a piece returned, by identity, with their number in the step."""
     return {
-        value.untyped_storage()._cdata: number[reading.storage_of[node]]
-        for node, value in _returned(reading, outputs)
-        if isinstance(value, torch.Tensor) and node in reading.storage_of
+        value.storage: number[reading.storage_of[node]]
+        for node, value in _returned(reading, gave)
+        if value is not None and node in reading.storage_of
     }
 
 
-def _returned(reading: JointReading, outputs: Sequence[Any]) -> list[tuple[fx.Node, Any]]:
+def _returned(reading: JointReading, outputs: Sequence[Operand | None]) -> list[tuple[fx.Node, Operand | None]]:
     """Outputs of a piece, with their nodes; the graph returns new values of mutated inputs before them."""
     (output,) = reading.module.graph.find_nodes(op="output")
     nodes = list(output.args[0])[: reading.num_forward_outputs]

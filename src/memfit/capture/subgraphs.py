@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 from typing import Any
 
@@ -18,10 +18,12 @@ from memfit.capture.gradients.shared_inputs import SharedInputs, shared_inputs
 from memfit.capture.gradients.tangents import GradientStrides, Strides, layouts_between
 from memfit.capture.loss.reading import LossReading
 from memfit.capture.subgraph_boundaries import Handed
+from memfit.capture.traced_graph import JointTrace
 from memfit.capture.unplanned_parts import NOTHING_PLAIN, PlainParts
 from memfit.fxir.joint import JointReading
 
 __all__ = [
+    "Operand",
     "Piece",
     "Pieces",
     "gradient_outputs_of",
@@ -33,13 +35,45 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Operand:
+    """Identity of a tensor that a piece took or returned, for when the tensor is gone.
+
+    Attributes:
+        tensor: which one, of those of a capture.
+        storage: which storage it lies in.
+        is_leaf: whether autograd made it or not.
+        requires_grad: whether it receives a gradient.
+    """
+
+    tensor: int
+    storage: int
+    is_leaf: bool
+    requires_grad: bool
+
+    @staticmethod
+    def of(value: Any) -> Operand | None:
+        """The identity of a tensor; None for another value."""
+        if not isinstance(value, torch.Tensor):
+            return None
+        return Operand(
+            tensor=id(value),
+            storage=value.untyped_storage()._cdata,
+            is_leaf=value.is_leaf,
+            requires_grad=value.requires_grad,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
     """One captured graph.
 
     Attributes:
-        reading: its joint graph.
+        reading: its joint graph, read.
+        trace: the joint graph; None where it is not traced yet.
         inputs: the real tensors it takes, in the order of its placeholders.
         handed: what it returned while capturing, fake or real.
+        took: identities of the inputs, once these are gone.
+        gave: those of the results.
         gathered: the units of a sharded module that were gathered while it ran.
         key: of the graph it was made from (`memfit.capture.dynamo_graph.graph_key`); empty for the only one.
         terms: by inputs of how many terms their gradients are sums, where these are several.
@@ -50,6 +84,9 @@ class Piece:
     reading: JointReading
     inputs: tuple[Any, ...]
     handed: Handed
+    trace: JointTrace | None = None
+    took: tuple[Operand | None, ...] = ()
+    gave: tuple[Operand | None, ...] = ()
     gathered: tuple[Gathered, ...] = ()
     key: str = ""
     terms: Mapping[int, int] = field(default_factory=dict)
@@ -60,6 +97,11 @@ class Piece:
     def outputs(self) -> tuple[Any, ...]:
         """Results that the piece returned."""
         return self.handed.outputs
+
+    def without_tensors(self) -> Piece:
+        """The same, which outlives its inputs and results and knows their identities."""
+        took, gave = (tuple(map(Operand.of, values)) for values in (self.inputs, self.outputs))
+        return replace(self, took=took, gave=gave, inputs=(), handed=Handed(outputs=()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

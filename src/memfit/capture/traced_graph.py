@@ -4,15 +4,15 @@ What the backward pass of a graph does depends on what comes after the graph: wh
 how that gradient lies, which inputs later code uses too. All that is known only when the whole forward pass was
 captured. Dynamo's part of the work, following the code, does not depend on it and takes most of the time.
 
-*Idea*: the graph is kept as Dynamo made it, and a copy is traced anew with what is known by then.
+*Idea*: the graph is kept as Dynamo made it, and a copy is traced anew with what is known by then. The joint graph that
+was traced last is kept too: how it is read (in tiles, gradients part by part) does not change the trace.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ from memfit.passes.read_joint import read_joint
 
 __all__ = [
     "DynamoGraph",
+    "JointTrace",
     "Reader",
     "Surroundings",
     "Traced",
@@ -114,16 +115,66 @@ class DynamoGraph:
         return next((trace for *then, trace in self.traces if tuple(then) == now), None)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class JointTrace:
+    """A joint graph as AOTAutograd traced it, and what reading it takes beside.
+
+    Attributes:
+        joint: the joint graph; a reading rewrites a copy.
+        num_forward_outputs: how many of its outputs belong to the forward pass.
+        graph: Dynamo's graph that it was traced from, without examples.
+        in_place: nodes of Dynamo's graph that write over their operand.
+        accumulated: inputs whose gradients are added to what is there when made.
+        cast_once: inputs that autocast casts once.
+        reader: how it is read.
+    """
+
+    joint: fx.GraphModule
+    num_forward_outputs: int
+    graph: DynamoGraph
+    in_place: frozenset[str]
+    accumulated: frozenset[int]
+    cast_once: frozenset[int]
+    reader: Reader
+
+    def read(self) -> JointReading:
+        """Ops and storages of the joint graph.
+
+        Raises:
+            UnplannableGraphError: if it cannot be planned.
+        """
+        reader = self.reader
+        return read_joint(
+            *(copied(self.joint), self.num_forward_outputs),
+            separate=reader.separate,
+            in_place=self.in_place,
+            grid=reader.grid,
+            accumulated=self.accumulated,
+            as_made=reader.accumulate is Accumulate.AS_MADE,
+            replaced=reader.replaced,
+            cast_once=self.cast_once,
+        )
+
+    def read_in_other_way(self, *, separate: Callable[[str], bool], grid: tuple[int, ...]) -> JointTrace:
+        """The same joint graph, which is read in another way."""
+        return replace(self, reader=replace(self.reader, separate=separate, grid=grid))
+
+    def __deepcopy__(self, memo: object) -> JointTrace:
+        return self  # nobody changes it, and its nodes hold fake tensors of one mode
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
     """Result of tracing: the joint graph, and how the gradients of its inputs are made and lie.
 
     Attributes:
-        reading: the joint graph, read.
+        trace: the joint graph; None where it is not traced yet.
+        reading: the same, read.
         terms: by inputs of how many terms their gradients are sums, where these are several.
         of_inputs: by inputs that receive a gradient how that lies; None where that is unknown.
     """
 
+    trace: JointTrace | None
     reading: JointReading
     terms: Mapping[int, int]
     of_inputs: Mapping[int, Strides | None]
@@ -134,7 +185,7 @@ def not_traced(gm: fx.GraphModule) -> Traced:
     nothing = JointReading(
         module=gm, num_forward_outputs=0, ops=(), storages=(), storage_of={}, output_storages=(), gradient_storages=()
     )
-    return Traced(reading=nothing, terms={}, of_inputs={})
+    return Traced(trace=None, reading=nothing, terms={}, of_inputs={})
 
 
 def as_dynamo_made(gm: fx.GraphModule, inputs: Sequence[Any], key: str, *, gathered: bool) -> DynamoGraph:
@@ -163,27 +214,35 @@ def trace(graph: DynamoGraph, around: Surroundings, reader: Reader, *, keep: boo
     Raises:
         UnplannableGraphError: if it cannot be planned.
     """
-    readings: list[JointReading] = []
-    of_inputs: dict[int, Strides | None] = {}
-    terms: dict[int, int] = {}
+    traced: list[Traced] = []
     gm = copied(graph.gm)
     accumulated = accumulated_inputs(graph.inputs) if reader.accumulate else frozenset[int]()
     casts = cast_once(gm, graph.inputs)
-    without = accumulated | frozenset(casts)  # eager adds up gradients of a cast weight before it casts them back
+    without = accumulated | casts  # eager adds up gradients of a cast weight before it casts them back
     detach_outputs(gm, around.receive)
     uses = uses_of_inputs(gm)
     in_place = in_place_nodes(gm)
 
     def read(joint: fx.GraphModule, num_forward_outputs: int) -> None:
-        found = {} if graph.gathered else terms_of_inputs(joint, num_forward_outputs, uses)
-        terms.update({place: number for place, number in found.items() if place not in without})
+        terms = {} if graph.gathered else terms_of_inputs(joint, num_forward_outputs, uses)
         return_each_term(joint, num_forward_outputs, around.repeated)
-        of_inputs.update(strides_of_input_gradients(joint.graph))
-        reading = functools.partial(
-            read_joint, joint, num_forward_outputs, separate=reader.separate, grid=reader.grid, replaced=reader.replaced
+        trace = JointTrace(
+            joint=joint,
+            num_forward_outputs=num_forward_outputs,
+            graph=replace(graph, inputs=()),
+            in_place=in_place,
+            accumulated=accumulated,
+            cast_once=casts,
+            reader=reader,
         )
-        as_made = reader.accumulate is Accumulate.AS_MADE
-        readings.append(reading(in_place=in_place, accumulated=accumulated, as_made=as_made, cast_once=casts))
+        traced.append(
+            Traced(
+                trace=trace,
+                reading=trace.read(),
+                terms={place: number for place, number in terms.items() if place not in without},
+                of_inputs=strides_of_input_gradients(joint.graph),
+            )
+        )
 
     def kept(trace: KeptTrace) -> None:
         graph.traces.append((around, backward_in_autocast(), trace))
@@ -191,7 +250,7 @@ def trace(graph: DynamoGraph, around: Surroundings, reader: Reader, *, keep: boo
     with as_it_was(graph):
         taken, examples = taking_for_each_use(gm, graph.inputs, around.repeated)
         hand_over_joint(taken, examples, strides=around.strides, read=read, keep=kept if keep else None)
-    return Traced(reading=readings[0], terms=terms, of_inputs=of_inputs) if readings else None
+    return traced[0] if traced else None
 
 
 @contextlib.contextmanager

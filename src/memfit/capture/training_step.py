@@ -24,8 +24,7 @@ from memfit.capture.loss.on_values import loss_reading, not_reaching
 from memfit.capture.loss.reading import LossFunction, LossReading
 from memfit.capture.optimizer.state import OptimizerCost, optimizer_cost
 from memfit.capture.optimizer.unwrapped import OptimizerLike
-from memfit.capture.subgraph_boundaries import Handed
-from memfit.capture.subgraphs import Pieces, tensors_in
+from memfit.capture.subgraphs import Piece, Pieces, tensors_in
 from memfit.capture.traced_graph import Reader
 from memfit.errors import CaptureError, SpecError
 from memfit.fxir.joint import JointOp
@@ -33,7 +32,7 @@ from memfit.fxir.refused import checkpoint_error
 from memfit.ir.graph import Phase, StepGraph
 from memfit.ops.accumulation import Accumulate
 
-__all__ = ["Capture", "capture_step", "check_step", "device_of", "given_args", "storage_bytes"]
+__all__ = ["Capture", "capture_step", "check_step", "device_of", "given_args", "read_again", "storage_bytes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +191,9 @@ def capture_step(
         )
     loss = pieces.loss
     assert loss is not None
-    graph, joint_ops = join(pieces, loss.transient_bytes, device_type, held_bytes=loss.held_bytes)
+    # A capture outlives the call: it must not hold the inputs or what the pieces returned.
+    bare = replace(pieces, pieces=tuple(piece.without_tensors() for piece in pieces.pieces), output=None, loss=None)
+    graph, joint_ops = join(bare, loss.transient_bytes, device_type, held_bytes=loss.held_bytes)
     if not any(op.phase is Phase.BACKWARD for op in graph.ops):
         if pieces.plain.reasons:
             raise left_to_plain_code(model, pieces.plain.reasons)
@@ -217,11 +218,9 @@ def capture_step(
     )
     summed = _summed(model, pieces, pieces.shared)
     assumed = _assumed(pieces, loss.receives_gradient)
-    # A capture outlives the call: it must not hold the inputs or what the pieces returned.
-    bare = tuple(replace(piece, inputs=(), handed=Handed(outputs=())) for piece in pieces.pieces)
     return Capture(
         graph=graph,
-        pieces=replace(pieces, pieces=bare, output=None, loss=None),
+        pieces=bare,
         joint_ops=joint_ops,
         gradient_outputs=pieces.gradient_outputs,
         assumed=assumed if cut else frozenset(),
@@ -236,6 +235,32 @@ def capture_step(
         input_bytes=storage_bytes(pytree.tree_leaves((args, kwargs)), device_type),
         loss=loss,
     )
+
+
+def read_again(
+    capture: Capture, *, separate: Callable[[str], bool], grid: tuple[int, ...], device_type: str
+) -> Capture:
+    """The same step, whose joint graphs are read in another way; nothing is traced.
+
+    Args:
+        capture: of the step.
+        separate: see `capture_step`.
+        grid: see there.
+        device_type: where the model is.
+    """
+    assert capture.loss is not None
+    pieces: list[Piece] = []
+    for piece in capture.pieces.pieces:
+        assert piece.trace is not None, "a captured piece was traced"
+        trace = piece.trace.read_in_other_way(separate=separate, grid=grid)
+        pieces.append(replace(piece, trace=trace, reading=trace.read()))
+    of_step = replace(capture.pieces, pieces=tuple(pieces))
+    graph, joint_ops = join(of_step, capture.loss.transient_bytes, device_type, held_bytes=capture.loss.held_bytes)
+    was = capture.graph
+    graph = replace(
+        graph, static_bytes=was.static_bytes, after_step_bytes=was.after_step_bytes, tiers=was.tiers, label=was.label
+    )
+    return replace(capture, graph=graph, pieces=of_step, joint_ops=joint_ops)
 
 
 def _summed(model: nn.Module, pieces: Pieces, shared: SharedInputs) -> tuple[str, ...]:

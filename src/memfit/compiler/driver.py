@@ -177,7 +177,7 @@ def plan_profiled(
     def in_tiles() -> Plan | None:
         """The plan with tiles as coarse as the budget allows, if there is one; notes the errors of those that fail."""
         for grid in grids(step[0], budget_bytes - step[1].static_bytes - step[1].gradient_bytes):
-            tiled = capture_and_profile(model, args, kwargs, request, grid=grid, progress=progress)
+            tiled = capture_and_profile(model, args, kwargs, request, grid=grid, before=step[0], progress=progress)
             if not tiled[1].is_tiled:
                 continue
             try:
@@ -188,7 +188,7 @@ def plan_profiled(
 
     fixed = strategies.grid(request.strategy)
     if fixed:
-        return made(capture_and_profile(model, args, kwargs, request, grid=fixed, progress=progress))
+        return made(capture_and_profile(model, args, kwargs, request, grid=fixed, before=step[0], progress=progress))
     found: list[Plan] = []
     try:
         found.append(made(step))
@@ -253,7 +253,7 @@ def _with_all_levers(
         return error
     room = (error.least_bytes - graph.static_bytes - graph.gradient_bytes) // 2
     try:
-        _, tiled = capture_and_profile(model, args, kwargs, request, grid=grids(capture, room)[0])
+        _, tiled = capture_and_profile(model, args, kwargs, request, grid=grids(capture, room)[0], before=capture)
     except MemfitError as failure:  # the first error is the one to tell
         log.info("cannot tell from where tiling fits: %s", failure)
         return error

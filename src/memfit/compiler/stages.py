@@ -19,7 +19,7 @@ from memfit.capture.distributed.fsdp import is_sharded
 from memfit.capture.loss.reading import LossFunction
 from memfit.capture.optimizer.state import OptimizerPart, optimizer_cost
 from memfit.capture.optimizer.unwrapped import OptimizerLike, check_optimizer
-from memfit.capture.training_step import Capture, capture_step, check_step, device_of
+from memfit.capture.training_step import Capture, capture_step, check_step, device_of, read_again
 from memfit.compiler.consensus import agreed_program, agreed_start, agreed_step
 from memfit.compiler.plan import Plan
 from memfit.device_memory import free_bytes, total_bytes
@@ -37,7 +37,7 @@ from memfit.planner.finalize.variant_selection import leanest
 from memfit.planner.offload.search import find_program
 from memfit.planner.search.min_memory import least_budget, least_order
 from memfit.profiling.cost_cache import CostCache, machine_name, open_cache
-from memfit.profiling.profiler import profile_ops, separated
+from memfit.profiling.profiler import known_separable, profile_ops, separated
 from memfit.runtime.executable import PlannedCall
 from memfit.runtime.input_signature import Signature, signature
 from memfit.runtime.offload.tiers import parse_tiers, tier_links
@@ -174,37 +174,34 @@ def capture_and_profile(
     request: Request,
     *,
     grid: tuple[int, ...] = (),
+    before: Capture | None = None,
     cache: CostCache | None = None,
     progress: Progress | None = None,
 ) -> tuple[Capture, StepGraph]:
-    """The step with measured times, for the lever `tile` in tiles of a grid or without it (empty)."""
+    """The step with measured times.
+
+    Args:
+        model: in training mode.
+        args: positional inputs.
+        kwargs: keyword inputs.
+        request: budget and the rest.
+        grid: the step in tiles of a grid, for the lever `tile`; empty for none.
+        before: a capture for the same request, perhaps in other tiles; its trace serves again.
+        cache: known costs; those of the machine if left out.
+        progress: told how far it is.
+    """
     device = device_of(model)
     if progress is not None:
         progress("capture", 0, 1)
     cache = open_cache(device) if cache is None else cache
-    agreed_start(model, lambda: check_step(model, args, kwargs, checkpointing=request.checkpointing))
-
-    cost = optimizer_cost(request.optimizer, device.type)
-
-    def captured(separate: Callable[[str], bool]) -> Capture:
-        return capture_step(
-            *(model, args, kwargs),
-            loss_fn=request.loss_fn,
-            optimizer=cost,
-            label=request.label,
-            separate=separate,
-            grid=grid,
-            accumulate=request.accumulate,
-            cut=request.cut,
-            without_gradient=request.without_gradient,
-            cut_between=request.cut_between,
-            decide=request.decide,
-            by_use=request.by_use,
-            checkpointing=request.checkpointing,
-        )
-
-    # Every capture of a sharded module gathers it, so all processes must make as many: none that costs decide.
-    capture = captured(lambda _: False) if is_sharded(model) else separated(captured, device, cache)
+    # All processes of a sharded module must make the same plan, whatever bits each of them measures.
+    separate = _never if is_sharded(model) else known_separable(cache)
+    if before is None:
+        capture = _captured(model, args, kwargs, request, separate=separate, grid=grid)
+    else:
+        capture = read_again(before, separate=separate, grid=grid, device_type=device.type)
+    if not is_sharded(model):
+        capture = separated(capture, device, cache)
     if progress is not None:
         progress("capture", 1, 1)
 
@@ -213,9 +210,42 @@ def capture_and_profile(
             progress("profile", done, total)
 
     graph = profile_ops(capture, device, cache, progress=profiling)
-    graph = replace(graph, static_bytes=graph.static_bytes + request.beside_bytes, tiers=_tiers(request, device))
-    graph = agreed_step(model, graph, device)
+    graph = agreed_step(model, replace(graph, tiers=_tiers(request, device)), device)
     return replace(capture, graph=graph), graph
+
+
+def _never(_: str) -> bool:
+    return False
+
+
+def _captured(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    request: Request,
+    *,
+    separate: Callable[[str], bool],
+    grid: tuple[int, ...],
+) -> Capture:
+    """The step as captured for a request, with what is in memory beside it."""
+    agreed_start(model, lambda: check_step(model, args, kwargs, checkpointing=request.checkpointing))
+    capture = capture_step(
+        *(model, args, kwargs),
+        loss_fn=request.loss_fn,
+        optimizer=optimizer_cost(request.optimizer, device_of(model).type),
+        label=request.label,
+        separate=separate,
+        grid=grid,
+        accumulate=request.accumulate,
+        cut=request.cut,
+        without_gradient=request.without_gradient,
+        cut_between=request.cut_between,
+        decide=request.decide,
+        by_use=request.by_use,
+        checkpointing=request.checkpointing,
+    )
+    static_bytes = capture.graph.static_bytes + request.beside_bytes
+    return replace(capture, graph=replace(capture.graph, static_bytes=static_bytes))
 
 
 def _tiers(request: Request, device: torch.device) -> tuple[TierLinks, ...]:

@@ -87,7 +87,7 @@ class Cutting:
         sampling = None if batch is None else sampling_of(call, batch)
         if batch is None or sampling is None or not (first or _own_their_memory(sampling, batch)):
             return None
-        handed_on = {node for node, axis in sampling.operands.items() if self._has_samples(node, batch, axis)}
+        handed_on = [node for node, axis in sampling.operands.items() if self._has_samples(node, batch, axis)]
         if not self._are_handed_on(call, handed_on):
             return None
         return BySlices(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from memfit.capture.training_step import Capture
+from memfit.capture.training_step import Capture, read_again
 from memfit.errors import CaptureError
 from memfit.fxir.call import Call
 from memfit.fxir.joint import JointOp
@@ -30,7 +30,7 @@ from memfit.profiling.roofline import roofline_seconds
 from memfit.profiling.sampled_workspace import SampledWorkspace
 from memfit.profiling.slice_benchmark import costs_in_slices
 
-__all__ = ["profile_ops", "separated", "with_rooflines"]
+__all__ = ["known_separable", "profile_ops", "separated", "with_rooflines"]
 
 _WHOLE_HANDICAP = 1.05
 """Running in parts takes less memory, so it is preferred at about equal time."""
@@ -134,23 +134,24 @@ def profile_ops(
     return replace(graph, static_bytes=graph.static_bytes + library)
 
 
-def separated(
-    capture_with: Callable[[Callable[[str], bool]], Capture], device: torch.device, cache: CostCache
-) -> Capture:
+def known_separable(cache: CostCache) -> Callable[[str], bool]:
+    """Of which weights' gradients a cache knows that they can be made part by part (`separate` of `capture_step`)."""
+    # Dynamo holds on to what is asked while a model is captured, so that is a few keys and not the cache.
+    return frozenset(key for key in cache if is_separable_key(key) and cache.get(key)).__contains__
+
+
+def separated(capture: Capture, device: torch.device, cache: CostCache) -> Capture:
     """The step with weights' gradients of concatenations made part by part where that gives the same bits.
 
     Args:
-        capture_with: captures the step, see `separate` of `memfit.capture.training_step.capture_step`; called again if
-        the
-            cache did not know all.
-        device: where to run what the cache does not know.
+        capture: of the step, with those made so that the cache knows.
+        device: where to run the ones that the cache does not know.
         cache: known costs, extended by the new ones.
     """
-    # Dynamo holds on to what is asked while a model is captured, so that is a few keys and not the cache.
-    known = frozenset(key for key in cache if is_separable_key(key) and cache.get(key))
-    capture = capture_with(known.__contains__)
     keys = _separable_keys(capture, device, cache)
-    return capture if keys == capture.separated else capture_with(keys.__contains__)
+    if keys == capture.separated:
+        return capture
+    return read_again(capture, separate=keys.__contains__, grid=capture.grid, device_type=device.type)
 
 
 def _separable_keys(capture: Capture, device: torch.device, cache: CostCache) -> frozenset[str]:

@@ -182,7 +182,7 @@ def _point(size: int, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     least = _least(graph)
     if request.tiles:
         room = resolve_budget(request.budget, device_of(model), graph.static_bytes) - fixed
-        _, tiled = capture_and_profile(model, args, kwargs, request, grid=grids(capture, room)[0])
+        _, tiled = capture_and_profile(model, args, kwargs, request, grid=grids(capture, room)[0], before=capture)
         least = min(least, _least(tiled))
     return SizePoint(
         size=size,

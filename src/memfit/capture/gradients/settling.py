@@ -171,5 +171,5 @@ def _in_other(run: _Run, around: Surroundings, traced: Traced | None) -> _Run:
         return replace(run, around=around, plain=True)
     operands = (*run.inputs, *(run.inputs[place] for place in repeated_places(around.repeated)))
     lay_out_anew(run.piece.handed, run.inputs, traced.of_inputs)
-    piece = replace(run.piece, reading=traced.reading, terms=traced.terms, inputs=operands)
+    piece = replace(run.piece, trace=traced.trace, reading=traced.reading, terms=traced.terms, inputs=operands)
     return replace(run, around=around, piece=piece)

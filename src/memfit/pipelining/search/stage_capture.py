@@ -27,9 +27,24 @@ backward pass."""
 
 
 def capture_stage(
-    stage: Stage, leaves: Sequence[Any], question: Question, device: torch.device, *, grid: tuple[int, ...] = ()
+    stage: Stage,
+    leaves: Sequence[Any],
+    question: Question,
+    device: torch.device,
+    *,
+    grid: tuple[int, ...] = (),
+    before: Capture | None = None,
 ) -> tuple[Capture, StepGraph]:
-    """Captures and profiles a stage's step of one micro-batch, as the engine runs it; perhaps in tiles of a grid."""
+    """Captures and profiles a stage's step of one micro-batch, as the engine runs it.
+
+    Args:
+        stage: of the model.
+        leaves: tensors of the first micro-batch.
+        question: budget and the rest.
+        device: where it runs.
+        grid: the step in tiles of a grid; empty for none.
+        before: a capture of the stage, perhaps in other tiles; its trace serves again.
+    """
     parameters = [p for p in stage.module.parameters() if p.requires_grad]
     whole = question.optimizer
     part = None if whole is None else part_of(whole, parameters, question.trained_bytes)
@@ -42,7 +57,7 @@ def capture_stage(
         label=f"stage {stage.index}",
     )
     args = example_inputs(stage, leaves, device)
-    captured, _ = capture_and_profile(stage.module, args, {}, request, grid=grid)
+    captured, _ = capture_and_profile(stage.module, args, {}, request, grid=grid, before=before)
     capture = handing_over(captured)
     beside = _SCALAR_BYTES * (question.num_microbatches + 1) + passing_bytes(stage)
     return capture, replace(capture.graph, static_bytes=capture.graph.static_bytes + beside)

@@ -221,7 +221,10 @@ class StagePlanner:
     def _captured(self, stage: Stage, key: tuple[int, ...], schedule: Schedule) -> tuple[Capture, StepGraph]:
         """The step of a stage between two ends, perhaps in tiles of the grid that follows these."""
         if key not in self._captures:
-            self._captures[key] = capture_stage(stage, self._leaves, self.question, self._device, grid=key[2:])
+            ends, grid = key[:2], key[2:]
+            before = self._captures[ends][0] if grid else None
+            made = capture_stage(stage, self._leaves, self.question, self._device, grid=grid, before=before)
+            self._captures[key] = made
         if not schedule.splits_backward:
             return self._captures[key]
         if key not in self._deferred:
