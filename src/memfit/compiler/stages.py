@@ -79,6 +79,7 @@ class Request:
         exact: `"bitwise"`, or `"rounding"` to take a plan whose results differ by rounding.
         label: what is planned, for people.
         search_seconds: roughly how long `"auto"` searches; up to four times that while far from the bound.
+        any_speed: whether `"auto"` takes any plan that fits, instead of a fast one.
         accumulate: how gradients of parameters are added to `.grad` when made; None for after the backward pass.
         beside_bytes: what is in memory beside the module and its inputs, such as DDP's buckets.
         cut: whether outputs the loss does not use are cut from the gradient.
@@ -102,6 +103,7 @@ class Request:
     exact: str = "bitwise"
     label: str = ""
     search_seconds: float = 8.0
+    any_speed: bool = False
     accumulate: Accumulate | None = None
     beside_bytes: int = 0
     cut: bool = True
@@ -290,7 +292,7 @@ def plan_captured(
 def _program(graph: StepGraph, request: Request, budget_bytes: int) -> tuple[Program, float]:
     strategy = request.strategy
     if strategy == "auto":
-        found = find_program(graph, budget_bytes, seconds=request.search_seconds)
+        found = find_program(*(graph, budget_bytes), seconds=request.search_seconds, any_speed=request.any_speed)
         return found.program, found.bound_seconds
     program = strategies.program(strategy, graph, budget_bytes)
     timeline = simulate(graph, program)

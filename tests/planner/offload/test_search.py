@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -78,6 +79,19 @@ def test_a_link_of_a_quarter_of_computes_rate_takes_a_third_of_the_overhead_away
     assert 0 < extra <= 2 / 3 * (alone.step_seconds - graph.seconds)
     assert found.timeline.peak_bytes <= budget
     assert found.bound_seconds <= extra + 1e-9
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.25], ids=["alone", "with a link"])
+def test_any_plan_of_the_least_bytes_is_found_at_once(rate: float) -> None:
+    graph = residual_units(20)
+    graph = with_links(graph, byte_rate(graph) * rate) if rate else graph
+    with pytest.raises(BudgetError) as error:
+        find_program(graph, 1, seconds=1.0)
+    begin = time.monotonic()
+    found = find_program(graph, error.value.least_bytes, seconds=60.0, any_speed=True)
+    assert time.monotonic() - begin < 30.0  # a fast one is searched for as long as it is told to
+    check(graph, found.program)
+    assert found.timeline.peak_bytes <= error.value.least_bytes
 
 
 def test_a_link_as_fast_as_compute_leaves_next_to_nothing() -> None:

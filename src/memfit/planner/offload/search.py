@@ -50,6 +50,7 @@ def find_program(
     progress: Progress | None = None,
     least_tries: int = LEAST_TRIES,
     last_resort: bool = True,
+    any_speed: bool = False,
 ) -> Found:
     """Finds a fast program within a budget, with swaps where the step has tiers.
 
@@ -61,6 +62,7 @@ def find_program(
         progress: told what is being tried.
         least_tries: see `find_order`; for a step without tiers.
         last_resort: see there; the same.
+        any_speed: whether any program that fits will do.
 
     Returns:
         The fastest one found; its bound is for plans that may swap if the step has tiers.
@@ -74,6 +76,7 @@ def find_program(
         progress=progress,
         least_tries=least_tries,
         last_resort=last_resort,
+        any_speed=any_speed,
     )
     return replace(found, timeline=fitting(graph, found.program, budget_bytes))
 
@@ -86,10 +89,11 @@ def _search(
     progress: Progress | None,
     least_tries: int,
     last_resort: bool,
+    any_speed: bool,
 ) -> Found:
     """The search of `find_program`, not judged yet."""
     if graph.is_tiled and graph.tiers:
-        return find_streaming(graph, budget_bytes, seconds=seconds, progress=progress)
+        return find_streaming(graph, budget_bytes, seconds=seconds, progress=progress, any_speed=any_speed)
     alone = replace(graph, tiers=())
     if not graph.tiers:
         return find_order(
@@ -98,6 +102,7 @@ def _search(
             progress=progress,
             least_tries=least_tries,
             last_resort=last_resort,
+            any_speed=any_speed,
         )
     bound = relaxed_bound(alone, budget_bytes, seconds=seconds / 8)
     found: list[Found] = []
@@ -111,13 +116,15 @@ def _search(
         nonlocal without_seconds
         begin = time.monotonic()
         try:
-            found.append(find_order(alone, budget_bytes, seconds=seconds, progress=progress))
+            found.append(find_order(alone, budget_bytes, seconds=seconds, progress=progress, any_speed=any_speed))
         except BudgetError as error:
             errors.append(error)
         without_seconds = time.monotonic() - begin
 
-    if bound < CLOSE * graph.seconds:
+    if any_speed or bound < CLOSE * graph.seconds:
         search_without()
+    if any_speed and found:
+        return found[0]
     near = graph.seconds + max(0.0, bound) + CLOSE * graph.seconds
     rounds = () if fastest() < near else _rounds(graph, budget_bytes, seconds, progress)
     begin = time.monotonic()

@@ -31,7 +31,12 @@ __all__ = ["find_streaming", "least_streaming"]
 
 
 def find_streaming(
-    graph: StepGraph, budget_bytes: int, *, seconds: float = 8.0, progress: Progress | None = None
+    graph: StepGraph,
+    budget_bytes: int,
+    *,
+    seconds: float = 8.0,
+    progress: Progress | None = None,
+    any_speed: bool = False,
 ) -> Found:
     """Finds a fast program of a tiled step within a budget, with storages on tiers where that helps.
 
@@ -40,6 +45,7 @@ def find_streaming(
         budget_bytes: peak of the step.
         seconds: roughly how long each of two searches takes, see `find_order`.
         progress: told what is being tried.
+        any_speed: whether any program that fits will do.
 
     Returns:
         The fastest one found; its bound is for plans that may keep anything on tiers.
@@ -55,13 +61,16 @@ def find_streaming(
     elsewhere = replace(alone, storages=tuple(away.get(s, x) for s, x in enumerate(graph.storages)))
     bound = relaxed_bound(elsewhere, budget_bytes, seconds=seconds / 8)
     try:
-        found.append(find_order(alone, budget_bytes, seconds=seconds, progress=progress))
+        found.append(find_order(alone, budget_bytes, seconds=seconds, progress=progress, any_speed=any_speed))
     except BudgetError as error:
         errors.append(error)
+    if any_speed and found:
+        return found[0]
     near = graph.seconds + bound + CLOSE * graph.seconds
     if placed and all(one.timeline.step_seconds > near for one in found):
         try:
-            moved = find_order(streaming_step(graph, placed), budget_bytes, seconds=seconds, progress=progress)
+            moving = streaming_step(graph, placed)
+            moved = find_order(moving, budget_bytes, seconds=seconds, progress=progress, any_speed=any_speed)
             found.append(_with_room(graph, moved, placed, budget_bytes, seconds))
         except BudgetError as error:
             errors.append(error)
