@@ -83,10 +83,10 @@ def test_a_link_of_a_quarter_of_computes_rate_takes_a_third_of_the_overhead_away
 
 @pytest.mark.parametrize("rate", [0.0, 0.25], ids=["alone", "with a link"])
 def test_any_plan_of_the_least_bytes_is_found_at_once(rate: float) -> None:
-    graph = residual_units(20)
+    graph = residual_units(8)
     graph = with_links(graph, byte_rate(graph) * rate) if rate else graph
     with pytest.raises(BudgetError) as error:
-        find_program(graph, 1, seconds=1.0)
+        find_program(graph, 1, seconds=0.5)
     begin = time.monotonic()
     found = find_program(graph, error.value.least_bytes, seconds=60.0, any_speed=True)
     assert time.monotonic() - begin < 30.0  # a fast one is searched for as long as it is told to

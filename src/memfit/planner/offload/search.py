@@ -104,7 +104,7 @@ def _search(
             last_resort=last_resort,
             any_speed=any_speed,
         )
-    bound = relaxed_bound(alone, budget_bytes, seconds=seconds / 8)
+    bound = 0.0 if any_speed else relaxed_bound(alone, budget_bytes, seconds=seconds / 8)
     found: list[Found] = []
     errors: list[BudgetError] = []
     without_seconds: float | None = None  # what the search without swaps took
@@ -121,12 +121,10 @@ def _search(
             errors.append(error)
         without_seconds = time.monotonic() - begin
 
-    if any_speed or bound < CLOSE * graph.seconds:
+    if bound < CLOSE * graph.seconds:
         search_without()
-    if any_speed and found:
-        return found[0]
     near = graph.seconds + max(0.0, bound) + CLOSE * graph.seconds
-    rounds = () if fastest() < near else _rounds(graph, budget_bytes, seconds, progress)
+    rounds = () if any_speed or fastest() < near else _rounds(graph, budget_bytes, seconds, progress)
     begin = time.monotonic()
     for number, one in enumerate(rounds, 1):
         round_seconds = (time.monotonic() - begin) / number
@@ -141,10 +139,12 @@ def _search(
     if not found:
         everything = placed_on_tiers(graph, swappable(graph))
         try:
-            found.append(_with(graph, everything, budget_bytes, seconds, progress))
+            found.append(_with(graph, everything, budget_bytes, seconds, progress, any_speed=any_speed))
         except BudgetError as error:
             raise min([*errors, error], key=lambda e: e.least_bytes) from None
     best = min(found, key=lambda one: one.timeline.step_seconds)
+    if any_speed:
+        return best
     return replace(best, bound_seconds=relaxed_bound(graph, budget_bytes, seconds=seconds / 8))
 
 
@@ -175,7 +175,13 @@ def _rounds(graph: StepGraph, budget_bytes: int, seconds: float, progress: Progr
 
 
 def _with(
-    graph: StepGraph, swapped: Mapping[int, Tier], budget_bytes: int, seconds: float, progress: Progress | None
+    graph: StepGraph,
+    swapped: Mapping[int, Tier],
+    budget_bytes: int,
+    seconds: float,
+    progress: Progress | None,
+    *,
+    any_speed: bool = False,
 ) -> Found:
     """The fastest program found in which these may be swapped.
 
@@ -196,4 +202,4 @@ def _with(
         return moved, simulate(graph, moved)
 
     moves = Moves(ahead=ahead, finish=finish, spill_bytes=int(budget_bytes * _SPILLED))
-    return find_order(swapping, budget_bytes, seconds=seconds, progress=progress, moves=moves)
+    return find_order(swapping, budget_bytes, seconds=seconds, progress=progress, moves=moves, any_speed=any_speed)
