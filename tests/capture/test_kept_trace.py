@@ -15,7 +15,7 @@ from memfit.planner.bounds.lower_bound import widest_op_bytes
 from memfit.runtime.executable import compile_program
 from memfit.sim.simulator import simulate_plain
 
-_TRACED = "aot_trace_joint_graph"  # torch times each by this name
+_TRACED, _FOLLOWED = "aot_trace_joint_graph", "_compile.compile_inner"  # torch times each by these names
 
 
 def _model() -> nn.Sequential:
@@ -30,6 +30,10 @@ def _loss(output: torch.Tensor) -> torch.Tensor:
 
 def _traced() -> int:
     return len(compilation_time_metrics.get(_TRACED, ()))
+
+
+def _followed() -> int:
+    return len(compilation_time_metrics.get(_FOLLOWED, ()))
 
 
 def _step(model: nn.Module, inputs: torch.Tensor) -> list[torch.Tensor]:
@@ -48,6 +52,40 @@ def test_a_step_that_is_fitted_is_traced_once() -> None:
     gradients = _step(fitted, inputs)
     assert _traced() == before + 1
     assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
+
+
+class _Broken(nn.Module):
+    """Layers with a graph break behind each, so that the same graph runs several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = _model()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+            torch._dynamo.graph_break()
+        return x
+
+
+def test_the_graphs_of_a_broken_step_are_traced_for_the_capture_only() -> None:
+    model, inputs = _Broken(), torch.randn(256, 32)
+    expected = _step(copy.deepcopy(model), inputs)
+    asked = Request(budget=1, loss_fn=_loss, search_seconds=0.1)
+    capture, graph = capture_and_profile(model, (inputs,), {}, asked)
+    assert len(capture.pieces.pieces) == 4
+    plain_bytes, least_bytes = simulate_plain(graph).peak_bytes, widest_op_bytes(graph)
+    before = _followed(), _traced()
+    for share in (0.6, 1.0):
+        budget_bytes = int(least_bytes + share * (plain_bytes - least_bytes))
+        program = plan_captured(model, (inputs,), {}, capture, graph, asked, budget_bytes).program
+        planned = compile_program(model, capture, program)
+        for _ in range(2):
+            model.zero_grad()
+            torch.manual_seed(1)
+            _loss(planned(inputs)).backward()
+            assert all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected, strict=True))
+    assert (_followed(), _traced()) == before
 
 
 def test_each_plan_of_a_capture_changes_a_copy() -> None:

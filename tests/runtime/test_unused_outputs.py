@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 import torch
@@ -28,6 +29,25 @@ class Heads(nn.Module):
             torch._dynamo.graph_break()
         hidden = nn.functional.dropout(hidden.sin(), 0.2)
         return self.a(hidden), self.b(hidden)
+
+
+class _Sine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return gradients[0] * x.cos()
+
+
+class OwnFunction(Heads):
+    """The same, with a function of its own, whose body is a graph inside of Dynamo's graph."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().forward(cast(torch.Tensor, _Sine.apply(x * self.norm.weight)))
 
 
 class Counting(Heads):
@@ -77,12 +97,14 @@ def assert_same(plain: nn.Module, fitted: nn.Module, step: Callable[[nn.Module],
         assert torch.equal(p, q), name
 
 
-@pytest.mark.parametrize(("breaks", "loss"), [(False, both), (True, second)])
+@pytest.mark.parametrize(
+    ("kind", "breaks", "loss"), [(Heads, False, both), (Heads, True, second), (OwnFunction, False, both)]
+)
 def test_its_step_has_the_bits_of_the_plain_one_and_the_next_is_planned(
-    breaks: bool, loss: Callable[..., torch.Tensor], told: list[str]
+    kind: type[Heads], breaks: bool, loss: Callable[..., torch.Tensor], told: list[str]
 ) -> None:
     torch.manual_seed(0)
-    model = Heads()
+    model = kind()
     model.breaks = breaks
     plain, fitted = pair(model)
     assert_same(plain, fitted, lambda m: loss(m(X)).backward())

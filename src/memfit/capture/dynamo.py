@@ -37,7 +37,16 @@ from memfit.capture.loss.reading import LossReading
 from memfit.capture.state.snapshot import preserved
 from memfit.capture.subgraph_boundaries import Handed, handed_over, has_tensor_hooks, without_tensor_hooks
 from memfit.capture.subgraphs import Piece, Pieces, tensors_in
-from memfit.capture.traced_graph import DynamoGraph, Reader, Surroundings, Traced, as_dynamo_made, not_traced, trace
+from memfit.capture.traced_graph import (
+    DynamoGraph,
+    Reader,
+    Surroundings,
+    Trace,
+    Traced,
+    as_dynamo_made,
+    not_traced,
+    trace,
+)
 from memfit.capture.unplanned_parts import (
     NOTHING_PLAIN,
     SHAPED_BY_DATA,
@@ -201,6 +210,7 @@ def _capture(
     pieces: list[Piece] = []
     graphs: list[DynamoGraph] = []
     runs: list[int] = []
+    traces: dict[DynamoGraph, list[Trace]] = {}
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     gathered = gathering(model)
     held = frozenset(id(t) for t in (*model.parameters(), *model.buffers()))
@@ -208,7 +218,7 @@ def _capture(
     lying: dict[int, Strides] = {}
 
     def trace_anew(graph: DynamoGraph, around: Surroundings) -> Traced | None:
-        traced = trace(graph, around, reader, keep=later)
+        traced = trace(graph, around, reader, keep=not gathered())
         if traced is None and fake:
             raise nothing_reached(model)
         return traced
@@ -234,7 +244,7 @@ def _capture(
         if later and not any(isinstance(r, torch.Tensor) and r.requires_grad for r in results):
             raise nothing_reached(model)
         try:
-            traced = not_traced(gm) if later else trace(graph, Surroundings(), reader)
+            traced = not_traced(gm) if later else trace(graph, Surroundings(), reader, keep=read is not None)
         except UnplannableGraphError as error:
             if fake:
                 raise
@@ -247,7 +257,8 @@ def _capture(
         weights = weights_made(gm, inputs, held)
         key, number = graph.key, len(graphs)
         graphs.append(graph)
-        bare = replace(graph, inputs=())
+        bare = replace(graph, inputs=(), traces=[])
+        traces[bare] = graph.traces
         del graph  # Dynamo keeps the function below, and that must not keep the inputs
         if not later:
             lying.update(strides_of_outputs(traced.reading.module.graph))
@@ -288,7 +299,7 @@ def _capture(
     )
     try:
         output = call(*args, **kwargs)
-        captured, sources = tuple(pieces), tuple(graphs[number] for number in runs)
+        captured, sources, of_call = tuple(pieces), tuple(graphs[number] for number in runs), dict(traces)
     except torch._dynamo.exc.BackendCompilerFailed as error:
         if isinstance(error.inner_exception, MemfitError):
             raise error.inner_exception from None
@@ -301,12 +312,17 @@ def _capture(
     finally:
         pieces.clear()  # Dynamo keeps the backend, and with it these lists
         graphs.clear()
+        traces.clear()
     made = Pieces(pieces=captured, output=output, staying=gathered(), plain=plain, replaced=reader.replaced)
-    if later and not is_sharded(model):
+    if not is_sharded(model):
         made = replace(
             made,
             call=DynamoCall(
-                model=model, identity=identity, call=call, decisions=() if decisions is None else decisions
+                model=model,
+                identity=identity,
+                call=call,
+                decisions=() if decisions is None else decisions,
+                traces=of_call,
             ),
         )
     if read is None or not captured:
@@ -326,6 +342,8 @@ def _capture(
     output = call(*args, **kwargs)
     sources = tuple(graphs) or sources  # what the first call left on the module may make it another graph
     graphs.clear()
+    of_call.update(traces)
+    traces.clear()
     made = replace(made, pieces=tuple(pieces), output=output)
     pieces.clear()
     return settle(made, sources, read(made, take_back))

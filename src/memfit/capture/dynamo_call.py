@@ -8,14 +8,15 @@ the code takes longer than all else.
 captured, else a plan, which traces its own copy of the graph when it is first run. Where the guards fail, Dynamo
 follows the code anew for the plan that runs.
 
-Known limits: one graph without a break. The call holds the module.
+Known limits: the call holds the module. A sharded module is followed anew, as its capture gathers its parameters.
+Behind a break a graph that the capture did not come to is made for the plan that runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memfit.capture.dynamo_graph import copied
 from memfit.capture.gradients.returned_views import Views, calling_after
 from memfit.capture.gradients.shared_inputs import static_example
-from memfit.capture.traced_graph import DynamoGraph, as_it_was
+from memfit.capture.traced_graph import DynamoGraph, Trace, as_it_was
 from memfit.capture.values.decisions import Decision
 
 __all__ = ["DynamoCall", "RunsGraphs", "running_plan"]
@@ -45,15 +46,15 @@ class RunsGraphs:
     compile_graph: Callable[[fx.GraphModule, Sequence[Any], DynamoGraph], Callable[..., Any]]
     compiled: dict[DynamoGraph, Callable[..., Any]] = field(default_factory=dict)
 
-    def run(self, graph: DynamoGraph, views: Views, inputs: Sequence[Any]) -> Any:
-        """Runs a graph of the capture; compiles it at first."""
+    def run(self, graph: DynamoGraph, views: Views, inputs: Sequence[Any], traces: Sequence[Trace] = ()) -> Any:
+        """Runs a graph of the capture; compiles it at first, from one of its traces where one serves."""
         call = self.compiled.get(graph)
         if call is None:
             gm = copied(graph.gm)
             with as_it_was(graph):
                 fakes = _known_as_static(graph, inputs)
                 examples = [*inputs, *(static_example(view) for view in views(*inputs))]
-                call = self.compile_graph(gm, examples, graph)
+                call = self.compile_graph(gm, examples, replace(graph, traces=list(traces)))
             del fakes
             call = self.compiled[graph] = calling_after(views, call)
         return call(*inputs)
@@ -66,7 +67,24 @@ def _known_as_static(graph: DynamoGraph, inputs: Sequence[Any]) -> list[torch.Te
     return [] if mode is None else [mode.from_tensor(value, static_shapes=True) for value in real]
 
 
-_RUNNING: ContextVar[tuple[object, RunsGraphs] | None] = ContextVar("memfit_running_plan", default=None)
+_RUNNING: ContextVar[_Running | None] = ContextVar("memfit_running_plan", default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Running:
+    """A plan that runs a call which Dynamo compiled."""
+
+    plan: RunsGraphs
+    call: DynamoCall
+
+    @property
+    def backend(self) -> Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
+        """Compiles a graph that Dynamo made for the plan."""
+        return self.plan.backend
+
+    def run(self, graph: DynamoGraph, views: Views, inputs: Sequence[Any]) -> Any:
+        """Runs a graph of the capture."""
+        return self.plan.run(graph, views, inputs, self.call.traces.get(graph, ()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -78,26 +96,29 @@ class DynamoCall:
         identity: by which the compiled code asks `running_plan`.
         call: takes the arguments of the module.
         decisions: branches that it was compiled for (`memfit.capture.values.decisions`).
+        traces: of its graphs. Dynamo keeps what it was given for a graph behind a break as long as the code of the
+            module, and traces hold parameters.
     """
 
     model: nn.Module
     identity: object
     call: Callable[..., Any]
     decisions: Sequence[Decision] = ()
+    traces: Mapping[DynamoGraph, Sequence[Trace]] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: object) -> DynamoCall:
         return self  # the compiled code calls this module, not a copy
 
     def run(self, plan: RunsGraphs, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Calls the module, whose graph is run by a plan."""
-        token = _RUNNING.set((self.identity, plan))
+        token = _RUNNING.set(_Running(plan=plan, call=self))
         try:
             return self.call(*args, **kwargs)
         finally:
             _RUNNING.reset(token)
 
 
-def running_plan(identity: object) -> RunsGraphs | None:
+def running_plan(identity: object) -> _Running | None:
     """The plan that runs a compiled call; None while the step is captured."""
     running = _RUNNING.get()
-    return running[1] if running is not None and running[0] is identity else None
+    return running if running is not None and running.call.identity is identity else None

@@ -43,6 +43,7 @@ __all__ = [
     "JointTrace",
     "Reader",
     "Surroundings",
+    "Trace",
     "Traced",
     "as_dynamo_made",
     "as_it_was",
@@ -85,6 +86,10 @@ class Surroundings:
     repeated: Mapping[int, int] = field(default_factory=dict)
 
 
+Trace = tuple[Surroundings, bool, KeptTrace]
+"""A traced copy of a graph, with what was around and whether backward passes are inside of autocast regions."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DynamoGraph:
     """A graph as Dynamo made it, and what was around when it did.
@@ -97,7 +102,7 @@ class DynamoGraph:
         context: of its tracing, with the fake tensors: Dynamo's, or one of its own if Dynamo did not make it.
         grad: whether gradients were recorded.
         autocast: by device type the dtype, of those where it was on.
-        traces: of its copies, with what was around and whether backward passes are inside of autocast regions.
+        traces: of its copies.
     """
 
     gm: fx.GraphModule
@@ -107,7 +112,7 @@ class DynamoGraph:
     context: TracingContext
     grad: bool
     autocast: Mapping[str, torch.dtype]
-    traces: list[tuple[Surroundings, bool, KeptTrace]] = field(default_factory=list)
+    traces: list[Trace] = field(default_factory=list)
 
     def traced_in(self, around: Surroundings) -> KeptTrace | None:
         """The joint graph in these surroundings and as backward passes are planned now, if it was kept."""
@@ -229,7 +234,7 @@ def trace(graph: DynamoGraph, around: Surroundings, reader: Reader, *, keep: boo
         trace = JointTrace(
             joint=joint,
             num_forward_outputs=num_forward_outputs,
-            graph=replace(graph, inputs=()),
+            graph=replace(graph, inputs=(), traces=[]),
             in_place=in_place,
             accumulated=accumulated,
             cast_once=casts,

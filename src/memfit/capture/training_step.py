@@ -75,6 +75,10 @@ class Capture:
     deferred: frozenset[int] = frozenset()
     loss: LossReading | None = None
 
+    def without_call(self) -> Capture:
+        """The same, which does not keep the module alive."""
+        return replace(self, pieces=replace(self.pieces, call=None))
+
     @property
     def separated(self) -> frozenset[str]:
         """Keys of weights' gradients that are made part by part (`memfit.passes.concat_weight_gradients`)."""

@@ -93,9 +93,7 @@ def make_plan(
 def _without_call(plan: Plan) -> Plan:
     """The same plan, which does not keep the module alive."""
     assert plan.planned is not None
-    capture = plan.planned.capture
-    bare = replace(capture, pieces=replace(capture.pieces, call=None))
-    return replace(plan, planned=replace(plan.planned, capture=bare))
+    return replace(plan, planned=replace(plan.planned, capture=plan.planned.capture.without_call()))
 
 
 def _made(

@@ -152,7 +152,8 @@ class Plan:
         if self.planned is None:
             return self.__str__
         request = replace(self.planned.request, loss_fn=None, optimizer=None)
-        return replace(self, planned=replace(self.planned, request=request, call=None)).__str__
+        capture = self.planned.capture.without_call()
+        return replace(self, planned=replace(self.planned, capture=capture, request=request, call=None)).__str__
 
     def __str__(self) -> str:
         """The plan as pseudo-code."""

@@ -245,7 +245,8 @@ def compile_planned(
         key = graph_key(gm) if in_pieces else ""
         is_last = not in_pieces or key == last_key
         between = (cut_between or {}).get(key, frozenset())
-        cut = detach_outputs(gm, gradient_outputs if is_last else all_but(gm, between))
+        receive = gradient_outputs if is_last else all_but(gm, between)
+        cut = detach_outputs(gm, receive)
         strides_of_runs = (gradient_strides or {}).get(key, ({},))
         own_runs = [place for place, other in enumerate(keys) if other == key]
         by_run = any(strides != strides_of_runs[0] for strides in strides_of_runs)
@@ -314,7 +315,7 @@ def compile_planned(
                 piece.assumed, piece.without_gradient = assumed, without_gradient
             piece.repeated = len(repeated_places(repeated))
             strides = strides_of_runs[min(run, len(strides_of_runs) - 1)]
-            around = Surroundings(receive=gradient_outputs, strides=strides, repeated=repeated)
+            around = Surroundings(receive=receive, strides=strides, repeated=repeated)
             # Some versions of AOTAutograd keep the function, and with it the model, among Dynamo's globals.
             split = [functools.partial(partition, run=run, piece=piece)]
             with planning_backward(in_autocast=in_autocast):
@@ -369,6 +370,8 @@ def compile_planned(
             try:
                 return followed.run(plan, args, kwargs)
             except torch._dynamo.exc.Unsupported as error:  # the code has changed and would break the graph now
+                if in_pieces:
+                    raise
                 reason = next(iter(str(error).splitlines()), "")
                 raise unplanned(f", where the graph breaks ({reason})") from error
 

@@ -58,9 +58,8 @@ def whole_graph(gm: fx.GraphModule, cut: Sequence[int], reading: JointReading, *
     forward = [op for op in reading.ops if op.phase is Phase.FORWARD]
     once = {s for op in forward if not op.recomputable for s in op.writes}
     able = aligned and not reading.accumulated and not any(op.recomputable and once & {*op.reads} for op in forward)
-    whole = fx.GraphModule(gm, fx.Graph(), "Whole") if able else None
+    whole = fx.GraphModule(gm, _copy(gm.graph), "Whole") if able else None
     if whole is not None:
-        whole.graph = _copy(gm.graph)
         attach_outputs(whole, cut)
     return WholeGraph(
         call=None if whole is None else whole.forward, random=any(op.random for op in forward), cut=tuple(cut)
