@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.capture.loss.reading import LossFunction, scalar_loss
-from memfit.fxir.marks import HOLLOW_PREFIX
+from memfit.fxir.marks import METADATA_ONLY_PREFIX
 from memfit.fxir.signature import cost_key
 from memfit.ops.kernels.convolution import convolution_input_gradient, takes_input_shape_only
 from memfit.profiling.benchmark import ways_of
@@ -118,7 +118,7 @@ def _nodes(func: Any, args: Any, kwargs: Any) -> list[fx.Node]:
         and takes_input_shape_only(args[1], args[2], *args[3:-1])
     ):
         weight = _node(func, (*args[:-1], [False, True, args[-1][2]]), kwargs)
-        return [weight, _node(convolution_input_gradient, args[:-1], kwargs, hollow=args[1])]
+        return [weight, _node(convolution_input_gradient, args[:-1], kwargs, metadata_only=args[1])]
     return [_node(_SAME_COST.get(func) or _functional(func), args, kwargs)]
 
 
@@ -131,7 +131,7 @@ def _functional(func: Any) -> Any:
     return getattr(packet, func._overloadname, func) if packet is not None else func
 
 
-def _node(func: Any, args: Any, kwargs: Any, *, hollow: torch.Tensor | None = None) -> fx.Node:
+def _node(func: Any, args: Any, kwargs: Any, *, metadata_only: torch.Tensor | None = None) -> fx.Node:
     """A call as one node, its operands as placeholders that know shape, strides and dtype."""
     graph = fx.Graph()
     made: dict[int, fx.Node] = {}
@@ -140,15 +140,15 @@ def _node(func: Any, args: Any, kwargs: Any, *, hollow: torch.Tensor | None = No
         if not isinstance(value, torch.Tensor):
             return value
         if id(value) not in made:
-            node = graph.placeholder(f"{HOLLOW_PREFIX if value is hollow else 't'}{len(made)}")
+            node = graph.placeholder(f"{METADATA_ONLY_PREFIX if value is metadata_only else 't'}{len(made)}")
             node.meta["val"] = torch.empty_strided(tuple(value.shape), value.stride(), dtype=value.dtype, device="meta")
             made[id(value)] = node
         return made[id(value)]
 
     named_args, named_kwargs = pytree.tree_map(placeholder, (args, kwargs))
     call = graph.call_function(func, tuple(named_args), dict(named_kwargs))
-    if hollow is not None:
-        call.meta["val"] = made[id(hollow)].meta["val"]  # a gradient has the shape of what it is for
+    if metadata_only is not None:
+        call.meta["val"] = made[id(metadata_only)].meta["val"]  # a gradient has the shape of what it is for
     return call
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import memfit
 from memfit.compiler.difference import Difference, first_difference
 from memfit.compiler.recorded_ops import fingerprint
-from memfit.ops.kernels.convolution import make_hollow
+from memfit.ops.kernels.convolution import make_metadata_only
 
 Step = Callable[[], list[Tensor]]
 
@@ -189,7 +189,7 @@ def test_a_sentence_is_made_of_what_is_known() -> None:
 
 def test_a_tensor_that_stands_for_a_shape_has_no_fingerprint() -> None:
     """Noise is drawn in the shape of such a one, so each step with dropout has them."""
-    hollow = make_hollow(torch.empty(4, 24, dtype=torch.bool), torch.device("cpu"))
-    assert fingerprint(hollow) is None
+    metadata_only = make_metadata_only(torch.empty(4, 24, dtype=torch.bool), torch.device("cpu"))
+    assert fingerprint(metadata_only) is None
     assert fingerprint(torch.empty(0)) is not None
     assert fingerprint(torch.ones(3)) == fingerprint(torch.ones(6)[::2])

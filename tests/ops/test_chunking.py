@@ -7,7 +7,7 @@ import torch
 from torch import fx, nn
 
 from memfit.ops.chunking import call_in_parts, candidate_parts
-from memfit.ops.kernels.convolution import convolution_input_gradient, make_hollow
+from memfit.ops.kernels.convolution import convolution_input_gradient, make_metadata_only
 from memfit.profiling.benchmark import ways_of
 
 _aten = torch.ops.aten
@@ -52,7 +52,7 @@ def test_convolutions(name: str, parts: int) -> None:
     )
     if data.dim() >= 4:  # others are not split
         split = call_in_parts(convolution_input_gradient)
-        close(split(gradient, make_hollow(data), weight, [len(bias)], *rest, parts=parts), of_data)
+        close(split(gradient, make_metadata_only(data), weight, [len(bias)], *rest, parts=parts), of_data)
     nothing, weights, biases = call_in_parts(_aten.convolution_backward.default)(
         gradient, data, weight, [len(bias)], *rest, [False, True, True], parts=parts
     )

@@ -12,9 +12,9 @@ import memfit
 from memfit.errors import CaptureError
 from memfit.ops.chunking import call_in_parts
 from memfit.ops.kernels.batch_norm import parts_of, takes_channels
-from memfit.ops.kernels.convolution import convolution_input_gradient, convolution_input_slices, make_hollow
+from memfit.ops.kernels.convolution import convolution_input_gradient, convolution_input_slices, make_metadata_only
 from memfit.passes.conv_backward_split import IN_PLACE
-from memfit.profiling.benchmark import _check_hollow
+from memfit.profiling.benchmark import _check_metadata_only
 
 _aten = torch.ops.aten
 
@@ -41,9 +41,9 @@ def test_split_convolution_backward(
     rest = ([0], [stride] * 2, [padding] * 2, [1, 1], False, [0, 0], groups)
     gradient = torch.randn_like(y)
     whole = _aten.convolution_backward.default(gradient, x, weight, *rest, [True, True, False])
-    hollow = make_hollow(x)
-    assert hollow.untyped_storage().nbytes() == 0
-    half = convolution_input_gradient(gradient, hollow, weight, *rest)
+    metadata_only = make_metadata_only(x)
+    assert metadata_only.untyped_storage().nbytes() == 0
+    half = convolution_input_gradient(gradient, metadata_only, weight, *rest)
     assert torch.equal(half, whole[0]) and half.stride() == whole[0].stride()
     assert torch.equal(
         _aten.convolution_backward.default(gradient, x, weight, *rest, [False, True, False])[1], whole[1]
@@ -52,14 +52,14 @@ def test_split_convolution_backward(
 
 def test_a_half_with_other_bits_than_the_whole_is_refused_with_its_shapes() -> None:
     x, weight, rest = torch.randn(2, 3, 6, 6), torch.randn(4, 3, 3, 3), ([0], [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
-    args = (torch.randn(2, 4, 6, 6), make_hollow(x), weight, *rest)
+    args = (torch.randn(2, 4, 6, 6), make_metadata_only(x), weight, *rest)
     graph = torch.fx.Graph()
     node = graph.call_function(convolution_input_gradient, ())
     node.meta["nn_module_stack"] = {"": ("L['self'].stem", torch.nn.Conv2d)}
     half = convolution_input_gradient(*args)
-    _check_hollow(node, args, half)
+    _check_metadata_only(node, args, half)
     with pytest.raises(CaptureError, match=r"of stem, gradient \(2, 4, 6, 6\), weight \(4, 3, 3, 3\) of torch.float32"):
-        _check_hollow(node, args, half + 1)
+        _check_metadata_only(node, args, half + 1)
 
 
 ARGUMENTS = {
@@ -134,9 +134,9 @@ def test_slices_of_an_input_gradient_have_the_bits_of_the_whole() -> None:
     rest = ([0], [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     gradient, cuts = torch.randn(4, 16, 9, 9), ((0, 8), (8, 24))
     whole = convolution_input_gradient(gradient, data, weight, *rest)
-    hollow = make_hollow(data)
-    apart = convolution_input_slices(gradient, hollow, weight, *rest, cuts)
-    in_parts = call_in_parts(convolution_input_slices)(gradient, hollow, weight, *rest, cuts, parts=3)
+    metadata_only = make_metadata_only(data)
+    apart = convolution_input_slices(gradient, metadata_only, weight, *rest, cuts)
+    in_parts = call_in_parts(convolution_input_slices)(gradient, metadata_only, weight, *rest, cuts, parts=3)
     for (start, stop), one, other in zip(cuts, apart, in_parts, strict=True):
         assert torch.equal(one, whole[:, start:stop]) and torch.equal(other, one)
         assert one.is_contiguous() and other.is_contiguous()

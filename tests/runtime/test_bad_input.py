@@ -153,7 +153,7 @@ def test_out_of_memory_names_shape_and_plan(monkeypatch: pytest.MonkeyPatch) -> 
 
         gm.forward = forward  # type: ignore[method-assign]
 
-    monkeypatch.setattr(boxed_call, "attach_hollow", failing)
+    monkeypatch.setattr(boxed_call, "attach_metadata_only", failing)
     monkeypatch.setattr(torch.fx.GraphModule, "recompile", lambda self: None)
     with pytest.raises(
         memfit.OutOfMemoryError, match=r"(?s)\(2, 3, 16, 16\).*plan .*largest live tensors.*lower budget"

@@ -21,7 +21,7 @@ from memfit.ops.batching.slices import Slice, in_slices
 from memfit.ops.kernels.batch_norm import input_gradient_from_sums, input_gradient_over_data
 from memfit.planner.bounds.lower_bound import widest_op_bytes
 from memfit.planner.finalize.variant_selection import leanest
-from memfit.planner.search.checkpoints import anchors
+from memfit.planner.search.checkpoints import checkpoints
 from memfit.planner.search.lazy_recompute import tiled_order
 from memfit.runtime.executable import compile_program
 from memfit.sim.simulator import simulate_plain
@@ -124,7 +124,7 @@ def test_resizing_in_tiles() -> None:
     assert sum("upsample_nearest2d" in target for target in tiled) == 4
     assert sum("upsample_bilinear2d" in target for target in tiled) == 2
     lean = leanest(graph)
-    program = program_of(lean, tiled_order(lean, anchors(lean, 1)), in_place=False)
+    program = program_of(lean, tiled_order(lean, checkpoints(lean, 1)), in_place=False)
     plain = copy.deepcopy(model)
     loss_fn(compile_program(model, capture, program)(x)).backward()
     loss_fn(plain(x)).backward()
@@ -194,7 +194,7 @@ def equal_to_rounding(
     """As much as can be in slices, against the plain step in float64."""
     capture, graph = capture_and_profile(model, args, kwargs, Request(budget=1, loss_fn=loss), grid=grid)
     lean = leanest(graph)
-    program = program_of(lean, tiled_order(lean, anchors(lean, 1)), in_place=False)
+    program = program_of(lean, tiled_order(lean, checkpoints(lean, 1)), in_place=False)
     check(lean, program)
     assert any(i.sliced for i in program.instructions)
     plain = copy.deepcopy(model)
@@ -214,7 +214,7 @@ def test_the_backward_pass_runs_in_slices_and_adds_up() -> None:
     model, x = residual(), torch.randn(5, 3, 40, 40)
     _, graph = capture_and_profile(model, (x,), {}, Request(budget=1, loss_fn=loss_fn), grid=(1, 1))
     lean = leanest(graph)
-    program = program_of(lean, tiled_order(lean, anchors(lean, 1)))
+    program = program_of(lean, tiled_order(lean, checkpoints(lean, 1)))
     sliced = [graph.ops[i.index] for i in program.instructions if i.action is Action.COMPUTE and i.sliced]
     backward = {op.target for op in sliced if op.phase is Phase.BACKWARD}
     assert {"aten.convolution_backward.default", "convolution_input_gradient", "input_gradient_from_sums"} <= backward

@@ -14,7 +14,7 @@ from torch import fx
 
 __all__ = [
     "HALF_OF",
-    "HOLLOW_PREFIX",
+    "METADATA_ONLY_PREFIX",
     "PLAIN_CALL",
     "PLAIN_NBYTES",
     "STANDS_FOR",
@@ -28,7 +28,7 @@ __all__ = [
 _aten = torch.ops.aten
 
 
-HOLLOW_PREFIX = "_hollow_"
+METADATA_ONLY_PREFIX = "_metadata_only_"
 """Names of the graph attributes that stand for an operand of which only the shape is used."""
 
 

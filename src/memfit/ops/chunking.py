@@ -25,7 +25,7 @@ from torch import fx
 
 from memfit.fxir.call import Call
 from memfit.ops.kernels import batch_norm
-from memfit.ops.kernels.convolution import convolution_input_gradient, convolution_input_slices, make_hollow
+from memfit.ops.kernels.convolution import convolution_input_gradient, convolution_input_slices, make_metadata_only
 
 __all__ = ["call_in_parts", "candidate_parts"]
 
@@ -75,29 +75,34 @@ def _convolution(data: torch.Tensor, weight: torch.Tensor, *rest: Any, parts: in
     return _by_samples(run, data.shape[0], parts)
 
 
-def _input_gradient(gradient: torch.Tensor, hollow: torch.Tensor, *rest: Any, parts: int) -> torch.Tensor:
-    return _by_samples(lambda here: _input_gradient_of(gradient[here], hollow, *rest), gradient.shape[0], parts)
+def _input_gradient(gradient: torch.Tensor, metadata_only: torch.Tensor, *rest: Any, parts: int) -> torch.Tensor:
+    return _by_samples(lambda here: _input_gradient_of(gradient[here], metadata_only, *rest), gradient.shape[0], parts)
 
 
 def _input_slices(
-    gradient: torch.Tensor, hollow: torch.Tensor, weight: torch.Tensor, *rest: Any, parts: int
+    gradient: torch.Tensor, metadata_only: torch.Tensor, weight: torch.Tensor, *rest: Any, parts: int
 ) -> tuple[torch.Tensor, ...]:
     *settings, cuts = rest
-    slices = tuple(hollow.new_empty((hollow.shape[0], stop - start, *hollow.shape[2:])) for start, stop in cuts)
+    slices = tuple(
+        metadata_only.new_empty((metadata_only.shape[0], stop - start, *metadata_only.shape[2:]))
+        for start, stop in cuts
+    )
     size = -(-gradient.shape[0] // parts)
     for start in range(0, gradient.shape[0], size):
         here = slice(start, start + size)
-        part = _input_gradient_of(gradient[here], hollow, weight, *settings)
+        part = _input_gradient_of(gradient[here], metadata_only, weight, *settings)
         for result, (first, stop) in zip(slices, cuts, strict=True):
             result[here] = part[:, first:stop]
         del part
     return slices
 
 
-def _input_gradient_of(samples: torch.Tensor, hollow: torch.Tensor, *rest: Any) -> torch.Tensor:
-    shape = (samples.shape[0], *hollow.shape[1:])
-    part_of_hollow = make_hollow(torch.empty(shape, dtype=hollow.dtype, device="meta"), samples.device)
-    return convolution_input_gradient(samples, part_of_hollow, *rest)
+def _input_gradient_of(samples: torch.Tensor, metadata_only: torch.Tensor, *rest: Any) -> torch.Tensor:
+    shape = (samples.shape[0], *metadata_only.shape[1:])
+    part_of_metadata_only = make_metadata_only(
+        torch.empty(shape, dtype=metadata_only.dtype, device="meta"), samples.device
+    )
+    return convolution_input_gradient(samples, part_of_metadata_only, *rest)
 
 
 def _by_samples(run: Callable[[slice], torch.Tensor], samples: int, parts: int) -> torch.Tensor:

@@ -3,10 +3,10 @@
 - **Split convolution backward.** `convolution_backward` returns the input's and the weight's gradient at
   once, so input, gradient-in and gradient-out are alive together. Its weight half needs input and
   gradient-out; its input half needs gradient-out, weight and only the input's *shape*. Run weight half, free
-  the input, run input half with a hollow tensor (right shape and strides, no memory). Checked bitwise on CPU
+  the input, run input half with a metadata-only tensor (right shape and strides, no memory). Checked bitwise on CPU
   over strides, groups, kernels and memory formats; the profiler checks it again on each machine and shape.
 - **Shapes only.** The backward of pooling takes the pooled tensor but looks at its shape alone; it gets a
-  hollow one, so that nothing is kept for it.
+  metadata-only one, so that nothing is saved for it.
 - **No copies of what nobody overwrites.** An in-place activation whose backward needs its input makes autograd
   clone that input; in a functional graph the input itself is still there.
 - **Masked before unpooling.** The gradient of `max_pool(relu(x))` lands where the maxima were, and there the mask of
@@ -33,7 +33,7 @@ from torch._guards import detect_fake_mode
 
 from memfit.fxir.marks import (
     HALF_OF,
-    HOLLOW_PREFIX,
+    METADATA_ONLY_PREFIX,
     PLAIN_NBYTES,
     STANDS_FOR,
     is_view,
@@ -43,7 +43,7 @@ from memfit.fxir.marks import (
 )
 from memfit.ops.kernels import batch_norm
 from memfit.ops.kernels.convolution import (
-    _takes_hollow,
+    _takes_metadata_only,
     convolution_input_gradient,
     input_gradient_beside_stand_in,
     takes_input_shape_only,
@@ -55,8 +55,8 @@ __all__ = [
     "IN_PLACE",
     "drop_clones",
     "hoist_weight_gradients",
-    "hollow_attribute",
-    "hollow_shape_operands",
+    "metadata_only_attribute",
+    "metadata_only_shape_operands",
     "in_place_arguments",
     "mark_halves",
     "mask_before_unpooling",
@@ -100,8 +100,8 @@ def split_convolution_backward(module: fx.GraphModule, *, rounded: bool = False)
                 _aten.convolution_backward.default, (*node.args[:-1], [False, True, bool(mask[2])])
             )
             half.meta = {**node.meta, "val": (None, values[1], values[2])}
-            hollow = hollow_attribute(module, data)
-            gradient = graph.call_function(target, (grad_output, hollow, weight, *rest))
+            metadata_only = metadata_only_attribute(module, data)
+            gradient = graph.call_function(target, (grad_output, metadata_only, weight, *rest))
             gradient.meta = {**node.meta, "val": values[0]}
         getitems[0].replace_all_uses_with(gradient)
         graph.erase_node(getitems[0])
@@ -124,16 +124,17 @@ def mark_halves(graph: fx.Graph, alone: Container[fx.Node]) -> None:
         if not mask[0] and mask[1] and node not in alone:
             weight_halves[grad_output, data, weight, str(rest)] = node
     for node in graph.find_nodes(op="call_function", target=convolution_input_gradient):
-        grad_output, hollow, weight, *rest = node.args
-        half = weight_halves.pop((grad_output, hollow.meta.get(STANDS_FOR), weight, str(rest)), None)
+        grad_output, metadata_only, weight, *rest = node.args
+        half = weight_halves.pop((grad_output, metadata_only.meta.get(STANDS_FOR), weight, str(rest)), None)
         if half is not None:
             half.meta[HALF_OF] = node.meta[HALF_OF] = node.name
 
 
-def hollow_attribute(module: fx.GraphModule, original: fx.Node, like: torch.Tensor | None = None) -> fx.Node:
-    """A `get_attr` node for a stand-in of a node, perhaps `like` another; the lowering puts a hollow tensor there."""
+def metadata_only_attribute(module: fx.GraphModule, original: fx.Node, like: torch.Tensor | None = None) -> fx.Node:
+    """A `get_attr` node that stands for a node, perhaps `like` another; lowering puts a metadata-only tensor there."""
     like = original.meta["val"] if like is None else like
-    name = f"{HOLLOW_PREFIX}{len([n for n in module.graph.nodes if str(n.target).startswith(HOLLOW_PREFIX)])}"
+    number = sum(str(node.target).startswith(METADATA_ONLY_PREFIX) for node in module.graph.nodes)
+    name = f"{METADATA_ONLY_PREFIX}{number}"
     with detect_fake_mode(like) or nullcontext():
         stand_in = torch.empty_strided(tuple(like.shape), like.stride(), dtype=like.dtype, device=like.device)
     module.register_buffer(name, stand_in, persistent=False)
@@ -202,15 +203,15 @@ def _nbytes(node: fx.Node) -> int:
     return int(node.meta["val"].untyped_storage().nbytes())
 
 
-def hollow_shape_operands(module: fx.GraphModule) -> None:
-    """Gives ops that look only at an operand's shape a hollow one."""
+def metadata_only_shape_operands(module: fx.GraphModule) -> None:
+    """Gives ops that look only at an operand's shape a metadata-only one."""
     for target, positions in _SHAPE_ONLY.items():
         for node in module.graph.find_nodes(op="call_function", target=target):
             for position in positions:
-                if not _takes_hollow(node.args[position].meta["val"]):
+                if not _takes_metadata_only(node.args[position].meta["val"]):
                     continue
                 with module.graph.inserting_before(node):
-                    node.update_arg(position, hollow_attribute(module, node.args[position]))
+                    node.update_arg(position, metadata_only_attribute(module, node.args[position]))
 
 
 def hoist_weight_gradients(module: fx.GraphModule) -> None:

@@ -22,7 +22,7 @@ from torch._guards import detect_fake_mode
 from memfit.fxir.call import Call
 from memfit.fxir.marks import PLAIN_CALL, PLAIN_NBYTES
 from memfit.ops.kernels.dropout import drawn, kept_scale, masked
-from memfit.passes.conv_backward_split import hollow_attribute
+from memfit.passes.conv_backward_split import metadata_only_attribute
 
 __all__ = ["mask_by_bytes", "split_dropout"]
 
@@ -40,7 +40,7 @@ def mask_by_bytes(module: fx.GraphModule) -> None:
         noise = next(iter(node.users), None)
         if noise is None or len(node.users) != 1 or not _take_apart(module, node, noise):
             with graph.inserting_before(node):
-                node.update_arg(0, hollow_attribute(module, node))
+                node.update_arg(0, metadata_only_attribute(module, node))
     graph.eliminate_dead_code()
 
 
@@ -65,7 +65,7 @@ def _take_apart(module: fx.GraphModule, drawing: fx.Node, noise: fx.Node) -> boo
     with graph.inserting_before(drawing):
         with detect_fake_mode(value) or nullcontext():
             like = torch.empty_strided(value.shape, value.stride(), dtype=torch.bool, device=value.device)
-        mask = graph.call_function(drawn, (hollow_attribute(module, drawing, like), kept))
+        mask = graph.call_function(drawn, (metadata_only_attribute(module, drawing, like), kept))
     with detect_fake_mode(value) or nullcontext():
         bits = torch.empty_strided(value.shape, value.stride(), dtype=torch.bool, device=value.device)
     mask.meta = {**drawing.meta, "val": bits, PLAIN_CALL: None}
@@ -109,7 +109,7 @@ def split_dropout(module: fx.GraphModule) -> None:
         with graph.inserting_before(node):
             with detect_fake_mode(value) or nullcontext():
                 like = torch.empty_like(value, dtype=torch.bool)
-            shape = hollow_attribute(module, data, like)
+            shape = metadata_only_attribute(module, data, like)
             mask = graph.call_function(_aten.bernoulli.p, (shape, 1 - probability))
             kept = graph.call_function(masked, (data, mask, 1 / (1 - probability)))
         # Without memfit the mask has the data's dtype.

@@ -101,7 +101,7 @@ def read_joint(
     concat_gradients.separate_input_slices(module)
     concat_gradients.copy_out_late_slices(module)
     conv_backward_split.mask_before_unpooling(module)
-    conv_backward_split.hollow_shape_operands(module)
+    conv_backward_split.metadata_only_shape_operands(module)
     conv_backward_split.hoist_weight_gradients(module)
     if grid:
         if max(grid[:2]) > 1:

@@ -156,7 +156,7 @@ def costs_of(node: fx.Node | Call, over: int | None, device: torch.device) -> Co
     except (RuntimeError, TypeError, IndexError, ValueError) as error:
         log.info("cannot time %s alone (%s); using its roofline", node.name, error)
         return Costs(ways=(Way(parts=1, seconds=roofline_seconds(node), workspace_bytes=0),))
-    _check_hollow(node, args, result)
+    _check_metadata_only(node, args, result)
     found = [(first, whole)]
     for parts in candidate_parts(node) if first.workspace_bytes else ():
         in_parts = functools.partial(_in_parts, node, args, kwargs, parts)
@@ -201,7 +201,7 @@ def _within(node: fx.Node | Call) -> str:
     return f" of {name}" if name else ""
 
 
-def _check_hollow(node: fx.Node | Call, args: Sequence[Any], found: object) -> None:
+def _check_metadata_only(node: fx.Node | Call, args: Sequence[Any], found: object) -> None:
     """The input's gradient alone must have the bits of `convolution_backward`, on this machine and shape.
 
     Raises:
@@ -212,8 +212,10 @@ def _check_hollow(node: fx.Node | Call, args: Sequence[Any], found: object) -> N
         *args, cuts = args
     elif node.target is not convolution_input_gradient:
         return
-    gradient, hollow, weight, *rest = args
-    data = torch.empty_strided(hollow.shape, hollow.stride(), dtype=hollow.dtype, device=gradient.device).zero_()
+    gradient, metadata_only, weight, *rest = args
+    data = torch.empty_strided(
+        metadata_only.shape, metadata_only.stride(), dtype=metadata_only.dtype, device=gradient.device
+    ).zero_()
     whole = _aten.convolution_backward.default(gradient, data, weight, *rest, [True, True, False])[0]
     expected = whole if cuts is None else tuple(whole[:, start:stop].contiguous() for start, stop in cuts)
     if not equal(expected, found):

@@ -18,8 +18,8 @@ import torch
 from torch import fx
 
 from memfit.fxir.call import Call
-from memfit.fxir.marks import HOLLOW_PREFIX
-from memfit.ops.kernels.convolution import make_hollow
+from memfit.fxir.marks import METADATA_ONLY_PREFIX
+from memfit.ops.kernels.convolution import make_metadata_only
 
 __all__ = ["operand_values", "operands_of"]
 
@@ -87,10 +87,12 @@ def operand_values(node: fx.Node | Call, device: torch.device) -> dict[fx.Node, 
         value = argument.meta.get("val")
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"operand {argument.name} is not a tensor")
-        hollow = str(argument.target).startswith(HOLLOW_PREFIX)
+        metadata_only = str(argument.target).startswith(METADATA_ONLY_PREFIX)
         if argument not in made:
             here = torch.device("cpu") if argument in on_host else device
-            made[argument] = make_hollow(value, here) if hollow else _like(value, here, len(made), shares=shares)
+            made[argument] = (
+                make_metadata_only(value, here) if metadata_only else _like(value, here, len(made), shares=shares)
+            )
 
     fx.map_arg((node.args, node.kwargs), make)
     if special is not None and isinstance(special_node, fx.Node):

@@ -19,7 +19,7 @@ from memfit.profiling.memory import largest_tensors
 from memfit.runtime.deferred_backward import LATER, Later, in_two
 from memfit.runtime.dispatch import call_cheaply
 from memfit.runtime.emitter import OVERWRITTEN
-from memfit.runtime.lowering import attach_hollow
+from memfit.runtime.lowering import attach_metadata_only
 from memfit.runtime.offload.graph_calls import forget_side_effects
 
 __all__ = ["boxed"]
@@ -32,7 +32,7 @@ _TOLD = 6
 
 def boxed(gm: fx.GraphModule, describe: Callable[[], str], later: Later | None) -> Callable[..., Any]:
     """The generated code itself, taking its arguments in a list that it empties as it goes."""
-    attach_hollow(gm)
+    attach_metadata_only(gm)
     forget_side_effects(gm.graph)
     call_cheaply(gm.graph)
     placeholders = gm.graph.find_nodes(op="placeholder")

@@ -17,14 +17,14 @@ from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutpu
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from memfit.fxir.joint import JointReading
-from memfit.fxir.marks import HOLLOW_PREFIX, is_tangent
-from memfit.ops.kernels.convolution import make_hollow
+from memfit.fxir.marks import METADATA_ONLY_PREFIX, is_tangent
+from memfit.ops.kernels.convolution import make_metadata_only
 from memfit.runtime.deferred_backward import LATER
 from memfit.runtime.emitter import Emitter, LocalInstruction, LocalMove
 from memfit.runtime.grad_accumulation import Accumulation
 from memfit.runtime.offload.engine import Swapper
 
-__all__ = ["attach_hollow", "lower"]
+__all__ = ["attach_metadata_only", "lower"]
 
 
 def lower(
@@ -150,22 +150,22 @@ def _drop_unread(graph: fx.Graph) -> None:
 
 
 def _attributes(joint: fx.GraphModule) -> dict[str, Any]:
-    """The attributes of the joint module; hollow tensors come later (`attach_hollow`).
+    """The attributes of the joint module; metadata-only tensors come later (`attach_metadata_only`).
 
-    AOTAutograd copies the backward module deeply, and a copy of a hollow tensor would have memory.
+    AOTAutograd copies the backward module deeply, and a copy of a metadata-only tensor would have memory.
     """
     attributes: dict[str, Any] = {}
     for node in joint.graph.find_nodes(op="get_attr"):
         name = str(node.target)
         attributes[name] = (
-            torch.empty(0, device="cpu") if name.startswith(HOLLOW_PREFIX) else operator.attrgetter(name)(joint)
+            torch.empty(0, device="cpu") if name.startswith(METADATA_ONLY_PREFIX) else operator.attrgetter(name)(joint)
         )
     return attributes
 
 
-def attach_hollow(module: fx.GraphModule) -> None:
-    """Puts real hollow tensors where the graph reads them."""
+def attach_metadata_only(module: fx.GraphModule) -> None:
+    """Puts real metadata-only tensors where the graph reads them."""
     with unset_fake_temporarily():
         for node in module.graph.find_nodes(op="get_attr"):
-            if str(node.target).startswith(HOLLOW_PREFIX):
-                setattr(module, str(node.target), make_hollow(node.meta["val"]))
+            if str(node.target).startswith(METADATA_ONLY_PREFIX):
+                setattr(module, str(node.target), make_metadata_only(node.meta["val"]))

@@ -15,11 +15,11 @@ from torch.nn import functional
 
 from memfit.capture.training_step import capture_step
 from memfit.fxir.layout import looks_alike, results_of
-from memfit.fxir.marks import HOLLOW_PREFIX, is_view
+from memfit.fxir.marks import METADATA_ONLY_PREFIX, is_view
 from memfit.ir.slicing import BySlices
 from memfit.ops.batching.rules import sampling_of, sums_of
 from memfit.ops.batching.slices import ViewOfSlice, samples_between, view_of_samples
-from memfit.ops.kernels.convolution import convolution_input_slices, make_hollow
+from memfit.ops.kernels.convolution import convolution_input_slices, make_metadata_only
 from memfit.ops.kernels.dropout import masked
 from memfit.passes.dropout_split import split_dropout
 from memfit.passes.fused_cross_entropy import rewrite_by_rows
@@ -314,7 +314,7 @@ def test_slices_of_channels_are_made_of_samples() -> None:
     data, weight = (torch.randn(shape, dtype=torch.float64) for shape in ((_BATCH, 4, 7, 5), (6, 4, 3, 3)))
     gradient = torch.randn(_BATCH, 6, 7, 5, dtype=torch.float64)
     rest = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1, ((0, 1), (1, 4)))
-    operands = {"gradient": gradient, f"{HOLLOW_PREFIX}0": make_hollow(data), "weight": weight}
+    operands = {"gradient": gradient, f"{METADATA_ONLY_PREFIX}0": make_metadata_only(data), "weight": weight}
     call, values = call_on(convolution_input_slices, operands, [6], *rest)
     sampling = sampling_of(call, _BATCH)
     assert sampling is not None and sampling.axes == (0, 0)

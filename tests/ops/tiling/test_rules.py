@@ -13,9 +13,9 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from memfit.fxir.call import Call
-from memfit.fxir.marks import HOLLOW_PREFIX
+from memfit.fxir.marks import METADATA_ONLY_PREFIX
 from memfit.ops.batching.rules import sums_of
-from memfit.ops.kernels.convolution import convolution_input_slices, input_gradient_beside_stand_in, make_hollow
+from memfit.ops.kernels.convolution import convolution_input_slices, input_gradient_beside_stand_in, make_metadata_only
 from memfit.ops.recompute import normalise
 from memfit.ops.tiling.rules import reaches_of, tiling_of
 from memfit.ops.tiling.window import bands_of, narrowed, tiles_of
@@ -98,7 +98,7 @@ def test_convolutions_and_their_gradients(case: tuple[Any, ...], grid: tuple[int
     call, values = call_on(_aten.convolution.default, {"data": data, "weight": weight, "bias": bias}, *rest)
     check(call, values, grid)
     gradient = torch.randn_like(call.meta["val"])
-    operands = {"gradient": gradient, f"{HOLLOW_PREFIX}0": make_hollow(data), "weight": weight}
+    operands = {"gradient": gradient, f"{METADATA_ONLY_PREFIX}0": make_metadata_only(data), "weight": weight}
     check(*call_on(input_gradient_beside_stand_in, operands, [channels], *rest), grid)
     check(*call_on(convolution_input_slices, operands, [channels], *rest, ((1, 4), (0, 1))), grid)
     mask = [False, True, with_bias]
@@ -129,7 +129,7 @@ def test_pooling(
         check(call, values, grid)
         most, places = call.meta["val"]
         gradient = torch.randn_like(most)
-        operands = {"gradient": gradient, f"{HOLLOW_PREFIX}0": make_hollow(data), "places": places}
+        operands = {"gradient": gradient, f"{METADATA_ONLY_PREFIX}0": make_metadata_only(data), "places": places}
         check(*call_on(_aten.max_pool2d_with_indices_backward.default, operands, *rest, "places"), grid)
     else:  # whatever place is told, it is one there is
         call, values = call_on(_aten.max_pool2d_with_indices.default, {"data": data}, *rest)
@@ -143,7 +143,10 @@ def test_pooling(
         average = ([size, 3], [stride, 2], [padding, 1], False, True, None)
         call, values = call_on(_aten.avg_pool2d.default, {"data": data}, *average)
         check(call, values, grid)
-        operands = {"gradient": torch.randn_like(call.meta["val"]), f"{HOLLOW_PREFIX}0": make_hollow(data)}
+        operands = {
+            "gradient": torch.randn_like(call.meta["val"]),
+            f"{METADATA_ONLY_PREFIX}0": make_metadata_only(data),
+        }
         check(*call_on(_aten.avg_pool2d_backward.default, operands, *average), grid)
 
 

@@ -48,7 +48,7 @@ def step() -> StepGraph:
 @pytest.mark.parametrize("kept", [(), (2, 5), (3,)])
 def test_draws_come_before_the_run_they_would_divide_in_their_order(kept: tuple[int, ...]) -> None:
     graph = step()
-    for order in (lazy_order(graph, kept), tiled_order(graph, kept), tiled_order(graph, kept, by_windows=True)):
+    for order in (lazy_order(graph, kept), tiled_order(graph, kept), tiled_order(graph, kept, by_segments=True)):
         program = program_of(graph, order)
         check(graph, program)
         assert order[:6] == [1, 4, 0, 2, 3, 5]

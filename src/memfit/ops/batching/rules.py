@@ -24,13 +24,13 @@ from torch import fx
 
 from memfit.fxir.call import Call
 from memfit.fxir.layout import nodes_of, outer_axis, results_of
-from memfit.fxir.marks import HOLLOW_PREFIX
+from memfit.fxir.marks import METADATA_ONLY_PREFIX
 from memfit.ops.kernels.batch_norm import input_gradient_from_sums, sums_of_data
 from memfit.ops.kernels.convolution import (
     convolution_input_gradient,
     convolution_input_slices,
     input_gradient_beside_stand_in,
-    make_hollow,
+    make_metadata_only,
 )
 from memfit.ops.kernels.dropout import masked
 from memfit.ops.kernels.group_norm import input_gradient, products_over_space, scaled_and_shifted, sums_of_space
@@ -110,8 +110,8 @@ def is_pointwise(call: fx.Node | Call) -> bool:
 
 def makes_sums_or_slices(call: fx.Node | Call) -> bool:
     """Whether no result mixes samples in another way, as both gradients of one kernel would."""
-    if call.target in _HOLLOW_SECOND:
-        return isinstance(call.args[1], fx.Node) and str(call.args[1].target).startswith(HOLLOW_PREFIX)
+    if call.target in _METADATA_ONLY_SECOND:
+        return isinstance(call.args[1], fx.Node) and str(call.args[1].target).startswith(METADATA_ONLY_PREFIX)
     if call.target in (_aten.convolution_backward.default, _aten.native_batch_norm_backward.default):
         return not cast(Sequence[bool], call.args[-1])[0]
     if call.target is _aten.addmm.default:
@@ -124,7 +124,7 @@ def makes_sums_or_slices(call: fx.Node | Call) -> bool:
     return True
 
 
-_HOLLOW_SECOND = {
+_METADATA_ONLY_SECOND = {
     convolution_input_gradient,
     convolution_input_slices,
     input_gradient_beside_stand_in,
@@ -155,7 +155,7 @@ def _rows(*positions: int) -> Callable[[fx.Node | Call, int], _Axes | None]:
         sliced = _at(call, positions)
         if sliced is None or not makes_sums_or_slices(call):
             return None
-        run = _with_hollow_slice(call.target) if call.target in _HOLLOW_SECOND else None
+        run = _with_metadata_only_slice(call.target) if call.target in _METADATA_ONLY_SECOND else None
         return _Axes(dict.fromkeys(sliced, 0), 0, run)
 
     return rule
@@ -331,12 +331,15 @@ def _first_result(call: fx.Node | Call) -> torch.Tensor:
     return cast(torch.Tensor, results_of(call)[0])
 
 
-def _with_hollow_slice(target: Any) -> Callable[..., Any]:
-    def run(gradient: torch.Tensor, hollow: torch.Tensor, *rest: Any) -> Any:
+def _with_metadata_only_slice(target: Any) -> Callable[..., Any]:
+    def run(gradient: torch.Tensor, metadata_only: torch.Tensor, *rest: Any) -> Any:
         like = torch.empty_strided(
-            (gradient.shape[0], *hollow.shape[1:]), hollow.stride(), dtype=hollow.dtype, device="meta"
+            (gradient.shape[0], *metadata_only.shape[1:]),
+            metadata_only.stride(),
+            dtype=metadata_only.dtype,
+            device="meta",
         )
-        return target(gradient, make_hollow(like, gradient.device), *rest)
+        return target(gradient, make_metadata_only(like, gradient.device), *rest)
 
     run.__name__ = getattr(target, "__name__", str(target))
     return run

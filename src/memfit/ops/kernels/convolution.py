@@ -18,7 +18,7 @@ __all__ = [
     "convolution_input_slices",
     "input_gradient_beside_stand_in",
     "input_half",
-    "make_hollow",
+    "make_metadata_only",
     "takes_input_shape_only",
 ]
 
@@ -30,15 +30,15 @@ _WITHOUT_INPUT = ("Mkldnn", "Cudnn", "CudnnTranspose")
 
 
 def convolution_input_gradient(
-    grad_output: torch.Tensor, hollow: torch.Tensor, weight: torch.Tensor, *rest: Any
+    grad_output: torch.Tensor, metadata_only: torch.Tensor, weight: torch.Tensor, *rest: Any
 ) -> torch.Tensor:
-    """The input half of `convolution_backward`; `hollow` gives shape and strides of the input, not values.
+    """The input half of `convolution_backward`; `metadata_only` gives shape and strides of the input, not values.
 
     Kernels go by shape and layout, so a slice may get one that looks at the input, and then needs memory there.
     """
-    if not takes_input_shape_only(hollow, weight, *rest):
-        return input_gradient_beside_stand_in(grad_output, hollow, weight, *rest)
-    return input_half(grad_output, hollow, weight, *rest)
+    if not takes_input_shape_only(metadata_only, weight, *rest):
+        return input_gradient_beside_stand_in(grad_output, metadata_only, weight, *rest)
+    return input_half(grad_output, metadata_only, weight, *rest)
 
 
 def input_half(grad_output: torch.Tensor, data: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -48,40 +48,44 @@ def input_half(grad_output: torch.Tensor, data: torch.Tensor, weight: torch.Tens
 
 
 def input_gradient_beside_stand_in(
-    grad_output: torch.Tensor, hollow: torch.Tensor, weight: torch.Tensor, *rest: Any
+    grad_output: torch.Tensor, metadata_only: torch.Tensor, weight: torch.Tensor, *rest: Any
 ) -> torch.Tensor:
     """The same with a kernel that wants memory for the input although it does not use what is in it."""
-    stand_in = torch.empty_strided(hollow.shape, hollow.stride(), dtype=hollow.dtype, device=grad_output.device)
+    stand_in = torch.empty_strided(
+        metadata_only.shape, metadata_only.stride(), dtype=metadata_only.dtype, device=grad_output.device
+    )
     return input_half(grad_output, stand_in, weight, *rest)
 
 
-def make_hollow(like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+def make_metadata_only(like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
     """A tensor with the metadata of `like` and no memory behind it."""
-    hollow = torch.empty_strided(tuple(like.shape), like.stride(), dtype=like.dtype, device=device or like.device)
-    hollow.untyped_storage().resize_(0)
-    return hollow
+    metadata_only = torch.empty_strided(
+        tuple(like.shape), like.stride(), dtype=like.dtype, device=device or like.device
+    )
+    metadata_only.untyped_storage().resize_(0)
+    return metadata_only
 
 
 def takes_input_shape_only(data: torch.Tensor, weight: torch.Tensor, bias_sizes: Any, *rest: Any) -> bool:
     """Whether the kernel that makes the input's gradient takes the input's shape only."""
     # A one-dimensional convolution runs as a two-dimensional one of a view, and a view needs memory.
-    if data.dim() < 4 or not _takes_hollow(data, weight):
+    if data.dim() < 4 or not _takes_metadata_only(data, weight):
         return False
     backend = str(torch._C._select_conv_backend(data, weight, None, *rest, bias_sizes)).rpartition(".")[2]
     # torch has no name in Python for the transposed kernel of oneDNN.
     return backend in _WITHOUT_INPUT or (backend == "???" and rest[3] and data.device.type == "cpu")
 
 
-def _takes_hollow(data: torch.Tensor, *others: torch.Tensor) -> bool:
+def _takes_metadata_only(data: torch.Tensor, *others: torch.Tensor) -> bool:
     """Whether a kernel leaves the operand's memory alone: one in another layout than it wants would be copied."""
     layout = suggest_memory_format(data)
     return data.is_contiguous(memory_format=layout) and all(suggest_memory_format(t) == layout for t in others)
 
 
 def convolution_input_slices(
-    gradient: torch.Tensor, hollow: torch.Tensor, weight: torch.Tensor, *rest: Any
+    gradient: torch.Tensor, metadata_only: torch.Tensor, weight: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, ...]:
     """`convolution_input_gradient`, cut into slices of its channels; the last argument says which."""
     *settings, cuts = rest
-    whole = convolution_input_gradient(gradient, hollow, weight, *settings)
+    whole = convolution_input_gradient(gradient, metadata_only, weight, *settings)
     return tuple(whole[:, start:stop].contiguous() for start, stop in cuts)

@@ -32,7 +32,7 @@ from memfit.ops.kernels.convolution import (
     convolution_input_gradient,
     convolution_input_slices,
     input_gradient_beside_stand_in,
-    make_hollow,
+    make_metadata_only,
 )
 from memfit.ops.kernels.group_norm import input_gradient, products_over_space, scaled_and_shifted, sums_of_space
 from memfit.ops.recompute import normalise
@@ -171,19 +171,19 @@ def _convolution(call: fx.Node | Call, axes: int) -> Tiling | None:
 
 def _input_gradient(call: fx.Node | Call, axes: int) -> Tiling:
     target: Any = call.target
-    gradient, hollow, weight = cast(tuple[fx.Node, ...], call.args[:3])
+    gradient, metadata_only, weight = cast(tuple[fx.Node, ...], call.args[:3])
     sizes, stride, padding, dilation, transposed, more, groups = cast(tuple[Any, ...], call.args[3:10])
     windows, inner = _windows_of(weight, stride, padding, dilation, axes), [*[0] * axes, *padding[axes:]]
     extents, none = extents_of(gradient, axes), [*[0] * axes, *more[axes:]]
 
-    def spread(gradient: torch.Tensor, hollow: torch.Tensor, weight: Any, *_: Any, tile: Tile) -> Any:
+    def spread(gradient: torch.Tensor, metadata_only: torch.Tensor, weight: Any, *_: Any, tile: Tile) -> Any:
         reach = read_by(windows, touching(windows, tile, extents))
-        like = _hollow_tile(hollow, gradient.shape[0], reach)
+        like = _metadata_only_tile(metadata_only, gradient.shape[0], reach)
         made = target(gradient, like, weight, sizes, stride, inner, dilation, False, none, groups)
         return cropped(made, starts_of(reach), tile)
 
-    def convolve(gradient: torch.Tensor, hollow: torch.Tensor, weight: Any, *_: Any, tile: Tile) -> Any:
-        like = _hollow_tile(hollow, gradient.shape[0], tile)
+    def convolve(gradient: torch.Tensor, metadata_only: torch.Tensor, weight: Any, *_: Any, tile: Tile) -> Any:
+        like = _metadata_only_tile(metadata_only, gradient.shape[0], tile)
         gradient = padded(gradient, read_by(windows, tile), extents)
         return target(gradient, like, weight, sizes, stride, inner, dilation, True, none, groups)
 
@@ -191,7 +191,10 @@ def _input_gradient(call: fx.Node | Call, axes: int) -> Tiling:
         return (inside(read_by(windows, tile), extents) if transposed else touching(windows, tile, extents),)
 
     return Tiling(
-        extents=extents_of(hollow, axes), operands=(gradient,), needs=needs, run=convolve if transposed else spread
+        extents=extents_of(metadata_only, axes),
+        operands=(gradient,),
+        needs=needs,
+        run=convolve if transposed else spread,
     )
 
 
@@ -276,15 +279,15 @@ def _max_pool_backward(call: fx.Node | Call, axes: int) -> Tiling | None:
     target: Any = call.target
     if not makes_sums_or_slices(call):
         return None
-    gradient, hollow, places = cast(tuple[fx.Node, ...], (call.args[0], call.args[1], call.args[7]))
-    kernel, stride, padding, dilation, ceil = _pooling(call.args[2:7], hollow, ())
+    gradient, metadata_only, places = cast(tuple[fx.Node, ...], (call.args[0], call.args[1], call.args[7]))
+    kernel, stride, padding, dilation, ceil = _pooling(call.args[2:7], metadata_only, ())
     windows, inner = _windows(kernel, stride, padding, dilation, axes), [*[0] * axes, *padding[axes:]]
-    extents, space = extents_of(gradient, axes), tuple(hollow.meta["val"].shape[SPACE:])
+    extents, space = extents_of(gradient, axes), tuple(metadata_only.meta["val"].shape[SPACE:])
 
-    def run(gradient: torch.Tensor, hollow: torch.Tensor, *rest: Any, tile: Tile) -> Any:
+    def run(gradient: torch.Tensor, metadata_only: torch.Tensor, *rest: Any, tile: Tile) -> Any:
         reach, places = read_by(windows, touching(windows, tile, extents)), rest[-1]
         first = starts_of(reach)
-        like = _hollow_tile(hollow, gradient.shape[0], reach)
+        like = _metadata_only_tile(metadata_only, gradient.shape[0], reach)
         if axes == 1:
             places = places - first[0] * math.prod(space[1:])
         else:
@@ -294,7 +297,7 @@ def _max_pool_backward(call: fx.Node | Call, axes: int) -> Tiling | None:
         return cropped(target(gradient, like, kernel, stride, inner, dilation, ceil, places), first, tile)
 
     return Tiling(
-        extents=extents_of(hollow, axes),
+        extents=extents_of(metadata_only, axes),
         operands=(gradient, places),
         needs=lambda tile: (touching(windows, tile, extents),) * 2,
         run=run,
@@ -326,21 +329,21 @@ def _average_pool_backward(call: fx.Node | Call, axes: int) -> Tiling | None:
     target: Any = call.target
     if not makes_sums_or_slices(call):
         return None
-    gradient, hollow = cast(tuple[fx.Node, fx.Node], call.args[:2])
-    kernel, stride, padding, ceil, with_padding, divisor = _pooling(call.args[2:], hollow, ())
+    gradient, metadata_only = cast(tuple[fx.Node, fx.Node], call.args[:2])
+    kernel, stride, padding, ceil, with_padding, divisor = _pooling(call.args[2:], metadata_only, ())
     windows, inner = _windows(kernel, stride, padding, 1, axes), [*[0] * axes, *padding[axes:]]
     extents = extents_of(gradient, axes)
     if ceil or (any(padding[:axes]) and not with_padding):
         return None
 
-    def run(gradient: torch.Tensor, hollow: torch.Tensor, *_: Any, tile: Tile) -> Any:
+    def run(gradient: torch.Tensor, metadata_only: torch.Tensor, *_: Any, tile: Tile) -> Any:
         reach = read_by(windows, touching(windows, tile, extents))
-        like = _hollow_tile(hollow, gradient.shape[0], reach)
+        like = _metadata_only_tile(metadata_only, gradient.shape[0], reach)
         made = target(gradient, like, kernel, stride, inner, ceil, with_padding, divisor)
         return cropped(made, starts_of(reach), tile)
 
     return Tiling(
-        extents=extents_of(hollow, axes),
+        extents=extents_of(metadata_only, axes),
         operands=(gradient,),
         needs=lambda tile: (touching(windows, tile, extents),),
         run=run,
@@ -373,12 +376,14 @@ def _for_axes(value: Any, axes: int) -> list[int]:
     return [value] * axes if isinstance(value, int) else list(value) * (axes // len(value))
 
 
-def _hollow_tile(hollow: torch.Tensor, samples: int, tile: Tile) -> torch.Tensor:
+def _metadata_only_tile(metadata_only: torch.Tensor, samples: int, tile: Tile) -> torch.Tensor:
     """A tensor of so many samples and as large as a tile, without memory, laid out as the whole is."""
     sizes = [stop - start for start, stop in tile]
-    shape = (samples, hollow.shape[1], *sizes, *hollow.shape[SPACE + len(tile) :])
-    layout = suggest_memory_format(hollow)
-    return make_hollow(torch.empty(shape, dtype=hollow.dtype, device="meta", memory_format=layout), hollow.device)
+    shape = (samples, metadata_only.shape[1], *sizes, *metadata_only.shape[SPACE + len(tile) :])
+    layout = suggest_memory_format(metadata_only)
+    return make_metadata_only(
+        torch.empty(shape, dtype=metadata_only.dtype, device="meta", memory_format=layout), metadata_only.device
+    )
 
 
 _RULES: dict[Any, Callable[[fx.Node | Call, int], Tiling | None]] = {

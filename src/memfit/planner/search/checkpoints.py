@@ -1,8 +1,8 @@
 """Storages to keep at evenly spaced narrow places of the forward pass.
 
-With an anchor kept, running ops again cannot reach back beyond it, so a stretch between two anchors is all
-that a backward op can bring into memory at once. A selection with anchors is a smaller problem with a smaller
-working set; how many anchors are best depends on the budget, so several numbers are tried.
+With a checkpoint kept, running ops again cannot reach back beyond it, so a stretch between two checkpoints is all
+that a backward op can bring into memory at once. A selection with checkpoints is a smaller problem with a smaller
+working set; how many checkpoints are best depends on the budget, so several numbers are tried.
 
 Source: the segments of Chen et al. (2016), with the cuts chosen by bytes rather than by count.
 """
@@ -14,15 +14,15 @@ import numpy as np
 from memfit.ir.graph import Phase, StepGraph
 from memfit.planner.analysis.chain import cut_chain
 
-__all__ = ["anchors"]
+__all__ = ["checkpoints"]
 
 
-def anchors(graph: StepGraph, windows: int, *, most_cuts: int = 400) -> frozenset[int]:
-    """The boundary storages of `windows - 1` cuts.
+def checkpoints(graph: StepGraph, segments: int, *, most_cuts: int = 400) -> frozenset[int]:
+    """The boundary storages of `segments - 1` cuts.
 
     Args:
         graph: the step.
-        windows: number of stretches, about equal in the bytes that backward reads.
+        segments: number of stretches, about equal in the bytes that backward reads.
         most_cuts: how many places to choose from.
 
     Returns:
@@ -37,8 +37,8 @@ def anchors(graph: StepGraph, windows: int, *, most_cuts: int = 400) -> frozense
     done = np.cumsum([0.0, *weights]) / max(1.0, float(sum(weights)))
     widths = [sum(graph.storages[s].nbytes for s in b.boundary) for b in blocks]
     chosen: set[int] = set()
-    for number in range(1, windows):
-        near = [i for i in range(1, len(blocks)) if abs(done[i] - number / windows) <= 0.5 / windows]
+    for number in range(1, segments):
+        near = [i for i in range(1, len(blocks)) if abs(done[i] - number / segments) <= 0.5 / segments]
         if near:
-            chosen.add(min(near, key=lambda i: (widths[i], abs(done[i] - number / windows))))
+            chosen.add(min(near, key=lambda i: (widths[i], abs(done[i] - number / segments))))
     return frozenset(s for i in chosen for s in blocks[i].boundary)

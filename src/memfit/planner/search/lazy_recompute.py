@@ -51,7 +51,7 @@ def lazy_order(
 
 
 def tiled_order(
-    graph: StepGraph, kept: Collection[int], *, forward: bool = False, by_windows: bool = False
+    graph: StepGraph, kept: Collection[int], *, forward: bool = False, by_segments: bool = False
 ) -> list[int]:
     """The plain order; everything that is not kept is recomputed for each group of backward ops that run as one.
 
@@ -62,7 +62,7 @@ def tiled_order(
         graph: a tiled step (`StepGraph.is_tiled`).
         kept: forward storages to hold through the loss.
         forward: whether it is so in the forward pass already, where groups end at the statistics of normalisations.
-        by_windows: whether a group also ends where the backward pass comes to what was made before something kept.
+        by_segments: whether a group also ends where the backward pass comes to what was made before something kept.
 
     Returns:
         Op indices for `memfit.ir.program.program_of`.
@@ -72,10 +72,10 @@ def tiled_order(
     order = _forward_in_groups(graph, producer, kept) if forward else list(range(loss))
     order.append(loss)
     alive = _pinned(graph, producer) | set(kept) | set(graph.ops[loss].writes)
-    windows = _windows_read(graph, producer, kept if by_windows else ())
+    segments = _segments_read(graph, producer, kept if by_segments else ())
     start = loss + 1
     while start < len(graph.ops):
-        stop = min(_end_of_group(graph, start), _end_of_window(windows, start))
+        stop = min(_end_of_group(graph, start), _end_of_segment(segments, start))
         read = {s for op in graph.ops[start:stop] for s in op.reads if producer[s] < loss and s not in alive}
         cones = (missing_cone(graph, producer, s, alive.__contains__) for s in read)
         order += sorted({index for cone in cones for index in cone})
@@ -160,22 +160,22 @@ def _end_of_group(graph: StepGraph, start: int) -> int:
     return len(graph.ops)
 
 
-def _windows_read(graph: StepGraph, producer: list[int], kept: Collection[int]) -> list[int | None]:
-    """For each op in which window between what is kept the last was made that it reads; None for no forward result."""
+def _segments_read(graph: StepGraph, producer: list[int], kept: Collection[int]) -> list[int | None]:
+    """For each op in which segment between what is kept the last was made that it reads; None for no forward result."""
     ends, loss = sorted(producer[s] for s in kept), graph.loss_index
     made = (max((p for s in op.reads if 0 <= (p := producer[s]) < loss), default=None) for op in graph.ops)
     return [None if last is None else bisect_left(ends, last) for last in made]
 
 
-def _end_of_window(windows: list[int | None], start: int) -> int:
-    """The first op from `start` on of which all that it reads was made in an earlier window than before."""
+def _end_of_segment(segments: list[int | None], start: int) -> int:
+    """The first op from `start` on of which all that it reads was made in an earlier segment than before."""
     now: int | None = None
-    for index in range(start, len(windows)):
-        window = windows[index]
-        if now is not None and window is not None and window < now:
+    for index in range(start, len(segments)):
+        segment = segments[index]
+        if now is not None and segment is not None and segment < now:
             return index
-        now = window if now is None else now
-    return len(windows)
+        now = segment if now is None else now
+    return len(segments)
 
 
 def _pinned(graph: StepGraph, producer: list[int]) -> set[int]:

@@ -1,6 +1,6 @@
 """The least memory: an order of about the lowest peak this planner can reach.
 
-From orders that keep anchors only, storages are spilled towards a target that halves the interval between the
+From orders that keep checkpoints only, storages are spilled towards a target that halves the interval between the
 lowest peak reached and one that could not be. Bounded below by the widest op (`widest_op_bytes`).
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from memfit.ir.graph import StepGraph
 from memfit.ir.program import program_of
 from memfit.planner.bounds.lower_bound import LARGE_STEP, widest_op_bytes
-from memfit.planner.search.checkpoints import anchors
+from memfit.planner.search.checkpoints import checkpoints
 from memfit.planner.search.lazy_recompute import lazy_order, tiled_order
 from memfit.planner.search.spill_and_fill import spill
 from memfit.sim.simulator import simulate
@@ -22,7 +22,7 @@ __all__ = ["LEAST_TRIES", "least_budget", "least_order"]
 LEAST_TRIES = 12
 """How often the interval of the least peak is halved; often enough to come near any."""
 
-_WINDOWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
+_SEGMENTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 _NEAR = 0.004
 """How close to a limit that was not reached is close enough; less close for a large step."""
 
@@ -97,15 +97,15 @@ def least_order(
 def _low_starts(graph: StepGraph, until: float) -> list[list[int]]:
     """Orders of low memory, whatever their time, the lowest first."""
     orders: list[list[int]] = []
-    for windows in _WINDOWS:
-        orders.append(lazy_order(graph, anchors(graph, windows)))
+    for segments in _SEGMENTS:
+        orders.append(lazy_order(graph, checkpoints(graph, segments)))
         if time.monotonic() > until:
             break
     if graph.is_tiled:
         sliced = (
-            tiled_order(graph, anchors(graph, windows), forward=forward, by_windows=by_windows)
-            for forward, by_windows in ((False, True), (False, False), (True, False))
-            for windows in _WINDOWS
+            tiled_order(graph, checkpoints(graph, segments), forward=forward, by_segments=by_segments)
+            for forward, by_segments in ((False, True), (False, False), (True, False))
+            for segments in _SEGMENTS
         )
         for order in sliced:
             orders += [order] if len(order) <= _LONGEST * len(graph.ops) else []

@@ -1,7 +1,7 @@
 """The planner behind `strategy="auto"`: several searches, one judge.
 
 1. If the step fits with in-place ops and early frees alone, nothing is recomputed.
-2. Choose what to keep by a program over time (`memfit.planner.search.cutting_planes`), with more and more anchors.
+2. Choose what to keep by a program over time (`memfit.planner.search.cutting_planes`), with more and more checkpoints.
 3. Start from rotor schedules of the chain of blocks, for the budget and for more, and from tighter and tighter
    relaxations.
 4. Choose over several epochs, which takes longer and goes lower.
@@ -27,7 +27,7 @@ from memfit.planner.bounds.lower_bound import LARGE_STEP, relaxed_bound, widest_
 from memfit.planner.bounds.relaxation import select_kept
 from memfit.planner.finalize.variant_selection import leanest, program_within, quicker
 from memfit.planner.search import rotor
-from memfit.planner.search.checkpoints import anchors
+from memfit.planner.search.checkpoints import checkpoints
 from memfit.planner.search.cutting_planes import select_over_time
 from memfit.planner.search.iterated_local_search import Pool, varied
 from memfit.planner.search.lazy_recompute import lazy_order, tiled_order
@@ -59,7 +59,7 @@ _MORE_MEMORY = (1.02, 1.04, 1.07, 1.1, 1.15, 1.3)
 """Shares of the budget that a start may take: near the wall, dropping what is too much often beats a tight order."""
 
 _IN_SLICES = ((4, 2.0), (2, 1.5), (4, 1.3), (2, 1.15), (1, 1.5), (6, 1.5))
-"""Of a tiled step: numbers of windows, and shares of the budget that what is kept between groups may take."""
+"""Of a tiled step: numbers of segments, and shares of the budget that what is kept between groups may take."""
 
 Progress = Callable[[str], None]
 
@@ -224,40 +224,40 @@ def _starts(
         yield from _rotors(graph, budget_bytes, (1.0,), seconds)
     if graph.is_tiled:
         yield from _in_slices(graph, budget_bytes)
-    for windows in (1, 6, 3, 12, 20):
-        forced = anchors(graph, windows)
+    for segments in (1, 6, 3, 12, 20):
+        forced = checkpoints(graph, segments)
         selections = select_over_time(graph, budget_bytes, forced=forced, rounds=8, seconds=1.5, gap=5e-3)
         for number, candidate in enumerate(selections):
-            yield f"{windows} windows", list(candidate.order)
-            if windows == 1 and number == 0:
+            yield f"{segments} segments", list(candidate.order)
+            if segments == 1 and number == 0:
                 # The first selection ignores working sets; where that is too far off, this one is near at once.
                 yield from _rotors(graph, budget_bytes, (1.0,), seconds)
-        if windows == 1:
+        if segments == 1:
             yield from _rotors(graph, budget_bytes, _MORE_MEMORY, seconds)
     room = budget_bytes - graph.static_bytes
     for share in (0.95, 0.8, 0.6, 0.4, 0.3, 0.2, 0.1):
         selection = select_kept(graph, int(room * share), seconds=0.5)
         if selection is not None:
             yield f"keep {share:.0%} of what fits", lazy_order(graph, selection.kept)
-    for epochs, windows in ((8, 1), (5, 1), (8, 6), (12, 1)):
-        forced = anchors(graph, windows)
+    for epochs, segments in ((8, 1), (5, 1), (8, 6), (12, 1)):
+        forced = checkpoints(graph, segments)
         for candidate in select_over_time(graph, budget_bytes, epochs=epochs, forced=forced, seconds=4.0, gap=2e-2):
-            yield f"{epochs} epochs, {windows} windows", list(candidate.order)
+            yield f"{epochs} epochs, {segments} segments", list(candidate.order)
 
 
 def _in_slices(graph: StepGraph, budget_bytes: int) -> Iterator[tuple[str, list[int]]]:
     """Orders in which next to nothing is kept between groups of ops that run as one, filled for more than there is."""
-    for windows, share in _IN_SLICES:
-        order = _sliced(graph, windows)
-        yield f"{windows} windows in slices, {share:.0%} of the budget", fill(graph, order, int(share * budget_bytes))
-    for windows in (4, 2, 1):
-        yield f"{windows} windows in slices", _sliced(graph, windows)
+    for segments, share in _IN_SLICES:
+        order = _sliced(graph, segments)
+        yield f"{segments} segments in slices, {share:.0%} of the budget", fill(graph, order, int(share * budget_bytes))
+    for segments in (4, 2, 1):
+        yield f"{segments} segments in slices", _sliced(graph, segments)
 
 
-def _sliced(graph: StepGraph, windows: int) -> list[int]:
-    """The order for a number of windows that takes less memory, with groups that end with them or not."""
-    kept = anchors(graph, windows)
-    both = (tiled_order(graph, kept, by_windows=by_windows) for by_windows in (True, False))
+def _sliced(graph: StepGraph, segments: int) -> list[int]:
+    """The order for a number of segments that takes less memory, with groups that end with them or not."""
+    kept = checkpoints(graph, segments)
+    both = (tiled_order(graph, kept, by_segments=by_segments) for by_segments in (True, False))
     return min(both, key=lambda order: _peak(graph, order))
 
 
