@@ -1,4 +1,4 @@
-"""Ops that run as one: executed sample by sample on a model of memory, they make what each of them makes alone."""
+"""Fused regions: executed sample by sample on a model of memory, they make what each of them makes alone."""
 
 from __future__ import annotations
 

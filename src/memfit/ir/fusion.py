@@ -1,4 +1,4 @@
-"""Ops that run as one, a few samples of the batch at a time, so that what they hand on never exists whole.
+"""Fused regions: ops that run a few samples of the batch at a time, so that what they pass on never exists whole.
 
 A convolution, its normalisation and its activation that are recomputed one after the other make three tensors of which
 only the last is wanted. Run together, slice of the batch by slice (`Op.by_slices`), the others exist as slices
@@ -40,12 +40,12 @@ __all__ = [
 
 
 _MOST_CUTS = 6
-"""A part that runs as one ends at most so many cuts after its start, unless it is the whole run."""
+"""A fused region ends at most so many cuts after its start, unless it is the whole run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fusion:
-    """Positions `start` to `stop` (excluded) of an order that run as one.
+    """Positions `start` to `stop` (excluded) of an order that are fused.
 
     Attributes:
         start: the first position.
@@ -77,7 +77,7 @@ class Run:
         return Run(start=self.start + first, ops=self.ops[first:stop], dying=self.dying[first:stop])
 
     def dying_as_one(self) -> list[list[int]]:
-        """Like `dying`, where the ops run as one: a sum is whole until all are done, also one that nobody reads."""
+        """Like `dying`, where the ops are fused: a sum is whole until all are done, also one that nobody reads."""
         return [[s for s in dead if s not in _sums(op)] for op, dead in zip(self.ops, self.dying, strict=True)]
 
 
@@ -90,7 +90,7 @@ def overwritten(op: Op, dead: Sequence[int]) -> int | None:
 def runs_by_slices(
     graph: StepGraph, ops: Sequence[Op], again: Sequence[bool], dying: Sequence[Sequence[int]]
 ) -> list[Run]:
-    """The longest runs of an order of which every part could run as one.
+    """The longest runs of an order of which every part could be fused.
 
     Args:
         graph: the step.
@@ -138,7 +138,7 @@ def _narrowest(
     start: int,
     stop: int,
 ) -> int:
-    """Where to end a run from `start` that has to end at `stop` or before: where the least is handed on.
+    """Where to end a run from `start` that has to end at `stop` or before: where the least is passed on.
 
     That is what was recomputed, and what dies until then; other results of first runs stay whole anyway.
     """
@@ -164,12 +164,12 @@ def _can_run_by_slices(op: Op, again: bool) -> bool:
 
 
 def fusions(graph: StepGraph, runs: Sequence[Run]) -> list[Fusion]:
-    """The parts of runs that take less memory as one."""
+    """The parts of runs that take less memory fused."""
     return [fusion for run in runs for first, stop in linked(run) for fusion in _leanest(graph, run.part(first, stop))]
 
 
 def _leanest(graph: StepGraph, run: Run) -> list[Fusion]:
-    """The parts of a run that run as one so that it takes the least memory.
+    """The fused regions of a run with which it takes the least memory.
 
     What came in stays until a part is done, so a run may be cut where something that came in is read last.
     """
@@ -183,7 +183,7 @@ def _leanest(graph: StepGraph, run: Run) -> list[Fusion]:
         if any(s not in written and storages[s].nbytes for s in dead) and place + 1 < len(run.ops):
             cuts.append(place + 1)
     cuts.append(len(run.ops))
-    # The least peak until each cut, and what runs as one until there.
+    # The least peak until each cut, and the fused regions until there.
     best: list[tuple[int, tuple[Fusion, ...]]] = [(0, ())]
     for number, stop in enumerate(cuts[1:], 1):
         choices: list[tuple[int, tuple[Fusion, ...]]] = []
@@ -200,7 +200,7 @@ def _leanest(graph: StepGraph, run: Run) -> list[Fusion]:
 
 
 def fuse(graph: StepGraph, run: Run) -> tuple[Fusion, int, float]:
-    """A run as one, the most memory it takes beside what was there, and its time."""
+    """A fused run, the most memory it takes beside what was there, and its time."""
     over = _taken_over(graph, run)
     positions = range(run.start, run.start + len(run.ops))
     dying = {s for dead in run.dying_as_one() for s in dead}
@@ -229,7 +229,7 @@ def fused_seconds(ops: Sequence[Op], handed_on: Collection[int], over: Sequence[
 
 
 def bytes_beside(graph: StepGraph, ops: Sequence[Op], freed: Sequence[Sequence[int]]) -> list[int]:
-    """The slices there are in a run as one: while each op runs, and after each result that is freed then.
+    """The slices there are in a fused run: while each op runs, and after each result that is freed then.
 
     Args:
         graph: the step.
@@ -256,7 +256,7 @@ def bytes_beside(graph: StepGraph, ops: Sequence[Op], freed: Sequence[Sequence[i
 
 
 def linked(run: Run) -> list[tuple[int, int]]:
-    """Places of a run, cut where nothing is handed on but what is needed later anyway; of two ops and more."""
+    """Places of a run, cut where nothing is passed on but what is needed later anyway; of two ops and more."""
     born = {s: place for place, op in enumerate(run.ops) for s in op.writes}
     handed_on = [False] * len(run.ops)
     for place, dead in enumerate(run.dying_as_one()):
@@ -318,7 +318,7 @@ def _taken_over(graph: StepGraph, run: Run) -> dict[int, int]:
 
 
 def _fused_bytes(graph: StepGraph, run: Run, over: Mapping[int, int]) -> int:
-    """The most memory of a run as one, beside what was there."""
+    """The most memory of a fused run, beside what was there."""
     storages = graph.storages
     dying = run.dying_as_one()
     inner = {s for dead in dying for s in dead}

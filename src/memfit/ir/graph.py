@@ -147,7 +147,7 @@ class Op:
             and may read others of them, which then last from the first run on.
         by_slices: how it runs a few samples at a time, if it can.
         half_of: name of a call that makes at once what it and the op of the same name make, `""` if there is none.
-        reckoned_seconds: what planners reckon with for running it again, where a planner has set it.
+        estimated_seconds: the time of a recomputation as planners estimate it, where a planner has set it.
     """
 
     name: str
@@ -171,7 +171,7 @@ class Op:
     again: Op | None = None
     by_slices: BySlices | None = None
     half_of: str = ""
-    reckoned_seconds: float | None = None
+    estimated_seconds: float | None = None
 
     @property
     def is_hook(self) -> bool:
@@ -206,7 +206,7 @@ class Op:
     @property
     def seconds_again(self) -> float:
         """Seconds that a planner assumes for one run after the first."""
-        return self.later.seconds if self.reckoned_seconds is None else self.reckoned_seconds
+        return self.later.seconds if self.estimated_seconds is None else self.estimated_seconds
 
     def run_seconds(self, parts: int, *, in_place: bool) -> float:
         """Time of one run in so many parts, over an operand or not.

@@ -1,6 +1,6 @@
 """How much of what it makes an op has at once in a run that goes tile by tile.
 
-A convolution reads more than it makes, so of ops that run as one the earlier ones make more than their tile: the halo
+A convolution reads more than it makes, so of fused ops the earlier ones make more than their tile: the halo
 that the later ones read beyond theirs. Neighbouring tiles make it twice. Walked back through the run, each op adds its
 own reach (`memfit.ir.slicing.Reach`). What stays after the run, and what is added up, is made for each tile once.
 

@@ -55,7 +55,7 @@ class Instruction:
     """One step of a program: `index` is an op for `COMPUTE`, else a storage.
 
     An op runs in `parts`, and its first result takes the memory of storage `over` if there is one. What is `sliced`
-    runs slice by slice, and what is `fused` does so as one with the next instruction (`memfit.ir.fusion`). A storage
+    runs slice by slice, and what is `fused` does so together with the next instruction (`memfit.ir.fusion`). A storage
     is swapped out to a `tier`, or lives there.
     """
 
@@ -79,7 +79,7 @@ class Program:
         return [i.index for i in self.instructions if i.action is Action.COMPUTE]
 
     def runs(self) -> Iterator[tuple[Instruction, ...]]:
-        """The instructions that run as one together, most of them alone."""
+        """The instructions of each fused region, most of them alone."""
         start = 0
         for position, instruction in enumerate(self.instructions):
             if not instruction.fused:
@@ -185,7 +185,7 @@ def program_of(graph: StepGraph, order: Sequence[int], *, in_place: bool = True,
         graph: the step; each op runs in its `parts`.
         order: op indices; forward ops may repeat, before or after the loss op.
         in_place: overwrite operands that die where the op allows it.
-        fuse: run ops as one where that takes less memory.
+        fuse: whether ops are fused where that takes less memory.
 
     Returns:
         The program.
@@ -211,13 +211,13 @@ def assembled(
     runs: Sequence[Fusion],
     alone: Callable[[int], Iterable[Instruction]],
 ) -> Program:
-    """A program of ops that run as one and of others.
+    """A program of fused regions and of other ops.
 
     Args:
         order: op indices.
         ops: as they run.
         dying: storages that die after each (`dying_after`).
-        runs: what runs as one.
+        runs: the fused regions.
         alone: the instructions of the op at a position that runs by itself.
 
     Returns:

@@ -2,7 +2,7 @@
 
 A program is compact: `["c", 12]` computes op 12, `["c", 12, 8]` in 8 parts, `["c!", 13, 1, 7]` in
 one part over the memory of storage 7, `["f", 5]` frees storage 5. `["s", 12, 8]` runs op 12 in 8 slices of the batch;
-with a `+` the code says that the instruction does so as one with the next. `["o:disk", 5]` swaps storage 5 out to the
+with a `+` the code says that the instruction does so fused with the next. `["o:disk", 5]` swaps storage 5 out to the
 disk, `["i", 5]` swaps it in. `["t:disk", 5]` says that storage 5 lives on the disk.
 Fields that have their default value are left out.
 

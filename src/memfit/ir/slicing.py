@@ -71,7 +71,7 @@ class BySlices:
 
     @property
     def cut(self) -> tuple[int, ...]:
-        """How it is cut; ops that run as one are cut alike."""
+        """How it is cut; fused ops are cut alike."""
         return self.batch, self.samples, *self.grid
 
     def total_bytes(self, storage: int, nbytes: int) -> int:

@@ -97,7 +97,7 @@ def streams(graph: StepGraph, op: Op) -> bool:
 
 
 def slices_moving(graph: StepGraph, ops: Sequence[Op], handed_on: Collection[int]) -> tuple[list[int], list[int]]:
-    """The storages that come from tiers and that leave for them where ops run as one.
+    """The storages that come from tiers and that leave for them in a fused region.
 
     Args:
         graph: a streaming step.
@@ -128,7 +128,7 @@ def waited_seconds(graph: StepGraph, into: Sequence[int], out: Sequence[int], se
 
 
 def bytes_in_flight(graph: StepGraph, ops: Sequence[Op], handed_on: Collection[int]) -> int:
-    """The slices on their way while ops run as one."""
+    """The slices in flight in a fused region."""
     into, out = slices_moving(graph, ops, handed_on)
     slices = ops[0].by_slices
     if slices is None or not (into or out):

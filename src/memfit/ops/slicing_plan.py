@@ -1,6 +1,6 @@
 """Into what slices each op of a step is cut: tiles of an image, or else samples of the batch, or rows of a vocabulary.
 
-All ops are cut alike as far as they can be, since only then they run as one (`memfit.ir.fusion`). So the batch of a
+All ops are cut alike as far as they can be, since only then they can be fused (`memfit.ir.fusion`). So the batch of a
 step is one number, by which as much of its results as possible can be divided; of one long sequence it is its tokens.
 What a language model makes of its vocabulary is the largest of all and needs no whole samples: it is cut into rows.
 Times come later, from the profiler.

@@ -1,6 +1,6 @@
 """Rewrites of the joint graph for the lever `tile`: the same gradients up to rounding.
 
-Batch normalisation takes statistics of the whole batch and then normalises it with these, so nothing can be handed on
+Batch normalisation takes statistics of the whole batch and then normalises it with these, so nothing can be passed on
 before all of it is there; its backward kernel does likewise. Apart, each half treats sample by sample: the one makes
 sums, the other takes a few numbers per channel. Then each half can run slice by slice with what comes before and after
 it (`memfit.ops.batching.rules`, `memfit.passes.fused_cross_entropy`).

@@ -97,7 +97,7 @@ def _transposed(node: fx.Node) -> fx.Node | None:
 
 
 def _close_ranks(loss: fx.Node) -> None:
-    """Puts what a loss needs beside its projection, mostly labels, before that: only neighbours run as one."""
+    """Puts what a loss needs beside its projection, mostly labels, before that: only neighbours are fused."""
     first = cast(fx.Node, loss.args[0])
     while first.target in _PER_ROW or (first.op == "call_function" and is_view(first)):
         first = cast(fx.Node, first.args[0])

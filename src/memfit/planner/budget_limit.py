@@ -1,7 +1,7 @@
 """The budget at the end of every search: one place that no program above it passes.
 
-A search makes an order, and several steps then make a quicker program of it: ways, what runs as one, spare memory,
-halves side by side, transfers. Each of them reckons with room of its own, so each is judged by the simulator here and
+A search makes an order, and several steps then make a quicker program of it: variants, fused regions, buffer reuse,
+halves side by side, transfers. Each of them estimates room by itself, so each is judged by the simulator here and
 undone where it takes the peak above the limit (`kept_within`). What a strategy hands out at last is asserted to be
 within the budget (`fitting`): a plan that exceeds it is a mistake of a planner and never run.
 

@@ -51,9 +51,9 @@ class LocalInstruction:
     """Run op `index` of the piece, perhaps `again`, `over` the memory of a storage, or in `parts`.
 
     `save_state` and `replay` serve recomputed random ops, `from_statistics` recomputed batch normalisations. What
-    is `sliced` runs slice by slice, and if `fused` as one with the next instruction; of its results, those `handed_on`
-    exist as slices only. A half of a call (`memfit.planner.finalize.merge_conv_backward`) may run `with_next`, its
-    other half.
+    is `sliced` runs slice by slice, and if `fused` together with the next instruction; of its results, those
+    `handed_on` exist as slices only. A half of a call (`memfit.planner.finalize.merge_conv_backward`) may run
+    `with_next`, its other half.
     """
 
     index: int
@@ -156,7 +156,7 @@ class Emitter:
         return known
 
     def run_all(self, instructions: Sequence[LocalInstruction | LocalMove]) -> None:
-        """Emits ops in their order, fused ones as one, and moves."""
+        """Emits ops in their order, each fused region as one call, and moves."""
         run: list[LocalInstruction] = []
         for instruction in instructions:
             if isinstance(instruction, LocalMove):

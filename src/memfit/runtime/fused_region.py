@@ -1,4 +1,4 @@
-"""Turns ops that run as one, slice by slice, into one call (`memfit.ir.fusion`)."""
+"""Turns a fused region, whose ops run slice by slice, into one call (`memfit.ir.fusion`)."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def fused_call(reading: JointReading, ops: Sequence[FusedOp], streamed: Collecti
 
     Args:
         reading: the piece.
-        ops: what runs as one.
+        ops: the fused region.
         streamed: storages that live on tiers.
     """
     slices = ops[0].op.by_slices

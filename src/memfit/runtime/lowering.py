@@ -1,8 +1,8 @@
 """Lowers a program to the forward and backward FX graphs that AOTAutograd runs.
 
-The order of the nodes is the order of the program (`memfit.runtime.emitter`). What the forward graph hands on, beside
-what the caller wants, is what the program keeps: bases of storages, states of random generators that are replayed, and
-the ticket that stands in for what is swapped between the two passes.
+The order of the nodes is the order of the program (`memfit.runtime.emitter`). Beside the results of the caller, the
+forward graph returns what the program saves: bases of storages, states of random generators that are replayed, and
+the ticket that stands in for tensors that are swapped between the two passes.
 """
 
 from __future__ import annotations

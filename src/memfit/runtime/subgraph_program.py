@@ -5,7 +5,7 @@ backward graph for each captured piece, in each of which ops and storages have n
 
 The technique is a walk over the instructions in order. An op goes to the piece it was captured in, to the forward pass
 before the loss and to the backward pass after it, and is marked with what follows from its place: whether it runs
-again, whether it restores a random state, runs as one with the next op, or is half of a call. A storage made in
+again, whether it restores a random state, is fused with the next op, or is half of a call. A storage made in
 the forward pass that the backward pass reads before recomputing it is handed over. A joint graph is known again
 by a digest of its ops, operands and shapes, as Dynamo traces it a second time when the plan is compiled.
 
@@ -192,7 +192,7 @@ def _accumulation(reading: JointReading) -> Accumulate | None:
 
 
 def _fused(program: Program) -> tuple[list[bool], list[list[int]]]:
-    """For each op in order, whether the next one runs as one with it, and which storages end in between."""
+    """For each op in order, whether it is fused with the next one, and which storages end in between."""
     fused: list[bool] = []
     handed_on: list[list[int]] = []
     for run in program.runs():

@@ -1,4 +1,4 @@
-"""Schedule of a run of ops that run as one, tile after tile: the tile that each op makes for each tile of the run.
+"""Schedule of a fused region, tile after tile: the tile that each op makes for each tile of the run.
 
 From what stays after the run, cut into tiles that share nothing, each op's tile is found backwards: what the ops after
 it need (`memfit.ops.tiling.rules`). What is added up is made for its own tile only, so that nothing counts twice.

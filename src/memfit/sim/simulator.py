@@ -228,7 +228,7 @@ def _wait(
 
 
 def _stream(graph: StepGraph, ops: Sequence[Op], handed_on: Collection[int], lanes: Lanes, seconds: float) -> None:
-    """Counts what ops that run as one move to tiers and back, slice by slice, and what that takes beside them."""
+    """Counts what fused ops move to tiers and back, slice by slice, and what that takes beside them."""
     into, out = slices_moving(graph, ops, handed_on)
     taken, waited = waited_seconds(graph, into, out, seconds)
     lanes.now += taken + waited
@@ -246,7 +246,7 @@ def _stream(graph: StepGraph, ops: Sequence[Op], handed_on: Collection[int], lan
 
 
 def _slices(graph: StepGraph, run: Sequence[Instruction], ops: Sequence[Op]) -> list[int]:
-    """At each instruction of ops that run as one the slices beside the results that stay."""
+    """At each instruction of a fused region the slices beside the results that stay."""
     freed: list[list[int]] = []
     for instruction in run:
         if instruction.action is Action.COMPUTE:

@@ -3,7 +3,7 @@
 A program is right when it computes what the step computes: each op at least once and in an order in which
 every operand is alive, only recomputable forward ops more than once, each gradient exactly once, nothing
 freed that is not alive, nothing left over but what the caller holds, and each op in a number of parts that is
-known to give its bits. Ops that run as one hand on slices of the same samples only. What is swapped out comes back
+known to give its bits. Fused ops pass on slices of the same samples only. What is swapped out comes back
 after its memory was given up, what lives on a tier is touched slice by slice, and no tier holds more than it may.
 """
 
@@ -184,7 +184,7 @@ def _check_streams(graph: StepGraph, program: Program) -> set[int]:
             raise ProgramError(f"{where} has {name} live on a tier too late, twice, on none, or though it is swapped")
         found.add(index)
     if found and swapped:
-        raise ProgramError("some storages live on tiers and others are moved there whole, which is not reckoned with")
+        raise ProgramError("some storages live on tiers and others are moved there whole, which no program mixes")
     for index in found.difference(streamable(graph, least_bytes=0)):
         raise ProgramError(f"{graph.storages[index].name} lives on a tier, but not all ops touch slices of it")
     for links in graph.tiers:
@@ -219,7 +219,7 @@ def _check_given_up(graph: StepGraph, program: Program) -> None:
 
 
 def _check_sliced(graph: StepGraph, program: Program) -> set[int]:
-    """Checks what is only asked of ops that run slice by slice, alone or as one.
+    """Checks what is only asked of ops that run slice by slice, alone or fused.
 
     Returns:
         Their positions.
@@ -233,17 +233,17 @@ def _check_sliced(graph: StepGraph, program: Program) -> set[int]:
         computes = [i.index for i in run if i.action is Action.COMPUTE]
         if len(run) > 1 or run[0].sliced:
             if any(i.action not in (Action.COMPUTE, Action.FREE) for i in run):
-                raise ProgramError(f"{where} runs ops as one, and swaps in between")
+                raise ProgramError(f"{where} fuses ops, and swaps in between")
             if any(not 0 <= i < len(graph.ops) for i in computes):
-                raise ProgramError(f"{where} runs ops as one, but the step has {len(graph.ops)} ops")
+                raise ProgramError(f"{where} fuses ops, but the step has {len(graph.ops)} ops")
             if len(set(computes)) < len(computes):
-                raise ProgramError(f"{where} runs an op twice as one with itself")
+                raise ProgramError(f"{where} fuses an op with itself")
             _check_slices(graph, run, ran, piece_of, where)
             sliced.update(range(start, start + len(run)))
         ran.update(computes)
         start += len(run)
     if start < len(program.instructions):
-        raise ProgramError("the last instruction runs as one with the next, but there is none")
+        raise ProgramError("the last instruction is fused with the next, but there is none")
     return sliced
 
 
@@ -257,7 +257,7 @@ def _check_slices(
 
     ops = [runs(i.index) for i in run if i.action is Action.COMPUTE]
     if len({(op.by_slices and op.by_slices.cut, op.piece) for op in ops}) > 1:
-        raise ProgramError(f"{where}: ops run as one, but not the same samples of the same piece")
+        raise ProgramError(f"{where}: ops are fused, but not of the same samples of the same piece")
     in_tiles = any(op.by_slices is not None and op.by_slices.grid for op in ops)
     taken = {s for op in ops for s in op.reads} if in_tiles else set[int]()
     whole = {s for op in ops for s in _read_whole(op)}

@@ -153,7 +153,7 @@ def find(name: str) -> Strategy:
         return _PLAIN[base]
     if base in _WITH_PARAMETER:
         if grid(name):
-            raise SpecError(f"strategy {name!r} says how ops run as one, so an order alone does not say what it does")
+            raise SpecError(f"strategy {name!r} says how ops are fused, so an order alone does not say what it does")
         if not parameter:
             raise SpecError(f"strategy {base!r} needs {_WITH_PARAMETER[base]} after a colon (strategy: {name!r})")
         if base == "openai-collection":

@@ -40,7 +40,7 @@ def program(graph: StepGraph) -> Program:
 
 
 def _mixing(graph: StepGraph) -> Op | None:
-    """The first forward op that takes samples whole and hands on to what runs on samples; None if there is none."""
+    """The first forward op that takes samples whole and passes on to ops that run on samples; None if there is none."""
     samples: set[int] = set()
     constant: set[int] = set()  # a mask of attention, say, or what positions are embedded as
     mixed: dict[int, Op] = {}

@@ -62,7 +62,7 @@ def order(graph: StepGraph, budget_bytes: int | None) -> list[int]:
     raise no_plan(
         *(graph, program_of(graph, _lowest(graph)), budget_bytes),
         subject="order of strategy 'milp'",
-        advice="strategy 'auto', which also runs ops as one, may go lower",
+        advice="strategy 'auto', which also fuses ops, may go lower",
     )
 
 

@@ -1,4 +1,4 @@
-"""Orders in which ops that could run as one follow each other."""
+"""Orders in which ops that could be fused follow each other."""
 
 from __future__ import annotations
 

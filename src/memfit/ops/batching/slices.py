@@ -1,10 +1,10 @@
-"""Runs ops as one, a few samples of the batch at a time (`memfit.ir.fusion`, `memfit.ops.batching.rules`).
+"""Runs a fused region, a few samples of the batch at a time (`memfit.ir.fusion`, `memfit.ops.batching.rules`).
 
 The profiler compares slices of each op with the whole, for each shape, size of slice and alignment in memory, before a
 plan relies on it: every bit, or with the lever `tile` up to rounding.
 
-What an op hands on exists as a slice only. Another one may read it through a view, as heads of attention, say: samples
-are outermost in memory, so the view of a slice is at the same places within it.
+A result that is passed on in slices never exists whole. The next op may read it through a view, such as heads of
+attention: samples are outermost in memory, so the view of a slice is at the same places within it.
 
 Known limits: without the lever `tile` CPU only.
 """
@@ -169,7 +169,7 @@ class SliceStream(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """How ops that run as one are called.
+    """How fused ops are called.
 
     Attributes:
         run: of one slice: from operands, before these a list of tiles if there are any, to the slices of the results.

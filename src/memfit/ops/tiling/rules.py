@@ -63,7 +63,7 @@ def tiling_of(call: fx.Node | Call, axes: int) -> Tiling | None:
 
 
 def reaches_of(tiling: Tiling, place: int) -> tuple[Reach, ...]:
-    """For each axis what of an operand a call reads, as planners reckon with it."""
+    """For each axis what of an operand a call reads, as planners estimate it."""
     found: list[Reach] = []
     shape = tiling.operands[place].meta["val"].shape
     whole = tuple((0, extent) for extent in tiling.extents)

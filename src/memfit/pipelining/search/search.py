@@ -303,7 +303,7 @@ class _Searcher:
                 found = self.planner.plan(schedule, places)
             except DoesNotFit as error:
                 failure = error.cause if failure is None or error.cause.least_bytes < failure.least_bytes else failure
-                pressure[error.stage] *= 0.85  # reckon with less memory there, so that the stage gets smaller
+                pressure[error.stage] *= 0.85  # plan with less memory there, so that the stage gets smaller
                 continue
             if best is None and self.planner.until is None:
                 self.planner.until = 2 * time.monotonic() - begin  # other cuts get as long as it took to find these

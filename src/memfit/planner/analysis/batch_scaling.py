@@ -5,7 +5,7 @@ different batch sizes give the step at any other one, as long as both are the sa
 never below zero; times follow the same line where it makes sense, else they are proportional or constant, so
 that the noise of two small measurements is not extrapolated into nonsense.
 
-Known limits: ops do not run as one at such a size (`memfit.ir.fusion`); kernels may take another path at another
+Known limits: ops are not fused at such a size (`memfit.ir.fusion`); kernels may take another path at another
 size (other workspace, other speed), and a model may run other ops; a size found this way is confirmed by a real
 capture (`memfit.tools.max_batch`).
 """

@@ -23,9 +23,9 @@ class RerunPrice:
 
     Attributes:
         alone: by itself.
-        slices: in slices that are handed on.
+        slices: in slices that are passed on.
         whole_slices: in slices that are put together.
-        is_read_whole: whether backward reads the result, so that it is not only handed on.
+        is_read_whole: whether backward reads the result, so that it is not only passed on in slices.
     """
 
     alone: float

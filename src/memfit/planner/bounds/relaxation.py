@@ -28,7 +28,7 @@ _DEADLINES = 100
 """By about so many times of each pass, swaps have to be done; the solver takes longer the more there are."""
 
 _PREFERENCE = 1e-13
-"""Seconds a byte that a tier is reckoned with for each one before it in the user's order, where all carry it."""
+"""Seconds a byte that a tier is charged for each one before it in the user's order, where all carry it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ def select_kept(
         room_bytes: for kept storages, beside static bytes and what the caller holds.
         seconds: time limit of the solver; the bound stays valid when it strikes.
         gap: relative gap at which the solver stops.
-        link_share: how much of the rate of links to reckon with.
+        link_share: the share of the rate of links that is counted on.
         staying: storages that are not to be swapped.
         overlapping: let recomputation hide transfers back, as it may; the bound needs that, and a choice is better
             without, since most of it runs when links are idle or memory is full.
@@ -189,7 +189,7 @@ def _begins(graph: StepGraph) -> list[float]:
 def add_slices(
     graph: StepGraph, problem: Milp, rerun: Mapping[int, int], prices: Sequence[RerunPrice]
 ) -> dict[int, float]:
-    """Lets ops be recomputed in slices; what hands on its result does so to an op in slices.
+    """Lets ops be recomputed in slices; an op that passes on its result in slices does so to an op that runs in slices.
 
     Args:
         graph: the step.

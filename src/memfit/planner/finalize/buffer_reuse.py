@@ -57,12 +57,12 @@ def with_spares(graph: StepGraph, program: Program, limit_bytes: int) -> Program
             if more > max(0, int(room[position])) or not _is_quicker(op, instruction):
                 continue
             fitting = (s for s in reversed(freed) if graph.storages[s].nbytes == size and piece[s] == op.piece)
-            spare = next(fitting, None)
-            if spare is None or (room[freed[spare] + 1 : start] < size).any():
+            free = next(fitting, None)
+            if free is None or (room[freed[free] + 1 : start] < size).any():
                 continue
-            place = freed.pop(spare)
+            place = freed.pop(free)
             assert op.by_slices is not None
-            instructions[position] = replace(instruction, over=spare, parts=op.by_slices.slices, sliced=True)
+            instructions[position] = replace(instruction, over=free, parts=op.by_slices.slices, sliced=True)
             instructions[place] = None
             room[place:start] -= size
             room[position] -= more
@@ -108,7 +108,7 @@ def _more_bytes(graph: StepGraph, op: Op, instruction: Instruction) -> int:
 
 
 def _is_quicker(op: Op, instruction: Instruction) -> bool:
-    """Whether slices over a spare take less time than what the op does now."""
+    """Whether slices over a freed buffer take less time than what the op does now."""
     slices = op.by_slices
     assert slices is not None
     if instruction.sliced:

@@ -5,7 +5,7 @@ Capture makes a convolution's two gradients one after the other, so that the inp
 kernel's own order. A program says so by its order alone: of halves that stand side by side, the second runs with the
 first. `side_by_side` puts off the frees that lie between halves where the peak leaves room for that.
 
-Known limits: the time of a call for both is not profiled; halves are reckoned with, so steps are somewhat quicker than
+Known limits: the time of a call for both is not profiled; the halves are counted, so steps are somewhat quicker than
 predicted.
 """
 

@@ -2,9 +2,9 @@
 
 An op that runs in parts takes less memory and sometimes more time (`memfit.ops.chunking`). Workspace is only
 there while its op runs, so the choice is free at every instant: orders are planned with every op in its
-leanest way, then each run gets the quickest way for which there is room where it stands. So it is with ops that can
-run as one (`memfit.ir.fusion`): orders are planned with them as one where that takes less memory, then they run
-as one where that is quicker.
+leanest variant, then each run gets the quickest variant for which there is room where it stands. So it is with ops
+that can be fused (`memfit.ir.fusion`): orders are planned with them fused where that takes less memory, then they are
+fused where that is quicker.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from memfit.sim.simulator import simulate
 __all__ = ["leanest", "program_within", "quicker"]
 
 _MOST_TOGETHER = 6
-"""So many ops are tried as one wherever they are; more only where each hands on to the next."""
+"""Most ops that are tried as a fused region anywhere; more only where each passes its result on to the next."""
 
 
 def leanest(graph: StepGraph) -> StepGraph:
@@ -42,7 +42,7 @@ def leanest(graph: StepGraph) -> StepGraph:
     def lean(op: Op) -> Op:
         made = _lean(op)
         whole = not read_backward.isdisjoint(op.later.writes)
-        return replace(made, reckoned_seconds=_seconds_again(made.later, whole=whole))
+        return replace(made, estimated_seconds=_seconds_again(made.later, whole=whole))
 
     return replace(graph, ops=tuple(map(lean, graph.ops)))
 
@@ -142,7 +142,7 @@ def _one_by_one(graph: StepGraph, lean: StepGraph, order: Sequence[int], limit: 
 
 
 def _quickest(graph: StepGraph, run: Run, alone: Sequence[_Alone], limit: int) -> list[Fusion]:
-    """Which ops of a run run as one, in the least time within a limit."""
+    """Which ops of a run are fused, in the least time within a limit."""
     count = len(run.ops)
     sliced = [op.by_slices.seconds for op in run.ops if op.by_slices is not None]
     whole = [op.seconds for op in alone[run.start : run.start + count]]

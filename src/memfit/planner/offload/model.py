@@ -30,8 +30,8 @@ _LEAST_BYTES = 1 << 16
 
 
 _SHARE_WAITED = 0.1
-"""Of the time of a transfer back, what searches reckon that compute waits: links are busy, and what comes back twice
-was not reckoned with when storages were chosen."""
+"""The share of the time of a transfer back for which searches expect compute to wait: links are busy, and what comes
+back twice was not counted when storages were chosen."""
 
 
 def swappable(graph: StepGraph) -> list[int]:
@@ -89,7 +89,7 @@ def swapping_step(graph: StepGraph, placed: Mapping[int, Tier]) -> StepGraph:
             writes=moved,
             seconds=seconds,
         )
-        return replace(op, again=again, recomputable=True, random_state_bytes=0, by_slices=None, reckoned_seconds=None)
+        return replace(op, again=again, recomputable=True, random_state_bytes=0, by_slices=None, estimated_seconds=None)
 
     static_bytes = graph.static_bytes + graph.buffer_bytes(placed.values())
     return replace(graph, ops=tuple(map(changed, graph.ops)), tiers=(), static_bytes=static_bytes)

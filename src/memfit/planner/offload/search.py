@@ -5,7 +5,7 @@ what fits through them in time saves the most recomputation. Then the search of 
 decides over the step in which bringing these back stands for running their ops again (`memfit.planner.offload.model`),
 and each order it tries becomes transfers and is judged with them (`memfit.planner.offload.transfer_schedule`). The
 relaxation does not see that memory is short while things come back, so that goes round by round: what compute waited
-for stays in the next one, and links are reckoned with at part of their rate, as long as all of it takes no more than
+for stays in the next one, and links are counted at part of their rate, as long as all of it takes no more than
 twice what the search without swaps does. That search is left out if the bound says that its plan cannot be faster, so
 tiers never make a plan slower.
 
@@ -36,7 +36,7 @@ from memfit.sim.simulator import Timeline, simulate
 __all__ = ["find_program"]
 
 _LINK_SHARES = (1.0, 0.85, 0.7)
-"""Of the rate of links, what is reckoned with when storages are chosen, round by round."""
+"""The share of the rate of links that is counted on when storages are chosen, round by round."""
 
 _SPILLED = 0.96
 """Share of the budget to which orders are spilled, so that room is left for what comes back early."""

@@ -236,7 +236,7 @@ def _written(graph: StepGraph, run: Sequence[Instruction]) -> set[int]:
 
 
 def _begin_runs(program: Program) -> list[bool]:
-    """For each op of a program's order whether it begins what runs as one."""
+    """For each op of a program's order whether it begins a fused region."""
     found: list[bool] = []
     for run in program.runs():
         computes = sum(i.action is Action.COMPUTE for i in run)

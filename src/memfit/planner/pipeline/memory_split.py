@@ -9,7 +9,7 @@ micro-batch and what the rest leaves for the passes of one:
 All stages of a device may keep the same share of what they would with nothing recomputed; the share is varied, from the
 largest for which that is no more than there is, and the fastest plans are taken. A stage whose backward pass follows
 its forward pass at once holds nothing meanwhile, and has no limit. What waits between the parts of a backward pass is
-reckoned to shrink alike, and is known when a plan is made. Shares are compared by brief searches for plans, and those
+taken to shrink alike, and is known when a plan is made. Shares are compared by brief searches for plans, and those
 of the best share are searched for as long as one asks.
 
 Known limits: with one share for all, a stage whose results are dear to recompute keeps no more than one where they are
@@ -67,7 +67,7 @@ class _Tried(Generic[P]):
 
     Attributes:
         plans: by stage.
-        cost: bytes above the budget, if what waits between the parts of backward passes was reckoned too low; seconds.
+        cost: bytes above the budget, if what waits between the parts of backward passes was estimated too low; seconds.
         is_good: whether next to nothing is recomputed.
     """
 

@@ -53,7 +53,7 @@ def lazy_order(
 def tiled_order(
     graph: StepGraph, kept: Collection[int], *, forward: bool = False, by_segments: bool = False
 ) -> list[int]:
-    """The plain order; everything that is not kept is recomputed for each group of backward ops that run as one.
+    """The plain order; everything that is not kept is recomputed for each fused region of the backward pass.
 
     Between two groups nothing of the forward pass is there but what is kept: what is recomputed for a group exists as
     slices only. A group ends where a sum is read that it makes, as the input's gradient of a batch normalisation does.
@@ -86,7 +86,7 @@ def tiled_order(
 
 
 def _undivided(graph: StepGraph, order: list[int]) -> list[int]:
-    """An order in which ops that could run as one follow each other.
+    """An order in which ops that could be fused follow each other.
 
     What lies between them, needs nothing of theirs and can only run whole, as the draw of a mask, is moved before
     them. Such ops keep their order among themselves, so a generator gives each the same numbers.
@@ -142,7 +142,7 @@ def _forward_in_groups(graph: StepGraph, producer: list[int], kept: Collection[i
 
 
 def _end_of_group(graph: StepGraph, start: int) -> int:
-    """The first op from `start` on that cannot run as one with those before it."""
+    """The first op from `start` on that cannot be fused with those before it."""
     first = graph.ops[start]
     written: set[int] = set()
     sums: set[int] = set()

@@ -158,7 +158,7 @@ def find_order(
         if moves is not None:
             fitting = moves.ahead(fitting)
         filled = (fill(ways, fitting, budget_bytes) for ways in (lean, quicker(graph, fitting, budget_bytes)))
-        # What is kept may take apart ops that ran as one, and then cost more than it saves.
+        # What is kept may take apart fused ops, and then cost more than it saves.
         for order in (fitting, *filled):
             other = found(order)
             if other.timeline.peak_bytes > budget_bytes:
@@ -246,7 +246,7 @@ def _starts(
 
 
 def _in_slices(graph: StepGraph, budget_bytes: int) -> Iterator[tuple[str, list[int]]]:
-    """Orders in which next to nothing is kept between groups of ops that run as one, filled for more than there is."""
+    """Orders in which next to nothing is kept between fused regions, filled for more than there is."""
     for segments, share in _IN_SLICES:
         order = _sliced(graph, segments)
         yield f"{segments} segments in slices, {share:.0%} of the budget", fill(graph, order, int(share * budget_bytes))

@@ -251,7 +251,7 @@ def fill(graph: StepGraph, order: Sequence[int], budget_bytes: int, *, rounds: i
             break
         following = spans_of(graph, changed)
         if following.timeline.peak_bytes > budget_bytes:
-            # Ops that ran as one may take more memory apart: keep less at a time.
+            # Fused ops may take more memory apart: keep less at a time.
             most = removed // 2
         elif following.timeline.recompute_seconds >= spans.timeline.recompute_seconds:
             break

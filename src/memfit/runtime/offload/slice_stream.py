@@ -1,6 +1,6 @@
 """Moves a tensor slice by slice: it lives on a tier, and memory holds the slices that are on their way.
 
-Ops that run as one ask for one slice after the other (`memfit.ops.batching.slices.SliceStream`). While compute reads
+Fused ops ask for one slice after the other (`memfit.ops.batching.slices.SliceStream`). While compute reads
 one, the next is on its way back; one that leaves goes on its way beside compute, which waits for it before it fills
 the next one.
 """
