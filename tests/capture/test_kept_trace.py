@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ from torch._dynamo.utils import compilation_time_metrics
 import memfit
 from memfit.compiler.stages import Request, capture_and_profile, plan_captured
 from memfit.planner.bounds.lower_bound import widest_op_bytes
-from memfit.runtime.executable import compile_program
+from memfit.profiling.memory import allocation_peak
+from memfit.runtime.executable import PlannedCall, compile_program
 from memfit.sim.simulator import simulate_plain
 
 _TRACED, _FOLLOWED = "aot_trace_joint_graph", "_compile.compile_inner"  # torch times each by these names
@@ -86,6 +89,54 @@ def test_the_graphs_of_a_broken_step_are_traced_for_the_capture_only() -> None:
             _loss(planned(inputs)).backward()
             assert all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected, strict=True))
     assert (_followed(), _traced()) == before
+
+
+class _Scaled(nn.Module):
+    """The layers, and a number in Python that Dynamo guards and that no op shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.turn = _model(), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.layers(x)
+        return output if self.turn < 0 else output + 1
+
+
+def test_a_graph_that_is_made_while_a_plan_runs_is_compiled_for_each_plan() -> None:
+    model, inputs = _Scaled(), torch.randn(2048, 32)
+    asked = Request(budget=1, loss_fn=_loss, search_seconds=0.1)
+    capture, graph = capture_and_profile(model, (inputs,), {}, asked)
+    plain_bytes, least_bytes = simulate_plain(graph).peak_bytes, widest_op_bytes(graph)
+    peaks = []
+    model.turn = 1  # from here on the guards of the capture fail
+    expected = _step(copy.deepcopy(model), inputs)
+    for share in (1.0, 0.3):
+        budget_bytes = int(least_bytes + share * (plain_bytes - least_bytes))
+        program = plan_captured(model, (inputs,), {}, capture, graph, asked, budget_bytes).program
+        planned = compile_program(model, capture, program)
+
+        def step(planned: PlannedCall = planned) -> None:
+            model.zero_grad()
+            torch.manual_seed(1)
+            _loss(planned(inputs)).backward()
+
+        step()
+        assert all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected, strict=True))
+        peaks.append(allocation_peak(step))
+    assert peaks[1] < 0.9 * peaks[0]
+
+
+def test_inputs_are_not_kept_by_what_dynamo_compiled() -> None:
+    for model in (_model(), _Broken()):
+        inputs = torch.randn(256, 32)
+        peak = memfit.estimate(model, (inputs,), loss_fn=_loss).peak
+        fitted = memfit.fit(model, (inputs,), budget=int(0.9 * peak), loss_fn=_loss, search_seconds=0.1)
+        alive = weakref.ref(inputs)
+        _step(fitted, torch.randn(256, 32))
+        del inputs
+        gc.collect()
+        assert alive() is None
 
 
 def test_each_plan_of_a_capture_changes_a_copy() -> None:

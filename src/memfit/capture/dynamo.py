@@ -26,7 +26,7 @@ from memfit.capture.allocation_tracker import LiveBytes
 from memfit.capture.checkpoints import refusing_checkpoints, without_checkpoints
 from memfit.capture.compiled_call import compile_call
 from memfit.capture.distributed.fsdp import gathering, is_sharded
-from memfit.capture.dynamo_call import DynamoCall, running_plan
+from memfit.capture.dynamo_call import DynamoCall, made_while_running, running_plan
 from memfit.capture.dynamo_graph import graph_key, outputs_of, reads_numbers, returned_inputs, weights_made
 from memfit.capture.failures import explained, left_to_plain_code, nothing_captured, nothing_reached, quiet
 from memfit.capture.gradients.returned_views import calling_after, returned_views_first
@@ -214,7 +214,8 @@ def _capture(
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     gathered = gathering(model)
     held = frozenset(id(t) for t in (*model.parameters(), *model.buffers()))
-    later = fake and read is not None  # with one graph all that tracing asks for is known once the loss is read
+    is_read = read is not None  # Dynamo keeps the backend, and that must not keep what reads the loss of the inputs
+    later = fake and is_read  # with one graph all that tracing asks for is known once the loss is read
     lying: dict[int, Strides] = {}
 
     def trace_anew(graph: DynamoGraph, around: Surroundings) -> Traced | None:
@@ -226,9 +227,8 @@ def _capture(
     identity = object()
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        plan = running_plan(identity)
-        if plan is not None:
-            return plan.backend(gm, inputs)
+        if running_plan(identity) is not None:
+            return made_while_running(gm, inputs, identity)
         numbers_by_numpy(gm)
         refuse_rounding_numpy(gm.graph)
         name_modules(gm.graph, model)
@@ -244,7 +244,7 @@ def _capture(
         if later and not any(isinstance(r, torch.Tensor) and r.requires_grad for r in results):
             raise nothing_reached(model)
         try:
-            traced = not_traced(gm) if later else trace(graph, Surroundings(), reader, keep=read is not None)
+            traced = not_traced(gm) if later else trace(graph, Surroundings(), reader, keep=is_read)
         except UnplannableGraphError as error:
             if fake:
                 raise

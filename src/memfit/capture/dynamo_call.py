@@ -6,7 +6,7 @@ the code takes longer than all else.
 
 *Idea*: late binding. What Dynamo was given for a graph looks up who runs the graph now: nobody, while the step is
 captured, else a plan, which traces its own copy of the graph when it is first run. Where the guards fail, Dynamo
-follows the code anew for the plan that runs.
+follows the code anew for the plan that runs; the next plan of the capture compiles what it finds there for itself.
 
 Known limits: the call holds the module. A sharded module is followed anew, as its capture gathers its parameters.
 Behind a break a graph that the capture did not come to is made for the plan that runs.
@@ -26,10 +26,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memfit.capture.dynamo_graph import copied
 from memfit.capture.gradients.returned_views import Views, calling_after
 from memfit.capture.gradients.shared_inputs import static_example
-from memfit.capture.traced_graph import DynamoGraph, Trace, as_it_was
+from memfit.capture.traced_graph import DynamoGraph, Trace, as_dynamo_made, as_it_was
 from memfit.capture.values.decisions import Decision
 
-__all__ = ["DynamoCall", "RunsGraphs", "running_plan"]
+__all__ = ["DynamoCall", "RunsGraphs", "made_while_running", "running_plan"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -60,6 +60,43 @@ class RunsGraphs:
         return call(*inputs)
 
 
+def made_while_running(gm: fx.GraphModule, inputs: Sequence[Any], identity: object) -> Callable[..., Any]:
+    """Compiles a graph that Dynamo made while a plan runs, since a guard failed.
+
+    Dynamo keeps it with the call, so other plans of the capture come to it too, and each compiles it for itself.
+
+    Args:
+        gm: the graph.
+        inputs: examples.
+        identity: of the call.
+
+    Returns:
+        The graph, for whichever plan runs.
+
+    Raises:
+        PlanMismatchError: if the plan does not know the graph and nothing of the call has run.
+    """
+    now = running_plan(identity)
+    assert now is not None, "a plan runs"
+    graph = replace(as_dynamo_made(copied(gm), inputs, "", gathered=False), inputs=())
+    now.plan.compiled[graph] = now.plan.backend(gm, inputs)
+
+    def run(*operands: Any) -> Any:
+        running = running_plan(identity)
+        if running is None:
+            return graph.gm.forward(*operands)
+        call = running.plan.compiled.get(graph)
+        if call is None:
+            with as_it_was(graph):
+                fakes = _known_as_static(graph, operands)
+                call = running.plan.backend(copied(graph.gm), operands)
+            del fakes
+            running.plan.compiled[graph] = call
+        return call(*operands)
+
+    return run
+
+
 def _known_as_static(graph: DynamoGraph, inputs: Sequence[Any]) -> list[torch.Tensor]:
     """Fake tensors of the operands, with sizes that are numbers; AOTAutograd finds them while the caller holds them."""
     mode = None if graph.context is None else graph.context.fake_mode
@@ -76,11 +113,6 @@ class _Running:
 
     plan: RunsGraphs
     call: DynamoCall
-
-    @property
-    def backend(self) -> Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
-        """Compiles a graph that Dynamo made for the plan."""
-        return self.plan.backend
 
     def run(self, graph: DynamoGraph, views: Views, inputs: Sequence[Any]) -> Any:
         """Runs a graph of the capture."""

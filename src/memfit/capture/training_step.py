@@ -52,6 +52,7 @@ class Capture:
         gradient_strides: how gradients of outputs of the pieces lie, where that is not as the outputs do.
         shared: which inputs pieces take once for each use (`memfit.capture.gradients.shared_inputs`).
         summed: names of parameters with several uses whose gradients are added up inside a piece all the same.
+        static_bytes: those of the graph before it is profiled, which adds workspaces of libraries.
         between_bytes: the part of the graph's static bytes that plain code between pieces holds.
         input_bytes: the part of them that the inputs take.
         loss: how it was read.
@@ -70,6 +71,7 @@ class Capture:
     gradient_strides: GradientStrides = field(default_factory=dict)
     shared: SharedInputs = field(default_factory=dict)
     summed: tuple[str, ...] = ()
+    static_bytes: int = 0
     between_bytes: int = 0
     input_bytes: int = 0
     deferred: frozenset[int] = frozenset()
@@ -235,6 +237,7 @@ def capture_step(
         gradient_strides=pieces.gradient_strides,
         shared=pieces.shared,
         summed=summed,
+        static_bytes=graph.static_bytes,
         between_bytes=between_bytes,
         input_bytes=storage_bytes(pytree.tree_leaves((args, kwargs)), device_type),
         loss=loss,
@@ -262,7 +265,11 @@ def read_again(
     graph, joint_ops = join(of_step, capture.loss.transient_bytes, device_type, held_bytes=capture.loss.held_bytes)
     was = capture.graph
     graph = replace(
-        graph, static_bytes=was.static_bytes, after_step_bytes=was.after_step_bytes, tiers=was.tiers, label=was.label
+        graph,
+        static_bytes=capture.static_bytes,
+        after_step_bytes=was.after_step_bytes,
+        tiers=was.tiers,
+        label=was.label,
     )
     return replace(capture, graph=graph, pieces=of_step, joint_ops=joint_ops)
 

@@ -247,7 +247,7 @@ def _captured(
         checkpointing=request.checkpointing,
     )
     static_bytes = capture.graph.static_bytes + request.beside_bytes
-    return replace(capture, graph=replace(capture.graph, static_bytes=static_bytes))
+    return replace(capture, graph=replace(capture.graph, static_bytes=static_bytes), static_bytes=static_bytes)
 
 
 def _tiers(request: Request, device: torch.device) -> tuple[TierLinks, ...]:

@@ -350,7 +350,7 @@ def compile_planned(
                 "a graph of the model that was not planned runs as plain code (%s): %s", error, "; ".join(plain.reasons)
             )
             return gm.forward
-        if not made and begun:
+        if not made and (begun or (of is not None and in_pieces)):
             call_numpy(gm)
             attach_outputs(gm, cut)
             return _plainly(gm)
