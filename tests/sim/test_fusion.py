@@ -105,7 +105,7 @@ def test_the_specification_says_what_is_wrong() -> None:
     cases = [
         (changed(program, first, replace(start, parts=2)), "cannot run in 2 slices"),
         (changed(program, first, start, Instruction(Action.FREE, 5, fused=True)), "what comes in is freed before"),
-        (changed(program, first + 4, replace(end, fused=True)), "not the same samples|only ops that ran before"),
+        (changed(program, first + 4, replace(end, fused=True)), "not of the same samples|only ops that ran before"),
         (changed(program, first + 2, replace(program.instructions[first + 2], over=5)), "cannot run over s5"),
         (changed(program, last, replace(program.instructions[last], fused=True)), "there is none"),
         (
