@@ -149,16 +149,17 @@ class JointTrace:
             UnplannableGraphError: if it cannot be planned.
         """
         reader = self.reader
-        return read_joint(
-            *(copied(self.joint), self.num_forward_outputs),
-            separate=reader.separate,
-            in_place=self.in_place,
-            grid=reader.grid,
-            accumulated=self.accumulated,
-            as_made=reader.accumulate is Accumulate.AS_MADE,
-            replaced=reader.replaced,
-            cast_once=self.cast_once,
-        )
+        with as_it_was(self.graph):  # results of new nodes lie as kernels lay them out, without autocast around `fit`
+            return read_joint(
+                *(copied(self.joint), self.num_forward_outputs),
+                separate=reader.separate,
+                in_place=self.in_place,
+                grid=reader.grid,
+                accumulated=self.accumulated,
+                as_made=reader.accumulate is Accumulate.AS_MADE,
+                replaced=reader.replaced,
+                cast_once=self.cast_once,
+            )
 
     def read_in_other_way(self, *, separate: Callable[[str], bool], grid: tuple[int, ...]) -> JointTrace:
         """The same joint graph, which is read in another way."""

@@ -59,7 +59,7 @@ def find_streaming(
     placed = _everything(graph)
     away = {s: replace(storage, nbytes=0) for s, storage in enumerate(graph.storages) if s in placed}
     elsewhere = replace(alone, storages=tuple(away.get(s, x) for s, x in enumerate(graph.storages)))
-    bound = relaxed_bound(elsewhere, budget_bytes, seconds=seconds / 8)
+    bound = 0.0 if any_speed else relaxed_bound(elsewhere, budget_bytes, seconds=seconds / 8)
     try:
         found.append(find_order(alone, budget_bytes, seconds=seconds, progress=progress, any_speed=any_speed))
     except BudgetError as error:

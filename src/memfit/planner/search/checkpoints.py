@@ -1,7 +1,7 @@
-"""Storages to keep at evenly spaced narrow places of the forward pass.
+"""Storages to save at evenly spaced narrow places of the forward pass.
 
-With a checkpoint kept, running ops again cannot reach back beyond it, so a stretch between two checkpoints is all
-that a backward op can bring into memory at once. A selection with checkpoints is a smaller problem with a smaller
+A recomputation cannot reach back beyond a saved checkpoint, so a backward op can bring no more into memory at once
+than the segment between two checkpoints. A selection with checkpoints is a smaller problem with a smaller
 working set; how many checkpoints are best depends on the budget, so several numbers are tried.
 
 Source: the segments of Chen et al. (2016), with the cuts chosen by bytes rather than by count.

@@ -173,9 +173,9 @@ def find_order(
             patience = 0.75 * seconds if best is None or gap < _VERY_FAR else 2 * seconds
         return gap < CLOSE or time.monotonic() - begin > share * patience
 
-    hopeless = any_speed or budget_bytes < widest_op_bytes(graph)
+    in_one_try = any_speed or budget_bytes < widest_op_bytes(graph)
     rotor_first = is_large and moves is not None
-    for name, start in () if hopeless else _starts(lean, budget_bytes, seconds, rotor_first=rotor_first):
+    for name, start in () if in_one_try else _starts(lean, budget_bytes, seconds, rotor_first=rotor_first):
         if progress is not None:
             progress(name)
         fitting = spill(lean, start, budget_bytes if moves is None else moves.spill_bytes)
