@@ -107,7 +107,7 @@ class _Bench:
             self.plain = subject.run()
             (plain_seconds,) = subject.seconds([None])
         whole = self.plain.peak_bytes if self.plain else subject.plain.peak_bytes
-        bare = tuple(replace(op, workspace_bytes=0, ways=()) for op in subject.graph.ops)
+        bare = tuple(replace(op, workspace_bytes=0, variants=()) for op in subject.graph.ops)
         wall = widest_op_bytes(replace(subject.graph, ops=bare))
         budgets = [b for b in (*self.options.budgets.split(","), *EXTRA_BUDGETS.get(self.name, ())) if b]
         least = self._least(wall) if "least" in budgets else None

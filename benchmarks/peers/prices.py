@@ -24,7 +24,7 @@ from memfit.capture.loss.reading import LossFunction, scalar_loss
 from memfit.fxir.marks import METADATA_ONLY_PREFIX
 from memfit.fxir.signature import cost_key
 from memfit.ops.kernels.convolution import convolution_input_gradient, takes_input_shape_only
-from memfit.profiling.benchmark import ways_of
+from memfit.profiling.benchmark import variants_of
 from memfit.profiling.cost_cache import CostCache
 
 __all__ = ["Executed", "executed_seconds"]
@@ -68,7 +68,7 @@ class Executed(TorchDispatchMode):
         with torch.random.fork_rng(devices=[device.index or 0] if device.type == "cuda" else []), torch.no_grad():
             for key, node in self.nodes.items():
                 if key not in costs:
-                    costs[key] = ways_of(node, device)
+                    costs[key] = variants_of(node, device)
         return float(sum(count * costs[key][0].seconds for key, count in self.counts.items()))
 
 

@@ -144,7 +144,7 @@ def test_random_numbers_are_named() -> None:
 
 
 def test_what_the_planned_step_makes_otherwise_is_no_difference() -> None:
-    """Recomputation, ops in parts and in-place writes."""
+    """Recomputation, ops in chunks and in-place writes."""
     blocks = (nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True)) for _ in range(4))
     model, x = nn.Sequential(*blocks, nn.Dropout(0.1)), torch.randn(4, 8, 16, 16)
     fitted = copy.deepcopy(model)

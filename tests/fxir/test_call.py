@@ -82,7 +82,7 @@ def test_a_plan_normalises_again_without_new_statistics() -> None:
 
 
 def test_where_the_bits_differ_the_whole_kernel_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memfit.profiling.profiler.costs_again", lambda *_: Costs(ways=()))
+    monkeypatch.setattr("memfit.profiling.profiler.costs_again", lambda *_: Costs(variants=()))
     torch.manual_seed(0)
     model, x = convolutions(), torch.randn(4, 8, 16, 15)
     graph = capture_and_profile(model, (x,), {}, Request(budget=1, loss_fn=loss_fn))[1]
@@ -101,8 +101,8 @@ def test_a_kernel_that_cannot_run_here_is_not_used() -> None:
     def fails(*_: object) -> None:
         raise RuntimeError("no such kernel here")
 
-    assert costs_again(joint.node, joint.again, 0, torch.device("cpu")).ways
-    assert costs_again(joint.node, replace(joint.again, target=fails), 0, torch.device("cpu")) == Costs(ways=())
+    assert costs_again(joint.node, joint.again, 0, torch.device("cpu")).variants
+    assert costs_again(joint.node, replace(joint.again, target=fails), 0, torch.device("cpu")) == Costs(variants=())
 
 
 class Returned(nn.Module):

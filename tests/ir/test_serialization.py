@@ -47,7 +47,7 @@ PLAN = PlanFile(
     program=Program(
         instructions=(
             Instruction(Action.COMPUTE, 12),
-            Instruction(Action.COMPUTE, 13, over=4, parts=2),
+            Instruction(Action.COMPUTE, 13, over=4, chunks=2),
             Instruction(Action.FREE, 5),
         )
     ),
@@ -243,7 +243,7 @@ def test_the_validation_is_the_published_schema(schema: dict[str, Any], document
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"schema_version": 4}, r"\$\.schema_version is 4, not in 3 to 3; .* another version of memfit: make it anew"),
+        ({"schema_version": 3}, r"\$\.schema_version is 3, not in 4 to 4; .* another version of memfit: make it anew"),
         ({"budget_bytes": True}, r"\$\.budget_bytes is true, not of type integer"),
         ({"budget_bytes": 1.5}, r"\$\.budget_bytes is 1.5, not of type integer"),
         ({"program": [["c", 1], ["x", 1]]}, r"\$\.program\[1\]\[0\] is \"x\", not one of c, c!, f"),

@@ -1,4 +1,4 @@
-"""Ops in parts have the bits of the whole and take less memory."""
+"""Ops in chunks have the bits of the whole and take less memory."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import fx, nn
 
-from memfit.ops.chunking import call_in_parts, candidate_parts
+from memfit.ops.chunking import call_in_chunks, candidate_chunks
 from memfit.ops.kernels.convolution import convolution_input_gradient, make_metadata_only
-from memfit.profiling.benchmark import ways_of
+from memfit.profiling.benchmark import variants_of
 
 _aten = torch.ops.aten
 _CPU = torch.device("cpu")
@@ -35,26 +35,26 @@ def arguments(layer: nn.Module) -> tuple[object, ...]:
     return tuple(list(v) if isinstance(v := getattr(layer, n), tuple) else v for n in names)
 
 
-@pytest.mark.parametrize("parts", [2, 3, 5, 16])
+@pytest.mark.parametrize("chunks", [2, 3, 5, 16])
 @pytest.mark.parametrize("name", CONVOLUTIONS)
-def test_convolutions(name: str, parts: int) -> None:
+def test_convolutions(name: str, chunks: int) -> None:
     torch.manual_seed(0)
     layer, shape = CONVOLUTIONS[name]
     weight, bias, rest = layer.weight.detach(), layer.bias.detach(), arguments(layer)
     data = torch.randn(shape)
     whole = _aten.convolution.default(data, weight, bias, *rest)
     # Small parts may take another kernel, with other bits, which the profiler finds out; values must be right.
-    close(call_in_parts(_aten.convolution.default)(data, weight, bias, *rest, parts=parts), whole)
+    close(call_in_chunks(_aten.convolution.default)(data, weight, bias, *rest, chunks=chunks), whole)
 
     gradient = torch.randn_like(whole)
     of_data, of_weight, of_bias = _aten.convolution_backward.default(
         gradient, data, weight, [len(bias)], *rest, [True, True, True]
     )
     if data.dim() >= 4:  # others are not split
-        split = call_in_parts(convolution_input_gradient)
-        close(split(gradient, make_metadata_only(data), weight, [len(bias)], *rest, parts=parts), of_data)
-    nothing, weights, biases = call_in_parts(_aten.convolution_backward.default)(
-        gradient, data, weight, [len(bias)], *rest, [False, True, True], parts=parts
+        split = call_in_chunks(convolution_input_gradient)
+        close(split(gradient, make_metadata_only(data), weight, [len(bias)], *rest, chunks=chunks), of_data)
+    nothing, weights, biases = call_in_chunks(_aten.convolution_backward.default)(
+        gradient, data, weight, [len(bias)], *rest, [False, True, True], chunks=chunks
     )
     assert nothing is None
     close(weights, of_weight)
@@ -76,32 +76,32 @@ def large_node() -> fx.Node:
     return backward_node(torch.empty(8, 128, 90, 90), torch.empty(8, 256, 88, 88), torch.empty(256, 128, 3, 3))
 
 
-def test_large_weight_gradients_are_offered_in_parts_that_take_less() -> None:
+def test_large_weight_gradients_are_offered_in_chunks_that_take_less() -> None:
     node = large_node()
-    assert candidate_parts(node) == (4, 8, 16)
-    whole, *in_parts = ways_of(node, _CPU)
-    assert whole.parts == 1
-    for way in in_parts:
-        assert way.workspace_bytes < whole.workspace_bytes
+    assert candidate_chunks(node) == (4, 8, 16)
+    whole, *in_chunks = variants_of(node, _CPU)
+    assert whole.chunks == 1
+    for variant in in_chunks:
+        assert variant.workspace_bytes < whole.workspace_bytes
 
 
-def test_what_cannot_run_in_parts_runs_whole() -> None:
+def test_what_cannot_run_in_chunks_runs_whole() -> None:
     small = backward_node(torch.empty(2, 32, 8, 8), torch.empty(2, 32, 8, 8), torch.empty(32, 32, 1, 1))
-    assert candidate_parts(small) == ()
-    assert [way.parts for way in ways_of(small, _CPU)] == [1]
+    assert candidate_chunks(small) == ()
+    assert [variant.chunks for variant in variants_of(small, _CPU)] == [1]
     last = (torch.empty(8, n, 80, 80).contiguous(memory_format=torch.channels_last) for n in (64, 256))
-    assert candidate_parts(backward_node(*last, torch.empty(256, 64, 1, 1))) == ()
+    assert candidate_chunks(backward_node(*last, torch.empty(256, 64, 1, 1))) == ()
 
 
 def test_parts_with_other_bits_are_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    import memfit.ops.chunking as parts
+    import memfit.ops.chunking as chunks
 
     node = large_node()
-    right = parts._PARTED[_aten.convolution_backward.default]
+    right = chunks._CHUNKED[_aten.convolution_backward.default]
 
     def wrong(*args: object, **kwargs: object) -> object:
         nothing, of_weight, of_bias = right.call(*args, **kwargs)
         return nothing, of_weight.nextafter(of_weight + 1), of_bias
 
-    monkeypatch.setitem(parts._PARTED, _aten.convolution_backward.default, parts._Parted(wrong, right.candidates))
-    assert [way.parts for way in ways_of(node, _CPU)] == [1]
+    monkeypatch.setitem(chunks._CHUNKED, _aten.convolution_backward.default, chunks._Chunked(wrong, right.candidates))
+    assert [variant.chunks for variant in variants_of(node, _CPU)] == [1]

@@ -53,5 +53,5 @@ def test_both_prices_are_measured() -> None:
     _, graph = capture_and_profile(model, (x,), {}, Request(budget=1, loss_fn=torch.Tensor.sum))
     (op,) = [op for op in graph.ops if op.plain_in_place]
     assert op.in_place_seconds is not None and 0.0 < op.in_place_seconds <= op.seconds
-    out_of_place = sum(op.way(1).seconds if op.ways else op.seconds for op in graph.ops)
+    out_of_place = sum(op.variant(1).seconds if op.variants else op.seconds for op in graph.ops)
     assert graph.plain_seconds == pytest.approx(out_of_place - op.seconds + op.in_place_seconds)

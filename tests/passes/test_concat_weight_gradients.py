@@ -97,10 +97,12 @@ def test_the_plain_step_takes_as_much_as_before(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_plain_step_makes_it_whole() -> None:
     _, graph = captured(Joined(), torch.randn(4, 3, 64, 64))
-    parts = [op for op in graph.ops if op.plain_way is not None and op.target == "aten.convolution_backward.default"]
+    parts = [
+        op for op in graph.ops if op.plain_variant is not None and op.target == "aten.convolution_backward.default"
+    ]
     assert len(parts) == 2
-    assert parts[0].plain_way is not None and parts[0].plain_way.seconds > 0.0
-    assert parts[1].plain_way is not None and parts[1].plain_way.seconds == 0.0
+    assert parts[0].plain_variant is not None and parts[0].plain_variant.seconds > 0.0
+    assert parts[1].plain_variant is not None and parts[1].plain_variant.seconds == 0.0
 
 
 @pytest.mark.parametrize(

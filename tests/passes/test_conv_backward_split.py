@@ -10,8 +10,8 @@ from torch import nn
 
 import memfit
 from memfit.errors import CaptureError
-from memfit.ops.chunking import call_in_parts
-from memfit.ops.kernels.batch_norm import parts_of, takes_channels
+from memfit.ops.chunking import call_in_chunks
+from memfit.ops.kernels.batch_norm import chunks_of, takes_channels
 from memfit.ops.kernels.convolution import convolution_input_gradient, convolution_input_slices, make_metadata_only
 from memfit.passes.conv_backward_split import IN_PLACE
 from memfit.profiling.benchmark import _check_metadata_only
@@ -119,11 +119,11 @@ def test_batch_norm_backward_by_channels(shape: tuple[int, ...], threads: int) -
     assert takes_channels((gradient, x, *rest), gradient, x)
     expected = _aten.native_batch_norm_backward.default(gradient, x, *rest)
     backward = _aten.native_batch_norm_backward.default
-    parts = call_in_parts(backward)(gradient, x, *rest, parts=parts_of(x))
+    chunks = call_in_chunks(backward)(gradient, x, *rest, chunks=chunks_of(x))
     over = gradient.clone()
-    result = IN_PLACE[backward][0](over, x, *rest, parts=parts_of(x))
+    result = IN_PLACE[backward][0](over, x, *rest, chunks=chunks_of(x))
     torch.set_num_threads(before)
-    for found in (parts, result):
+    for found in (chunks, result):
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     assert result[0].data_ptr() == over.data_ptr()
     assert not takes_channels((gradient, x, *rest), gradient, x.to(torch.bfloat16))
@@ -136,8 +136,8 @@ def test_slices_of_an_input_gradient_have_the_bits_of_the_whole() -> None:
     whole = convolution_input_gradient(gradient, data, weight, *rest)
     metadata_only = make_metadata_only(data)
     apart = convolution_input_slices(gradient, metadata_only, weight, *rest, cuts)
-    in_parts = call_in_parts(convolution_input_slices)(gradient, metadata_only, weight, *rest, cuts, parts=3)
-    for (start, stop), one, other in zip(cuts, apart, in_parts, strict=True):
+    in_chunks = call_in_chunks(convolution_input_slices)(gradient, metadata_only, weight, *rest, cuts, chunks=3)
+    for (start, stop), one, other in zip(cuts, apart, in_chunks, strict=True):
         assert torch.equal(one, whole[:, start:stop]) and torch.equal(other, one)
         assert one.is_contiguous() and other.is_contiguous()
 

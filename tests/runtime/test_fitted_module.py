@@ -75,7 +75,7 @@ def test_a_graph_kept_for_a_second_backward_pass_keeps_its_bits() -> None:
 
 
 def test_another_number_of_threads_is_planned_anew() -> None:
-    # That an op has the same bits in parts is known for the threads it was tried with.
+    # That an op has the same bits in chunks is known for the threads it was tried with.
     model, _ = fitted()
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)

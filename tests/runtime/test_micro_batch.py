@@ -34,12 +34,12 @@ def test_parts_of_the_batch(spec: str, batch: int, shape: tuple[int, ...]) -> No
     example = build(spec, batch=batch, shape=shape)
     args, loss = tuple(example.args), example.loss_fn
     result = verify(example.model, args, example.kwargs, request("micro-batch:6", loss), loss_fn=loss)
-    assert result.plan.grid == (1, 1, 6) and "the batch in up to 6 parts" in str(result.plan)
+    assert result.plan.grid == (1, 1, 6) and "the batch in up to 6 micro-batches" in str(result.plan)
     assert not result.differing and result.fits
     assert result.recomputes_executed == result.recomputes_planned
     assert result.peak_bytes == pytest.approx(result.plan.predicted.peak_bytes, rel=0.03)
-    parts = {i.parts for i in result.plan.program.instructions if i.action is Action.COMPUTE and i.sliced}
-    assert 6 in parts
+    chunks = {i.chunks for i in result.plan.program.instructions if i.action is Action.COMPUTE and i.sliced}
+    assert 6 in chunks
     assert result.peak_bytes < result.plan.predicted.plain_peak_bytes
 
 

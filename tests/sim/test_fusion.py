@@ -103,13 +103,13 @@ def test_the_specification_says_what_is_wrong() -> None:
     last = len(program.instructions) - 1
     start, end, first_run = (program.instructions[place] for place in (first, first + 4, 0))
     cases = [
-        (changed(program, first, replace(start, parts=2)), "cannot run in 2 slices"),
+        (changed(program, first, replace(start, chunks=2)), "cannot run in 2 slices"),
         (changed(program, first, start, Instruction(Action.FREE, 5, fused=True)), "what comes in is freed before"),
         (changed(program, first + 4, replace(end, fused=True)), "not of the same samples|only ops that ran before"),
         (changed(program, first + 2, replace(program.instructions[first + 2], over=5)), "cannot run over s5"),
         (changed(program, last, replace(program.instructions[last], fused=True)), "there is none"),
         (
-            changed(program, 0, replace(first_run, parts=4, fused=True, sliced=True)),
+            changed(program, 0, replace(first_run, chunks=4, fused=True, sliced=True)),
             "where it ran before",
         ),
         (changed(program, first, Instruction(Action.COMPUTE, 99, fused=True)), "the step has 6 ops"),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from memfit.ir.fusion import fused_seconds
-from memfit.ir.graph import Op, Phase, StepGraph, Storage, StorageKind, Way
+from memfit.ir.graph import Op, Phase, StepGraph, Storage, StorageKind, Variant
 from memfit.ir.program import plain_order, program_of
 from memfit.ir.serialization import decode_graph, encode_graph
 from memfit.ir.slicing import BySlices
@@ -65,8 +65,8 @@ def test_the_plain_step_writes_over_what_the_model_does(in_place: bool, seconds:
 
 
 def test_the_plain_step_may_run_something_else() -> None:
-    other = Way(parts=1, seconds=3.0, workspace_bytes=100)
-    graph = step(replace(ACTIVATION, plain_way=other, plain_reads=(0,)))
+    other = Variant(chunks=1, seconds=3.0, workspace_bytes=100)
+    graph = step(replace(ACTIVATION, plain_variant=other, plain_reads=(0,)))
     assert graph.plain_seconds == 15.0
     plain = simulate_plain(graph)
     assert plain.step_seconds == 15.0

@@ -73,8 +73,8 @@ def test_a_planned_step_is_the_plain_step(
     assert torch.equal(random_state, torch.get_rng_state())
 
 
-def test_convolutions_that_run_again_in_parts_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memfit.ops.chunking._PART_BYTES", 1 << 19)
+def test_convolutions_that_run_again_in_chunks_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memfit.ops.chunking._CHUNK_BYTES", 1 << 19)
     monkeypatch.setattr(
         "memfit.planner.finalize.variant_selection.with_spares", lambda graph, program, limit: program
     )  # in slices, that is
@@ -83,12 +83,12 @@ def test_convolutions_that_run_again_in_parts_are_counted_once(monkeypatch: pyte
     request = Request(budget="64MiB", loss_fn=loss_of, strategy="sequential:2")
     plan = make_plan(model, (x,), {}, request)
     assert plan.planned is not None
-    ways = [max((way.parts for way in op.ways), default=1) for op in plan.planned.graph.ops]
-    in_parts = tuple(
-        replace(i, parts=ways[i.index]) if i.action is Action.COMPUTE else i for i in plan.program.instructions
+    variants = [max((variant.chunks for variant in op.variants), default=1) for op in plan.planned.graph.ops]
+    in_chunks = tuple(
+        replace(i, chunks=variants[i.index]) if i.action is Action.COMPUTE else i for i in plan.program.instructions
     )
-    assert any(ways[i] > 1 for i in plan.program.recomputed())
-    result = verify(model, (x,), {}, replace(plan, program=Program(instructions=in_parts)))
+    assert any(variants[i] > 1 for i in plan.program.recomputed())
+    result = verify(model, (x,), {}, replace(plan, program=Program(instructions=in_chunks)))
     assert result.recomputes_executed == result.recomputes_planned > 0
 
 

@@ -168,9 +168,9 @@ class Plan:
         if self.proof is not None:
             lines.append(f"      {self.proof} ({format_seconds(self.proof.seconds)} of plain steps)")
         if self.is_tiled:
-            images, parts = self.grid[:2], self.grid[2:]
+            images, micro_batches = self.grid[:2], self.grid[2:]
             tiles = f", images in {'×'.join(map(str, images))} tiles" if max(images) > 1 else ""
-            tiles += f", the batch in up to {parts[0]} parts" if parts else ""
+            tiles += f", the batch in up to {micro_batches[0]} micro-batches" if micro_batches else ""
             lines.append(
                 f"      runs slice by slice where that pays{tiles}; gradients are the plain ones up to rounding"
             )

@@ -25,7 +25,7 @@ __all__ = [
     "Storage",
     "StorageKind",
     "Stream",
-    "Way",
+    "Variant",
 ]
 
 
@@ -104,16 +104,16 @@ class Storage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
-    """How an op can run, with the same bits: whole, or in so many parts one after the other.
+class Variant:
+    """How an op can run, with the same bits: whole, or in so many chunks one after the other.
 
     Attributes:
-        parts: 1 for whole.
+        chunks: 1 for whole.
         seconds: profiled time of one run.
         workspace_bytes: memory taken beyond what is read and written.
     """
 
-    parts: int
+    chunks: int
     seconds: float
     workspace_bytes: int
 
@@ -132,17 +132,17 @@ class Op:
         writes: storages created.
         in_place_over: read storages whose memory the first written one may take over, where that read is
             their last, the preferred one first; all have the same size.
-        seconds: profiled time of one run, the way it is meant to run, its results in memory of their own.
+        seconds: profiled time of one run, in the variant it is meant to run in, its results in memory of their own.
         in_place_seconds: profiled time of a run over one of those storages, if that differs.
-        workspace_bytes: memory the kernel takes beyond what it reads and writes, that way.
-        parts: that way; 1 for whole.
-        ways: every way it can run, that one included; empty if whole is the only one.
+        workspace_bytes: memory the kernel takes beyond what it reads and writes, in that variant.
+        chunks: of that variant; 1 for whole.
+        variants: every variant, that one included; empty if whole is the only one.
         random_state_bytes: bytes of generator state to save for recomputing it; 0 if not random.
         recomputable: whether running it again gives the same bits and no side effect.
         plain_in_place: whether it writes over an operand in the step without memfit.
         plain_reads: what it reads in the step without memfit, if that differs: a tensor whose shape alone it needs,
             say.
-        plain_way: what it costs there, if that differs otherwise than by running whole.
+        plain_variant: what it costs there, if that differs otherwise than by running whole.
         again: what runs in its place after the first time, if that is another call: it writes some of `writes`
             and may read others of them, which then last from the first run on.
         by_slices: how it runs a few samples at a time, if it can.
@@ -161,13 +161,13 @@ class Op:
     seconds: float = 0.0
     in_place_seconds: float | None = None
     workspace_bytes: int = 0
-    parts: int = 1
-    ways: tuple[Way, ...] = ()
+    chunks: int = 1
+    variants: tuple[Variant, ...] = ()
     random_state_bytes: int = 0
     recomputable: bool = True
     plain_in_place: bool = False
     plain_reads: tuple[int, ...] | None = None
-    plain_way: Way | None = None
+    plain_variant: Variant | None = None
     again: Op | None = None
     by_slices: BySlices | None = None
     half_of: str = ""
@@ -184,23 +184,23 @@ class Op:
         return self.again or self
 
     @property
-    def plain(self) -> Way:
+    def plain(self) -> Variant:
         """How it runs in the step without memfit."""
-        if self.plain_way is not None:
-            return self.plain_way
-        whole = self.way(1) if self.ways else self.way(self.parts)
+        if self.plain_variant is not None:
+            return self.plain_variant
+        whole = self.variant(1) if self.variants else self.variant(self.chunks)
         if self.plain_in_place and self.in_place_seconds is not None:
             return replace(whole, seconds=self.in_place_seconds)
         return whole
 
     @property
     def least_seconds(self) -> float:
-        """Time of one run, the quickest way, its results in memory of their own."""
-        return min((way.seconds for way in self.ways), default=self.seconds)
+        """Time of one run, the quickest variant, its results in memory of their own."""
+        return min((variant.seconds for variant in self.variants), default=self.seconds)
 
     @property
     def least_seconds_in_place(self) -> float:
-        """Time of one run, the quickest way of all."""
+        """Time of one run, the quickest variant of all."""
         return self.least_seconds if self.in_place_seconds is None else min(self.least_seconds, self.in_place_seconds)
 
     @property
@@ -208,36 +208,36 @@ class Op:
         """Seconds that a planner assumes for one run after the first."""
         return self.later.seconds if self.estimated_seconds is None else self.estimated_seconds
 
-    def run_seconds(self, parts: int, *, in_place: bool) -> float:
-        """Time of one run in so many parts, over an operand or not.
+    def run_seconds(self, chunks: int, *, in_place: bool) -> float:
+        """Time of one run in so many chunks, over an operand or not.
 
         Raises:
-            KeyError: if it does not run in so many parts.
+            KeyError: if it does not run in so many chunks.
         """
         if in_place and self.in_place_seconds is not None:
             return self.in_place_seconds
-        return self.seconds if parts == self.parts else self.way(parts).seconds
+        return self.seconds if chunks == self.chunks else self.variant(chunks).seconds
 
-    def run_workspace_bytes(self, parts: int) -> int:
-        """Workspace of one run in so many parts.
+    def run_workspace_bytes(self, chunks: int) -> int:
+        """Workspace of one run in so many chunks.
 
         Raises:
-            KeyError: if it does not run in so many parts.
+            KeyError: if it does not run in so many chunks.
         """
-        return self.workspace_bytes if parts == self.parts else self.way(parts).workspace_bytes
+        return self.workspace_bytes if chunks == self.chunks else self.variant(chunks).workspace_bytes
 
-    def way(self, parts: int) -> Way:
-        """Time and workspace of a run in so many parts.
+    def variant(self, chunks: int) -> Variant:
+        """Time and workspace of a run in so many chunks.
 
         Raises:
             KeyError: if it cannot.
         """
-        if parts == self.parts:
-            return Way(parts=parts, seconds=self.seconds, workspace_bytes=self.workspace_bytes)
-        for way in self.ways:
-            if way.parts == parts:
-                return way
-        raise KeyError(f"{self.name} does not run in {parts} parts")
+        if chunks == self.chunks:
+            return Variant(chunks=chunks, seconds=self.seconds, workspace_bytes=self.workspace_bytes)
+        for variant in self.variants:
+            if variant.chunks == chunks:
+                return variant
+        raise KeyError(f"{self.name} does not run in {chunks} chunks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,7 +282,7 @@ class StepGraph:
 
     @property
     def seconds(self) -> float:
-        """Least time with nothing recomputed: each op once, its quickest way, over what nothing else reads later."""
+        """Least time with nothing recomputed: each op once, its quickest variant, over operands that die there."""
         return sum(self.first_seconds()) + self.after_step_seconds
 
     def first_seconds(self) -> list[float]:
@@ -309,7 +309,7 @@ class StepGraph:
         return sum(s.nbytes for s in self.storages if s.kind is StorageKind.GRADIENT)
 
     def buffer_bytes(self, used: Collection[Tier]) -> int:
-        """Memory of the device that moving to and from some tiers takes while a step is under way."""
+        """Memory of the device that moving to and from some tiers takes while a step is in flight."""
         return sum(links.buffer_bytes for links in self.tiers if links.tier in used)
 
     def without_memfit(self) -> StepGraph:
@@ -355,15 +355,15 @@ def _plain_op(op: Op) -> Op:
         op,
         reads=op.reads if op.plain_reads is None else op.plain_reads,
         plain_reads=None,
-        plain_way=None,
+        plain_variant=None,
         again=None,
         in_place_over=(),
         seconds=op.plain.seconds,
         in_place_seconds=None,
         plain_in_place=False,
         workspace_bytes=op.plain.workspace_bytes,
-        parts=op.plain.parts,
-        ways=(),
+        chunks=op.plain.chunks,
+        variants=(),
         by_slices=None,
     )
 

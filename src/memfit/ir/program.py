@@ -54,7 +54,7 @@ class Action(StrEnum):
 class Instruction:
     """One step of a program: `index` is an op for `COMPUTE`, else a storage.
 
-    An op runs in `parts`, and its first result takes the memory of storage `over` if there is one. What is `sliced`
+    An op runs in `chunks`, and its first result takes the memory of storage `over` if there is one. What is `sliced`
     runs slice by slice, and what is `fused` does so together with the next instruction (`memfit.ir.fusion`). A storage
     is swapped out to a `tier`, or lives there.
     """
@@ -62,7 +62,7 @@ class Instruction:
     action: Action
     index: int
     over: int | None = None
-    parts: int = 1
+    chunks: int = 1
     fused: bool = False
     sliced: bool = False
     tier: Tier | None = None
@@ -112,7 +112,7 @@ class Program:
 def are_halves(graph: StepGraph, first: Instruction, second: Instruction) -> bool:
     """Whether two instructions, side by side, run in one call: whole, in memory of their own (`planner.halves`)."""
     both = (first, second)
-    if any(i.action is not Action.COMPUTE or i.parts > 1 or i.sliced or i.over is not None for i in both):
+    if any(i.action is not Action.COMPUTE or i.chunks > 1 or i.sliced or i.over is not None for i in both):
         return False
     ahead, here = (graph.ops[i.index] for i in both)
     return (
@@ -182,7 +182,7 @@ def program_of(graph: StepGraph, order: Sequence[int], *, in_place: bool = True,
     reads it. What the caller holds (outputs, gradients) is never freed and never written twice.
 
     Args:
-        graph: the step; each op runs in its `parts`.
+        graph: the step; each op runs in its `chunks`.
         order: op indices; forward ops may repeat, before or after the loss op.
         in_place: overwrite operands that die where the op allows it.
         fuse: whether ops are fused where that takes less memory.
@@ -199,7 +199,7 @@ def program_of(graph: StepGraph, order: Sequence[int], *, in_place: bool = True,
         op = ops[position]
         over = overwritten(op, dead) if in_place else None
         frees = [Instruction(Action.FREE, s) for s in dead if s != over]
-        return [Instruction(Action.COMPUTE, order[position], over, op.parts, sliced=streams(graph, op)), *frees]
+        return [Instruction(Action.COMPUTE, order[position], over, op.chunks, sliced=streams(graph, op)), *frees]
 
     return assembled(order, ops, dying, runs, alone)
 

@@ -19,7 +19,7 @@ from memfit.ir.tiers import Tier
 
 __all__ = ["GRAPH_SCHEMA", "INSTRUCTION_LENGTHS", "PLAN_SCHEMA", "PROGRAM_SCHEMA", "SCHEMA_VERSION"]
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 INSTRUCTION_LENGTHS = {
     "c": (2, 3),
     "c!": (4,),
@@ -58,7 +58,7 @@ _SECONDS = {"type": "number", "minimum": 0, "maximum": 1e9}
 _FRACTION = {**_SECONDS, "minimum": -1}
 _INDEX = {"type": "integer", "minimum": 0, "maximum": 2**31}
 _INDICES = _array(_INDEX, 1_000_000)
-_PARTS = {"type": "integer", "minimum": 1, "maximum": 2**31}
+_CHUNKS = {"type": "integer", "minimum": 1, "maximum": 2**31}
 _FACT_BOUNDS = {**_WORDS, "minimum": -(2**63), "maximum": 2**63}
 _FACT = {**_FACT_BOUNDS, "type": ["string", "integer", "boolean"]}
 _FACTS = {**_FACT_BOUNDS, "type": ["string", "integer", "boolean", "array"], "items": _FACT, "maxItems": 100_000}
@@ -74,27 +74,27 @@ PROGRAM_SCHEMA: dict[str, Any] = {
     **_array(
         {
             "type": "array",
-            "prefixItems": [{"enum": [*INSTRUCTION_LENGTHS]}, _INDEX, _PARTS, _INDEX],
+            "prefixItems": [{"enum": [*INSTRUCTION_LENGTHS]}, _INDEX, _CHUNKS, _INDEX],
             "minItems": 2,
             "maxItems": 4,
         },
         10_000_000,
     ),
 }
-"""A program: a list of `[code, index]`, with `parts` and the storage that is overwritten where it matters."""
+"""A program: a list of `[code, index]`, with `chunks` and the storage that is overwritten where it matters."""
 
-_WAY = _object({"parts": _PARTS, "seconds": _SECONDS, "workspace_bytes": _BYTES})
+_VARIANT = _object({"chunks": _CHUNKS, "seconds": _SECONDS, "workspace_bytes": _BYTES})
 _REACH = _object({name: {"type": "number", "minimum": -1e6, "maximum": 1e6} for name in ("scale", "before", "after")})
 _BY_SLICES = _object(
-    {"batch": _PARTS, "samples": _PARTS, "seconds": _SECONDS, "workspace_bytes": _BYTES, "reads": _INDICES},
+    {"batch": _CHUNKS, "samples": _CHUNKS, "seconds": _SECONDS, "workspace_bytes": _BYTES, "reads": _INDICES},
     {
         "copy_seconds": _SECONDS,
         "copy_over_seconds": _SECONDS,
         "sums": _INDICES,
         "first": {"type": "boolean"},
         "accumulates": {"type": "boolean"},
-        "grid": _array(_PARTS, 2),
-        "extents": _array(_PARTS, 2),
+        "grid": _array(_CHUNKS, 2),
+        "extents": _array(_CHUNKS, 2),
         "reaches": _array(_array(_REACH, 2), 1_000),
     },
 )
@@ -111,9 +111,9 @@ _OP_DETAILS = {
     "in_place_over": _INDICES,
     "seconds": _SECONDS,
     "workspace_bytes": _BYTES,
-    "parts": _PARTS,
-    "ways": _array(_WAY, 1_000),
-    "plain_way": _WAY,
+    "chunks": _CHUNKS,
+    "variants": _array(_VARIANT, 1_000),
+    "plain_variant": _VARIANT,
     "random_state_bytes": _BYTES,
     "recomputable": {"type": "boolean"},
     "in_place_seconds": _SECONDS,
@@ -180,7 +180,7 @@ PLAN_SCHEMA: dict[str, Any] = {
             "program": {key: rule for key, rule in PROGRAM_SCHEMA.items() if key != "$schema"},
         },
         {
-            "grid": _array(_PARTS, 3),
+            "grid": _array(_CHUNKS, 3),
             "decisions": _array(
                 _object(
                     {

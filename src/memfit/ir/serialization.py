@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from memfit.errors import PlanFileError
-from memfit.ir.graph import Op, Phase, StepGraph, Storage, StorageKind, Way
+from memfit.ir.graph import Op, Phase, StepGraph, Storage, StorageKind, Variant
 from memfit.ir.jsonfile import read_json, validate, write_json
 from memfit.ir.program import Action, Instruction, Program
 from memfit.ir.schema import GRAPH_SCHEMA, INSTRUCTION_LENGTHS, PLAN_SCHEMA, PROGRAM_SCHEMA, SCHEMA_VERSION
@@ -158,16 +158,16 @@ def _tier_record(links: TierLinks) -> dict[str, Any]:
 
 
 def _tier(record: Mapping[str, Any]) -> TierLinks:
-    parts = {"tier": Tier(record["tier"]), "out": Link(**record["out"]), "into": Link(**record["into"])}
-    return TierLinks(**{**record, **parts})
+    fields = {"tier": Tier(record["tier"]), "out": Link(**record["out"]), "into": Link(**record["into"])}
+    return TierLinks(**{**record, **fields})
 
 
 def _op_record(op: Op) -> dict[str, Any]:
     record = {**_record(op), "phase": str(op.phase)}
-    if op.ways:
-        record["ways"] = [_record(way) for way in op.ways]
-    if op.plain_way is not None:
-        record["plain_way"] = _record(op.plain_way)
+    if op.variants:
+        record["variants"] = [_record(variant) for variant in op.variants]
+    if op.plain_variant is not None:
+        record["plain_variant"] = _record(op.plain_variant)
     if op.again is not None:
         record["again"] = _op_record(op.again)
     if op.by_slices is not None:
@@ -178,17 +178,17 @@ def _op_record(op: Op) -> dict[str, Any]:
 
 
 def _op(record: Mapping[str, Any]) -> Op:
-    ways = tuple(Way(**way) for way in record.get("ways", ()))
-    parts: dict[str, Any] = {"phase": Phase(record["phase"]), "ways": ways}
-    if "plain_way" in record:
-        parts["plain_way"] = Way(**record["plain_way"])
+    variants = tuple(Variant(**variant) for variant in record.get("variants", ()))
+    fields: dict[str, Any] = {"phase": Phase(record["phase"]), "variants": variants}
+    if "plain_variant" in record:
+        fields["plain_variant"] = Variant(**record["plain_variant"])
     if "again" in record:
-        parts["again"] = _op(record["again"])
+        fields["again"] = _op(record["again"])
     if "by_slices" in record:
         slices = _arguments(record["by_slices"])
         reaches = tuple(tuple(Reach(**reach) for reach in of) for of in slices.get("reaches", ()))
-        parts["by_slices"] = BySlices(**{**slices, "reaches": reaches})
-    return Op(**{**_arguments(record), **parts})
+        fields["by_slices"] = BySlices(**{**slices, "reaches": reaches})
+    return Op(**{**_arguments(record), **fields})
 
 
 def decode_graph(document: object) -> StepGraph:
@@ -229,8 +229,8 @@ def _broken_promises(graph: StepGraph) -> Iterator[str]:
             return
         if len(set(op.reads)) != len(op.reads) or not written.issuperset((*op.reads, *(op.plain_reads or ()))):
             yield f"op {op.name} reads a storage twice or before it is written"
-        if op.ways and op.way(op.parts) not in op.ways:
-            yield f"op {op.name} runs in {op.parts} parts, which is none of its ways"
+        if op.variants and op.variant(op.chunks) not in op.variants:
+            yield f"op {op.name} runs in {op.chunks} chunks, which is none of its variants"
         if len(set(op.writes)) != len(op.writes) or not written.isdisjoint(op.writes):
             yield f"op {op.name} writes a storage that is static or already written"
         written.update(op.writes)
@@ -282,8 +282,8 @@ def _encoded(instruction: Instruction) -> list[str | int]:
         return [f"t:{instruction.tier}", instruction.index]
     code = "s" if instruction.sliced else "c"
     if instruction.over is not None:
-        return [f"{code}!{with_next}", instruction.index, instruction.parts, instruction.over]
-    return [f"{code}{with_next}", instruction.index, *([instruction.parts] if instruction.parts > 1 else [])]
+        return [f"{code}!{with_next}", instruction.index, instruction.chunks, instruction.over]
+    return [f"{code}{with_next}", instruction.index, *([instruction.chunks] if instruction.chunks > 1 else [])]
 
 
 def decode_program(document: object) -> Program:
@@ -322,8 +322,8 @@ def _decoded(place: int, entry: list[Any]) -> Instruction:
         return Instruction(Action.SWAP_IN, index)
     if code.startswith("t:"):
         return Instruction(Action.STREAM, index, tier=Tier(code.removeprefix("t:")))
-    over, parts = rest[1] if len(rest) > 1 else None, rest[0] if rest else 1
-    return Instruction(Action.COMPUTE, index, over, parts, fused=fused, sliced=code.startswith("s"))
+    over, chunks = rest[1] if len(rest) > 1 else None, rest[0] if rest else 1
+    return Instruction(Action.COMPUTE, index, over, chunks, fused=fused, sliced=code.startswith("s"))
 
 
 def encode_plan(plan: PlanFile) -> dict[str, Any]:
@@ -356,13 +356,13 @@ def decode_plan(document: object) -> PlanFile:
 
 
 def _plan(document: Mapping[str, Any]) -> PlanFile:
-    parts = {
+    fields = {
         "predicted": Prediction(**document["predicted"]),
         "program": _program(document["program"]),
         "decisions": tuple(Decision(**decision) for decision in document.get("decisions", ())),
         "grid": tuple(document.get("grid", ())),
     }
-    return PlanFile(**{**document, **parts})
+    return PlanFile(**{**document, **fields})
 
 
 def save_plan(path: str | os.PathLike[str], plan: PlanFile) -> None:

@@ -208,9 +208,9 @@ def _in_slices_only(graph: StepGraph, op: Op, held: AbstractSet[int]) -> Op:
         recomputable=op.recomputable and held.isdisjoint(op.writes),
         in_place_over=(),
         in_place_seconds=None,
-        plain_way=op.plain,
-        ways=(),
-        parts=slices.slices,
+        plain_variant=op.plain,
+        variants=(),
+        chunks=slices.slices,
         seconds=slices.seconds + slices.copy_over_seconds + taken + waited,
         workspace_bytes=made + slices.workspace_bytes + bytes_in_flight(graph, [op], ()),
     )

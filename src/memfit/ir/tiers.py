@@ -56,7 +56,7 @@ class TierLinks:
         out: from the device to the tier.
         into: back.
         limit_bytes: what it may hold; None for no limit.
-        buffer_bytes: memory of the device that moving takes while a step is under way.
+        buffer_bytes: memory of the device that moving takes while a step is in flight.
     """
 
     tier: Tier

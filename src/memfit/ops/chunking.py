@@ -1,4 +1,4 @@
-"""Ops that can run in parts, one after the other, with the bits of the whole.
+"""Ops that can run in chunks, one after the other, with the bits of the whole.
 
 CPU's convolution kernels copy their operands and results into layouts of their own, so that an op takes twice
 the memory one sees. Samples of a batch do not depend on each other, nor do channels of a weight's gradient:
@@ -6,7 +6,7 @@ the op can run on a few of them at a time. Its copies are then small, stay in th
 allocator, which often makes it faster as well. The same holds for batch normalisation's backward
 (`memfit.ops.kernels.batch_norm`).
 
-The profiler measures each way on each shape and offers only those whose bits are those of the whole
+The profiler measures each variant on each shape and offers only those whose bits are those of the whole
 (`memfit.profiling.benchmark`); the planner chooses among them (`memfit.planner.finalize.variant_selection`).
 
 Known limits: CPU, samples outside, then channels. What sums over the batch (a weight's gradient) is cut along channels
@@ -27,30 +27,30 @@ from memfit.fxir.call import Call
 from memfit.ops.kernels import batch_norm
 from memfit.ops.kernels.convolution import convolution_input_gradient, convolution_input_slices, make_metadata_only
 
-__all__ = ["call_in_parts", "candidate_parts"]
+__all__ = ["call_in_chunks", "candidate_chunks"]
 
 _aten = torch.ops.aten
-_PART_BYTES = 8 << 20
-"""About the largest operand of a part: it fits a cache, and malloc reuses it rather than mapping it anew."""
+_CHUNK_BYTES = 8 << 20
+"""About the largest operand of a chunk: it fits a cache, and malloc reuses it rather than mapping it anew."""
 
 _FINE_BYTES = 2 << 20
-"""About the largest operand of a part where memory is scarcest."""
+"""About the largest operand of a chunk where memory is scarcest."""
 
 _LARGE_IN_FINE = 4
-"""Samples are cut as finely only if an operand is so many ordinary parts large."""
+"""Samples are cut as finely only if an operand is so many ordinary chunks large."""
 
 _COARSE_PARTS = 4
-"""Few parts, for weights' gradients: every part reads the smaller operand again."""
+"""Few chunks, for weights' gradients: every chunk reads the smaller operand again."""
 
-_LARGE_IN_PARTS = 2.5
-"""The smaller operand, read once for every part of the larger one, is cut as well if it is so many parts large."""
+_LARGE_IN_CHUNKS = 2.5
+"""The smaller operand, read once for every chunk of the larger one, is cut as well if it is so many chunks large."""
 
 _BLOCKS = (16, 8)
-"""Channels are cut at multiples of what kernels block by, of the first where it gives enough parts."""
+"""Channels are cut at multiples of what kernels block by, of the first where it gives enough chunks."""
 
 
-def candidate_parts(node: fx.Node | Call) -> tuple[int, ...]:
-    """In how many parts a node could run, beside whole; empty if it cannot.
+def candidate_chunks(node: fx.Node | Call) -> tuple[int, ...]:
+    """In how many chunks a node could run, beside whole; empty if it cannot.
 
     Args:
         node: an op of the joint graph.
@@ -58,63 +58,63 @@ def candidate_parts(node: fx.Node | Call) -> tuple[int, ...]:
     Returns:
         Numbers above 1, to be tried by the profiler.
     """
-    parted = _PARTED.get(node.target)
-    return () if parted is None else parted.candidates(node)
+    chunked = _CHUNKED.get(node.target)
+    return () if chunked is None else chunked.candidates(node)
 
 
-def call_in_parts(target: Any) -> Callable[..., Any]:
-    """The function that runs `target` in parts; it takes the same arguments, and `parts` by name."""
-    return _PARTED[target].call
+def call_in_chunks(target: Any) -> Callable[..., Any]:
+    """The function that runs `target` in chunks; it takes the same arguments, and `chunks` by name."""
+    return _CHUNKED[target].call
 
 
-def _convolution(data: torch.Tensor, weight: torch.Tensor, *rest: Any, parts: int) -> torch.Tensor:
+def _convolution(data: torch.Tensor, weight: torch.Tensor, *rest: Any, chunks: int) -> torch.Tensor:
     def run(here: slice) -> torch.Tensor:
         result: torch.Tensor = _aten.convolution.default(data[here], weight, *rest)
         return result
 
-    return _by_samples(run, data.shape[0], parts)
+    return _by_samples(run, data.shape[0], chunks)
 
 
-def _input_gradient(gradient: torch.Tensor, metadata_only: torch.Tensor, *rest: Any, parts: int) -> torch.Tensor:
-    return _by_samples(lambda here: _input_gradient_of(gradient[here], metadata_only, *rest), gradient.shape[0], parts)
+def _input_gradient(gradient: torch.Tensor, metadata_only: torch.Tensor, *rest: Any, chunks: int) -> torch.Tensor:
+    return _by_samples(lambda here: _input_gradient_of(gradient[here], metadata_only, *rest), gradient.shape[0], chunks)
 
 
 def _input_slices(
-    gradient: torch.Tensor, metadata_only: torch.Tensor, weight: torch.Tensor, *rest: Any, parts: int
+    gradient: torch.Tensor, metadata_only: torch.Tensor, weight: torch.Tensor, *rest: Any, chunks: int
 ) -> tuple[torch.Tensor, ...]:
     *settings, cuts = rest
     slices = tuple(
         metadata_only.new_empty((metadata_only.shape[0], stop - start, *metadata_only.shape[2:]))
         for start, stop in cuts
     )
-    size = -(-gradient.shape[0] // parts)
+    size = -(-gradient.shape[0] // chunks)
     for start in range(0, gradient.shape[0], size):
         here = slice(start, start + size)
-        part = _input_gradient_of(gradient[here], metadata_only, weight, *settings)
+        chunk = _input_gradient_of(gradient[here], metadata_only, weight, *settings)
         for result, (first, stop) in zip(slices, cuts, strict=True):
-            result[here] = part[:, first:stop]
-        del part
+            result[here] = chunk[:, first:stop]
+        del chunk
     return slices
 
 
 def _input_gradient_of(samples: torch.Tensor, metadata_only: torch.Tensor, *rest: Any) -> torch.Tensor:
     shape = (samples.shape[0], *metadata_only.shape[1:])
-    part_of_metadata_only = make_metadata_only(
+    chunk_of_metadata_only = make_metadata_only(
         torch.empty(shape, dtype=metadata_only.dtype, device="meta"), samples.device
     )
-    return convolution_input_gradient(samples, part_of_metadata_only, *rest)
+    return convolution_input_gradient(samples, chunk_of_metadata_only, *rest)
 
 
-def _by_samples(run: Callable[[slice], torch.Tensor], samples: int, parts: int) -> torch.Tensor:
-    size = -(-samples // parts)
+def _by_samples(run: Callable[[slice], torch.Tensor], samples: int, chunks: int) -> torch.Tensor:
+    size = -(-samples // chunks)
     result: torch.Tensor | None = None
     for start in range(0, samples, size):
         here = slice(start, start + size)
-        part = run(here)
+        chunk = run(here)
         if result is None:
-            result = part.new_empty((samples, *part.shape[1:]))
-        result[here] = part
-        del part
+            result = chunk.new_empty((samples, *chunk.shape[1:]))
+        result[here] = chunk
+        del chunk
     assert result is not None
     return result
 
@@ -132,49 +132,49 @@ def _weight_gradient(
     groups: int,
     mask: list[bool],
     *,
-    parts: int,
+    chunks: int,
 ) -> tuple[None, torch.Tensor, torch.Tensor | None]:
     """The weight half of `convolution_backward`, over channels of both operands, or over groups."""
     result = torch.empty_like(weight)
     of_bias = gradient.new_empty(gradient.shape[1]) if mask[2] else None
-    last, part_of_data = slice(0, 0), data
-    for of_data, of_gradient, part_groups in _cuts(data, gradient, groups, parts):
+    last, chunk_of_data = slice(0, 0), data
+    for of_data, of_gradient, chunk_groups in _cuts(data, gradient, groups, chunks):
         if of_data != last:
-            last, part_of_data = of_data, data[:, of_data].contiguous()
-        part_of_gradient = gradient[:, of_gradient].contiguous()
+            last, chunk_of_data = of_data, data[:, of_data].contiguous()
+        chunk_of_gradient = gradient[:, of_gradient].contiguous()
         # A weight has output channels first, a transposed convolution's has input channels first.
         rows, columns = (of_data, of_gradient) if transposed else (of_gradient, of_data)
         here = (rows,) if groups > 1 else (rows, columns)
-        part = _aten.convolution_backward.default(
-            *(part_of_gradient, part_of_data, weight[here].contiguous()),
-            None if bias_sizes is None else [part_of_gradient.shape[1]],
-            *(stride, padding, dilation, transposed, output_padding, part_groups, mask),
+        chunk = _aten.convolution_backward.default(
+            *(chunk_of_gradient, chunk_of_data, weight[here].contiguous()),
+            None if bias_sizes is None else [chunk_of_gradient.shape[1]],
+            *(stride, padding, dilation, transposed, output_padding, chunk_groups, mask),
         )
-        result[here] = part[1]
+        result[here] = chunk[1]
         if of_bias is not None:
-            of_bias[of_gradient] = part[2]
-        del part, part_of_gradient
+            of_bias[of_gradient] = chunk[2]
+        del chunk, chunk_of_gradient
     return None, result, of_bias
 
 
-def _cuts(data: torch.Tensor, gradient: torch.Tensor, groups: int, parts: int) -> Iterator[tuple[slice, slice, int]]:
+def _cuts(data: torch.Tensor, gradient: torch.Tensor, groups: int, chunks: int) -> Iterator[tuple[slice, slice, int]]:
     """Channels of input and of gradient, and the number of groups, of each call.
 
-    The larger operand is cut in `parts`, the smaller one in parts of about the same size if it is large too.
+    The larger operand is cut in `chunks`, the smaller one in chunks of about the same size if it is large too.
     """
     if groups > 1:
-        for here in _slices(groups, parts, (1,)):
+        for here in _slices(groups, chunks, (1,)):
             of_data, of_gradient = (
                 slice(here.start * t.shape[1] // groups, here.stop * t.shape[1] // groups) for t in (data, gradient)
             )
             yield of_data, of_gradient, here.stop - here.start
         return
-    part_bytes = max(_nbytes(data), _nbytes(gradient)) / parts
+    chunk_bytes = max(_nbytes(data), _nbytes(gradient)) / chunks
     counts = [
-        parts
+        chunks
         if t is _larger(data, gradient)
-        else math.ceil(_nbytes(t) / part_bytes)
-        if _nbytes(t) > _LARGE_IN_PARTS * part_bytes
+        else math.ceil(_nbytes(t) / chunk_bytes)
+        if _nbytes(t) > _LARGE_IN_CHUNKS * chunk_bytes
         else 1
         for t in (data, gradient)
     ]
@@ -183,9 +183,9 @@ def _cuts(data: torch.Tensor, gradient: torch.Tensor, groups: int, parts: int) -
             yield of_data, of_gradient, 1
 
 
-def _slices(channels: int, parts: int, blocks: tuple[int, ...] = _BLOCKS) -> list[slice]:
-    block = next((b for b in blocks if parts * b <= channels), blocks[-1])
-    size = -(-channels // (parts * block)) * block
+def _slices(channels: int, chunks: int, blocks: tuple[int, ...] = _BLOCKS) -> list[slice]:
+    block = next((b for b in blocks if chunks * b <= channels), blocks[-1])
+    size = -(-channels // (chunks * block)) * block
     return [slice(start, min(start + size, channels)) for start in range(0, channels, size)]
 
 
@@ -196,13 +196,13 @@ def _larger(data: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 def _sample_candidates(node: fx.Node) -> tuple[int, ...]:
     operand, weight = _values(node)[0], _values(node)[1 if node.target is _aten.convolution.default else 2]
     other: torch.Tensor = _values(node)[1] if node.target is convolution_input_slices else node.meta["val"]
-    if not _takes_parts(operand, other, weight) or operand.dim() != weight.dim():
+    if not _can_be_chunked(operand, other, weight) or operand.dim() != weight.dim():
         return ()
     samples, nbytes = operand.shape[0], max(_nbytes(operand), _nbytes(other))
-    if samples < 2 or nbytes < 2 * _PART_BYTES:
+    if samples < 2 or nbytes < 2 * _CHUNK_BYTES:
         return ()
-    part_bytes = (_PART_BYTES, _FINE_BYTES) if nbytes > _LARGE_IN_FINE * _PART_BYTES else (_PART_BYTES,)
-    sizes = {-(-samples // min(samples, -(-nbytes // wanted))) for wanted in part_bytes}
+    chunk_bytes = (_CHUNK_BYTES, _FINE_BYTES) if nbytes > _LARGE_IN_FINE * _CHUNK_BYTES else (_CHUNK_BYTES,)
+    sizes = {-(-samples // min(samples, -(-nbytes // wanted))) for wanted in chunk_bytes}
     return tuple(sorted(-(-samples // size) for size in sizes))
 
 
@@ -210,20 +210,20 @@ def _weight_candidates(node: fx.Node) -> tuple[int, ...]:
     arguments: tuple[Any, ...] = node.args
     *_, groups, mask = arguments
     gradient, data, weight = _values(node)[:3]
-    if mask[0] or not mask[1] or not _takes_parts(gradient, data, weight) or data.dim() != weight.dim():
+    if mask[0] or not mask[1] or not _can_be_chunked(gradient, data, weight) or data.dim() != weight.dim():
         return ()
     larger = _larger(data, gradient)
     nbytes = _nbytes(larger)
     channels, blocks = (groups, (1,)) if groups > 1 else (larger.shape[1], _BLOCKS)
-    wanted = {_COARSE_PARTS, math.ceil(nbytes / _PART_BYTES)} if nbytes > _PART_BYTES else set()
-    if nbytes > 2 * _PART_BYTES and groups == 1:
+    wanted = {_COARSE_PARTS, math.ceil(nbytes / _CHUNK_BYTES)} if nbytes > _CHUNK_BYTES else set()
+    if nbytes > 2 * _CHUNK_BYTES and groups == 1:
         wanted.add(math.ceil(nbytes / _FINE_BYTES))
-    return tuple(sorted({len(_slices(channels, parts, blocks)) for parts in wanted} - {1}))
+    return tuple(sorted({len(_slices(channels, chunks, blocks)) for chunks in wanted} - {1}))
 
 
 def _norm_candidates(node: fx.Node) -> tuple[int, ...]:
     gradient, data = _values(node)[:2]
-    return (batch_norm.parts_of(data),) if batch_norm.takes_channels(node.args, gradient, data) else ()
+    return (batch_norm.chunks_of(data),) if batch_norm.takes_channels(node.args, gradient, data) else ()
 
 
 def _values(node: fx.Node) -> list[Any]:
@@ -231,7 +231,7 @@ def _values(node: fx.Node) -> list[Any]:
     return [a.meta.get("val") if isinstance(a, fx.Node) else None for a in node.args]
 
 
-def _takes_parts(*tensors: torch.Tensor) -> bool:
+def _can_be_chunked(*tensors: torch.Tensor) -> bool:
     # A slice of channels, such as half the gradient of a concatenation, is laid out well enough.
     return all(t.device.type == "cpu" and _channels_outside(t) for t in tensors)
 
@@ -251,15 +251,15 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Parted:
+class _Chunked:
     call: Callable[..., Any]
     candidates: Callable[[Any], tuple[int, ...]]
 
 
-_PARTED: dict[Any, _Parted] = {
-    _aten.convolution.default: _Parted(_convolution, _sample_candidates),
-    convolution_input_gradient: _Parted(_input_gradient, _sample_candidates),
-    convolution_input_slices: _Parted(_input_slices, _sample_candidates),
-    _aten.convolution_backward.default: _Parted(_weight_gradient, _weight_candidates),
-    _aten.native_batch_norm_backward.default: _Parted(batch_norm.backward_in_parts, _norm_candidates),
+_CHUNKED: dict[Any, _Chunked] = {
+    _aten.convolution.default: _Chunked(_convolution, _sample_candidates),
+    convolution_input_gradient: _Chunked(_input_gradient, _sample_candidates),
+    convolution_input_slices: _Chunked(_input_slices, _sample_candidates),
+    _aten.convolution_backward.default: _Chunked(_weight_gradient, _weight_candidates),
+    _aten.native_batch_norm_backward.default: _Chunked(batch_norm.backward_in_chunks, _norm_candidates),
 }

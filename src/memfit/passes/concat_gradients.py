@@ -4,7 +4,7 @@ It is one tensor of which slices go different ways: through a long skip of a U-N
 later than the others and would hold all of them. Two remedies, neither changes a bit:
 
 - where the gradient comes from a convolution, its input half puts each slice where it belongs, a few samples at
-  a time if it runs in parts (`memfit.ops.chunking`), so that the whole never exists;
+  a time if it runs in chunks (`memfit.ops.chunking`), so that the whole never exists;
 - any other slice that is read long after the rest is copied out.
 
 A slice of its own is laid out otherwise than a slice of the whole, and kernels that sum add up in another order

@@ -68,7 +68,7 @@ class StagePlan:
         graph: its profiled step of one micro-batch.
         planned: the program of each micro-batch, or of all but the last.
         last: the program of the last micro-batch where that is another one.
-        under_way: the most micro-batches that are in flight there.
+        in_flight: the most micro-batches that are in flight there.
     """
 
     stage: Stage
@@ -76,7 +76,7 @@ class StagePlan:
     graph: StepGraph
     planned: PlannedStage
     last: PlannedStage | None = None
-    under_way: int
+    in_flight: int
 
     def memory(self, microbatch: int, num_microbatches: int) -> StageMemory:
         """Memory that the stage takes with a micro-batch."""

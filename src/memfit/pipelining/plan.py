@@ -32,7 +32,7 @@ class StageProgram:
         last_program: of the last one where that is another.
         separated: see `memfit.capture.training_step.Capture`.
         grid: see there; empty where nothing runs slice by slice that changes the order of sums.
-        under_way: the most micro-batches that are in flight there.
+        in_flight: the most micro-batches that are in flight there.
         kept_bytes: what is held of each between its passes.
         static_bytes: parameters, gradients, optimizer state, buffers and inputs.
         peak_bytes: predicted, with all micro-batches that are in flight.
@@ -48,7 +48,7 @@ class StageProgram:
     last_program: Program | None = None
     separated: tuple[str, ...] = ()
     grid: tuple[int, ...] = ()
-    under_way: int
+    in_flight: int
     kept_bytes: int
     static_bytes: int
     peak_bytes: int
@@ -111,7 +111,7 @@ class PipelinePlan:
         ]
         if self.sizes[-1] != self.sizes[0]:
             lines[0] += f", the last of {self.sizes[-1]}"
-        rows = [("stage", "device", "from", "forward", "backward", "again", "under way", "kept of each", "peak")]
+        rows = [("stage", "device", "from", "forward", "backward", "again", "in flight", "kept of each", "peak")]
         for index, stage in enumerate(self.stages):
             rows.append(
                 (
@@ -121,7 +121,7 @@ class PipelinePlan:
                     format_seconds(stage.forward_seconds),
                     format_seconds(stage.backward_seconds),
                     format_seconds(stage.again_seconds),
-                    str(stage.under_way),
+                    str(stage.in_flight),
                     format_bytes(stage.kept_bytes),
                     format_bytes(stage.peak_bytes),
                 )
@@ -156,7 +156,7 @@ _STAGE_FIELDS: dict[str, Any] = {
     "program": _PROGRAM,
     "separated": _list(_TEXT),
     "grid": {"type": "array", "items": _COUNT, "maxItems": 3},
-    **dict.fromkeys(("under_way", "kept_bytes", "static_bytes", "peak_bytes"), _COUNT),
+    **dict.fromkeys(("in_flight", "kept_bytes", "static_bytes", "peak_bytes"), _COUNT),
     **dict.fromkeys(("forward_seconds", "backward_seconds", "weight_seconds", "again_seconds"), _SECONDS),
     "begins": _TEXT,
 }

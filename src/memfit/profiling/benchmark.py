@@ -1,6 +1,6 @@
 """Cost of one call on the device, measured alone on made-up operands.
 
-Beside whole, a call is measured in parts (`memfit.ops.chunking`), which count only if their bits are those of the
+Beside whole, a call is measured in chunks (`memfit.ops.chunking`), which count only if their bits are those of the
 whole, and over an operand (`memfit.passes.conv_backward_split`), which saves touching fresh memory. Slice by slice it
 is measured in `memfit.profiling.slice_benchmark`.
 
@@ -22,9 +22,9 @@ from memfit.errors import CaptureError
 from memfit.fxir.call import Call
 from memfit.fxir.module_names import module_of
 from memfit.fxir.signature import tensors_of
-from memfit.ir.graph import Way
+from memfit.ir.graph import Variant
 from memfit.ops.accumulation import ADDING
-from memfit.ops.chunking import call_in_parts, candidate_parts
+from memfit.ops.chunking import call_in_chunks, candidate_chunks
 from memfit.ops.kernels.convolution import convolution_input_gradient, convolution_input_slices
 from memfit.passes.concat_gradients import Cuts
 from memfit.passes.concat_weight_gradients import operands_of_data
@@ -33,7 +33,7 @@ from memfit.profiling.one_run import equal, measured, timed
 from memfit.profiling.roofline import roofline_seconds
 from memfit.profiling.synthetic_inputs import operand_values, operands_of
 
-__all__ = ["Costs", "costs_added", "costs_again", "costs_of", "ways_of", "whole_if_separable"]
+__all__ = ["Costs", "costs_added", "costs_again", "costs_of", "variants_of", "whole_if_separable"]
 
 log = logging.getLogger(__name__)
 
@@ -44,21 +44,21 @@ _REPEATS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Costs of a call, for each way in which it can run.
+    """Costs of a call, for each variant.
 
     Attributes:
-        ways: whole, then in parts; none if the call has other bits than what it would stand for.
+        variants: whole, then in chunks; none if the call has other bits than what it would stand for.
         in_slices: see `costs_in_slices`; none if it does not run so.
         in_place: over an operand; none if it does not run so.
     """
 
-    ways: tuple[Way, ...]
-    in_slices: tuple[Way, ...] = ()
-    in_place: tuple[Way, ...] = ()
+    variants: tuple[Variant, ...]
+    in_slices: tuple[Variant, ...] = ()
+    in_place: tuple[Variant, ...] = ()
 
 
 def costs_again(node: fx.Node, again: Call, over: int | None, device: torch.device) -> Costs:
-    """Costs of the call that later runs in place of a batch normalisation; no way if it has other bits."""
+    """Costs of the call that later runs in place of a batch normalisation; no variant if it has other bits."""
     try:
         args, kwargs = operands_of(node, device)
         whole = node.target
@@ -68,8 +68,8 @@ def costs_again(node: fx.Node, again: Call, over: int | None, device: torch.devi
         del args, result
     except (RuntimeError, TypeError) as error:
         log.info("cannot run %s again from its statistics (%s)", node.name, error)
-        return Costs(ways=())
-    return costs_of(again, over, device) if same else Costs(ways=())
+        return Costs(variants=())
+    return costs_of(again, over, device) if same else Costs(variants=())
 
 
 def costs_added(node: fx.Node, device: torch.device) -> Costs:
@@ -80,14 +80,14 @@ def costs_added(node: fx.Node, device: torch.device) -> Costs:
         (made,) = tensors_of(node)
         total = torch.empty_strided(made.shape, made.stride(), dtype=made.dtype, device=device).zero_()
         run = functools.partial(ADDING[node.target], total, *args)
-        _, way = measured(run, device)
+        _, variant = measured(run, device)
     except (RuntimeError, TypeError, IndexError, ValueError) as error:
         log.info("cannot time %s alone (%s); using its roofline", node.name, error)
-        return Costs(ways=(Way(parts=1, seconds=roofline_seconds(node), workspace_bytes=0),))
-    return Costs(ways=(replace(way, seconds=_seconds(run, way.seconds, device)),))
+        return Costs(variants=(Variant(chunks=1, seconds=roofline_seconds(node), workspace_bytes=0),))
+    return Costs(variants=(replace(variant, seconds=_seconds(run, variant.seconds, device)),))
 
 
-def whole_if_separable(node: fx.Node, device: torch.device) -> tuple[Way, ...]:
+def whole_if_separable(node: fx.Node, device: torch.device) -> tuple[Variant, ...]:
     """Cost of a weight's gradient of a concatenation, computed whole; nothing if its parts have other bits.
 
     Args:
@@ -108,9 +108,9 @@ def whole_if_separable(node: fx.Node, device: torch.device) -> tuple[Way, ...]:
             )
             return made
 
-        result, way = measured(whole, device)
+        result, variant = measured(whole, device)
         start = 0
-        parts: list[torch.Tensor] = []
+        chunks: list[torch.Tensor] = []
         of_bias: torch.Tensor | None = None
         for number, operand in enumerate(operands):
             channels = values[weight][:, start : start + values[operand].shape[1]]
@@ -119,24 +119,24 @@ def whole_if_separable(node: fx.Node, device: torch.device) -> tuple[Way, ...]:
             made = _aten.convolution_backward.default(
                 values[gradient], values[operand], channels, *settings, [False, True, bias]
             )
-            parts.append(made[1])
+            chunks.append(made[1])
             of_bias = made[2] if bias else of_bias
-        if not equal(result, (None, torch.cat(parts, 1), of_bias)):
+        if not equal(result, (None, torch.cat(chunks, 1), of_bias)):
             return ()
         del result
-        return (replace(way, seconds=_seconds(whole, way.seconds, device)),)
+        return (replace(variant, seconds=_seconds(whole, variant.seconds, device)),)
     except (RuntimeError, TypeError) as error:
         log.info("cannot make %s from its operands (%s)", node.name, error)
         return ()
 
 
-def ways_of(node: fx.Node | Call, device: torch.device) -> tuple[Way, ...]:
-    """Costs of the op: whole, then in parts where that gives the same bits."""
-    return costs_of(node, None, device).ways
+def variants_of(node: fx.Node | Call, device: torch.device) -> tuple[Variant, ...]:
+    """Costs of the op: whole, then in chunks where that gives the same bits."""
+    return costs_of(node, None, device).variants
 
 
 def costs_of(node: fx.Node | Call, over: int | None, device: torch.device) -> Costs:
-    """Costs of a call: whole, in parts and over an operand.
+    """Costs of a call: whole, in chunks and over an operand.
 
     Args:
         node: the call.
@@ -155,26 +155,26 @@ def costs_of(node: fx.Node | Call, over: int | None, device: torch.device) -> Co
         result, first = measured(whole, device)
     except (RuntimeError, TypeError, IndexError, ValueError) as error:
         log.info("cannot time %s alone (%s); using its roofline", node.name, error)
-        return Costs(ways=(Way(parts=1, seconds=roofline_seconds(node), workspace_bytes=0),))
+        return Costs(variants=(Variant(chunks=1, seconds=roofline_seconds(node), workspace_bytes=0),))
     _check_metadata_only(node, args, result)
     found = [(first, whole)]
-    for parts in candidate_parts(node) if first.workspace_bytes else ():
-        in_parts = functools.partial(_in_parts, node, args, kwargs, parts)
-        way = _measured_alike(in_parts, result, device)
-        if way is not None:
+    for chunks in candidate_chunks(node) if first.workspace_bytes else ():
+        in_chunks = functools.partial(_in_chunks, node, args, kwargs, chunks)
+        variant = _measured_alike(in_chunks, result, device)
+        if variant is not None:
             # Where it can write over an operand it mostly will, which saves touching fresh memory.
             over_first = IN_PLACE.get(node.target, {}).get(0)
-            likely = in_parts if over_first is None else functools.partial(over_first, *args, parts=parts, **kwargs)
-            found.append((replace(way, parts=parts), likely))
+            likely = in_chunks if over_first is None else functools.partial(over_first, *args, chunks=chunks, **kwargs)
+            found.append((replace(variant, chunks=chunks), likely))
     del result  # timed runs take the memory of those before them, as those of a step do
-    ways = tuple(replace(way, seconds=_seconds(run, way.seconds, device)) for way, run in found)
-    in_place: tuple[Way, ...] = ()
+    variants = tuple(replace(variant, seconds=_seconds(run, variant.seconds, device)) for variant, run in found)
+    in_place: tuple[Variant, ...] = ()
     if over is not None:
         overwriting = functools.partial(IN_PLACE[node.target][over], *args, **kwargs)
         # It touches less memory than the run into fresh memory; where it seems slower, that was the machine.
-        seconds = min(ways[0].seconds, _seconds(overwriting, timed(overwriting, device), device))
-        in_place = (Way(parts=1, seconds=seconds, workspace_bytes=ways[0].workspace_bytes),)
-    return Costs(ways=ways, in_place=in_place)
+        seconds = min(variants[0].seconds, _seconds(overwriting, timed(overwriting, device), device))
+        in_place = (Variant(chunks=1, seconds=seconds, workspace_bytes=variants[0].workspace_bytes),)
+    return Costs(variants=variants, in_place=in_place)
 
 
 def _seconds(run: Callable[[], object], once: float, device: torch.device) -> float:
@@ -183,17 +183,17 @@ def _seconds(run: Callable[[], object], once: float, device: torch.device) -> fl
     return min(once, *(timed(run, device) for _ in range(repeats)))
 
 
-def _in_parts(node: fx.Node | Call, args: tuple[Any, ...], kwargs: dict[str, Any], parts: int) -> object:
-    return call_in_parts(node.target)(*args, parts=parts, **kwargs)
+def _in_chunks(node: fx.Node | Call, args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int) -> object:
+    return call_in_chunks(node.target)(*args, chunks=chunks, **kwargs)
 
 
-def _measured_alike(run: Callable[[], object], expected: object, device: torch.device) -> Way | None:
+def _measured_alike(run: Callable[[], object], expected: object, device: torch.device) -> Variant | None:
     """Time and workspace of one run; None if its bits are not those expected."""
     try:
-        result, way = measured(run, device)
+        result, variant = measured(run, device)
     except RuntimeError:  # a part is too small for the kernel of the whole
         return None
-    return way if equal(expected, result) else None
+    return variant if equal(expected, result) else None
 
 
 def _within(node: fx.Node | Call) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from memfit.ir.graph import Way
+from memfit.ir.graph import Variant
 from memfit.ops.kernels.settings import kernel_settings
 
 __all__ = ["CostCache", "cache_directory", "machine_name", "open_cache"]
@@ -30,28 +30,28 @@ log = logging.getLogger(__name__)
 _VERSION = 8
 
 
-class CostCache(MutableMapping[str, tuple[Way, ...]]):
-    """Costs of each way to run an op, whole first, by key; saved to a file (None: kept in memory only).
+class CostCache(MutableMapping[str, tuple[Variant, ...]]):
+    """Costs of each variant of an op, whole first, by key; saved to a file (None: kept in memory only).
 
-    No way at all means that the call has other bits than what it would stand for.
+    No variant at all means that the call has other bits than what it would stand for.
     """
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path
-        self._costs: dict[str, tuple[Way, ...]] = {}
+        self._costs: dict[str, tuple[Variant, ...]] = {}
         self._unread: dict[str, str] = {}  # JSON by key: a file has thousands of entries, and a step needs few
         self._new: list[str] = []
 
-    def __getitem__(self, key: str) -> tuple[Way, ...]:
+    def __getitem__(self, key: str) -> tuple[Variant, ...]:
         if key in self._unread:
-            ways = _ways(_parsed(self._unread.pop(key)))
-            if ways is not None:
-                self._costs[key] = ways
+            variants = _variants(_parsed(self._unread.pop(key)))
+            if variants is not None:
+                self._costs[key] = variants
         return self._costs[key]
 
-    def __setitem__(self, key: str, ways: tuple[Way, ...]) -> None:
+    def __setitem__(self, key: str, variants: tuple[Variant, ...]) -> None:
         self._unread.pop(key, None)
-        self._costs[key] = ways
+        self._costs[key] = variants
         self._new.append(key)
 
     def __delitem__(self, key: str) -> None:
@@ -79,7 +79,7 @@ class CostCache(MutableMapping[str, tuple[Way, ...]]):
         new, self._new = dict.fromkeys(self._new), []
         if self.path is None or not new:
             return
-        entries = ([key, [[w.parts, w.seconds, w.workspace_bytes] for w in self[key]]] for key in new)
+        entries = ([key, [[w.chunks, w.seconds, w.workspace_bytes] for w in self[key]]] for key in new)
         text = "".join(f"\n{json.dumps(entry)}" for entry in entries) + "\n"
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -180,17 +180,17 @@ def _parsed(text: str) -> object:
         return None
 
 
-def _ways(value: object) -> tuple[Way, ...] | None:
+def _variants(value: object) -> tuple[Variant, ...] | None:
     """Costs as they were written; None for anything else."""
-    ways = [_way(entry) for entry in value] if isinstance(value, list) else [None]
-    known = tuple(way for way in ways if way is not None)
-    return known if len(known) == len(ways) and all(way.parts == 1 for way in known[:1]) else None
+    variants = [_variant(entry) for entry in value] if isinstance(value, list) else [None]
+    known = tuple(variant for variant in variants if variant is not None)
+    return known if len(known) == len(variants) and all(variant.chunks == 1 for variant in known[:1]) else None
 
 
-def _way(entry: object) -> Way | None:
+def _variant(entry: object) -> Variant | None:
     match entry:
-        case [int(parts), float(seconds), int(nbytes)] if 1 <= parts < 1 << 31 and seconds < 1e6 and nbytes < 1 << 60:
-            return Way(parts=parts, seconds=seconds, workspace_bytes=nbytes) if seconds >= 0 <= nbytes else None
+        case [int(chunks), float(seconds), int(nbytes)] if 1 <= chunks < 1 << 31 and seconds < 1e6 and nbytes < 1 << 60:
+            return Variant(chunks=chunks, seconds=seconds, workspace_bytes=nbytes) if seconds >= 0 <= nbytes else None
     return None
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from memfit.ir.graph import Way
+from memfit.ir.graph import Variant
 from memfit.profiling.memory import allocation_peak
 
 __all__ = ["equal", "measured", "timed"]
@@ -43,7 +43,7 @@ def timed(run: Callable[[], object], device: torch.device) -> float:
     return seconds
 
 
-def measured(run: Callable[[], object], device: torch.device) -> tuple[object, Way]:
+def measured(run: Callable[[], object], device: torch.device) -> tuple[object, Variant]:
     """The result of one run and what it took: its time, and the peak beyond its result."""
     results: list[object] = []
     if device.type == "cuda":
@@ -55,7 +55,7 @@ def measured(run: Callable[[], object], device: torch.device) -> tuple[object, W
         times: list[float] = []
         peak = allocation_peak(lambda: times.append(timed(lambda: results.append(run()), device)))
         (seconds,), beyond = times, peak - _result_bytes(results)
-    return results[0], Way(parts=1, seconds=seconds, workspace_bytes=max(0, beyond))
+    return results[0], Variant(chunks=1, seconds=seconds, workspace_bytes=max(0, beyond))
 
 
 def _result_bytes(results: Iterable[object]) -> int:

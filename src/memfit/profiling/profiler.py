@@ -19,9 +19,9 @@ from memfit.errors import CaptureError
 from memfit.fxir.call import Call
 from memfit.fxir.joint import JointOp
 from memfit.fxir.signature import cost_key
-from memfit.ir.graph import Op, StepGraph, Way
+from memfit.ir.graph import Op, StepGraph, Variant
 from memfit.ir.slicing import BySlices
-from memfit.ops.chunking import candidate_parts
+from memfit.ops.chunking import candidate_chunks
 from memfit.passes.concat_weight_gradients import is_of_concatenation, is_separable_key, separable_key
 from memfit.profiling.benchmark import Costs, costs_added, costs_again, costs_of, whole_if_separable
 from memfit.profiling.cost_cache import CostCache
@@ -33,7 +33,7 @@ from memfit.profiling.slice_benchmark import costs_in_slices
 __all__ = ["known_separable", "profile_ops", "separated", "with_rooflines"]
 
 _WHOLE_HANDICAP = 1.05
-"""Running in parts takes less memory, so it is preferred at about equal time."""
+"""Running in chunks takes less memory, so it is preferred at about equal time."""
 
 Progress = Callable[[int, int], None]
 
@@ -46,7 +46,7 @@ class _Measurement:
         keys: names in the cache of the fields of `Costs`.
         slices: how it runs slice by slice, if it does.
         over: the operand over which it can run; None if it cannot.
-        run: measures it whole, in parts and over the operand.
+        run: measures it whole, in chunks and over the operand.
         run_slices: measures its slices.
     """
 
@@ -54,21 +54,21 @@ class _Measurement:
     slices: BySlices | None
     over: int | None
     run: Callable[[], Costs]
-    run_slices: Callable[[], tuple[Way, ...]]
+    run_slices: Callable[[], tuple[Variant, ...]]
 
     def known(self, cache: CostCache) -> Costs | None:
         """Costs of the call that the cache has; None if one is missing."""
         key, in_slices, in_place = self.keys
         if not self._knows_whole(cache) or (self.slices is not None and in_slices not in cache):
             return None
-        return Costs(ways=cache[key], in_slices=cache.get(in_slices, ()), in_place=cache.get(in_place, ()))
+        return Costs(variants=cache[key], in_slices=cache.get(in_slices, ()), in_place=cache.get(in_place, ()))
 
     def measure(self, cache: CostCache) -> None:
         """Runs the call and puts into the cache what it costs that is not there."""
         key, in_slices, in_place = self.keys
         if not self._knows_whole(cache):
             costs = self.run()
-            cache.update({key: costs.ways, in_place: costs.in_place})
+            cache.update({key: costs.variants, in_place: costs.in_place})
         if self.slices is not None:
             cache[in_slices] = self.run_slices() if cache[key] else ()
 
@@ -121,11 +121,11 @@ def profile_ops(
         progress(len(missing), len(missing))
     cache.save()
 
-    def plain(call: Call) -> Way:
+    def plain(call: Call) -> Variant:
         return cache[_plain_key(call)][0]
 
     def costs(joint: JointOp) -> list[Costs]:
-        return [m.known(cache) or Costs(ways=()) for m in measurements[joint.node]]
+        return [m.known(cache) or Costs(variants=()) for m in measurements[joint.node]]
 
     graph = _with_costs(capture, costs, plain)
     nodes = list({cost_key(joint.node): joint.node for joint in joints}.values())
@@ -176,18 +176,18 @@ def with_rooflines(capture: Capture) -> StepGraph:
     def costs(joint: JointOp) -> list[Costs]:
         calls: list[fx.Node | Call] = [joint.node] if joint.again is None else [joint.node, joint.again]
         return [
-            Costs(ways=_roofline_ways(call, workspace_bytes(call)), in_slices=_roofline_ways(call)[:1])
+            Costs(variants=_roofline_variants(call, workspace_bytes(call)), in_slices=_roofline_variants(call)[:1])
             for call in calls
         ]
 
-    return _with_costs(capture, costs, lambda call: _roofline_ways(call, workspace_bytes(call))[0])
+    return _with_costs(capture, costs, lambda call: _roofline_variants(call, workspace_bytes(call))[0])
 
 
 def _measurements(joint: JointOp, device: torch.device) -> list[_Measurement]:
     """Of the op, and of what runs in its place later if that is another call."""
     slices = joint.by_slices
-    # What has parts writes over its operand only so, and is measured so.
-    over = None if candidate_parts(joint.node) else joint.in_place_argument
+    # What can be chunked writes over its operand only so, and is measured so.
+    over = None if candidate_chunks(joint.node) else joint.in_place_argument
 
     if joint.again is None:
         return [_measurement(joint.node, slices, over, device)]
@@ -231,7 +231,7 @@ def _plain_key(call: Call) -> str:
 
 
 def _with_costs(
-    capture: Capture, costs_of_op: Callable[[JointOp], list[Costs]], plain_way: Callable[[Call], Way]
+    capture: Capture, costs_of_op: Callable[[JointOp], list[Costs]], plain_variant: Callable[[Call], Variant]
 ) -> StepGraph:
     ops: list[Op] = []
     for op, joint in zip(capture.graph.ops, capture.joint_ops, strict=True):
@@ -240,45 +240,45 @@ def _with_costs(
             continue
         costs, *again = costs_of_op(joint)
         # Slices are those of the call that runs later.
-        made = _with_ways(op if not again else replace(op, by_slices=None), costs, joint.node)
+        made = _with_variants(op if not again else replace(op, by_slices=None), costs, joint.node)
         if joint.again is not None and op.again is not None:
-            made = replace(made, again=_with_ways(op.again, again[0], joint.again) if again[0].ways else None)
+            made = replace(made, again=_with_variants(op.again, again[0], joint.again) if again[0].variants else None)
         if joint.plain_free:
-            made = replace(made, plain_way=Way(parts=1, seconds=0.0, workspace_bytes=0))
+            made = replace(made, plain_variant=Variant(chunks=1, seconds=0.0, workspace_bytes=0))
         elif joint.plain_call is not None:
-            made = replace(made, plain_way=plain_way(joint.plain_call))
+            made = replace(made, plain_variant=plain_variant(joint.plain_call))
         ops.append(made)
     return replace(capture.graph, ops=tuple(ops))
 
 
-def _with_ways(op: Op, costs: Costs, call: fx.Node | Call) -> Op:
-    """The op with its costs, to be run the quickest way."""
-    if not costs.ways:
+def _with_variants(op: Op, costs: Costs, call: fx.Node | Call) -> Op:
+    """The op with its costs, to be run the quickest variant."""
+    if not costs.variants:
         raise CaptureError(
             f"{op.name} (in {op.module or 'the model itself'}) cannot run on operands laid out as they are"
         )
-    ways, in_parts, in_place_over = costs.ways, costs.ways[1:], op.in_place_over
-    best = min(ways, key=lambda way: way.seconds * (1.0 if way.parts > 1 else _WHOLE_HANDICAP))
-    if in_place_over and candidate_parts(call):  # only in parts does such a kernel write over its operand
-        best, in_place_over = (in_parts[0], in_place_over) if in_parts else (best, ())
+    variants, in_chunks, in_place_over = costs.variants, costs.variants[1:], op.in_place_over
+    best = min(variants, key=lambda variant: variant.seconds * (1.0 if variant.chunks > 1 else _WHOLE_HANDICAP))
+    if in_place_over and candidate_chunks(call):  # only in chunks does such a kernel write over its operand
+        best, in_place_over = (in_chunks[0], in_place_over) if in_chunks else (best, ())
     return replace(
         op,
         in_place_over=in_place_over,
         seconds=best.seconds,
         in_place_seconds=costs.in_place[0].seconds if costs.in_place else None,
         workspace_bytes=best.workspace_bytes,
-        parts=best.parts,
-        ways=ways if in_parts else (),
+        chunks=best.chunks,
+        variants=variants if in_chunks else (),
         by_slices=_with_slices(op.by_slices, costs.in_slices),
     )
 
 
-def _with_slices(slices: BySlices | None, costs: tuple[Way, ...]) -> BySlices | None:
+def _with_slices(slices: BySlices | None, costs: tuple[Variant, ...]) -> BySlices | None:
     """How the op runs by samples, with its costs; None if it does not with the same bits."""
     if slices is None or not costs:
         return None
     made, *together = costs
-    copy, copy_over = together if together else (Way(parts=1, seconds=0.0, workspace_bytes=0),) * 2
+    copy, copy_over = together if together else (Variant(chunks=1, seconds=0.0, workspace_bytes=0),) * 2
     return replace(
         slices,
         seconds=made.seconds,
@@ -288,8 +288,8 @@ def _with_slices(slices: BySlices | None, costs: tuple[Way, ...]) -> BySlices | 
     )
 
 
-def _roofline_ways(node: fx.Node | Call, workspace_bytes: int = 0) -> tuple[Way, ...]:
-    """Whole, and in parts, whose workspace nobody asked for: the least is a bound, so it counts as none."""
+def _roofline_variants(node: fx.Node | Call, workspace_bytes: int = 0) -> tuple[Variant, ...]:
+    """Whole, and in chunks, whose workspace nobody asked for: the least is a bound, so it counts as none."""
     seconds = roofline_seconds(node)
-    whole = Way(parts=1, seconds=seconds, workspace_bytes=workspace_bytes)
-    return (whole, *(Way(parts=parts, seconds=seconds, workspace_bytes=0) for parts in candidate_parts(node)))
+    whole = Variant(chunks=1, seconds=seconds, workspace_bytes=workspace_bytes)
+    return (whole, *(Variant(chunks=chunks, seconds=seconds, workspace_bytes=0) for chunks in candidate_chunks(node)))

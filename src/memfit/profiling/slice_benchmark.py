@@ -20,7 +20,7 @@ from torch import fx
 
 from memfit.fxir.call import Call
 from memfit.fxir.layout import results_in, results_of
-from memfit.ir.graph import Way
+from memfit.ir.graph import Variant
 from memfit.ir.slicing import BySlices
 from memfit.ops.batching.rules import sampling_of, sums_of
 from memfit.ops.batching.slices import accumulates, samples_between
@@ -41,7 +41,7 @@ _WARM = 8
 """So many slices are timed one right after the other."""
 
 
-def costs_in_slices(call: fx.Node | Call, slices: BySlices, device: torch.device) -> tuple[Way, ...]:
+def costs_in_slices(call: fx.Node | Call, slices: BySlices, device: torch.device) -> tuple[Variant, ...]:
     """Costs of a call that runs slice by slice.
 
     Args:
@@ -66,7 +66,7 @@ def costs_in_slices(call: fx.Node | Call, slices: BySlices, device: torch.device
 
 def same_slices(
     call: fx.Node | Call, slices: BySlices, values: Mapping[fx.Node, torch.Tensor], whole: object, device: torch.device
-) -> tuple[Way, ...]:
+) -> tuple[Variant, ...]:
     """`costs_in_slices` where they have the bits of the whole.
 
     Kernels go by shape and by where operands lie in memory, so the first slice, one in the middle, the last and one
@@ -82,16 +82,16 @@ def same_slices(
     for cut in dict.fromkeys((*aligned.values(), cuts[0], cuts[len(cuts) // 2], cuts[-1])):
         results = list[object]()
         times.append(timed(functools.partial(_run_into, results, run, cut), device))
-        parts = [cut.of(result, axis) for result, axis in zip(wholes, axes, strict=True)]
-        if not equal(parts, list(results_in(results[0]))):
+        chunks = [cut.of(result, axis) for result, axis in zip(wholes, axes, strict=True)]
+        if not equal(chunks, list(results_in(results[0]))):
             return ()
-    way = replace(first, seconds=statistics.median(times) * len(cuts))
-    return (way, *_together(cast(torch.Tensor, wholes[0]), axes[0], cuts, device))
+    variant = replace(first, seconds=statistics.median(times) * len(cuts))
+    return (variant, *_together(cast(torch.Tensor, wholes[0]), axes[0], cuts, device))
 
 
 def _rounded_slices(
     call: fx.Node | Call, slices: BySlices, values: Mapping[fx.Node, torch.Tensor], whole: object, device: torch.device
-) -> tuple[Way, ...]:
+) -> tuple[Variant, ...]:
     """The same for slices that have them up to rounding, sums over slices among them."""
     run, cuts, sums = _slice_runner(call, slices, values, device), _cuts(slices), sums_of(call)
     wholes, axes = results_in(whole), _axes_ofresults_in(call, slices)
@@ -99,9 +99,9 @@ def _rounded_slices(
     eps = max((torch.finfo(dtype).eps for dtype in rounded), default=0.0)
     added: dict[int, torch.Tensor] = {}
     seconds = 0.0
-    _, way = measured(lambda: run(cuts[len(cuts) // 2]), device)
+    _, variant = measured(lambda: run(cuts[len(cuts) // 2]), device)
     _, at_border = measured(lambda: run(cuts[0]), device)  # padded, but with a smaller halo
-    way = replace(way, workspace_bytes=max(way.workspace_bytes, at_border.workspace_bytes))
+    variant = replace(variant, workspace_bytes=max(variant.workspace_bytes, at_border.workspace_bytes))
     for cut in cuts:
         results = list[object]()
         seconds += timed(functools.partial(_run_into, results, run, cut), device)
@@ -119,11 +119,11 @@ def _rounded_slices(
     # Compared with the whole, slices find cold caches; in a step each finds what the one before it left.
     sample = cuts[max(0, len(cuts) // 2 - _WARM // 2) :][:_WARM]
     warm = sum(timed(functools.partial(run, cut), device) for cut in sample) * len(cuts) / len(sample)
-    way = replace(way, seconds=min(seconds, warm))
+    variant = replace(variant, seconds=min(seconds, warm))
     if wholes[0] is None or 0 in sums:
-        free = Way(parts=1, seconds=0.0, workspace_bytes=0)
-        return way, free, free
-    return (way, *_together(cast(torch.Tensor, wholes[0]), axes[0], cuts, device))
+        free = Variant(chunks=1, seconds=0.0, workspace_bytes=0)
+        return variant, free, free
+    return (variant, *_together(cast(torch.Tensor, wholes[0]), axes[0], cuts, device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +223,9 @@ def _close(expected: object, found: object, eps: float) -> bool:
     return bool((same | ((expected - found).abs() <= math.sqrt(eps) * largest)).all())
 
 
-def _together(whole: torch.Tensor, axis: int | None, cuts: Sequence[_Cut], device: torch.device) -> tuple[Way, Way]:
+def _together(
+    whole: torch.Tensor, axis: int | None, cuts: Sequence[_Cut], device: torch.device
+) -> tuple[Variant, Variant]:
     """Costs of putting slices together, in fresh memory and in memory that was used before."""
     part = cast(torch.Tensor, cuts[0].of(whole, axis)).clone()
     results: list[torch.Tensor] = []
@@ -237,7 +239,9 @@ def _together(whole: torch.Tensor, axis: int | None, cuts: Sequence[_Cut], devic
         results[:] = [result]
 
     fresh = timed(copy, device)
-    return Way(parts=1, seconds=fresh, workspace_bytes=0), Way(parts=1, seconds=timed(copy, device), workspace_bytes=0)
+    return Variant(chunks=1, seconds=fresh, workspace_bytes=0), Variant(
+        chunks=1, seconds=timed(copy, device), workspace_bytes=0
+    )
 
 
 def _run_into(results: list[object], run: Callable[[_Cut], object], cut: _Cut) -> None:

@@ -5,7 +5,7 @@ FX's generated code drops each value after its last use, so what runs is what wa
 - the base of a storage is saved and passed on, never a view; views are recomputed where they are read, since
   a view that outlives its base would keep the memory;
 - the elements of a tuple are taken out right after the op, so that the tuple does not keep them;
-- an op marked in place runs the in-place call of `memfit.passes.conv_backward_split`, one in parts that of
+- an op marked in place runs the in-place call of `memfit.passes.conv_backward_split`, one in chunks that of
   `memfit.ops.chunking`.
 
 A storage that is swapped leaves and comes back by calls of a `Swapper`. A tensor that comes back is waited for at its
@@ -31,7 +31,7 @@ from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from memfit.fxir.call import Call
 from memfit.fxir.joint import JointOp, JointReading
 from memfit.ir.slicing import BySlices
-from memfit.ops.chunking import call_in_parts
+from memfit.ops.chunking import call_in_chunks
 from memfit.ops.kernels.convolution import convolution_input_gradient, input_half
 from memfit.ops.recompute import without_statistics
 from memfit.passes.conv_backward_split import IN_PLACE
@@ -48,7 +48,7 @@ OVERWRITTEN = "memfit_overwritten"
 
 @dataclass(frozen=True, slots=True)
 class LocalInstruction:
-    """Run op `index` of the piece, perhaps `again`, `over` the memory of a storage, or in `parts`.
+    """Run op `index` of the piece, perhaps `again`, `over` the memory of a storage, or in `chunks`.
 
     `save_state` and `replay` serve recomputed random ops, `from_statistics` recomputed batch normalisations. What
     is `sliced` runs slice by slice, and if `fused` together with the next instruction; of its results, those
@@ -59,7 +59,7 @@ class LocalInstruction:
     index: int
     again: bool = False
     over: int | None = None
-    parts: int = 1
+    chunks: int = 1
     from_statistics: bool = False
     save_state: bool = False
     replay: bool = False
@@ -241,8 +241,8 @@ class Emitter:
             made = self._random(instruction, op.node)
         else:
             target, args, kwargs = cast(Any, call.target), call.args, dict(call.kwargs)
-            if instruction.parts > 1:
-                target, kwargs = call_in_parts(target), {**kwargs, "parts": instruction.parts}
+            if instruction.chunks > 1:
+                target, kwargs = call_in_chunks(target), {**kwargs, "chunks": instruction.chunks}
             if instruction.again and not instruction.from_statistics and (rerun := without_statistics(op.node)):
                 target, args = rerun
             elif target is convolution_input_gradient:

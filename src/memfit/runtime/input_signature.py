@@ -20,7 +20,7 @@ def signature(model: nn.Module, args: Any, kwargs: Any, state: ModuleState | Non
     """Properties of a call that a plan depends on and a caller may change.
 
     Shapes, dtypes, autocast, gradients that exist, hooks; and what chooses kernels, since that an op gives the same
-    bits in parts was found with these.
+    bits in chunks was found with these.
 
     Args:
         model: the module.

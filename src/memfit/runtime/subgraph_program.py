@@ -125,7 +125,7 @@ def piece_programs(capture: Capture, program: Program) -> tuple[PieceProgram, ..
             index=local_op[id(joint)],
             again=index in seen,
             over=local[op.piece].get(instruction.over),
-            parts=instruction.parts,
+            chunks=instruction.chunks,
             from_statistics=from_statistics,
             save_state=random and index not in seen,
             replay=random and index in seen,

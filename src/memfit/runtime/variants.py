@@ -1,11 +1,11 @@
-"""Which plan a call takes, where branches on its inputs go several ways.
+"""Which plan a call takes, where branches on its inputs go several paths.
 
-A graph is made for one way (`memfit.capture.values.branches`). Calls of one signature may go another way, when a mask
-that was all ones has padding in it. So each way has a signature of its own, and its plan is kept. A buffer that was
+A graph is made for one path (`memfit.capture.values.branches`). Calls of one signature may go another path, when a mask
+that was all ones has padding in it. So each path has a signature of its own, and its plan is kept. A buffer that was
 taken for a constant and changed may change with each step; the graph breaks where it is looked at from then on.
 
 Known limits: a condition is computed here to choose the plan, and once more by Dynamo's guard. A module whose branches
-go a new way in each call would be planned in each call; after `_MOST_WAYS` the graph breaks at them instead.
+go a new path in each call would be planned in each call; after `_MOST_PATHS` the graph breaks at them instead.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from memfit.runtime.input_signature import Signature
 
 __all__ = ["Variants", "decides"]
 
-_MOST_WAYS = 8
+_MOST_PATHS = 8
 _UNDECIDED = "branches on inputs are not decided"
 
 
 @dataclass(slots=True)
 class Variants:
-    """The ways that calls went.
+    """The paths that calls went.
 
     Attributes:
-        known: by signature of the inputs, a signature for each way.
+        known: by signature of the inputs, a signature for each path.
     """
 
     known: dict[Signature, list[Signature]] = field(default_factory=dict)
@@ -40,11 +40,11 @@ class Variants:
     def signature(
         self, key: Signature, calls: Mapping[Signature, PlannedCall], model: nn.Module, args: Any, kwargs: Any
     ) -> Signature:
-        """The signature of the way that branches on these inputs go.
+        """The signature of the path that branches on these inputs go.
 
         Args:
             key: the signature of the inputs.
-            calls: what runs, by signature of the way.
+            calls: what runs, by signature of the path.
             model: the module.
             args: positional inputs.
             kwargs: keyword inputs.
@@ -53,16 +53,16 @@ class Variants:
         if first is None or not first.decisions:
             return key
         leaves = pytree.tree_leaves((args, kwargs))
-        ways = self.known.setdefault(key, [key])
+        paths = self.known.setdefault(key, [key])
         constant = True
-        for way in ways:
-            call = calls.get(way)
+        for path in paths:
+            call = calls.get(path)
             missed = None if call is None else _missed(call.decisions, model, leaves)
             if missed is None:
-                return way  # the last one may not be planned yet
+                return path  # the last one may not be planned yet
             constant &= isinstance(missed.place, int)
-        ways.append((*key, len(ways)) if constant and len(ways) < _MOST_WAYS else (*key, _UNDECIDED))
-        return ways[-1]
+        paths.append((*key, len(paths)) if constant and len(paths) < _MOST_PATHS else (*key, _UNDECIDED))
+        return paths[-1]
 
 
 def _missed(decisions: Sequence[Decision], model: nn.Module, leaves: Sequence[Any]) -> Decision | None:
@@ -84,5 +84,5 @@ def _buffer(model: nn.Module, name: str) -> Any:
 
 
 def decides(key: Signature) -> bool:
-    """Whether a plan for this signature is made for one way of branches on inputs."""
+    """Whether a plan for this signature is made for one path of branches on inputs."""
     return not key or key[-1] != _UNDECIDED

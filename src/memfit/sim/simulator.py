@@ -63,7 +63,7 @@ class Timeline:
 
     @property
     def overhead(self) -> float:
-        """Extra time over the step without memfit, as a fraction; below 0 where running in parts is faster."""
+        """Extra time over the step without memfit, as a fraction; below 0 where running in chunks is faster."""
         return self.step_seconds / self.plain_seconds - 1 if self.plain_seconds else 0.0
 
     @property
@@ -167,14 +167,14 @@ def simulate(graph: StepGraph, program: Program, *, wait: bool = True) -> Timeli
         if instruction.over is not None:
             created -= sizes[instruction.over]
             alive.discard(instruction.over)
-        workspace_bytes = op.run_workspace_bytes(instruction.parts)
+        workspace_bytes = op.run_workspace_bytes(instruction.chunks)
         if op.half_of and ahead is not None and are_halves(graph, ahead, instruction):
-            workspace_bytes = max(workspace_bytes, ops[ahead.index].run_workspace_bytes(ahead.parts))
+            workspace_bytes = max(workspace_bytes, ops[ahead.index].run_workspace_bytes(ahead.chunks))
         # While an op is replayed from its own state, that of the generator is put aside.
         put_aside = op.random_state_bytes if index in ran else 0
         bytes_at.append(live + created + thrown_away + workspace_bytes + put_aside)
         live += created
-        took = op.run_seconds(instruction.parts, in_place=instruction.over is not None)
+        took = op.run_seconds(instruction.chunks, in_place=instruction.over is not None)
         lanes.now += took
         if index in ran:
             recompute_seconds += took

@@ -2,7 +2,7 @@
 
 A program is right when it computes what the step computes: each op at least once and in an order in which
 every operand is alive, only recomputable forward ops more than once, each gradient exactly once, nothing
-freed that is not alive, nothing left over but what the caller holds, and each op in a number of parts that is
+freed that is not alive, nothing left over but what the caller holds, and each op in a number of chunks that is
 known to give its bits. Fused ops pass on slices of the same samples only. What is swapped out comes back
 after its memory was given up, what lives on a tier is touched slice by slice, and no tier holds more than it may.
 """
@@ -77,8 +77,11 @@ def check(graph: StepGraph, program: Program) -> None:
         op = graph.ops[index].later if index in ran else graph.ops[index]
         if position not in sliced and not streamed.isdisjoint((*op.reads, *op.writes)):
             raise ProgramError(f"{where}: {op.name} runs whole, but not all it touches is in memory")
-        if position not in sliced and instruction.parts not in {op.parts, *(way.parts for way in op.ways)}:
-            raise ProgramError(f"{where}: {op.name} cannot run in {instruction.parts} parts with the same bits")
+        if position not in sliced and instruction.chunks not in {
+            op.chunks,
+            *(variant.chunks for variant in op.variants),
+        }:
+            raise ProgramError(f"{where}: {op.name} cannot run in {instruction.chunks} chunks with the same bits")
         for storage in op.reads:
             if storage not in static and storage not in alive:
                 raise ProgramError(f"{where}: {op.name} reads {storages[storage].name}, which is not alive")
@@ -117,7 +120,7 @@ def check(graph: StepGraph, program: Program) -> None:
                 raise ProgramError(f"{where}: {op.name} runs over {storages[over].name}, which is not in memory")
             alive.discard(over)
         elif over is not None:
-            if op.ways and instruction.parts == 1:
+            if op.variants and instruction.chunks == 1:
                 raise ProgramError(f"{where}: {op.name} cannot run in place as a whole")
             if over not in op.in_place_over or over in held or over in static or over not in alive:
                 raise ProgramError(f"{where}: {op.name} cannot run in place")
@@ -270,8 +273,8 @@ def _check_slices(
                 raise ProgramError(f"{where}: what comes in is freed before the last samples are done")
             continue
         op, again = runs(instruction.index), instruction.index in ran
-        if op.by_slices is None or instruction.parts != op.by_slices.slices or not instruction.sliced:
-            raise ProgramError(f"{where}: {op.name} cannot run in {instruction.parts} slices")
+        if op.by_slices is None or instruction.chunks != op.by_slices.slices or not instruction.sliced:
+            raise ProgramError(f"{where}: {op.name} cannot run in {instruction.chunks} slices")
         if not again and not op.by_slices.first:
             raise ProgramError(f"{where}: only where it ran before can {op.name} run slice by slice")
         too_early = written.intersection(sums).intersection(op.reads) or written.intersection(_read_whole(op))

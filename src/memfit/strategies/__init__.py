@@ -1,8 +1,8 @@
 """Known strategies by name, each in its own file, all with one signature.
 
 A strategy takes a step graph and a budget and returns an order of ops, which `program` turns into a program,
-each op whole or in parts as there is room. One that swaps says where each storage goes, too. So every strategy, however
-old, is judged by the same simulator and runs on the same runtime. A name may carry a parameter after a colon:
+each op whole or in chunks as there is room. One that swaps says where each storage goes, too. So every strategy,
+however old, is judged by the same simulator and runs on the same runtime. A name may carry a parameter after a colon:
 `sequential:4`, `openai-collection:layer1.0,layer2.0`.
 """
 
@@ -62,7 +62,7 @@ _WITH_PARAMETER = {
     "sequential": "a number of segments",
     "openai-collection": "names of modules to keep",
     "tile": "a grid such as 4x4",
-    "micro-batch": "a number of parts, two or more",
+    "micro-batch": "a number of micro-batches, two or more",
 }
 
 

@@ -20,12 +20,12 @@ __all__ = ["program", "slices_of"]
 
 
 def slices_of(parameter: str) -> int:
-    """The number of parts; 0 if it is none."""
+    """The number of micro-batches; 0 if it is none."""
     return int(parameter) if parameter.isdecimal() and int(parameter) > 1 else 0
 
 
 def program(graph: StepGraph) -> Program:
-    """The program of a step captured for so many parts; ignores the budget.
+    """The program of a step captured for this many micro-batches; ignores the budget.
 
     Raises:
         SpecError: if an op mixes samples of the batch.

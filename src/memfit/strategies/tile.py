@@ -35,6 +35,6 @@ def program(graph: StepGraph) -> Program:
 
     def alone(position: int) -> list[Instruction]:
         frees = [Instruction(Action.FREE, storage) for storage in dying[position]]
-        return [Instruction(Action.COMPUTE, order[position], parts=ops[position].parts), *frees]
+        return [Instruction(Action.COMPUTE, order[position], chunks=ops[position].chunks), *frees]
 
     return assembled(order, ops, dying, longest, alone)

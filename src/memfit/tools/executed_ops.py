@@ -96,11 +96,11 @@ def executed_recomputations(counts: Counter[str], graph: StepGraph, program: Pro
     for instruction, op in zip(computes, as_they_run(graph, program.order()), strict=True):
         adds_up = instruction.sliced and op.by_slices is not None and op.by_slices.accumulates
         for family in ("addmm",) if adds_up else _calls(op.target):
-            expected[family] += instruction.parts
+            expected[family] += instruction.chunks
         if instruction.sliced and op.by_slices is not None:  # what slices add up to
-            expected["add"] += 0 if adds_up else len(op.by_slices.sums) * (instruction.parts - 1)
+            expected["add"] += 0 if adds_up else len(op.by_slices.sums) * (instruction.chunks - 1)
             for family in _IN_TILES.get(op.target, {}).get(len(op.by_slices.grid), ()):
-                expected[family] += instruction.parts
+                expected[family] += instruction.chunks
     return len(again) + sum(counts[f] - expected[f] for f in families)
 
 

@@ -14,7 +14,7 @@ from memfit.capture.state.snapshot import preserved
 
 def test_a_tensor_that_nobody_wrote_keeps_its_version_and_the_callers_graph() -> None:
     module, x = nn.Linear(4, 3), torch.randn(5, 4)
-    waiting = module(x).square().sum()  # the caller's own graph, under way while planning
+    waiting = module(x).square().sum()  # the caller's own graph, in flight while planning
     memfit.fit(module, (x,), budget="1GiB", loss_fn=lambda output: output.square().sum(), search_seconds=0.1)
     waiting.backward()
     expected = copy.deepcopy(module)

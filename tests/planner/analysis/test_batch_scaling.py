@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit.errors import SpecError
-from memfit.ir.graph import StepGraph, Way
+from memfit.ir.graph import StepGraph, Variant
 from memfit.ir.program import plain_program
 from memfit.planner.analysis.batch_scaling import difference, scaled
 from memfit.sim.verifier import check
@@ -26,7 +26,7 @@ def at_batch(graph: StepGraph, batch: int) -> StepGraph:
                 op,
                 seconds=op.seconds * grows(i),
                 in_place_seconds=op.seconds * grows(i) / 2,
-                plain_way=Way(parts=1, seconds=op.seconds * grows(i) * 2, workspace_bytes=8 * grows(i)),
+                plain_variant=Variant(chunks=1, seconds=op.seconds * grows(i) * 2, workspace_bytes=8 * grows(i)),
                 workspace_bytes=op.workspace_bytes * grows(i + 1),
                 in_place_over=(),
             )

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.ir.graph import Op, Phase, StepGraph, Storage, StorageKind, Way
+from memfit.ir.graph import Op, Phase, StepGraph, Storage, StorageKind, Variant
 from memfit.ir.program import plain_order, program_of
 from memfit.planner.bounds.lower_bound import relaxed_bound
 from memfit.planner.bounds.relaxation import select_kept
@@ -25,17 +25,17 @@ _SHARES = st.integers(0, 8).map(lambda eighths: eighths / 8)
 
 @st.composite
 def priced(draw: st.DrawFn, graph: StepGraph) -> StepGraph:
-    """The step with prices of runs over an operand, in parts, and of putting slices together."""
+    """The step with prices of runs over an operand, in chunks, and of putting slices together."""
 
     def price(op: Op | None) -> Op | None:
         if op is None:
             return None
         in_place = op.seconds * draw(_SHARES) if op.in_place_over else None
         slices = op.by_slices and replace(op.by_slices, copy_seconds=draw(_SHARES), copy_over_seconds=draw(_SHARES) / 4)
-        whole = Way(parts=1, seconds=op.seconds, workspace_bytes=op.workspace_bytes)
-        in_parts = Way(parts=4, seconds=draw(_SHARES) * 2, workspace_bytes=draw(st.sampled_from([0, 10, 100])))
-        ways = (whole, in_parts) if draw(st.booleans()) else ()
-        return replace(op, in_place_seconds=in_place, by_slices=slices, ways=ways, again=price(op.again))
+        whole = Variant(chunks=1, seconds=op.seconds, workspace_bytes=op.workspace_bytes)
+        in_chunks = Variant(chunks=4, seconds=draw(_SHARES) * 2, workspace_bytes=draw(st.sampled_from([0, 10, 100])))
+        variants = (whole, in_chunks) if draw(st.booleans()) else ()
+        return replace(op, in_place_seconds=in_place, by_slices=slices, variants=variants, again=price(op.again))
 
     return replace(graph, ops=tuple(made for op in graph.ops if (made := price(op)) is not None))
 
@@ -65,7 +65,7 @@ def test_no_program_is_quicker(case: tuple[StepGraph, list[int]]) -> None:
 def test_what_nothing_reads_later_is_written_over_at_its_price(case: tuple[StepGraph, list[int]]) -> None:
     graph, _ = case
     timeline = simulate(graph, program_within(graph, range(len(graph.ops))))
-    most = sum(max(op.seconds, *(way.seconds for way in op.ways), 0.0) for op in graph.ops)
+    most = sum(max(op.seconds, *(variant.seconds for variant in op.variants), 0.0) for op in graph.ops)
     assert timeline.step_seconds <= most + graph.after_step_seconds + 1e-9
     assert timeline.step_seconds >= graph.seconds - 1e-9
 
@@ -114,11 +114,11 @@ def test_no_solution_in_time_is_not_a_refusal(monkeypatch: pytest.MonkeyPatch) -
     assert selection.bound_seconds == 0.0
 
 
-def test_a_leaner_way_has_its_price() -> None:
-    """Where an op fits only in parts, the bound knows what that takes longer, and in between nothing is gained."""
+def test_a_leaner_variant_has_its_price() -> None:
+    """Where an op fits only in chunks, the bound knows what that takes longer, and in between nothing is gained."""
     kinds = [StorageKind.STATIC, StorageKind.FORWARD, StorageKind.TANGENT, StorageKind.GRADIENT]
-    ways = (Way(parts=1, seconds=1.0, workspace_bytes=40), Way(parts=4, seconds=3.0, workspace_bytes=0))
-    back = Op(name="back", target="b", phase=Phase.BACKWARD, reads=(1, 2), writes=(3,), ways=ways)
+    variants = (Variant(chunks=1, seconds=1.0, workspace_bytes=40), Variant(chunks=4, seconds=3.0, workspace_bytes=0))
+    back = Op(name="back", target="b", phase=Phase.BACKWARD, reads=(1, 2), writes=(3,), variants=variants)
     graph = StepGraph(
         storages=tuple(Storage(name=f"s{i}", nbytes=8, kind=kind) for i, kind in enumerate(kinds)),
         ops=(

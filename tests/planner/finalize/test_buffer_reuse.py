@@ -56,7 +56,7 @@ def test_a_gradient_that_nobody_reads_leaves_its_memory() -> None:
     program = program_of(graph, [0, 1, 2, 3, 4, 0, 5])
     changed = with_spares(graph, program, simulate(graph, program).peak_bytes)
     (again,) = (i for i in changed.instructions if i.sliced)
-    assert (again.over, again.parts) == (4, 4)
+    assert (again.over, again.chunks) == (4, 4)
     assert simulate(graph, changed).step_seconds == simulate(graph, program).step_seconds - 6.0 + 2.0
     assert simulate(graph, changed).peak_bytes == simulate(graph, program).peak_bytes
     check(graph, changed)

@@ -65,12 +65,12 @@ def test_other_ops_side_by_side_are_no_halves() -> None:
     assert side_by_side(graph, program, 10_000) == program
 
 
-def test_what_runs_in_parts_runs_alone() -> None:
+def test_what_runs_in_chunks_runs_alone() -> None:
     graph = convolution()
     first, second = (i for i in program_of(graph, [3, 4]).instructions if i.action is Action.COMPUTE)
     assert are_halves(graph, first, second) and are_halves(graph, second, first)
     assert not are_halves(graph, first, first)
-    for change in ({"parts": 2}, {"sliced": True}, {"over": 0}):
+    for change in ({"chunks": 2}, {"sliced": True}, {"over": 0}):
         assert not are_halves(graph, first, replace(second, **change))
 
 

@@ -1,4 +1,4 @@
-"""Ops run whole where there is room and in parts where there is not."""
+"""Ops run whole where there is room and in chunks where there is not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit.errors import BudgetError, ProgramError
-from memfit.ir.graph import Op, Phase, StepGraph, Storage, StorageKind, Way
+from memfit.ir.graph import Op, Phase, StepGraph, Storage, StorageKind, Variant
 from memfit.ir.program import Program, plain_order, program_of
 from memfit.ir.serialization import decode_graph, decode_program, encode_graph, encode_program
 from memfit.planner.bounds.lower_bound import widest_op_bytes
@@ -19,36 +19,36 @@ from memfit.sim.simulator import simulate, simulate_plain
 from memfit.sim.verifier import check
 from tests.ir.random_graphs import sliced_steps_and_orders
 
-_WAYS = (
-    Way(parts=1, seconds=2.0, workspace_bytes=50),
-    Way(parts=4, seconds=1.0, workspace_bytes=30),
-    Way(parts=8, seconds=3.0, workspace_bytes=10),
+_VARIANTS = (
+    Variant(chunks=1, seconds=2.0, workspace_bytes=50),
+    Variant(chunks=4, seconds=1.0, workspace_bytes=30),
+    Variant(chunks=8, seconds=3.0, workspace_bytes=10),
 )
 
 
 def step() -> StepGraph:
-    """Two forward and two backward ops of 100 bytes each; the first can run in parts."""
+    """Two forward and two backward ops of 100 bytes each; the first can run in chunks."""
     kinds = ("static", "forward", "forward", "tangent", "backward", "gradient")
     storages = tuple(Storage(name=f"s{i}", nbytes=100, kind=StorageKind(kind)) for i, kind in enumerate(kinds))
-    parted = {"seconds": 1.0, "workspace_bytes": 30, "parts": 4, "ways": _WAYS}
+    chunked = {"seconds": 1.0, "workspace_bytes": 30, "chunks": 4, "variants": _VARIANTS}
     ops = (
-        Op(name="first", target="f", phase=Phase.FORWARD, reads=(0,), writes=(1,), **parted),
+        Op(name="first", target="f", phase=Phase.FORWARD, reads=(0,), writes=(1,), **chunked),
         Op(name="second", target="g", phase=Phase.FORWARD, reads=(1,), writes=(2,), seconds=1.0),
         Op(name="loss", target="loss", phase=Phase.LOSS, reads=(2,), writes=(3,)),
-        Op(name="second_back", target="h", phase=Phase.BACKWARD, reads=(1, 3), writes=(4,), **parted),
+        Op(name="second_back", target="h", phase=Phase.BACKWARD, reads=(1, 3), writes=(4,), **chunked),
         Op(name="first_back", target="k", phase=Phase.BACKWARD, reads=(0, 4), writes=(5,), seconds=1.0),
     )
     return StepGraph(ops=ops, storages=storages, static_bytes=100)
 
 
-@pytest.mark.parametrize(("budget", "parts"), [(1000, 4), (430, 4), (429, 8), (None, 8), (0, 8)])
-def test_each_run_gets_the_quickest_way_there_is_room_for(budget: int | None, parts: int) -> None:
+@pytest.mark.parametrize(("budget", "chunks"), [(1000, 4), (430, 4), (429, 8), (None, 8), (0, 8)])
+def test_each_run_gets_the_quickest_variant_there_is_room_for(budget: int | None, chunks: int) -> None:
     graph = step()
     program = program_within(graph, plain_order(graph), budget)
     check(graph, program)
-    assert next(i.parts for i in program.instructions if i.index == 3 and i.parts > 1) == parts
+    assert next(i.chunks for i in program.instructions if i.index == 3 and i.chunks > 1) == chunks
     # Elsewhere there is room: the first op is far from the peak.
-    assert program.instructions[0].parts == 4
+    assert program.instructions[0].chunks == 4
     assert simulate(graph, program).peak_bytes <= max(budget or 0, 410)
 
 
@@ -62,7 +62,7 @@ def test_plain_steps_run_whole_and_are_what_time_is_compared_with() -> None:
     assert widest_op_bytes(graph) == 410
 
 
-def test_the_least_budget_uses_the_leanest_ways() -> None:
+def test_the_least_budget_uses_the_leanest_variants() -> None:
     graph = step()
     with pytest.raises(BudgetError) as caught:
         find_order(graph, 405, seconds=0.1)
@@ -77,18 +77,18 @@ def test_ways_survive_being_written_down() -> None:
     assert decode_program(encode_program(program)) == program
 
 
-def test_only_in_parts_does_an_op_that_has_parts_write_over_its_operand() -> None:
+def test_only_in_chunks_does_an_op_that_can_be_chunked_write_over_its_operand() -> None:
     graph = step()
     graph = replace(graph, ops=(*graph.ops[:3], replace(graph.ops[3], in_place_over=(1,)), *graph.ops[4:]))
     program = program_within(graph, plain_order(graph), 310)
     check(graph, program)
     place = next(p for p, i in enumerate(program.instructions) if i.over is not None)
-    whole = (*program.instructions[:place], replace(program.instructions[place], parts=1))
+    whole = (*program.instructions[:place], replace(program.instructions[place], chunks=1))
     with pytest.raises(ProgramError, match="as a whole"):
         check(graph, Program(instructions=(*whole, *program.instructions[place + 1 :])))
-    # Where there is room the quickest way runs, and what it cannot write over is freed after it.
-    quick = tuple(w for w in _WAYS if w.parts != 4)
-    roomy = replace(graph, ops=(*graph.ops[:3], replace(graph.ops[3], parts=8, ways=quick), *graph.ops[4:]))
+    # Where there is room the quickest variant runs, and what it cannot write over is freed after it.
+    quick = tuple(w for w in _VARIANTS if w.chunks != 4)
+    roomy = replace(graph, ops=(*graph.ops[:3], replace(graph.ops[3], chunks=8, variants=quick), *graph.ops[4:]))
     program = program_within(roomy, plain_order(roomy), 1000)
     check(roomy, program)
     assert all(i.over is None for i in program.instructions)
@@ -109,9 +109,9 @@ def test_ops_run_as_one_where_that_is_quicker(case: tuple[StepGraph, list[int]],
         assert other.peak_bytes > least + more or timeline.step_seconds <= other.step_seconds + 1e-9
 
 
-@pytest.mark.parametrize(("budget", "parts"), [(1000, 4), (430, 4), (429, 8)])
-def test_the_quicker_ways_there_is_room_for_come_before_copies(budget: int, parts: int) -> None:
+@pytest.mark.parametrize(("budget", "chunks"), [(1000, 4), (430, 4), (429, 8)])
+def test_the_quicker_ways_there_is_room_for_come_before_copies(budget: int, chunks: int) -> None:
     graph = step()
     quick = quicker(graph, plain_order(graph), budget)
-    assert [op.parts for op in quick.ops] == [4, 1, 1, parts, 1]
+    assert [op.chunks for op in quick.ops] == [4, 1, 1, chunks, 1]
     assert simulate(quick, program_of(quick, plain_order(graph))).peak_bytes <= budget

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.swap.main import byte_rate
 from memfit.errors import BudgetError
-from memfit.ir.graph import Op, Phase, StepGraph, Storage, StorageKind, Way
+from memfit.ir.graph import Op, Phase, StepGraph, Storage, StorageKind, Variant
 from memfit.ir.program import Program, plain_order, program_of
 from memfit.ir.tiers import Link, Tier, TierLinks
 from memfit.planner.bounds.lower_bound import relaxed_bound
@@ -103,13 +103,13 @@ def test_a_link_as_fast_as_compute_leaves_next_to_nothing() -> None:
 
 
 def test_transfers_are_in_time_for_the_quickest_ways() -> None:
-    def with_slow_ways(op: Op) -> Op:
-        whole = Way(parts=1, seconds=op.seconds, workspace_bytes=100)
-        slow = Way(parts=4, seconds=4 * op.seconds, workspace_bytes=0)
-        return replace(op, workspace_bytes=100, ways=(whole, slow))
+    def with_slow_variants(op: Op) -> Op:
+        whole = Variant(chunks=1, seconds=op.seconds, workspace_bytes=100)
+        slow = Variant(chunks=4, seconds=4 * op.seconds, workspace_bytes=0)
+        return replace(op, workspace_bytes=100, variants=(whole, slow))
 
     graph = residual_units(12)
-    graph = with_links(replace(graph, ops=tuple(map(with_slow_ways, graph.ops))), byte_rate(graph) / 4)
+    graph = with_links(replace(graph, ops=tuple(map(with_slow_variants, graph.ops))), byte_rate(graph) / 4)
     timeline = find_program(graph, int(0.5 * plain_peak(graph)), seconds=3.0).timeline
     assert timeline.out_bytes > 0
     assert timeline.stall_seconds < 0.01 * graph.seconds

@@ -1,4 +1,4 @@
-"""What a device of a pipeline holds: what is under way, what waits, and messages."""
+"""What a device of a pipeline holds: what is in flight, what waits, and messages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from memfit.planner.pipeline.schedule import Action, Pass, Schedule, gpipe, one_
 from tests.planner.pipeline.test_schedule import zero_bubble_of_two
 
 
-def test_a_device_holds_what_is_under_way() -> None:
+def test_a_device_holds_what_is_in_flight() -> None:
     memory = StageMemory(static_bytes=100, kept_bytes=10, forward_bytes=12, backward_bytes=15, after_bytes=1)
     assert device_peaks(gpipe(1, 4), lambda stage, microbatch: memory) == [100 + 30 + 15]
     assert device_peaks(one_forward_one_backward(3, 4), lambda *_: memory) == [100 + 20 + 15, 100 + 10 + 15, 115]
@@ -45,7 +45,7 @@ def test_what_waits_takes_memory() -> None:
     memory = StageMemory(
         static_bytes=100, kept_bytes=10, forward_bytes=12, backward_bytes=15, deferred_bytes=8, weight_bytes=9
     )
-    # Device 0 has one other under way at most; device 1 goes back again while one waits, and one is under way.
+    # Device 0 has one other in flight at most; device 1 goes back again while one waits, and one is in flight.
     assert device_peaks(zero_bubble_of_two(), lambda stage, microbatch: memory) == [100 + 10 + 15, 100 + 8 + 15]
 
 

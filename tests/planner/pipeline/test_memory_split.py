@@ -17,7 +17,7 @@ from memfit.planner.pipeline.schedule import (
     Pass,
     Schedule,
     gpipe,
-    most_under_way,
+    most_in_flight,
     on_one_device,
     one_forward_one_backward,
 )
@@ -33,7 +33,7 @@ class Made:
 
 
 def traffic(schedule: Schedule, stage: int) -> Traffic:
-    return Traffic(under_way=most_under_way(schedule)[stage], received_bytes=_RECEIVED)
+    return Traffic(in_flight=most_in_flight(schedule)[stage], received_bytes=_RECEIVED)
 
 
 def never(schedule: Schedule, graphs: list[StepGraph]) -> dict[int, StageMemory]:
@@ -71,10 +71,10 @@ def again(made: dict[int, Made]) -> float:
     return sum(one.planned.timeline.recompute_seconds for one in made.values())
 
 
-@pytest.mark.parametrize("under_way", [2, 3, 4])
+@pytest.mark.parametrize("in_flight", [2, 3, 4])
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.55])
-def test_micro_batches_of_a_stage_share_its_budget(under_way: int, share: float) -> None:
-    schedule, graphs = gpipe(1, under_way), [stage_of(12, received_bytes=_RECEIVED)]
+def test_micro_batches_of_a_stage_share_its_budget(in_flight: int, share: float) -> None:
+    schedule, graphs = gpipe(1, in_flight), [stage_of(12, received_bytes=_RECEIVED)]
     lean = always(schedule, graphs)
     budget = int(share * device_peaks(schedule, lambda stage, m: never(schedule, graphs)[stage])[0])
     made = shared(schedule, graphs, budget)

@@ -12,7 +12,7 @@ from memfit.planner.pipeline.schedule import (
     Schedule,
     StageTimes,
     gpipe,
-    most_under_way,
+    most_in_flight,
     on_one_device,
     one_forward_one_backward,
     simulate_schedule,
@@ -50,10 +50,10 @@ def test_equal_stages_wait_as_the_formula_says(stages: int, microbatches: int) -
 
 
 @given(st.integers(1, 6), st.integers(1, 9))
-def test_how_many_are_under_way(stages: int, microbatches: int) -> None:
-    assert most_under_way(gpipe(stages, microbatches)) == [microbatches] * stages
+def test_how_many_are_in_flight(stages: int, microbatches: int) -> None:
+    assert most_in_flight(gpipe(stages, microbatches)) == [microbatches] * stages
     expected = [min(microbatches, stages - stage) for stage in range(stages)]
-    assert most_under_way(one_forward_one_backward(stages, microbatches)) == expected
+    assert most_in_flight(one_forward_one_backward(stages, microbatches)) == expected
 
 
 @given(shapes)
@@ -65,7 +65,7 @@ def test_one_device_does_the_same_work_in_an_order_that_works(shape) -> None:
     (order,) = alone.orders
     assert sorted(order) == sorted(action for actions in schedule.orders for action in actions)
     assert simulate_schedule(alone, times).step_seconds == pytest.approx(3.0 * stages * microbatches)
-    assert most_under_way(alone) == most_under_way(schedule)
+    assert most_in_flight(alone) == most_in_flight(schedule)
 
 
 def test_a_transfer_delays_the_next_stage() -> None:
@@ -98,7 +98,7 @@ def test_gradients_of_weights_fill_the_wait() -> None:
     timeline = simulate_schedule(schedule, times)
     assert schedule.splits_backward and not gpipe(2, 4).splits_backward
     assert timeline.busy_seconds == (12.0, 12.0)
-    assert most_under_way(schedule) == [2, 2]
+    assert most_in_flight(schedule) == [2, 2]
     whole = simulate_schedule(one_forward_one_backward(2, 4), times)
     assert 12.0 < timeline.step_seconds < whole.step_seconds == 15.0
     for stage in range(2):

@@ -36,7 +36,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_it_obeys_the_seconds_it_is_given(clock: Clock, seconds: float, enough_bytes: int) -> None:
     asked = max(1.0, 4 * seconds if enough_bytes else seconds)
     order = least_order(chain(60), seconds=seconds, enough_bytes=enough_bytes)
-    # A target under way stops at twice the time, and each of the others that look at once.
+    # A target in flight stops at twice the time, and each of the others that look at once.
     assert 0.5 * asked < clock.now < 2 * asked + 0.4
     assert sorted(set(order)) == list(range(len(chain(60).ops)))
 

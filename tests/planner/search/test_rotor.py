@@ -15,9 +15,9 @@ from memfit.planner.analysis.chain import cut_chain
 from memfit.planner.bounds.lower_bound import relaxed_bound, widest_op_bytes
 from memfit.planner.search import rotor
 from memfit.planner.search.rotor.options import options_of
+from memfit.planner.search.rotor.priced_options import site_of
 from memfit.planner.search.rotor.shape import Shape, cone, profile, shape_of
 from memfit.planner.search.rotor.table import fill
-from memfit.planner.search.rotor.variants import site_of
 from memfit.sim.simulator import Timeline, simulate
 from memfit.sim.verifier import check
 from memfit.strategies import milp
@@ -91,7 +91,9 @@ def test_as_fast_as_the_proven_optimum_on_a_chain(length: int) -> None:
 @pytest.mark.parametrize("graph", HAND_BUILT, ids=["even", "uneven", "residual", "unet"])
 def test_without_time_only_stretches_of_one_block_are_priced(graph: StepGraph) -> None:
     site = site_of(graph, cut_chain(graph, most=24), span=64, narrow=0, patience=6, seconds=0)
-    assert all(ways and {way.stop for way in ways} == {start + 1} for start, ways in enumerate(site.ways))
+    assert all(
+        options and {option.stop for option in options} == {start + 1} for start, options in enumerate(site.options)
+    )
     least, plain = rotor.least_bytes(graph), plain_peak(graph)
     budget = (least + plain) // 2
     hurried = rotor.fast_order(graph, budget, seconds=0)

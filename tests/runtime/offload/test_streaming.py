@@ -206,7 +206,7 @@ def test_a_fitted_model_goes_on_and_leaves_nothing(spaces: list[DiskSpace], tmp_
     gc.collect()
     assert far_apart(step(twin), step(fitted), 1e-5) == []
     assert all(space.reserved_bytes == 0 for space in spaces)
-    for m in (fitted, twin):  # two steps under way together
+    for m in (fitted, twin):  # two steps in flight together
         m.zero_grad()
         first, second = loss_fn(m(*args)), 2 * loss_fn(m(*args))
         second.backward()

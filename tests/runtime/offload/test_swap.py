@@ -97,7 +97,7 @@ def test_two_hundred_steps(same_step: SameStep, spaces: list[DiskSpace]) -> None
     assert [space._file.nbytes for space in spaces] == files
 
 
-def test_steps_under_way_together_have_their_own_place(spaces: list[DiskSpace]) -> None:
+def test_steps_in_flight_together_have_their_own_place(spaces: list[DiskSpace]) -> None:
     model, twin = fitted()
     for m in (model, twin):
         m.eval()

@@ -8,7 +8,7 @@ backward pass adds to `.grad` of whatever it reaches.
 The technique is that of a debugger's checkpoint: walk the object graph from a few roots (module, inputs, loss,
 optimizer), note every container's entries, every tensor's memory, metadata, gradient and version, and every random
 generator's state; later write back what differs, and only that. Containers keep their identity. A tensor that did not
-change is not written, so graphs that the caller has under way stay valid.
+change is not written, so graphs that the caller has in flight stay valid.
 
 Copies lie in host memory. Where that has no room for them, a tensor is watched by its version only, and a change that
 cannot be taken back is told.

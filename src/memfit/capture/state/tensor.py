@@ -2,7 +2,7 @@
 
 A tensor changes in more ways than its values: code may put other memory under it (`tensor.data = ...`), resize it, turn
 its gradient on or off, or replace `.grad`. Memory that is written needs a copy to come back, and a write must not be
-seen by graphs that the caller has under way, which autograd holds against the tensor's version counter.
+seen by graphs that the caller has in flight, which autograd holds against the tensor's version counter.
 
 The technique: an alias of the memory, sizes and strides is held from the start, and the bytes it covers are copied to
 the host. Only what differs is written back; where the bytes are the same again, the version counter goes back as well.

@@ -14,7 +14,7 @@ these (`input_gradient_from_sums`).
 
 On CUDA eager PyTorch takes cuDNN's kernels for most inputs (`memfit.passes.cudnn_batch_norm` puts them into the graph).
 
-Known limits: parts are for contiguous float32 tensors on CPU, in training mode; variances from sums lose digits where
+Known limits: chunks are for contiguous float32 tensors on CPU, in training mode; variances from sums lose digits where
 means are many thousand times as large as deviations.
 """
 
@@ -26,7 +26,7 @@ import torch
 from torch._prims_common import suggest_memory_format
 
 __all__ = [
-    "backward_in_parts",
+    "backward_in_chunks",
     "backward_over_data",
     "backward_over_gradient",
     "cudnn_batch_norm",
@@ -35,16 +35,16 @@ __all__ = [
     "forward_over_input",
     "input_gradient_from_sums",
     "input_gradient_over_data",
-    "parts_of",
+    "chunks_of",
     "statistics_from_sums",
     "sums_of_data",
     "takes_channels",
 ]
 
 _aten = torch.ops.aten
-_LEAST_PARTS = 4
-_PART_BYTES = 2 << 20
-"""Of each of the four tensors of a part, so that they stay in the cache."""
+_LEAST_CHUNKS = 4
+_CHUNK_BYTES = 2 << 20
+"""Of each of the four tensors of a chunk, so that they stay in the cache."""
 
 _Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -57,35 +57,35 @@ def takes_channels(args: tuple[Any, ...], gradient: object, data: object) -> boo
         args[7] is True
         and list(args[9]) == [True, True, True]
         and data.dim() >= 3
-        and data.shape[1] >= _LEAST_PARTS
+        and data.shape[1] >= _LEAST_CHUNKS
         and all(t.device.type == "cpu" and t.dtype is torch.float32 and t.is_contiguous() for t in (gradient, data))
     )
 
 
-def parts_of(data: torch.Tensor) -> int:
-    """In how many parts the backward kernel should run."""
-    parts = max(_LEAST_PARTS, data.numel() * data.element_size() // _PART_BYTES)
-    size = -(-data.shape[1] // min(parts, data.shape[1]))
+def chunks_of(data: torch.Tensor) -> int:
+    """In how many chunks the backward kernel should run."""
+    chunks = max(_LEAST_CHUNKS, data.numel() * data.element_size() // _CHUNK_BYTES)
+    size = -(-data.shape[1] // min(chunks, data.shape[1]))
     return -(-data.shape[1] // size)
 
 
-def backward_in_parts(gradient: torch.Tensor, data: torch.Tensor, *rest: Any, parts: int) -> _Gradients:
+def backward_in_chunks(gradient: torch.Tensor, data: torch.Tensor, *rest: Any, chunks: int) -> _Gradients:
     """`native_batch_norm_backward`, a few channels at a time."""
-    return _backward(parts, gradient, data, torch.empty_like(data), *rest)
+    return _backward(chunks, gradient, data, torch.empty_like(data), *rest)
 
 
-def backward_over_gradient(gradient: torch.Tensor, data: torch.Tensor, *rest: Any, parts: int) -> _Gradients:
+def backward_over_gradient(gradient: torch.Tensor, data: torch.Tensor, *rest: Any, chunks: int) -> _Gradients:
     """The same, with the input's gradient written over the output's."""
-    return _backward(parts, gradient, data, gradient, *rest)
+    return _backward(chunks, gradient, data, gradient, *rest)
 
 
-def backward_over_data(gradient: torch.Tensor, data: torch.Tensor, *rest: Any, parts: int) -> _Gradients:
+def backward_over_data(gradient: torch.Tensor, data: torch.Tensor, *rest: Any, chunks: int) -> _Gradients:
     """The same, with the input's gradient written over the input."""
-    return _backward(parts, gradient, data, data, *rest)
+    return _backward(chunks, gradient, data, data, *rest)
 
 
 def _backward(
-    parts: int,
+    chunks: int,
     gradient: torch.Tensor,
     data: torch.Tensor,
     result: torch.Tensor,
@@ -100,17 +100,17 @@ def _backward(
 ) -> _Gradients:
     channels = data.shape[1]
     of_weight, of_bias = torch.empty_like(mean), torch.empty_like(mean)
-    step = -(-channels // parts)
+    step = -(-channels // chunks)
     for start in range(0, channels, step):
         here = slice(start, start + step)
-        part = _aten.native_batch_norm_backward.default(
+        chunk = _aten.native_batch_norm_backward.default(
             gradient[:, here].contiguous(),
             data[:, here].contiguous(),
             None if weight is None else weight[here],
             *(None, None, mean[here], invstd[here], training, eps, mask),
         )
-        result[:, here], of_weight[here], of_bias[here] = part
-        del part
+        result[:, here], of_weight[here], of_bias[here] = chunk
+        del chunk
     return result, of_weight, of_bias
 
 

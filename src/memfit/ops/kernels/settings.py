@@ -1,6 +1,6 @@
 """Settings that choose kernels beside the call itself: threads, and how exactly float32 is multiplied.
 
-Costs were measured, and what gives the same bits in parts was found, with one choice. The precision is asked of each
+Costs were measured, and what gives the same bits in chunks was found, with one choice. The precision is asked of each
 backend: `torch.get_float32_matmul_precision` raises where only one of them was set (seen with torch 2.14).
 """
 

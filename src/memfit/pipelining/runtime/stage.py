@@ -49,7 +49,7 @@ class _Root(torch.autograd.Function):
         return (None, *gradients)
 
 
-class _UnderWay:
+class _InFlight:
     """Tensors that a stage holds of a micro-batch in flight, between its passes."""
 
     __slots__ = ("arrived", "root", "waiting")
@@ -99,7 +99,7 @@ class EngineStage(_PipelineStageBase):
         self.to_send: dict[int, tuple[torch.Tensor, ...]] = {}
         self.returning: dict[int, list[torch.Tensor | None]] = {}
         self.to_return: dict[int, tuple[torch.Tensor | None, ...]] = {}
-        self.under_way: dict[int, _UnderWay] = {}
+        self.in_flight: dict[int, _InFlight] = {}
 
     # What the engine prepares for stages of its own: nothing is needed, as everything is known before.
 
@@ -120,7 +120,7 @@ class EngineStage(_PipelineStageBase):
 
     def clear_runtime_states(self) -> None:
         """Forgets a step that did not end."""
-        for held in (self.arriving, self.to_send, self.returning, self.to_return, self.under_way, self.deferred):
+        for held in (self.arriving, self.to_send, self.returning, self.to_return, self.in_flight, self.deferred):
             held.clear()
         self.later.clear()
         self.outbox.clear()
@@ -217,7 +217,7 @@ class EngineStage(_PipelineStageBase):
             with stream.of(fwd_chunk_id, state, last=self.is_last) as after:
                 output = call(*operands)
         if self.is_last:
-            self.under_way[fwd_chunk_id] = _UnderWay(arrived, None, [])
+            self.in_flight[fwd_chunk_id] = _InFlight(arrived, None, [])
             return output
         made = iter(output)
         leaving = [next(made) if place is None else arrived[place] for place in stage.handed_on]
@@ -226,7 +226,7 @@ class EngineStage(_PipelineStageBase):
         root = _Root.apply(waiting, *roots) if self.has_backward and roots else None
         taken = set(stage.taken)
         kept = [tensor if place in taken else None for place, tensor in enumerate(arrived)]
-        self.under_way[fwd_chunk_id] = _UnderWay(kept, root, waiting)
+        self.in_flight[fwd_chunk_id] = _InFlight(kept, root, waiting)
         sent = (
             *(_shaped(tensor, crossing) for tensor, crossing in zip(leaving, stage.leaving, strict=True)),
             *(() if stream is None else after),
@@ -243,7 +243,7 @@ class EngineStage(_PipelineStageBase):
             return
         self.outbox.begin_pass()
         stage, _ = self.runs[bwd_chunk_id]
-        held = self.under_way.pop(bwd_chunk_id)
+        held = self.in_flight.pop(bwd_chunk_id)
         gradients = self.returning.pop(bwd_chunk_id, [])
         if self.is_last:
             root = loss

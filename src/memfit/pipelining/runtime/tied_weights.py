@@ -33,7 +33,7 @@ class SharedStates:
     Attributes:
         holders: for each parameter and buffer that a stage uses the processes of those stages, in the order of stages.
         several: names of those that several stages use.
-        before: their gradients from before the step under way.
+        before: their gradients from before the step in flight.
         group: the processes of the pipeline; None for all.
     """
 
@@ -142,7 +142,7 @@ class SharedStates:
         ]
 
     def _add(self, parameter: nn.Parameter, holders: Sequence[int]) -> None:
-        """Sums from the last holder to the first, and sends the sum back; in parts, as no room is planned for it."""
+        """Sums from the last holder to the first, and sends the sum back; in chunks, as no room is planned for it."""
         place = holders.index(processes.rank(self.group))
         total = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         parameter.grad = total = total.contiguous()

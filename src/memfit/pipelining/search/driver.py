@@ -244,7 +244,7 @@ def _program(plan: StagePlan, module: str) -> StageProgram:
         last_program=None if plan.last is None else plan.last.program,
         separated=tuple(sorted(plan.capture.separated)),
         grid=plan.capture.grid,
-        under_way=plan.under_way,
+        in_flight=plan.in_flight,
         kept_bytes=plan.planned.kept_bytes,
         static_bytes=plan.graph.static_bytes,
         peak_bytes=plan.planned.peak_bytes,

@@ -31,7 +31,7 @@ from memfit.pipelining.search.stage_planner import StagePlanner
 from memfit.planner.pipeline.memory_split import DoesNotFit
 from memfit.planner.pipeline.partition import CallCost, Demand, balance, demands, guessed_seconds
 from memfit.planner.pipeline.partition_one_device import cuts_holding_least
-from memfit.planner.pipeline.schedule import Schedule, most_under_way, on_one_device
+from memfit.planner.pipeline.schedule import Schedule, most_in_flight, on_one_device
 
 __all__ = ["asked_schedule", "plan_cuts", "search"]
 
@@ -214,9 +214,9 @@ class _Searcher:
         for count in range(asked.num_devices + 1, min(2 * asked.num_devices + 2, self.most_stages) + 1):
             self.planner.question = replace(asked, budget_bytes=extended(asked.budget_bytes, count))
             schedule = make_schedule("1f1b", count, asked.num_microbatches)
-            under_way = most_under_way(schedule)
+            in_flight = most_in_flight(schedule)
             ones = [1.0] * count
-            if self._propose(schedule, self._shares(schedule), under_way, ones, ones) is None:
+            if self._propose(schedule, self._shares(schedule), in_flight, ones, ones) is None:
                 continue
             try:
                 self.best_of(schedule)
@@ -278,7 +278,7 @@ class _Searcher:
                 f"{schedule.num_stages} stages are asked for; the model can be cut into {self.most_stages} at most, so "
                 "take fewer devices"
             )
-        under_way = most_under_way(schedule)
+        in_flight = most_in_flight(schedule)
         rooms = self._shares(schedule)
         best: Found | None = None
         failure: BudgetError | None = None
@@ -289,9 +289,9 @@ class _Searcher:
         for _ in range(_ROUNDS):
             # On one device: cuts where least is held if all is kept, and if that does not do, even ones.
             proposed = functools.partial(self._propose, schedule, evenly=failure is not None)
-            places = proposed(rooms, under_way, correction, pressure)
+            places = proposed(rooms, in_flight, correction, pressure)
             if places is None:
-                places = proposed([None] * len(rooms), under_way, correction, pressure)
+                places = proposed([None] * len(rooms), in_flight, correction, pressure)
             if places is None:
                 raise SpecError(
                     f"the model cannot be cut into {schedule.num_stages} stages that each train something; take fewer"
@@ -312,7 +312,7 @@ class _Searcher:
             if self.planner.any_will_do:
                 break
             for index, plan in enumerate(found.stages):
-                guess = self._guess(index, places, rooms[index], under_way)
+                guess = self._guess(index, places, rooms[index], in_flight)
                 taken = plan.times.forward_seconds + plan.times.backward_seconds
                 correction[index] = taken / guess if 0 < guess < float("inf") else 1.0
         if best is None:
@@ -320,15 +320,15 @@ class _Searcher:
             raise failure
         return best
 
-    def _guess(self, index: int, places: Sequence[int], budget: int | None, under_way: Sequence[int]) -> float:
+    def _guess(self, index: int, places: Sequence[int], budget: int | None, in_flight: Sequence[int]) -> float:
         ends = [0, *places, len(self.places) - 1]
-        return guessed_seconds(self.demand(ends[index], ends[index + 1]), budget, under_way[index])
+        return guessed_seconds(self.demand(ends[index], ends[index + 1]), budget, in_flight[index])
 
     def _propose(
         self,
         schedule: Schedule,
         budgets: Sequence[int | None],
-        under_way: Sequence[int],
+        in_flight: Sequence[int],
         correction: Sequence[float],
         pressure: Sequence[float],
         *,
@@ -337,7 +337,7 @@ class _Searcher:
         def seconds(stage: int, first: int, last: int) -> float:
             budget = budgets[stage]
             room = None if budget is None else int(budget * pressure[stage])
-            return correction[stage] * guessed_seconds(self.demand(first, last), room, under_way[stage])
+            return correction[stage] * guessed_seconds(self.demand(first, last), room, in_flight[stage])
 
         even = balance(schedule.num_stages, len(self.places), seconds, self._crossing_seconds)
         if even is None or evenly or not self.planner.question.one_device:

@@ -30,7 +30,7 @@ from memfit.pipelining.search.stage_capture import capture_stage, deferring, pas
 from memfit.planner.pipeline.device_memory import device_peaks
 from memfit.planner.pipeline.memory_split import DoesNotFit, rooms, share_budget
 from memfit.planner.pipeline.partition import CutPlace
-from memfit.planner.pipeline.schedule import Schedule, Task, most_under_way, simulate_schedule, with_transfers
+from memfit.planner.pipeline.schedule import Schedule, Task, most_in_flight, simulate_schedule, with_transfers
 from memfit.planner.pipeline.stage_plan import PlannedStage, Traffic, plan_always, plan_never, plan_stage
 from memfit.units import format_bytes
 
@@ -51,14 +51,14 @@ class _Asked:
         policy: what is kept, see `memfit.pipelining.config.Question`.
         room_bytes: what a micro-batch may take; None for as much as it does.
         kept_limit_bytes: what may be kept of it between its passes; None for any number.
-        under_way: the most micro-batches that are in flight there.
+        in_flight: the most micro-batches that are in flight there.
         is_brief: whether it is only compared by.
     """
 
     policy: str
     room_bytes: int | None
     kept_limit_bytes: int | None
-    under_way: int
+    in_flight: int
     is_brief: bool
 
 
@@ -160,7 +160,7 @@ class StagePlanner:
         budget: int | None,
     ) -> dict[int, StagePlan]:
         """Plans of the stages of one device."""
-        under_way = most_under_way(schedule)
+        in_flight = most_in_flight(schedule)
         ends = [0, *places, len(self.places) - 1]
         of = {stage.index: stage for stage in stages}
 
@@ -171,7 +171,7 @@ class StagePlanner:
                 policy=policy or self.question.policy,
                 room_bytes=room,
                 kept_limit_bytes=limit,
-                under_way=under_way[number],
+                in_flight=in_flight[number],
                 is_brief=brief,
             )
             return self._stage_plan(schedule, of[number], (ends[number], ends[number + 1]), asked)
@@ -262,14 +262,14 @@ class StagePlanner:
         return cut_into_stages(self._forward, chosen)
 
     def _plan_stage(self, stage: Stage, capture: Capture, graph: StepGraph, asked: _Asked) -> StagePlan:
-        traffic = _traffic(stage, capture, graph, under_way=asked.under_way)
+        traffic = _traffic(stage, capture, graph, in_flight=asked.in_flight)
         # Blocks of a model are alike, and so are stages made of as many of them.
         alike = graph_digest(graph), graph.static_bytes, traffic, asked
         if alike not in self._planned:
             self._planned[alike] = self._planned_as(graph, traffic, asked)
         planned, last = self._planned[alike]
         return StagePlan(
-            stage=stage, capture=capture, graph=graph, planned=planned, last=last, under_way=asked.under_way
+            stage=stage, capture=capture, graph=graph, planned=planned, last=last, in_flight=asked.in_flight
         )
 
     def _planned_as(
@@ -290,9 +290,9 @@ class StagePlanner:
         return plan(graph, room, traffic), last
 
 
-def _traffic(stage: Stage, capture: Capture, graph: StepGraph, *, under_way: int = 1) -> Traffic:
+def _traffic(stage: Stage, capture: Capture, graph: StepGraph, *, in_flight: int = 1) -> Traffic:
     return Traffic(
-        under_way=under_way,
+        in_flight=in_flight,
         received_bytes=sum(c.nbytes for c in stage.arriving),
         passing_bytes=passing_bytes(stage),
         returning=returning(capture) if capture.deferred else frozenset(),

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from memfit.errors import SpecError
-from memfit.ir.graph import Op, StepGraph, Way
+from memfit.ir.graph import Op, StepGraph, Variant
 
 __all__ = ["difference", "scaled"]
 
@@ -69,18 +69,20 @@ def scaled(graph_a: StepGraph, batch_a: int, graph_b: StepGraph, batch_b: int, b
         at_zero = a - (b - a) / run * batch_a
         return b * batch / batch_b if at_zero < 0 else at_zero + (b - a) / run * batch
 
-    def between(a: Way, b: Way) -> Way:
+    def between(a: Variant, b: Variant) -> Variant:
         nbytes = size(a.workspace_bytes, b.workspace_bytes)
-        return Way(parts=max(a.parts, b.parts), seconds=seconds(a.seconds, b.seconds), workspace_bytes=nbytes)
+        return Variant(chunks=max(a.chunks, b.chunks), seconds=seconds(a.seconds, b.seconds), workspace_bytes=nbytes)
 
     def op(a: Op, b: Op) -> Op:
-        parts = max(a.parts, b.parts)
-        made = _with_ways(a, parts, between(a.way(1), b.way(1)), between(a.way(a.parts), b.way(b.parts)))
+        chunks = max(a.chunks, b.chunks)
+        made = _with_variants(
+            a, chunks, between(a.variant(1), b.variant(1)), between(a.variant(a.chunks), b.variant(b.chunks))
+        )
         in_place = None
         if a.in_place_seconds is not None and b.in_place_seconds is not None:
             in_place = seconds(a.in_place_seconds, b.in_place_seconds)
-        plain_way = between(a.plain_way, b.plain_way) if a.plain_way and b.plain_way else None
-        return replace(made, in_place_seconds=in_place, plain_way=plain_way)
+        plain_variant = between(a.plain_variant, b.plain_variant) if a.plain_variant and b.plain_variant else None
+        return replace(made, in_place_seconds=in_place, plain_variant=plain_variant)
 
     return replace(
         graph_a,
@@ -98,13 +100,13 @@ def scaled(graph_a: StepGraph, batch_a: int, graph_b: StepGraph, batch_b: int, b
     )
 
 
-def _with_ways(op: Op, parts: int, whole: Way, chosen: Way) -> Op:
+def _with_variants(op: Op, chunks: int, whole: Variant, chosen: Variant) -> Op:
     return replace(
         op,
         seconds=chosen.seconds,
         workspace_bytes=chosen.workspace_bytes,
-        parts=parts,
-        ways=(whole, chosen) if parts > 1 else (),
+        chunks=chunks,
+        variants=(whole, chosen) if chunks > 1 else (),
         by_slices=None,
     )
 

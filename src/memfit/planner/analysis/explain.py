@@ -135,7 +135,7 @@ def _seconds_again(graph: StepGraph, program: Program) -> dict[int, float]:
             freed = {i.index for i in run if i.action is Action.FREE}
             took = fused_seconds(ops, freed, [i.over for i in computes])
         else:
-            took = [op.run_seconds(i.parts, in_place=i.over is not None) for op, i in zip(ops, computes, strict=True)]
+            took = [op.run_seconds(i.chunks, in_place=i.over is not None) for op, i in zip(ops, computes, strict=True)]
         for instruction, more in zip(computes, took, strict=True):
             if instruction.index in ran:
                 seconds[instruction.index] += more

@@ -47,7 +47,7 @@ def relaxed_bound(graph: StepGraph, budget_bytes: int, *, seconds: float = 5.0) 
 
 
 def widest_op_bytes(graph: StepGraph) -> int:
-    """The widest op, run its leanest way: operands, results, workspace, static bytes, gradients already produced."""
+    """The widest op in its leanest variant: operands, results, workspace, static bytes, gradients already produced."""
     held = graph.held_to_the_end()
     produced: set[int] = set()
     wall = graph.static_bytes
@@ -56,7 +56,7 @@ def widest_op_bytes(graph: StepGraph) -> int:
         nbytes = sum(graph.storages[s].nbytes for s in touched)
         if not held.issuperset(op.in_place_over):
             nbytes -= graph.storages[op.writes[0]].nbytes
-        workspace = min((way.workspace_bytes for way in op.ways), default=op.workspace_bytes)
+        workspace = min((variant.workspace_bytes for variant in op.variants), default=op.workspace_bytes)
         wide = nbytes + workspace
         if op.by_slices is not None and op.by_slices.first:
             wide = min(wide, _slice_bytes(graph, op, touched))

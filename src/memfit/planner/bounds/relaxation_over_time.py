@@ -4,7 +4,7 @@ One instant (`memfit.planner.bounds.relaxation`) does not see that memory is sho
 too, where what was recomputed waits for its readers. Here the backward pass is divided into periods, each of which
 begins at a wide op. A storage is there at the beginning of a period or not, within memory; what the period reads is
 there at its beginning or recomputed in it; and what is there at the end was there at the beginning or recomputed. The
-op at such an instant runs in its leanest way or, where there is room, in a quicker one.
+op at such an instant runs in its leanest variant or, where there is room, in a quicker one.
 
 The periods are the leaves of a tree, and what holds of a period is asked of every node: without that, a fraction of an
 operand serves a fraction of a run in each period, and relaxations of integer variables see less the more instants
@@ -56,7 +56,7 @@ def least_seconds_over_time(graph: StepGraph, budget_bytes: int, *, integer: boo
 
 
 class _Trade(NamedTuple):
-    """A way to run an op: its memory beside forward results, and what it takes longer than its quickest way."""
+    """A variant of an op: its memory beside forward results, and what it takes longer than its quickest variant."""
 
     nbytes: int
     seconds: float
@@ -79,8 +79,8 @@ class _Periods:
 
 def _problem(graph: StepGraph, budget_bytes: int, instants: int, *, integer: bool) -> Milp:
     held, producer, lasting = graph.held_to_the_end(), graph.producers(), graph.lasting()
-    ways = _ways_beside(graph)
-    periods = _divided(graph, ways, instants)
+    variants = _variants_beside(graph)
+    periods = _divided(graph, variants, instants)
     count = len(periods.starts)
     problem = Milp()
     keep = {
@@ -125,10 +125,10 @@ def _problem(graph: StepGraph, budget_bytes: int, instants: int, *, integer: boo
     for op, less in saved_by_first_runs(graph).items():
         if op in runs:
             cost_of_all[runs[op]] = cost_of_all.get(runs[op], 0.0) - less
-    cost_of_ways = _add_memory(graph, problem, budget_bytes, periods, ways, keep)
+    cost_of_variants = _add_memory(graph, problem, budget_bytes, periods, variants, keep)
     seconds = problem.variable(cost=1.0, lower=-np.inf, upper=np.inf, integer=False)
     for cost in (cost_of_all, cost_of_first):
-        terms = {variable: -value for variable, value in (cost | cost_of_ways).items()}
+        terms = {variable: -value for variable, value in (cost | cost_of_variants).items()}
         problem.row({seconds: 1.0, **terms}, lower=0.0)
     return problem
 
@@ -138,10 +138,10 @@ def _add_memory(
     problem: Milp,
     budget_bytes: int,
     periods: _Periods,
-    ways: Mapping[int, Sequence[_Trade]],
+    variants: Mapping[int, Sequence[_Trade]],
     keep: Mapping[tuple[int, int], int],
 ) -> dict[int, float]:
-    """Lets what is there at the start of each period fit, the op there in one of its ways or between two.
+    """Lets what is there at the start of each period fit, the op there in one of its variants or between two.
 
     Returns:
         By variable, what it adds to the cost.
@@ -152,21 +152,21 @@ def _add_memory(
             if (s, period) in keep:
                 problem.lower[keep[s, period]] = 1.0
         terms = {keep[s, period]: graph.storages[s].nbytes / _MIB for s in periods.useful[period]}
-        leanest, *quicker = ways[start]
+        leanest, *quicker = variants[start]
         costs[problem.variable(lower=1.0, integer=False)] = leanest.seconds
-        for before, way in pairwise([leanest, *quicker]):
+        for before, variant in pairwise([leanest, *quicker]):
             variable = problem.variable(integer=False)
-            costs[variable] = way.seconds - before.seconds
-            terms[variable] = (way.nbytes - before.nbytes) / _MIB
+            costs[variable] = variant.seconds - before.seconds
+            terms[variable] = (variant.nbytes - before.nbytes) / _MIB
         problem.row(terms, upper=(budget_bytes - leanest.nbytes) / _MIB)
     return costs
 
 
-def _divided(graph: StepGraph, ways: Mapping[int, Sequence[_Trade]], instants: int) -> _Periods:
+def _divided(graph: StepGraph, variants: Mapping[int, Sequence[_Trade]], instants: int) -> _Periods:
     """Periods that begin at the widest ops, none too near to another."""
     held, loss, count = graph.held_to_the_end(), graph.loss_index, len(graph.ops)
     reads = {i: [s for s in graph.ops[i].reads if is_optional(graph, s, held)] for i in range(loss + 1, count)}
-    width = {i: ways[i][0].nbytes + sum(graph.storages[s].nbytes for s in reads[i]) for i in reads}
+    width = {i: variants[i][0].nbytes + sum(graph.storages[s].nbytes for s in reads[i]) for i in reads}
     apart = max(1, (count - loss) // (3 * instants))
     chosen: list[int] = []
     for index in sorted(width, key=lambda i: -width[i]):
@@ -197,10 +197,10 @@ def _with_operands(graph: StepGraph, storages: Collection[int]) -> frozenset[int
     return frozenset(found)
 
 
-def _ways_beside(graph: StepGraph) -> dict[int, list[_Trade]]:
+def _variants_beside(graph: StepGraph) -> dict[int, list[_Trade]]:
     """How the loss and each backward op can run: memory beside forward results (static, gradients, its own), and time.
 
-    The time is what it takes longer than `StepGraph.first_seconds`. Of the ways, only those are listed of which no
+    The time is what it takes longer than `StepGraph.first_seconds`. Of the variants, only those are listed of which no
     mixture of others takes as little of both, the leanest first.
     """
     held, producer, last = graph.held_to_the_end(), graph.producers(), graph.last_readers()
@@ -218,30 +218,33 @@ def _ways_beside(graph: StepGraph) -> dict[int, list[_Trade]]:
         op = graph.ops[index]
         in_place = not held.issuperset(op.in_place_over)
         over = graph.storages[op.writes[0]].nbytes if in_place else 0
-        ways = [(op.workspace_bytes - over, op.least_seconds_in_place)]
-        if op.ways:
-            # Whole, an op that has parts cannot write over an operand.
-            ways = [
-                (way.workspace_bytes - over, min(way.seconds, op.run_seconds(way.parts, in_place=in_place)))
-                if way.parts > 1
-                else (way.workspace_bytes, way.seconds)
-                for way in op.ways
+        variants = [(op.workspace_bytes - over, op.least_seconds_in_place)]
+        if op.variants:
+            # Whole, an op that can be chunked cannot write over an operand.
+            variants = [
+                (
+                    variant.workspace_bytes - over,
+                    min(variant.seconds, op.run_seconds(variant.chunks, in_place=in_place)),
+                )
+                if variant.chunks > 1
+                else (variant.workspace_bytes, variant.seconds)
+                for variant in op.variants
             ]
         found[index] = _hull(
-            _Trade(nbytes=int(alive[index]) + more, seconds=max(0.0, took - least[index])) for more, took in ways
+            _Trade(nbytes=int(alive[index]) + more, seconds=max(0.0, took - least[index])) for more, took in variants
         )
     return found
 
 
-def _hull(ways: Iterable[_Trade]) -> list[_Trade]:
+def _hull(variants: Iterable[_Trade]) -> list[_Trade]:
     """The lower left of the convex hull of points, from the leanest to the quickest."""
     found: list[_Trade] = []
-    for way in sorted(ways):
-        if found and way.seconds >= found[-1].seconds:
+    for variant in sorted(variants):
+        if found and variant.seconds >= found[-1].seconds:
             continue
-        while len(found) > 1 and _slope(found[-2], way) <= _slope(found[-2], found[-1]):
+        while len(found) > 1 and _slope(found[-2], variant) <= _slope(found[-2], found[-1]):
             found.pop()
-        found.append(way)
+        found.append(variant)
     return found
 
 

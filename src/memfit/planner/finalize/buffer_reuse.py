@@ -62,7 +62,7 @@ def with_spares(graph: StepGraph, program: Program, limit_bytes: int) -> Program
                 continue
             place = freed.pop(free)
             assert op.by_slices is not None
-            instructions[position] = replace(instruction, over=free, parts=op.by_slices.slices, sliced=True)
+            instructions[position] = replace(instruction, over=free, chunks=op.by_slices.slices, sliced=True)
             instructions[place] = None
             room[place:start] -= size
             room[position] -= more
@@ -104,7 +104,7 @@ def _more_bytes(graph: StepGraph, op: Op, instruction: Instruction) -> int:
     slices = op.by_slices
     assert slices is not None
     nbytes = sum(slices.slice_bytes(s, graph.storages[s].nbytes) for s in op.writes)
-    return nbytes + slices.workspace_bytes - op.run_workspace_bytes(instruction.parts)
+    return nbytes + slices.workspace_bytes - op.run_workspace_bytes(instruction.chunks)
 
 
 def _is_quicker(op: Op, instruction: Instruction) -> bool:
@@ -113,4 +113,4 @@ def _is_quicker(op: Op, instruction: Instruction) -> bool:
     assert slices is not None
     if instruction.sliced:
         return slices.copy_over_seconds < slices.copy_seconds
-    return slices.seconds + slices.copy_over_seconds < op.run_seconds(instruction.parts, in_place=False)
+    return slices.seconds + slices.copy_over_seconds < op.run_seconds(instruction.chunks, in_place=False)

@@ -1,6 +1,6 @@
-"""Whole or in parts: how each op of a program runs.
+"""Whole or in chunks: how each op of a program runs.
 
-An op that runs in parts takes less memory and sometimes more time (`memfit.ops.chunking`). Workspace is only
+An op that runs in chunks takes less memory and sometimes more time (`memfit.ops.chunking`). Workspace is only
 there while its op runs, so the choice is free at every instant: orders are planned with every op in its
 leanest variant, then each run gets the quickest variant for which there is room where it stands. So it is with ops
 that can be fused (`memfit.ir.fusion`): orders are planned with them fused where that takes less memory, then they are
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from memfit.ir.fusion import Fusion, Run, fuse, fusions, linked, runs_by_slices
-from memfit.ir.graph import Op, StepGraph, Way
+from memfit.ir.graph import Op, StepGraph, Variant
 from memfit.ir.program import (
     Action,
     Instruction,
@@ -36,7 +36,7 @@ _MOST_TOGETHER = 6
 
 
 def leanest(graph: StepGraph) -> StepGraph:
-    """The step with every op in the way that takes the least memory, and a guess of what running it again takes."""
+    """The step with every op in the variant that takes the least memory, and a guess of what running it again takes."""
     read_backward = graph.read_whole_backward()
 
     def lean(op: Op) -> Op:
@@ -48,10 +48,10 @@ def leanest(graph: StepGraph) -> StepGraph:
 
 
 def quicker(graph: StepGraph, order: Sequence[int], budget_bytes: int) -> StepGraph:
-    """The step with every op in the quickest way for which there is room at all its places in an order.
+    """The step with every op in the quickest variant for which there is room at all its places in an order.
 
-    An order is then filled with copies to keep beside these ways, and not before them: the same bytes save more time
-    at the one instant at which an op runs.
+    An order is then filled with copies to keep beside these variants, and not before them: the same bytes save more
+    time at the one instant at which an op runs.
     """
     lean = leanest(graph)
     room: dict[int, int] = {}
@@ -60,15 +60,15 @@ def quicker(graph: StepGraph, order: Sequence[int], budget_bytes: int) -> StepGr
 
     def chosen(index: int, op: Op) -> Op:
         more = room[index] + op.workspace_bytes
-        ways = [w for w in op.ways if w.workspace_bytes <= more and (w.parts > 1 or not op.in_place_over)]
-        best = min(ways, key=lambda way: way.seconds, default=op.way(op.parts))
-        return replace(op, parts=best.parts, seconds=best.seconds, workspace_bytes=best.workspace_bytes)
+        variants = [w for w in op.variants if w.workspace_bytes <= more and (w.chunks > 1 or not op.in_place_over)]
+        best = min(variants, key=lambda variant: variant.seconds, default=op.variant(op.chunks))
+        return replace(op, chunks=best.chunks, seconds=best.seconds, workspace_bytes=best.workspace_bytes)
 
     return replace(lean, ops=tuple(chosen(index, op) for index, op in enumerate(lean.ops)))
 
 
 def program_within(graph: StepGraph, order: Sequence[int], budget_bytes: int | None = None) -> Program:
-    """The program of an order, every op in the quickest way that leaves the peak within a budget.
+    """The program of an order, every op in the quickest variant that leaves the peak within a budget.
 
     Args:
         graph: the step.
@@ -93,12 +93,12 @@ def program_within(graph: StepGraph, order: Sequence[int], budget_bytes: int | N
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Alone:
-    """An op that runs by itself, the quickest way for which there is room, and the frees after it.
+    """An op that runs by itself, the quickest variant for which there is room, and the frees after it.
 
     Attributes:
         instructions: to run and free.
         base_bytes: what is there before.
-        peak_bytes: what there is while it runs, its leanest way.
+        peak_bytes: what there is while it runs, its leanest variant.
         seconds: what it takes.
     """
 
@@ -120,14 +120,14 @@ def _one_by_one(graph: StepGraph, lean: StepGraph, order: Sequence[int], limit: 
     for (given, op), start, stop in zip(both, starts, stops, strict=True):
         instruction = instructions[start]
         over = instruction.over
-        # Whole, an op that has parts cannot write over its operand, which then stays until it is done.
+        # Whole, an op that can be chunked cannot write over its operand, which then stays until it is done.
         beside = 0 if over is None else graph.storages[over].nbytes
         room = limit - bytes_at[start] + op.workspace_bytes
-        ways = [w for w in op.ways if w.workspace_bytes + (beside if w.parts == 1 else 0) <= room]
-        best = min(ways, key=lambda way: way.seconds, default=given.way(given.parts))
-        made = replace(instruction, parts=best.parts)
+        variants = [w for w in op.variants if w.workspace_bytes + (beside if w.chunks == 1 else 0) <= room]
+        best = min(variants, key=lambda variant: variant.seconds, default=given.variant(given.chunks))
+        made = replace(instruction, chunks=best.chunks)
         frees = instructions[start + 1 : stop]
-        if op.ways and best.parts == 1 and over is not None:
+        if op.variants and best.chunks == 1 and over is not None:
             made, frees = replace(made, over=None), (Instruction(Action.FREE, over), *frees)
         created = sum(graph.storages[s].nbytes for s in op.writes) - beside
         found.append(
@@ -135,7 +135,7 @@ def _one_by_one(graph: StepGraph, lean: StepGraph, order: Sequence[int], limit: 
                 instructions=(made, *frees),
                 base_bytes=bytes_at[start] - op.workspace_bytes - created,
                 peak_bytes=bytes_at[start],
-                seconds=given.run_seconds(best.parts, in_place=made.over is not None),
+                seconds=given.run_seconds(best.chunks, in_place=made.over is not None),
             )
         )
     return found
@@ -177,11 +177,11 @@ def _quickest(graph: StepGraph, run: Run, alone: Sequence[_Alone], limit: int) -
 
 
 def _lean(op: Op) -> Op:
-    # Whole, an op that has parts cannot write over its operand.
-    ways = [way for way in op.ways if way.parts > 1 or not op.in_place_over] or op.ways
-    best = min(ways, key=_memory_then_time, default=op.way(op.parts))
+    # Whole, an op that can be chunked cannot write over its operand.
+    variants = [variant for variant in op.variants if variant.chunks > 1 or not op.in_place_over] or op.variants
+    best = min(variants, key=_memory_then_time, default=op.variant(op.chunks))
     again = None if op.again is None else _lean(op.again)
-    return replace(op, parts=best.parts, seconds=best.seconds, workspace_bytes=best.workspace_bytes, again=again)
+    return replace(op, chunks=best.chunks, seconds=best.seconds, workspace_bytes=best.workspace_bytes, again=again)
 
 
 def _seconds_again(op: Op, *, whole: bool) -> float:
@@ -195,5 +195,5 @@ def _seconds_again(op: Op, *, whole: bool) -> float:
     return min(found)
 
 
-def _memory_then_time(way: Way) -> tuple[int, float]:
-    return way.workspace_bytes, way.seconds
+def _memory_then_time(variant: Variant) -> tuple[int, float]:
+    return variant.workspace_bytes, variant.seconds

@@ -39,7 +39,7 @@ def ahead_of_use(swapping: StepGraph, order: Sequence[int], into: Mapping[int, L
     Args:
         swapping: the step with swaps in place of second runs (`memfit.planner.offload.model`), ops in their leanest
         ways;
-            what is in time for the quickest ones is in time for whatever way each op will take.
+            what is in time for the quickest ones is in time for whichever variant of each op will run.
         order: of its ops.
         into: by storage, the link it comes back by.
         limit_bytes: for the peak.
@@ -79,9 +79,9 @@ def ahead_of_use(swapping: StepGraph, order: Sequence[int], into: Mapping[int, L
 
 
 def _quickest_seconds(op: Op) -> float:
-    """In whatever way it runs."""
+    """In its quickest variant."""
     in_place = (op.seconds if op.in_place_seconds is None else op.in_place_seconds,)
-    return min(op.seconds, *in_place, *(way.seconds for way in op.ways))
+    return min(op.seconds, *in_place, *(variant.seconds for variant in op.variants))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

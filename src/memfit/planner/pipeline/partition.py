@@ -119,21 +119,21 @@ def demands(
     return demand
 
 
-def guessed_seconds(demand: Demand, budget_bytes: int | None, under_way: int) -> float:
+def guessed_seconds(demand: Demand, budget_bytes: int | None, in_flight: int) -> float:
     """Time of one micro-batch at a stage with the recomputation that its budget will ask for, infinite if it cannot."""
     plain = demand.forward_seconds + demand.backward_seconds
     if not demand.may_be_stage:
         return float("inf")
     if budget_bytes is None:
         return plain
-    held = demand.static_bytes + under_way * demand.received_bytes
+    held = demand.static_bytes + in_flight * demand.received_bytes
     room = budget_bytes - held - demand.widest_bytes
     if room < 0:
         return float("inf")
-    over = under_way * demand.kept_bytes - room
+    over = in_flight * demand.kept_bytes - room
     if over <= 0 or not demand.kept_bytes:
         return plain
-    dropped = min(1.0, over / (under_way * demand.kept_bytes))
+    dropped = min(1.0, over / (in_flight * demand.kept_bytes))
     return plain + demand.forward_seconds * dropped * dropped
 
 

@@ -38,7 +38,7 @@ def cuts_holding_least(
         start: places of cuts between which every stage may be one.
     """
     count = len(start) + 1
-    under_way, acting = _moments(order, count)
+    in_flight, acting = _moments(order, count)
     end = num_places - 1
     whole = demand(0, end)
     whole_seconds = whole.forward_seconds + whole.backward_seconds
@@ -47,7 +47,7 @@ def cuts_holding_least(
         stages = [demand(first, last) for first, last in pairwise([0, *cuts, end])]
         if not all(stage.may_be_stage for stage in stages):
             return float("inf")
-        held = under_way @ np.array([stage.kept_bytes + stage.received_bytes for stage in stages])
+        held = in_flight @ np.array([stage.kept_bytes + stage.received_bytes for stage in stages])
         widest = np.array([stage.widest_bytes for stage in stages])[acting]
         slowest = max(stage.forward_seconds + stage.backward_seconds for stage in stages)
         return float((held + widest).max()) + _EVENNESS * whole.kept_bytes * slowest / whole_seconds
@@ -89,4 +89,4 @@ def _moments(order: Sequence[Action], count: int) -> tuple[np.ndarray, np.ndarra
         now[action.stage] += action.what is Pass.FORWARD
         seen[tuple(now), action.stage] = None
         now[action.stage] -= action.what in (Pass.BACKWARD, Pass.WEIGHT)
-    return np.array([under_way for under_way, _ in seen]), np.array([stage for _, stage in seen])
+    return np.array([in_flight for in_flight, _ in seen]), np.array([stage for _, stage in seen])

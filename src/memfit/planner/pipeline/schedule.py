@@ -25,7 +25,7 @@ __all__ = [
     "Task",
     "Timeline",
     "gpipe",
-    "most_under_way",
+    "most_in_flight",
     "on_one_device",
     "one_forward_one_backward",
     "simulate_schedule",
@@ -175,7 +175,7 @@ def one_forward_one_backward(num_stages: int, num_microbatches: int) -> Schedule
     return Schedule(name="1f1b", num_stages=num_stages, num_microbatches=num_microbatches, orders=tuple(orders))
 
 
-def most_under_way(schedule: Schedule) -> list[int]:
+def most_in_flight(schedule: Schedule) -> list[int]:
     """For each stage the most micro-batches that are in flight there at once."""
     now = [0] * schedule.num_stages
     most = [0] * schedule.num_stages

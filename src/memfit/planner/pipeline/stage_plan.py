@@ -34,7 +34,7 @@ class Traffic:
     """Micro-batches in flight and transfers of a stage, beside the micro-batch whose step is planned.
 
     Attributes:
-        under_way: the most micro-batches that are between or in their passes at once.
+        in_flight: the most micro-batches that are between or in their passes at once.
         received_bytes: what crosses the cut before the stage.
         passing_bytes: of that, what only passes through and is gone after the forward pass, its gradient after the
             backward pass.
@@ -47,7 +47,7 @@ class Traffic:
         returned_bytes: of gradients for the stage before.
     """
 
-    under_way: int = 1
+    in_flight: int = 1
     received_bytes: int = 0
     passing_bytes: int = 0
     returning: frozenset[int] = frozenset()
@@ -105,7 +105,7 @@ def plan_stage(
     Raises:
         BudgetError: if none fits; its least budget is an upper estimate if what is kept is limited.
     """
-    graph = replace(graph, tiers=tuple(_share_of(links, traffic.under_way) for links in graph.tiers))
+    graph = replace(graph, tiers=tuple(_share_of(links, traffic.in_flight) for links in graph.tiers))
 
     def fits(planned: PlannedStage) -> bool:
         kept_bytes = planned.kept_bytes - planned.memory.taken_bytes
@@ -139,9 +139,9 @@ def plan_always(graph: StepGraph, budget_bytes: int | None, traffic: Traffic) ->
     return _of_order(graph, segment_order(graph, ()), budget_bytes, traffic)
 
 
-def _share_of(links: TierLinks, under_way: int) -> TierLinks:
+def _share_of(links: TierLinks, in_flight: int) -> TierLinks:
     """Links of a tier, with the share of its capacity for each micro-batch in flight."""
-    return links if links.limit_bytes is None else replace(links, limit_bytes=links.limit_bytes // under_way)
+    return links if links.limit_bytes is None else replace(links, limit_bytes=links.limit_bytes // in_flight)
 
 
 def _of_order(graph: StepGraph, order: list[int], budget_bytes: int | None, traffic: Traffic) -> PlannedStage:
@@ -186,7 +186,7 @@ def _stage(graph: StepGraph, program: Program, timeline: Timeline, traffic: Traf
         program=program,
         timeline=timeline,
         kept_bytes=kept,
-        peak_bytes=timeline.peak_bytes + (traffic.under_way - 1) * kept,
+        peak_bytes=timeline.peak_bytes + (traffic.in_flight - 1) * kept,
         memory=memory,
         forward_seconds=forward_seconds,
         backward_seconds=timeline.step_seconds - forward_seconds - graph.after_step_seconds,

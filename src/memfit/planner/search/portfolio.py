@@ -9,7 +9,7 @@
 6. Vary the fastest ones (`memfit.planner.search.iterated_local_search`), and stop as soon as one is near the relaxed
 bound or time is up.
 
-Orders are searched for with every op in its leanest way (`memfit.planner.finalize.variant_selection`). The result
+Orders are searched for with every op in its leanest variant (`memfit.planner.finalize.variant_selection`). The result
 states the relaxed bound beside it, so a reader sees what better planning could still gain.
 """
 
@@ -157,7 +157,7 @@ def find_order(
         nonlocal best
         if moves is not None:
             fitting = moves.ahead(fitting)
-        filled = (fill(ways, fitting, budget_bytes) for ways in (lean, quicker(graph, fitting, budget_bytes)))
+        filled = (fill(variants, fitting, budget_bytes) for variants in (lean, quicker(graph, fitting, budget_bytes)))
         # What is kept may take apart fused ops, and then cost more than it saves.
         for order in (fitting, *filled):
             other = found(order)

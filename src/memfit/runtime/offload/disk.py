@@ -70,7 +70,7 @@ class DiskSpace:
 
         Args:
             nbytes: for one step.
-            limit_bytes: for all steps that are under way together.
+            limit_bytes: for all steps that are in flight together.
 
         Raises:
             SwapError: if there is no room.

@@ -3,7 +3,7 @@
 Tensors leave and come back whole, or live on a tier and pass slice by slice (`memfit.runtime.offload.slice_stream`).
 
 A step is known by its *ticket*, a tensor of one number that the forward pass makes and saves for the backward pass as
-it saves any tensor. So several steps may be under way at once, each with its own place on the tiers, and when autograd
+it saves any tensor. So several steps may be in flight at once, each with its own place on the tiers, and when autograd
 drops a graph whose backward pass never ran, the ticket dies and the place is free again.
 
 Known limits: a second backward pass through the same graph finds its tensors only if the first one was told to keep
@@ -43,7 +43,7 @@ class Slot:
 
 @dataclass(slots=True)
 class _Step:
-    """A step under way.
+    """A step in flight.
 
     Attributes:
         places: by tier, where its bytes are.

@@ -1,6 +1,6 @@
 """Emits the calls of a `Swapper` into a graph that is being lowered (`memfit.runtime.emitter`).
 
-What stands for a step under way is its ticket: the first call makes it, in the forward or the backward graph, and all
+What stands for a step in flight is its ticket: the first call makes it, in the forward or the backward graph, and all
 others take it. Most of these calls return nothing, and FX drops what nobody reads unless its function is in a set of
 those to keep; `forget_side_effects` takes them out of that set when the graph is compiled, since it would keep the
 tiers open.

@@ -51,7 +51,7 @@ class HostSpace:
         Args:
             nbytes: for one step.
             device: of the tensors.
-            limit_bytes: for all steps that are under way together.
+            limit_bytes: for all steps that are in flight together.
 
         Raises:
             SwapError: if the memory cannot be pinned.

@@ -13,7 +13,7 @@ __all__ = ["Places"]
 
 
 class Places:
-    """The places of steps that are under way; those of steps that are over are taken again.
+    """The places of steps that are in flight; those of steps that are over are taken again.
 
     Attributes:
         reserved_bytes: what steps hold now.

@@ -1,4 +1,4 @@
-"""`rotor`: the optimal schedule of a chain of blocks, every block in the way that suits the memory left.
+"""`rotor`: the optimal schedule of a chain of blocks, every block with the option that suits the memory left.
 
 The forward pass is cut into blocks (`memfit.planner.analysis.chain`). A dynamic program decides for every stretch of
 blocks and every amount of memory whether to keep something of it and which backward pass to run, or to keep only the
@@ -26,8 +26,8 @@ from memfit.ir.program import in_their_pieces, plain_order, program_of
 from memfit.planner.analysis.chain import cut_chain
 from memfit.planner.analysis.no_plan import no_plan
 from memfit.planner.bounds.lower_bound import widest_op_bytes
+from memfit.planner.search.rotor.priced_options import Site, site_of
 from memfit.planner.search.rotor.table import Table, fill, order_at
-from memfit.planner.search.rotor.variants import Site, site_of
 from memfit.sim.simulator import simulate
 
 __all__ = ["fast_order", "least_bytes", "least_order", "order"]

@@ -1,4 +1,4 @@
-"""The ways to run a few blocks: what to keep of them, and in which order to make the rest again.
+"""The options to run a few blocks: what to keep of them, and in which order to make the rest again.
 
 **What to keep** is the lower hull of (bytes kept, seconds to make the rest again). A point of the hull minimises
 `seconds + price * bytes`, which is a minimum cut: its linear relaxation is integral, so the simplex method finds it.
@@ -53,7 +53,7 @@ class Backward:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A way to run a run of blocks forward, and from there backward.
+    """How to run several blocks forward, and from there backward.
 
     Attributes:
         kept: storages of the run to hold until its backward pass, beside the boundary after it.
@@ -66,7 +66,7 @@ class Option:
 
 @lru_cache(maxsize=4096)
 def options_of(shape: Shape, narrow: int, patience: int) -> tuple[Option, ...]:
-    """Every way worth considering.
+    """Every option worth considering.
 
     Args:
         shape: the run of blocks.

@@ -1,7 +1,7 @@
 """The dynamic program over the chain: least time to run blocks `s` to `t` forward and backward in `m` bytes.
 
     C(s, t, m) = min of
-        a way through blocks s to e - 1:  forward, C(e, t, m - kept), backward
+        an option for blocks s to e - 1:  forward, C(e, t, m - kept), backward
         a checkpoint before block c:      forward from s to c, C(c, t, m - its boundary), C(s, c - 1, m)
 
 The boundary before `s` is paid for outside, and `m` is what is left of the whole budget, so a peak is compared with
@@ -9,7 +9,7 @@ the memory the step uses at that place anyway. Segments that do not end at the l
 what the backward pass holds meanwhile.
 
 Idea: Beaumont et al., "Optimal checkpointing for heterogeneous chains" (2019): the optimal persistent schedule, ops
-run as often as need be. New here: ways through several blocks at once, and carried storages that are paid once.
+run as often as need be. New here: options through several blocks at once, and carried storages that are paid once.
 
 Known limits: bytes are rounded to slots, so whoever uses an order asks the simulator; a boundary is held until the
 segment after it is done.
@@ -22,7 +22,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from memfit.planner.search.rotor.variants import Site, Way
+from memfit.planner.search.rotor.priced_options import PricedOption, Site
 
 __all__ = ["Table", "fill", "order_at"]
 
@@ -31,18 +31,18 @@ _Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Ways:
-    """The ways from one block as columns, bytes in slots."""
+class _OptionColumns:
+    """The options from one block as columns, bytes in slots."""
 
-    ways: tuple[Way, ...]
+    options: tuple[PricedOption, ...]
     stop: _Ints
     kept: _Ints
     first_need: _Ints
     down_need: _Ints
-    again_rise: _Ints
+    recompute_rise: _Ints
     only_rise: _Ints
     first_seconds: _Floats
-    again_seconds: _Floats
+    recompute_seconds: _Floats
     only_seconds: _Floats
 
 
@@ -60,7 +60,7 @@ class Table:
     site: Site
     slot_bytes: int
     cells: _Floats
-    columns: tuple[_Ways, ...]
+    columns: tuple[_OptionColumns, ...]
 
     @property
     def whole(self) -> _Floats:
@@ -73,13 +73,13 @@ def fill(site: Site, *, slots: int, slot_bytes: int) -> Table:
     """Fills the table.
 
     Args:
-        site: the chain and its ways.
+        site: the chain and its options.
         slots: how much memory to plan for; cells do not depend on it.
         slot_bytes: bytes of a slot.
     """
     count = len(site.chain.blocks)
     cells = np.full((count + 1, count, slots), np.inf)
-    columns = tuple(_undominated(_columns(ways, slot_bytes)) for ways in site.ways)
+    columns = tuple(_undominated(_columns(options, slot_bytes)) for options in site.options)
     table = Table(site=site, slot_bytes=slot_bytes, cells=cells, columns=columns)
     memory = np.arange(slots)
     for last in range(count):
@@ -96,41 +96,41 @@ def order_at(table: Table, slots: int) -> list[int]:
     return order
 
 
-def _columns(ways: tuple[Way, ...], slot_bytes: int) -> _Ways:
+def _columns(options: tuple[PricedOption, ...], slot_bytes: int) -> _OptionColumns:
     def slots(values: list[int]) -> _Ints:
         return -(-np.array(values, dtype=np.int64) // slot_bytes)
 
-    return _Ways(
-        ways=ways,
-        stop=np.array([w.stop for w in ways]),
-        kept=(np.array([w.kept_bytes for w in ways], dtype=np.int64) + slot_bytes // 2) // slot_bytes,
-        first_need=slots([w.first_need for w in ways]),
-        down_need=slots([w.down_need for w in ways]),
-        again_rise=np.array([w.again_rise for w in ways], dtype=np.int64),
-        only_rise=np.array([w.only_rise for w in ways], dtype=np.int64),
-        first_seconds=np.array([w.first_seconds for w in ways]),
-        again_seconds=np.array([w.again_seconds for w in ways]),
-        only_seconds=np.array([w.only_seconds for w in ways]),
+    return _OptionColumns(
+        options=options,
+        stop=np.array([w.stop for w in options]),
+        kept=(np.array([w.kept_bytes for w in options], dtype=np.int64) + slot_bytes // 2) // slot_bytes,
+        first_need=slots([w.first_need for w in options]),
+        down_need=slots([w.down_need for w in options]),
+        recompute_rise=np.array([w.recompute_rise for w in options], dtype=np.int64),
+        only_rise=np.array([w.only_rise for w in options], dtype=np.int64),
+        first_seconds=np.array([w.first_seconds for w in options]),
+        recompute_seconds=np.array([w.recompute_seconds for w in options]),
+        only_seconds=np.array([w.only_seconds for w in options]),
     )
 
 
-def _undominated(columns: _Ways) -> _Ways:
-    """Without ways that another one of the same blocks beats in memory and time."""
-    arrays = [getattr(columns, f.name) for f in fields(columns) if f.name not in ("ways", "stop")]
+def _undominated(columns: _OptionColumns) -> _OptionColumns:
+    """Without options that another one of the same blocks beats in memory and time."""
+    arrays = [getattr(columns, f.name) for f in fields(columns) if f.name not in ("options", "stop")]
     table = np.stack(arrays, axis=1)
     keep = np.ones(len(table), dtype=bool)
     for i in range(len(table)):
         beaten = keep & (columns.stop == columns.stop[i]) & (table >= table[i]).all(axis=1)
         beaten[: i + 1] &= (table[: i + 1] > table[i]).any(axis=1)
         keep &= ~beaten
-    return _Ways(
-        ways=tuple(way for way, kept in zip(columns.ways, keep, strict=True) if kept),
-        **{f.name: getattr(columns, f.name)[keep] for f in fields(columns) if f.name != "ways"},
+    return _OptionColumns(
+        options=tuple(option for option, kept in zip(columns.options, keep, strict=True) if kept),
+        **{f.name: getattr(columns, f.name)[keep] for f in fields(columns) if f.name != "options"},
     )
 
 
-def _rows(table: Table, first: int, last: int, memory: _Ints) -> tuple[_Floats, list[Way | int]]:
-    """Time at each amount of memory for every choice at the head of a segment: a way, or where to checkpoint."""
+def _rows(table: Table, first: int, last: int, memory: _Ints) -> tuple[_Floats, list[PricedOption | int]]:
+    """Time at each amount of memory for every choice at the head of a segment: an option, or where to checkpoint."""
     here = table.columns[first]
     running_first = last == len(table.columns) - 1
     base = table.site.backward_base[last + 1]
@@ -141,8 +141,8 @@ def _rows(table: Table, first: int, last: int, memory: _Ints) -> tuple[_Floats, 
         need, seconds = here.first_need[through], here.first_seconds[through]
         end_need, end_seconds = here.first_need[ending], here.first_seconds[ending]
     else:
-        rise = -(-(base + here.again_rise[through]) // table.slot_bytes)
-        need, seconds = np.maximum(here.down_need[through], rise), here.again_seconds[through]
+        rise = -(-(base + here.recompute_rise[through]) // table.slot_bytes)
+        need, seconds = np.maximum(here.down_need[through], rise), here.recompute_seconds[through]
         end_need, end_seconds = -(-(base + here.only_rise[ending]) // table.slot_bytes), here.only_seconds[ending]
 
     cuts = np.arange(first + 1, last + 1)
@@ -162,7 +162,7 @@ def _rows(table: Table, first: int, last: int, memory: _Ints) -> tuple[_Floats, 
         )
     needs = np.concatenate([need, end_need, cut_need])
     rows[memory < needs[:, None]] = np.inf
-    choices: list[Way | int] = [here.ways[i] for i in (*through, *ending)]
+    choices: list[PricedOption | int] = [here.options[i] for i in (*through, *ending)]
     return rows, [*choices, *cuts.tolist()]
 
 
@@ -175,8 +175,8 @@ def _checkpoints(table: Table, first: int, last: int, cuts: _Ints) -> tuple[_Int
         need = [base + p.first_rise[first] for base, p in zip(site.forward_base[first:last], passes, strict=True)]
         seconds = [p.first_seconds for p in passes]
     else:
-        need = [site.backward_base[last + 1] + p.again_rise[first] for p in passes]
-        seconds = [p.again_seconds for p in passes]
+        need = [site.backward_base[last + 1] + p.recompute_rise[first] for p in passes]
+        seconds = [p.recompute_seconds for p in passes]
     highest = np.maximum.accumulate(np.array(need, dtype=np.int64))
     return kept, -(-highest // table.slot_bytes), np.cumsum(np.array(seconds))
 

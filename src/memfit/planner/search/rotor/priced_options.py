@@ -1,4 +1,4 @@
-"""Memory and time of each way to run a stretch of the chain, in the bytes and seconds of the step it is part of.
+"""Memory and time of each option to run a stretch of the chain, in the bytes and seconds of the step it is part of.
 
 A `Shape` knows nothing of its place. Here its options meet the rest of the step: the memory that is in use at that
 place whatever the plan (outputs, gradients, small results), and whether the stretch runs for the first time or again,
@@ -18,14 +18,14 @@ from memfit.planner.analysis.chain import Chain
 from memfit.planner.search.rotor.options import options_of
 from memfit.planner.search.rotor.shape import Shape, cone, profile, shape_of
 
-__all__ = ["Pass", "Site", "Way", "site_of"]
+__all__ = ["Pass", "Site", "PricedOption", "site_of"]
 
 _WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """How many blocks a stretch may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class PricedOption:
     """An option of blocks `start` to `stop` with one of its backward passes. All bytes are beside static ones.
 
     Attributes:
@@ -37,10 +37,10 @@ class Way:
         only: ops of both when the stretch is recomputed and its backward pass comes at once.
         first_need: peak of the first forward pass and the backward pass.
         down_need: peak of the backward pass.
-        again_rise: peak of the forward pass when it is recomputed, on top of what is in use then.
+        recompute_rise: peak of the forward pass when it is recomputed, on top of what is in use then.
         only_rise: peak of `only`, on top of what is in use then.
         first_seconds: time of forward ops, first forward pass and backward pass.
-        again_seconds: the same when it is recomputed.
+        recompute_seconds: the same when it is recomputed.
         only_seconds: time of forward ops in `only`.
     """
 
@@ -52,10 +52,10 @@ class Way:
     only: tuple[int, ...]
     first_need: int
     down_need: int
-    again_rise: int
+    recompute_rise: int
     only_rise: int
     first_seconds: float
-    again_seconds: float
+    recompute_seconds: float
     only_seconds: float
 
 
@@ -66,16 +66,16 @@ class Pass:
     Attributes:
         again: ops when it is recomputed.
         first_seconds: time when it runs first.
-        again_seconds: time when it is recomputed.
+        recompute_seconds: time when it is recomputed.
         first_rise: peak when it runs first, by the block whose boundary is held.
-        again_rise: peak when it is recomputed, by the block whose boundary is held.
+        recompute_rise: peak when it is recomputed, by the block whose boundary is held.
     """
 
     again: tuple[int, ...]
     first_seconds: float
-    again_seconds: float
+    recompute_seconds: float
     first_rise: tuple[int, ...]
-    again_rise: tuple[int, ...]
+    recompute_rise: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ class Site:
 
     Attributes:
         chain: the blocks.
-        ways: by first block.
+        options: by first block.
         passes: by block.
         checkpoint_bytes: by held boundary, by block: bytes of the boundary before that block beyond the held one.
         forward_base: by block, memory in use at the end of its first forward pass whatever the plan.
@@ -92,7 +92,7 @@ class Site:
     """
 
     chain: Chain
-    ways: tuple[tuple[Way, ...], ...]
+    options: tuple[tuple[PricedOption, ...], ...]
     passes: tuple[Pass, ...]
     checkpoint_bytes: tuple[tuple[int, ...], ...]
     forward_base: tuple[int, ...]
@@ -100,7 +100,7 @@ class Site:
 
 
 def site_of(graph: StepGraph, chain: Chain, *, span: int, narrow: int, patience: int, seconds: float = inf) -> Site:
-    """Prices every way of every stretch, short stretches first.
+    """Prices every option of every stretch, short stretches first.
 
     Args:
         graph: the step.
@@ -117,19 +117,19 @@ def site_of(graph: StepGraph, chain: Chain, *, span: int, narrow: int, patience:
     forward_base = tuple(in_use[block.last + 1] for block in blocks)
     backward_base = (0, *(in_use[block.backward_first] for block in blocks))
     shapes = [shape_of(graph, chain, lasts, start, start + 1) for start in range(len(blocks))]
-    ways: list[list[Way]] = [[] for _ in blocks]
+    options: list[list[PricedOption]] = [[] for _ in blocks]
     for start, stop in _stretches(graph, chain, span):
         if stop > start + 1 and time.monotonic() > until:
             break
         shape = shapes[start] if stop == start + 1 else shape_of(graph, chain, lasts, start, stop)
-        ways[start] += _ways(
+        options[start] += _priced_options(
             *(shape, chain, start, stop),
             *(max(forward_base[start:stop]), backward_base[stop]),
             *(narrow, patience),
         )
     return Site(
         chain=chain,
-        ways=tuple(map(tuple, ways)),
+        options=tuple(map(tuple, options)),
         passes=tuple(_pass(graph, chain, shape, start) for start, shape in enumerate(shapes)),
         checkpoint_bytes=_checkpoint_bytes(graph, chain),
         forward_base=forward_base,
@@ -179,11 +179,11 @@ def _in_use(graph: StepGraph, chain: Chain) -> list[int]:
     return [*before, live]
 
 
-def _ways(
+def _priced_options(
     shape: Shape, chain: Chain, start: int, stop: int, forward_base: int, backward_base: int, narrow: int, patience: int
-) -> list[Way]:
+) -> list[PricedOption]:
     arriving = sum(shape.sizes[s] for s in shape.arriving)
-    found: list[Way] = []
+    found: list[PricedOption] = []
     room = max(0, narrow - backward_base + arriving) // (narrow // 16 + 1) * (narrow // 16 + 1)
     for option in options_of(shape, room, patience):
         wanted = option.kept.union(shape.out)
@@ -193,7 +193,7 @@ def _ways(
             only = (*cone(shape, option.kept, shape.given), *backward.sequence)
             down_need = backward_base - arriving + backward.peak
             found.append(
-                Way(
+                PricedOption(
                     start=start,
                     stop=stop,
                     kept_bytes=sum(shape.sizes[s] for s in wanted),
@@ -202,10 +202,10 @@ def _ways(
                     only=_placed(shape, chain, start, stop, only),
                     first_need=max(forward_base + first_rise, down_need),
                     down_need=down_need,
-                    again_rise=_peak(shape, again, wanted),
+                    recompute_rise=_peak(shape, again, wanted),
                     only_rise=_peak(shape, only, shape.leaving) - arriving,
                     first_seconds=_seconds(shape, range(shape.forward)) + backward.seconds,
-                    again_seconds=_seconds(shape, again) + backward.seconds,
+                    recompute_seconds=_seconds(shape, again) + backward.seconds,
                     only_seconds=_seconds(shape, only),
                 )
             )
@@ -244,9 +244,9 @@ def _pass(graph: StepGraph, chain: Chain, shape: Shape, index: int) -> Pass:
     return Pass(
         again=_placed(shape, chain, index, index + 1, again),
         first_seconds=_seconds(shape, range(shape.forward)),
-        again_seconds=_seconds(shape, again),
+        recompute_seconds=_seconds(shape, again),
         first_rise=tuple(first for first, _ in by_held),
-        again_rise=tuple(second for _, second in by_held),
+        recompute_rise=tuple(second for _, second in by_held),
     )
 
 
