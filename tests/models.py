@@ -73,7 +73,7 @@ class Frozen(nn.Module):
 
 
 class Broken(nn.Module):
-    """A graph break between two pieces that both have something to recompute."""
+    """A graph break between two subgraphs that both have something to recompute."""
 
     def __init__(self) -> None:
         super().__init__()

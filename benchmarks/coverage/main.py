@@ -1,4 +1,4 @@
-"""Which models that others wrote can be planned, exactly, in pieces or not at all: a table over families.
+"""Which models that others wrote can be planned, exactly, in subgraphs or not at all: a table over families.
 
 python -m benchmarks.coverage.main --only torchvision,timm --write
 

@@ -20,9 +20,9 @@ from memfit.ir.graph import Phase, StorageKind
 
 __all__ = ["STATUSES", "trial"]
 
-EXACT, PIECES, REFUSED, WRONG, CRASH = "planned exactly", "planned in pieces", "refused", "wrong", "crash"
+EXACT, SUBGRAPHS, REFUSED, WRONG, CRASH = "planned exactly", "planned in subgraphs", "refused", "wrong", "crash"
 NOT_BUILT = "not built"
-STATUSES = (EXACT, PIECES, REFUSED, WRONG, CRASH, NOT_BUILT, "slow", "not run")
+STATUSES = (EXACT, SUBGRAPHS, REFUSED, WRONG, CRASH, NOT_BUILT, "slow", "not run")
 
 SHARE = 0.8
 """Of the plain step's predicted peak that is the budget, unless its parameters alone leave too little of it."""
@@ -131,17 +131,17 @@ def trial(script: Script, *, judge_peak: bool, search_seconds: float = 0.5) -> d
     budget = sum(plan.budget_bytes for plan in fitter.plans)
     if judge_peak and planned_bytes > budget and PLANNED_AGAIN not in fitter.notes:
         wrong.append(f"over the budget: {planned_bytes} of {budget} bytes")
-    pieces = max((_pieces(plan) for plan in fitter.plans), default=0)
+    subgraphs = max((_subgraphs(plan) for plan in fitter.plans), default=0)
     row |= {
         "planned_bytes": planned_bytes,
         "budget_bytes": budget,
         "predicted_plain_bytes": sum(plan.predicted.plain_peak_bytes for plan in fitter.plans),
         "fit_seconds": round(fitter.seconds, 1),
         "share": round(_share(fitter.plans), 3),
-        "pieces": pieces,
+        "subgraphs": subgraphs,
         "reason": "; ".join(dict.fromkeys([*wrong[:4], *fitter.notes])),
     }
-    return row | {"status": WRONG if wrong else EXACT if pieces == 1 else PIECES}
+    return row | {"status": WRONG if wrong else EXACT if subgraphs == 1 else SUBGRAPHS}
 
 
 def _run(script: Script, fit: _Plain | _Fitter) -> tuple[list[Results], int]:
@@ -176,12 +176,12 @@ def _different(expected: Results, found: Results) -> list[str]:
     return [n for n in names if n not in expected or n not in found or not same(expected[n], found[n])]
 
 
-def _pieces(plan: memfit.Plan) -> int:
-    return len(plan.planned.capture.pieces.pieces) if plan.planned is not None else 1
+def _subgraphs(plan: memfit.Plan) -> int:
+    return len(plan.planned.capture.subgraphs.subgraphs) if plan.planned is not None else 1
 
 
 def _share(plans: Sequence[memfit.Plan]) -> float:
-    """Bytes of forward results that the backward pass reads, against these and what code between the pieces holds."""
+    """Bytes of forward results that the backward pass reads, against these and what code between subgraphs holds."""
     inside = outside = 0
     for plan in plans:
         if plan.planned is None:

@@ -74,10 +74,10 @@ def _products(example: zoo.Example) -> list[fx.Node]:
     capture = capture_step(example.model, example.args, example.kwargs, accumulate=Accumulate.AS_MADE)
     return [
         op.node
-        for piece in capture.pieces.pieces
-        for op in piece.reading.ops
+        for subgraph in capture.subgraphs.subgraphs
+        for op in subgraph.reading.ops
         if op.node.target is torch.ops.aten.convolution_backward.default
-        and not piece.reading.added_as_made.isdisjoint(op.writes)
+        and not subgraph.reading.added_as_made.isdisjoint(op.writes)
     ]
 
 

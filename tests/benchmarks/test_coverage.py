@@ -24,11 +24,11 @@ def perceptron() -> Sample:
 def test_a_model_is_planned_exactly() -> None:
     row = trial(train(perceptron), judge_peak=True)
     assert row["status"] == "planned exactly", row
-    assert row["share"] == 1.0 and row["pieces"] == 1
+    assert row["share"] == 1.0 and row["subgraphs"] == 1
     assert row["planned_bytes"] <= row["budget_bytes"]
 
 
-def test_a_graph_break_makes_pieces() -> None:
+def test_a_graph_break_makes_subgraphs() -> None:
     class Broken(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -40,7 +40,7 @@ def test_a_graph_break_makes_pieces() -> None:
             return self.two(x).tanh()
 
     row = trial(train(lambda: Sample(model=Broken(), args=(torch.randn(64, 8),))), judge_peak=True)
-    assert (row["status"], row["pieces"]) == ("planned in pieces", 2), row
+    assert (row["status"], row["subgraphs"]) == ("planned in subgraphs", 2), row
 
 
 def test_a_difference_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from memfit.compiler.driver import make_plan
 from memfit.compiler.stages import Request
 from memfit.ir.program import plain_order, program_of
 from memfit.runtime.executable import compile_planned, compile_program
-from memfit.runtime.subgraph_program import piece_programs
+from memfit.runtime.subgraph_program import subgraph_programs
 
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
 
@@ -68,7 +68,7 @@ def test_a_copy_runs_its_own_code() -> None:
     planned = memfit.plan_of(memfit.fit(model, (X,), budget="1GiB", loss_fn=square))
     assert planned is not None and planned.planned is not None
     capture = planned.planned.capture
-    assert capture.pieces.call is not None
+    assert capture.subgraphs.call is not None
     other, plain = copy.deepcopy(model), made()
     with torch.no_grad():
         for module in (other, plain):
@@ -78,14 +78,14 @@ def test_a_copy_runs_its_own_code() -> None:
     square(plain(X)).backward()
     assert_same_gradients(other, plain)
     assert all(p.grad is None for p in model.parameters())
-    assert copy.deepcopy(capture.pieces.call) is capture.pieces.call
+    assert copy.deepcopy(capture.subgraphs.call) is capture.subgraphs.call
 
 
 def test_a_graph_that_is_not_that_of_the_plan_is_told() -> None:
     model, deeper = made(), nn.Sequential(*made(), nn.Tanh())
     captures = [capture_step(module, (X,), {}, loss_fn=square) for module in (model, deeper)]
-    programs = piece_programs(captures[1], program_of(captures[1].graph, plain_order(captures[1].graph)))
-    call = compile_planned(model, programs, None, followed=captures[0].pieces.call)
+    programs = subgraph_programs(captures[1], program_of(captures[1].graph, plain_order(captures[1].graph)))
+    call = compile_planned(model, programs, None, followed=captures[0].subgraphs.call)
     with pytest.raises(memfit.PlanMismatchError):
         call(X)
 
@@ -109,7 +109,7 @@ def test_a_number_behind_a_break_runs_no_code_twice() -> None:
     torch.manual_seed(0)
     model = Counting()
     capture = capture_step(model, (X,), {}, loss_fn=square)
-    programs = piece_programs(capture, program_of(capture.graph, plain_order(capture.graph)))
+    programs = subgraph_programs(capture, program_of(capture.graph, plain_order(capture.graph)))
     call, plain = compile_planned(model, programs, None), copy.deepcopy(model)
     model.read = plain.read = True
     before = model.calls, plain.calls

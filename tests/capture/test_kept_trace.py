@@ -76,7 +76,7 @@ def test_the_graphs_of_a_broken_step_are_traced_for_the_capture_only() -> None:
     expected = _step(copy.deepcopy(model), inputs)
     asked = Request(budget=1, loss_fn=_loss, search_seconds=0.1)
     capture, graph = capture_and_profile(model, (inputs,), {}, asked)
-    assert len(capture.pieces.pieces) == 4
+    assert len(capture.subgraphs.subgraphs) == 4
     plain_bytes, least_bytes = simulate_plain(graph).peak_bytes, widest_op_bytes(graph)
     before = _followed(), _traced()
     for share in (0.6, 1.0):

@@ -32,13 +32,13 @@ class Logging(nn.Module):
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize(("method", "pieces"), [("warning_once", 1), ("warning", 2)])
-def test_what_is_logged_once_is_left_out(method: str, pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("method", "subgraphs"), [("warning_once", 1), ("warning", 2)])
+def test_what_is_logged_once_is_left_out(method: str, subgraphs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is logged every time is still logged by a fitted model."""
     monkeypatch.setattr(logging.Logger, "warning_once", lambda self, message: None, raising=False)
     model, x = Logging(method), torch.randn(3, 8)
     capture = capture_step(model, (x,), {}, loss_fn=lambda output: output.square().sum())
-    assert len(capture.pieces.pieces) == pieces
+    assert len(capture.subgraphs.subgraphs) == subgraphs
     forward = capture_forward(model, [x], {}, None, lambda output: output.square().sum())
     assert len(forward.calls) == 5
 

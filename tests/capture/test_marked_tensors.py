@@ -32,7 +32,7 @@ class Marking(nn.Module):
 @pytest.mark.parametrize("mark", ["mark_static_address", "mark_dynamic", "maybe_mark_dynamic", "mark_static"])
 def test_a_mark_breaks_no_graph(mark: str) -> None:
     capture = capture_step(Marking(mark), (torch.randn(3, 8),), {}, loss_fn=lambda output: output.square().sum())
-    assert len(capture.pieces.pieces) == 1
+    assert len(capture.subgraphs.subgraphs) == 1
 
 
 def test_others_are_refused_as_before() -> None:

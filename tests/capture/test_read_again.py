@@ -74,7 +74,7 @@ _STEPS = {
 
 
 def _named(capture: Capture) -> list[list[str]]:
-    return [[node.name for node in piece.reading.module.graph.nodes] for piece in capture.pieces.pieces]
+    return [[node.name for node in subgraph.reading.module.graph.nodes] for subgraph in capture.subgraphs.subgraphs]
 
 
 @pytest.mark.parametrize(

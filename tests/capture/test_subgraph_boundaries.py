@@ -1,4 +1,4 @@
-"""Pieces of a model with graph breaks hand over what the plain step would, hooks and in-place code included."""
+"""Subgraphs of a model with graph breaks hand over what the plain step would, hooks and in-place code included."""
 
 from __future__ import annotations
 
@@ -63,14 +63,16 @@ def loss_fn(output: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["function in place", "in place", "of a view in place", "leaf", "hook"])
-def test_pieces_hand_over_what_the_plain_step_does(kind: str) -> None:
+def test_subgraphs_hand_over_what_the_plain_step_does(kind: str) -> None:
     torch.manual_seed(0)
     plain = _Breaks(kind)
     fitted = copy.deepcopy(plain)
     x = torch.randn(64, 16)
     memfit.fit(fitted, (x,), budget="1MiB", loss_fn=loss_fn, search_seconds=0.2)
     planned = memfit.plan_of(fitted).planned
-    assert planned is not None and not planned.capture.pieces.plain.only_children  # code of forward itself is planned
+    assert (
+        planned is not None and not planned.capture.subgraphs.plain.only_children
+    )  # code of forward itself is planned
     for _ in range(2):
         outputs = [model(x) for model in (plain, fitted)]
         for output in outputs:
@@ -92,7 +94,7 @@ def _behind(x: torch.Tensor) -> torch.Tensor:
 
 
 class _CodeBehind(nn.Module):
-    """Two pieces with plain code between them, and such behind them that saves its result."""
+    """Two subgraphs with plain code between them, and such behind them that saves its result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,8 +104,8 @@ class _CodeBehind(nn.Module):
         return _behind(self.second(_turned(torch.tanh(self.first(x)))))
 
 
-def test_reading_the_loss_leaves_code_behind_the_last_piece_its_graph() -> None:
-    """It is run backward again, for the layout in which the gradient of the last piece comes: a bias's is its sum."""
+def test_reading_the_loss_leaves_code_behind_the_last_subgraph_its_graph() -> None:
+    """It is run backward again, for the layout of the gradient of the last subgraph: a bias's is its sum."""
     torch.manual_seed(0)
     model, x = _CodeBehind(), torch.randn(4, 3, 9, 10)
     plain = copy.deepcopy(model)

@@ -1,4 +1,4 @@
-"""What cannot be planned stays plain code between planned pieces, bit for bit; errors name the user's line."""
+"""What cannot be planned stays plain code between planned subgraphs, bit for bit; errors name the user's line."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ def test_the_planned_way_is_proved_and_measured_where_moved_parameters_take_anot
     WAYS.clear()
     model, x = ForksOnABias(), torch.randn(4, 16)
     plan = memfit.plan(model, (x,), budget=2**20, search_seconds=0.2)
-    assert plan.planned is not None and len(plan.planned.capture.pieces.pieces) > 1
+    assert plan.planned is not None and len(plan.planned.capture.subgraphs.subgraphs) > 1
     assert WAYS[-5:] == ["wide", "wide", "narrow", "narrow", "narrow"]  # both plain and planned; then it is measured
     assert plan.proof is not None and plan.proof.is_exact
     assert plan.measured_peak_bytes is not None

@@ -60,13 +60,13 @@ def test_parts_of_a_normalisation_are_made_where_they_lie_as_the_whole(
     shape: tuple[int, ...], axes: tuple[int, int], made: bool
 ) -> None:
     model, x = Turned(axes), torch.randn(shape)
-    (piece,) = capture_step(model, (x,), {}, loss_fn=loss_fn).pieces.pieces
-    (whole,) = piece.reading.module.graph.find_nodes(op="call_function", target=NORM)
+    (subgraph,) = capture_step(model, (x,), {}, loss_fn=loss_fn).subgraphs.subgraphs
+    (whole,) = subgraph.reading.module.graph.find_nodes(op="call_function", target=NORM)
     assert (from_statistics(whole) is not None) is made
-    (piece,) = capture_step(model, (x,), {}, loss_fn=loss_fn, grid=(2, 2)).pieces.pieces
-    targets = [node.target for node in piece.reading.module.graph.nodes]
+    (subgraph,) = capture_step(model, (x,), {}, loss_fn=loss_fn, grid=(2, 2)).subgraphs.subgraphs
+    targets = [node.target for node in subgraph.reading.module.graph.nodes]
     assert (normalise in targets, NORM in targets) == (made, not made)
-    kernel, parts = whole.meta["val"][0], [n for n in piece.reading.module.graph.nodes if n.target is normalise]
+    kernel, parts = whole.meta["val"][0], [n for n in subgraph.reading.module.graph.nodes if n.target is normalise]
     assert all(part.meta["val"].stride() == kernel.stride() for part in parts)
 
 

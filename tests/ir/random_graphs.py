@@ -44,13 +44,13 @@ def _places(count: int, least: int, most: int) -> st.SearchStrategy[list[int]]:
 
 
 @lru_cache
-def _pieces(most_pieces: int, least: int, most: int) -> st.SearchStrategy[list[int]]:
-    return st.lists(_whole(0, most_pieces - 1), min_size=least, max_size=most).map(sorted)
+def _subgraphs(most_subgraphs: int, least: int, most: int) -> st.SearchStrategy[list[int]]:
+    return st.lists(_whole(0, most_subgraphs - 1), min_size=least, max_size=most).map(sorted)
 
 
 @st.composite
 def step_graphs(
-    draw: st.DrawFn, *, min_forward: int = 1, max_forward: int = 6, max_pieces: int = 2, exact: bool = False
+    draw: st.DrawFn, *, min_forward: int = 1, max_forward: int = 6, max_subgraphs: int = 2, exact: bool = False
 ) -> StepGraph:
     """A step as a capture would give it: a forward pass, the loss, and the mirrored backward pass.
 
@@ -58,7 +58,8 @@ def step_graphs(
         draw: given by hypothesis.
         min_forward: fewest forward ops.
         max_forward: most forward ops.
-        max_pieces: most pieces between graph breaks; what crosses from one to another is made once, as in a capture.
+        max_subgraphs: most subgraphs between graph breaks; what crosses from one to another is made once, as in a
+            capture.
         exact: whether every forward op may be recomputed.
     """
     storages: list[Storage] = []
@@ -68,7 +69,7 @@ def step_graphs(
         storages.append(Storage(name=f"s{len(storages)}", nbytes=nbytes, kind=kind))
         return len(storages) - 1
 
-    def op(phase: Phase, piece: int, reads: list[int], writes: list[int], **facts: object) -> None:
+    def op(phase: Phase, subgraph: int, reads: list[int], writes: list[int], **facts: object) -> None:
         sizes = [storages[s].nbytes for s in writes[:1]]
         places = [s for s in reads if [storages[s].nbytes] == sizes and storages[s].kind is not StorageKind.STATIC]
         made = Op(
@@ -76,7 +77,7 @@ def step_graphs(
             target=draw(_TARGETS),
             module=draw(_MODULES),
             phase=phase,
-            piece=piece,
+            subgraph=subgraph,
             reads=tuple(reads),
             writes=tuple(writes),
             in_place_over=tuple(some(places, 0, 2)),
@@ -106,8 +107,8 @@ def step_graphs(
     static = [storage(StorageKind.STATIC, draw(_SIZES)) for _ in range(draw(_whole(1, 3)))]
     trained = {s for s in static if draw(_EVEN)}
     values: list[int] = []
-    pieces = draw(_pieces(max_pieces, min_forward, max_forward))
-    for piece in pieces:
+    subgraphs = draw(_subgraphs(max_subgraphs, min_forward, max_forward))
+    for subgraph in subgraphs:
         reads = some(values[-3:], 0, 2) + some(static, 0 if values else 1, 1)
         sizes = draw(_WRITTEN)
         if reads and draw(_EVEN):
@@ -115,15 +116,15 @@ def step_graphs(
         writes = [storage(StorageKind.FORWARD, nbytes) for nbytes in sizes]
         op(
             Phase.FORWARD,
-            piece,
+            subgraph,
             reads,
             writes,
             random_state_bytes=draw(_RANDOM_STATES),
             recomputable=exact or draw(_SELDOM_NOT),
         )
         values += writes
-    piece_of = {s: made.piece for made in ops for s in made.writes}
-    crossing = {s for made in ops for s in made.reads if piece_of.get(s, made.piece) != made.piece}
+    subgraph_of = {s: made.subgraph for made in ops for s in made.writes}
+    crossing = {s for made in ops for s in made.reads if subgraph_of.get(s, made.subgraph) != made.subgraph}
     ops[:] = [
         made if crossing.isdisjoint(made.writes) else replace(made, recomputable=False, again=None) for made in ops
     ]
@@ -143,7 +144,7 @@ def step_graphs(
         for s, gradient in zip(wanted, writes, strict=True):
             gradients.setdefault(s, []).append(gradient)
         reads = arriving + some([*mirrored.reads, *mirrored.writes], 0, 3)
-        op(Phase.BACKWARD, mirrored.piece, reads, writes)
+        op(Phase.BACKWARD, mirrored.subgraph, reads, writes)
 
     return StepGraph(
         ops=tuple(ops),
@@ -189,8 +190,8 @@ def sliced_step_graphs(draw: st.DrawFn, *, may_tile: bool = True) -> StepGraph:
         return replace(op, by_slices=slices) if draw(_MOST) else op
 
     ops = tuple(sliced(op, before) for op, before in zip(graph.ops, [None, *graph.ops], strict=False))
-    piece = {s: op.piece for op in ops for s in op.writes}
-    crossing = {s for op in ops for s in op.reads if piece.get(s) != op.piece}
+    subgraph = {s: op.subgraph for op in ops for s in op.writes}
+    crossing = {s for op in ops for s in op.reads if subgraph.get(s) != op.subgraph}
     storages = tuple(
         replace(s, nbytes=draw(_EQUAL_SIZES), reusable=number not in crossing and draw(_MOST))
         if s.kind in (StorageKind.FORWARD, StorageKind.BACKWARD)
@@ -206,22 +207,22 @@ def orders(draw: st.DrawFn, graph: StepGraph, *, max_again: int = 8) -> list[int
 
     Whatever is read was written before, because every op stands after the first run of those it depends on;
     so any insertion is right that repeats only recomputable ops, after their first run, and after the loss only those
-    of the piece whose backward pass is running, or about to.
+    of the subgraph whose backward pass is running, or about to.
     """
     order = list(range(len(graph.ops)))
     for _ in range(draw(_whole(0, max_again))):
         place = draw(_whole(1, len(order)))
         backward = [graph.ops[i] for i in order[:place] if graph.ops[i].phase is Phase.BACKWARD]
-        piece_reached = backward[-1].piece if backward else max(op.piece for op in graph.ops)
-        coming = [graph.ops[i].piece for i in order[place:] if graph.ops[i].phase is Phase.BACKWARD]
+        subgraph_reached = backward[-1].subgraph if backward else max(op.subgraph for op in graph.ops)
+        coming = [graph.ops[i].subgraph for i in order[place:] if graph.ops[i].phase is Phase.BACKWARD]
         is_past_loss = graph.loss_index in order[:place]
-        piece_coming = max(coming, default=0) if is_past_loss else 0
+        subgraph_coming = max(coming, default=0) if is_past_loss else 0
         candidates = [
             i
             for i in dict.fromkeys(order[:place])
             if graph.ops[i].phase is Phase.FORWARD
             and graph.ops[i].recomputable
-            and piece_coming <= graph.ops[i].piece <= piece_reached
+            and subgraph_coming <= graph.ops[i].subgraph <= subgraph_reached
         ]
         if candidates:
             order.insert(place, candidates[draw(_whole(0, len(candidates) - 1))])
@@ -237,7 +238,7 @@ def sliced_steps_and_orders(draw: st.DrawFn) -> tuple[StepGraph, list[int]]:
     first = draw(_whole(0, len(forward) // 2))
     last = draw(_whole(len(forward) // 2, len(forward)))
     place = order.index(graph.loss_index) + 1
-    backward = [op.piece for op in graph.ops if op.phase is Phase.BACKWARD]
+    backward = [op.subgraph for op in graph.ops if op.phase is Phase.BACKWARD]
     again = (i for i in forward[first:last] if graph.ops[i].recomputable)
-    order[place:place] = [i for i in again if graph.ops[i].piece >= max(backward, default=0)]
+    order[place:place] = [i for i in again if graph.ops[i].subgraph >= max(backward, default=0)]
     return graph, order

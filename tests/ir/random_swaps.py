@@ -34,8 +34,8 @@ def steps_with_swaps(draw: st.DrawFn) -> tuple[StepGraph, Program]:
     """A step and a program that swaps some of its results, brought back early or late, within its own peak or more."""
     graph = draw(step_graphs() | sliced_step_graphs(may_tile=False))  # a tiled step does not swap
     held = graph.held_to_the_end()
-    piece = {s: op.piece for op in graph.ops for s in op.writes}
-    crossing = {s for op in graph.ops for s in op.reads if piece.get(s, op.piece) != op.piece}  # which stays
+    subgraph = {s: op.subgraph for op in graph.ops for s in op.writes}
+    crossing = {s for op in graph.ops for s in op.reads if subgraph.get(s, op.subgraph) != op.subgraph}  # which stays
     forward = [
         s
         for op in graph.ops

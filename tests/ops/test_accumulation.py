@@ -68,7 +68,7 @@ class Words(nn.Module):
 def held_gradients(model: nn.Module) -> list[int]:
     """Bytes of the gradients that are made before they are added to what is there."""
     capture = capture_step(model, (torch.randint(_VOCABULARY, (4, 6)),), {}, accumulate=Accumulate.AS_MADE)
-    reading = capture.pieces.pieces[0].reading
+    reading = capture.subgraphs.subgraphs[0].reading
     kinds = [reading.storages[s] for s in reading.accumulated]
     assert all(storage.kind is StorageKind.BACKWARD for storage in kinds)
     return sorted(storage.nbytes for storage in kinds if storage.nbytes)

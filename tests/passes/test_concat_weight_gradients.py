@@ -131,7 +131,7 @@ def channels_last(x: torch.Tensor) -> torch.Tensor:
 
 def test_the_verdict_belongs_to_the_layout_of_the_operands() -> None:
     x = torch.randn(4, 3, 48, 48)
-    graphs = [captured(Mixed(other), x)[0].pieces.pieces[0].reading for other in (lambda t: t + 1, channels_last)]
+    graphs = [captured(Mixed(other), x)[0].subgraphs.subgraphs[0].reading for other in (lambda t: t + 1, channels_last)]
     keys = [{*reading.separated, *map(separable_key, reading.separable)} for reading in graphs]
     assert len(keys[0]) == len(keys[1]) == 1
     assert keys[0] != keys[1]
@@ -151,7 +151,7 @@ def test_same_bits_however_operands_lie(other: Callable[[torch.Tensor], torch.Te
 
 def test_what_begins_inside_other_memory_is_left_whole() -> None:
     capture, _ = captured(Mixed(inside), torch.randn(4, 3, 48, 48))
-    assert not capture.separated and not capture.pieces.pieces[0].reading.separable
+    assert not capture.separated and not capture.subgraphs.subgraphs[0].reading.separable
 
 
 def test_the_caller_may_overwrite_what_he_got() -> None:

@@ -114,6 +114,6 @@ def check_bits_and_budget(name: str, *shares: float, device: str = "cpu", slack_
             result.plan.measured_peak_bytes,
             predicted,
         )
-        if name != "broken":  # plain autograd between the pieces is only bounded
+        if name != "broken":  # plain autograd between the subgraphs is only bounded
             assert result.peak_bytes == pytest.approx(predicted.peak_bytes, rel=0.03, abs=slack_bytes or None)
         assert predicted.bound_overhead is None or predicted.bound_overhead <= predicted.overhead + 1e-9

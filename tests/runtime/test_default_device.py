@@ -43,7 +43,7 @@ def square(output: Tensor) -> Tensor:
         (models.Residual, (8, 3, 48, 48), 0.8, {"tiers": "disk", "strategy": "swap"}),
         (models.Broken, (64, 16), 1.0, {}),
     ],
-    ids=["recompute", "tiles", "disk", "pieces"],
+    ids=["recompute", "tiles", "disk", "subgraphs"],
 )
 def test_steps_run_where_the_model_is(
     model: type[nn.Module], shape: tuple[int, ...], share: float, more: dict[str, Any]

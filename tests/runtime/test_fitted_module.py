@@ -287,7 +287,7 @@ def test_a_model_with_graph_breaks_can_be_planned_often() -> None:
     model, x = Broken(), torch.randn(64, 16)
     for _ in range(10):
         made = memfit.plan(model, (x,), budget="1GiB", loss_fn=lambda output: output.square().mean(), prove=False)
-        assert made.planned is not None and len(made.planned.capture.pieces.pieces) == 2
+        assert made.planned is not None and len(made.planned.capture.subgraphs.subgraphs) == 2
 
 
 def test_every_run_of_a_graph_that_repeats_has_its_own_program() -> None:
@@ -299,8 +299,8 @@ def test_every_run_of_a_graph_that_repeats_has_its_own_program() -> None:
         return output.square().mean()
 
     ample = memfit.plan(model, (x,), budget="2GiB", loss_fn=loss_fn)
-    assert ample.planned is not None and len(ample.planned.capture.pieces.pieces) == 4
-    assert len({id(piece.reading) for piece in ample.planned.capture.pieces.pieces}) < 4
+    assert ample.planned is not None and len(ample.planned.capture.subgraphs.subgraphs) == 4
+    assert len({id(subgraph.reading) for subgraph in ample.planned.capture.subgraphs.subgraphs}) < 4
     assert ample.measured_peak_bytes == pytest.approx(ample.predicted.peak_bytes, rel=0.01)
     for share in (0.85, 0.7):
         budget = int(share * ample.predicted.peak_bytes)

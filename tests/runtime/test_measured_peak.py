@@ -10,7 +10,7 @@ from memfit.profiling.memory import measure
 
 
 class Recurrent(nn.Module):
-    """Code between planned pieces whose weights autocast casts, and a norm whose parameters are moved to prove bits."""
+    """Code between planned subgraphs whose weights autocast casts, and a norm whose parameters the proof moves."""
 
     def __init__(self) -> None:
         super().__init__()

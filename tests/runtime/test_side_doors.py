@@ -113,7 +113,7 @@ def test_a_hook_of_the_old_kind_is_planned_around() -> None:
     for m in (model, twin):
         square(m(X)).backward()
     assert equal(model, twin)
-    assert memfit.plan_of(model).planned.capture.pieces.breaks
+    assert memfit.plan_of(model).planned.capture.subgraphs.breaks
 
 
 def test_a_loss_left_on_the_module_and_features_of_hooks_receive_gradients() -> None:

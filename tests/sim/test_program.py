@@ -15,7 +15,7 @@ from memfit.ir.program import (
     Instruction,
     Program,
     as_they_run,
-    in_their_pieces,
+    in_their_subgraphs,
     plain_order,
     plain_program,
     program_of,
@@ -321,15 +321,17 @@ def altered(index: int, **facts: object) -> StepGraph:
     return replace(graph, ops=tuple(replace(op, **facts) if i == index else op for i, op in enumerate(graph.ops)))
 
 
-def test_the_specification_knows_phases_pieces_and_sizes() -> None:
+def test_the_specification_knows_phases_subgraphs_and_sizes() -> None:
     with pytest.raises(ProgramError, match=r"second runs for the first time after the loss"):
         graph = altered(2, reads=())
         check(graph, program_of(graph, [0, 2, 1, 3, 4]))
     with pytest.raises(ProgramError, match=r"backward op second_back runs before the loss"):
         graph = altered(3, reads=(1,))
         check(graph, program_of(graph, [0, 1, 3, 2, 4]))
-    with pytest.raises(ProgramError, match=r"second of piece 1 is recomputed after the backward pass reached piece 0"):
-        graph = altered(1, piece=1)
+    with pytest.raises(
+        ProgramError, match=r"second of subgraph 1 is recomputed after the backward pass reached subgraph 0"
+    ):
+        graph = altered(1, subgraph=1)
         check(graph, program_of(graph, [0, 1, 2, 3, 4, 1]))
     with pytest.raises(ProgramError, match=r"second overwrites a storage of another size"):
         graph = altered(1, in_place_over=(1,))
@@ -347,14 +349,16 @@ def having(program: Program, place: int, instruction: Instruction) -> Program:
     return Program(instructions=(*program.instructions[:place], instruction, *program.instructions[place:]))
 
 
-def test_what_runs_again_before_its_piece_is_reached_waits_for_it() -> None:
+def test_what_runs_again_before_its_subgraph_is_reached_waits_for_it() -> None:
     graph = long_chain(4)
-    graph = replace(graph, ops=tuple(replace(op, piece=int(op.name in ("f2", "f3", "b2", "b3"))) for op in graph.ops))
+    graph = replace(
+        graph, ops=tuple(replace(op, subgraph=int(op.name in ("f2", "f3", "b2", "b3"))) for op in graph.ops)
+    )
     loss, plain = graph.loss_index, plain_order(graph)
     early = [*plain[: loss + 1], 1, *plain[loss + 1 :]]
-    with pytest.raises(ProgramError, match="of piece 0 ran again before the backward pass of piece 1 ended"):
+    with pytest.raises(ProgramError, match="of subgraph 0 ran again before the backward pass of subgraph 1 ended"):
         check(graph, program_of(graph, early))
-    moved = in_their_pieces(graph, early)
+    moved = in_their_subgraphs(graph, early)
     check(graph, program_of(graph, moved))
     assert moved == [*plain[: loss + 3], 1, *plain[loss + 3 :]]
-    assert in_their_pieces(graph, moved) == moved
+    assert in_their_subgraphs(graph, moved) == moved

@@ -132,13 +132,13 @@ def test_the_specification_says_what_is_wrong() -> None:
         check(with_disk(graph, limit_bytes=4095), program)
 
 
-def test_a_piece_gives_up_what_leaves_before_the_loss_or_in_its_backward_pass() -> None:
+def test_a_subgraph_gives_up_what_leaves_before_the_loss_or_in_its_backward_pass() -> None:
     graph, program = swapped_chain(freed_after=2)
     _, late = swapped_chain(freed_after=3)
     check(graph, late)
-    apart = replace(graph, ops=tuple(replace(op, piece=int(op.name in ("f3", "b3"))) for op in graph.ops))
+    apart = replace(graph, ops=tuple(replace(op, subgraph=int(op.name in ("f3", "b3"))) for op in graph.ops))
     check(apart, program)
-    with pytest.raises(ProgramError, match="gives a0 up before the backward pass of its piece"):
+    with pytest.raises(ProgramError, match="gives a0 up before the backward pass of its subgraph"):
         check(apart, late)
 
 

@@ -33,9 +33,9 @@ def choices(graph: StepGraph) -> list[tuple[int, int]]:
     for stage in range(1, len(graph.ops)):
         before = graph.ops[stage - 1]
         for index, op in enumerate(graph.ops[:stage]):
-            closed = before.phase is Phase.BACKWARD and op.piece > before.piece
+            closed = before.phase is Phase.BACKWARD and op.subgraph > before.subgraph
             coming = graph.ops[stage]
-            closed = closed or (coming.phase is Phase.BACKWARD and op.piece < coming.piece)
+            closed = closed or (coming.phase is Phase.BACKWARD and op.subgraph < coming.subgraph)
             if op.phase is Phase.FORWARD and op.recomputable and not closed:
                 found.append((stage, index))
     return found

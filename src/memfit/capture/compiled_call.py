@@ -50,7 +50,7 @@ def compile_call(
     backend: Callable[..., Any],
     *,
     fullgraph: bool = False,
-    in_pieces: bool = False,
+    in_subgraphs: bool = False,
     plain: PlainParts = NOTHING_PLAIN,
     replaced: bool = False,
     decisions: list[Decision] | None = None,
@@ -74,25 +74,25 @@ def compile_call(
     # Dynamo's table of what it compiled and its cache keep each other alive, and with them the plan.
     weakref.finalize(own, reset_code, code).atexit = False
     compiled: Callable[..., Any] = torch.compile(own, backend=_weakly(backend), fullgraph=fullgraph, dynamic=False)
-    forwards = _own_forwards(model) if in_pieces else []
+    forwards = _own_forwards(model) if in_subgraphs else []
     modules = dict(model.named_modules())
     left = [modules[name] for name in sorted(plain.modules) if name in modules]
     forwards += [(vars(m), torch._dynamo.disable(m.forward)) for m in left]
     if plain.only_children:
         forwards.append((vars(model), torch._dynamo.disable(model.forward, recursive=False)))
-    # Where the graph breaks, pieces are cached with the model's own code, which every plan of it shares. At its limit
-    # Dynamo would run them plainly, without a plan and over the budget, and say nothing.
+    # Where the graph breaks, subgraphs are cached with the model's own code, which every plan of it shares. At its
+    # limit Dynamo would run them plainly, without a plan and over the budget, and say nothing.
     limits = {"recompile_limit": _MOST_PLANS, "accumulated_recompile_limit": _MOST_PLANS}
     # By default Dynamo looks at hooks once: those registered or removed later would not be noticed.
     # And random numbers of NumPy it would draw from torch's generator; with the last option the graph breaks there.
     own_random = {"use_numpy_random_stream": True, "trace_numpy": not plain.numpy}
     state = {} if decisions is None else dict((*model.named_parameters(), *model.named_buffers()))
     # In one graph, a number that is read from an input breaks the graph only if its use cannot be decided.
-    limits["capture_scalar_outputs"] = not in_pieces
+    limits["capture_scalar_outputs"] = not in_subgraphs
     options = limits | logs_left_out() | own_random | {"skip_nnmodule_hook_guards": False} | _ALL_GUARDS
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        around = without_checkpoints() if replaced and in_pieces else contextlib.nullcontext()
+        around = without_checkpoints() if replaced and in_subgraphs else contextlib.nullcontext()
         with (
             torch._dynamo.config.patch(options),
             own_call(),

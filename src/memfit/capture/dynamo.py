@@ -2,10 +2,10 @@
 
 First without running anything: Dynamo traces with fake tensors, and the compiled function hands fake outputs
 back to the caller, so the model needs no memory beyond its parameters and the loss can be traced on fakes
-too. If the model breaks the graph, that is not possible (the code between two pieces may look at values);
-then the pieces run one after the other without saving anything, with buffers and generators restored after.
+too. If the model breaks the graph, that is not possible (the code between two subgraphs may look at values);
+then the subgraphs run one after the other without saving anything, with buffers and generators restored after.
 
-Known limits: code between two pieces is not planned; its memory shows up in the proving run. `nn.LSTM` and
+Known limits: code between two subgraphs is not planned; its memory shows up in the proving run. `nn.LSTM` and
 its kin are such code: Dynamo could unroll them, but into other kernels than eager's, with other bits.
 """
 
@@ -36,7 +36,7 @@ from memfit.capture.gradients.used_views import hand_on_used_views
 from memfit.capture.loss.reading import LossReading
 from memfit.capture.state.snapshot import preserved
 from memfit.capture.subgraph_boundaries import Handed, handed_over, has_tensor_hooks, without_tensor_hooks
-from memfit.capture.subgraphs import Piece, Pieces, tensors_in
+from memfit.capture.subgraphs import Subgraph, Subgraphs, tensors_in
 from memfit.capture.traced_graph import (
     DynamoGraph,
     Reader,
@@ -60,14 +60,14 @@ from memfit.errors import MemfitError
 from memfit.fxir.module_names import name_modules
 from memfit.fxir.refused import UnplannableGraphError
 
-__all__ = ["capture_pieces", "first_lines"]
+__all__ = ["capture_subgraphs", "first_lines"]
 
 log = logging.getLogger(__name__)
 
-_Read = Callable[[Pieces, Callable[[], None]], LossReading]
+_Read = Callable[[Subgraphs, Callable[[], None]], LossReading]
 
 
-def capture_pieces(
+def capture_subgraphs(
     model: nn.Module,
     args: Sequence[Any],
     kwargs: dict[str, Any],
@@ -79,7 +79,7 @@ def capture_pieces(
     cut: bool = True,
     cut_between: bool = False,
     decide: bool = True,
-) -> Pieces:
+) -> Subgraphs:
     """Captures the training step of `model(*args, **kwargs)`. Changes nothing.
 
     Args:
@@ -97,7 +97,7 @@ def capture_pieces(
         decide: whether branches on inputs are decided; else they break the graph.
 
     Returns:
-        The pieces and the output of the module.
+        The subgraphs and the output of the module.
 
     Raises:
         CaptureError: if Dynamo cannot capture the model, naming the line. What the plain forward pass raises is raised.
@@ -122,7 +122,7 @@ def capture_pieces(
     except Exception as error:  # whatever it is: the plain forward pass raises it too, or the graph breaks there
         failure = error
     reason = first_lines(str(failure))
-    log.info("the graph breaks, capturing piece by piece: %s", reason)
+    log.info("the graph breaks, capturing subgraph by subgraph: %s", reason)
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         raise explained(failure, model, start="the model looks at values, which the meta device does not have")
 
@@ -137,7 +137,7 @@ def capture_pieces(
         plain = watched(gradients=True)
     plain = replace(plain, numpy=isinstance(failure, NumpyCodeError))
     try:
-        pieces, between_bytes = _in_pieces(model, args, kwargs, captured, plain, read)
+        subgraphs, between_bytes = _in_subgraphs(model, args, kwargs, captured, plain, read)
     except MemfitError:
         raise
     except (torch._dynamo.exc.TorchDynamoException, RuntimeError, LookupError, TypeError, AssertionError) as error:
@@ -145,51 +145,51 @@ def capture_pieces(
         log.info("capturing only what the model's forward pass calls: %s", first_lines(str(error)))
         failure, plain = error, replace(plain, only_children=True)
         try:
-            pieces, between_bytes = _in_pieces(model, args, kwargs, captured, plain, read)
+            subgraphs, between_bytes = _in_subgraphs(model, args, kwargs, captured, plain, read)
         except torch._dynamo.exc.TorchDynamoException as second:
             raise explained(second, model) from second
-    if not pieces.pieces and plain.reasons:
+    if not subgraphs.subgraphs and plain.reasons:
         raise left_to_plain_code(model, plain.reasons) from failure
-    if not pieces.pieces:
+    if not subgraphs.subgraphs:
         raise nothing_captured(failure, model) from failure
     for told in plain.reasons:
         more = ", and other data may take more memory there than the budget knows of" if SHAPED_BY_DATA in told else ""
         log.warning("%s: that part runs as plain code, what is around it as planned%s", told, more)
-    return replace(pieces, breaks=(reason,), between_bytes=between_bytes)
+    return replace(subgraphs, breaks=(reason,), between_bytes=between_bytes)
 
 
-def _in_pieces(
+def _in_subgraphs(
     model: nn.Module,
     args: Sequence[Any],
     kwargs: dict[str, Any],
-    captured: Callable[..., Pieces],
+    captured: Callable[..., Subgraphs],
     plain: PlainParts,
     read: _Read | None,
-) -> tuple[Pieces, int]:
-    """The pieces, one after the other, and what plain autograd saves for the code between them."""
+) -> tuple[Subgraphs, int]:
+    """The subgraphs, one after the other, and what plain autograd saves for the code between them."""
     live: list[int] = []
 
-    def counted(pieces: Pieces, take_back: Callable[[], None]) -> LossReading:
+    def counted(subgraphs: Subgraphs, take_back: Callable[[], None]) -> LossReading:
         live.append(counter.live)  # reading the loss makes copies of what it closes over
         assert read is not None
-        return read(pieces, take_back)
+        return read(subgraphs, take_back)
 
     try:
         with preserved(model, args, kwargs), LiveBytes() as counter, quiet():
-            pieces = captured(fake=False, take_back=lambda: None, plain=plain, read=read and counted)
+            subgraphs = captured(fake=False, take_back=lambda: None, plain=plain, read=read and counted)
             live.append(counter.live)
             returned = {
                 t.untyped_storage()._cdata: int(t.untyped_storage().nbytes())
-                for piece in pieces.pieces
-                for t in tensors_in(piece.outputs)
+                for subgraph in subgraphs.subgraphs
+                for t in tensors_in(subgraph.outputs)
             }
             if is_sharded(model):  # what its hooks hold is told by `memfit.capture.distributed.fsdp_hooks`
-                return pieces, 0
-            return pieces, max(0, live[0] - sum(returned.values()))
+                return subgraphs, 0
+            return subgraphs, max(0, live[0] - sum(returned.values()))
     except NumpyCodeError:  # in a graph behind the first break
         if plain.numpy:
             raise
-    return _in_pieces(model, args, kwargs, captured, replace(plain, numpy=True), read)
+    return _in_subgraphs(model, args, kwargs, captured, replace(plain, numpy=True), read)
 
 
 def _capture(
@@ -206,8 +206,8 @@ def _capture(
     cut_between: bool,
     decide: bool,
     plain: PlainParts = NOTHING_PLAIN,
-) -> Pieces:
-    pieces: list[Piece] = []
+) -> Subgraphs:
+    subgraphs: list[Subgraph] = []
     graphs: list[DynamoGraph] = []
     runs: list[int] = []
     traces: dict[DynamoGraph, list[Trace]] = {}
@@ -276,8 +276,8 @@ def _capture(
                     made = original(*operands)
                 handed = handed_over(made, results, () if units else operands, traced.of_inputs)
             runs.append(number)
-            pieces.append(
-                Piece(
+            subgraphs.append(
+                Subgraph(
                     trace=traced.trace,
                     reading=traced.reading,
                     inputs=operands,
@@ -295,11 +295,17 @@ def _capture(
 
     decisions = list[Decision]() if decide else None
     call = compile_call(
-        model, backend, fullgraph=fake, in_pieces=not fake, plain=plain, replaced=reader.replaced, decisions=decisions
+        model,
+        backend,
+        fullgraph=fake,
+        in_subgraphs=not fake,
+        plain=plain,
+        replaced=reader.replaced,
+        decisions=decisions,
     )
     try:
         output = call(*args, **kwargs)
-        captured, sources, of_call = tuple(pieces), tuple(graphs[number] for number in runs), dict(traces)
+        captured, sources, of_call = tuple(subgraphs), tuple(graphs[number] for number in runs), dict(traces)
     except torch._dynamo.exc.BackendCompilerFailed as error:
         if isinstance(error.inner_exception, MemfitError):
             raise error.inner_exception from None
@@ -310,10 +316,10 @@ def _capture(
             raise cause from None
         raise
     finally:
-        pieces.clear()  # Dynamo keeps the backend, and with it these lists
+        subgraphs.clear()  # Dynamo keeps the backend, and with it these lists
         graphs.clear()
         traces.clear()
-    made = Pieces(pieces=captured, output=output, staying=gathered(), plain=plain, replaced=reader.replaced)
+    made = Subgraphs(subgraphs=captured, output=output, staying=gathered(), plain=plain, replaced=reader.replaced)
     if not is_sharded(model):
         made = replace(
             made,
@@ -333,8 +339,8 @@ def _capture(
     found = settle(made, sources, read(made, take_back))
     if not later:
         return found
-    lying.update(strides_of_outputs(found.pieces[0].reading.module.graph))
-    seen = found.pieces[0].outputs
+    lying.update(strides_of_outputs(found.subgraphs[0].reading.module.graph))
+    seen = found.subgraphs[0].outputs
     if all(seen[place].stride() == strides for place, strides in lying.items()):
         return found
     # The loss has seen outputs that lie as Dynamo thinks. It is read anew with outputs that lie as the kernels'.
@@ -344,8 +350,8 @@ def _capture(
     graphs.clear()
     of_call.update(traces)
     traces.clear()
-    made = replace(made, pieces=tuple(pieces), output=output)
-    pieces.clear()
+    made = replace(made, subgraphs=tuple(subgraphs), output=output)
+    subgraphs.clear()
     return settle(made, sources, read(made, take_back))
 
 

@@ -32,7 +32,7 @@ def explained(error: BaseException, model: nn.Module, *, start: str = "cannot ca
     where = f"{type(model).__name__}" + (f", {place}" if place else "")
     return CaptureError(
         f"{start}: {_fact(inner)} (at {where}); take that code out of the module that is fitted, or mark its function "
-        "with @torch.compiler.disable, which leaves it plain code between planned pieces"
+        "with @torch.compiler.disable, which leaves it plain code between planned subgraphs"
     )
 
 

@@ -1,9 +1,10 @@
-"""Joins the captured pieces of a step into one step graph.
+"""Joins the captured subgraphs of a step into one step graph.
 
-Every piece brings its own numbering; here they get one. What one piece returns and a later one takes is one storage,
-and so is the gradient that comes back for it. The loss op stands between the last forward and the first backward op.
+Every subgraph brings its own numbering; here they get one. What one subgraph returns and a later one takes is one
+storage, and so is the gradient that comes back for it. The loss op stands between the last forward and the first
+backward op.
 
-Known limits: a gradient that takes its way through code between pieces counts from the loss on.
+Known limits: a gradient that takes its way through code between subgraphs counts from the loss on.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import fx
 
 from memfit.capture.distributed.fsdp_hooks import Communication, communication
-from memfit.capture.subgraphs import Operand, Piece, Pieces
+from memfit.capture.subgraphs import Operand, Subgraph, Subgraphs
 from memfit.fxir.joint import JointOp, JointReading
 from memfit.fxir.marks import HALF_OF, is_tangent
 from memfit.ir.graph import Op, Phase, StepGraph, Storage, StorageKind
@@ -25,18 +26,18 @@ __all__ = ["join"]
 _RANDOM_STATE_BYTES = {"cpu": 5056, "cuda": 16}
 
 _FREES_TANGENTS = hasattr(torch.autograd.Function, "boxed_grads_call")
-"""Older torch passes tangents in a tuple that its caller holds until the backward pass of the piece ends."""
+"""Older torch passes tangents in a tuple that its caller holds until the backward pass of the subgraph ends."""
 
 _GRADIENTS = (StorageKind.GRADIENT, StorageKind.BACKWARD, StorageKind.TANGENT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Passing:
-    """Gradients on their way from one piece to an earlier one.
+    """Gradients on their way from one subgraph to an earlier one.
 
     Attributes:
-        comes_as: for tangents of a piece the gradient of a later one that they are.
-        added: for each piece the gradients that are added to its tangents.
+        comes_as: for tangents of a subgraph the gradient of a later one that they are.
+        added: for each subgraph the gradients that are added to its tangents.
     """
 
     comes_as: dict[int, int] = field(default_factory=dict)
@@ -44,12 +45,12 @@ class _Passing:
 
 
 def join(
-    pieces: Pieces, loss_bytes: int, device_type: str, *, held_bytes: int = 0
+    subgraphs: Subgraphs, loss_bytes: int, device_type: str, *, held_bytes: int = 0
 ) -> tuple[StepGraph, tuple[JointOp | None, ...]]:
-    """One step of all pieces.
+    """One step of all subgraphs.
 
     Args:
-        pieces: in forward order, without tensors.
+        subgraphs: in forward order, without tensors.
         loss_bytes: what the loss takes beside what it reads and writes.
         device_type: whose generator state counts.
         held_bytes: what it holds from then on until the step ends.
@@ -57,31 +58,31 @@ def join(
     Returns:
         The step, and for each of its ops the joint op it came from; None for the loss and what nobody here runs.
     """
-    storages, numbers = _numbered(pieces)
-    passing = _passing_gradients(pieces, numbers, storages)
+    storages, numbers = _numbered(subgraphs)
+    passing = _passing_gradients(subgraphs, numbers, storages)
     storages, numbers, passing = _without_aliases(storages, numbers, passing)
-    uses = _uses_added_up(pieces, numbers, storages)
-    last = len(pieces.pieces) - 1
-    around = _communication(pieces, numbers, storages, device_type)
+    uses = _uses_added_up(subgraphs, numbers, storages)
+    last = len(subgraphs.subgraphs) - 1
+    around = _communication(subgraphs, numbers, storages, device_type)
     forward: list[tuple[Op, JointOp | None]] = []
     backward: list[tuple[Op, JointOp | None]] = []
-    for index, piece in enumerate(pieces.pieces):
-        here = [(_op(op, numbers[index], index, device_type), op) for op in piece.reading.ops]
+    for index, subgraph in enumerate(subgraphs.subgraphs):
+        here = [(_op(op, numbers[index], index, device_type), op) for op in subgraph.reading.ops]
         forward += _unrun(around.before_forward[index])
         forward += [pair for pair in here if pair[0].phase is Phase.FORWARD]
         forward += _unrun(around.after_forward[index])
         behind = _unrun(_added(passing.added.get(index, ()), index, storages))
         behind += _unrun(around.before_backward[index])
         behind += [pair for pair in here if pair[0].phase is Phase.BACKWARD]
-        behind += _unrun(_end(piece, numbers[index], index, last))
+        behind += _unrun(_end(subgraph, numbers[index], index, last))
         behind += _unrun(_added(uses.get(index, ()), index, storages))
         backward = behind + _unrun(around.after_backward[index]) + backward
-    outputs = tuple(dict.fromkeys(numbers[last][s] for s in pieces.pieces[last].reading.output_storages))
+    outputs = tuple(dict.fromkeys(numbers[last][s] for s in subgraphs.subgraphs[last].reading.output_storages))
     outputs = tuple(s for s in outputs if storages[s].kind is not StorageKind.STATIC)
-    # A piece can only run its own ops again, so what crosses from one to another stays once it is made.
+    # A subgraph can only run its own ops again, so what crosses from one to another stays once it is made.
     crossing = {
         numbers[i][s]
-        for i, p in enumerate(pieces.pieces)
+        for i, p in enumerate(subgraphs.subgraphs)
         for s, storage in enumerate(p.reading.storages)
         if storage.kind is StorageKind.STATIC and storages[numbers[i][s]].kind is StorageKind.FORWARD
     }
@@ -92,7 +93,7 @@ def join(
     tangents = tuple(
         dict.fromkeys(
             numbers[i][t]
-            for i, p in enumerate(pieces.pieces)
+            for i, p in enumerate(subgraphs.subgraphs)
             for t in _tangents(p.reading)
             if storages[numbers[i][t]].kind is StorageKind.TANGENT
         )
@@ -101,12 +102,12 @@ def join(
     if held_bytes:
         by_loss = (len(storages),)
         storages.append(Storage(name="held by the loss", nbytes=held_bytes, kind=StorageKind.TANGENT))
-    final = tuple(numbers[last][s] for s in dict.fromkeys(pieces.pieces[last].reading.output_storages))
+    final = tuple(numbers[last][s] for s in dict.fromkeys(subgraphs.subgraphs[last].reading.output_storages))
     loss = Op(
         name="loss",
         target="loss",
         phase=Phase.LOSS,
-        piece=last,
+        subgraph=last,
         reads=tuple(s for s in final if storages[s].kind is not StorageKind.STATIC),
         writes=(*tangents, *by_loss),
         workspace_bytes=loss_bytes,
@@ -116,7 +117,7 @@ def join(
     passed = {*passing.comes_as.values(), *(s for added in passing.added.values() for s in added)}
     returned_tangents = tuple(
         numbers[i][s]
-        for i, p in enumerate(pieces.pieces)
+        for i, p in enumerate(subgraphs.subgraphs)
         for s in p.reading.gradient_storages
         if storages[numbers[i][s]].kind is StorageKind.TANGENT and numbers[i][s] not in passed
     )
@@ -129,14 +130,14 @@ def join(
     return graph, tuple(joint for _, joint in pairs)
 
 
-def _numbered(pieces: Pieces) -> tuple[list[Storage], list[dict[int, int]]]:
-    """The storages of all pieces, and for each piece their numbers by those they have there."""
+def _numbered(subgraphs: Subgraphs) -> tuple[list[Storage], list[dict[int, int]]]:
+    """The storages of all subgraphs, and for each subgraph their numbers by those they have there."""
     storages: list[Storage] = []
     numbers: list[dict[int, int]] = []
     returned: dict[int, int] = {}
-    for index, piece in enumerate(pieces.pieces):
-        reading = piece.reading
-        number = _incoming(reading, piece.took, returned)
+    for index, subgraph in enumerate(subgraphs.subgraphs):
+        reading = subgraph.reading
+        number = _incoming(reading, subgraph.took, returned)
         for local, storage in enumerate(reading.storages):
             if local not in number:
                 number[local] = len(storages)
@@ -150,31 +151,31 @@ def _numbered(pieces: Pieces) -> tuple[list[Storage], list[dict[int, int]]]:
                     )
                 )
         numbers.append(number)
-        returned.update(_outgoing(reading, piece.gave, number))
+        returned.update(_outgoing(reading, subgraph.gave, number))
     return storages, numbers
 
 
-def _passing_gradients(pieces: Pieces, numbers: Sequence[dict[int, int]], storages: list[Storage]) -> _Passing:
-    """Which gradients of pieces' inputs are the tangents of earlier ones; they end within the step.
+def _passing_gradients(subgraphs: Subgraphs, numbers: Sequence[dict[int, int]], storages: list[Storage]) -> _Passing:
+    """Which gradients of subgraphs' inputs are the tangents of earlier ones; they end within the step.
 
-    Where several pieces take what one returns, autograd adds their gradients up in the memory of the first.
+    Where several subgraphs take what one returns, autograd adds their gradients up in the memory of the first.
     """
     passing = _Passing()
-    last = len(pieces.pieces) - 1
-    final = {numbers[last][s] for s in pieces.pieces[last].reading.output_storages}
+    last = len(subgraphs.subgraphs) - 1
+    final = {numbers[last][s] for s in subgraphs.subgraphs[last].reading.output_storages}
     coming: dict[int, list[int]] = {}
     for index in range(last, -1, -1):
-        piece, number = pieces.pieces[index], numbers[index]
-        for output, tangent in _tangent_of_output(piece, number).items():
+        subgraph, number = subgraphs.subgraphs[index], numbers[index]
+        for output, tangent in _tangent_of_output(subgraph, number).items():
             gradients = coming.pop(output, [])
             if gradients and output not in final:
                 passing.comes_as[number[tangent]] = gradients.pop(0)
             if gradients:
                 passing.added[index] = [*passing.added.get(index, ()), *gradients]
-        for node, gradient in zip(piece.reading.primals(), piece.reading.gradient_of_input, strict=False):
-            if gradient is not None and node in piece.reading.storage_of:
+        for node, gradient in zip(subgraph.reading.primals(), subgraph.reading.gradient_of_input, strict=False):
+            if gradient is not None and node in subgraph.reading.storage_of:
                 if storages[number[gradient]].kind in _GRADIENTS:
-                    coming.setdefault(number[piece.reading.storage_of[node]], []).append(number[gradient])
+                    coming.setdefault(number[subgraph.reading.storage_of[node]], []).append(number[gradient])
     for storage in (*passing.comes_as.values(), *(s for added in passing.added.values() for s in added)):
         if storages[storage].kind is StorageKind.GRADIENT:
             storages[storage] = replace(storages[storage], kind=StorageKind.BACKWARD)
@@ -182,19 +183,19 @@ def _passing_gradients(pieces: Pieces, numbers: Sequence[dict[int, int]], storag
 
 
 def _uses_added_up(
-    pieces: Pieces, numbers: Sequence[dict[int, int]], storages: list[Storage]
+    subgraphs: Subgraphs, numbers: Sequence[dict[int, int]], storages: list[Storage]
 ) -> dict[int, tuple[int, ...]]:
-    """By pieces the gradients of parameters and inputs that are added up when a piece has brought one more.
+    """By subgraphs the gradients of parameters and inputs that are added up when a subgraph has brought one more.
 
-    Only the last one, of the first piece, stays; the others end there.
+    Only the last one, of the first subgraph, stays; the others end there.
     """
     added: dict[int, tuple[int, ...]] = {}
     brought: dict[int, list[int]] = {}
-    for index in range(len(pieces.pieces) - 1, -1, -1):
-        piece, number = pieces.pieces[index], numbers[index]
-        gathered = {parameter for unit in piece.gathered for parameter in unit.parameters}
+    for index in range(len(subgraphs.subgraphs) - 1, -1, -1):
+        subgraph, number = subgraphs.subgraphs[index], numbers[index]
+        gathered = {parameter for unit in subgraph.gathered for parameter in unit.parameters}
         here: dict[int, None] = {}
-        for value, local in zip(piece.took, piece.reading.gradient_of_input, strict=False):
+        for value, local in zip(subgraph.took, subgraph.reading.gradient_of_input, strict=False):
             if local is None or value is None or not value.is_leaf or value.tensor in gathered:
                 continue
             if storages[number[local]].kind is StorageKind.GRADIENT and number[local] not in here:
@@ -209,13 +210,13 @@ def _uses_added_up(
     return added
 
 
-def _tangent_of_output(piece: Piece, number: dict[int, int]) -> dict[int, int]:
-    """By outputs of a piece, numbered as in the step, the local storages of their gradients, where that is certain."""
-    reading = piece.reading
+def _tangent_of_output(subgraph: Subgraph, number: dict[int, int]) -> dict[int, int]:
+    """By outputs of a subgraph, numbered as in the step, the local storages of their gradients, where certain."""
+    reading = subgraph.reading
     tangents = _tangents(reading)
     outputs = [
         number[reading.storage_of[node]]
-        for node, value in _returned(reading, piece.gave)
+        for node, value in _returned(reading, subgraph.gave)
         if value is not None and value.requires_grad and node in reading.storage_of
     ]
     if len(outputs) != len(tangents) or len(set(outputs)) != len(outputs):
@@ -242,36 +243,36 @@ def _without_aliases(
         [{local: new(s) for local, s in number.items()} for number in numbers],
         _Passing(
             comes_as={s: new(gradient) for s, gradient in passing.comes_as.items()},
-            added={piece: [new(s) for s in added] for piece, added in passing.added.items()},
+            added={subgraph: [new(s) for s in added] for subgraph, added in passing.added.items()},
         ),
     )
 
 
-def _added(gradients: Sequence[int], piece: int, storages: Sequence[Storage]) -> tuple[Op, ...]:
-    """Autograd's sums of gradients that come from several pieces.
+def _added(gradients: Sequence[int], subgraph: int, storages: Sequence[Storage]) -> tuple[Op, ...]:
+    """Autograd's sums of gradients that come from several subgraphs.
 
     It adds in place, but not where a dispatch mode is active, as one that counts operations or bytes is.
     """
     if not gradients:
         return ()
     sum_bytes = max(storages[gradient].nbytes for gradient in gradients)
-    return (replace(_between("add-gradients", Phase.BACKWARD, piece, gradients), workspace_bytes=sum_bytes),)
+    return (replace(_between("add-gradients", Phase.BACKWARD, subgraph, gradients), workspace_bytes=sum_bytes),)
 
 
-def _end(piece: Piece, number: dict[int, int], index: int, last: int) -> tuple[Op, ...]:
-    """Where tangents are held as long as a piece runs, what holds them."""
+def _end(subgraph: Subgraph, number: dict[int, int], index: int, last: int) -> tuple[Op, ...]:
+    """Where tangents are held as long as a subgraph runs, what holds them."""
     if _FREES_TANGENTS or not last:
         return ()
-    tangents = dict.fromkeys(number[t] for t in _tangents(piece.reading))
+    tangents = dict.fromkeys(number[t] for t in _tangents(subgraph.reading))
     return (_between("end", Phase.BACKWARD, index, tuple(tangents)),) if tangents else ()
 
 
-def _between(what: str, phase: Phase, piece: int, reads: Sequence[int]) -> Op:
+def _between(what: str, phase: Phase, subgraph: int, reads: Sequence[int]) -> Op:
     return Op(
-        name=f"{what}@{piece}",
+        name=f"{what}@{subgraph}",
         target=f"hook.{what}.default",
         phase=phase,
-        piece=piece,
+        subgraph=subgraph,
         reads=tuple(reads),
         writes=(),
         recomputable=False,
@@ -279,20 +280,20 @@ def _between(what: str, phase: Phase, piece: int, reads: Sequence[int]) -> Op:
 
 
 def _communication(
-    pieces: Pieces, numbers: Sequence[dict[int, int]], storages: list[Storage], device_type: str
+    subgraphs: Subgraphs, numbers: Sequence[dict[int, int]], storages: list[Storage], device_type: str
 ) -> Communication:
-    """Ops of a sharded module's hooks around the pieces; adds their storages, and whole gradients end in the step."""
+    """Ops of a sharded module's hooks around subgraphs; adds their storages, and whole gradients end in the step."""
     gradients: dict[str, list[int]] = {}
-    for piece, number in zip(pieces.pieces, numbers, strict=True):
-        unit_of = {parameter: unit.name for unit in piece.gathered for parameter in unit.parameters}
-        for value, local_storage in zip(piece.took, piece.reading.gradient_of_input, strict=False):
+    for subgraph, number in zip(subgraphs.subgraphs, numbers, strict=True):
+        unit_of = {parameter: unit.name for unit in subgraph.gathered for parameter in unit.parameters}
+        for value, local_storage in zip(subgraph.took, subgraph.reading.gradient_of_input, strict=False):
             if value is not None and value.tensor in unit_of and local_storage is not None:
                 storage = number[local_storage]
                 if storages[storage].kind is StorageKind.GRADIENT:
                     storages[storage] = replace(storages[storage], kind=StorageKind.BACKWARD)
                 gradients.setdefault(unit_of[value.tensor], []).append(storage)
-    gathered = [piece.gathered for piece in pieces.pieces]
-    made = communication(gathered, pieces.staying, gradients, len(storages), copies=device_type == "cpu")
+    gathered = [subgraph.gathered for subgraph in subgraphs.subgraphs]
+    made = communication(gathered, subgraphs.staying, gradients, len(storages), copies=device_type == "cpu")
     storages += made.storages
     return made
 
@@ -301,14 +302,14 @@ def _unrun(ops: Sequence[Op]) -> list[tuple[Op, JointOp | None]]:
     return [(op, None) for op in ops]
 
 
-def _op(op: JointOp, number: dict[int, int], piece: int, device_type: str) -> Op:
+def _op(op: JointOp, number: dict[int, int], subgraph: int, device_type: str) -> Op:
     target = op.node.target
     made = Op(
-        name=op.node.name if piece == 0 else f"{op.node.name}@{piece}",
+        name=op.node.name if subgraph == 0 else f"{op.node.name}@{subgraph}",
         target=str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target)),
         module=op.module,
         phase=op.phase,
-        piece=piece,
+        subgraph=subgraph,
         reads=tuple(dict.fromkeys(number[s] for s in op.reads)),
         writes=tuple(number[s] for s in op.writes),
         plain_reads=None if op.plain_reads is None else tuple(dict.fromkeys(number[s] for s in op.plain_reads)),
@@ -337,7 +338,7 @@ def _op(op: JointOp, number: dict[int, int], piece: int, device_type: str) -> Op
 
 
 def _incoming(reading: JointReading, took: Sequence[Operand | None], returned: dict[int, int]) -> dict[int, int]:
-    """Local storages of a piece's inputs that an earlier piece returned."""
+    """Local storages of a subgraph's inputs that an earlier subgraph returned."""
     number: dict[int, int] = {}
     for node, value in zip(reading.primals(), took, strict=False):
         if value is not None and node in reading.storage_of:
@@ -348,7 +349,7 @@ def _incoming(reading: JointReading, took: Sequence[Operand | None], returned: d
 
 
 def _outgoing(reading: JointReading, gave: Sequence[Operand | None], number: dict[int, int]) -> dict[int, int]:
-    """Storages a piece returned, by identity, with their number in the step."""
+    """Storages a subgraph returned, by identity, with their number in the step."""
     return {
         value.storage: number[reading.storage_of[node]]
         for node, value in _returned(reading, gave)
@@ -357,7 +358,7 @@ def _outgoing(reading: JointReading, gave: Sequence[Operand | None], number: dic
 
 
 def _returned(reading: JointReading, outputs: Sequence[Operand | None]) -> list[tuple[fx.Node, Operand | None]]:
-    """Outputs of a piece, with their nodes; the graph returns new values of mutated inputs before them."""
+    """Outputs of a subgraph, with their nodes; the graph returns new values of mutated inputs before them."""
     (output,) = reading.module.graph.find_nodes(op="output")
     nodes = list(output.args[0])[: reading.num_forward_outputs]
     nodes = nodes[len(nodes) - len(outputs) :] if len(nodes) >= len(outputs) else []
@@ -365,6 +366,6 @@ def _returned(reading: JointReading, outputs: Sequence[Operand | None]) -> list[
 
 
 def _tangents(reading: JointReading) -> list[int]:
-    """Storages of the gradients of a piece's outputs."""
+    """Storages of the gradients of a subgraph's outputs."""
     placeholders = reading.module.graph.find_nodes(op="placeholder")
     return [reading.storage_of[node] for node in placeholders if is_tangent(node) and node in reading.storage_of]

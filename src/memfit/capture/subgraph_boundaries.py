@@ -1,14 +1,15 @@
-"""Results that a captured piece hands to the code after it, as the plain step would make them.
+"""Results that a captured subgraph hands to the code after it, as the plain step would make them.
 
-While a model is captured piece by piece, each piece runs once without gradients, so that the code between the pieces
-sees real values. That code may ask for more: an autograd function or a statement that writes in place is refused by
-torch on a leaf that needs a gradient, and what a piece makes is no leaf in the plain step. And a hook that a piece
-registers on a tensor of its own has nothing to hang on without gradients; it changes no result of the forward pass.
+While a model is captured subgraph by subgraph, each subgraph runs once without gradients, so that the code between the
+subgraphs sees real values. That code may ask for more: an autograd function or a statement that writes in place is
+refused by torch on a leaf that needs a gradient, and what a subgraph makes is no leaf in the plain step. And a hook
+that a subgraph registers on a tensor of its own has nothing to hang on without gradients; it changes no result of the
+forward pass.
 
-*Idea*: one node of autograd's stands for a piece, as it does when the plan runs. The autograd graph of the step is then
-there, its code between pieces included, and tells who else uses what a piece takes
+*Idea*: one node of autograd's stands for a subgraph, as it does when the plan runs. The autograd graph of the step is
+then there, its code between subgraphs included, and tells who else uses what a subgraph takes
 (`memfit.capture.gradients.shared_inputs`). Run backward, such a node hands on zeros that lie as the gradients of the
-piece do, which tells in which layout the gradients of its outputs come (`memfit.capture.gradients.tangents`).
+subgraph do, which tells in which layout the gradients of its outputs come (`memfit.capture.gradients.tangents`).
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ __all__ = ["Handed", "handed_over", "has_tensor_hooks", "lay_out_anew", "without
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handed:
-    """Outputs that one run of a piece handed over, and the node that stands for it in autograd's graph.
+    """Outputs that one run of a subgraph handed over, and the node that stands for it in autograd's graph.
 
     Attributes:
         outputs: its results.
-        node: of autograd's, stands for the piece; None if no gradient can come.
+        node: of autograd's, stands for the subgraph; None if no gradient can come.
         result_of: by places among the outputs which result of the node it is.
         edge_of: by places among the inputs which of the node's edges leads to it.
     """
@@ -46,7 +47,7 @@ class Handed:
 def handed_over(
     made: Sequence[Any], results: Sequence[Any], inputs: Sequence[Any], lying: Mapping[int, Strides | None]
 ) -> Handed:
-    """Outputs that a piece made without gradients, over the same memory, as results of one node of autograd's.
+    """Outputs that a subgraph made without gradients, over the same memory, as results of one node of autograd's.
 
     Args:
         made: what it returned.
@@ -64,7 +65,7 @@ def handed_over(
     reached = [place for place, value in enumerate(inputs) if place in lying and _needs_gradient(value)]
     anchor = torch.empty(0, device=made[places[0]].device, requires_grad=True)
     with torch.enable_grad():
-        handed = _Piece.apply(
+        handed = _Subgraph.apply(
             [made[place].data for place in places],
             [lying[place] for place in reached],
             anchor,
@@ -83,10 +84,10 @@ def handed_over(
 
 
 def lay_out_anew(handed: Handed, inputs: Sequence[Any], lying: Mapping[int, Strides | None]) -> None:
-    """Has the node of a piece hand on gradients that lie otherwise than it was told first.
+    """Has the node of a subgraph hand on gradients that lie otherwise than it was told first.
 
     Args:
-        handed: what the piece handed over.
+        handed: what the subgraph handed over.
         inputs: what it took.
         lying: see `handed_over`.
     """
@@ -113,7 +114,7 @@ def without_tensor_hooks(gm: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(gm, graph)
 
 
-class _Piece(torch.autograd.Function):
+class _Subgraph(torch.autograd.Function):
     """Tensors that are there already, with a node of autograd's between them and others."""
 
     @staticmethod
@@ -131,7 +132,7 @@ def _zeros(shape: Sequence[int], strides: Strides, dtype: torch.dtype, device: t
 
 
 def _layout(value: torch.Tensor, strides: Strides | None) -> tuple[Any, ...] | None:
-    """Of the gradient of an input; None for a leaf, which no code between pieces made."""
+    """Of the gradient of an input; None for a leaf, which no code between subgraphs made."""
     if value.is_leaf:
         return None
     strides = torch.empty_like(value, device="meta").stride() if strides is None else strides

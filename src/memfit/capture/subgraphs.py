@@ -24,8 +24,8 @@ from memfit.fxir.joint import JointReading
 
 __all__ = [
     "Operand",
-    "Piece",
-    "Pieces",
+    "Subgraph",
+    "Subgraphs",
     "gradient_outputs_of",
     "gradient_strides_of",
     "inputs_shared_in",
@@ -36,7 +36,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operand:
-    """Identity of a tensor that a piece took or returned, for when the tensor is gone.
+    """Identity of a tensor that a subgraph took or returned, for when the tensor is gone.
 
     Attributes:
         tensor: which one, of those of a capture.
@@ -64,7 +64,7 @@ class Operand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class Subgraph:
     """One captured graph.
 
     Attributes:
@@ -95,24 +95,24 @@ class Piece:
 
     @property
     def outputs(self) -> tuple[Any, ...]:
-        """Results that the piece returned."""
+        """Results that the subgraph returned."""
         return self.handed.outputs
 
-    def without_tensors(self) -> Piece:
+    def without_tensors(self) -> Subgraph:
         """The same, which outlives its inputs and results and knows their identities."""
         took, gave = (tuple(map(Operand.of, values)) for values in (self.inputs, self.outputs))
         return replace(self, took=took, gave=gave, inputs=(), handed=Handed(outputs=()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pieces:
+class Subgraphs:
     """All graphs of a step, in forward order, and what the module returned.
 
     Attributes:
-        pieces: one for each captured graph.
+        subgraphs: one for each captured graph.
         output: the module's output, fake or real.
         breaks: why the graph breaks, if it does.
-        between_bytes: what plain autograd saves for the code between pieces.
+        between_bytes: what plain autograd saves for the code between subgraphs.
         staying: the units of a sharded module that were gathered when it had run.
         plain: what is left to plain code.
         replaced: whether the model's own checkpoints are left out.
@@ -125,7 +125,7 @@ class Pieces:
         cut_between: those of them that are cut.
     """
 
-    pieces: tuple[Piece, ...]
+    subgraphs: tuple[Subgraph, ...]
     output: Any
     breaks: tuple[str, ...] = ()
     between_bytes: int = 0
@@ -136,8 +136,8 @@ class Pieces:
 
     @property
     def last_key(self) -> str | None:
-        """The key of the last piece's graph, None if an earlier piece has the same."""
-        keys = [piece.key for piece in self.pieces]
+        """The key of the last subgraph's graph, None if an earlier subgraph has the same."""
+        keys = [subgraph.key for subgraph in self.subgraphs]
         return keys[-1] if keys.count(keys[-1]) == 1 else None
 
     loss: LossReading | None = None
@@ -148,27 +148,27 @@ class Pieces:
     cut_between: Mapping[str, frozenset[int]] = field(default_factory=dict)
 
     def receivers(self) -> list[torch.Tensor]:
-        """The tensors of the output, then those that left the last piece by a side door and need a gradient.
+        """The tensors of the output, then those that left the last subgraph by a side door and need a gradient.
 
         Hooks collect features, and a forward pass leaves an auxiliary loss on `self`. A weight that it makes anew and
         leaves there is none of them.
         """
         returned = tensors_in(self.output)
-        last = self.pieces[-1]
+        last = self.subgraphs[-1]
         known = {id(t) for t in returned} | {id(last.outputs[place]) for place in last.weights}
         beside = [t for t in tensors_in(last.outputs) if t.requires_grad and id(t) not in known]
         return [*returned, *beside]
 
 
-def gradient_strides_of(pieces: Pieces) -> list[dict[int, Strides]]:
-    """For each piece how the gradients of its outputs lie, of those that receive one."""
-    if any(piece.gathered for piece in pieces.pieces):
-        return [{} for _ in pieces.pieces]  # hooks of a sharded module would communicate
-    assert pieces.loss is not None
-    known = chain(pieces.loss.gradient_strides, repeat(None))  # nothing is known without a loss
-    received = zip(pieces.receivers(), pieces.loss.receives_gradient, known, strict=False)
+def gradient_strides_of(subgraphs: Subgraphs) -> list[dict[int, Strides]]:
+    """For each subgraph how the gradients of its outputs lie, of those that receive one."""
+    if any(subgraph.gathered for subgraph in subgraphs.subgraphs):
+        return [{} for _ in subgraphs.subgraphs]  # hooks of a sharded module would communicate
+    assert subgraphs.loss is not None
+    known = chain(subgraphs.loss.gradient_strides, repeat(None))  # nothing is known without a loss
+    received = zip(subgraphs.receivers(), subgraphs.loss.receives_gradient, known, strict=False)
     ends = [(tensor, strides) for tensor, receives, strides in received if receives]
-    wanted = [_receiving(piece) for piece in pieces.pieces]
+    wanted = [_receiving(subgraph) for subgraph in subgraphs.subgraphs]
     lying = iter(layouts_between(ends, [where for receiving in wanted for where in receiving.values()]))
     found: list[dict[int, Strides]] = []
     for receiving in wanted:
@@ -177,22 +177,22 @@ def gradient_strides_of(pieces: Pieces) -> list[dict[int, Strides]]:
     return found
 
 
-def _receiving(piece: Piece) -> dict[int, torch.Tensor | GradientEdge]:
-    """By places among the outputs of a piece where their gradients come to."""
-    node = piece.handed.node
+def _receiving(subgraph: Subgraph) -> dict[int, torch.Tensor | GradientEdge]:
+    """By places among the outputs of a subgraph where their gradients come to."""
+    node = subgraph.handed.node
     if node is not None:
-        return {place: GradientEdge(node, result) for place, result in piece.handed.result_of.items()}
-    outputs = enumerate(piece.outputs)
+        return {place: GradientEdge(node, result) for place, result in subgraph.handed.result_of.items()}
+    outputs = enumerate(subgraph.outputs)
     return {place: value for place, value in outputs if isinstance(value, torch.Tensor) and value.requires_grad}
 
 
-def gradient_outputs_of(pieces: Pieces) -> frozenset[int] | None:
-    """Places among the last piece's outputs of those that receive gradients, None if all that could do."""
-    assert pieces.loss is not None
-    receives = zip(pieces.receivers(), pieces.loss.receives_gradient, strict=True)
+def gradient_outputs_of(subgraphs: Subgraphs) -> frozenset[int] | None:
+    """Places among the last subgraph's outputs of those that receive gradients, None if all that could do."""
+    assert subgraphs.loss is not None
+    receives = zip(subgraphs.receivers(), subgraphs.loss.receives_gradient, strict=True)
     reached = {id(t) for t, does in receives if does}
     # Tensors that Dynamo's epilogue makes anew cannot be followed; then every output counts.
-    last = pieces.pieces[-1].outputs
+    last = subgraphs.subgraphs[-1].outputs
     if not reached <= {id(o) for o in last}:
         return None
     wanted = frozenset(i for i, o in enumerate(last) if id(o) in reached)
@@ -200,46 +200,46 @@ def gradient_outputs_of(pieces: Pieces) -> frozenset[int] | None:
     return None if wanted == possible else wanted
 
 
-def unreached_in(pieces: Pieces, loss: LossReading) -> Mapping[str, frozenset[int]]:
+def unreached_in(subgraphs: Subgraphs, loss: LossReading) -> Mapping[str, frozenset[int]]:
     """By graphs the outputs of all but the last that no gradient of the loss comes to, each time they run."""
-    received = zip(pieces.receivers(), loss.receives_gradient, strict=False)
+    received = zip(subgraphs.receivers(), loss.receives_gradient, strict=False)
     reached = edges_behind(tensor for tensor, receives in received if receives)
     found: dict[str, frozenset[int]] = {}
-    for piece in pieces.pieces:
-        results = piece.handed.result_of.items()
-        without = frozenset(place for place, result in results if (piece.handed.node, result) not in reached)
-        found[piece.key] = found.get(piece.key, without) & without
-    return {key: places for key, places in found.items() if places and key != pieces.last_key}
+    for subgraph in subgraphs.subgraphs:
+        results = subgraph.handed.result_of.items()
+        without = frozenset(place for place, result in results if (subgraph.handed.node, result) not in reached)
+        found[subgraph.key] = found.get(subgraph.key, without) & without
+    return {key: places for key, places in found.items() if places and key != subgraphs.last_key}
 
 
-def inputs_shared_in(pieces: Pieces, *, by_use: bool) -> SharedInputs:
+def inputs_shared_in(subgraphs: Subgraphs, *, by_use: bool) -> SharedInputs:
     """Which inputs with several uses graphs shall take once for each: where later code uses them too.
 
     Args:
-        pieces: as captured.
+        subgraphs: as captured.
         by_use: whether it shall be all of them.
     """
-    if not any(piece.terms for piece in pieces.pieces):
+    if not any(subgraph.terms for subgraph in subgraphs.subgraphs):
         return {}
-    handed = [(p.key, p.handed, p.terms) for p in pieces.pieces if p.handed.node is not None]
-    shared = {key: dict(of_graph) for key, of_graph in shared_inputs(handed, pieces.receivers()).items()}
-    returned = _receiving_ids(pieces)
-    for piece in pieces.pieces:
-        terms = {p: n for p, n in piece.terms.items() if by_use or _is_returned(piece, p, returned)}
+    handed = [(p.key, p.handed, p.terms) for p in subgraphs.subgraphs if p.handed.node is not None]
+    shared = {key: dict(of_graph) for key, of_graph in shared_inputs(handed, subgraphs.receivers()).items()}
+    returned = _receiving_ids(subgraphs)
+    for subgraph in subgraphs.subgraphs:
+        terms = {p: n for p, n in subgraph.terms.items() if by_use or _is_returned(subgraph, p, returned)}
         if terms:
-            shared[piece.key] = shared.get(piece.key, {}) | terms
+            shared[subgraph.key] = shared.get(subgraph.key, {}) | terms
     return shared
 
 
-def _receiving_ids(pieces: Pieces) -> set[int]:
+def _receiving_ids(subgraphs: Subgraphs) -> set[int]:
     """Of the tensors that the module returned and the loss uses."""
-    receives = () if pieces.loss is None else pieces.loss.receives_gradient
-    return {id(tensor) for tensor, does in zip(pieces.receivers(), receives, strict=False) if does}
+    receives = () if subgraphs.loss is None else subgraphs.loss.receives_gradient
+    return {id(tensor) for tensor, does in zip(subgraphs.receivers(), receives, strict=False) if does}
 
 
-def _is_returned(piece: Piece, place: int, returned: set[int]) -> bool:
-    """Whether the only piece returns an input, or the module does; of several pieces the autograd graph tells."""
-    return piece.handed.node is None and (place in piece.returned or id(piece.inputs[place]) in returned)
+def _is_returned(subgraph: Subgraph, place: int, returned: set[int]) -> bool:
+    """Whether the only subgraph returns an input, or the module does; of several subgraphs the autograd graph tells."""
+    return subgraph.handed.node is None and (place in subgraph.returned or id(subgraph.inputs[place]) in returned)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

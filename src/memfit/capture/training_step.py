@@ -1,4 +1,4 @@
-"""From a module to a step graph: captures the pieces, reads the loss, joins them, and adds what is there anyway."""
+"""From a module to a step graph: captures the subgraphs, reads the loss, joins them, and adds what is there anyway."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from memfit.capture.distributed.fsdp import is_sharded, local, without_gathering
-from memfit.capture.dynamo import capture_pieces
+from memfit.capture.dynamo import capture_subgraphs
 from memfit.capture.failures import left_to_plain_code
 from memfit.capture.fx_module import OneGraph
 from memfit.capture.gradients.autograd_graph import leaves_behind
@@ -24,7 +24,7 @@ from memfit.capture.loss.on_values import loss_reading, not_reaching
 from memfit.capture.loss.reading import LossFunction, LossReading
 from memfit.capture.optimizer.state import OptimizerCost, optimizer_cost
 from memfit.capture.optimizer.unwrapped import OptimizerLike
-from memfit.capture.subgraphs import Piece, Pieces, tensors_in
+from memfit.capture.subgraphs import Subgraph, Subgraphs, tensors_in
 from memfit.capture.traced_graph import Reader
 from memfit.errors import CaptureError, SpecError
 from memfit.fxir.joint import JointOp
@@ -41,26 +41,26 @@ class Capture:
 
     Attributes:
         graph: the step, with no times yet.
-        pieces: where it came from.
-        joint_ops: for each op of the graph its joint op; None for the loss and what hooks do between pieces.
-        gradient_outputs: which outputs of the last piece receive gradients; None for all.
+        subgraphs: where it came from.
+        joint_ops: for each op of the graph its joint op; None for the loss and what hooks do between subgraphs.
+        gradient_outputs: which outputs of the last subgraph receive gradients; None for all.
         assumed: those of them that are not returned, and of which only the loop can tell.
-        without_gradient: outputs of the last piece that were cut as the loop brought them none, or may bring none.
-        unreached: by graphs which outputs of earlier pieces no gradient of the loss comes to.
+        without_gradient: outputs of the last subgraph that were cut as the loop brought them none, or may bring none.
+        unreached: by graphs which outputs of earlier subgraphs no gradient of the loss comes to.
         cut_between: those of them that were cut.
         decide: whether branches on inputs are decided.
-        gradient_strides: how gradients of outputs of the pieces lie, where that is not as the outputs do.
-        shared: which inputs pieces take once for each use (`memfit.capture.gradients.shared_inputs`).
-        summed: names of parameters with several uses whose gradients are added up inside a piece all the same.
+        gradient_strides: how gradients of outputs of the subgraphs lie, where that is not as the outputs do.
+        shared: which inputs subgraphs take once for each use (`memfit.capture.gradients.shared_inputs`).
+        summed: names of parameters with several uses whose gradients are added up inside a subgraph all the same.
         static_bytes: those of the graph before it is profiled, which adds workspaces of libraries.
-        between_bytes: the part of the graph's static bytes that plain code between pieces holds.
+        between_bytes: the part of the graph's static bytes that plain code between subgraphs holds.
         input_bytes: the part of them that the inputs take.
         loss: how it was read.
         deferred: ops of the backward pass that come last and can wait (`memfit.planner.pipeline.split_backward`).
     """
 
     graph: StepGraph
-    pieces: Pieces
+    subgraphs: Subgraphs
     joint_ops: tuple[JointOp | None, ...]
     gradient_outputs: frozenset[int] | None
     assumed: frozenset[int] = frozenset()
@@ -79,17 +79,17 @@ class Capture:
 
     def without_call(self) -> Capture:
         """The same, which does not keep the module alive."""
-        return replace(self, pieces=replace(self.pieces, call=None))
+        return replace(self, subgraphs=replace(self.subgraphs, call=None))
 
     @property
     def separated(self) -> frozenset[str]:
         """Keys of weights' gradients that are made part by part (`memfit.passes.concat_weight_gradients`)."""
-        return frozenset[str]().union(*(piece.reading.separated for piece in self.pieces.pieces))
+        return frozenset[str]().union(*(subgraph.reading.separated for subgraph in self.subgraphs.subgraphs))
 
     @property
     def grid(self) -> tuple[int, ...]:
         """Into how many tiles samples may be cut; empty if it was not captured for the lever `tile`."""
-        return max((piece.reading.grid for piece in self.pieces.pieces), default=())
+        return max((subgraph.reading.grid for subgraph in self.subgraphs.subgraphs), default=())
 
 
 def _never(_: str) -> bool:
@@ -159,8 +159,8 @@ def capture_step(
         without_gradient: places of outputs of the last graph that are cut as well.
         cut_between: whether outputs of earlier graphs are cut that no gradient of the loss comes to.
         decide: whether branches on inputs are decided; else they break the graph.
-        by_use: see `memfit.capture.dynamo.capture_pieces`.
-        checkpointing: see `memfit.capture.dynamo.capture_pieces`.
+        by_use: see `memfit.capture.dynamo.capture_subgraphs`.
+        checkpointing: see `memfit.capture.dynamo.capture_subgraphs`.
 
     Returns:
         The step graph and how to get back from its ops to the captured ones.
@@ -173,17 +173,17 @@ def capture_step(
     # Processes that share a module must capture it equally often, whatever is in their batches.
     decide = decide and not is_sharded(model)
 
-    def read(pieces: Pieces, take_back: Callable[[], None]) -> LossReading:
-        receivers = pieces.receivers()
+    def read(subgraphs: Subgraphs, take_back: Callable[[], None]) -> LossReading:
+        receivers = subgraphs.receivers()
         with without_gathering(model, receivers):
             found = loss_reading(
-                model, args, kwargs, pieces.output, loss_fn, device_type, receivers=receivers, take_back=take_back
+                model, args, kwargs, subgraphs.output, loss_fn, device_type, receivers=receivers, take_back=take_back
             )
-        last = pieces.pieces[-1].outputs
+        last = subgraphs.subgraphs[-1].outputs
         return not_reaching(found, receivers, [last[place] for place in without_gradient if place < len(last)])
 
     with torch.autograd.set_detect_anomaly(False):  # it looks at values, and there are none
-        pieces = capture_pieces(
+        subgraphs = capture_subgraphs(
             model,
             args,
             kwargs,
@@ -195,14 +195,19 @@ def capture_step(
             cut_between=cut_between,
             decide=decide,
         )
-    loss = pieces.loss
+    loss = subgraphs.loss
     assert loss is not None
-    # A capture outlives the call: it must not hold the inputs or what the pieces returned.
-    bare = replace(pieces, pieces=tuple(piece.without_tensors() for piece in pieces.pieces), output=None, loss=None)
+    # A capture outlives the call: it must not hold the inputs or what the subgraphs returned.
+    bare = replace(
+        subgraphs,
+        subgraphs=tuple(subgraph.without_tensors() for subgraph in subgraphs.subgraphs),
+        output=None,
+        loss=None,
+    )
     graph, joint_ops = join(bare, loss.transient_bytes, device_type, held_bytes=loss.held_bytes)
     if not any(op.phase is Phase.BACKWARD for op in graph.ops):
-        if pieces.plain.reasons:
-            raise left_to_plain_code(model, pieces.plain.reasons)
+        if subgraphs.plain.reasons:
+            raise left_to_plain_code(model, subgraphs.plain.reasons)
         raise CaptureError(
             f"no gradient of the loss reaches a parameter or an input of {type(model).__name__}, so there is no "
             f"backward pass to plan (device: {device_type}); is everything frozen or detached, or, on the meta "
@@ -211,31 +216,31 @@ def capture_step(
     cost = optimizer_cost(optimizer, device_type)
     static = [*model.parameters(), *model.buffers(), *pytree.tree_leaves((args, kwargs))]
     static += [p.grad for p in model.parameters()]
-    between_bytes = _between_bytes(model, pieces, device_type)
+    between_bytes = _between_bytes(model, subgraphs, device_type)
     graph = replace(
         graph,
         static_bytes=storage_bytes(static, device_type)
         + cost.state_bytes
         + between_bytes
         + loss.kept_bytes
-        + _coming_gradient_bytes(model, pieces),
+        + _coming_gradient_bytes(model, subgraphs),
         after_step_bytes=cost.step_bytes,
         label=label or type(model).__name__,
     )
-    summed = _summed(model, pieces, pieces.shared)
-    assumed = _assumed(pieces, loss.receives_gradient)
+    summed = _summed(model, subgraphs, subgraphs.shared)
+    assumed = _assumed(subgraphs, loss.receives_gradient)
     return Capture(
         graph=graph,
-        pieces=bare,
+        subgraphs=bare,
         joint_ops=joint_ops,
-        gradient_outputs=pieces.gradient_outputs,
+        gradient_outputs=subgraphs.gradient_outputs,
         assumed=assumed if cut else frozenset(),
         without_gradient=without_gradient,
-        unreached=pieces.unreached,
-        cut_between=pieces.cut_between,
+        unreached=subgraphs.unreached,
+        cut_between=subgraphs.cut_between,
         decide=decide,
-        gradient_strides=pieces.gradient_strides,
-        shared=pieces.shared,
+        gradient_strides=subgraphs.gradient_strides,
+        shared=subgraphs.shared,
         summed=summed,
         static_bytes=graph.static_bytes,
         between_bytes=between_bytes,
@@ -256,12 +261,12 @@ def read_again(
         device_type: where the model is.
     """
     assert capture.loss is not None
-    pieces: list[Piece] = []
-    for piece in capture.pieces.pieces:
-        assert piece.trace is not None, "a captured piece was traced"
-        trace = piece.trace.read_in_other_way(separate=separate, grid=grid)
-        pieces.append(replace(piece, trace=trace, reading=trace.read()))
-    of_step = replace(capture.pieces, pieces=tuple(pieces))
+    subgraphs: list[Subgraph] = []
+    for subgraph in capture.subgraphs.subgraphs:
+        assert subgraph.trace is not None, "a captured subgraph was traced"
+        trace = subgraph.trace.read_in_other_way(separate=separate, grid=grid)
+        subgraphs.append(replace(subgraph, trace=trace, reading=trace.read()))
+    of_step = replace(capture.subgraphs, subgraphs=tuple(subgraphs))
     graph, joint_ops = join(of_step, capture.loss.transient_bytes, device_type, held_bytes=capture.loss.held_bytes)
     was = capture.graph
     graph = replace(
@@ -271,42 +276,44 @@ def read_again(
         tiers=was.tiers,
         label=was.label,
     )
-    return replace(capture, graph=graph, pieces=of_step, joint_ops=joint_ops)
+    return replace(capture, graph=graph, subgraphs=of_step, joint_ops=joint_ops)
 
 
-def _summed(model: nn.Module, pieces: Pieces, shared: SharedInputs) -> tuple[str, ...]:
+def _summed(model: nn.Module, subgraphs: Subgraphs, shared: SharedInputs) -> tuple[str, ...]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found = {
-        names.get(id(piece.inputs[place]), "an input")
-        for piece in pieces.pieces
-        for place in piece.terms.keys() - shared.get(piece.key, {}).keys()
+        names.get(id(subgraph.inputs[place]), "an input")
+        for subgraph in subgraphs.subgraphs
+        for place in subgraph.terms.keys() - shared.get(subgraph.key, {}).keys()
     }
     return tuple(sorted(found))
 
 
-def _coming_gradient_bytes(model: nn.Module, pieces: Pieces) -> int:
+def _coming_gradient_bytes(model: nn.Module, subgraphs: Subgraphs) -> int:
     """Of gradients that are added up and stay, and are not there yet."""
-    if not any(piece.reading.accumulated for piece in pieces.pieces):
+    if not any(subgraph.reading.accumulated for subgraph in subgraphs.subgraphs):
         return 0
     return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad and p.grad is None)
 
 
-def _between_bytes(model: nn.Module, pieces: Pieces, device_type: str) -> int:
-    """Bytes that code between the pieces holds: saved tensors, and the gradients of parameters only it uses."""
-    if not pieces.breaks or pieces.loss is None:
+def _between_bytes(model: nn.Module, subgraphs: Subgraphs, device_type: str) -> int:
+    """Bytes that code between the subgraphs holds: saved tensors, and the gradients of parameters only it uses."""
+    if not subgraphs.breaks or subgraphs.loss is None:
         return 0
-    received = zip(pieces.receivers(), pieces.loss.receives_gradient, strict=False)
-    reached = leaves_behind(tensor for tensor, does in received if does) | pieces.loss.leaves
-    if pieces.plain.modules or pieces.plain.loose:  # which of its parameters such code uses may depend on the data
+    received = zip(subgraphs.receivers(), subgraphs.loss.receives_gradient, strict=False)
+    reached = leaves_behind(tensor for tensor, does in received if does) | subgraphs.loss.leaves
+    if (
+        subgraphs.plain.modules or subgraphs.plain.loose
+    ):  # which of its parameters such code uses may depend on the data
         reached = frozenset(id(p) for p in model.parameters() if p.requires_grad)
-    used = {t.untyped_storage()._cdata for p in pieces.pieces for t in p.inputs if isinstance(t, torch.Tensor)}
-    gathered = any(piece.gathered for piece in pieces.pieces)
+    used = {t.untyped_storage()._cdata for p in subgraphs.subgraphs for t in p.inputs if isinstance(t, torch.Tensor)}
+    gathered = any(subgraph.gathered for subgraph in subgraphs.subgraphs)
     outside = [
         p
         for p in model.parameters()
         if id(p) in reached and p.untyped_storage()._cdata not in used and not (gathered and local(p) is not p)
     ]
-    return pieces.between_bytes + storage_bytes(outside, device_type)
+    return subgraphs.between_bytes + storage_bytes(outside, device_type)
 
 
 def given_args(args: Any) -> tuple[Any, ...]:
@@ -367,8 +374,8 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_buffers(recurse=False)
 
 
-def _assumed(pieces: Pieces, receives: Sequence[bool]) -> frozenset[int]:
-    """Places among the last piece's outputs of those that left by a side door and may receive a gradient."""
-    returned = {id(t) for t in tensors_in(pieces.output)}
-    does = {id(t) for t, does in zip(pieces.receivers(), receives, strict=False) if does} - returned
-    return frozenset(place for place, output in enumerate(pieces.pieces[-1].outputs) if id(output) in does)
+def _assumed(subgraphs: Subgraphs, receives: Sequence[bool]) -> frozenset[int]:
+    """Places among the last subgraph's outputs of those that left by a side door and may receive a gradient."""
+    returned = {id(t) for t in tensors_in(subgraphs.output)}
+    does = {id(t) for t, does in zip(subgraphs.receivers(), receives, strict=False) if does} - returned
+    return frozenset(place for place, output in enumerate(subgraphs.subgraphs[-1].outputs) if id(output) in does)

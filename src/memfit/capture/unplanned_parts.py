@@ -4,9 +4,9 @@ A plan is for one graph of static shapes. Routing to experts, boxes that are kep
 shapes at each step, so a graph of it would be another one each time. Dynamo breaks the graph at the op; that leaves
 graphs of other shapes behind it. *Idea*: watch the ops of one plain forward pass, in which torch tags those whose
 results' sizes are known only when they have run. The modules in which such tensors appear run as they are, between
-pieces that are planned; what is around them has static shapes. A module that takes gradients in its forward pass
-(`torch.autograd.grad`) runs as it is, too: a planned piece is one node of the autograd graph, and has no gradients of
-what is made inside. Transforms of `torch.func` are part of a graph.
+subgraphs that are planned; what is around them has static shapes. A module that takes gradients in its forward pass
+(`torch.autograd.grad`) runs as it is, too: a planned subgraph is one node of the autograd graph, and has no gradients
+of what is made inside. Transforms of `torch.func` are part of a graph.
 
 Known limits: follows sizes, not tensors, so a static size that happens to equal a dynamic one may leave a module more
 to plain code. Where the root module itself looks at data, the graphs behind that are planned for the shapes seen;
@@ -52,7 +52,7 @@ class PlainParts:
 
     Attributes:
         modules: names of modules whose forward passes Dynamo leaves alone.
-        loose: whether graphs that were not planned run plainly, since shapes between the pieces depend on data.
+        loose: whether graphs that were not planned run plainly, since shapes between the subgraphs depend on data.
         only_children: whether only what the forward pass of the model calls is captured, not its own code.
         numpy: whether NumPy's code is left alone (`memfit.capture.values.numpy_code`).
         reasons: for people, with the user's lines.

@@ -81,7 +81,7 @@ def prove(
             call = compile_program(model, plan.planned.capture, plan.program, describe=plan.words())
             found, strayed = _planned_result(step, call)  # compiles
             if step.perturbed and strayed:
-                # Code between pieces branched on parameters that were moved. The planned way is the one to prove.
+                # Code between subgraphs branched on parameters that were moved. The planned way is the one to prove.
                 del found
                 step, begin = replace(step, perturbed=()), time.perf_counter()
                 plain = _plain_result(step, plan, device_of(model))
@@ -209,7 +209,7 @@ def _planned_result(step: ProvingStep, call: PlannedCall) -> tuple[StepResult, b
 def _measured_peak(step: ProvingStep, plan: Plan, call: PlannedCall) -> int:
     """Peak of one planned forward and backward pass; gradients that exist stay and count."""
     assert plan.planned is not None
-    # Memory of code between pieces and of libraries is measured here, so it is not counted as there already.
+    # Memory of code between subgraphs and of libraries is measured here, so it is not counted as there already.
     graph, device = plan.planned.graph, device_of(step.model)
     start = graph.static_bytes - plan.planned.capture.between_bytes - library_bytes(graph, device)
 

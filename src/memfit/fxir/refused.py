@@ -8,7 +8,7 @@ __all__ = ["UnplannableGraphError", "checkpoint_error"]
 
 
 class UnplannableGraphError(CaptureError):
-    """A graph that cannot be planned as it is, but may run plainly between pieces that are."""
+    """A graph that cannot be planned as it is, but may run plainly between subgraphs that are."""
 
 
 def checkpoint_error(place: str) -> CaptureError:

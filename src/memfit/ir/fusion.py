@@ -284,7 +284,7 @@ def _follows(
         return False
     first = ops[start]
     assert first.by_slices is not None
-    return (slices.cut, op.piece) == (first.by_slices.cut, first.piece) and all(
+    return (slices.cut, op.subgraph) == (first.by_slices.cut, first.subgraph) and all(
         s in slices.reads and s not in sums for s in op.reads if s in written
     )
 

@@ -127,7 +127,7 @@ class Op:
         target: what is called, such as `aten.convolution.default`.
         module: qualified name of the module that called it, `""` where unknown.
         phase: forward, loss or backward.
-        piece: which captured graph it belongs to; graph breaks separate pieces.
+        subgraph: which captured graph it belongs to; graph breaks separate subgraphs.
         reads: storages read, without repetition.
         writes: storages created.
         in_place_over: read storages whose memory the first written one may take over, where that read is
@@ -154,7 +154,7 @@ class Op:
     target: str
     module: str = ""
     phase: Phase
-    piece: int = 0
+    subgraph: int = 0
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     in_place_over: tuple[int, ...] = ()
@@ -175,7 +175,7 @@ class Op:
 
     @property
     def is_hook(self) -> bool:
-        """Whether the module's own hooks run it, between pieces; then a program only says what it takes, and when."""
+        """Whether the module's own hooks run it, between subgraphs; then a program only says its memory and place."""
         return self.target.startswith("hook.")
 
     @property

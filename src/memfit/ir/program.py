@@ -26,7 +26,7 @@ __all__ = [
     "as_they_run",
     "assembled",
     "dying_after",
-    "in_their_pieces",
+    "in_their_subgraphs",
     "plain_order",
     "plain_program",
     "program_of",
@@ -117,7 +117,7 @@ def are_halves(graph: StepGraph, first: Instruction, second: Instruction) -> boo
     ahead, here = (graph.ops[i.index] for i in both)
     return (
         bool(here.half_of)
-        and (ahead.half_of, ahead.piece) == (here.half_of, here.piece)
+        and (ahead.half_of, ahead.subgraph) == (here.half_of, here.subgraph)
         and first.index != second.index
     )
 
@@ -152,24 +152,24 @@ def run_again(order: Sequence[int]) -> list[bool]:
     return [first[index] < position for position, index in enumerate(order)]
 
 
-def in_their_pieces(graph: StepGraph, order: Sequence[int]) -> list[int]:
-    """An order in which ops are not recomputed before the backward pass reaches their piece, but as soon as it does.
+def in_their_subgraphs(graph: StepGraph, order: Sequence[int]) -> list[int]:
+    """An order in which ops are not recomputed before the backward pass reaches their subgraph, but as soon as it does.
 
-    A piece runs its own ops only, so they cannot run earlier.
+    A subgraph runs its own ops only, so they cannot run earlier.
     """
     found: list[int] = []
     waiting: list[int] = []
-    running = max(op.piece for op in graph.ops)
+    running = max(op.subgraph for op in graph.ops)
     past_loss = False
     for index in order:
         op = graph.ops[index]
-        if past_loss and op.phase is Phase.FORWARD and op.piece < running:
+        if past_loss and op.phase is Phase.FORWARD and op.subgraph < running:
             waiting.append(index)
             continue
-        if op.phase is Phase.BACKWARD and op.piece < running:
-            running = op.piece
-            found += [i for i in waiting if graph.ops[i].piece >= running]
-            waiting = [i for i in waiting if graph.ops[i].piece < running]
+        if op.phase is Phase.BACKWARD and op.subgraph < running:
+            running = op.subgraph
+            found += [i for i in waiting if graph.ops[i].subgraph >= running]
+            waiting = [i for i in waiting if graph.ops[i].subgraph < running]
         past_loss = past_loss or op.phase is Phase.LOSS
         found.append(index)
     return found

@@ -107,7 +107,7 @@ _OP = {
 }
 _OP_DETAILS = {
     "module": _NAME,
-    "piece": _INDEX,
+    "subgraph": _INDEX,
     "in_place_over": _INDICES,
     "seconds": _SECONDS,
     "workspace_bytes": _BYTES,

@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 _STRUCTURE = (
-    *("name", "target", "phase", "piece", "reads", "writes"),
+    *("name", "target", "phase", "subgraph", "reads", "writes"),
     *("in_place_over", "random_state_bytes", "recomputable"),
 )
 

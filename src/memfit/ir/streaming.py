@@ -162,7 +162,7 @@ def _moves_in_slices(storage: Storage, number: int, users: Sequence[tuple[Op, bo
     # What the caller holds is written once, and of what runs slice by slice nothing can be thrown away.
     if any(_writes_some(op, held) for op, _ in users):
         return False
-    cuts = {(op.by_slices and op.by_slices.cut, op.piece) for op, _ in users}
+    cuts = {(op.by_slices and op.by_slices.cut, op.subgraph) for op, _ in users}
     return len(cuts) == 1 and all(_touches_slices(number, op, again=again) for op, again in users)
 
 

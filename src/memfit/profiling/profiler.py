@@ -94,9 +94,9 @@ def profile_ops(
     joints = [joint for joint in capture.joint_ops if joint is not None]
     added = {
         id(op)
-        for piece in capture.pieces.pieces
-        for op in piece.reading.ops
-        if not piece.reading.added_as_made.isdisjoint(op.writes)
+        for subgraph in capture.subgraphs.subgraphs
+        for op in subgraph.reading.ops
+        if not subgraph.reading.added_as_made.isdisjoint(op.writes)
     }
     measurements = {
         joint.node: [_measurement_added(joint.node, device)] if id(joint) in added else _measurements(joint, device)
@@ -130,7 +130,7 @@ def profile_ops(
     graph = _with_costs(capture, costs, plain)
     nodes = list({cost_key(joint.node): joint.node for joint in joints}.values())
     with torch.random.fork_rng(devices=devices), torch.no_grad():
-        library = library_bytes(graph, device, nodes, plain_code=bool(capture.pieces.breaks))
+        library = library_bytes(graph, device, nodes, plain_code=bool(capture.subgraphs.breaks))
     return replace(graph, static_bytes=graph.static_bytes + library)
 
 
@@ -156,9 +156,9 @@ def separated(capture: Capture, device: torch.device, cache: CostCache) -> Captu
 
 def _separable_keys(capture: Capture, device: torch.device, cache: CostCache) -> frozenset[str]:
     found: set[str] = set()
-    for piece in capture.pieces.pieces:
-        found |= piece.reading.separated
-        for node in piece.reading.separable:
+    for subgraph in capture.subgraphs.subgraphs:
+        found |= subgraph.reading.separated
+        for node in subgraph.reading.separable:
             key = separable_key(node)
             if key not in cache:
                 devices = [device.index or 0] if device.type == "cuda" else []

@@ -48,7 +48,7 @@ OVERWRITTEN = "memfit_overwritten"
 
 @dataclass(frozen=True, slots=True)
 class LocalInstruction:
-    """Run op `index` of the piece, perhaps `again`, `over` the memory of a storage, or in `chunks`.
+    """Run op `index` of the subgraph, perhaps `again`, `over` the memory of a storage, or in `chunks`.
 
     `save_state` and `replay` serve recomputed random ops, `from_statistics` recomputed batch normalisations. What
     is `sliced` runs slice by slice, and if `fused` together with the next instruction; of its results, those
@@ -79,7 +79,7 @@ class Move(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LocalMove:
-    """A move of a storage of the piece."""
+    """A move of a storage of the subgraph."""
 
     move: Move
     storage: int

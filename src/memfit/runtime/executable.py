@@ -1,6 +1,6 @@
-"""Runs a program: compiles the module's call so that each captured piece runs its share of it.
+"""Runs a program: compiles the module's call so that each captured subgraph runs its share of it.
 
-The backend given to Dynamo lowers the joint graph it sees by the program of its piece
+The backend given to Dynamo lowers the joint graph it sees by the program of its subgraph
 (`memfit.runtime.subgraph_program`). Should Dynamo compile anything else (the model's Python state changed, say), the
 plan is not run: `PlanMismatchError` lets the caller plan anew.
 
@@ -62,13 +62,13 @@ from memfit.ops.accumulation import Accumulate
 from memfit.passes.read_joint import read_joint
 from memfit.runtime.boxed_call import boxed
 from memfit.runtime.deferred_backward import Later
-from memfit.runtime.forward_passes import CompiledPiece, Pass, noting_backward, noting_forward
+from memfit.runtime.forward_passes import CompiledSubgraph, Pass, noting_backward, noting_forward
 from memfit.runtime.grad_accumulation import accumulation
 from memfit.runtime.lowering import lower
 from memfit.runtime.offload.backend import SwapSpace
 from memfit.runtime.offload.engine import Swapper
 from memfit.runtime.offload.spaces import open_spaces
-from memfit.runtime.subgraph_program import PieceProgram, piece_programs, reading_digest
+from memfit.runtime.subgraph_program import SubgraphProgram, reading_digest, subgraph_programs
 from memfit.runtime.unused_outputs import whole_graph
 
 __all__ = ["PlannedCall", "compile_planned", "compile_program"]
@@ -85,14 +85,14 @@ class PlannedCall:
 
     Attributes:
         run: compiles on its first call.
-        swappers: of the pieces that swap.
-        pieces: how many graphs run by the plan.
+        swappers: of the subgraphs that swap.
+        subgraphs: how many graphs run by the plan.
         decisions: branches on inputs that it was compiled for, as far as it is compiled.
     """
 
     run: Callable[..., Any]
     swappers: tuple[Swapper, ...] = ()
-    pieces: int = 1
+    subgraphs: int = 1
     decisions: Sequence[Decision] = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -109,7 +109,7 @@ class PlannedCall:
 
     def strayed(self, here: Pass) -> bool:
         """Whether a recorded pass took another way than the planned one."""
-        return here.strayed or here.executed != self.pieces
+        return here.strayed or here.executed != self.subgraphs
 
     @property
     def moved_bytes(self) -> tuple[int, int]:
@@ -140,9 +140,9 @@ def compile_program(
     Raises:
         SwapError: if there is no room for what the program swaps.
     """
-    followed = capture.pieces.call
+    followed = capture.subgraphs.call
     spaces = open_spaces(capture.graph, program, device_of(model))
-    programs = piece_programs(capture, program)
+    programs = subgraph_programs(capture, program)
     return compile_planned(
         *(model, programs, capture.gradient_outputs),
         assumed=capture.assumed,
@@ -150,12 +150,12 @@ def compile_program(
         cut_between=capture.cut_between,
         decide=capture.decide,
         gradient_strides=capture.gradient_strides,
-        keys=[piece.key for piece in capture.pieces.pieces],
+        keys=[subgraph.key for subgraph in capture.subgraphs.subgraphs],
         shared=capture.shared,
-        last_key=capture.pieces.last_key,
-        in_pieces=bool(capture.pieces.breaks),
-        plain=capture.pieces.plain,
-        replaced=capture.pieces.replaced,
+        last_key=capture.subgraphs.last_key,
+        in_subgraphs=bool(capture.subgraphs.breaks),
+        plain=capture.subgraphs.plain,
+        replaced=capture.subgraphs.replaced,
         spaces=spaces,
         describe=describe,
         later=later,
@@ -165,7 +165,7 @@ def compile_program(
 
 def compile_planned(
     model: nn.Module,
-    programs: Sequence[PieceProgram],
+    programs: Sequence[SubgraphProgram],
     gradient_outputs: frozenset[int] | None,
     *,
     assumed: frozenset[int] = frozenset(),
@@ -176,7 +176,7 @@ def compile_planned(
     keys: Sequence[str] = (),
     shared: SharedInputs | None = None,
     last_key: str | None = None,
-    in_pieces: bool = False,
+    in_subgraphs: bool = False,
     plain: PlainParts = NOTHING_PLAIN,
     replaced: bool = False,
     spaces: Mapping[Tier, SwapSpace] | None = None,
@@ -188,17 +188,17 @@ def compile_planned(
 
     Args:
         model: the module.
-        programs: one for each piece.
-        gradient_outputs: which outputs of the last piece receive gradients; None for all.
+        programs: one for each subgraph.
+        gradient_outputs: which outputs of the last subgraph receive gradients; None for all.
         assumed: those of them that the loop may bring none.
         without_gradient: outputs that were cut as the loop may bring them none.
-        cut_between: outputs of earlier pieces that were cut, by their graphs.
+        cut_between: outputs of earlier subgraphs that were cut, by their graphs.
         decide: whether branches on inputs are decided.
-        gradient_strides: how gradients of outputs of the pieces lie, where that is not as the outputs do.
-        keys: the key of each piece's graph, in the order of the pieces.
-        shared: which inputs pieces take once for each use (`memfit.capture.gradients.shared_inputs`).
-        last_key: which graph is that of the last piece.
-        in_pieces: whether the graph may break.
+        gradient_strides: how gradients of outputs of the subgraphs lie, where that is not as the outputs do.
+        keys: the key of each subgraph's graph, in the order of the subgraphs.
+        shared: which inputs subgraphs take once for each use (`memfit.capture.gradients.shared_inputs`).
+        last_key: which graph is that of the last subgraph.
+        in_subgraphs: whether the graph may break.
         plain: what is left to plain code.
         replaced: whether the model's own checkpoints are left out.
         spaces: the tiers that the programs swap to.
@@ -229,7 +229,7 @@ def compile_planned(
         return PlanMismatchError(f"{told}; plan or fit it anew, as it now is")
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        if not in_pieces and reads_numbers(gm):
+        if not in_subgraphs and reads_numbers(gm):
             if call_has_begun():  # behind a break
                 return _plainly(gm)
             raise unplanned(_begin(gm))
@@ -242,8 +242,8 @@ def compile_planned(
         gm: fx.GraphModule, inputs: Sequence[Any], of: DynamoGraph | None = None, *, begun: bool = False
     ) -> Callable[..., Any]:
         by_autograd = reached_by_autograd(gm)
-        key = graph_key(gm) if in_pieces else ""
-        is_last = not in_pieces or key == last_key
+        key = graph_key(gm) if in_subgraphs else ""
+        is_last = not in_subgraphs or key == last_key
         between = (cut_between or {}).get(key, frozenset())
         receive = gradient_outputs if is_last else all_but(gm, between)
         cut = detach_outputs(gm, receive)
@@ -266,17 +266,17 @@ def compile_planned(
             *,
             num_fwd_outputs: int,
             run: int,
-            piece: CompiledPiece,
+            subgraph: CompiledSubgraph,
             **rest: Any,
         ) -> Any:
             nonlocal digest
             terms = terms_of_inputs(joint, num_fwd_outputs, uses)
-            piece.summed = {
+            subgraph.summed = {
                 p: named(inputs[p]) for p in terms.keys() - repeated.keys() - accumulated - frozenset(casts)
             }
             return_each_term(joint, num_fwd_outputs, repeated)
-            piece.reached = _reached(joint, num_fwd_outputs, by_autograd)
-            piece.lying = {place: s for place, s in strides_of_gradients(joint.graph).items() if len(s) > 1}
+            subgraph.reached = _reached(joint, num_fwd_outputs, by_autograd)
+            subgraph.lying = {place: s for place, s in strides_of_gradients(joint.graph).items() if len(s) > 1}
             reading = read_joint(
                 *(joint, num_fwd_outputs),
                 separate=separated.__contains__,
@@ -291,9 +291,9 @@ def compile_planned(
                 raise _UnplannedGraphError("a graph was not planned")
             place = own_runs[run] if by_run else of_graph[digest][run]
             program, swapper = programs[place], swappers[place]
-            if cut or piece.assumed or (piece.autocast is not None and not in_pieces):
-                aligned = len(piece.reached) == len(by_autograd)
-                piece.whole = whole_graph(gm, cut, reading, aligned=aligned)
+            if cut or subgraph.assumed or (subgraph.autocast is not None and not in_subgraphs):
+                aligned = len(subgraph.reached) == len(by_autograd)
+                subgraph.whole = whole_graph(gm, cut, reading, aligned=aligned)
             return lower(
                 *(reading, program.forward, program.backward, program.kept),
                 held=program.held,
@@ -310,14 +310,14 @@ def compile_planned(
             return noting_backward(boxed(lowered, describe, later))
 
         def compiled(run: int) -> Callable[..., Any]:
-            piece = CompiledPiece(in_pieces=in_pieces, autocast=in_autocast if autocast_is_on() else None)
+            subgraph = CompiledSubgraph(in_subgraphs=in_subgraphs, autocast=in_autocast if autocast_is_on() else None)
             if is_last:
-                piece.assumed, piece.without_gradient = assumed, without_gradient
-            piece.repeated = len(repeated_places(repeated))
+                subgraph.assumed, subgraph.without_gradient = assumed, without_gradient
+            subgraph.repeated = len(repeated_places(repeated))
             strides = strides_of_runs[min(run, len(strides_of_runs) - 1)]
             around = Surroundings(receive=receive, strides=strides, repeated=repeated)
             # Some versions of AOTAutograd keep the function, and with it the model, among Dynamo's globals.
-            split = [functools.partial(partition, run=run, piece=piece)]
+            split = [functools.partial(partition, run=run, subgraph=subgraph)]
             with planning_backward(in_autocast=in_autocast):
                 kept = of.traced_in(around) if of is not None else None
                 call = trace_joint(
@@ -330,7 +330,7 @@ def compile_planned(
                 )
             split.clear()
             call = calling_with_each_once(call, repeated)
-            return noting_forward(call, piece, _PASS.get) if digest else call
+            return noting_forward(call, subgraph, _PASS.get) if digest else call
 
         def planned(run: int) -> Callable[..., Any] | None:
             with contextlib.suppress(_UnplannedGraphError):
@@ -343,14 +343,14 @@ def compile_planned(
             if not made and plain.loose:
                 raise UnplannableGraphError("shapes depend on data")
         except UnplannableGraphError as error:
-            if not in_pieces:
+            if not in_subgraphs:
                 raise
             call_numpy(gm)
             log.warning(
                 "a graph of the model that was not planned runs as plain code (%s): %s", error, "; ".join(plain.reasons)
             )
             return gm.forward
-        if not made and (begun or (of is not None and in_pieces)):
+        if not made and (begun or (of is not None and in_subgraphs)):
             call_numpy(gm)
             attach_outputs(gm, cut)
             return _plainly(gm)
@@ -370,14 +370,14 @@ def compile_planned(
             try:
                 return followed.run(plan, args, kwargs)
             except torch._dynamo.exc.Unsupported as error:  # the code has changed and would break the graph now
-                if in_pieces:
+                if in_subgraphs:
                     raise
                 reason = next(iter(str(error).splitlines()), "")
                 raise unplanned(f", where the graph breaks ({reason})") from error
 
         return PlannedCall(run_followed, used, len(programs), followed.decisions)
     decisions = list[Decision]() if decide else None
-    run = compile_call(model, backend, in_pieces=in_pieces, plain=plain, replaced=replaced, decisions=decisions)
+    run = compile_call(model, backend, in_subgraphs=in_subgraphs, plain=plain, replaced=replaced, decisions=decisions)
     return PlannedCall(run, used, len(programs), () if decisions is None else decisions)
 
 

@@ -159,12 +159,12 @@ class Fitted:
         again = self.strayed[key] <= _MOST_STRAYS and not self.failed[key]
         if again:
             self.stale.add(key)
-        more = here.executed - call.pieces
-        ran = f"{here.executed} of its {call.pieces} planned graphs" if more < 0 else "graphs"
+        more = here.executed - call.subgraphs
+        ran = f"{here.executed} of its {call.subgraphs} planned graphs" if more < 0 else "graphs"
         what = (
             f"ran {ran} by the plan and others plainly"
             if more < 0 or here.strayed
-            else (f"ran planned graphs {here.executed} times, where its plan has {call.pieces} runs")
+            else (f"ran planned graphs {here.executed} times, where its plan has {call.subgraphs} runs")
         )
         self._tell(
             f"strayed {again}",
@@ -232,7 +232,7 @@ class Fitted:
                 self._tell(
                     "ways",
                     "has branches on its inputs that go many ways, or on buffers that change, each planned when it was "
-                    "first taken; from here on other ways run by one plan in pieces around these branches",
+                    "first taken; from here on other ways run by one plan in subgraphs around these branches",
                 )
 
             def planned(beside_bytes: int) -> Plan:

@@ -2,7 +2,7 @@
 
 A step need not be one forward and one backward pass: contrastive losses take several forward passes before one
 backward pass, loops throw outputs away, or differentiate a part of them. So each planned forward pass has a record. The
-nodes of autograd that run its pieces backward hold it, so it lasts as long as what the pass saved; and they tell it
+nodes of autograd that run its subgraphs backward hold it, so it lasts as long as what the pass saved; and they tell it
 which outputs a gradient came for.
 """
 
@@ -24,11 +24,11 @@ from memfit.capture.gradients.tangents import Strides, strides_without_overlap
 from memfit.errors import SecondDerivativeError
 from memfit.runtime.unused_outputs import Begun, WholeGraph, with_anchor
 
-__all__ = ["CompiledPiece", "Pass", "PieceOfPass", "in_flight", "noting_backward", "noting_forward"]
+__all__ = ["CompiledSubgraph", "Pass", "SubgraphPass", "in_flight", "noting_backward", "noting_forward"]
 
 log = logging.getLogger(__name__)
 
-_RECORD = "memfit_piece_of_pass"
+_RECORD = "memfit_subgraph_pass"
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -44,9 +44,9 @@ class Pass:
             planned so (True), or the other way round (False).
         apart: where the signatures of passes are noted whose gradients shall be returned use by use.
         turned: where the signature of the first pass is noted of which a gradient came in another layout than planned.
-        executed: how many pieces have run by the plan.
+        executed: how many subgraphs have run by the plan.
         waiting: of how many the backward pass has not run.
-        strayed: whether a piece ran plainly because it was not planned.
+        strayed: whether a subgraph ran plainly because it was not planned.
         turns: how often graphs have run that run more than once, by digest.
     """
 
@@ -64,14 +64,14 @@ class Pass:
 
 
 @dataclass(slots=True, eq=False)
-class CompiledPiece:
+class CompiledSubgraph:
     """Record of one compiled graph.
 
     Attributes:
         reached: for each input the outputs its gradient comes from, None if that is not known; empty: not looked at.
         places: of outputs among the gradients autograd hands to the graph, once it ran.
         lying: by outputs the strides that their gradients are planned with.
-        in_pieces: whether the step has other graphs as well.
+        in_subgraphs: whether the step has other graphs as well.
         autocast: whether the backward pass is planned inside a region (True) or outside (False); None if there is none.
         assumed: outputs that are planned with a gradient, and of which no backward pass of the loop has told yet.
         without_gradient: outputs that are cut since the loop, not the loss, brings them a gradient or none.
@@ -85,7 +85,7 @@ class CompiledPiece:
     reached: Sequence[frozenset[int] | None] = ()
     places: dict[int, int] = field(default_factory=dict)
     lying: Mapping[int, Strides] = field(default_factory=dict)
-    in_pieces: bool = False
+    in_subgraphs: bool = False
     autocast: bool | None = None
     assumed: frozenset[int] = frozenset()
     without_gradient: frozenset[int] = frozenset()
@@ -96,16 +96,16 @@ class CompiledPiece:
 
     def told_apart(self) -> bool:
         """Whether it matters which outputs got a gradient."""
-        return self.in_pieces or self.whole is not None or len({r for r in self.reached if r}) > 1
+        return self.in_subgraphs or self.whole is not None or len({r for r in self.reached if r}) > 1
 
 
 @dataclass(slots=True, eq=False)
-class PieceOfPass:
+class SubgraphPass:
     """One run of a graph.
 
     Attributes:
         of: the pass it belongs to.
-        piece: the graph.
+        subgraph: the graph.
         missing: outputs that got no gradient in the backward pass that runs now.
         nothing: whether no output got one.
         begun: of a graph with cut outputs, the inputs and random states that recompute it.
@@ -117,7 +117,7 @@ class PieceOfPass:
     """
 
     of: Pass
-    piece: CompiledPiece
+    subgraph: CompiledSubgraph
     missing: frozenset[int] = frozenset()
     nothing: bool = False
     begun: Begun | None = None
@@ -132,7 +132,7 @@ class PieceOfPass:
 
         Where other code brings some as well, eager adds up all of them one after the other.
         """
-        for place in self.piece.summed:
+        for place in self.subgraph.summed:
             if not (isinstance(operands[place], torch.Tensor) and operands[place].requires_grad):
                 continue
             edge = get_gradient_edge(operands[place])
@@ -142,7 +142,7 @@ class PieceOfPass:
 
     def note_sums(self, gradients: Sequence[Any]) -> None:
         """Told what the graph returns to autograd."""
-        returned = {place: gradients[place] for place in self.piece.summed}
+        returned = {place: gradients[place] for place in self.subgraph.summed}
         self.sums = {place: _identity(g) for place, g in returned.items() if isinstance(g, torch.Tensor)}
 
     def _note_sum(self, place: int, output: int, handles: list[Any], gradients: Sequence[Any]) -> None:
@@ -157,13 +157,13 @@ class PieceOfPass:
         log.warning(
             "other code adds to the gradient of %s in the same backward pass, and the plan adds up those of several "
             "uses first: this step's is equal to the plain one up to rounding, the next step is planned use by use",
-            self.piece.summed[place],
+            self.subgraph.summed[place],
         )
 
     def note(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Told by autograd, right before the graph runs backward, what comes in."""
         absent = [gradient is None for gradient in gradients]
-        self.missing = frozenset(o for o, place in self.piece.places.items() if absent[place])
+        self.missing = frozenset(o for o, place in self.subgraph.places.items() if absent[place])
         self.nothing = all(absent) and not self.arrived
         self.without = self._without()
         if self.arrived or self.without:
@@ -171,10 +171,10 @@ class PieceOfPass:
 
     def _without(self) -> frozenset[int]:
         """Outputs that the loop was assumed to use and does not, if that is known now for the first time."""
-        assumed, key = self.piece.assumed, self.of.key
+        assumed, key = self.subgraph.assumed, self.of.key
         if not assumed or key is None or self.nothing:
             return frozenset()
-        self.piece.assumed = frozenset()
+        self.subgraph.assumed = frozenset()
         without = assumed & self.missing
         known = key in self.of.widened or key in self.of.narrowed
         return (
@@ -184,8 +184,8 @@ class PieceOfPass:
     def note_autocast(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Told by autograd, in the region that the backward pass runs in."""
         inside = autocast_is_on()
-        if inside is self.piece.autocast:
-            self.piece.settled = self.piece.settled or self.of.key is not None
+        if inside is self.subgraph.autocast:
+            self.subgraph.settled = self.subgraph.settled or self.of.key is not None
             return
         self.otherwise = self.begun is not None and self.begun.can_recompute()
         if self.otherwise:
@@ -210,9 +210,9 @@ class PieceOfPass:
         """Told by autograd, before the graph runs backward and copies what lies otherwise than planned."""
         arrived = self._by_output(gradients)
         if self.of.turned or not any(
-            _lies_otherwise(gradient, self.piece.lying[output])
+            _lies_otherwise(gradient, self.subgraph.lying[output])
             for output, gradient in arrived.items()
-            if output in self.piece.lying
+            if output in self.subgraph.lying
         ):
             return
         self.of.turned.add(self.of.key)
@@ -222,7 +222,7 @@ class PieceOfPass:
         )
 
     def _by_output(self, gradients: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor]:
-        return {o: g for o, place in self.piece.places.items() if (g := gradients[place]) is not None}
+        return {o: g for o, place in self.subgraph.places.items() if (g := gradients[place]) is not None}
 
     def arrive(self, gradient: torch.Tensor, position: int) -> None:
         """Told by autograd, before that, the gradient of a cut output."""
@@ -231,20 +231,20 @@ class PieceOfPass:
     def recompute(self) -> tuple[torch.Tensor | None, ...]:
         """The gradients of all outputs, cut ones too, by a second forward pass."""
         begun, arrived, by_cut = self.begun, self.others | self.arrived, frozenset(self.arrived)
-        inside = self.otherwise is not bool(self.piece.autocast)  # the other one if otherwise
+        inside = self.otherwise is not bool(self.subgraph.autocast)  # the other one if otherwise
         without = self.without
         self.arrived, self.others, self.otherwise = {}, {}, False
         self.missing = self.without = frozenset()
         assert begun is not None
         if without:
-            self.of.narrowed[self.of.key] = self.piece.without_gradient | without
+            self.of.narrowed[self.of.key] = self.subgraph.without_gradient | without
             log.warning(
                 "no gradient arrived for a tensor that the forward pass leaves on a module or in a hook, and it was "
                 "planned with one, which may be used by the loop: this step's forward pass is recomputed without a "
                 "plan, with the same bits and over the budget, and the next one is planned without that gradient; "
                 "detach() such a tensor where the model leaves it"
             )
-        beside = self.of.narrowed.get(self.of.key, self.piece.without_gradient)
+        beside = self.of.narrowed.get(self.of.key, self.subgraph.without_gradient)
         if by_cut and by_cut <= beside:
             self.of.narrowed[self.of.key] = beside - by_cut
             log.warning(
@@ -270,41 +270,41 @@ def in_flight(passes: list[weakref.ref[Pass]]) -> list[Pass]:
 
 
 def noting_forward(
-    call: Callable[..., Any], piece: CompiledPiece, current: Callable[[], Pass | None]
+    call: Callable[..., Any], subgraph: CompiledSubgraph, current: Callable[[], Pass | None]
 ) -> Callable[..., Any]:
     """A compiled graph that hangs a record of each run on the node of autograd it makes."""
 
     def run(*operands: Any) -> Any:
         here = current()
-        unsettled = piece.assumed or (piece.autocast is not None and not piece.settled)
-        asked = piece.whole is not None and (piece.whole.cut or (unsettled and here and here.key is not None))
-        begun = Begun.now(piece.whole, operands) if piece.whole is not None and asked else None
+        unsettled = subgraph.assumed or (subgraph.autocast is not None and not subgraph.settled)
+        asked = subgraph.whole is not None and (subgraph.whole.cut or (unsettled and here and here.key is not None))
+        begun = Begun.now(subgraph.whole, operands) if subgraph.whole is not None and asked else None
         outputs = call(*operands)
-        node = None if here is None else _node_of(outputs, piece.places)
+        node = None if here is None else _node_of(outputs, subgraph.places)
         if here is None or node is None:
             return outputs
         here.executed += 1
         here.waiting += 1
-        record = PieceOfPass(here, piece)
+        record = SubgraphPass(here, subgraph)
         setattr(node, _RECORD, record)
         _refuse_second_derivatives(type(node))
         record.watch(operands)
-        if piece.told_apart():
+        if subgraph.told_apart():
             node.register_prehook(record.note)
-        if piece.autocast is not None:
+        if subgraph.autocast is not None:
             node.register_prehook(record.note_autocast)
-        if piece.lying and here.key is not None and not here.turned:
+        if subgraph.lying and here.key is not None and not here.turned:
             node.register_prehook(record.note_layouts)
         return outputs if begun is None else _anchored(outputs, record, begun, node)
 
     return run
 
 
-def _anchored(outputs: Sequence[Any], record: PieceOfPass, begun: Begun, node: Any) -> tuple[Any, ...]:
+def _anchored(outputs: Sequence[Any], record: SubgraphPass, begun: Begun, node: Any) -> tuple[Any, ...]:
     """The outputs, those that were cut with an edge to the node that runs the graph backward."""
     begun.done()
     record.begun = begun
-    anchor = next(outputs[i] for i in record.piece.places if outputs[i].grad_fn is node)
+    anchor = next(outputs[i] for i in record.subgraph.places if outputs[i].grad_fn is node)
     anchored = list(outputs)
     for position in begun.whole.cut:
         arrive = functools.partial(record.arrive, position=position)
@@ -324,7 +324,7 @@ def _refuse_second_derivatives(node_type: Any) -> None:
 
     def double_backward(ctx: Any, *rest: Any) -> Any:
         gradients = make(ctx, *rest)
-        record: PieceOfPass | None = getattr(ctx, _RECORD, None)
+        record: SubgraphPass | None = getattr(ctx, _RECORD, None)
         made = next((g.grad_fn for g in gradients if isinstance(g, torch.Tensor) and g.grad_fn is not None), None)
         if record is not None and made is not None:
             made.register_prehook(functools.partial(_refuse, record.of))
@@ -391,7 +391,7 @@ def noting_backward(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], A
     @functools.wraps(call)
     def run(operands: list[Any]) -> Any:
         node = torch._C._current_autograd_node()
-        record: PieceOfPass | None = getattr(node, _RECORD, None)
+        record: SubgraphPass | None = getattr(node, _RECORD, None)
         if record is None:
             return call(operands)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
@@ -399,11 +399,11 @@ def noting_backward(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], A
         kept = torch._C._autograd._get_current_graph_task_keep_graph()
         if record.arrived or record.otherwise or record.without:
             operands.clear()
-            gradients = record.recompute() + (None,) * record.piece.repeated
+            gradients = record.recompute() + (None,) * record.subgraph.repeated
             record.begun = record.begun if kept else None
             return gradients
         record.begun = record.begun if kept else None
-        reached, missing, nothing = record.piece.reached, record.missing, record.nothing
+        reached, missing, nothing = record.subgraph.reached, record.missing, record.nothing
         record.missing, record.nothing = frozenset(), False
         if nothing and reached:
             operands.clear()

@@ -72,7 +72,7 @@ def fused_call(reading: JointReading, ops: Sequence[FusedOp], streamed: Collecti
     """Builds the call for ops that follow each other.
 
     Args:
-        reading: the piece.
+        reading: the subgraph.
         ops: the fused region.
         streamed: storages that live on tiers.
     """
@@ -140,7 +140,7 @@ def fused_call(reading: JointReading, ops: Sequence[FusedOp], streamed: Collecti
             streams[len(operands)] = storage
             operands[reading.storages[storage].base, None] = graph.placeholder(f"operand_{len(operands)}")
     values = [reading.storages[s].base.meta["val"] for s in results]
-    pieces: list[tuple[list[Tile], list[Tile]]] = []
+    tile_runs: list[tuple[list[Tile], list[Tile]]] = []
     if tilings is not None and tiles is not None:
         graph.output(tuple(made[s] if s in sums else tiles.take(made[s]) for s in results))
         stays = {
@@ -148,7 +148,7 @@ def fused_call(reading: JointReading, ops: Sequence[FusedOp], streamed: Collecti
             for s, value in zip(results, values, strict=True)
             if s not in sums
         }
-        pieces = _pieces(reading, ops, tilings, results, stays, slices.grid)
+        tile_runs = _tile_runs(reading, ops, tilings, results, stays, slices.grid)
     else:
         graph.output(tuple(made[s] for s in results))
     target = in_slices(
@@ -165,7 +165,7 @@ def fused_call(reading: JointReading, ops: Sequence[FusedOp], streamed: Collecti
             over=[over.get(s) for s in results],
             sums={place for place, s in enumerate(results) if s in sums},
             totals=[results.index(s) for s in totals],
-            pieces=pieces,
+            tile_runs=tile_runs,
             streams=taken,
             into=into,
         )
@@ -230,7 +230,7 @@ def _tiling(call: fx.Node | Call, axes: int) -> Tiling:
     return tiling
 
 
-def _pieces(
+def _tile_runs(
     reading: JointReading,
     ops: Sequence[FusedOp],
     tilings: Sequence[Tiling],
@@ -250,9 +250,9 @@ def _pieces(
     ]
     own = {storage: tiles_of(extents, grid) for storage, extents in stays.items()}
     found: list[tuple[list[Tile], list[Tile]]] = []
-    for number, pieces in enumerate(schedule(tiled, stays, grid)):
-        there = {s: piece.made for op, piece in zip(tiled, pieces, strict=True) for s in op.results}
-        given = [tile for piece in pieces for tile in (piece.made, *piece.taken)]
+    for number, op_tiles in enumerate(schedule(tiled, stays, grid)):
+        there = {s: op_tile.made for op, op_tile in zip(tiled, op_tiles, strict=True) for s in op.results}
+        given = [tile for op_tile in op_tiles for tile in (op_tile.made, *op_tile.taken)]
         given += [within(own[s][number], there[s]) for s in results if s in own]
         found.append((given, [own[s][number] if s in own else () for s in results]))
     return found

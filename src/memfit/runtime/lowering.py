@@ -38,10 +38,10 @@ def lower(
     adding: Mapping[int, Accumulation] | None = None,
     waits_until: int | None = None,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Builds the two graph modules of one piece.
+    """Builds the two graph modules of one subgraph.
 
     Args:
-        reading: the piece.
+        reading: the subgraph.
         forward: what runs in the forward pass, in order.
         backward: what runs in the backward pass, in order.
         kept: local storages of forward results handed to the backward pass; inputs need not be named.

@@ -1,15 +1,15 @@
-"""A program, split among the captured pieces: what each runs of it, in the numbers of its own joint graph.
+"""A program, split among the captured subgraphs: what each runs of it, in the numbers of its own joint graph.
 
 A program (`memfit.ir.program`) speaks of the ops and storages of the whole step. What runs is one forward and one
-backward graph for each captured piece, in each of which ops and storages have numbers of their own.
+backward graph for each captured subgraph, in each of which ops and storages have numbers of their own.
 
-The technique is a walk over the instructions in order. An op goes to the piece it was captured in, to the forward pass
-before the loss and to the backward pass after it, and is marked with what follows from its place: whether it runs
-again, whether it restores a random state, is fused with the next op, or is half of a call. A storage made in
-the forward pass that the backward pass reads before recomputing it is handed over. A joint graph is known again
-by a digest of its ops, operands and shapes, as Dynamo traces it a second time when the plan is compiled.
+The technique is a walk over the instructions in order. An op goes to the subgraph it was captured in, to the forward
+pass before the loss and to the backward pass after it, and is marked with what follows from its place: whether it runs
+again, whether it restores a random state, is fused with the next op, or is half of a call. A storage made in the
+forward pass that the backward pass reads before recomputing it is handed over. A joint graph is known again by a digest
+of its ops, operands and shapes, as Dynamo traces it a second time when the plan is compiled.
 
-Known limits: an op runs in its own piece only, so what crosses between pieces is never recomputed elsewhere.
+Known limits: an op runs in its own subgraph only, so what crosses between subgraphs is never recomputed elsewhere.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from memfit.ops.accumulation import Accumulate
 from memfit.runtime.emitter import LocalInstruction, LocalMove, Move
 from memfit.runtime.offload.engine import Slot
 
-__all__ = ["PieceProgram", "piece_programs", "reading_digest"]
+__all__ = ["SubgraphProgram", "subgraph_programs", "reading_digest"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PieceProgram:
+class SubgraphProgram:
     """The part of a program that one captured graph runs.
 
     Attributes:
@@ -65,20 +65,20 @@ class PieceProgram:
     waits_until: int | None = None
 
 
-def piece_programs(capture: Capture, program: Program) -> tuple[PieceProgram, ...]:
-    """Splits a program among the pieces of its capture.
+def subgraph_programs(capture: Capture, program: Program) -> tuple[SubgraphProgram, ...]:
+    """Splits a program among the subgraphs of its capture.
 
     Args:
         capture: the captured step.
         program: a checked program of it.
 
     Returns:
-        One piece program for each piece.
+        One subgraph program for each subgraph.
     """
     graph = capture.graph
-    local_op = {id(op): i for piece in capture.pieces.pieces for i, op in enumerate(piece.reading.ops)}
+    local_op = {id(op): i for subgraph in capture.subgraphs.subgraphs for i, op in enumerate(subgraph.reading.ops)}
     runs_again = set(program.recomputed())
-    count = len(capture.pieces.pieces)
+    count = len(capture.subgraphs.subgraphs)
     forward: list[list[LocalInstruction | LocalMove]] = [[] for _ in range(count)]
     backward: list[list[LocalInstruction | LocalMove]] = [[] for _ in range(count)]
     kept: list[dict[int, None]] = [{} for _ in range(count)]
@@ -90,13 +90,13 @@ def piece_programs(capture: Capture, program: Program) -> tuple[PieceProgram, ..
     fused, handed_on = _fused(program)
     local = _local_storages(capture)
     held = [frozenset(numbers[s] for s in graph.outputs if s in numbers) for numbers in local]
-    piece_of = {s: op.piece for op in graph.ops for s in op.writes}
+    subgraph_of = {s: op.subgraph for op in graph.ops for s in op.writes}
 
     def move(kind: Move, storage: int) -> None:
-        piece = piece_of[storage]
-        (backward if past_loss else forward)[piece].append(LocalMove(kind, local[piece][storage]))
+        subgraph = subgraph_of[storage]
+        (backward if past_loss else forward)[subgraph].append(LocalMove(kind, local[subgraph][storage]))
         if past_loss and kind is Move.IN:
-            written_back[piece].add(local[piece][storage])
+            written_back[subgraph].add(local[subgraph][storage])
 
     position = -1
     for place, instruction in enumerate(program.instructions):
@@ -124,43 +124,43 @@ def piece_programs(capture: Capture, program: Program) -> tuple[PieceProgram, ..
         run = LocalInstruction(
             index=local_op[id(joint)],
             again=index in seen,
-            over=local[op.piece].get(instruction.over),
+            over=local[op.subgraph].get(instruction.over),
             chunks=instruction.chunks,
             from_statistics=from_statistics,
             save_state=random and index not in seen,
             replay=random and index in seen,
             fused=fused[position],
             sliced=instruction.sliced,
-            handed_on=tuple(local[op.piece][s] for s in handed_on[position]),
+            handed_on=tuple(local[op.subgraph][s] for s in handed_on[position]),
             with_next=_runs_with_next(capture, instruction, following),
         )
         seen.add(index)
         if not past_loss:
-            forward[op.piece].append(run)
+            forward[op.subgraph].append(run)
             continue
-        storages = capture.pieces.pieces[op.piece].reading.storages
+        storages = capture.subgraphs.subgraphs[op.subgraph].reading.storages
         reads, writes = (joint.again_reads, joint.writes[:1]) if from_statistics else (joint.reads, joint.writes)
         for storage in reads if run.over is None else (*reads, run.over):
-            if storages[storage].kind is StorageKind.FORWARD and storage not in written_back[op.piece]:
-                kept[op.piece][storage] = None
-        written_back[op.piece].update(s for s in writes if s not in held[op.piece])
-        backward[op.piece].append(run)
+            if storages[storage].kind is StorageKind.FORWARD and storage not in written_back[op.subgraph]:
+                kept[op.subgraph][storage] = None
+        written_back[op.subgraph].update(s for s in writes if s not in held[op.subgraph])
+        backward[op.subgraph].append(run)
         if capture.deferred and op.phase is Phase.BACKWARD and index not in capture.deferred:
-            waits_until[op.piece] = len(backward[op.piece])
+            waits_until[op.subgraph] = len(backward[op.subgraph])
     for storage in program.streamed():
-        kept[piece_of[storage]].pop(local[piece_of[storage]][storage], None)
+        kept[subgraph_of[storage]].pop(local[subgraph_of[storage]][storage], None)
     swapped = {s: (tier, graph.storages[s].nbytes) for s, tier in program.swapped().items()}
     streamed = {s: (tier, tier_bytes(graph, s)) for s, tier in program.streamed().items()}
     # Gradients may be forward results as they are.
-    for index, piece in enumerate(capture.pieces.pieces):
-        for storage in piece.reading.gradient_storages:
-            if piece.reading.storages[storage].kind is StorageKind.FORWARD:
+    for index, subgraph in enumerate(capture.subgraphs.subgraphs):
+        for storage in subgraph.reading.gradient_storages:
+            if subgraph.reading.storages[storage].kind is StorageKind.FORWARD:
                 kept[index][storage] = None
     return tuple(
-        PieceProgram(
-            digest=reading_digest(piece.reading),
-            separated=piece.reading.separated,
-            grid=piece.reading.grid,
+        SubgraphProgram(
+            digest=reading_digest(subgraph.reading),
+            separated=subgraph.reading.separated,
+            grid=subgraph.reading.grid,
             forward=tuple(forward[i]),
             backward=tuple(backward[i]),
             kept=tuple(kept[i]),
@@ -168,13 +168,13 @@ def piece_programs(capture: Capture, program: Program) -> tuple[PieceProgram, ..
             slots={
                 local[i][s]: Slot(tier=tier, nbytes=nbytes)
                 for s, (tier, nbytes) in (swapped | streamed).items()
-                if piece_of[s] == i
+                if subgraph_of[s] == i
             },
-            streamed=frozenset(local[i][s] for s in streamed if piece_of[s] == i),
-            accumulate=_accumulation(piece.reading),
+            streamed=frozenset(local[i][s] for s in streamed if subgraph_of[s] == i),
+            accumulate=_accumulation(subgraph.reading),
             waits_until=waits_until[i],
         )
-        for i, piece in enumerate(capture.pieces.pieces)
+        for i, subgraph in enumerate(capture.subgraphs.subgraphs)
     )
 
 
@@ -205,11 +205,11 @@ def _fused(program: Program) -> tuple[list[bool], list[list[int]]]:
 
 
 def _local_storages(capture: Capture) -> list[dict[int | None, int]]:
-    """For each piece the storages of the step by the numbers they have there."""
-    local: list[dict[int | None, int]] = [{} for _ in capture.pieces.pieces]
+    """For each subgraph the storages of the step by the numbers they have there."""
+    local: list[dict[int | None, int]] = [{} for _ in capture.subgraphs.subgraphs]
     for op, joint in zip(capture.graph.ops, capture.joint_ops, strict=True):
         if joint is not None:
-            local[op.piece].update(zip(op.writes, joint.writes, strict=True))
+            local[op.subgraph].update(zip(op.writes, joint.writes, strict=True))
     return local
 
 

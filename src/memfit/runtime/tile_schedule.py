@@ -18,7 +18,7 @@ from memfit.ops.batching.rules import sums_of
 from memfit.ops.tiling.rule import Tiling
 from memfit.ops.tiling.window import Tile, tiles_of
 
-__all__ = ["Piece", "TiledOp", "schedule", "within"]
+__all__ = ["OpTile", "TiledOp", "schedule", "within"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class TiledOp:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class OpTile:
     """Work of one op for one tile of a run.
 
     Attributes:
@@ -52,7 +52,7 @@ class Piece:
     taken: tuple[Tile, ...]
 
 
-def schedule(ops: Sequence[TiledOp], stays: Mapping[int, Sequence[int]], grid: Sequence[int]) -> list[list[Piece]]:
+def schedule(ops: Sequence[TiledOp], stays: Mapping[int, Sequence[int]], grid: Sequence[int]) -> list[list[OpTile]]:
     """For each tile what each op does.
 
     Args:
@@ -63,10 +63,10 @@ def schedule(ops: Sequence[TiledOp], stays: Mapping[int, Sequence[int]], grid: S
     own = {storage: tiles_of(extents, grid) for storage, extents in stays.items()}
     added_up = [tiles_of(op.tiling.extents, grid) for op in ops]
     count = len(added_up[0])
-    return [_pieces(ops, {s: of[n] for s, of in own.items()}, [of[n] for of in added_up]) for n in range(count)]
+    return [_op_tiles(ops, {s: of[n] for s, of in own.items()}, [of[n] for of in added_up]) for n in range(count)]
 
 
-def _pieces(ops: Sequence[TiledOp], wanted: dict[int, Tile], own: Sequence[Tile]) -> list[Piece]:
+def _op_tiles(ops: Sequence[TiledOp], wanted: dict[int, Tile], own: Sequence[Tile]) -> list[OpTile]:
     made: list[Tile] = []
     for op, alone in zip(reversed(ops), reversed(own), strict=True):
         here: Tile | None = None
@@ -77,10 +77,10 @@ def _pieces(ops: Sequence[TiledOp], wanted: dict[int, Tile], own: Sequence[Tile]
         for storage, needed in zip(op.operands, op.tiling.needs(made[-1]), strict=True):
             wanted[storage] = _hull(wanted.get(storage), needed)
     there: dict[int, Tile] = {}
-    found: list[Piece] = []
+    found: list[OpTile] = []
     for op, here in zip(ops, reversed(made), strict=True):
         needs = zip(op.operands, op.tiling.needs(here), strict=True)
-        found.append(Piece(made=here, taken=tuple(within(tile, there.get(s)) for s, tile in needs)))
+        found.append(OpTile(made=here, taken=tuple(within(tile, there.get(s)) for s, tile in needs)))
         there.update(dict.fromkeys(op.results, here))
     return found
 

@@ -44,7 +44,7 @@ def check(graph: StepGraph, program: Program) -> None:
     ran: set[int] = set()
     past_loss = False
     drawn = -1
-    piece_running = -1
+    subgraph_running = -1
     rerun: list[int] = []  # after the loss
     sliced = _check_sliced(graph, program)
     _check_swaps(graph, program)
@@ -100,17 +100,17 @@ def check(graph: StepGraph, program: Program) -> None:
         if op.phase is Phase.BACKWARD:
             if not past_loss:
                 raise ProgramError(f"{where}: backward op {op.name} runs before the loss")
-            piece_running = op.piece
-            for early in (graph.ops[i] for i in rerun if graph.ops[i].piece < op.piece):
+            subgraph_running = op.subgraph
+            for early in (graph.ops[i] for i in rerun if graph.ops[i].subgraph < op.subgraph):
                 raise ProgramError(
-                    f"{where}: {early.name} of piece {early.piece} ran again before the backward pass of piece "
-                    f"{op.piece} ended"
+                    f"{where}: {early.name} of subgraph {early.subgraph} ran again before the backward pass of "
+                    f"subgraph {op.subgraph} ended"
                 )
         past_loss = past_loss or op.phase is Phase.LOSS
-        if past_loss and op.phase is Phase.FORWARD and -1 < piece_running < op.piece:
+        if past_loss and op.phase is Phase.FORWARD and -1 < subgraph_running < op.subgraph:
             raise ProgramError(
-                f"{where}: {op.name} of piece {op.piece} is recomputed after the backward pass "
-                f"reached piece {piece_running}"
+                f"{where}: {op.name} of subgraph {op.subgraph} is recomputed after the backward pass "
+                f"reached subgraph {subgraph_running}"
             )
         if past_loss and op.phase is Phase.FORWARD:
             rerun.append(index)
@@ -199,8 +199,8 @@ def _check_streams(graph: StepGraph, program: Program) -> set[int]:
 
 
 def _check_given_up(graph: StepGraph, program: Program) -> None:
-    """Checks that nothing on its way out is given up after the loss but before the backward pass of its piece."""
-    piece = {s: op.piece for op in graph.ops for s in op.writes}
+    """Checks that nothing on its way out is given up after the loss but before the backward pass of its subgraph."""
+    subgraph = {s: op.subgraph for op in graph.ops for s in op.writes}
     reached: int | None = None  # by the backward pass
     leaving: set[int] = set()
     for position, instruction in enumerate(program.instructions):
@@ -210,15 +210,15 @@ def _check_given_up(graph: StepGraph, program: Program) -> None:
         elif gone in leaving:
             assert gone is not None
             leaving.discard(gone)
-            if reached is not None and piece[gone] < reached:
+            if reached is not None and subgraph[gone] < reached:
                 name = graph.storages[gone].name
-                raise ProgramError(f"instruction {position} gives {name} up before the backward pass of its piece")
+                raise ProgramError(f"instruction {position} gives {name} up before the backward pass of its subgraph")
         if instruction.action is Action.COMPUTE and 0 <= instruction.index < len(graph.ops):
             op = graph.ops[instruction.index]
             if op.phase is Phase.LOSS:
-                reached = max(op.piece for op in graph.ops)
+                reached = max(op.subgraph for op in graph.ops)
             elif op.phase is Phase.BACKWARD:
-                reached = op.piece
+                reached = op.subgraph
 
 
 def _check_sliced(graph: StepGraph, program: Program) -> set[int]:
@@ -229,7 +229,7 @@ def _check_sliced(graph: StepGraph, program: Program) -> set[int]:
     """
     sliced: set[int] = set()
     ran: set[int] = set()
-    piece_of = {s: op.piece for op in graph.ops for s in op.writes}
+    subgraph_of = {s: op.subgraph for op in graph.ops for s in op.writes}
     start = 0
     for run in program.runs():
         where = f"instruction {start}"
@@ -241,7 +241,7 @@ def _check_sliced(graph: StepGraph, program: Program) -> set[int]:
                 raise ProgramError(f"{where} fuses ops, but the step has {len(graph.ops)} ops")
             if len(set(computes)) < len(computes):
                 raise ProgramError(f"{where} fuses an op with itself")
-            _check_slices(graph, run, ran, piece_of, where)
+            _check_slices(graph, run, ran, subgraph_of, where)
             sliced.update(range(start, start + len(run)))
         ran.update(computes)
         start += len(run)
@@ -251,7 +251,7 @@ def _check_sliced(graph: StepGraph, program: Program) -> set[int]:
 
 
 def _check_slices(
-    graph: StepGraph, run: Sequence[Instruction], ran: Collection[int], piece_of: Mapping[int, int], where: str
+    graph: StepGraph, run: Sequence[Instruction], ran: Collection[int], subgraph_of: Mapping[int, int], where: str
 ) -> None:
     held = graph.held_to_the_end()
 
@@ -259,8 +259,8 @@ def _check_slices(
         return graph.ops[index].later if index in ran else graph.ops[index]
 
     ops = [runs(i.index) for i in run if i.action is Action.COMPUTE]
-    if len({(op.by_slices and op.by_slices.cut, op.piece) for op in ops}) > 1:
-        raise ProgramError(f"{where}: ops are fused, but not of the same samples of the same piece")
+    if len({(op.by_slices and op.by_slices.cut, op.subgraph) for op in ops}) > 1:
+        raise ProgramError(f"{where}: ops are fused, but not of the same samples of the same subgraph")
     in_tiles = any(op.by_slices is not None and op.by_slices.grid for op in ops)
     taken = {s for op in ops for s in op.reads} if in_tiles else set[int]()
     whole = {s for op in ops for s in _read_whole(op)}
@@ -285,7 +285,7 @@ def _check_slices(
         if over is None:
             continue
         ours = op.writes[0] not in freed and op.writes[0] not in op.by_slices.sums
-        elsewhere = piece_of.get(over) != op.piece
+        elsewhere = subgraph_of.get(over) != op.subgraph
         if over in whole or over in taken or over in written or over in held or not ours or elsewhere:
             raise ProgramError(f"{where}: {op.name} cannot run in place slice by slice")
         if not graph.storages[over].reusable:

@@ -118,13 +118,13 @@ def _read(graph: StepGraph, run: dict[_Moment, int], solution: Solution) -> list
 
 
 def _runs(graph: StepGraph, problem: Milp) -> dict[_Moment, int]:
-    """A variable for every op that may be recomputed in a stage; see `memfit.sim.verifier` for the pieces."""
+    """A variable for every op that may be recomputed in a stage; see `memfit.sim.verifier` for the subgraphs."""
     run: dict[_Moment, int] = {}
     for stage in range(1, len(graph.ops)):
         before, coming = graph.ops[stage - 1], graph.ops[stage]
         for index, op in enumerate(graph.ops[:stage]):
-            closed = before.phase is Phase.BACKWARD and op.piece > before.piece
-            closed = closed or (coming.phase is Phase.BACKWARD and op.piece < coming.piece)
+            closed = before.phase is Phase.BACKWARD and op.subgraph > before.subgraph
+            closed = closed or (coming.phase is Phase.BACKWARD and op.subgraph < coming.subgraph)
             if op.phase is Phase.FORWARD and op.recomputable and not closed:
                 run[stage, index] = problem.variable()
     return run

@@ -65,8 +65,8 @@ def loss_of(output: Tensor) -> Tensor:
 def test_the_captured_step_takes_the_road_of_eager(question: str) -> None:
     model, x = Asking(QUESTIONS[question]), torch.randn(3, 8)
     capture = capture_step(model, (x,), {}, loss_fn=loss_of)
-    (piece,) = capture.pieces.pieces
-    assert not [op for op in piece.reading.ops if "sin" in op.node.name]
+    (subgraph,) = capture.subgraphs.subgraphs
+    assert not [op for op in subgraph.reading.ops if "sin" in op.node.name]
 
 
 def test_a_fitted_model_takes_it_too() -> None:
@@ -120,7 +120,7 @@ def test_torch_itself_hears_that_it_is_traced() -> None:
             result: Tensor = torch.vmap(lambda row: row * row.sum())(self.layer(x))
             return result
 
-    assert len(capture_step(Mapped(), (torch.randn(3, 8),), {}, loss_fn=loss_of).pieces.pieces) == 1
+    assert len(capture_step(Mapped(), (torch.randn(3, 8),), {}, loss_fn=loss_of).subgraphs.subgraphs) == 1
 
 
 def test_other_compilations_hear_torchs_answer_again() -> None:
@@ -178,7 +178,7 @@ def test_a_context_variable_breaks_no_graph() -> None:
             return self.layer(x) * (2.0 if is_compiling_anywhere() else 1.0)
 
     model, x = Collecting(), torch.randn(3, 8)
-    assert not capture_step(model, (x,), {}, loss_fn=loss_of).pieces.breaks
+    assert not capture_step(model, (x,), {}, loss_fn=loss_of).subgraphs.breaks
     memfit.fit(model, (x,), budget="1GiB", loss_fn=loss_of, search_seconds=0.1)  # proves that nothing is doubled
 
 
@@ -198,4 +198,4 @@ def test_a_function_that_only_warns_breaks_no_graph() -> None:
             self.warn_of_padding(x)
             return self.layer(x)
 
-    assert not capture_step(Careful(), (torch.randn(3, 8),), {}, loss_fn=loss_of).pieces.breaks
+    assert not capture_step(Careful(), (torch.randn(3, 8),), {}, loss_fn=loss_of).subgraphs.breaks

@@ -1,4 +1,4 @@
-"""A view that a piece makes of its input, uses and returns: later code's gradient is added to each of its uses."""
+"""A view that a subgraph makes of its input, uses and returns: later code's gradient is added to each of its uses."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ def test_gradients_of_a_returned_view_are_added_as_in_eager(kind: type[nn.Module
     assert not told
 
 
-def test_the_view_is_an_input_of_the_piece() -> None:
+def test_the_view_is_an_input_of_the_subgraph() -> None:
     capture = capture_step(Detecting(), (X,), {}, loss_fn=loss_of)
-    assert len(capture.pieces.pieces) == 2
-    assert list(capture.shared.values()) == [{max(capture.pieces.pieces[-1].terms): 3}]
+    assert len(capture.subgraphs.subgraphs) == 2
+    assert list(capture.shared.values()) == [{max(capture.subgraphs.subgraphs[-1].terms): 3}]
 
 
 class Prototypes(nn.Module):

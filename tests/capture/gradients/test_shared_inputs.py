@@ -1,4 +1,4 @@
-"""Gradients of tensors that several pieces take, where one of them uses such a tensor several times."""
+"""Gradients of tensors that several subgraphs take, where one of them uses such a tensor several times."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.notices import notices
 
 
 class _Broken(nn.Module):
-    """What a break and its pieces share."""
+    """What a break and its subgraphs share."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class _Broken(nn.Module):
 
 
 class _Intermediate(_Broken):
-    """A result of the first piece that the second uses three times, and the third."""
+    """A result of the first subgraph that the second uses three times, and the third."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.first(x)
@@ -44,7 +44,7 @@ class _PlainCode(_Broken):
 
 
 class _Weight(_Broken):
-    """A parameter that both pieces use, the first three times."""
+    """A parameter that both subgraphs use, the first three times."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = (self.first(x * self.scale) * self.scale).tanh() * self.scale.cos()

@@ -1,4 +1,4 @@
-"""Gradients that come from several pieces are added up by autograd, in new memory where it may not write over one."""
+"""Gradients of several subgraphs are added up by autograd, in new memory where it may not write over one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def outside(x: Tensor) -> Tensor:
 
 
 class Shared(nn.Module):
-    """A parameter that two pieces use."""
+    """A parameter that two subgraphs use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Shared(nn.Module):
 
 
 class Residual(nn.Module):
-    """A result of the first piece that two others take, which save nothing."""
+    """A result of the first subgraph that two others take, which save nothing."""
 
     weight: Tensor
 

@@ -47,7 +47,7 @@ class Shuffled(nn.Module):
 
 
 class Broken(nn.Module):
-    """Pieces around code that draws a number outside torch, which hand each other gradients of another layout."""
+    """Subgraphs around code that draws a number outside torch, which hand each other gradients of another layout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Broken(nn.Module):
 
 
 class Sine(nn.Module):
-    """Two pieces; the first leaves a number behind that nobody uses."""
+    """Two subgraphs; the first leaves a number behind that nobody uses."""
 
     def __init__(self, times: int) -> None:
         super().__init__()
@@ -75,8 +75,8 @@ class Sine(nn.Module):
         return x.sin()
 
 
-class ManyPieces(nn.Module):
-    """The first piece sums over its gradient, the last one turns it."""
+class ManySubgraphs(nn.Module):
+    """The first subgraph sums over its gradient, the last one turns it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,25 +124,25 @@ def test_a_permuted_output_gives_the_plain_steps_bits(name: str) -> None:
     assert len(expected) == len(found) == 2
 
 
-def test_pieces_hand_each_other_gradients_as_in_the_plain_step() -> None:
+def test_subgraphs_hand_each_other_gradients_as_in_the_plain_step() -> None:
     torch.manual_seed(0)
     model, x, loss = Broken(), torch.randn(7, 333, 32), LOSSES["square"]
     plain = copy.deepcopy(model)
     planned = memfit.plan(model, (x,), budget="1GiB", loss_fn=loss).planned
     memfit.fit(model, (x,), budget="1GiB", loss_fn=loss)
-    assert planned is not None and len(planned.capture.pieces.pieces) > 1
+    assert planned is not None and len(planned.capture.subgraphs.subgraphs) > 1
     told = planned.capture.gradient_strides
-    assert told[planned.capture.pieces.pieces[0].key] == ({0: (32, 7 * 32, 1)},)
+    assert told[planned.capture.subgraphs.subgraphs[0].key] == ({0: (32, 7 * 32, 1)},)
     assert all(map(same_bits, _stepped(plain, x, loss)[0], _stepped(model, x, loss)[0]))
 
 
-def test_layouts_of_gradients_reach_the_first_of_many_pieces() -> None:
+def test_layouts_of_gradients_reach_the_first_of_many_subgraphs() -> None:
     torch.manual_seed(0)
-    model, x = ManyPieces(), torch.randn(7, 333, 32)
+    model, x = ManySubgraphs(), torch.randn(7, 333, 32)
     plain = copy.deepcopy(model)
     memfit.fit(model, (x,), budget="1GiB", loss_fn=LOSSES["mse"], search_seconds=0.1)
     planned = memfit.plan_of(model).planned
-    assert planned is not None and len(planned.capture.pieces.pieces) > 6
+    assert planned is not None and len(planned.capture.subgraphs.subgraphs) > 6
     assert all(map(same_bits, _stepped(plain, x, LOSSES["mse"])[0], _stepped(model, x, LOSSES["mse"])[0]))
 
 
@@ -172,7 +172,7 @@ class Normed(nn.Module):
         return self.last(y * float(np.random.default_rng(1).random()))
 
 
-def test_without_a_loss_gradients_between_pieces_lie_as_in_the_plain_step(told: list[str]) -> None:
+def test_without_a_loss_gradients_between_subgraphs_lie_as_in_the_plain_step(told: list[str]) -> None:
     torch.manual_seed(0)
     plain, x = Normed(), torch.randn(2, 24, 48)
     fitted = copy.deepcopy(plain)
@@ -252,7 +252,7 @@ def test_the_loss_sees_outputs_that_lie_as_kernels_lay_them(name: str, height: i
         return y.square().mean()
 
     captured = capture_step(model, (x,), {}, loss_fn=loss_fn)
-    assert len(captured.pieces.pieces) == 1
+    assert len(captured.subgraphs.subgraphs) == 1
     assert seen.read_text() == str(model(x).stride())
     plan = memfit.plan(model, (x,), budget="1MiB", loss_fn=lambda y: y.square().mean(), search_seconds=0.1)
     assert plan.proof is not None and plan.proof.is_exact
@@ -276,12 +276,12 @@ def test_a_loss_that_is_read_twice_sees_the_same_step_twice() -> None:
     model, x = _Counting(), torch.randn(2, 4, 8, 8).contiguous(memory_format=torch.channels_last)
     state = model.state
     captured = capture_step(model, (x,), {}, loss_fn=lambda y: y.square().mean())
-    assert len(captured.pieces.pieces) == 1 and not captured.pieces.breaks
+    assert len(captured.subgraphs.subgraphs) == 1 and not captured.subgraphs.breaks
     assert model.calls == 0 and model.state is state
 
 
 class _Turning(nn.Module):
-    """The same layers behind a break, each a piece of its own."""
+    """The same layers behind a break, each a subgraph of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -337,7 +337,7 @@ def test_runs_of_one_graph_take_gradients_that_lie_otherwise_each(layers: int) -
     capture = plan.planned.capture
     ((key, lying),) = capture.gradient_strides.items()
     assert lying == (*({},) * (layers - 1), {0: (24 * 65, 1, 65)})
-    assert [piece.key for piece in capture.pieces.pieces][-layers:] == [key] * layers
+    assert [subgraph.key for subgraph in capture.subgraphs.subgraphs][-layers:] == [key] * layers
     budget = int(0.95 * plan.predicted.plain_peak_bytes)
     result = verify(model, (x,), {}, Request(budget=budget, loss_fn=loss_fn))
     assert not result.differing and result.recomputes_executed == result.recomputes_planned

@@ -42,14 +42,14 @@ NOT_CONSTANT: dict[str, Callable[[Tensor], Tensor]] = {
 def test_constants_break_nothing(name: str) -> None:
     torch.manual_seed(0)
     model, x = Branching(CONSTANT[name]), torch.randn(3, 8)
-    assert not capture_step(model, (x,), {}, loss_fn=torch.sum).pieces.breaks
+    assert not capture_step(model, (x,), {}, loss_fn=torch.sum).subgraphs.breaks
     memfit.fit(model, (x,), budget="1GiB", loss_fn=torch.sum, search_seconds=0.1)  # proves which way is eager's
 
 
 @pytest.mark.parametrize("name", NOT_CONSTANT)
 def test_anything_else_breaks_the_graph(name: str) -> None:
     capture = capture_step(Branching(NOT_CONSTANT[name]), (torch.randn(3, 8),), {}, loss_fn=torch.sum)
-    assert capture.pieces.breaks
+    assert capture.subgraphs.breaks
 
 
 class Masked(nn.Module):
@@ -75,7 +75,7 @@ LAST, FIRST = torch.tensor([1, 1, 0]), torch.tensor([0, 1, 1])
 def test_a_branch_on_an_input_breaks_nothing_and_holds_for_its_way_only() -> None:
     torch.manual_seed(0)
     model, x = Masked(), torch.randn(3, 8)
-    assert not capture_step(model, (x,), {"mask": FULL}, loss_fn=torch.sum).pieces.breaks
+    assert not capture_step(model, (x,), {"mask": FULL}, loss_fn=torch.sum).subgraphs.breaks
     twin = copy.deepcopy(model)
     memfit.fit(model, (x,), {"mask": FULL}, budget="1GiB", loss_fn=torch.sum, search_seconds=0.1)
     plans = set()
@@ -129,7 +129,7 @@ def test_a_branch_breaks_the_graph_if_it_is_not_on_the_input_as_given(name: str)
             return x * 2
 
     model, x = Other(), torch.randn(3, 8)
-    assert capture_step(model, (x, FULL.clone()), {}, loss_fn=torch.sum).pieces.breaks
+    assert capture_step(model, (x, FULL.clone()), {}, loss_fn=torch.sum).subgraphs.breaks
     twin = copy.deepcopy(model)
     memfit.fit(model, (x, FULL.clone()), budget="1GiB", loss_fn=torch.sum, search_seconds=0.1)
     for mask in (FULL, LAST):
@@ -176,7 +176,7 @@ def test_numbers_of_an_input_that_are_only_compared_break_nothing(name: str) -> 
     torch.manual_seed(0)
     model, low, high = Checked(COMPARED[name]), torch.randint(0, 8, (4, 6)), torch.randint(8, 16, (4, 6))
     plain = copy.deepcopy(model)
-    assert not capture_step(model, (low,), {}, loss_fn=torch.sum).pieces.breaks
+    assert not capture_step(model, (low,), {}, loss_fn=torch.sum).subgraphs.breaks
     memfit.fit(model, (low,), budget="1GiB", loss_fn=torch.sum, search_seconds=0.1)
     for ids in (low, high, low.flip(0), high.flip(0)):
         _assert_same_gradients(plain, model, ids)
@@ -220,7 +220,7 @@ class EachPlace(nn.Module):
         return x
 
 
-def test_a_branch_that_goes_many_ways_is_planned_in_pieces_from_some_way_on() -> None:
+def test_a_branch_that_goes_many_ways_is_planned_in_subgraphs_from_some_way_on() -> None:
     torch.manual_seed(0)
     model, x = EachPlace(), torch.randn(3, 8)
     twin = copy.deepcopy(model)
@@ -233,7 +233,7 @@ def test_a_branch_that_goes_many_ways_is_planned_in_pieces_from_some_way_on() ->
         assert memfit.plan_of(model) is before
     assert sum("go many ways" in text for text in told) == 1, told
     planned = before.planned
-    assert planned is not None and planned.capture.pieces.breaks
+    assert planned is not None and planned.capture.subgraphs.breaks
 
 
 class Solving(nn.Module):
@@ -255,7 +255,7 @@ def test_a_condition_that_cannot_be_computed_raises_only_where_the_module_does()
     model, x = Solving(), torch.randn(3, 8)
     memfit.fit(model, (x, torch.eye(2)), budget="1GiB", loss_fn=torch.sum, search_seconds=0.1)
     planned = memfit.plan_of(model).planned
-    assert planned is not None and not planned.capture.pieces.breaks
+    assert planned is not None and not planned.capture.subgraphs.breaks
     with pytest.raises(torch.linalg.LinAlgError, match="not positive-definite"):
         model(x, -torch.eye(2))
     assert torch.equal(model(x, 2 * torch.eye(2)), 2 * torch.tanh(model.layer(x)))
@@ -310,7 +310,7 @@ NUMBERS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
 def test_sizes_that_are_constants_or_small_buffers_break_nothing(name: str) -> None:
     torch.manual_seed(0)
     model, x = NUMBERS[name]()
-    assert not capture_step(model, (x,), {}, loss_fn=torch.sum).pieces.breaks
+    assert not capture_step(model, (x,), {}, loss_fn=torch.sum).subgraphs.breaks
     twin = copy.deepcopy(model)
     memfit.fit(model, (x,), budget="1GiB", loss_fn=torch.sum, search_seconds=0.1)
     assert torch.equal(model(x), twin(x))
@@ -328,7 +328,7 @@ def test_a_broken_graph_goes_on_at_sizes_too() -> None:
 
     torch.manual_seed(0)
     capture = capture_step(Broken(), (torch.randn(2, 4, 37),), {}, loss_fn=torch.sum)
-    assert capture.pieces.breaks and not capture.pieces.plain.modules
+    assert capture.subgraphs.breaks and not capture.subgraphs.plain.modules
 
 
 def test_a_buffer_that_changes_is_read_anew() -> None:
@@ -382,7 +382,7 @@ def test_a_branch_may_look_at_an_input_and_a_small_buffer() -> None:
     torch.manual_seed(0)
     model, x = Limited(), torch.randn(3, 8)
     twin = copy.deepcopy(model)
-    assert not capture_step(model, (x, FULL), {}, loss_fn=torch.sum).pieces.breaks
+    assert not capture_step(model, (x, FULL), {}, loss_fn=torch.sum).subgraphs.breaks
     memfit.fit(model, (x, FULL), budget="1GiB", loss_fn=torch.sum, search_seconds=0.1)
     few = torch.tensor([1, 0, 0])
     for mask in (FULL, few, FULL, few):

@@ -76,7 +76,7 @@ def test_bits(name: str) -> None:
     whole, function = FUNCTIONS[name]
     model, x = With(function), torch.randn(33, 16)
     twin = copy.deepcopy(model)
-    assert (len(capture_step(model, (x,), {}, loss_fn=loss_of).pieces.pieces) == 1) is whole
+    assert (len(capture_step(model, (x,), {}, loss_fn=loss_of).subgraphs.subgraphs) == 1) is whole
     memfit.fit(model, (x,), budget="1MiB", loss_fn=loss_of)
     for each in (model, twin):
         loss_of(each(x)).backward()

@@ -53,7 +53,7 @@ def test_what_is_added_is_the_gradient(data: st.DataObject) -> None:
 def added(model: nn.Module, *shape: int) -> set[str]:
     """Parameters of which the gradient is never made by itself."""
     x = torch.randn(shape, dtype=next(model.parameters()).dtype, requires_grad=True)
-    reading = capture_step(model, (x,), {}, accumulate=Accumulate.AS_MADE).pieces.pieces[0].reading
+    reading = capture_step(model, (x,), {}, accumulate=Accumulate.AS_MADE).subgraphs.subgraphs[0].reading
     names = [name for name, _ in model.named_parameters()]
     places = {storage: place for place, storage in enumerate(reading.gradient_of_input) if storage is not None}
     return {names[places[storage]] for storage in reading.added_as_made}

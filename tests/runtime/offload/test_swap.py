@@ -193,16 +193,16 @@ def test_a_released_model_closes_its_tiers(spaces: list[DiskSpace]) -> None:
     assert [ref() for ref in alive if ref() is not None] == []
 
 
-def test_what_crosses_between_pieces_stays() -> None:
+def test_what_crosses_between_subgraphs_stays() -> None:
     request = Request(budget=1, loss_fn=lambda o: (o**2).mean())
     _, graph = capture_and_profile(Broken(), (torch.randn(256, 16),), {}, request)
-    piece = {s: op.piece for op in graph.ops for s in op.writes}
-    crossing = {s for op in graph.ops for s in op.reads if piece.get(s, op.piece) != op.piece}
-    assert len(set(piece.values())) > 1
+    subgraph = {s: op.subgraph for op in graph.ops for s in op.writes}
+    crossing = {s for op in graph.ops for s in op.reads if subgraph.get(s, op.subgraph) != op.subgraph}
+    assert len(set(subgraph.values())) > 1
     assert swappable(graph) and crossing.isdisjoint(swappable(graph))
 
 
-def test_pieces_share_the_disk(spaces: list[DiskSpace]) -> None:
+def test_subgraphs_share_the_disk(spaces: list[DiskSpace]) -> None:
     torch.manual_seed(0)
     model, x = Broken(), torch.randn(256, 16)
     twin = copy.deepcopy(model)

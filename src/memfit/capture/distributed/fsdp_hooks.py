@@ -1,4 +1,4 @@
-"""Ops of FSDP's hooks around the pieces of a step; no program moves them, and nothing here runs them.
+"""Ops of FSDP's hooks around the subgraphs of a step; no program moves them, and nothing here runs them.
 
 The storages they write are what the hooks hold: a buffer into which shards are gathered, which in the forward pass
 stays until the next unit's is there, the parameters copied out of it, the next unit's buffer ahead of its turn in the
@@ -21,11 +21,11 @@ __all__ = ["Communication", "communication"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Communication:
-    """Ops and storages of the hooks around the pieces of a step.
+    """Ops and storages of the hooks around the subgraphs of a step.
 
     Attributes:
         storages: what its ops write, numbered from where the step's own storages end.
-        before_forward: for each piece the ops in front of its forward pass.
+        before_forward: for each subgraph the ops in front of its forward pass.
         after_forward: those behind it.
         before_backward: those in front of its backward pass.
         after_backward: those behind it.
@@ -46,10 +46,10 @@ def communication(
     *,
     copies: bool,
 ) -> Communication:
-    """Makes the ops and storages of the hooks of sharded units around the pieces of a step.
+    """Makes the ops and storages of the hooks of sharded units around the subgraphs of a step.
 
     Args:
-        gathered: for each piece the units that are gathered while it runs, outer ones first.
+        gathered: for each subgraph the units that are gathered while it runs, outer ones first.
         staying: those that still are when the forward pass has ended.
         gradients: for each unit the storages of the whole gradients of its parameters.
         first: number of the first storage made here.
@@ -68,17 +68,17 @@ def communication(
 
 
 class _Hooks:
-    """Units, the first and the last piece of each, and what is written down so far."""
+    """Units, the first and the last subgraph of each, and what is written down so far."""
 
     def __init__(
         self, gathered: Sequence[tuple[Gathered, ...]], staying: Sequence[Gathered], first: int, *, copies: bool
     ) -> None:
         count = len(gathered)
         self.units = {unit.name: unit for units in gathered for unit in units}
-        self.of_piece = [[unit.name for unit in units] for units in gathered]
+        self.of_subgraph = [[unit.name for unit in units] for units in gathered]
         self.stays = {unit.name for unit in staying}
-        self.first_piece = {n: min(i for i in range(count) if n in self.of_piece[i]) for n in self.units}
-        self.last_piece = {n: max(i for i in range(count) if n in self.of_piece[i]) for n in self.units}
+        self.first_subgraph = {n: min(i for i in range(count) if n in self.of_subgraph[i]) for n in self.units}
+        self.last_subgraph = {n: max(i for i in range(count) if n in self.of_subgraph[i]) for n in self.units}
         self.copies = copies
         self.number = first
         self.storages: list[Storage] = []
@@ -97,7 +97,7 @@ class _Hooks:
     def act(
         self,
         where: list[list[Op]],
-        piece: int,
+        subgraph: int,
         what: str,
         name: str,
         *,
@@ -108,13 +108,13 @@ class _Hooks:
         """Writes down an op."""
         backward = where is self.before_backward or where is self.after_backward
         phase = Phase.BACKWARD if backward else Phase.FORWARD
-        where[piece].append(
+        where[subgraph].append(
             Op(
                 name=f"{what} {name} ({phase})",
                 target=f"hook.{what}.default",
                 module=name,
                 phase=phase,
-                piece=piece,
+                subgraph=subgraph,
                 reads=tuple(dict.fromkeys(reads)),
                 writes=tuple(writes),
                 workspace_bytes=sent_bytes if self.copies else 0,
@@ -125,66 +125,66 @@ class _Hooks:
 
 def _forward(made: _Hooks) -> None:
     buffer: list[int] = []
-    for piece, names in enumerate(made.of_piece):
+    for subgraph, names in enumerate(made.of_subgraph):
         for name in names:
-            if made.first_piece[name] != piece:
+            if made.first_subgraph[name] != subgraph:
                 continue
             nbytes = made.units[name].nbytes
             taken = made.hold(f"buffer of {name}", nbytes, StorageKind.FORWARD)
             where = made.before_forward
-            made.act(where, piece, "all-gather", name, reads=buffer, writes=[taken], sent_bytes=nbytes)
+            made.act(where, subgraph, "all-gather", name, reads=buffer, writes=[taken], sent_bytes=nbytes)
             buffer = [taken]
             made.whole[name] = made.hold(f"parameters of {name}", nbytes, StorageKind.FORWARD)
-            made.act(where, piece, "copy-out", name, reads=buffer, writes=[made.whole[name]])
+            made.act(where, subgraph, "copy-out", name, reads=buffer, writes=[made.whole[name]])
         for name in names:
-            if made.last_piece[name] == piece and name not in made.stays:
-                made.act(made.after_forward, piece, "reshard", name, reads=[made.whole[name]])
+            if made.last_subgraph[name] == subgraph and name not in made.stays:
+                made.act(made.after_forward, subgraph, "reshard", name, reads=[made.whole[name]])
     if buffer:
-        made.act(made.after_forward, len(made.of_piece) - 1, "end", "of forward", reads=buffer)
+        made.act(made.after_forward, len(made.of_subgraph) - 1, "end", "of forward", reads=buffer)
 
 
 def _backward(made: _Hooks, gradients: Mapping[str, Sequence[int]]) -> None:
     # Inner units end before outer ones; the one before in this order is gathered ahead.
-    last = made.last_piece
-    order = sorted(made.units, key=lambda name: (last[name], -made.of_piece[last[name]].index(name)))
+    last = made.last_subgraph
+    order = sorted(made.units, key=lambda name: (last[name], -made.of_subgraph[last[name]].index(name)))
     ahead: dict[str, int] = {}
     done = set(made.stays)
     reducing: list[int] = []
-    for piece in reversed(range(len(made.of_piece))):
-        for name in made.of_piece[piece]:
-            if last[name] != piece:
+    for subgraph in reversed(range(len(made.of_subgraph))):
+        for name in made.of_subgraph[subgraph]:
+            if last[name] != subgraph:
                 continue
             if name not in done:
-                _copy_out_again(made, name, piece, ahead)
+                _copy_out_again(made, name, subgraph, ahead)
                 done.add(name)
             place = order.index(name)
             if place and order[place - 1] not in done:
-                _gather_again(made, order[place - 1], piece, ahead)
-        for name in reversed(made.of_piece[piece]):
-            if made.first_piece[name] != piece:
+                _gather_again(made, order[place - 1], subgraph, ahead)
+        for name in reversed(made.of_subgraph[subgraph]):
+            if made.first_subgraph[name] != subgraph:
                 continue
             where = made.after_backward
-            made.act(where, piece, "reshard", name, reads=[*reducing, made.whole[name]])
+            made.act(where, subgraph, "reshard", name, reads=[*reducing, made.whole[name]])
             reducing = []
             if gradients.get(name):
                 nbytes = made.units[name].reduced_bytes
                 reducing = [made.hold(f"gradients of {name} to reduce", nbytes, StorageKind.BACKWARD)]
-                made.act(where, piece, "copy-in", name, reads=gradients[name], writes=reducing)
+                made.act(where, subgraph, "copy-in", name, reads=gradients[name], writes=reducing)
                 shards = made.hold(f"gradients of {name} in shards", made.units[name].shard_bytes, StorageKind.GRADIENT)
-                made.act(where, piece, "reduce-scatter", name, reads=reducing, writes=[shards], sent_bytes=nbytes)
+                made.act(where, subgraph, "reduce-scatter", name, reads=reducing, writes=[shards], sent_bytes=nbytes)
     if reducing:
         made.act(made.after_backward, 0, "end", "of backward", reads=reducing)
 
 
-def _gather_again(made: _Hooks, name: str, piece: int, ahead: dict[str, int]) -> None:
+def _gather_again(made: _Hooks, name: str, subgraph: int, ahead: dict[str, int]) -> None:
     """Fills a unit's buffer for the backward pass, where it is not filled yet."""
     if name not in ahead:
         nbytes = made.units[name].nbytes
         ahead[name] = made.hold(f"buffer of {name} again", nbytes, StorageKind.BACKWARD)
-        made.act(made.before_backward, piece, "all-gather", name, writes=[ahead[name]], sent_bytes=nbytes)
+        made.act(made.before_backward, subgraph, "all-gather", name, writes=[ahead[name]], sent_bytes=nbytes)
 
 
-def _copy_out_again(made: _Hooks, name: str, piece: int, ahead: dict[str, int]) -> None:
-    _gather_again(made, name, piece, ahead)
+def _copy_out_again(made: _Hooks, name: str, subgraph: int, ahead: dict[str, int]) -> None:
+    _gather_again(made, name, subgraph, ahead)
     made.whole[name] = made.hold(f"parameters of {name} again", made.units[name].nbytes, StorageKind.BACKWARD)
-    made.act(made.before_backward, piece, "copy-out", name, reads=[ahead[name]], writes=[made.whole[name]])
+    made.act(made.before_backward, subgraph, "copy-out", name, reads=[ahead[name]], writes=[made.whole[name]])

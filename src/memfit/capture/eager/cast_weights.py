@@ -6,8 +6,8 @@ no such cache: each use has a cast of its own, and the gradients are cast one by
 bits. Here the sums of a joint graph are made as eager autocast makes them: gradients in half precision are added to
 each other in the order they come, and the cast of their sum takes the place of the last.
 
-Known limits: a weight that is cast in several pieces of a broken graph is cast in each, as is one in a model that opens
-several regions itself; a cast that the user writes is taken for one of autocast's. The proof compares the bits.
+Known limits: a weight that is cast in several subgraphs of a broken graph is cast in each, as is one in a model that
+opens several regions itself; a cast that the user writes is taken for one of autocast's. The proof compares the bits.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Libraries take another road while they are compiled: eager transformers looks at
 runs another attention kernel; compiled it keeps the mask. Then the captured step is another step than the plain one,
 with other bits. Dynamo answers such questions (`torch.compiler.is_compiling()` and its kin) with constants of its own.
 While memfit captures, they are answered as in eager. A branch that eager then takes by the values of a tensor breaks
-the graph: in pieces, and right for any values, since the code between pieces runs anew each time.
+the graph: in subgraphs, and right for any values, since the code between subgraphs runs anew each time.
 
 PyTorch's own code still hears that it is traced, where it asks for the sake of Dynamo alone (`torch.vmap`, flex
 attention, module hooks), and so does code that asks for no result's sake: an object that keeps a `ContextVar` out of a

@@ -1,12 +1,12 @@
-"""Views of its inputs that a piece returns and uses itself, taken before the piece is called.
+"""Views of its inputs that a subgraph returns and uses itself, taken before the subgraph is called.
 
 AOTAutograd makes an output that is a view of an input outside of the compiled graph, from the input. Its gradient then
-passes the graph by: where later code and the piece both use the view, the sum of the piece's own uses comes to the
-input as one gradient and that of later code as another. Eager adds all of them up at the view, the last use first,
+passes the graph by: where later code and the subgraph both use the view, the sum of the subgraph's own uses comes to
+the input as one gradient and that of later code as another. Eager adds all of them up at the view, the last use first,
 which rounds otherwise.
 
-*Idea*: such views are made by autograd before the piece is called, and the piece takes them as inputs. What it returns
-is then the input itself, and later code and the piece use one tensor, as in eager
+*Idea*: such views are made by autograd before the subgraph is called, and the subgraph takes them as inputs. What it
+returns is then the input itself, and later code and the subgraph use one tensor, as in eager
 (`memfit.capture.gradients.shared_inputs` does the rest).
 
 Known limits: a view of memory that the graph writes over stays in the graph.

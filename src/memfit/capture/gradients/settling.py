@@ -23,8 +23,8 @@ from memfit.capture.gradients.tangents import Strides
 from memfit.capture.loss.reading import LossReading
 from memfit.capture.subgraph_boundaries import lay_out_anew
 from memfit.capture.subgraphs import (
-    Piece,
-    Pieces,
+    Subgraph,
+    Subgraphs,
     gradient_outputs_of,
     gradient_strides_of,
     inputs_shared_in,
@@ -40,7 +40,7 @@ _MOST_ROUNDS = 100
 
 
 def settled(
-    pieces: Pieces,
+    subgraphs: Subgraphs,
     graphs: Sequence[DynamoGraph],
     loss: LossReading,
     *,
@@ -49,11 +49,11 @@ def settled(
     by_use: bool,
     cut: bool,
     cut_between: bool,
-) -> Pieces:
-    """The pieces of a step, each as the others and the loss use it.
+) -> Subgraphs:
+    """The subgraphs of a step, each as the others and the loss use it.
 
     Args:
-        pieces: as captured, while their autograd graph is there.
+        subgraphs: as captured, while their autograd graph is there.
         graphs: what each of them was traced from.
         loss: how it uses the output and what left by a side door.
         trace: traces a graph (once more); None if no gradient reaches it, and it runs as plain code.
@@ -62,19 +62,19 @@ def settled(
         cut: whether outputs of the last graph that receive no gradient are cut.
         cut_between: whether those of earlier graphs are.
     """
-    pieces = replace(pieces, loss=loss)
+    subgraphs = replace(subgraphs, loss=loss)
     only = len(graphs) == 1 and not graphs[0].key
-    unreached = {} if only else unreached_in(pieces, loss)
-    receive = gradient_outputs_of(pieces) if cut and pieces.last_key is not None else None
+    unreached = {} if only else unreached_in(subgraphs, loss)
+    receive = gradient_outputs_of(subgraphs) if cut and subgraphs.last_key is not None else None
     between = unreached if cut and cut_between else {}
-    last_key = pieces.last_key
+    last_key = subgraphs.last_key
     around = Surroundings() if traced else None
-    pairs = zip(pieces.pieces, graphs, strict=True)
-    runs = [_Run(piece=p, graph=g, inputs=p.inputs, around=around) for p, g in pairs]
+    pairs = zip(subgraphs.subgraphs, graphs, strict=True)
+    runs = [_Run(subgraph=p, graph=g, inputs=p.inputs, around=around) for p, g in pairs]
     known: dict[DynamoGraph, list[tuple[Surroundings, Traced | None]]] = {}
     for _ in range(_MOST_ROUNDS):
-        shared = inputs_shared_in(pieces, by_use=by_use)
-        strides = _of_runs(runs, gradient_strides_of(pieces))
+        shared = inputs_shared_in(subgraphs, by_use=by_use)
+        strides = _of_runs(runs, gradient_strides_of(subgraphs))
         anew = False
         for place, run in enumerate(runs):
             key = run.graph.key
@@ -87,13 +87,13 @@ def settled(
                 runs[place] = _in_other(run, around, _traced(run.graph, around, known, trace))
                 anew = True
         runs = [run for run in runs if not run.plain]
-        pieces = replace(pieces, pieces=tuple(run.piece for run in runs))
+        subgraphs = replace(subgraphs, subgraphs=tuple(run.subgraph for run in runs))
         if not anew:
             break
     else:
         log.info("layouts of gradients between graphs do not settle")  # the proof compares the bits
     return replace(
-        pieces,
+        subgraphs,
         gradient_outputs=receive,
         gradient_strides=_by_graph(runs),
         shared=shared,
@@ -107,14 +107,14 @@ class _Run:
     """One run of a graph.
 
     Attributes:
-        piece: as traced last.
+        subgraph: as traced last.
         graph: what it was traced from.
         inputs: of the run.
         around: what it was traced with; None if it was not yet.
         plain: whether no gradient reaches it, so that it runs as plain code.
     """
 
-    piece: Piece
+    subgraph: Subgraph
     graph: DynamoGraph
     inputs: tuple[Any, ...]
     around: Surroundings | None
@@ -136,7 +136,7 @@ def _of_runs(runs: Sequence[_Run], lying: Sequence[Mapping[int, Strides]]) -> li
     found = []
     for run, strides in zip(runs, lying, strict=True):
         told = {**of_graph[run.graph.key], **strides}
-        outputs = run.piece.outputs
+        outputs = run.subgraph.outputs
         found.append({place: lies for place, lies in told.items() if lies != tuple(outputs[place].stride())})
     return found
 
@@ -170,6 +170,6 @@ def _in_other(run: _Run, around: Surroundings, traced: Traced | None) -> _Run:
     if traced is None:
         return replace(run, around=around, plain=True)
     operands = (*run.inputs, *(run.inputs[place] for place in repeated_places(around.repeated)))
-    lay_out_anew(run.piece.handed, run.inputs, traced.of_inputs)
-    piece = replace(run.piece, trace=traced.trace, reading=traced.reading, terms=traced.terms, inputs=operands)
-    return replace(run, around=around, piece=piece)
+    lay_out_anew(run.subgraph.handed, run.inputs, traced.of_inputs)
+    subgraph = replace(run.subgraph, trace=traced.trace, reading=traced.reading, terms=traced.terms, inputs=operands)
+    return replace(run, around=around, subgraph=subgraph)

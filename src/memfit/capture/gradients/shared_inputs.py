@@ -1,14 +1,14 @@
-"""Gradients of inputs that later code uses as well, returned by a piece use by use.
+"""Gradients of inputs that later code uses as well, returned by a subgraph use by use.
 
-Autograd adds up the gradients of a tensor in the order in which its uses run backward, the last use first. A piece is
-one node of autograd's. Where it uses an input twice it returns the sum of both gradients, and the engine adds that to
-the gradient that later code brought: c + (b + a) in place of (c + b) + a, which rounds otherwise.
+Autograd adds up the gradients of a tensor in the order in which its uses run backward, the last use first. A subgraph
+is one node of autograd's. Where it uses an input twice it returns the sum of both gradients, and the engine adds that
+to the gradient that later code brought: c + (b + a) in place of (c + b) + a, which rounds otherwise.
 
-*Idea*: a piece takes such an input once for each use. Its node then has as many edges to where the input was made, and
-the engine adds up what comes along them in their order, which is eager's. Nothing in the graph uses the repeated
+*Idea*: a subgraph takes such an input once for each use. Its node then has as many edges to where the input was made,
+and the engine adds up what comes along them in their order, which is eager's. Nothing in the graph uses the repeated
 inputs; the sum that AOTAutograd traced is taken apart, and each of its terms is the gradient of one of them.
 AOTAutograd marks the additions of the engine, and Dynamo's fake tensors tell how many there are. Terms take more memory
-than their sum, as each of them lives until the piece has run backward, so where no later code of the module uses an
+than their sum, as each of them lives until the subgraph has run backward, so where no later code of the module uses an
 input its sum stays. Code that memfit does not see may use it: another pass of the module, or a penalty on its
 parameters. Once a loop is seen to do so (`memfit.runtime.forward_passes`), all are taken apart.
 

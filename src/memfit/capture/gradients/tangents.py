@@ -6,10 +6,10 @@ something larger that may be another layout, and then kernels downstream sum in 
 other bits, and the copy takes memory.
 
 *Idea*: reading the loss tells the layout of each gradient (`memfit.capture.loss.reading.read_loss`), and AOTAutograd's
-guess is corrected before the joint graph is traced. Where the graph breaks, the joint graph of each piece tells how the
-gradients of its inputs lie, and the engine takes zeros of these layouts through the autograd graph of the step, which
-is there after capturing, with one node for each piece (`memfit.capture.subgraph_boundaries`). At run time a gradient of
-another layout than the plan's, of another loss say, is copied to the plan's as before, which is told.
+guess is corrected before the joint graph is traced. Where the graph breaks, the joint graph of each subgraph tells how
+the gradients of its inputs lie, and the engine takes zeros of these layouts through the autograd graph of the step,
+which is there after capturing, with one node for each subgraph (`memfit.capture.subgraph_boundaries`). At run time a
+gradient of another layout than the plan's, of another loss say, is copied to the plan's as before, which is told.
 
 Known limits: gradients whose elements share memory (those of a plain sum, say) are taken to lie as the outputs do, as
 no other gradient could be copied to such a layout; so are those of outputs that are views of each other. The proof
@@ -83,8 +83,8 @@ def layouts_between(ends: Sequence[tuple[torch.Tensor, Strides | None]], wanted:
         zeros = [torch.zeros_like(t) if s is None else _strided_zeros(t, s) for t, s in starts]
         with backward_region():
             gradients = torch.autograd.grad([t for t, _ in starts], wanted, zeros, retain_graph=True, allow_unused=True)
-    except Exception as error:  # code between pieces, and hooks, are anyone's; the proof compares the bits
-        log.info("gradients between pieces are taken to lie as their tensors do: %s", error)
+    except Exception as error:  # code between subgraphs, and hooks, are anyone's; the proof compares the bits
+        log.info("gradients between subgraphs are taken to lie as their tensors do: %s", error)
         return [None for _ in wanted]
     return [None if gradient is None else strides_without_overlap(gradient) for gradient in gradients]
 

@@ -6,8 +6,8 @@ approximations. A step that is planned with them is not the plain one.
 *Idea*: a call on plain numbers (`np.sqrt(width)`) is made by NumPy once, while the graph is made, and its result is a
 constant of the graph. Calls on arrays are planned where they are rounded in one way only, which is the correct one:
 calls that move elements, compare them, or take one correctly rounded step for each. Where a graph holds any other call,
-the model is captured anew with NumPy left alone; Dynamo's graphs break there, and the pieces around them are planned.
-A graph that was not planned and runs as plain code calls NumPy itself.
+the model is captured anew with NumPy left alone; Dynamo's graphs break there, and the subgraphs around them are
+planned. A graph that was not planned and runs as plain code calls NumPy itself.
 
 Known limits: the list is by name; what it does not know breaks graphs, and so do complex numbers, whose products and
 absolute values are sums.
@@ -93,7 +93,7 @@ def refuse_rounding_numpy(graph: fx.Graph) -> None:
             place = user_line(node.meta.get("stack_trace") or "")
             raise NumpyCodeError(
                 f"NumPy computes `{name}`{f' at {place}' if place else ''}, which torch rounds otherwise; mark that "
-                "function with @torch.compiler.disable, which leaves it plain code between planned pieces"
+                "function with @torch.compiler.disable, which leaves it plain code between planned subgraphs"
             )
 
 

@@ -182,7 +182,7 @@ class Slice:
         over: for each result the position of the operand whose memory it takes over, if any; one that is not sliced
             serves for nothing else.
         totals: positions of those sums to which slices are added while they are made; `run` takes a list of them first.
-        pieces: for each piece in space of samples the tiles to run it with, and the tile of each result it makes.
+        tile_runs: for each tile of the samples the tiles to run it with, and the tile of each result it makes.
         streams: positions of operands that are streams of slices.
         into: for results that leave slice by slice, the position of the operand that is their stream; they are not
             among what the call returns.
@@ -197,7 +197,7 @@ class Slice:
     over: Sequence[int | None]
     sums: Collection[int] = ()
     totals: Sequence[int] = ()
-    pieces: Sequence[tuple[Sequence[Tile], Sequence[Tile]]] = ()
+    tile_runs: Sequence[tuple[Sequence[Tile], Sequence[Tile]]] = ()
     streams: Collection[int] = ()
     into: Mapping[int, int] = field(default_factory=dict)
 
@@ -239,10 +239,10 @@ def in_slices(how: Slice) -> Callable[..., tuple[torch.Tensor, ...]]:
                 for place in range(len(layouts))
                 if place not in how.sums
             }
-            for tiles, made in how.pieces or [((), ())]:
-                parts = how.run(tiles, *given) if how.pieces else how.run(*totals, *given)
+            for tiles, made in how.tile_runs or [((), ())]:
+                parts = how.run(tiles, *given) if how.tile_runs else how.run(*totals, *given)
                 for place in there:
-                    (narrowed(there[place], made[place]) if how.pieces else there[place]).copy_(parts[place])
+                    (narrowed(there[place], made[place]) if how.tile_runs else there[place]).copy_(parts[place])
                 for place in how.sums:
                     if place in how.totals:
                         continue

@@ -23,7 +23,7 @@ def handing_over(capture: Capture) -> Capture:
         name="hand-over",
         target="hook.hand-over.default",
         phase=Phase.FORWARD,
-        piece=loss.piece,
+        subgraph=loss.subgraph,
         reads=loss.reads,
         writes=(),
         recomputable=False,

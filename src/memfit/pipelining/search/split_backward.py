@@ -24,8 +24,8 @@ def with_deferred(capture: Capture) -> Capture:
 
 def returning(capture: Capture) -> frozenset[int]:
     """The storages of those inputs of a stage that a gradient is handed back for."""
-    (piece,) = capture.pieces.pieces  # whose storages are those of the step
-    reading = piece.reading
+    (subgraph,) = capture.subgraphs.subgraphs  # whose storages are those of the step
+    reading = subgraph.reading
     return frozenset(
         reading.storage_of[node]
         for node, gradient in zip(reading.primals(), reading.gradient_of_input, strict=True)

@@ -114,6 +114,6 @@ def _with_variants(op: Op, chunks: int, whole: Variant, chosen: Variant) -> Op:
 def _structure(op: Op) -> tuple[object, ...]:
     """Properties of an op that are equal in two captures of one model at any size."""
     return (
-        *(op.target, op.module, op.phase, op.piece, op.reads, op.writes),
+        *(op.target, op.module, op.phase, op.subgraph, op.reads, op.writes),
         *(op.in_place_over, op.random_state_bytes, op.recomputable),
     )

@@ -9,7 +9,7 @@ Idea: buffer assignment of compilers, for speed only; it is done where the budge
 A free between the two halves of a call (`memfit.planner.finalize.merge_conv_backward`) stays: without it they would run
 as one, which takes more memory than either.
 
-Known limits: only results of recomputed ops, over storages of the same piece and pass.
+Known limits: only results of recomputed ops, over storages of the same subgraph and pass.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def with_spares(graph: StepGraph, program: Program, limit_bytes: int) -> Program
         A program that is no slower, and within the limit if the given one is.
     """
     room = limit_bytes - np.array(simulate(graph, program).bytes_at, dtype=np.int64)
-    piece = {s: op.piece for op in graph.ops for s in op.writes}
+    subgraph = {s: op.subgraph for op in graph.ops for s in op.writes}
     instructions: list[Instruction | None] = list(program.instructions)
     held = graph.held_to_the_end()
     freed: dict[int, int] = {}  # which storage, and where: in this pass and not written again since, the last one last
@@ -56,7 +56,7 @@ def with_spares(graph: StepGraph, program: Program, limit_bytes: int) -> Program
             more = 0 if instruction.sliced else _more_bytes(graph, op, instruction)
             if more > max(0, int(room[position])) or not _is_quicker(op, instruction):
                 continue
-            fitting = (s for s in reversed(freed) if graph.storages[s].nbytes == size and piece[s] == op.piece)
+            fitting = (s for s in reversed(freed) if graph.storages[s].nbytes == size and subgraph[s] == op.subgraph)
             free = next(fitting, None)
             if free is None or (room[freed[free] + 1 : start] < size).any():
                 continue

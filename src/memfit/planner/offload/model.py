@@ -37,13 +37,13 @@ back twice was not counted when storages were chosen."""
 def swappable(graph: StepGraph) -> list[int]:
     """Forward results that may be swapped and that the backward pass or a later op reads again.
 
-    What crosses between pieces stays, since code between them may hold it.
+    What crosses between subgraphs stays, since code between them may hold it.
     """
     held = graph.held_to_the_end()
     read = {s for op in graph.ops if op.phase is not Phase.LOSS for s in op.reads}
-    piece = {s: op.piece for op in graph.ops for s in op.writes}
-    crossing = {s for op in graph.ops for s in op.reads if piece.get(s, op.piece) != op.piece}
-    if len(set(piece.values())) > 1:
+    subgraph = {s: op.subgraph for op in graph.ops for s in op.writes}
+    crossing = {s for op in graph.ops for s in op.reads if subgraph.get(s, op.subgraph) != op.subgraph}
+    if len(set(subgraph.values())) > 1:
         crossing |= {s for op in graph.ops if not op.recomputable for s in op.writes}
     held |= crossing | {s for op in graph.ops if op.is_hook for s in op.writes}
     return [
@@ -84,7 +84,7 @@ def swapping_step(graph: StepGraph, placed: Mapping[int, Tier]) -> StepGraph:
             target=SWAP_IN,
             module=op.module,
             phase=op.phase,
-            piece=op.piece,
+            subgraph=op.subgraph,
             reads=(),
             writes=moved,
             seconds=seconds,

@@ -98,7 +98,7 @@ def _returns(swapping: StepGraph, order: Sequence[int]) -> list[_Return]:
     found: list[_Return] = []
     last_use: dict[int, int] = {}
     waiting: dict[int, tuple[int, int]] = {}  # what is on its way back: its place, and the first it may move to
-    last_of_piece: dict[int, int] = {}
+    last_of_subgraph: dict[int, int] = {}
     loss = 0
     ops = as_they_run(swapping, order)
     for place, op in enumerate(ops):
@@ -111,12 +111,12 @@ def _returns(swapping: StepGraph, order: Sequence[int]) -> list[_Return]:
                 found.append(_Return(place=at, needed=place, earliest=earliest))
             last_use[storage] = place
         if op.target == SWAP_IN:
-            elsewhere = (at for piece, at in last_of_piece.items() if piece != op.piece)
+            elsewhere = (at for subgraph, at in last_of_subgraph.items() if subgraph != op.subgraph)
             after = max([loss, *elsewhere, *(last_use.get(s, 0) for s in op.writes)])
             waiting.update((s, (place, after + 1)) for s in op.writes)
         last_use.update((s, place) for s in op.writes)
         if op.phase is not Phase.LOSS:
-            last_of_piece[op.piece] = place
+            last_of_subgraph[op.subgraph] = place
     return sorted(found, key=lambda back: back.place)
 
 
@@ -180,12 +180,12 @@ def _freed_late(graph: StepGraph, program: Program, limit_bytes: int) -> Program
     timeline = simulate(graph, program, wait=False)
     out = {links.tier: links.out for links in graph.tiers}
     sizes = [s.nbytes for s in graph.storages]
-    piece = {s: op.piece for op in graph.ops for s in op.writes}
-    last_piece = max(op.piece for op in graph.ops)
+    subgraph = {s: op.subgraph for op in graph.ops for s in op.writes}
+    last_subgraph = max(op.subgraph for op in graph.ops)
     lane_free: dict[Tier, float] = {}
     arrives: dict[int, float] = {}
     pending: dict[int, float] = {}
-    here_piece = graph.ops[0].piece
+    here_subgraph = graph.ops[0].subgraph
     late = 0.0  # how much compute has waited so far
     found: list[Instruction] = []
 
@@ -204,10 +204,10 @@ def _freed_late(graph: StepGraph, program: Program, limit_bytes: int) -> Program
             give_up(storage)
         needed = max(timeline.bytes_at[p] for p in here)
         for op in (graph.ops[i.index] for i in run if i.action is Action.COMPUTE):
-            here_piece = last_piece if op.phase is Phase.LOSS else op.piece
+            here_subgraph = last_subgraph if op.phase is Phase.LOSS else op.subgraph
         for storage in sorted(pending, key=pending.__getitem__):
-            # What a piece gives up while others run, it can only give up before or long after.
-            if piece[storage] != here_piece:
+            # What a subgraph gives up while others run, it can only give up before or long after.
+            if subgraph[storage] != here_subgraph:
                 give_up(storage)
             elif needed + sum(sizes[s] for s in pending) > limit_bytes or storage in _written(graph, run):
                 give_up(storage)

@@ -100,7 +100,7 @@ def _undivided(graph: StepGraph, order: list[int]) -> list[int]:
     for position, index in enumerate(order):
         op = graph.ops[index]
         if op.by_slices is not None and (op.by_slices.first or op.again is not None):
-            if first.by_slices is None or (op.by_slices.cut, op.piece) != (first.by_slices.cut, first.piece):
+            if first.by_slices is None or (op.by_slices.cut, op.subgraph) != (first.by_slices.cut, first.subgraph):
                 start, first, written, read = position, op, set(), set()
             undivided.append(index)
             written.update(op.writes)
@@ -151,7 +151,7 @@ def _end_of_group(graph: StepGraph, start: int) -> int:
         slices = op.by_slices
         if slices is None or not slices.first or first.by_slices is None:
             return max(index, start + 1)
-        if (slices.cut, op.piece) != (first.by_slices.cut, first.piece):
+        if (slices.cut, op.subgraph) != (first.by_slices.cut, first.subgraph):
             return index
         if not sums.isdisjoint(op.reads) or any(s in written and s not in slices.reads for s in op.reads):
             return index

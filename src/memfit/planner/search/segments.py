@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from memfit.ir.graph import Phase, StepGraph
-from memfit.ir.program import in_their_pieces
+from memfit.ir.program import in_their_subgraphs
 from memfit.planner.analysis.chain import Block, pinned_storages
 from memfit.planner.bounds.relaxation import backward_reads
 
@@ -63,7 +63,7 @@ def segment_order(
                 alive.update(s for o in again for s in graph.ops[o].writes)
         order.append(index)
         alive.update(op.writes)
-    return in_their_pieces(graph, order)
+    return in_their_subgraphs(graph, order)
 
 
 def _needed_of_segment(

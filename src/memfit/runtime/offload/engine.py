@@ -1,4 +1,4 @@
-"""Functions that the graphs of a plan with swaps call: the transfers of one piece, for every step in flight.
+"""Functions that the graphs of a plan with swaps call: the transfers of one subgraph, for every step in flight.
 
 Tensors leave and come back whole, or live on a tier and pass slice by slice (`memfit.runtime.offload.slice_stream`).
 
@@ -30,7 +30,7 @@ __all__ = ["Slot", "Swapper"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """Where a storage of a piece goes.
+    """Where a storage of a subgraph goes.
 
     Attributes:
         tier: where to.
@@ -61,13 +61,13 @@ class _Step:
 
 
 class Swapper:
-    """Moves the swapped storages of one piece."""
+    """Moves the swapped storages of one subgraph."""
 
     def __init__(self, slots: Mapping[int, Slot], spaces: Mapping[Tier, SwapSpace]) -> None:
         """Lays the storages out.
 
         Args:
-            slots: by storage of the piece.
+            slots: by storage of the subgraph.
             spaces: the tiers.
         """
         self._spaces = spaces

@@ -22,7 +22,7 @@ from math import inf
 import numpy as np
 
 from memfit.ir.graph import Phase, StepGraph
-from memfit.ir.program import in_their_pieces, plain_order, program_of
+from memfit.ir.program import in_their_subgraphs, plain_order, program_of
 from memfit.planner.analysis.chain import cut_chain
 from memfit.planner.analysis.no_plan import no_plan
 from memfit.planner.bounds.lower_bound import widest_op_bytes
@@ -95,7 +95,7 @@ def _first_fitting(graph: StepGraph, table: Table, amounts: Sequence[int], budge
     """The order of the first amount that fits, near the first one in strides that does."""
 
     def fitting(slots: int) -> list[int] | None:
-        found = in_their_pieces(graph, order_at(table, slots))
+        found = in_their_subgraphs(graph, order_at(table, slots))
         return found if _is_legal(graph, found) and _peak(graph, found) <= budget_bytes else None
 
     reached = next((n for n in range(0, len(amounts), _STRIDE) if fitting(amounts[n]) is not None), len(amounts))
@@ -118,7 +118,7 @@ def _least_order(graph: StepGraph) -> tuple[int, ...]:
     limit = widest_op_bytes(graph) - graph.static_bytes
     while not (amounts := _amounts(table := _table(graph, limit))):
         limit += limit // 4 + 1
-    found = [plain_order(graph), *(in_their_pieces(graph, order_at(table, slots)) for slots in amounts[:_LOWEST])]
+    found = [plain_order(graph), *(in_their_subgraphs(graph, order_at(table, slots)) for slots in amounts[:_LOWEST])]
     lowest = min((one for one in found if _is_legal(graph, one)), key=lambda one: _peak(graph, one))
     return tuple(lowest)
 
@@ -131,13 +131,13 @@ def _amounts(table: Table) -> list[int]:
 
 
 def _is_legal(graph: StepGraph, found: list[int]) -> bool:
-    """Whether no op is recomputed after the backward pass has left its piece behind."""
+    """Whether no op is recomputed after the backward pass has left its subgraph behind."""
     running: int | None = None
     for index in found:
         op = graph.ops[index]
         if op.phase is Phase.BACKWARD:
-            running = op.piece
-        elif op.phase is Phase.FORWARD and running is not None and op.piece > running:
+            running = op.subgraph
+        elif op.phase is Phase.FORWARD and running is not None and op.subgraph > running:
             return False
     return True
 
