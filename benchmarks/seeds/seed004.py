@@ -18,7 +18,7 @@ from memfit.capture.state.snapshot import preserved
 from memfit.compiler.plan import Plan
 from memfit.errors import BudgetError
 from memfit.ir.graph import StepGraph
-from memfit.planner.bounds.relaxation import select_kept
+from memfit.planner.bounds.relaxation import select_saved
 from memfit.planner.finalize.variant_selection import leanest, program_within
 from memfit.planner.search.lazy_recompute import lazy_order
 from memfit.planner.search.spill_and_fill import spill
@@ -125,10 +125,10 @@ def least_peak_order(graph: StepGraph, held_bytes: int, *, slowdown: float = 1.4
     room = held_bytes - sum(graph.storages[s].nbytes for s in set(graph.outputs) if not graph.is_free(s))
     order: list[int] | None = None
     for _ in range(_ROUNDS):
-        selection = select_kept(graph, room)
+        selection = select_saved(graph, room)
         if selection is None:
             return None
-        order = lazy_order(graph, selection.kept)
+        order = lazy_order(graph, selection.saved)
         excess = _timeline(graph, order).forward_end_bytes - graph.static_bytes - held_bytes
         if excess <= 0:
             break

@@ -12,7 +12,7 @@ from memfit.capture.training_step import capture_step
 from memfit.compiler.stages import Request, capture_and_profile
 from memfit.ir.graph import Phase
 from memfit.ops.recompute import from_statistics, normalise, normalise_over_data
-from memfit.profiling.benchmark import Costs, costs_again
+from memfit.profiling.benchmark import Costs, recompute_costs
 from memfit.tools.verify import verify
 from memfit.zoo import build
 
@@ -82,11 +82,11 @@ def test_a_plan_normalises_again_without_new_statistics() -> None:
 
 
 def test_where_the_bits_differ_the_whole_kernel_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memfit.profiling.profiler.costs_again", lambda *_: Costs(variants=()))
+    monkeypatch.setattr("memfit.profiling.profiler.recompute_costs", lambda *_: Costs(variants=()))
     torch.manual_seed(0)
     model, x = convolutions(), torch.randn(4, 8, 16, 15)
     graph = capture_and_profile(model, (x,), {}, Request(budget=1, loss_fn=loss_fn))[1]
-    assert all(op.again is None for op in graph.ops)
+    assert all(op.recompute_as is None for op in graph.ops)
     result = verify(model, (x,), {}, Request(budget="4MiB", loss_fn=loss_fn, strategy="sequential:2", prove=False))
     assert result.recomputes_executed == result.recomputes_planned > 0
     assert not result.differing
@@ -95,14 +95,15 @@ def test_where_the_bits_differ_the_whole_kernel_runs_again(monkeypatch: pytest.M
 def test_a_kernel_that_cannot_run_here_is_not_used() -> None:
     model, x = convolutions(), torch.randn(2, 8, 6, 6)
     capture = capture_step(model, (x,), {}, loss_fn=loss_fn)
-    joint = next(op for op in capture.joint_ops if op is not None and op.again is not None)
-    assert joint.again is not None
+    joint = next(op for op in capture.joint_ops if op is not None and op.recompute_as is not None)
+    assert joint.recompute_as is not None
 
     def fails(*_: object) -> None:
         raise RuntimeError("no such kernel here")
 
-    assert costs_again(joint.node, joint.again, 0, torch.device("cpu")).variants
-    assert costs_again(joint.node, replace(joint.again, target=fails), 0, torch.device("cpu")) == Costs(variants=())
+    assert recompute_costs(joint.node, joint.recompute_as, 0, torch.device("cpu")).variants
+    failing = replace(joint.recompute_as, target=fails)
+    assert recompute_costs(joint.node, failing, 0, torch.device("cpu")) == Costs(variants=())
 
 
 class Returned(nn.Module):

@@ -85,7 +85,7 @@ def step_graphs(
             workspace_bytes=draw(_WORKSPACES),
             **facts,
         )
-        ops.append(replace(made, again=later(made)) if facts.get("recomputable") else made)
+        ops.append(replace(made, recompute_as=later(made)) if facts.get("recomputable") else made)
 
     def later(made: Op) -> Op | None:
         """Another call for all but the first time, from results that last, as batch normalisation has."""
@@ -126,7 +126,8 @@ def step_graphs(
     subgraph_of = {s: made.subgraph for made in ops for s in made.writes}
     crossing = {s for made in ops for s in made.reads if subgraph_of.get(s, made.subgraph) != made.subgraph}
     ops[:] = [
-        made if crossing.isdisjoint(made.writes) else replace(made, recomputable=False, again=None) for made in ops
+        made if crossing.isdisjoint(made.writes) else replace(made, recomputable=False, recompute_as=None)
+        for made in ops
     ]
     forward = list(ops)
 
@@ -169,7 +170,7 @@ def sliced_step_graphs(draw: st.DrawFn, *, may_tile: bool = True) -> StepGraph:
     tiled = may_tile and draw(_EVEN)
 
     def sliced(op: Op, before: Op | None) -> Op:
-        op = replace(op, in_place_over=(), workspace_bytes=0, random_state_bytes=0, again=None)
+        op = replace(op, in_place_over=(), workspace_bytes=0, random_state_bytes=0, recompute_as=None)
         if op.phase is not Phase.FORWARD and not (tiled and op.phase is Phase.BACKWARD):
             return op
         if op.phase is Phase.FORWARD and before is not None and draw(_MOST):

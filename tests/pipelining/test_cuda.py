@@ -39,8 +39,8 @@ def test_stages_on_the_card_keep_gradients_and_budget(microbatches: int, one_dev
             one_device=one_device,
         )
 
-    kept_bytes = 65 << 20  # of cuBLAS, which no plan can do without
-    budget = int(kept_bytes + 0.9 * (max(piped(None).plan.peak_bytes) - kept_bytes))
+    saved_bytes = 65 << 20  # of cuBLAS, which no plan can do without
+    budget = int(saved_bytes + 0.9 * (max(piped(None).plan.peak_bytes) - saved_bytes))
     pipe = piped(budget)
     assert max(pipe.plan.measured_peak_bytes) <= budget
     pipe.step(x, target=y)

@@ -168,7 +168,7 @@ def test_policies_and_schedules_change_no_gradient(checkpoint: str, schedule: st
     pipe = piped(case, num_stages=2, num_microbatches=4, checkpoint=checkpoint, schedule=schedule)
     step(pipe, case)
     assert_near(case, expected)
-    again = [stage.again_seconds for stage in pipe.plan.stages]
+    again = [stage.recompute_seconds for stage in pipe.plan.stages]
     assert any(again) == (checkpoint != "never")
 
 

@@ -47,7 +47,7 @@ def test_the_budget_is_that_of_all_stages_and_gradients_stay(microbatches: int, 
     pipe = plan(case, budget_per_device=budget, **options)
     assert pipe.plan.budget_bytes == (budget,)
     assert 0.85 * budget < pipe.plan.measured_peak_bytes[0] <= budget
-    again = sum(stage.again_seconds for stage in pipe.plan.stages)
+    again = sum(stage.recompute_seconds for stage in pipe.plan.stages)
     assert 0 < again < 0.9 * sum(stage.forward_seconds for stage in pipe.plan.stages)
     pipe.step(*case.args, target=case.target)
     for name, parameter in case.model.named_parameters():
@@ -68,7 +68,7 @@ def test_no_device_is_planned_beyond_its_budget(share: float, options: dict[str,
     budget = int(share * max(plan(case, **options).plan.peak_bytes))
     made = plan(case, budget_per_device=budget, **options).plan
     assert max(made.peak_bytes) <= budget
-    assert any(stage.again_seconds for stage in made.stages)
+    assert any(stage.recompute_seconds for stage in made.stages)
 
 
 def test_what_does_not_fit_is_told() -> None:

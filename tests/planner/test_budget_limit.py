@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from memfit.errors import BudgetError, ProgramError
 from memfit.ir.graph import StepGraph
 from memfit.ir.program import program_of
-from memfit.planner.budget_limit import fitting, kept_within
+from memfit.planner.budget_limit import fitting, within_limit
 from memfit.planner.finalize.variant_selection import leanest, program_within
 from memfit.refusals import refused
 from memfit.sim.simulator import simulate
@@ -27,7 +27,7 @@ def test_what_is_made_of_an_order_stays_within_what_it_needs(case: tuple[StepGra
         with pytest.raises(ProgramError, match="never run"):
             fitting(graph, program, simulate(graph, program).peak_bytes - 1)
     whole = program_of(graph, order, in_place=False, fuse=False)
-    assert simulate(graph, kept_within(lean, program_of(lean, order), whole, peak)).peak_bytes <= max(
+    assert simulate(graph, within_limit(lean, program_of(lean, order), whole, peak)).peak_bytes <= max(
         peak, simulate(graph, program_of(lean, order)).peak_bytes
     )
 

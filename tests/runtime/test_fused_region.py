@@ -130,7 +130,9 @@ def test_the_least_budget_is_lower() -> None:
 
 
 def without_slices(op: Op) -> Op:
-    return replace(op, by_slices=None, again=None if op.again is None else without_slices(op.again))
+    return replace(
+        op, by_slices=None, recompute_as=None if op.recompute_as is None else without_slices(op.recompute_as)
+    )
 
 
 def test_a_result_takes_the_memory_of_an_operand_of_another_shape() -> None:

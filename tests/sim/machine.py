@@ -18,9 +18,9 @@ Block = list[int]
 class Machine:
     """Runs a program on memory that knows which storage's value each sample of a block is."""
 
-    def __init__(self, graph: StepGraph, streamed: Collection[int]) -> None:
+    def __init__(self, graph: StepGraph, tier_resident: Collection[int]) -> None:
         self.graph = graph
-        self.streamed = set(streamed)
+        self.tier_resident = set(tier_resident)
         self.batch = max((op.later.by_slices.batch for op in graph.ops if op.later.by_slices), default=2)
         self.blocks: dict[int, Block] = {
             s: [s] * self.batch for s, storage in enumerate(graph.storages) if storage.kind is StorageKind.STATIC
@@ -31,7 +31,7 @@ class Machine:
 
     def live_bytes(self) -> int:
         storages = self.graph.storages
-        elsewhere = self.static | self.streamed
+        elsewhere = self.static | self.tier_resident
         return self.graph.static_bytes + sum(storages[s].nbytes for s in self.blocks if s not in elsewhere)
 
     def run_alone(self, instruction: Instruction) -> None:
@@ -50,7 +50,7 @@ class Machine:
         op = self.graph.ops[instruction.index]
         op = op.later if instruction.index in self.ran else op
         self.ran.add(instruction.index)
-        assert self.streamed.isdisjoint((*op.reads, *op.writes))  # of which there is no whole
+        assert self.tier_resident.isdisjoint((*op.reads, *op.writes))  # of which there is no whole
         right = all(value == s for s in op.reads for value in self.blocks[s])
         if instruction.over is not None:
             del self.blocks[instruction.over]
@@ -71,16 +71,17 @@ class Machine:
             if instruction.over is not None:
                 results[ops[instruction.index].writes[0]] = self.blocks[instruction.over]
         taken = [i.over for i in run if i.over is not None]
-        assert self.streamed.isdisjoint(taken)
-        here_whole = [s for s in results if s not in self.streamed]
+        assert self.tier_resident.isdisjoint(taken)
+        here_whole = [s for s in results if s not in self.tier_resident]
         whole = self.live_bytes() + sum(storages[s].nbytes for s in here_whole) - sum(storages[s].nbytes for s in taken)
         assert all(storages[s].nbytes <= SMALL_SUM_BYTES for s in sums)
         whole += sum(2 * storages[s].nbytes for s in sums - added)  # totals in twice the precision
         slices = next(op.by_slices for op in ops.values())
         assert slices is not None
-        moving = {s: 1 for s in results if s in self.streamed}  # the slice on its way out; the next one on its way in
+        # The slice on its way out; the next one on its way in.
+        moving = {s: 1 for s in results if s in self.tier_resident}
         written = {s for op in ops.values() for s in op.writes}
-        moving |= {s: 2 for op in ops.values() for s in op.reads if s in self.streamed and s not in written}
+        moving |= {s: 2 for op in ops.values() for s in op.reads if s in self.tier_resident and s not in written}
         of_slice = {s: math.ceil(storages[s].nbytes * slices.samples / slices.batch) for s in moving}
         whole += sum(count * of_slice[s] for s, count in moving.items())
         in_use: dict[int, int] = defaultdict(int)
@@ -124,7 +125,7 @@ def run_on_machine(graph: StepGraph, program: Program) -> None:
     """Asserts that a program makes what the caller gets, and that what runs in slices takes the predicted bytes."""
     buffers = graph.buffer_bytes(program.tiers()) if graph.tiers else 0
     bytes_at = [nbytes - buffers for nbytes in simulate(graph, program).bytes_at]
-    machine, position = Machine(graph, program.streamed()), 0
+    machine, position = Machine(graph, program.tier_resident()), 0
     for run in program.runs():
         if run[0].sliced:
             assert bytes_at[position : position + len(run)] == machine.run_fused(run)

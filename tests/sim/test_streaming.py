@@ -51,7 +51,7 @@ def test_programs_that_stream_are_right(case: tuple[StepGraph, Program]) -> None
 @given(steps_with_streams())
 def test_a_program_that_streams_is_one_of_the_streaming_step(case: tuple[StepGraph, Program]) -> None:
     graph, program = case
-    placed = program.streamed()
+    placed = program.tier_resident()
     of_step = Program(instructions=tuple(i for i in program.instructions if i.action is not Action.STREAM))
     given_names, alone = simulate(graph, program), simulate(streaming_step(graph, placed), of_step)
     assert (given_names.peak_bytes, given_names.step_seconds) == (alone.peak_bytes, alone.step_seconds)

@@ -87,7 +87,7 @@ def join(
         if storage.kind is StorageKind.STATIC and storages[numbers[i][s]].kind is StorageKind.FORWARD
     }
     forward = [
-        (replace(op, recomputable=False, again=None) if crossing.intersection(op.writes) else op, joint)
+        (replace(op, recomputable=False, recompute_as=None) if crossing.intersection(op.writes) else op, joint)
         for op, joint in forward
     ]
     tangents = tuple(
@@ -324,17 +324,17 @@ def _op(op: JointOp, number: dict[int, int], subgraph: int, device_type: str) ->
         reads=tuple(dict.fromkeys(number[s] for s in op.by_slices.reads)),
         sums=tuple(number[s] for s in op.by_slices.sums),
     )
-    if op.again is None:
+    if op.recompute_as is None:
         return replace(made, by_slices=slices)
     again = replace(
         made,
         by_slices=slices,
-        target=op.again.target.__name__,
-        reads=tuple(dict.fromkeys(number[s] for s in op.again_reads)),
+        target=op.recompute_as.target.__name__,
+        reads=tuple(dict.fromkeys(number[s] for s in op.recompute_reads)),
         writes=made.writes[:1],
         plain_reads=None,
     )
-    return replace(made, again=again)
+    return replace(made, recompute_as=again)
 
 
 def _incoming(reading: JointReading, took: Sequence[Operand | None], returned: dict[int, int]) -> dict[int, int]:

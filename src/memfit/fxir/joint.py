@@ -60,8 +60,8 @@ class JointOp:
     plain_in_place: bool
     random: bool
     recomputable: bool
-    again: Call | None = None
-    again_reads: tuple[int, ...] = ()
+    recompute_as: Call | None = None
+    recompute_reads: tuple[int, ...] = ()
     by_slices: BySlices | None = None
 
 

@@ -143,7 +143,7 @@ class Op:
         plain_reads: what it reads in the step without memfit, if that differs: a tensor whose shape alone it needs,
             say.
         plain_variant: what it costs there, if that differs otherwise than by running whole.
-        again: what runs in its place after the first time, if that is another call: it writes some of `writes`
+        recompute_as: what runs in its place after the first time, if that is another call: it writes some of `writes`
             and may read others of them, which then last from the first run on.
         by_slices: how it runs a few samples at a time, if it can.
         half_of: name of a call that makes at once what it and the op of the same name make, `""` if there is none.
@@ -168,7 +168,7 @@ class Op:
     plain_in_place: bool = False
     plain_reads: tuple[int, ...] | None = None
     plain_variant: Variant | None = None
-    again: Op | None = None
+    recompute_as: Op | None = None
     by_slices: BySlices | None = None
     half_of: str = ""
     estimated_seconds: float | None = None
@@ -181,7 +181,7 @@ class Op:
     @property
     def later(self) -> Op:
         """The op as it runs after the first time."""
-        return self.again or self
+        return self.recompute_as or self
 
     @property
     def plain(self) -> Variant:
@@ -204,7 +204,7 @@ class Op:
         return self.least_seconds if self.in_place_seconds is None else min(self.least_seconds, self.in_place_seconds)
 
     @property
-    def seconds_again(self) -> float:
+    def recompute_seconds(self) -> float:
         """Seconds that a planner assumes for one run after the first."""
         return self.later.seconds if self.estimated_seconds is None else self.estimated_seconds
 
@@ -338,7 +338,7 @@ class StepGraph:
 
     def lasting(self) -> frozenset[int]:
         """Storages that only the first run of their op makes."""
-        return frozenset(s for op in self.ops if op.again for s in op.writes if s not in op.again.writes)
+        return frozenset(s for op in self.ops if op.recompute_as for s in op.writes if s not in op.recompute_as.writes)
 
     def held_to_the_end(self) -> frozenset[int]:
         """Storages the caller owns once they exist: outputs and gradients."""
@@ -356,7 +356,7 @@ def _plain_op(op: Op) -> Op:
         reads=op.reads if op.plain_reads is None else op.plain_reads,
         plain_reads=None,
         plain_variant=None,
-        again=None,
+        recompute_as=None,
         in_place_over=(),
         seconds=op.plain.seconds,
         in_place_seconds=None,

@@ -30,7 +30,7 @@ __all__ = [
     "plain_order",
     "plain_program",
     "program_of",
-    "run_again",
+    "are_recomputed",
 ]
 
 
@@ -90,7 +90,7 @@ class Program:
         """Storages that are swapped out, with their tiers, in the order in which they leave."""
         return {i.index: i.tier for i in self.instructions if i.action is Action.SWAP_OUT and i.tier is not None}
 
-    def streamed(self) -> dict[int, Tier]:
+    def tier_resident(self) -> dict[int, Tier]:
         """Storages that live on tiers."""
         return {i.index: i.tier for i in self.instructions if i.action is Action.STREAM and i.tier is not None}
 
@@ -146,7 +146,7 @@ def as_they_run(graph: StepGraph, order: Sequence[int]) -> list[Op]:
     return ops
 
 
-def run_again(order: Sequence[int]) -> list[bool]:
+def are_recomputed(order: Sequence[int]) -> list[bool]:
     """For each position whether its op ran before."""
     first = dict(zip(reversed(order), reversed(range(len(order))), strict=True))
     return [first[index] < position for position, index in enumerate(order)]
@@ -192,7 +192,7 @@ def program_of(graph: StepGraph, order: Sequence[int], *, in_place: bool = True,
     """
     ops = as_they_run(graph, order)
     dying = dying_after(graph, ops)
-    runs = fusions(graph, runs_by_slices(graph, ops, run_again(order), dying)) if fuse else []
+    runs = fusions(graph, runs_by_slices(graph, ops, are_recomputed(order), dying)) if fuse else []
 
     def alone(position: int) -> list[Instruction]:
         dead = dying[position]

@@ -136,7 +136,7 @@ GRAPH_SCHEMA: dict[str, Any] = {
     "$schema": _DRAFT,
     **_object(
         {
-            "ops": _array(_object(_OP, {**_OP_DETAILS, "again": _object(_OP, _OP_DETAILS)}), 1_000_000),
+            "ops": _array(_object(_OP, {**_OP_DETAILS, "recompute_as": _object(_OP, _OP_DETAILS)}), 1_000_000),
             "storages": _array(
                 _object(
                     {"name": _NAME, "nbytes": _BYTES, "kind": {"enum": [str(kind) for kind in StorageKind]}},

@@ -168,8 +168,8 @@ def _op_record(op: Op) -> dict[str, Any]:
         record["variants"] = [_record(variant) for variant in op.variants]
     if op.plain_variant is not None:
         record["plain_variant"] = _record(op.plain_variant)
-    if op.again is not None:
-        record["again"] = _op_record(op.again)
+    if op.recompute_as is not None:
+        record["recompute_as"] = _op_record(op.recompute_as)
     if op.by_slices is not None:
         record["by_slices"] = _record(op.by_slices)
         if op.by_slices.reaches:
@@ -182,8 +182,8 @@ def _op(record: Mapping[str, Any]) -> Op:
     fields: dict[str, Any] = {"phase": Phase(record["phase"]), "variants": variants}
     if "plain_variant" in record:
         fields["plain_variant"] = Variant(**record["plain_variant"])
-    if "again" in record:
-        fields["again"] = _op(record["again"])
+    if "recompute_as" in record:
+        fields["recompute_as"] = _op(record["recompute_as"])
     if "by_slices" in record:
         slices = _arguments(record["by_slices"])
         reaches = tuple(tuple(Reach(**reach) for reach in of) for of in slices.get("reaches", ()))

@@ -193,18 +193,18 @@ def _stream(nbytes: int, links: TierLinks | None) -> Stream:
 
 def _in_slices_only(graph: StepGraph, op: Op, held: AbstractSet[int]) -> Op:
     """An op as it runs beside storages that live on tiers: if it touches one, in slices, with what these take."""
-    again = None if op.again is None else _in_slices_only(graph, op.again, held)
+    again = None if op.recompute_as is None else _in_slices_only(graph, op.recompute_as, held)
     if not streams(graph, op):
-        return replace(op, again=again)
+        return replace(op, recompute_as=again)
     slices = op.by_slices
     if slices is None:  # its first run is whole, so what it writes does not live on a tier
-        return replace(op, again=again)
+        return replace(op, recompute_as=again)
     into, out = slices_moving(graph, [op], ())
     taken, waited = waited_seconds(graph, into, out, slices.seconds)
     made = sum(slices.slice_bytes(s, graph.storages[s].whole_bytes) for s in op.writes)
     return replace(
         op,
-        again=again,
+        recompute_as=again,
         recomputable=op.recomputable and held.isdisjoint(op.writes),
         in_place_over=(),
         in_place_seconds=None,

@@ -291,8 +291,8 @@ def _joint_op(
         plain_in_place=node in forward and any(n.name in in_place for n in node.meta.get("from_node", ())[-1:]),
         random=is_random(node),
         recomputable=recomputable,
-        again=again,
-        again_reads=() if again is None else tuple(dict.fromkeys(storage_of[n] for n in again.all_input_nodes)),
+        recompute_as=again,
+        recompute_reads=() if again is None else tuple(dict.fromkeys(storage_of[n] for n in again.all_input_nodes)),
     )
 
 
@@ -316,7 +316,7 @@ def _with_slices(
     """Says how ops can run slice by slice; times come from the profiler."""
     able = [op for op in ops if (grid or _may_keep_bits(op)) and op.recomputable and not op.random]
     cut = cutting(
-        [op.again or op.node for op in able],
+        [op.recompute_as or op.node for op in able],
         grid,
         storage_of,
         lambda node: storages[storage_of[node]].base,
@@ -324,7 +324,7 @@ def _with_slices(
 
     def slices(op: JointOp) -> BySlices | None:
         results = {s: result_index(storages[s].base) for s in op.writes}
-        return cut.slices(op.again or op.node, results, first=bool(grid) and op.again is None)
+        return cut.slices(op.recompute_as or op.node, results, first=bool(grid) and op.recompute_as is None)
 
     of = {op.node: slices(op) for op in able}
     return [
@@ -336,7 +336,7 @@ def _with_slices(
 def _may_keep_bits(op: JointOp) -> bool:
     """Whether it is worth a try that slices have the bits of the whole; only forward ops are recomputed."""
     on_cpu = all(t.device.type == "cpu" for t in tensors_of(op.node))
-    call = op.again or op.node
+    call = op.recompute_as or op.node
     # `alpha` multiplies as well, rounded once or twice.
     return op.phase is Phase.FORWARD and on_cpu and call.target in KEEP_BITS and not call.kwargs
 

@@ -31,7 +31,7 @@ class Question:
         num_microbatches: into how many parts the batch is cut.
         budget_bytes: of each device; None for as much as it takes.
         schedule: a name of `SCHEDULES`, or `"auto"`.
-        policy: `"auto"` for plans within the budget, or one of torchgpipe's: what is kept of each micro-batch.
+        policy: `"auto"` for plans within the budget, or one of torchgpipe's: what is saved of each micro-batch.
         optimizer: of the model's parameters; its state counts.
         trained_bytes: of the model's parameters that receive gradients, for an optimizer that is a number.
         search_seconds: roughly how long each search for a stage's plan takes.

@@ -33,13 +33,13 @@ class StageProgram:
         separated: see `memfit.capture.training_step.Capture`.
         grid: see there; empty where nothing runs slice by slice that changes the order of sums.
         in_flight: the most micro-batches that are in flight there.
-        kept_bytes: what is held of each between its passes.
+        saved_bytes: what is held of each between its passes.
         static_bytes: parameters, gradients, optimizer state, buffers and inputs.
         peak_bytes: predicted, with all micro-batches that are in flight.
         forward_seconds: predicted, of one micro-batch.
         backward_seconds: predicted, of one micro-batch, with recomputation.
         weight_seconds: the part of it that can wait, where the schedule lets it.
-        again_seconds: the part of it that is recomputation.
+        recompute_seconds: the part of it that is recomputation.
         begins: the module with which it begins.
     """
 
@@ -49,13 +49,13 @@ class StageProgram:
     separated: tuple[str, ...] = ()
     grid: tuple[int, ...] = ()
     in_flight: int
-    kept_bytes: int
+    saved_bytes: int
     static_bytes: int
     peak_bytes: int
     forward_seconds: float
     backward_seconds: float
     weight_seconds: float = 0.0
-    again_seconds: float = 0.0
+    recompute_seconds: float = 0.0
     begins: str = ""
 
 
@@ -111,7 +111,7 @@ class PipelinePlan:
         ]
         if self.sizes[-1] != self.sizes[0]:
             lines[0] += f", the last of {self.sizes[-1]}"
-        rows = [("stage", "device", "from", "forward", "backward", "again", "in flight", "kept of each", "peak")]
+        rows = [("stage", "device", "from", "forward", "backward", "recompute", "in flight", "saved of each", "peak")]
         for index, stage in enumerate(self.stages):
             rows.append(
                 (
@@ -120,9 +120,9 @@ class PipelinePlan:
                     stage.begins or "loss",
                     format_seconds(stage.forward_seconds),
                     format_seconds(stage.backward_seconds),
-                    format_seconds(stage.again_seconds),
+                    format_seconds(stage.recompute_seconds),
                     str(stage.in_flight),
-                    format_bytes(stage.kept_bytes),
+                    format_bytes(stage.saved_bytes),
                     format_bytes(stage.peak_bytes),
                 )
             )
@@ -156,8 +156,8 @@ _STAGE_FIELDS: dict[str, Any] = {
     "program": _PROGRAM,
     "separated": _list(_TEXT),
     "grid": {"type": "array", "items": _COUNT, "maxItems": 3},
-    **dict.fromkeys(("in_flight", "kept_bytes", "static_bytes", "peak_bytes"), _COUNT),
-    **dict.fromkeys(("forward_seconds", "backward_seconds", "weight_seconds", "again_seconds"), _SECONDS),
+    **dict.fromkeys(("in_flight", "saved_bytes", "static_bytes", "peak_bytes"), _COUNT),
+    **dict.fromkeys(("forward_seconds", "backward_seconds", "weight_seconds", "recompute_seconds"), _SECONDS),
     "begins": _TEXT,
 }
 _STAGE = {

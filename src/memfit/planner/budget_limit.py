@@ -2,7 +2,7 @@
 
 A search makes an order, and several steps then make a quicker program of it: variants, fused regions, buffer reuse,
 halves side by side, transfers. Each of them estimates room by itself, so each is judged by the simulator here and
-undone where it takes the peak above the limit (`kept_within`). What a strategy hands out at last is asserted to be
+undone where it takes the peak above the limit (`within_limit`). What a strategy hands out at last is asserted to be
 within the budget (`fitting`): a plan that exceeds it is a mistake of a planner and never run.
 
 Known limits: a change is undone whole, also where a part of it would fit.
@@ -16,7 +16,7 @@ from memfit.ir.program import Program
 from memfit.sim.simulator import Timeline, simulate
 from memfit.units import format_bytes
 
-__all__ = ["fitting", "kept_within"]
+__all__ = ["fitting", "within_limit"]
 
 
 def fitting(graph: StepGraph, program: Program, budget_bytes: int) -> Timeline:
@@ -43,7 +43,7 @@ def fitting(graph: StepGraph, program: Program, budget_bytes: int) -> Timeline:
     return timeline
 
 
-def kept_within(graph: StepGraph, program: Program, changed: Program, limit_bytes: int) -> Program:
+def within_limit(graph: StepGraph, program: Program, changed: Program, limit_bytes: int) -> Program:
     """The changed program if its peak is within the limit or no higher than it was, else the program as it was."""
     if changed.instructions == program.instructions:
         return program

@@ -33,7 +33,7 @@ from memfit.profiling.one_run import equal, measured, timed
 from memfit.profiling.roofline import roofline_seconds
 from memfit.profiling.synthetic_inputs import operand_values, operands_of
 
-__all__ = ["Costs", "costs_added", "costs_again", "costs_of", "variants_of", "whole_if_separable"]
+__all__ = ["Costs", "costs_added", "recompute_costs", "costs_of", "variants_of", "whole_if_separable"]
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Costs:
     in_place: tuple[Variant, ...] = ()
 
 
-def costs_again(node: fx.Node, again: Call, over: int | None, device: torch.device) -> Costs:
+def recompute_costs(node: fx.Node, again: Call, over: int | None, device: torch.device) -> Costs:
     """Costs of the call that later runs in place of a batch normalisation; no variant if it has other bits."""
     try:
         args, kwargs = operands_of(node, device)

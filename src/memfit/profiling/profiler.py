@@ -23,7 +23,7 @@ from memfit.ir.graph import Op, StepGraph, Variant
 from memfit.ir.slicing import BySlices
 from memfit.ops.chunking import candidate_chunks
 from memfit.passes.concat_weight_gradients import is_of_concatenation, is_separable_key, separable_key
-from memfit.profiling.benchmark import Costs, costs_added, costs_again, costs_of, whole_if_separable
+from memfit.profiling.benchmark import Costs, costs_added, costs_of, recompute_costs, whole_if_separable
 from memfit.profiling.cost_cache import CostCache
 from memfit.profiling.library_workspace import library_bytes
 from memfit.profiling.roofline import roofline_seconds
@@ -174,7 +174,7 @@ def with_rooflines(capture: Capture) -> StepGraph:
     workspace_bytes = SampledWorkspace()
 
     def costs(joint: JointOp) -> list[Costs]:
-        calls: list[fx.Node | Call] = [joint.node] if joint.again is None else [joint.node, joint.again]
+        calls: list[fx.Node | Call] = [joint.node] if joint.recompute_as is None else [joint.node, joint.recompute_as]
         return [
             Costs(variants=_roofline_variants(call, workspace_bytes(call)), in_slices=_roofline_variants(call)[:1])
             for call in calls
@@ -189,10 +189,10 @@ def _measurements(joint: JointOp, device: torch.device) -> list[_Measurement]:
     # What can be chunked writes over its operand only so, and is measured so.
     over = None if candidate_chunks(joint.node) else joint.in_place_argument
 
-    if joint.again is None:
+    if joint.recompute_as is None:
         return [_measurement(joint.node, slices, over, device)]
-    run = functools.partial(costs_again, joint.node, joint.again, over, device)
-    later = replace(_measurement(joint.again, slices, over, device), run=run)
+    run = functools.partial(recompute_costs, joint.node, joint.recompute_as, over, device)
+    later = replace(_measurement(joint.recompute_as, slices, over, device), run=run)
     return [_measurement(joint.node, None, over, device), later]
 
 
@@ -241,8 +241,13 @@ def _with_costs(
         costs, *again = costs_of_op(joint)
         # Slices are those of the call that runs later.
         made = _with_variants(op if not again else replace(op, by_slices=None), costs, joint.node)
-        if joint.again is not None and op.again is not None:
-            made = replace(made, again=_with_variants(op.again, again[0], joint.again) if again[0].variants else None)
+        if joint.recompute_as is not None and op.recompute_as is not None:
+            made = replace(
+                made,
+                recompute_as=_with_variants(op.recompute_as, again[0], joint.recompute_as)
+                if again[0].variants
+                else None,
+            )
         if joint.plain_free:
             made = replace(made, plain_variant=Variant(chunks=1, seconds=0.0, workspace_bytes=0))
         elif joint.plain_call is not None:

@@ -48,7 +48,7 @@ OVERWRITTEN = "memfit_overwritten"
 
 @dataclass(frozen=True, slots=True)
 class LocalInstruction:
-    """Run op `index` of the subgraph, perhaps `again`, `over` the memory of a storage, or in `chunks`.
+    """Run op `index` of the subgraph, perhaps `recomputed`, `over` the memory of a storage, or in `chunks`.
 
     `save_state` and `replay` serve recomputed random ops, `from_statistics` recomputed batch normalisations. What
     is `sliced` runs slice by slice, and if `fused` together with the next instruction; of its results, those
@@ -57,7 +57,7 @@ class LocalInstruction:
     """
 
     index: int
-    again: bool = False
+    recomputed: bool = False
     over: int | None = None
     chunks: int = 1
     from_statistics: bool = False
@@ -96,13 +96,13 @@ class Emitter:
         reading: JointReading,
         graph: fx.Graph,
         swapper: Swapper | None,
-        streamed: Collection[int],
+        tier_resident: Collection[int],
         held: Collection[int],
     ) -> None:
         self.reading = reading
         self.graph = graph
         self.calls = SwapCalls(graph, swapper) if swapper is not None else None
-        self.streamed = streamed
+        self.tier_resident = tier_resident
         self.coming: dict[int, fx.Node] = {}
         self.bases: dict[int, fx.Node] = {}
         self.views: dict[fx.Node, fx.Node] = {}
@@ -205,7 +205,7 @@ class Emitter:
             )
             for instruction in instructions
         ]
-        call = fused_call(self.reading, ops, self.streamed)
+        call = fused_call(self.reading, ops, self.tier_resident)
         slices = ops[0].op.by_slices
         assert slices is not None
         passing = {s: self.stream(s, slices) for s in call.streams.values()}
@@ -235,15 +235,15 @@ class Emitter:
         call: fx.Node | Call = op.node
         writes = op.writes
         if instruction.from_statistics:
-            assert op.again is not None
-            call, writes = op.again, op.writes[:1]
+            assert op.recompute_as is not None
+            call, writes = op.recompute_as, op.writes[:1]
         if instruction.replay or instruction.save_state:
             made = self._random(instruction, op.node)
         else:
             target, args, kwargs = cast(Any, call.target), call.args, dict(call.kwargs)
             if instruction.chunks > 1:
                 target, kwargs = call_in_chunks(target), {**kwargs, "chunks": instruction.chunks}
-            if instruction.again and not instruction.from_statistics and (rerun := without_statistics(op.node)):
+            if instruction.recomputed and not instruction.from_statistics and (rerun := without_statistics(op.node)):
                 target, args = rerun
             elif target is convolution_input_gradient:
                 target = input_half

@@ -298,7 +298,7 @@ def compile_planned(
                 *(reading, program.forward, program.backward, program.kept),
                 held=program.held,
                 swapper=swapper,
-                streamed=program.streamed,
+                tier_resident=program.tier_resident,
                 adding=adding,
                 waits_until=program.waits_until,
             )

@@ -41,8 +41,8 @@ class FusedOp:
 
     @property
     def call(self) -> fx.Node | Call:
-        """Call that runs for the op: `op.again` if it runs from statistics and there is one, else `op.node`."""
-        return self.op.again if self.from_statistics and self.op.again is not None else self.op.node
+        """Call that runs for the op: `op.recompute_as` if it runs from statistics and there is one, else `op.node`."""
+        return self.op.recompute_as if self.from_statistics and self.op.recompute_as is not None else self.op.node
 
     @property
     def writes(self) -> tuple[int, ...]:
@@ -68,13 +68,13 @@ class FusedCall:
     streams: Mapping[int, int]
 
 
-def fused_call(reading: JointReading, ops: Sequence[FusedOp], streamed: Collection[int] = ()) -> FusedCall:
+def fused_call(reading: JointReading, ops: Sequence[FusedOp], tier_resident: Collection[int] = ()) -> FusedCall:
     """Builds the call for ops that follow each other.
 
     Args:
         reading: the subgraph.
         ops: the fused region.
-        streamed: storages that live on tiers.
+        tier_resident: storages that live on tiers.
     """
     slices = ops[0].op.by_slices
     assert slices is not None
@@ -93,7 +93,7 @@ def fused_call(reading: JointReading, ops: Sequence[FusedOp], streamed: Collecti
 
         def value(node: fx.Node, axes: Mapping[fx.Node, int] = axes) -> fx.Node:
             storage = reading.storage_of.get(node)
-            if storage is not None and storage in streamed and storage not in made:
+            if storage is not None and storage in tier_resident and storage not in made:
                 base = reading.storages[storage].base
                 made[storage] = graph.placeholder(f"operand_{len(operands)}")
                 streams[len(operands)] = storage
@@ -135,7 +135,7 @@ def fused_call(reading: JointReading, ops: Sequence[FusedOp], streamed: Collecti
     into: dict[int, int] = {}
     taken = set(streams)
     for place, storage in enumerate(results):
-        if storage in streamed:
+        if storage in tier_resident:
             into[place] = len(operands)
             streams[len(operands)] = storage
             operands[reading.storages[storage].base, None] = graph.placeholder(f"operand_{len(operands)}")
@@ -173,7 +173,7 @@ def fused_call(reading: JointReading, ops: Sequence[FusedOp], streamed: Collecti
     return FusedCall(
         target=target,
         operands=tuple(node for node, _ in operands),
-        results=tuple(s for s in results if s not in streamed),
+        results=tuple(s for s in results if s not in tier_resident),
         streams=streams,
     )
 

@@ -34,7 +34,7 @@ def lower(
     kept: Sequence[int],
     held: Collection[int],
     swapper: Swapper | None = None,
-    streamed: Collection[int] = (),
+    tier_resident: Collection[int] = (),
     adding: Mapping[int, Accumulation] | None = None,
     waits_until: int | None = None,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -47,7 +47,7 @@ def lower(
         kept: local storages of forward results handed to the backward pass; inputs need not be named.
         held: local storages of results that the caller holds to the end of the step.
         swapper: moves what is swapped.
-        streamed: local storages that live on tiers.
+        tier_resident: local storages that live on tiers.
         adding: for places of gradients what adds them to what is there; those in memory of their own are not returned.
         waits_until: after so many instructions of the backward pass the rest can wait
         (`memfit.runtime.deferred_backward`).
@@ -62,12 +62,12 @@ def lower(
     placeholders = joint.graph.find_nodes(op="placeholder")
     primals = [n for n in placeholders if not is_tangent(n)]
 
-    in_forward = Emitter(reading, fx.Graph(), swapper, streamed, reading.output_storages)
+    in_forward = Emitter(reading, fx.Graph(), swapper, tier_resident, reading.output_storages)
     in_forward.place(primals)
     in_forward.place(joint.graph.find_nodes(op="get_attr"))
     in_forward.run_all(forward)
 
-    in_backward = Emitter(reading, fx.Graph(), swapper, streamed, held)
+    in_backward = Emitter(reading, fx.Graph(), swapper, tier_resident, held)
     in_backward.place(primals)
     for storage in kept:
         in_backward.place([reading.storages[storage].base], as_inputs=True)

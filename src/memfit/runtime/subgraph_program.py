@@ -47,7 +47,7 @@ class SubgraphProgram:
         kept: local storages handed from one to the other.
         held: local storages of results that the caller holds to the end of the step.
         slots: local storages that go to tiers, and where to.
-        streamed: those of them that live there and pass slice by slice.
+        tier_resident: those of them that live there and pass slice by slice.
         accumulate: how it adds gradients of parameters to `.grad` itself; None if it does not.
         waits_until: with how many instructions of its backward pass the part ends that is waited for; None for all.
     """
@@ -60,7 +60,7 @@ class SubgraphProgram:
     kept: tuple[int, ...]
     held: frozenset[int] = frozenset()
     slots: Mapping[int, Slot] = field(default_factory=dict)
-    streamed: frozenset[int] = frozenset()
+    tier_resident: frozenset[int] = frozenset()
     accumulate: Accumulate | None = None
     waits_until: int | None = None
 
@@ -77,7 +77,7 @@ def subgraph_programs(capture: Capture, program: Program) -> tuple[SubgraphProgr
     """
     graph = capture.graph
     local_op = {id(op): i for subgraph in capture.subgraphs.subgraphs for i, op in enumerate(subgraph.reading.ops)}
-    runs_again = set(program.recomputed())
+    recomputed = set(program.recomputed())
     count = len(capture.subgraphs.subgraphs)
     forward: list[list[LocalInstruction | LocalMove]] = [[] for _ in range(count)]
     backward: list[list[LocalInstruction | LocalMove]] = [[] for _ in range(count)]
@@ -119,11 +119,11 @@ def subgraph_programs(capture: Capture, program: Program) -> tuple[SubgraphProgr
         past_loss = past_loss or op.phase is Phase.LOSS
         if joint is None:
             continue
-        random = op.random_state_bytes > 0 and index in runs_again
-        from_statistics = index in seen and op.again is not None
+        random = op.random_state_bytes > 0 and index in recomputed
+        from_statistics = index in seen and op.recompute_as is not None
         run = LocalInstruction(
             index=local_op[id(joint)],
-            again=index in seen,
+            recomputed=index in seen,
             over=local[op.subgraph].get(instruction.over),
             chunks=instruction.chunks,
             from_statistics=from_statistics,
@@ -139,7 +139,7 @@ def subgraph_programs(capture: Capture, program: Program) -> tuple[SubgraphProgr
             forward[op.subgraph].append(run)
             continue
         storages = capture.subgraphs.subgraphs[op.subgraph].reading.storages
-        reads, writes = (joint.again_reads, joint.writes[:1]) if from_statistics else (joint.reads, joint.writes)
+        reads, writes = (joint.recompute_reads, joint.writes[:1]) if from_statistics else (joint.reads, joint.writes)
         for storage in reads if run.over is None else (*reads, run.over):
             if storages[storage].kind is StorageKind.FORWARD and storage not in written_back[op.subgraph]:
                 kept[op.subgraph][storage] = None
@@ -147,10 +147,10 @@ def subgraph_programs(capture: Capture, program: Program) -> tuple[SubgraphProgr
         backward[op.subgraph].append(run)
         if capture.deferred and op.phase is Phase.BACKWARD and index not in capture.deferred:
             waits_until[op.subgraph] = len(backward[op.subgraph])
-    for storage in program.streamed():
+    for storage in program.tier_resident():
         kept[subgraph_of[storage]].pop(local[subgraph_of[storage]][storage], None)
     swapped = {s: (tier, graph.storages[s].nbytes) for s, tier in program.swapped().items()}
-    streamed = {s: (tier, tier_bytes(graph, s)) for s, tier in program.streamed().items()}
+    tier_resident = {s: (tier, tier_bytes(graph, s)) for s, tier in program.tier_resident().items()}
     # Gradients may be forward results as they are.
     for index, subgraph in enumerate(capture.subgraphs.subgraphs):
         for storage in subgraph.reading.gradient_storages:
@@ -167,10 +167,10 @@ def subgraph_programs(capture: Capture, program: Program) -> tuple[SubgraphProgr
             held=held[i],
             slots={
                 local[i][s]: Slot(tier=tier, nbytes=nbytes)
-                for s, (tier, nbytes) in (swapped | streamed).items()
+                for s, (tier, nbytes) in (swapped | tier_resident).items()
                 if subgraph_of[s] == i
             },
-            streamed=frozenset(local[i][s] for s in streamed if subgraph_of[s] == i),
+            tier_resident=frozenset(local[i][s] for s in tier_resident if subgraph_of[s] == i),
             accumulate=_accumulation(subgraph.reading),
             waits_until=waits_until[i],
         )

@@ -88,8 +88,8 @@ def simulate(graph: StepGraph, program: Program, *, wait: bool = True) -> Timeli
     Returns:
         Peak, time and the bytes in use at every instruction.
     """
-    if streamed := program.streamed():
-        graph = streaming_step(graph, streamed)
+    if tier_resident := program.tier_resident():
+        graph = streaming_step(graph, tier_resident)
     ops, storages = graph.ops, graph.storages
     sizes = [s.nbytes for s in storages]
     last_run = {op: n for n, op in enumerate(program.order())}
@@ -99,7 +99,7 @@ def simulate(graph: StepGraph, program: Program, *, wait: bool = True) -> Timeli
     runs = 0
     recompute_seconds = 0.0
     lanes = Lanes(graph.tiers)
-    for storage, tier in streamed.items():
+    for storage, tier in tier_resident.items():
         lanes.tier_bytes[tier] = lanes.tier_bytes.get(tier, 0) + storages[storage].whole_bytes
     leaving: set[int] = set()
     coming: set[int] = set()
@@ -275,4 +275,4 @@ def live_storages_at(graph: StepGraph, program: Program, position: int) -> list[
         alive.update(next(ops).writes)
         if instruction.over is not None:
             alive.discard(instruction.over)
-    return sorted(alive - program.streamed().keys(), key=lambda s: -graph.storages[s].nbytes)
+    return sorted(alive - program.tier_resident().keys(), key=lambda s: -graph.storages[s].nbytes)

@@ -48,7 +48,7 @@ def check(graph: StepGraph, program: Program) -> None:
     rerun: list[int] = []  # after the loss
     sliced = _check_sliced(graph, program)
     _check_swaps(graph, program)
-    streamed = _check_streams(graph, program)
+    tier_resident = _check_streams(graph, program)
     for position, instruction in enumerate(program.instructions):
         index = instruction.index
         where = f"instruction {position}"
@@ -75,7 +75,7 @@ def check(graph: StepGraph, program: Program) -> None:
         if not 0 <= index < len(graph.ops):
             raise ProgramError(f"{where} runs op {index}, but the step has {len(graph.ops)} ops")
         op = graph.ops[index].later if index in ran else graph.ops[index]
-        if position not in sliced and not streamed.isdisjoint((*op.reads, *op.writes)):
+        if position not in sliced and not tier_resident.isdisjoint((*op.reads, *op.writes)):
             raise ProgramError(f"{where}: {op.name} runs whole, but not all it touches is in memory")
         if position not in sliced and instruction.chunks not in {
             op.chunks,
@@ -116,7 +116,7 @@ def check(graph: StepGraph, program: Program) -> None:
             rerun.append(index)
         over = instruction.over
         if over is not None and position in sliced:
-            if over not in alive or over in streamed or op.writes[0] in streamed:
+            if over not in alive or over in tier_resident or op.writes[0] in tier_resident:
                 raise ProgramError(f"{where}: {op.name} runs over {storages[over].name}, which is not in memory")
             alive.discard(over)
         elif over is not None:
@@ -191,7 +191,7 @@ def _check_streams(graph: StepGraph, program: Program) -> set[int]:
     for index in found.difference(streamable(graph, least_bytes=0)):
         raise ProgramError(f"{graph.storages[index].name} lives on a tier, but not all ops touch slices of it")
     for links in graph.tiers:
-        nbytes = sum(tier_bytes(graph, s) for s, tier in program.streamed().items() if tier is links.tier)
+        nbytes = sum(tier_bytes(graph, s) for s, tier in program.tier_resident().items() if tier is links.tier)
         nbytes += sum(slot_bytes(graph.storages[s].nbytes) for s, tier in swapped.items() if tier is links.tier)
         if links.limit_bytes is not None and nbytes > links.limit_bytes:
             raise ProgramError(f"{nbytes} bytes are swapped to {links.tier}, which may hold {links.limit_bytes}")

@@ -60,7 +60,7 @@ _SWAPPING: dict[str, Callable[[StepGraph, int | None], tuple[list[int], Mapping[
 }
 _WITH_PARAMETER = {
     "sequential": "a number of segments",
-    "openai-collection": "names of modules to keep",
+    "openai-collection": "names of modules to save",
     "tile": "a grid such as 4x4",
     "micro-batch": "a number of micro-batches, two or more",
 }

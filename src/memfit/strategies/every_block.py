@@ -28,7 +28,7 @@ def block_name(module: str) -> str:
 
 
 def order(graph: StepGraph, budget_bytes: int | None) -> list[int]:
-    """Every numbered module is recomputed, what is between them is kept; ignores the budget."""
+    """Every numbered module is recomputed, what is between them is saved; ignores the budget."""
     forward = [i for i, op in enumerate(graph.ops) if op.phase is Phase.FORWARD]
     names: list[str] = []
     starts: list[int] = []
@@ -41,4 +41,4 @@ def order(graph: StepGraph, budget_bytes: int | None) -> list[int]:
     if len({n for n in names if n}) < 2:
         return segment_order(graph, starts_of(cut_chain(graph).blocks))
     plain = {number for number, name in enumerate(names) if not name}
-    return segment_order(graph, starts[1:], kept_segments=plain)
+    return segment_order(graph, starts[1:], saved_segments=plain)

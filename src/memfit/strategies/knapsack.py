@@ -54,7 +54,7 @@ def _chosen(graph: StepGraph, heavy: list[int], limit: int) -> list[int]:
     producer = graph.producers()
     problem = Milp()
     for storage in heavy:
-        problem.variable(cost=-graph.ops[producer[storage]].seconds_again)
+        problem.variable(cost=-graph.ops[producer[storage]].recompute_seconds)
     problem.row({i: 1000 * graph.storages[s].nbytes / limit for i, s in enumerate(heavy)}, upper=1000.0)
     values = solve(problem, seconds=1.0).values
     return [s for s, value in zip(heavy, values, strict=True) if value > 0.5] if len(values) else []

@@ -1,7 +1,7 @@
 """`micro-batch:N`: the batch in N parts, each through forward and backward pass by itself, gradients added up.
 
 This is gradient accumulation as training loops write it, but exact: the loss sees the whole batch, so its own mean or
-sum holds, and weights get one gradient each. Nothing is kept of a part but what the module returns, so each runs
+sum holds, and weights get one gradient each. Nothing is saved of a part but what the module returns, so each runs
 forward again for its backward pass. It is here to be compared with: `auto` with the lever `tile` cuts only the runs of
 ops where that pays, and keeps what fits.
 

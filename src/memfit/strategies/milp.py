@@ -77,7 +77,7 @@ def _fastest(graph: StepGraph, room_bytes: int) -> list[int] | None:
     problem = Milp()
     run = _runs(graph, problem)
     for variable, (_, op) in zip(run.values(), run, strict=True):
-        problem.cost[variable] = graph.ops[op].seconds_again
+        problem.cost[variable] = graph.ops[op].recompute_seconds
     for terms in _memory(graph, problem, run):
         row = {variable: nbytes / scale for variable, nbytes in terms.items() if variable >= 0}
         upper = (room_bytes - graph.static_bytes - terms.get(_ONE, 0)) / scale

@@ -34,12 +34,12 @@ def order(graph: StepGraph, budget_bytes: int | None) -> list[int]:
         return plain_order(graph)
     producer = graph.producers()
     fixed = _never_gone(graph, producer)
-    kept = set(backward_reads(graph)) - fixed
+    saved = set(backward_reads(graph)) - fixed
     lowest: tuple[int, list[int]] | None = None
-    ratios = [(-_ratio(graph, producer, kept | fixed, s), s) for s in sorted(kept)]
+    ratios = [(-_ratio(graph, producer, saved | fixed, s), s) for s in sorted(saved)]
     heapq.heapify(ratios)
     while True:
-        found = lazy_order(graph, kept)
+        found = lazy_order(graph, saved)
         peak = simulate(graph, program_of(graph, found)).peak_bytes
         if peak <= budget_bytes:
             return found
@@ -49,8 +49,8 @@ def order(graph: StepGraph, budget_bytes: int | None) -> list[int]:
             break
         excess = peak - budget_bytes
         while ratios and excess > 0:  # evicting less than what is too much cannot be enough
-            storage = _pop_best(graph, producer, kept | fixed, ratios)
-            kept.discard(storage)
+            storage = _pop_best(graph, producer, saved | fixed, ratios)
+            saved.discard(storage)
             excess -= graph.storages[storage].nbytes
     raise no_plan(
         *(graph, program_of(graph, lowest[1]), budget_bytes),
@@ -83,4 +83,4 @@ def _pop_best(graph: StepGraph, producer: list[int], alive: set[int], ratios: li
 def _ratio(graph: StepGraph, producer: list[int], alive: set[int], storage: int) -> float:
     """Bytes over seconds; larger is better to evict."""
     cone = missing_cone(graph, producer, storage, lambda other: other != storage and other in alive)
-    return graph.storages[storage].nbytes / (1e-9 + sum(graph.ops[o].seconds_again for o in cone))
+    return graph.storages[storage].nbytes / (1e-9 + sum(graph.ops[o].recompute_seconds for o in cone))

@@ -58,7 +58,7 @@ def collection_order(graph: StepGraph, budget_bytes: int | None, *, modules: Seq
     Raises:
         SpecError: if a module has no op.
     """
-    kept: set[int] = set()
+    saved: set[int] = set()
     forward = [op for op in graph.ops if op.phase is Phase.FORWARD]
     for module in modules:
         inside = [op for op in forward if op.module == module or op.module.startswith(module + ".")]
@@ -67,5 +67,5 @@ def collection_order(graph: StepGraph, budget_bytes: int | None, *, modules: Seq
             raise SpecError(f"no op of the step belongs to module {module!r}; modules: {', '.join(known[:20])}")
         outside = {s for op in graph.ops if op not in inside for s in op.reads}
         outputs = {s for op in inside for s in op.writes if s in outside}
-        kept.update(outputs or inside[-1].writes)
-    return lazy_order(graph, kept)
+        saved.update(outputs or inside[-1].writes)
+    return lazy_order(graph, saved)

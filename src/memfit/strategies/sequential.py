@@ -19,4 +19,4 @@ def order(graph: StepGraph, budget_bytes: int | None, *, segments: int) -> list[
     count = min(segments, len(blocks))
     size = len(blocks) // count
     cuts = [blocks[i * size].first for i in range(1, count)]
-    return segment_order(graph, cuts, kept_segments={count - 1})
+    return segment_order(graph, cuts, saved_segments={count - 1})

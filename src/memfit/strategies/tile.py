@@ -1,7 +1,7 @@
 """`tile:HxW`: tiles of a fixed grid, as many ops as possible as one run, everything recomputed for the backward pass.
 
 This is how segmented fused-tiled execution (SFT: Xu et al., CC 2022) trains a trunk of convolutions on huge images:
-each tile goes through all of it forward, nothing is kept, and backward each tile is recomputed. It is here to be
+each tile goes through all of it forward, nothing is saved, and backward each tile is recomputed. It is here to be
 compared with. One run over a whole trunk makes halos that grow from op to op; `auto` cuts runs where that pays.
 
 Known limits: one segment, ends of runs as the step has them; SFT's own segments are chosen by hand.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from memfit.ir.fusion import fuse, linked, runs_by_slices
 from memfit.ir.graph import StepGraph
-from memfit.ir.program import Action, Instruction, Program, as_they_run, assembled, dying_after, run_again
+from memfit.ir.program import Action, Instruction, Program, are_recomputed, as_they_run, assembled, dying_after
 from memfit.planner.search.lazy_recompute import lazy_order
 
 __all__ = ["grid_of", "program"]
@@ -30,7 +30,7 @@ def program(graph: StepGraph) -> Program:
     order = lazy_order(graph, ())
     ops = as_they_run(graph, order)
     dying = dying_after(graph, ops)
-    runs = runs_by_slices(graph, ops, run_again(order), dying)
+    runs = runs_by_slices(graph, ops, are_recomputed(order), dying)
     longest = [fuse(graph, run.part(first, stop))[0] for run in runs for first, stop in linked(run)]
 
     def alone(position: int) -> list[Instruction]:

@@ -141,7 +141,7 @@ def compare_cell(
             piped, step = _memfit(trial, min(others, default=None), search_seconds)
             plan = piped.plan
             stage_bytes = tuple(stage.peak_bytes for stage in plan.stages)
-            again = sum(stage.again_seconds for stage in plan.stages)
+            again = sum(stage.recompute_seconds for stage in plan.stages)
             note = f"{plan.schedule.name}, {again / max(1e-9, sum(s.forward_seconds for s in plan.stages)):.0%} again"
         else:
             build = baselines.torchgpipe if system == "torchgpipe" else baselines.equal_layers

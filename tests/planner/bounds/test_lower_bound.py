@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from memfit.ir.graph import Op, Phase, StepGraph, Storage, StorageKind, Variant
 from memfit.ir.program import plain_order, program_of
 from memfit.planner.bounds.lower_bound import relaxed_bound
-from memfit.planner.bounds.relaxation import select_kept
+from memfit.planner.bounds.relaxation import select_saved
 from memfit.planner.finalize.variant_selection import program_within
 from memfit.planner.solver import Solution, Status
 from memfit.sim.simulator import simulate
@@ -35,7 +35,9 @@ def priced(draw: st.DrawFn, graph: StepGraph) -> StepGraph:
         whole = Variant(chunks=1, seconds=op.seconds, workspace_bytes=op.workspace_bytes)
         in_chunks = Variant(chunks=4, seconds=draw(_SHARES) * 2, workspace_bytes=draw(st.sampled_from([0, 10, 100])))
         variants = (whole, in_chunks) if draw(st.booleans()) else ()
-        return replace(op, in_place_seconds=in_place, by_slices=slices, variants=variants, again=price(op.again))
+        return replace(
+            op, in_place_seconds=in_place, by_slices=slices, variants=variants, recompute_as=price(op.recompute_as)
+        )
 
     return replace(graph, ops=tuple(made for op in graph.ops if (made := price(op)) is not None))
 
@@ -97,7 +99,7 @@ def test_memory_is_short_later_too() -> None:
     gains = []
     for percent in (90, 80, 70, 60, 50):
         budget = plain * percent // 100
-        one_instant = select_kept(graph, budget - graph.static_bytes)
+        one_instant = select_saved(graph, budget - graph.static_bytes)
         if one_instant is not None:
             gains.append(relaxed_bound(graph, budget) - one_instant.bound_seconds)
     assert min(gains) >= 0
@@ -108,9 +110,9 @@ def test_no_solution_in_time_is_not_a_refusal(monkeypatch: pytest.MonkeyPatch) -
     unknown = Solution(status=Status.UNKNOWN, values=np.zeros(0), objective=np.inf, bound=-np.inf)
     monkeypatch.setattr("memfit.planner.bounds.relaxation.solve", lambda *_, **__: unknown)
     graph = unet(4)
-    selection = select_kept(graph, graph.static_bytes)
+    selection = select_saved(graph, graph.static_bytes)
     assert selection is not None
-    assert selection.kept == frozenset()
+    assert selection.saved == frozenset()
     assert selection.bound_seconds == 0.0
 
 

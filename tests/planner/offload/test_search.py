@@ -15,7 +15,7 @@ from memfit.ir.graph import Op, Phase, StepGraph, Storage, StorageKind, Variant
 from memfit.ir.program import Program, plain_order, program_of
 from memfit.ir.tiers import Link, Tier, TierLinks
 from memfit.planner.bounds.lower_bound import relaxed_bound
-from memfit.planner.bounds.relaxation import select_kept
+from memfit.planner.bounds.relaxation import select_saved
 from memfit.planner.offload.search import _rounds, find_program
 from memfit.planner.search.portfolio import find_order
 from memfit.sim.simulator import simulate
@@ -198,12 +198,12 @@ def test_buffers_count() -> None:
 
 def test_what_has_no_time_to_leave_is_waited_for() -> None:
     graph = chain(4)
-    everything = select_kept(with_links(graph, 1e9), 0)
-    nothing = select_kept(with_links(graph, 1e-9), 0)
+    everything = select_saved(with_links(graph, 1e9), 0)
+    nothing = select_saved(with_links(graph, 1e-9), 0)
     assert everything is not None and nothing is not None
     assert everything.recompute_seconds == pytest.approx(0.0, abs=1e-6)
     assert nothing.recompute_seconds == pytest.approx(4.0)
-    between = select_kept(with_links(graph, 10.0), 0)
+    between = select_saved(with_links(graph, 10.0), 0)
     # Links take 1 s each way. The backward pass begins with the last two results: these are waited for or made again.
     assert between is not None and between.recompute_seconds == pytest.approx(2.0)
     assert set(between.swapped) == {1, 2}

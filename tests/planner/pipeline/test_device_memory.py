@@ -8,26 +8,26 @@ from tests.planner.pipeline.test_schedule import zero_bubble_of_two
 
 
 def test_a_device_holds_what_is_in_flight() -> None:
-    memory = StageMemory(static_bytes=100, kept_bytes=10, forward_bytes=12, backward_bytes=15, after_bytes=1)
+    memory = StageMemory(static_bytes=100, saved_bytes=10, forward_bytes=12, backward_bytes=15, after_bytes=1)
     assert device_peaks(gpipe(1, 4), lambda stage, microbatch: memory) == [100 + 30 + 15]
     assert device_peaks(one_forward_one_backward(3, 4), lambda *_: memory) == [100 + 20 + 15, 100 + 10 + 15, 115]
-    large = StageMemory(static_bytes=100, kept_bytes=10, forward_bytes=12, backward_bytes=15, after_bytes=999)
+    large = StageMemory(static_bytes=100, saved_bytes=10, forward_bytes=12, backward_bytes=15, after_bytes=999)
     assert device_peaks(gpipe(1, 4), lambda *_: large) == [1099]
 
 
 def test_what_the_last_micro_batch_keeps_is_gone_first() -> None:
     def memory(stage: int, microbatch: int) -> StageMemory:
-        kept = 50 if microbatch == 3 else 10
-        return StageMemory(static_bytes=0, kept_bytes=kept, forward_bytes=kept, backward_bytes=kept + 5)
+        saved = 50 if microbatch == 3 else 10
+        return StageMemory(static_bytes=0, saved_bytes=saved, forward_bytes=saved, backward_bytes=saved + 5)
 
     assert device_peaks(gpipe(1, 4), memory) == [30 + 55]
 
 
 def test_what_passes_between_stages_of_one_device_counts_once_and_while_it_waits() -> None:
     first = StageMemory(
-        static_bytes=100, kept_bytes=10, forward_bytes=12, backward_bytes=15, handed_bytes=6, sent_bytes=8
+        static_bytes=100, saved_bytes=10, forward_bytes=12, backward_bytes=15, handed_bytes=6, sent_bytes=8
     )
-    second = StageMemory(static_bytes=200, kept_bytes=30, forward_bytes=32, backward_bytes=35, returned_bytes=4)
+    second = StageMemory(static_bytes=200, saved_bytes=30, forward_bytes=32, backward_bytes=35, returned_bytes=4)
     in_turn = tuple(Action(s, what, 0) for what, s in ((Pass.FORWARD, 0), (Pass.FORWARD, 1)))
     back = tuple(Action(s, Pass.BACKWARD, m) for m in range(2) for s in (1, 0))
     both = (first, second)
@@ -43,7 +43,7 @@ def test_what_passes_between_stages_of_one_device_counts_once_and_while_it_waits
 
 def test_what_waits_takes_memory() -> None:
     memory = StageMemory(
-        static_bytes=100, kept_bytes=10, forward_bytes=12, backward_bytes=15, deferred_bytes=8, weight_bytes=9
+        static_bytes=100, saved_bytes=10, forward_bytes=12, backward_bytes=15, deferred_bytes=8, weight_bytes=9
     )
     # Device 0 has one other in flight at most; device 1 goes back again while one waits, and one is in flight.
     assert device_peaks(zero_bubble_of_two(), lambda stage, microbatch: memory) == [100 + 10 + 15, 100 + 8 + 15]
@@ -52,10 +52,16 @@ def test_what_waits_takes_memory() -> None:
 def test_messages_count_from_when_they_are_asked_for_until_they_have_arrived() -> None:
     """1F1B on two devices; the second makes room for the next forward pass before each backward pass."""
     first = StageMemory(
-        static_bytes=0, kept_bytes=10, forward_bytes=12, backward_bytes=15, sent_bytes=4, handed_bytes=3, answer_bytes=4
+        static_bytes=0,
+        saved_bytes=10,
+        forward_bytes=12,
+        backward_bytes=15,
+        sent_bytes=4,
+        handed_bytes=3,
+        answer_bytes=4,
     )
     second = StageMemory(
-        static_bytes=0, kept_bytes=20, forward_bytes=22, backward_bytes=25, received_bytes=4, returned_bytes=4
+        static_bytes=0, saved_bytes=20, forward_bytes=22, backward_bytes=25, received_bytes=4, returned_bytes=4
     )
     both = (first, second)
     orders = with_transfers(one_forward_one_backward(2, 3))

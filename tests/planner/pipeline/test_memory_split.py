@@ -56,10 +56,10 @@ def shared(
         if tries is not None:
             tries.append(stage)
         asked = traffic(schedule, stage)
-        return Made(plan_stage(graphs[stage], room, asked, kept_limit_bytes=limit, seconds=0.05))
+        return Made(plan_stage(graphs[stage], room, asked, saved_limit_bytes=limit, seconds=0.05))
 
     (order,) = schedule.orders
-    least = {s: one.planned.kept_bytes for s, one in always(schedule, graphs).items()}
+    least = {s: one.planned.saved_bytes for s, one in always(schedule, graphs).items()}
     return share_budget(order, never(schedule, graphs), least, budget, plan, any_will_do=any_will_do)
 
 
@@ -130,7 +130,7 @@ def test_a_stage_that_goes_back_at_once_leaves_its_room_to_itself() -> None:
     graphs = [stage_of(length, received_bytes=_RECEIVED) for length in (4, 12)]
     memory = never(schedule, graphs)
     left = rooms(schedule.orders[0], memory, 200)
-    assert left == {0: 200, 1: 200 - memory[0].kept_bytes}
+    assert left == {0: 200, 1: 200 - memory[0].saved_bytes}
     budget = device_peaks(schedule, lambda stage, m: memory[stage])[0] - 20
     made = shared(schedule, graphs, budget)
     assert peak(schedule, made) <= budget
@@ -145,7 +145,7 @@ def test_what_cannot_be_made_again_is_kept_in_any_case(microbatches: int) -> Non
     ops = [replace(op, recomputable=False) if place == 2 else op for place, op in enumerate(plain.ops)]
     graphs = [replace(plain, ops=tuple(ops))] * 2
     lean = always(schedule, graphs)
-    assert min(one.planned.kept_bytes for one in lean.values()) > _RECEIVED
+    assert min(one.planned.saved_bytes for one in lean.values()) > _RECEIVED
     budget = peak(schedule, lean)
     assert peak(schedule, shared(schedule, graphs, budget)) <= budget
 
@@ -153,7 +153,7 @@ def test_what_cannot_be_made_again_is_kept_in_any_case(microbatches: int) -> Non
 def test_what_waits_between_the_parts_of_a_backward_pass_counts() -> None:
     order = tuple(Action(0, what, m) for m in range(2) for what in (Pass.FORWARD, Pass.INPUT))
     order += tuple(Action(0, Pass.WEIGHT, m) for m in range(2))
-    memory = StageMemory(static_bytes=100, kept_bytes=10, forward_bytes=12, backward_bytes=15, deferred_bytes=8)
+    memory = StageMemory(static_bytes=100, saved_bytes=10, forward_bytes=12, backward_bytes=15, deferred_bytes=8)
     assert rooms(order, {0: memory}, 200) == {0: 200 - 8}
 
 

@@ -37,11 +37,11 @@ def test_what_cannot_be_divided_is_told() -> None:
 
 
 def test_a_stage_counts_a_parameter_once() -> None:
-    calls = [CallCost(states=frozenset({"w"}), kept_bytes=5), CallCost(states=frozenset({"w", "b"}), widest_bytes=9)]
+    calls = [CallCost(states=frozenset({"w"}), saved_bytes=5), CallCost(states=frozenset({"w", "b"}), widest_bytes=9)]
     places = [CutPlace(position=0, nbytes=0), CutPlace(position=1, nbytes=7), CutPlace(position=2, nbytes=0)]
     demand = demands(calls, places, {"w": 100, "b": 1})
     assert demand(0, 2).static_bytes == 101
-    assert (demand(1, 2).received_bytes, demand(1, 2).widest_bytes, demand(0, 1).kept_bytes) == (7, 9, 5)
+    assert (demand(1, 2).received_bytes, demand(1, 2).widest_bytes, demand(0, 1).saved_bytes) == (7, 9, 5)
 
 
 def test_where_sums_are_to_be_in_order_only_the_last_stage_of_a_parameter_uses_it_twice() -> None:
@@ -56,7 +56,7 @@ def test_where_sums_are_to_be_in_order_only_the_last_stage_of_a_parameter_uses_i
 
 
 def test_less_memory_costs_more_until_nothing_fits() -> None:
-    calls = [CallCost(forward_seconds=1.0, backward_seconds=2.0, kept_bytes=100, widest_bytes=20)]
+    calls = [CallCost(forward_seconds=1.0, backward_seconds=2.0, saved_bytes=100, widest_bytes=20)]
     places = [CutPlace(position=0, nbytes=0), CutPlace(position=1, nbytes=0)]
     demand = demands(calls, places, {})(0, 1)
     guesses = [guessed_seconds(demand, budget, 2) for budget in (None, 220, 150, 20, 19)]

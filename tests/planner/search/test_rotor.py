@@ -141,9 +141,9 @@ def test_equal_units_are_one_shape() -> None:
 def test_options_trade_bytes_and_peak_for_time(graph: StepGraph) -> None:
     run = shape(graph, 1, 3)
     options = options_of(run, 0, 24)
-    kept = [sum(run.sizes[s] for s in option.kept) for option in options]
+    saved = [sum(run.sizes[s] for s in option.saved) for option in options]
     fastest = [option.backwards[0].seconds for option in options]
-    assert kept == sorted(kept, reverse=True) and kept[-1] == 0
+    assert saved == sorted(saved, reverse=True) and saved[-1] == 0
     assert fastest == sorted(fastest)
     for option in options:
         peaks = [backward.peak for backward in option.backwards]
@@ -151,7 +151,7 @@ def test_options_trade_bytes_and_peak_for_time(graph: StepGraph) -> None:
         for backward in option.backwards:
             bytes_at, needed = profile(run, backward.sequence, run.leaving)
             assert max(bytes_at) == backward.peak
-            assert needed <= {*run.given, *run.out, *option.kept, *run.arriving}
+            assert needed <= {*run.given, *run.out, *option.saved, *run.arriving}
             assert sorted(i for i in backward.sequence if i >= run.forward) == list(range(run.forward, len(run.ops)))
 
 

@@ -92,7 +92,7 @@ def test_slices_pass_beside_compute(tiers: str, monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(memfit.BudgetError) as error:
             run("1MiB")
         result = run(int(1.05 * error.value.least_bytes))
-    assert result.plan.program.streamed()
+    assert result.plan.program.tier_resident()
     assert result.differing == ()
     assert result.swapped_executed_bytes == result.swapped_planned_bytes
     assert result.peak_bytes <= result.plan.budget_bytes

@@ -132,7 +132,7 @@ def test_less_memory_and_the_same_gradients(name: str) -> None:
     least = least_bytes(on_disk)
     assert least < 0.9 * least_bytes(in_memory)
     plan = prove(*case[:3], on_disk(least))
-    assert plan.program.streamed() and plan.measured_peak_bytes <= least
+    assert plan.program.tier_resident() and plan.measured_peak_bytes <= least
     assert plan.measured_peak_bytes == pytest.approx(plan.predicted.peak_bytes, rel=0.03)
     assert plan.planned is not None
     call = compile_program(case[0], plan.planned.capture, plan.program)
@@ -184,11 +184,11 @@ def test_a_fitted_model_goes_on_and_leaves_nothing(spaces: list[DiskSpace], tmp_
     model, args, _, _ = case
     twin = copy.deepcopy(model)
     plan = captured(case, (1, 1, 6))[1](1_100_000)
-    assert plan.program.streamed()
+    assert plan.program.tier_resident()
     path = tmp_path / "plan.json"
     plan.save(path)
     fitted = Plan.load(path).apply(model, loss_fn=loss_fn)
-    assert memfit.plan_of(fitted).program.streamed() == plan.program.streamed()
+    assert memfit.plan_of(fitted).program.tier_resident() == plan.program.tier_resident()
 
     def step(m: nn.Module, times: int = 1) -> dict[str, torch.Tensor]:
         m.zero_grad()
@@ -262,6 +262,6 @@ def test_the_whole_road_and_its_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     request = replace(request, budget=failure.value.least_bytes)
     result = verify(model, args, kwargs, request, loss_fn=loss)
     assert result.differing == ()
-    assert result.plan.program.streamed() and result.peak_bytes <= request.budget
+    assert result.plan.program.tier_resident() and result.peak_bytes <= request.budget
     assert result.recomputes_executed == result.recomputes_planned
     assert result.swapped_executed_bytes == result.swapped_planned_bytes != (0, 0)

@@ -33,7 +33,7 @@ def call_costs(forward: ForwardGraph, capture: Capture, graph: StepGraph) -> lis
     of = _calls_of(capture)
     names = [node.name for node in forward.calls]
     seconds: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    kept: dict[str, int] = defaultdict(int)
+    saved: dict[str, int] = defaultdict(int)
     widest: dict[str, int] = defaultdict(int)
     read_back = {s for op in graph.ops if op.phase is Phase.BACKWARD for s in op.reads}
     first_seconds = graph.first_seconds()
@@ -45,7 +45,7 @@ def call_costs(forward: ForwardGraph, capture: Capture, graph: StepGraph) -> lis
         touched = {*lean.reads, *lean.writes} - set(lean.in_place_over[:1])
         nbytes = sum(graph.storages[s].nbytes for s in touched if not graph.is_free(s)) + lean.workspace_bytes
         widest[name] = max(widest[name], nbytes)
-        kept[name] += sum(
+        saved[name] += sum(
             graph.storages[s].nbytes
             for s in op.writes
             if s in read_back and graph.storages[s].kind is StorageKind.FORWARD
@@ -55,7 +55,7 @@ def call_costs(forward: ForwardGraph, capture: Capture, graph: StepGraph) -> lis
         CallCost(
             forward_seconds=seconds[name][0],
             backward_seconds=seconds[name][1],
-            kept_bytes=kept[name],
+            saved_bytes=saved[name],
             widest_bytes=widest[name],
             states=states[name],
         )

@@ -225,8 +225,8 @@ class EngineStage(_PipelineStageBase):
         roots = [leaving[place] for place in _differentiated(stage)]
         root = _Root.apply(waiting, *roots) if self.has_backward and roots else None
         taken = set(stage.taken)
-        kept = [tensor if place in taken else None for place, tensor in enumerate(arrived)]
-        self.in_flight[fwd_chunk_id] = _InFlight(kept, root, waiting)
+        saved = [tensor if place in taken else None for place, tensor in enumerate(arrived)]
+        self.in_flight[fwd_chunk_id] = _InFlight(saved, root, waiting)
         sent = (
             *(_shaped(tensor, crossing) for tensor, crossing in zip(leaving, stage.leaving, strict=True)),
             *(() if stream is None else after),

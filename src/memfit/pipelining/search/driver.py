@@ -86,7 +86,7 @@ def make_pipeline_plan(
         loss_fn: the loss.
         spec: how leaves make up the inputs.
         traced: model and loss as ops.
-        fixed: a plan whose cuts and schedule are kept, if the model is cut already.
+        fixed: a plan whose cuts and schedule are fixed, if the model is cut already.
 
     Raises:
         BudgetError: if nothing fits.
@@ -245,12 +245,12 @@ def _program(plan: StagePlan, module: str) -> StageProgram:
         separated=tuple(sorted(plan.capture.separated)),
         grid=plan.capture.grid,
         in_flight=plan.in_flight,
-        kept_bytes=plan.planned.kept_bytes,
+        saved_bytes=plan.planned.saved_bytes,
         static_bytes=plan.graph.static_bytes,
         peak_bytes=plan.planned.peak_bytes,
         forward_seconds=plan.planned.forward_seconds,
         backward_seconds=plan.planned.backward_seconds,
         weight_seconds=plan.planned.weight_seconds,
-        again_seconds=plan.planned.timeline.recompute_seconds,
+        recompute_seconds=plan.planned.timeline.recompute_seconds,
         begins=module,
     )

@@ -287,7 +287,7 @@ class _Searcher:
         pressure = [1.0] * schedule.num_stages
         begin = time.monotonic()
         for _ in range(_ROUNDS):
-            # On one device: cuts where least is held if all is kept, and if that does not do, even ones.
+            # On one device: cuts where least is held if all is saved, and if that does not do, even ones.
             proposed = functools.partial(self._propose, schedule, evenly=failure is not None)
             places = proposed(rooms, in_flight, correction, pressure)
             if places is None:

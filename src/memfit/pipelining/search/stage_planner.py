@@ -48,16 +48,16 @@ class _Asked:
     """Requirements for the plan of a stage.
 
     Attributes:
-        policy: what is kept, see `memfit.pipelining.config.Question`.
+        policy: what is saved, see `memfit.pipelining.config.Question`.
         room_bytes: what a micro-batch may take; None for as much as it does.
-        kept_limit_bytes: what may be kept of it between its passes; None for any number.
+        saved_limit_bytes: what may be saved of it between its passes; None for any number.
         in_flight: the most micro-batches that are in flight there.
         is_brief: whether it is only compared by.
     """
 
     policy: str
     room_bytes: int | None
-    kept_limit_bytes: int | None
+    saved_limit_bytes: int | None
     in_flight: int
     is_brief: bool
 
@@ -170,7 +170,7 @@ class StagePlanner:
             asked = _Asked(
                 policy=policy or self.question.policy,
                 room_bytes=room,
-                kept_limit_bytes=limit,
+                saved_limit_bytes=limit,
                 in_flight=in_flight[number],
                 is_brief=brief,
             )
@@ -181,7 +181,7 @@ class StagePlanner:
         twice = self._counted_twice(stages)(frozenset(range(len(stages))))
         if self.question.policy == "auto":
             wanted = {number: plan(number, 0, policy="never").planned.memory for number in of}
-            least = {number: plan(number, 0, policy="always").planned.kept_bytes for number in of}
+            least = {number: plan(number, 0, policy="always").planned.saved_bytes for number in of}
             brief = functools.partial(plan, brief=True)
             return share_budget(
                 *(order, wanted, least, budget + twice, plan),
@@ -232,7 +232,7 @@ class StagePlanner:
         return self._deferred[key]
 
     def _with_last(self, schedule: Schedule, plans: Sequence[StagePlan]) -> list[StagePlan]:
-        """The plans with nothing recomputed for the last micro-batch, as far as that fits beside what all keep."""
+        """The plans with nothing recomputed for the last micro-batch, as far as that fits beside what all save."""
         plans, budgets = list(plans), self.question.budget_bytes
         if self.question.policy != "auto" or budgets is None or schedule.num_microbatches == 1:
             return plans
@@ -280,7 +280,7 @@ class StagePlanner:
         if asked.policy == "auto" and room is not None:
             planned = plan_stage(
                 *(graph, room, traffic),
-                kept_limit_bytes=asked.kept_limit_bytes,
+                saved_limit_bytes=asked.saved_limit_bytes,
                 seconds=self.question.search_seconds * (_BRIEF if asked.is_brief else 1.0),
                 last_resort=not asked.is_brief,
             )

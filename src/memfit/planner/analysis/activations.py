@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from memfit.ir.graph import Phase, StepGraph, StorageKind, total_bytes
 from memfit.ir.program import Program
-from memfit.planner.analysis.explain import kept_storages
+from memfit.planner.analysis.explain import saved_storages
 
 __all__ = ["Activations", "count_activations"]
 
@@ -38,7 +38,7 @@ class Activations:
 
     @property
     def retained_share(self) -> float:
-        """Kept ones among all, by number."""
+        """Saved ones among all, by number."""
         return self.retained / max(1, self.count)
 
     @property
@@ -56,8 +56,8 @@ def count_activations(graph: StepGraph, program: Program) -> Activations:
     """Divides the activations of a step by whether a program keeps them through the loss, swaps them or neither."""
     read = {s for op in graph.ops if op.phase is Phase.BACKWARD for s in op.reads}
     all_of_them = {s for s in read if graph.storages[s].kind is StorageKind.FORWARD}
-    swapped = all_of_them & (program.swapped() | program.streamed()).keys()
-    retained = (all_of_them & kept_storages(graph, program)) - swapped
+    swapped = all_of_them & (program.swapped() | program.tier_resident()).keys()
+    retained = (all_of_them & saved_storages(graph, program)) - swapped
     recomputed = all_of_them - retained - swapped
     return Activations(
         retained=len(retained),

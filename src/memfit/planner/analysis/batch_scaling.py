@@ -87,7 +87,9 @@ def scaled(graph_a: StepGraph, batch_a: int, graph_b: StepGraph, batch_b: int, b
     return replace(
         graph_a,
         ops=tuple(
-            replace(op(a, b), again=op(a.again, b.again) if a.again and b.again else None)
+            replace(
+                op(a, b), recompute_as=op(a.recompute_as, b.recompute_as) if a.recompute_as and b.recompute_as else None
+            )
             for a, b in zip(graph_a.ops, graph_b.ops, strict=True)
         ),
         storages=tuple(

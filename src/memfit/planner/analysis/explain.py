@@ -14,7 +14,7 @@ from memfit.planner.bounds.lower_bound import widest_op_bytes
 from memfit.sim.simulator import Timeline, live_storages_at, simulate_plain
 from memfit.units import format_bytes
 
-__all__ = ["binding_place", "decisions", "ends_of_runs", "kept_storages", "prediction"]
+__all__ = ["binding_place", "decisions", "ends_of_runs", "saved_storages", "prediction"]
 
 _MOST_BLOCKS = 40
 _MOST_ENDS = 4
@@ -47,7 +47,7 @@ def prediction(graph: StepGraph, timeline: Timeline, *, bound_seconds: float | N
     )
 
 
-def kept_storages(graph: StepGraph, program: Program) -> frozenset[int]:
+def saved_storages(graph: StepGraph, program: Program) -> frozenset[int]:
     """Forward storages alive when the loss starts."""
     ops = iter(as_they_run(graph, program.order()))
     alive: set[int] = set()
@@ -78,28 +78,28 @@ def decisions(graph: StepGraph, program: Program, timeline: Timeline) -> tuple[D
     Returns:
         One decision for each run of ops of one block.
     """
-    kept = kept_storages(graph, program)
-    again = Counter(program.recomputed())
-    again_seconds = _seconds_again(graph, program)
-    streamed = program.streamed()
-    swapped = program.swapped() | streamed
+    all_saved = saved_storages(graph, program)
+    recomputed = Counter(program.recomputed())
+    recompute_seconds = _recompute_seconds(graph, program)
+    tier_resident = program.tier_resident()
+    swapped = program.swapped() | tier_resident
     in_slices = Counter(i.index for i in program.instructions if i.sliced)
     place = binding_place(graph, program, timeline)
     found: list[Decision] = []
     for number, (name, ops) in enumerate(_blocks(graph), start=1):
-        stays = kept - swapped.keys()
+        stays = all_saved - swapped.keys()
         saved = [s for o in ops for s in graph.ops[o].writes if s in stays and graph.storages[s].nbytes > 0]
         saved_bytes = sum(graph.storages[s].nbytes for s in saved)
-        runs = {o: again[o] for o in ops if again[o]}
-        seconds = sum(again_seconds[o] for o in runs)
+        runs = {o: recomputed[o] for o in ops if recomputed[o]}
+        seconds = sum(recompute_seconds[o] for o in runs)
         sliced = sum(in_slices[o] for o in runs)
         away = [s for o in ops for s in graph.ops[o].writes if s in swapped]
         later: list[str] = []
         if runs:
-            again_words = _counted(_short(graph.ops[o].target) for o, n in runs.items() for _ in range(n))
-            later.append(f"recompute {again_words}" + (f" ({sliced} in slices)" if sliced else ""))
+            names = _counted(_short(graph.ops[o].target) for o, n in runs.items() for _ in range(n))
+            later.append(f"recompute {names}" + (f" ({sliced} in slices)" if sliced else ""))
         if away:
-            later.append(_swap_words(graph, ops, swapped) + (", in slices" if streamed.keys() & away else ""))
+            later.append(_swap_words(graph, ops, swapped) + (", in slices" if tier_resident.keys() & away else ""))
         found.append(
             Decision(
                 block=str(number),
@@ -124,7 +124,7 @@ def _swap_words(graph: StepGraph, ops: Sequence[int], swapped: Mapping[int, Tier
     return f"swap {_counted(_short(graph.ops[o].target) for o, _ in away)} ({format_bytes(nbytes)}, {where})"
 
 
-def _seconds_again(graph: StepGraph, program: Program) -> dict[int, float]:
+def _recompute_seconds(graph: StepGraph, program: Program) -> dict[int, float]:
     """For each op the time of its runs after the first."""
     ran: set[int] = set()
     seconds: dict[int, float] = defaultdict(float)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memfit.ir.graph import StepGraph
-from memfit.ir.program import Action, as_they_run, program_of, run_again
+from memfit.ir.program import Action, are_recomputed, as_they_run, program_of
 from memfit.sim.simulator import Timeline, simulate
 
 __all__ = ["Copy", "Spans", "spans_of"]
@@ -73,5 +73,5 @@ def spans_of(graph: StepGraph, order: Sequence[int]) -> Spans:
     timeline = simulate(graph, program)
     computing = np.array([i.action is Action.COMPUTE for i in program.instructions])
     bytes_at = np.array(timeline.bytes_at, dtype=np.int64)[computing]
-    again = tuple(run_again(order))
+    again = tuple(are_recomputed(order))
     return Spans(order=tuple(order), copies=tuple(copies), again=again, bytes_at=bytes_at, timeline=timeline)

@@ -12,7 +12,7 @@ gradients produced before it.
 from __future__ import annotations
 
 from memfit.ir.graph import Op, StepGraph
-from memfit.planner.bounds.relaxation import select_kept
+from memfit.planner.bounds.relaxation import select_saved
 from memfit.planner.bounds.relaxation_over_time import least_seconds_over_time
 
 __all__ = ["LARGE_STEP", "widest_op_bytes", "relaxed_bound"]
@@ -35,7 +35,7 @@ def relaxed_bound(graph: StepGraph, budget_bytes: int, *, seconds: float = 5.0) 
     """
     held = sum(graph.storages[s].nbytes for s in set(graph.outputs) if not graph.is_free(s))
     room = budget_bytes - graph.static_bytes - held
-    selection = select_kept(graph, room, seconds=seconds, overlapping=bool(graph.tiers))
+    selection = select_saved(graph, room, seconds=seconds, overlapping=bool(graph.tiers))
     if selection is None:
         return float("inf")
     if graph.tiers or graph.is_tiled:

@@ -1,10 +1,10 @@
 """Relaxation of the choice of saved storages, for one instant: the loss.
 
 Choose the forward storages kept through the loss, those swapped and the ops to recompute, at least cost, such that
-whatever the backward pass reads is kept, swapped or recomputed, a recomputed op has its operands kept, swapped or
-recomputed, what is kept fits beside what the step holds anyway, and what is swapped has left before the loss and is
+whatever the backward pass reads is saved, swapped or recomputed, a recomputed op has its operands saved, swapped or
+recomputed, what is saved fits beside what the step holds anyway, and what is swapped has left before the loss and is
 back in time, or compute waits. Working sets and repeated recomputation are ignored, hence it is a lower bound
-(`memfit.planner.bounds.lower_bound`), and a good first guess of what to keep.
+(`memfit.planner.bounds.lower_bound`), and a good first guess of what to save.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from memfit.planner.bounds.recompute_cost import RerunPrice, rerun_prices, saved
 from memfit.planner.offload.model import swappable
 from memfit.planner.solver import Milp, Status, solve
 
-__all__ = ["Selection", "add_slices", "backward_reads", "is_optional", "select_kept"]
+__all__ = ["Selection", "add_slices", "backward_reads", "is_optional", "select_saved"]
 
 _MIB = float(1 << 20)
 _DEADLINES = 100
@@ -33,22 +33,22 @@ _PREFERENCE = 1e-13
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Which storages to keep.
+    """Which storages to save.
 
     Attributes:
-        kept: forward storages alive at the loss, beside what the caller holds.
+        saved: forward storages alive at the loss, beside what the caller holds.
         swapped: forward storages on a tier at the loss, and which.
         recompute_seconds: time of the ops recomputed for the others, and of what swaps cost.
         bound_seconds: no selection within the budget takes less; below zero where recomputing saves time.
     """
 
-    kept: frozenset[int]
+    saved: frozenset[int]
     recompute_seconds: float
     bound_seconds: float
     swapped: Mapping[int, Tier] = field(default_factory=dict)
 
 
-def select_kept(
+def select_saved(
     graph: StepGraph,
     room_bytes: int,
     *,
@@ -58,7 +58,7 @@ def select_kept(
     staying: Collection[int] = (),
     overlapping: bool = False,
 ) -> Selection | None:
-    """Solves the relaxation for a number of bytes that may be kept.
+    """Solves the relaxation for a number of bytes that may be saved.
 
     Args:
         graph: the step.
@@ -96,7 +96,7 @@ def select_kept(
             rows += [(operand, rerun[index]) for operand in operands]
             pending += operands
     if not keep:
-        return Selection(kept=frozenset(), recompute_seconds=0.0, bound_seconds=0.0)
+        return Selection(saved=frozenset(), recompute_seconds=0.0, bound_seconds=0.0)
     movable = [s for s in swappable(graph) if s in keep and s not in staying] if graph.tiers else []
     swap, waits = _add_swaps(graph, problem, movable, link_share)
     for storage, consumer in rows:
@@ -116,16 +116,16 @@ def select_kept(
         return None
     if solution.status is Status.UNKNOWN:
         least = max(solution.bound, -sum(saved_by_first_runs(graph).values()))
-        return Selection(kept=frozenset(), recompute_seconds=float("inf"), bound_seconds=least)
-    kept = frozenset(s for s, variable in keep.items() if solution.values[variable] > 0.5)
+        return Selection(saved=frozenset(), recompute_seconds=float("inf"), bound_seconds=least)
+    saved = frozenset(s for s, variable in keep.items() if solution.values[variable] > 0.5)
     swapped = {
         s: tier
         for s, of in swap.items()
         for tier, variable in of.items()
-        if solution.values[variable] > 0.5 and s not in kept
+        if solution.values[variable] > 0.5 and s not in saved
     }
     return Selection(
-        kept=kept,
+        saved=saved,
         recompute_seconds=solution.objective,
         bound_seconds=min(solution.bound, solution.objective),
         swapped=swapped,

@@ -18,13 +18,13 @@ from memfit.ir.program import (
     Action,
     Instruction,
     Program,
+    are_recomputed,
     as_they_run,
     assembled,
     dying_after,
     program_of,
-    run_again,
 )
-from memfit.planner.budget_limit import kept_within
+from memfit.planner.budget_limit import within_limit
 from memfit.planner.finalize.buffer_reuse import with_spares
 from memfit.planner.finalize.merge_conv_backward import side_by_side
 from memfit.sim.simulator import simulate
@@ -42,7 +42,7 @@ def leanest(graph: StepGraph) -> StepGraph:
     def lean(op: Op) -> Op:
         made = _lean(op)
         whole = not read_backward.isdisjoint(op.later.writes)
-        return replace(made, estimated_seconds=_seconds_again(made.later, whole=whole))
+        return replace(made, estimated_seconds=_recompute_seconds(made.later, whole=whole))
 
     return replace(graph, ops=tuple(map(lean, graph.ops)))
 
@@ -50,7 +50,7 @@ def leanest(graph: StepGraph) -> StepGraph:
 def quicker(graph: StepGraph, order: Sequence[int], budget_bytes: int) -> StepGraph:
     """The step with every op in the quickest variant for which there is room at all its places in an order.
 
-    An order is then filled with copies to keep beside these variants, and not before them: the same bytes save more
+    An order is then filled with copies to save beside these variants, and not before them: the same bytes save more
     time at the one instant at which an op runs.
     """
     lean = leanest(graph)
@@ -83,12 +83,12 @@ def program_within(graph: StepGraph, order: Sequence[int], budget_bytes: int | N
     alone = _one_by_one(graph, lean, order, limit)
     ops = as_they_run(lean, order)
     dying = dying_after(lean, ops)
-    runs = runs_by_slices(lean, ops, run_again(order), dying)
+    runs = runs_by_slices(lean, ops, are_recomputed(order), dying)
     fused = [fusion for run in runs for fusion in _quickest(lean, run, alone, limit)]
     program = assembled(order, ops, dying, fused, lambda position: alone[position].instructions)
-    program = kept_within(lean, program_of(lean, order), program, limit)
-    program = kept_within(lean, program, with_spares(lean, program, limit), limit)
-    return kept_within(lean, program, side_by_side(lean, program, limit), limit)
+    program = within_limit(lean, program_of(lean, order), program, limit)
+    program = within_limit(lean, program, with_spares(lean, program, limit), limit)
+    return within_limit(lean, program, side_by_side(lean, program, limit), limit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,11 +180,13 @@ def _lean(op: Op) -> Op:
     # Whole, an op that can be chunked cannot write over its operand.
     variants = [variant for variant in op.variants if variant.chunks > 1 or not op.in_place_over] or op.variants
     best = min(variants, key=_memory_then_time, default=op.variant(op.chunks))
-    again = None if op.again is None else _lean(op.again)
-    return replace(op, chunks=best.chunks, seconds=best.seconds, workspace_bytes=best.workspace_bytes, again=again)
+    again = None if op.recompute_as is None else _lean(op.recompute_as)
+    return replace(
+        op, chunks=best.chunks, seconds=best.seconds, workspace_bytes=best.workspace_bytes, recompute_as=again
+    )
 
 
-def _seconds_again(op: Op, *, whole: bool) -> float:
+def _recompute_seconds(op: Op, *, whole: bool) -> float:
     """Time of a recomputation: a result that is read whole later takes fresh memory, passed-on slices mostly none."""
     slices = op.by_slices
     found = [op.seconds]

@@ -1,10 +1,10 @@
 """Swaps as orders know them: an op whose result is swapped is recomputed by bringing the result back.
 
-Orders say which ops are recomputed, and everything that searches for orders knows `Op.again`, another call in place
-of the op after the first time. A swapped result is just that: its recomputation reads nothing and writes the result, at
-the price of a transfer. So one search decides, for the results that may be swapped, which are kept, and for the others
-which are kept or recomputed; `memfit.planner.offload.transfer_schedule` then turns runs that stand for transfers into
-transfers.
+Orders say which ops are recomputed, and everything that searches for orders knows `Op.recompute_as`, another call in
+place of the op after the first time. A swapped result is just that: its recomputation reads nothing and writes the
+result, at the price of a transfer. So one search decides, for the results that may be swapped, which are saved, and for
+the others which are saved or recomputed; `memfit.planner.offload.transfer_schedule` then turns runs that stand for
+transfers into transfers.
 
 Known limits: a result that may be swapped is not recomputed by running its op.
 """
@@ -74,7 +74,7 @@ def swapping_step(graph: StepGraph, placed: Mapping[int, Tier]) -> StepGraph:
         if any(s in placed for s in op.in_place_over):
             # What is on its way out cannot be written over yet; a run after the first may, as it reads another copy.
             left = tuple(s for s in op.in_place_over if s not in placed)
-            op = replace(op, in_place_over=left, again=op.again or op)
+            op = replace(op, in_place_over=left, recompute_as=op.recompute_as or op)
         moved = tuple(s for s in op.writes if s in placed)
         if not moved:
             return op
@@ -89,7 +89,9 @@ def swapping_step(graph: StepGraph, placed: Mapping[int, Tier]) -> StepGraph:
             writes=moved,
             seconds=seconds,
         )
-        return replace(op, again=again, recomputable=True, random_state_bytes=0, by_slices=None, estimated_seconds=None)
+        return replace(
+            op, recompute_as=again, recomputable=True, random_state_bytes=0, by_slices=None, estimated_seconds=None
+        )
 
     static_bytes = graph.static_bytes + graph.buffer_bytes(placed.values())
     return replace(graph, ops=tuple(map(changed, graph.ops)), tiers=(), static_bytes=static_bytes)

@@ -23,7 +23,7 @@ from memfit.ir.graph import StepGraph
 from memfit.ir.program import Program
 from memfit.ir.tiers import Tier
 from memfit.planner.bounds.lower_bound import relaxed_bound
-from memfit.planner.bounds.relaxation import select_kept
+from memfit.planner.bounds.relaxation import select_saved
 from memfit.planner.budget_limit import fitting
 from memfit.planner.finalize.variant_selection import leanest, program_within
 from memfit.planner.offload.model import placed_on_tiers, swappable, swapping_step
@@ -159,7 +159,7 @@ def _rounds(graph: StepGraph, budget_bytes: int, seconds: float, progress: Progr
     seen: list[Mapping[int, Tier]] = [{}]
     staying: set[int] = set()
     for share in _LINK_SHARES:
-        chosen = select_kept(graph, room, seconds=seconds / 8, gap=1e-2, link_share=share, staying=staying)
+        chosen = select_saved(graph, room, seconds=seconds / 8, gap=1e-2, link_share=share, staying=staying)
         if chosen is None or chosen.swapped in seen:
             continue
         seen.append(chosen.swapped)

@@ -23,13 +23,13 @@ class StageMemory:
 
     Attributes:
         static_bytes: what is there all the time.
-        kept_bytes: held between the passes of the micro-batch.
+        saved_bytes: held between the passes of the micro-batch.
         forward_bytes: at most during its forward pass, beyond what is static.
-        backward_bytes: at most during its backward pass, or the part that is waited for, what is kept included.
+        backward_bytes: at most during its backward pass, or the part that is waited for, what is saved included.
         after_bytes: what the optimizer takes for a moment.
         deferred_bytes: held between the two parts of its backward pass.
         weight_bytes: at most during the second one, what is held included.
-        handed_bytes: of what is kept, what the next stage received and keeps as well: one copy on one device.
+        handed_bytes: of what is saved, what the next stage received and keeps as well: one copy on one device.
         received_bytes: from the stage before.
         taken_bytes: of that, what is held until the backward pass; the rest only passes through.
         sent_bytes: what the next stage receives.
@@ -38,7 +38,7 @@ class StageMemory:
     """
 
     static_bytes: int
-    kept_bytes: int
+    saved_bytes: int
     forward_bytes: int
     backward_bytes: int
     after_bytes: int = 0
@@ -55,7 +55,7 @@ class StageMemory:
         """The same where so much of what it received is counted elsewhere until its backward pass ends."""
         return replace(
             self,
-            kept_bytes=self.kept_bytes - counted_bytes,
+            saved_bytes=self.saved_bytes - counted_bytes,
             forward_bytes=self.forward_bytes - counted_bytes,
             backward_bytes=self.backward_bytes - counted_bytes,
         )
@@ -123,13 +123,13 @@ def beside_each(
             held -= 0 if before is None else before.sent_bytes - before.handed_bytes
             yield action, counted, held + messages
             left = here.sent_bytes - here.handed_bytes
-            held += counted.kept_bytes + (0 if after is None else left)
+            held += counted.saved_bytes + (0 if after is None else left)
             sent = left if after is None else 0
         elif what is Pass.WEIGHT:
             held -= counted.deferred_bytes
             yield action, counted, held + messages
         else:
-            held -= counted.kept_bytes + (0 if after is None else after.returned_bytes)
+            held -= counted.saved_bytes + (0 if after is None else after.returned_bytes)
             yield action, counted, held + messages
             held += counted.deferred_bytes if what is Pass.INPUT else 0
             held += 0 if before is None else here.returned_bytes

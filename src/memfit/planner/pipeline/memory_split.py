@@ -30,13 +30,13 @@ from memfit.planner.pipeline.stage_plan import PlannedStage
 __all__ = ["DoesNotFit", "Planned", "rooms", "share_budget"]
 
 _BETWEEN = (0.75, 0.5, 0.25)
-"""Shares of the most that could be kept, tried in this order until the plans get slower."""
+"""Shares of the most that could be saved, tried in this order until the plans get slower."""
 
 _FINER = 2
 """How often the share is halved between the best and the next larger one."""
 
 _STEPS = 20
-"""To find the most that could be kept."""
+"""To find the most that could be saved."""
 
 _GOOD_ENOUGH = 0.02
 """Plans that run so little again need no other share."""
@@ -88,7 +88,7 @@ def rooms(order: Sequence[Task], memory: Mapping[int, StageMemory], budget_bytes
     static = sum(one.static_bytes for one in memory.values())
     for action, counted, beside in beside_each(order, lambda stage, microbatch: memory[stage]):
         own = memory[action.stage]
-        elsewhere = own.kept_bytes - counted.kept_bytes
+        elsewhere = own.saved_bytes - counted.saved_bytes
         room = budget_bytes - (static - own.static_bytes) - beside + elsewhere
         left[action.stage] = min(room, left.get(action.stage, room))
     return left
@@ -110,9 +110,9 @@ def share_budget(
     Args:
         order: what the device does, in order.
         wanted: what its stages take with nothing recomputed.
-        least: what is kept in any case: what was received, and what cannot be recomputed, such as statistics.
+        least: what is saved in any case: what was received, and what cannot be recomputed, such as statistics.
         budget_bytes: of the device, with what stages have in common and is counted twice.
-        plan: plans a stage, given what a micro-batch may take, and what may be kept of it if that matters.
+        plan: plans a stage, given what a micro-batch may take, and what may be saved of it if that matters.
         brief: the same in less time, to compare shares by; None for `plan`.
         is_late: whether there is time for no more than what is needed.
         any_will_do: whether the first plans that fit are as good as the fastest.
@@ -121,7 +121,7 @@ def share_budget(
         DoesNotFit: if none do; the least budget told is an upper estimate.
     """
     lasting = _lasting(order)
-    most = _most_kept(order, wanted, least, budget_bytes, lasting)
+    most = _most_saved(order, wanted, least, budget_bytes, lasting)
 
     def tried(share: float, by: Callable[[int, int, int | None], P]) -> _Tried[P]:
         memory = {stage: _keeping(one, least[stage], share * most) for stage, one in wanted.items()}
@@ -198,7 +198,7 @@ def _planned(
     made = {}
     for stage in sorted(memory):
         room = rooms(order, memory, budget_bytes)[stage]
-        limit = memory[stage].kept_bytes - memory[stage].taken_bytes if stage in lasting else None
+        limit = memory[stage].saved_bytes - memory[stage].taken_bytes if stage in lasting else None
         try:
             made[stage] = plan(stage, room, limit)
         except BudgetError as error:
@@ -210,25 +210,25 @@ def _planned(
 
 
 def _keeping(memory: StageMemory, least_bytes: int, share: float) -> StageMemory:
-    kept_bytes = least_bytes + int(share * max(0, memory.kept_bytes - least_bytes))
-    handed_bytes = memory.handed_bytes if share == 1.0 else 0  # perhaps it is not among what is kept
+    saved_bytes = least_bytes + int(share * max(0, memory.saved_bytes - least_bytes))
+    handed_bytes = memory.handed_bytes if share == 1.0 else 0  # perhaps it is not among what is saved
     deferred_bytes = int(share * memory.deferred_bytes)
-    return replace(memory, kept_bytes=kept_bytes, deferred_bytes=deferred_bytes, handed_bytes=handed_bytes)
+    return replace(memory, saved_bytes=saved_bytes, deferred_bytes=deferred_bytes, handed_bytes=handed_bytes)
 
 
-def _most_kept(
+def _most_saved(
     order: Sequence[Task],
     wanted: Mapping[int, StageMemory],
     least: Mapping[int, int],
     budget_bytes: int,
     lasting: Collection[int],
 ) -> float:
-    """The largest share of what stages want to keep that takes no more than there is."""
+    """The largest share of what stages want to save that takes no more than there is."""
 
     def fits(share: float) -> bool:
         memory = {stage: _keeping(one, least[stage], share) for stage, one in wanted.items()}
         left = rooms(order, memory, budget_bytes)
-        return all(left[stage] >= memory[stage].static_bytes + memory[stage].kept_bytes for stage in lasting)
+        return all(left[stage] >= memory[stage].static_bytes + memory[stage].saved_bytes for stage in lasting)
 
     low, high = 0.0, 1.0
     if fits(high):

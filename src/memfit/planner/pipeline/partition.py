@@ -29,14 +29,14 @@ class CallCost:
     Attributes:
         forward_seconds: of what it runs in the forward pass.
         backward_seconds: of what it runs in the backward pass.
-        kept_bytes: what the backward pass reads of its results.
+        saved_bytes: what the backward pass reads of its results.
         widest_bytes: the least memory for any single op of it.
         states: the parameters it reads, by name.
     """
 
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
-    kept_bytes: int = 0
+    saved_bytes: int = 0
     widest_bytes: int = 0
     states: frozenset[str] = frozenset()
 
@@ -57,7 +57,7 @@ class Demand:
         forward_seconds: of one micro-batch.
         backward_seconds: of one micro-batch.
         static_bytes: parameters with gradients and optimizer state.
-        kept_bytes: of one micro-batch between its passes.
+        saved_bytes: of one micro-batch between its passes.
         received_bytes: what crosses the cut before it.
         widest_bytes: the least memory for any single op.
         may_be_stage: whether it can be one: it trains something, and adds gradients up in order where that is asked.
@@ -66,7 +66,7 @@ class Demand:
     forward_seconds: float
     backward_seconds: float
     static_bytes: int
-    kept_bytes: int
+    saved_bytes: int
     received_bytes: int
     widest_bytes: int
     may_be_stage: bool
@@ -92,7 +92,7 @@ def demands(
     """
     forward = list(accumulate((c.forward_seconds for c in calls), initial=0.0))
     backward = list(accumulate((c.backward_seconds for c in calls), initial=0.0))
-    kept = list(accumulate((c.kept_bytes for c in calls), initial=0))
+    saved = list(accumulate((c.saved_bytes for c in calls), initial=0))
     used_at = [[number for number, call in enumerate(calls) if name in call.states] for name in in_order]
     known: dict[tuple[int, int], Demand] = {}
 
@@ -108,7 +108,7 @@ def demands(
                 forward_seconds=forward[end] - forward[begin],
                 backward_seconds=backward[end] - backward[begin],
                 static_bytes=sum(state_bytes[name] for name in names),
-                kept_bytes=kept[end] - kept[begin],
+                saved_bytes=saved[end] - saved[begin],
                 received_bytes=places[first].nbytes,
                 widest_bytes=max((c.widest_bytes for c in inside), default=0),
                 # One that passes gradients on and has none itself is no step.
@@ -130,10 +130,10 @@ def guessed_seconds(demand: Demand, budget_bytes: int | None, in_flight: int) ->
     room = budget_bytes - held - demand.widest_bytes
     if room < 0:
         return float("inf")
-    over = in_flight * demand.kept_bytes - room
-    if over <= 0 or not demand.kept_bytes:
+    over = in_flight * demand.saved_bytes - room
+    if over <= 0 or not demand.saved_bytes:
         return plain
-    dropped = min(1.0, over / (in_flight * demand.kept_bytes))
+    dropped = min(1.0, over / (in_flight * demand.saved_bytes))
     return plain + demand.forward_seconds * dropped * dropped
 
 

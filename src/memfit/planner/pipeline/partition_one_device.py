@@ -47,10 +47,10 @@ def cuts_holding_least(
         stages = [demand(first, last) for first, last in pairwise([0, *cuts, end])]
         if not all(stage.may_be_stage for stage in stages):
             return float("inf")
-        held = in_flight @ np.array([stage.kept_bytes + stage.received_bytes for stage in stages])
+        held = in_flight @ np.array([stage.saved_bytes + stage.received_bytes for stage in stages])
         widest = np.array([stage.widest_bytes for stage in stages])[acting]
         slowest = max(stage.forward_seconds + stage.backward_seconds for stage in stages)
-        return float((held + widest).max()) + _EVENNESS * whole.kept_bytes * slowest / whole_seconds
+        return float((held + widest).max()) + _EVENNESS * whole.saved_bytes * slowest / whole_seconds
 
     return min((_settled(cuts, end, cost) for cuts in (start, _earliest(count, end, demand))), key=cost)
 

@@ -2,11 +2,11 @@
 
 The step of a stage is that of one micro-batch. While it runs, the others that are in flight are between their passes,
 so each of them takes what the plan keeps there, and what the stage received for it. How much a micro-batch may take
-with that in mind, and how much of it may be kept, is decided for all stages of a device
+with that in mind, and how much of it may be saved, is decided for all stages of a device
 (`memfit.planner.pipeline.memory_split`).
 
-The planner of single steps minds one number, the peak. So what may be kept is capped by workspace of the loss, as large
-as the room that must be left there.
+The planner of single steps minds one number, the peak. So what may be saved is capped by workspace of the loss, as
+large as the room that must be left there.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class PlannedStage:
     Attributes:
         program: of the stage's step.
         timeline: of that program alone.
-        kept_bytes: what is held of a micro-batch between its passes, what the stage received included.
+        saved_bytes: what is held of a micro-batch between its passes, what the stage received included.
         peak_bytes: of the stage with all micro-batches that are in flight.
         memory: what it takes with each micro-batch.
         forward_seconds: of a micro-batch.
@@ -75,7 +75,7 @@ class PlannedStage:
 
     program: Program
     timeline: Timeline
-    kept_bytes: int
+    saved_bytes: int
     peak_bytes: int
     memory: StageMemory
     forward_seconds: float
@@ -88,7 +88,7 @@ def plan_stage(
     budget_bytes: int,
     traffic: Traffic,
     *,
-    kept_limit_bytes: int | None = None,
+    saved_limit_bytes: int | None = None,
     seconds: float = 2.0,
     last_resort: bool = True,
 ) -> PlannedStage:
@@ -98,25 +98,25 @@ def plan_stage(
         graph: the step of one micro-batch.
         budget_bytes: of a micro-batch, without what is held of others.
         traffic: what passes through the stage.
-        kept_limit_bytes: what may be kept of it between its passes, beside what was received; None for any number.
+        saved_limit_bytes: what may be saved of it between its passes, beside what was received; None for any number.
         seconds: roughly how long the search takes.
         last_resort: whether it is looked for a plan of any speed where none is found in that time.
 
     Raises:
-        BudgetError: if none fits; its least budget is an upper estimate if what is kept is limited.
+        BudgetError: if none fits; its least budget is an upper estimate if what is saved is limited.
     """
     graph = replace(graph, tiers=tuple(_share_of(links, traffic.in_flight) for links in graph.tiers))
 
     def fits(planned: PlannedStage) -> bool:
-        kept_bytes = planned.kept_bytes - planned.memory.taken_bytes
+        saved_bytes = planned.saved_bytes - planned.memory.taken_bytes
         return planned.timeline.peak_bytes <= budget_bytes and (
-            kept_limit_bytes is None or kept_bytes <= kept_limit_bytes
+            saved_limit_bytes is None or saved_bytes <= saved_limit_bytes
         )
 
     never = plan_never(graph, budget_bytes, traffic)
     if fits(never):
         return never
-    limited = graph if kept_limit_bytes is None else _limited(graph, budget_bytes, kept_limit_bytes)
+    limited = graph if saved_limit_bytes is None else _limited(graph, budget_bytes, saved_limit_bytes)
     try:
         found = find_program(
             *(limited, budget_bytes), seconds=seconds, least_tries=_LEAST_TRIES, last_resort=last_resort
@@ -135,7 +135,7 @@ def plan_never(graph: StepGraph, budget_bytes: int | None, traffic: Traffic) -> 
 
 
 def plan_always(graph: StepGraph, budget_bytes: int | None, traffic: Traffic) -> PlannedStage:
-    """As little is kept as can be: forward ops that may run twice are recomputed before the backward pass."""
+    """As little is saved as can be: forward ops that may run twice are recomputed before the backward pass."""
     return _of_order(graph, segment_order(graph, ()), budget_bytes, traffic)
 
 
@@ -161,15 +161,15 @@ def _stage(graph: StepGraph, program: Program, timeline: Timeline, traffic: Traf
         for place, i in enumerate(program.instructions)
         if i.action is Action.COMPUTE and graph.ops[i.index].phase is Phase.LOSS
     )
-    results, random_bytes = _kept(graph, program, loss_at)
-    kept = sum(graph.storages[s].nbytes for s in results) + random_bytes + taken_bytes
+    results, random_bytes = _saved(graph, program, loss_at)
+    saved = sum(graph.storages[s].nbytes for s in results) + random_bytes + taken_bytes
     forward_seconds = timeline.started_at[loss_at]
     static = graph.static_bytes - traffic.received_bytes
     waits_until = _waits_until(graph, program, deferred)
     gone = static + _gone_bytes(graph, program, waits_until, traffic)
     memory = StageMemory(
         static_bytes=static,
-        kept_bytes=kept,
+        saved_bytes=saved,
         forward_bytes=max(timeline.bytes_at[: loss_at + 1]) - static,
         backward_bytes=max(timeline.bytes_at[loss_at:waits_until]) - static,
         after_bytes=graph.after_step_bytes,
@@ -185,8 +185,8 @@ def _stage(graph: StepGraph, program: Program, timeline: Timeline, traffic: Traf
     return PlannedStage(
         program=program,
         timeline=timeline,
-        kept_bytes=kept,
-        peak_bytes=timeline.peak_bytes + (traffic.in_flight - 1) * kept,
+        saved_bytes=saved,
+        peak_bytes=timeline.peak_bytes + (traffic.in_flight - 1) * saved,
         memory=memory,
         forward_seconds=forward_seconds,
         backward_seconds=timeline.step_seconds - forward_seconds - graph.after_step_seconds,
@@ -199,7 +199,7 @@ def _stage(graph: StepGraph, program: Program, timeline: Timeline, traffic: Traf
 def _gone_bytes(graph: StepGraph, program: Program, waits_until: int, traffic: Traffic) -> int:
     """Of what was received and what is handed back, what the second part does not read and so need not wait."""
     later = [graph.ops[i.index] for i in program.instructions[waits_until:] if i.action is Action.COMPUTE]
-    read = {s for op in later for s in (*op.reads, *(() if op.again is None else op.again.reads))}
+    read = {s for op in later for s in (*op.reads, *(() if op.recompute_as is None else op.recompute_as.reads))}
     gradients = {s for s, storage in enumerate(graph.storages) if storage.kind is StorageKind.GRADIENT}
     return traffic.passing_bytes + sum(graph.storages[s].nbytes for s in (traffic.returning | gradients) - read)
 
@@ -219,12 +219,12 @@ def _waits_until(graph: StepGraph, program: Program, deferred: frozenset[int]) -
     return last + 1
 
 
-def _kept(graph: StepGraph, program: Program, loss_at: int) -> tuple[set[int], int]:
+def _saved(graph: StepGraph, program: Program, loss_at: int) -> tuple[set[int], int]:
     """Data of a micro-batch in memory between its passes: saved results, and bytes of generators' states."""
     alive: set[int] = set()
     random_bytes: dict[int, int] = {}
     again = set(program.recomputed())
-    elsewhere = program.streamed()
+    elsewhere = program.tier_resident()
     for place, instruction in enumerate(program.instructions):
         if place > loss_at and instruction.action is not Action.FREE:
             break
@@ -242,11 +242,11 @@ def _kept(graph: StepGraph, program: Program, loss_at: int) -> tuple[set[int], i
     return {s for s in alive if graph.storages[s].kind is StorageKind.FORWARD}, sum(random_bytes.values())
 
 
-def _limited(graph: StepGraph, budget_bytes: int, kept_limit_bytes: int) -> StepGraph:
+def _limited(graph: StepGraph, budget_bytes: int, saved_limit_bytes: int) -> StepGraph:
     """The step in which a plan within the budget keeps no more than a limit when it comes to the loss."""
     loss = graph.ops[graph.loss_index]
     made_bytes = sum(graph.storages[s].nbytes for s in loss.writes if not graph.is_free(s))
-    workspace_bytes = max(loss.workspace_bytes, budget_bytes - graph.static_bytes - kept_limit_bytes - made_bytes)
+    workspace_bytes = max(loss.workspace_bytes, budget_bytes - graph.static_bytes - saved_limit_bytes - made_bytes)
 
     def limited(op: Op) -> Op:
         return replace(op, workspace_bytes=workspace_bytes) if op.phase is Phase.LOSS else op

@@ -26,7 +26,7 @@ def checkpoints(graph: StepGraph, segments: int, *, most_cuts: int = 400) -> fro
         most_cuts: how many places to choose from.
 
     Returns:
-        Forward storages to keep.
+        Forward storages to save.
     """
     blocks = cut_chain(graph, most=most_cuts).blocks
     read = {s for op in graph.ops if op.phase is Phase.BACKWARD for s in op.reads}

@@ -76,13 +76,13 @@ def select_over_time(
     seconds: float = 2.0,
     gap: float = 2e-3,
 ) -> Iterator[Candidate]:
-    """Finds what to keep under a budget.
+    """Finds what to save under a budget.
 
     Args:
         graph: the step.
         budget_bytes: peak of the whole step.
         epochs: into how many the backward pass is divided.
-        forced: storages to keep through the loss whatever they cost.
+        forced: storages to save through the loss whatever they cost.
         rounds: how often to solve.
         seconds: time limit of each solve.
         gap: relative gap at which a solve stops.
@@ -95,10 +95,10 @@ def select_over_time(
     base = _backward_base(graph)
     room: dict[int, float] = {graph.loss_index: float(budget_bytes)}
     for _ in range(rounds):
-        kept = _solve(graph, starts, needs, base, room, budget_bytes, forced, seconds, gap)
-        if kept is None:
+        saved = _solve(graph, starts, needs, base, room, budget_bytes, forced, seconds, gap)
+        if saved is None:
             break
-        order = lazy_order(graph, kept[0], dict(zip(starts[1:], kept[1:], strict=True)))
+        order = lazy_order(graph, saved[0], dict(zip(starts[1:], saved[1:], strict=True)))
         program = program_of(graph, order)
         timeline = simulate(graph, program)
         yield Candidate(
@@ -145,7 +145,7 @@ def _solve(
         for index, op in enumerate(graph.ops):
             if op.phase is Phase.FORWARD and op.recomputable and need.latest[index] >= 0:
                 if any((s, epoch) in model.keep for s in op.writes):
-                    model.rerun[index, epoch] = model.problem.variable(cost=op.seconds_again, integer=False)
+                    model.rerun[index, epoch] = model.problem.variable(cost=op.recompute_seconds, integer=False)
     for epoch, need in enumerate(needs):
         _add_epoch(graph, model, producer, epoch, need)
     fixed = sum(graph.storages[s].nbytes for s in always)
@@ -240,7 +240,7 @@ def _ran_by(
 
 
 def _dominated(graph: StepGraph) -> set[int]:
-    """Storages never worth keeping: all they are good for is to make another one, not larger, that could be kept."""
+    """Storages never worth keeping: all they are good for is to make another one, not larger, that could be saved."""
     readers: dict[int, list[int]] = {}
     for index, op in enumerate(graph.ops):
         for storage in op.reads:
@@ -293,7 +293,7 @@ def _tighten(
             room[instant] = float(budget_bytes)
         else:
             room[instant] -= (over[instant] - budget_bytes) / 2
-    # An instant cannot have less than what is there whatever is kept.
+    # An instant cannot have less than what is there whatever is saved.
     for instant, room_bytes in room.items():
         room[instant] = max(room_bytes, float(base[instant]))
 

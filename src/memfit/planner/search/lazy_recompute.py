@@ -1,8 +1,8 @@
-"""Orders from a choice of what to keep: everything else is recomputed right before its first use.
+"""Orders from a choice of what to save: everything else is recomputed right before its first use.
 
 Between the loss and the end each op is recomputed at most once, and what it makes lives until its last reader;
 given sets to carry on at later places too, at most once between two of these. This is the shape of every
-checkpointing scheme, whatever chose what to keep. In a tiled step recomputed results can be forgotten at once instead
+checkpointing scheme, whatever chose what to save. In a tiled step recomputed results can be forgotten at once instead
 (`tiled_order`).
 """
 
@@ -17,13 +17,13 @@ __all__ = ["lazy_order", "missing_cone", "tiled_order"]
 
 
 def lazy_order(
-    graph: StepGraph, kept: Collection[int], carried: Mapping[int, Collection[int]] | None = None
+    graph: StepGraph, saved: Collection[int], carried: Mapping[int, Collection[int]] | None = None
 ) -> list[int]:
     """The plain order with forward ops repeated where a storage that is not there is first needed.
 
     Args:
         graph: the step.
-        kept: forward storages to hold through the loss.
+        saved: forward storages to hold through the loss.
         carried: by backward op, the only forward storages to hold on to from there; others are dropped and
             recomputed when needed.
 
@@ -33,7 +33,7 @@ def lazy_order(
     loss = graph.loss_index
     producer = graph.producers()
     pinned = _pinned(graph, producer)
-    alive = pinned | set(kept) | set(graph.ops[loss].writes)
+    alive = pinned | set(saved) | set(graph.ops[loss].writes)
     order = list(range(loss + 1))
     for index in range(loss + 1, len(graph.ops)):
         op = graph.ops[index]
@@ -51,16 +51,16 @@ def lazy_order(
 
 
 def tiled_order(
-    graph: StepGraph, kept: Collection[int], *, forward: bool = False, by_segments: bool = False
+    graph: StepGraph, saved: Collection[int], *, forward: bool = False, by_segments: bool = False
 ) -> list[int]:
     """The plain order; everything that is not kept is recomputed for each fused region of the backward pass.
 
-    Between two groups nothing of the forward pass is there but what is kept: what is recomputed for a group exists as
+    Between two groups nothing of the forward pass is there but what is saved: what is recomputed for a group exists as
     slices only. A group ends where a sum is read that it makes, as the input's gradient of a batch normalisation does.
 
     Args:
         graph: a tiled step (`StepGraph.is_tiled`).
-        kept: forward storages to hold through the loss.
+        saved: forward storages to hold through the loss.
         forward: whether it is so in the forward pass already, where groups end at the statistics of normalisations.
         by_segments: whether a group also ends where the backward pass comes to what was made before something kept.
 
@@ -69,10 +69,10 @@ def tiled_order(
     """
     loss = graph.loss_index
     producer = graph.producers()
-    order = _forward_in_groups(graph, producer, kept) if forward else list(range(loss))
+    order = _forward_in_groups(graph, producer, saved) if forward else list(range(loss))
     order.append(loss)
-    alive = _pinned(graph, producer) | set(kept) | set(graph.ops[loss].writes)
-    segments = _segments_read(graph, producer, kept if by_segments else ())
+    alive = _pinned(graph, producer) | set(saved) | set(graph.ops[loss].writes)
+    segments = _segments_read(graph, producer, saved if by_segments else ())
     start = loss + 1
     while start < len(graph.ops):
         stop = min(_end_of_group(graph, start), _end_of_segment(segments, start))
@@ -99,7 +99,7 @@ def _undivided(graph: StepGraph, order: list[int]) -> list[int]:
     read: set[int] = set()
     for position, index in enumerate(order):
         op = graph.ops[index]
-        if op.by_slices is not None and (op.by_slices.first or op.again is not None):
+        if op.by_slices is not None and (op.by_slices.first or op.recompute_as is not None):
             if first.by_slices is None or (op.by_slices.cut, op.subgraph) != (first.by_slices.cut, first.subgraph):
                 start, first, written, read = position, op, set(), set()
             undivided.append(index)
@@ -118,7 +118,7 @@ def _is_apart(op: Op) -> bool:
     return op.phase is Phase.FORWARD and op.recomputable
 
 
-def _forward_in_groups(graph: StepGraph, producer: list[int], kept: Collection[int]) -> list[int]:
+def _forward_in_groups(graph: StepGraph, producer: list[int], saved: Collection[int]) -> list[int]:
     """The forward ops; slices that are not kept are recomputed for each group."""
     forgotten = {
         s
@@ -127,7 +127,7 @@ def _forward_in_groups(graph: StepGraph, producer: list[int], kept: Collection[i
         for s in op.writes
         if s not in op.by_slices.sums
     }
-    forgotten -= set(kept) | graph.held_to_the_end()
+    forgotten -= set(saved) | graph.held_to_the_end()
     order: list[int] = []
     start = 0
     while start < graph.loss_index:
@@ -160,9 +160,9 @@ def _end_of_group(graph: StepGraph, start: int) -> int:
     return len(graph.ops)
 
 
-def _segments_read(graph: StepGraph, producer: list[int], kept: Collection[int]) -> list[int | None]:
-    """For each op in which segment between what is kept the last was made that it reads; None for no forward result."""
-    ends, loss = sorted(producer[s] for s in kept), graph.loss_index
+def _segments_read(graph: StepGraph, producer: list[int], saved: Collection[int]) -> list[int | None]:
+    """For each op the segment that made the last forward result it reads; None if it reads none."""
+    ends, loss = sorted(producer[s] for s in saved), graph.loss_index
     made = (max((p for s in op.reads if 0 <= (p := producer[s]) < loss), default=None) for op in graph.ops)
     return [None if last is None else bisect_left(ends, last) for last in made]
 

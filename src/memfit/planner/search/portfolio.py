@@ -1,7 +1,7 @@
 """The planner behind `strategy="auto"`: several searches, one judge.
 
 1. If the step fits with in-place ops and early frees alone, nothing is recomputed.
-2. Choose what to keep by a program over time (`memfit.planner.search.cutting_planes`), with more and more checkpoints.
+2. Choose what to save by a program over time (`memfit.planner.search.cutting_planes`), with more and more checkpoints.
 3. Start from rotor schedules of the chain of blocks, for the budget and for more, and from tighter and tighter
    relaxations.
 4. Choose over several epochs, which takes longer and goes lower.
@@ -24,7 +24,7 @@ from memfit.ir.graph import StepGraph
 from memfit.ir.program import Program, plain_order, program_of
 from memfit.planner.analysis.no_plan import no_plan
 from memfit.planner.bounds.lower_bound import LARGE_STEP, relaxed_bound, widest_op_bytes
-from memfit.planner.bounds.relaxation import select_kept
+from memfit.planner.bounds.relaxation import select_saved
 from memfit.planner.finalize.variant_selection import leanest, program_within, quicker
 from memfit.planner.search import rotor
 from memfit.planner.search.checkpoints import checkpoints
@@ -59,7 +59,7 @@ _MORE_MEMORY = (1.02, 1.04, 1.07, 1.1, 1.15, 1.3)
 """Shares of the budget that a start may take: near the wall, dropping what is too much often beats a tight order."""
 
 _IN_SLICES = ((4, 2.0), (2, 1.5), (4, 1.3), (2, 1.15), (1, 1.5), (6, 1.5))
-"""Of a tiled step: numbers of segments, and shares of the budget that what is kept between groups may take."""
+"""Of a tiled step: numbers of segments, and shares of the budget that what is saved between groups may take."""
 
 Progress = Callable[[str], None]
 
@@ -158,7 +158,7 @@ def find_order(
         if moves is not None:
             fitting = moves.ahead(fitting)
         filled = (fill(variants, fitting, budget_bytes) for variants in (lean, quicker(graph, fitting, budget_bytes)))
-        # What is kept may take apart fused ops, and then cost more than it saves.
+        # What is saved may take apart fused ops, and then cost more than it saves.
         for order in (fitting, *filled):
             other = found(order)
             if other.timeline.peak_bytes > budget_bytes:
@@ -236,9 +236,9 @@ def _starts(
             yield from _rotors(graph, budget_bytes, _MORE_MEMORY, seconds)
     room = budget_bytes - graph.static_bytes
     for share in (0.95, 0.8, 0.6, 0.4, 0.3, 0.2, 0.1):
-        selection = select_kept(graph, int(room * share), seconds=0.5)
+        selection = select_saved(graph, int(room * share), seconds=0.5)
         if selection is not None:
-            yield f"keep {share:.0%} of what fits", lazy_order(graph, selection.kept)
+            yield f"keep {share:.0%} of what fits", lazy_order(graph, selection.saved)
     for epochs, segments in ((8, 1), (5, 1), (8, 6), (12, 1)):
         forced = checkpoints(graph, segments)
         for candidate in select_over_time(graph, budget_bytes, epochs=epochs, forced=forced, seconds=4.0, gap=2e-2):
@@ -246,7 +246,7 @@ def _starts(
 
 
 def _in_slices(graph: StepGraph, budget_bytes: int) -> Iterator[tuple[str, list[int]]]:
-    """Orders in which next to nothing is kept between fused regions, filled for more than there is."""
+    """Orders in which next to nothing is saved between fused regions, filled for more than there is."""
     for segments, share in _IN_SLICES:
         order = _sliced(graph, segments)
         yield f"{segments} segments in slices, {share:.0%} of the budget", fill(graph, order, int(share * budget_bytes))
@@ -256,8 +256,8 @@ def _in_slices(graph: StepGraph, budget_bytes: int) -> Iterator[tuple[str, list[
 
 def _sliced(graph: StepGraph, segments: int) -> list[int]:
     """The order for a number of segments that takes less memory, with groups that end with them or not."""
-    kept = checkpoints(graph, segments)
-    both = (tiled_order(graph, kept, by_segments=by_segments) for by_segments in (True, False))
+    saved = checkpoints(graph, segments)
+    both = (tiled_order(graph, saved, by_segments=by_segments) for by_segments in (True, False))
     return min(both, key=lambda order: _peak(graph, order))
 
 

@@ -1,6 +1,6 @@
 """Segment checkpointing: what all strategies share that cut the forward pass and run each part again.
 
-Between two checkpoints nothing is kept. When the backward pass needs the first thing of a segment, the
+Between two checkpoints nothing is saved. When the backward pass needs the first thing of a segment, the
 segment is recomputed as a whole and stays until its backward is done; that is what `torch.utils.checkpoint` does.
 """
 
@@ -24,15 +24,15 @@ def storages_across(graph: StepGraph, position: int) -> list[int]:
 
 
 def segment_order(
-    graph: StepGraph, cuts: Sequence[int], *, kept_segments: Collection[int] = (), kept: Collection[int] = ()
+    graph: StepGraph, cuts: Sequence[int], *, saved_segments: Collection[int] = (), saved: Collection[int] = ()
 ) -> list[int]:
     """The order in which segments are recomputed one by one.
 
     Args:
         graph: the step.
         cuts: forward ops at which a new segment begins, ascending, without the first op.
-        kept_segments: segments that are not recomputed.
-        kept: storages to keep inside segments as well.
+        saved_segments: segments that are not recomputed.
+        saved: storages to save inside segments as well.
 
     Returns:
         Op indices.
@@ -44,12 +44,12 @@ def segment_order(
     for number, start in enumerate(starts):
         end = starts[number + 1] if number + 1 < len(starts) else loss
         segment_of.update(dict.fromkeys(range(start, end), number))
-    alive = set(pinned_storages(graph)) | set(graph.held_to_the_end()) | set(kept)
+    alive = set(pinned_storages(graph)) | set(graph.held_to_the_end()) | set(saved)
     alive.update(s for s, op in enumerate(producer) if op < 0 or op >= loss)
     for cut in cuts:
         alive.update(storages_across(graph, cut))
     for op_index in range(loss):
-        if segment_of[op_index] in kept_segments or not graph.ops[op_index].recomputable:
+        if segment_of[op_index] in saved_segments or not graph.ops[op_index].recomputable:
             alive.update(graph.ops[op_index].writes)
     wanted = backward_reads(graph)
     order = list(range(loss + 1))

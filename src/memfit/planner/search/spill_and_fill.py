@@ -106,7 +106,7 @@ def _spill_at(
         made = [cone for cone in cones if cone is not None]
         if len(made) < len(cones):
             continue
-        seconds = sum(graph.ops[o].seconds_again for cone in made for o in cone)
+        seconds = sum(graph.ops[o].recompute_seconds for cone in made for o in cone)
         seconds = max(0.0, seconds - _saved_over(graph, spans, drop, dying))
         # Recomputing it must not overflow where it was fine.
         place, transient = drop.places[-1], _transient_bytes(graph, drop.copy.storage, made[-1])
@@ -226,7 +226,7 @@ def without_unread(graph: StepGraph, order: Sequence[int]) -> list[int]:
         if index not in seen:
             first.add(position)
             seen.add(index)
-    kept: list[int] = []
+    saved: list[int] = []
     for position in reversed(range(len(order))):
         op = graph.ops[order[position]]
         op = op if position in first else op.later
@@ -234,9 +234,9 @@ def without_unread(graph: StepGraph, order: Sequence[int]) -> list[int]:
             continue
         wanted.difference_update(op.writes)
         wanted.update(op.reads)
-        kept.append(order[position])
-    kept.reverse()
-    return kept
+        saved.append(order[position])
+    saved.reverse()
+    return saved
 
 
 def fill(graph: StepGraph, order: Sequence[int], budget_bytes: int, *, rounds: int = 30) -> list[int]:
@@ -282,7 +282,7 @@ def _fill_once(graph: StepGraph, spans: Spans, budget_bytes: int, most: int) -> 
             if c.reads and (position, c.storage) in before
         ]
         area = sum(nbytes * (right - left) for left, right, nbytes in stretches)
-        options.append((graph.ops[index].seconds_again / max(1, area), position, stretches))
+        options.append((graph.ops[index].recompute_seconds / max(1, area), position, stretches))
     options.sort(key=lambda option: -option[0])
     room = budget_bytes - spans.bytes_at
     removed: set[int] = set()

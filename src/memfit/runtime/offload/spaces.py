@@ -29,7 +29,7 @@ def open_spaces(graph: StepGraph, program: Program, device: torch.device) -> dic
     nbytes: dict[Tier, int] = {}
     for storage, tier in program.swapped().items():
         nbytes[tier] = nbytes.get(tier, 0) + slot_bytes(graph.storages[storage].nbytes)
-    for storage, tier in program.streamed().items():
+    for storage, tier in program.tier_resident().items():
         nbytes[tier] = nbytes.get(tier, 0) + tier_bytes(graph, storage)
     limits = {links.tier: links.limit_bytes for links in graph.tiers}
     spaces: dict[Tier, SwapSpace] = {}

@@ -1,7 +1,7 @@
 """`rotor`: the optimal schedule of a chain of blocks, every block with the option that suits the memory left.
 
 The forward pass is cut into blocks (`memfit.planner.analysis.chain`). A dynamic program decides for every stretch of
-blocks and every amount of memory whether to keep something of it and which backward pass to run, or to keep only the
+blocks and every amount of memory whether to save something of it and which backward pass to run, or to save only the
 boundary before it and come back later, any number of times. That reaches the lowest budgets, where what is recomputed
 must be dropped and recomputed once more, and stays close to the relaxed bound elsewhere.
 

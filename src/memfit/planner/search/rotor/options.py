@@ -1,6 +1,6 @@
-"""The options to run a few blocks: what to keep of them, and in which order to make the rest again.
+"""The options to run a few blocks: what to save of them, and in which order to make the rest again.
 
-**What to keep** is the lower hull of (bytes kept, seconds to make the rest again). A point of the hull minimises
+**What to save** is the lower hull of (bytes kept, seconds to make the rest again). A point of the hull minimises
 `seconds + price * bytes`, which is a minimum cut: its linear relaxation is integral, so the simplex method finds it.
 
 **In which order**: the backward ops run in their order; what one of them needs and was dropped is made right before
@@ -56,11 +56,11 @@ class Option:
     """How to run several blocks forward, and from there backward.
 
     Attributes:
-        kept: storages of the run to hold until its backward pass, beside the boundary after it.
+        saved: storages of the run to hold until its backward pass, beside the boundary after it.
         backwards: from the fastest to the narrowest.
     """
 
-    kept: frozenset[int]
+    saved: frozenset[int]
     backwards: tuple[Backward, ...]
 
 
@@ -77,9 +77,9 @@ def options_of(shape: Shape, narrow: int, patience: int) -> tuple[Option, ...]:
         Options from the one that keeps most to the one that keeps nothing.
     """
     options: list[Option] = []
-    for kept in reversed(_hull(shape)):
+    for saved in reversed(_hull(shape)):
         rivals = [backward for option in options for backward in option.backwards]
-        options.append(Option(kept, tuple(_backwards(shape, kept, rivals, narrow=narrow, patience=patience))))
+        options.append(Option(saved, tuple(_backwards(shape, saved, rivals, narrow=narrow, patience=patience))))
     return tuple(reversed(options))
 
 
@@ -92,9 +92,9 @@ def _hull(shape: Shape) -> list[frozenset[int]]:
     if not total:
         return [nothing]
 
-    def cost(kept: frozenset[int]) -> tuple[int, float]:
-        again = cone(shape, wanted, present | kept)
-        return sum(shape.sizes[s] for s in kept), sum(shape.ops[i].seconds for i in again)
+    def cost(saved: frozenset[int]) -> tuple[int, float]:
+        again = cone(shape, wanted, present | saved)
+        return sum(shape.sizes[s] for s in saved), sum(shape.ops[i].seconds for i in again)
 
     def between(left: frozenset[int], right: frozenset[int]) -> list[frozenset[int]]:
         (more, fast), (less, slow) = cost(left), cost(right)
@@ -148,16 +148,16 @@ _Drops = frozenset[tuple[int, int]]
 
 
 def _backwards(
-    shape: Shape, kept: frozenset[int], rivals: list[Backward], *, narrow: int, patience: int
+    shape: Shape, saved: frozenset[int], rivals: list[Backward], *, narrow: int, patience: int
 ) -> list[Backward]:
     """Backward passes, each slower and narrower than the one before; `rivals` need not be matched."""
     lasting = _lasting(shape)
     drops: _Drops = frozenset()
-    run = _run(shape, kept, drops, lasting)
+    run = _run(shape, saved, drops, lasting)
     found = [run.backward]
     left = patience
     while found[-1].peak > narrow and left:
-        step = _descend(shape, kept, drops, lasting, run)
+        step = _descend(shape, saved, drops, lasting, run)
         if step is None:
             break
         drops, run = step
@@ -179,12 +179,12 @@ def _lasting(shape: Shape) -> frozenset[int]:
     return frozenset(s for s, count in enumerate(uses) if count > 1)
 
 
-def _run(shape: Shape, kept: frozenset[int], drops: _Drops, lasting: frozenset[int]) -> _Run:
+def _run(shape: Shape, saved: frozenset[int], drops: _Drops, lasting: frozenset[int]) -> _Run:
     """Runs the backward ops, each after what it needs and nobody holds."""
     dropped: dict[int, list[int]] = {}
     for s, stage in drops:
         dropped.setdefault(stage, []).append(s)
-    held = {*shape.given, *shape.out, *kept}.difference(dropped.get(-1, ()))
+    held = {*shape.given, *shape.out, *saved}.difference(dropped.get(-1, ()))
     sequence: list[int] = []
     stages: list[int] = []
     alive: list[frozenset[int]] = []
@@ -202,7 +202,7 @@ def _run(shape: Shape, kept: frozenset[int], drops: _Drops, lasting: frozenset[i
 
 
 def _descend(
-    shape: Shape, kept: frozenset[int], drops: _Drops, lasting: frozenset[int], run: _Run
+    shape: Shape, saved: frozenset[int], drops: _Drops, lasting: frozenset[int], run: _Run
 ) -> tuple[_Drops, _Run] | None:
     """Drops what idles at the peak, the cheapest to recompute that does not raise the peak."""
     sequence, peak = run.backward.sequence, run.backward.peak
@@ -225,7 +225,7 @@ def _descend(
     batch = 1 + sum(accumulated * _BATCH < peak for accumulated in accumulate(shape.sizes[s] for _, (s, _) in choices))
     for some in (choices[:batch], *([choice] for choice in choices)):
         changed = drops.union(drop for _, drop in some)
-        other = _run(shape, kept, changed, lasting)
+        other = _run(shape, saved, changed, lasting)
         if other.backward.peak <= _SLACK * peak:
             return changed, other
     return None

@@ -31,7 +31,7 @@ class PricedOption:
     Attributes:
         start: first block.
         stop: block after the last.
-        kept_bytes: held from its forward to its backward pass.
+        saved_bytes: held from its forward to its backward pass.
         forward: ops of its forward pass when it is recomputed.
         backward: ops of its backward pass.
         only: ops of both when the stretch is recomputed and its backward pass comes at once.
@@ -46,7 +46,7 @@ class PricedOption:
 
     start: int
     stop: int
-    kept_bytes: int
+    saved_bytes: int
     forward: tuple[int, ...]
     backward: tuple[int, ...]
     only: tuple[int, ...]
@@ -186,17 +186,17 @@ def _priced_options(
     found: list[PricedOption] = []
     room = max(0, narrow - backward_base + arriving) // (narrow // 16 + 1) * (narrow // 16 + 1)
     for option in options_of(shape, room, patience):
-        wanted = option.kept.union(shape.out)
+        wanted = option.saved.union(shape.out)
         again = cone(shape, wanted, shape.given)
         first_rise = _peak(shape, range(shape.forward), wanted)
         for backward in option.backwards:
-            only = (*cone(shape, option.kept, shape.given), *backward.sequence)
+            only = (*cone(shape, option.saved, shape.given), *backward.sequence)
             down_need = backward_base - arriving + backward.peak
             found.append(
                 PricedOption(
                     start=start,
                     stop=stop,
-                    kept_bytes=sum(shape.sizes[s] for s in wanted),
+                    saved_bytes=sum(shape.sizes[s] for s in wanted),
                     forward=_placed(shape, chain, start, stop, again),
                     backward=_placed(shape, chain, start, stop, backward.sequence),
                     only=_placed(shape, chain, start, stop, only),

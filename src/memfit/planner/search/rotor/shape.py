@@ -75,12 +75,12 @@ def shape_of(graph: StepGraph, chain: Chain, lasts: Sequence[int], start: int, s
         return tuple(number[s] for s in kept)
 
     ops = []
-    for index in (*forward, *backward):
+    for index in [*forward, *backward]:  # of a tuple mypy knows no types
         op = graph.ops[index]
         reads, writes = local(op.reads), local(op.writes)
         over = next((number[s] for s in op.in_place_over if s in number), -1)
         over = over if writes and op.writes[0] in number else -1
-        ops.append(ShapeOp(reads, writes, over, op.workspace_bytes, op.seconds_again))
+        ops.append(ShapeOp(reads, writes, over, op.workspace_bytes, op.recompute_seconds))
     names = list(number)
     written_in_backward = {s for i in backward for s in graph.ops[i].writes}
     makers = [-1] * len(names)

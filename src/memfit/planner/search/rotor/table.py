@@ -36,7 +36,7 @@ class _OptionColumns:
 
     options: tuple[PricedOption, ...]
     stop: _Ints
-    kept: _Ints
+    saved: _Ints
     first_need: _Ints
     down_need: _Ints
     recompute_rise: _Ints
@@ -103,7 +103,7 @@ def _columns(options: tuple[PricedOption, ...], slot_bytes: int) -> _OptionColum
     return _OptionColumns(
         options=options,
         stop=np.array([w.stop for w in options]),
-        kept=(np.array([w.kept_bytes for w in options], dtype=np.int64) + slot_bytes // 2) // slot_bytes,
+        saved=(np.array([w.saved_bytes for w in options], dtype=np.int64) + slot_bytes // 2) // slot_bytes,
         first_need=slots([w.first_need for w in options]),
         down_need=slots([w.down_need for w in options]),
         recompute_rise=np.array([w.recompute_rise for w in options], dtype=np.int64),
@@ -124,7 +124,7 @@ def _undominated(columns: _OptionColumns) -> _OptionColumns:
         beaten[: i + 1] &= (table[: i + 1] > table[i]).any(axis=1)
         keep &= ~beaten
     return _OptionColumns(
-        options=tuple(option for option, kept in zip(columns.options, keep, strict=True) if kept),
+        options=tuple(option for option, saved in zip(columns.options, keep, strict=True) if saved),
         **{f.name: getattr(columns, f.name)[keep] for f in fields(columns) if f.name != "options"},
     )
 
@@ -146,12 +146,12 @@ def _rows(table: Table, first: int, last: int, memory: _Ints) -> tuple[_Floats, 
         end_need, end_seconds = -(-(base + here.only_rise[ending]) // table.slot_bytes), here.only_seconds[ending]
 
     cuts = np.arange(first + 1, last + 1)
-    cut_kept, cut_need, cut_seconds = _checkpoints(table, first, last, cuts)
+    cut_saved, cut_need, cut_seconds = _checkpoints(table, first, last, cuts)
 
     rows = np.full((len(through) + len(ending) + len(cuts), len(memory)), np.inf)
-    kept = np.concatenate([here.kept[through], cut_kept])
+    saved = np.concatenate([here.saved[through], cut_saved])
     target = np.concatenate([here.stop[through], cuts])
-    left = memory - kept[:, None]
+    left = memory - saved[:, None]
     after = table.cells[target[:, None], last, np.maximum(left, 0)]
     after[left < 0] = np.inf
     rows[: len(through)] = after[: len(through)] + seconds[:, None]
@@ -170,7 +170,7 @@ def _checkpoints(table: Table, first: int, last: int, cuts: _Ints) -> tuple[_Int
     """For each place to checkpoint: slots of its boundary, slots and seconds to get there."""
     site = table.site
     passes = site.passes[first:last]
-    kept = (np.array(site.checkpoint_bytes[first], dtype=np.int64)[cuts] + table.slot_bytes // 2) // table.slot_bytes
+    saved = (np.array(site.checkpoint_bytes[first], dtype=np.int64)[cuts] + table.slot_bytes // 2) // table.slot_bytes
     if last == len(table.columns) - 1:
         need = [base + p.first_rise[first] for base, p in zip(site.forward_base[first:last], passes, strict=True)]
         seconds = [p.first_seconds for p in passes]
@@ -178,7 +178,7 @@ def _checkpoints(table: Table, first: int, last: int, cuts: _Ints) -> tuple[_Int
         need = [site.backward_base[last + 1] + p.recompute_rise[first] for p in passes]
         seconds = [p.recompute_seconds for p in passes]
     highest = np.maximum.accumulate(np.array(need, dtype=np.int64))
-    return kept, -(-highest // table.slot_bytes), np.cumsum(np.array(seconds))
+    return saved, -(-highest // table.slot_bytes), np.cumsum(np.array(seconds))
 
 
 def _walk(table: Table, first: int, last: int, slots: int, order: list[int]) -> None:
@@ -189,8 +189,8 @@ def _walk(table: Table, first: int, last: int, slots: int, order: list[int]) -> 
     if isinstance(choice, int):
         for block, through in zip(site.chain.blocks[first:choice], site.passes[first:choice], strict=True):
             order.extend(range(block.first, block.last + 1) if running_first else through.again)
-        kept = (site.checkpoint_bytes[first][choice] + table.slot_bytes // 2) // table.slot_bytes
-        _walk(table, choice, last, slots - kept, order)
+        saved = (site.checkpoint_bytes[first][choice] + table.slot_bytes // 2) // table.slot_bytes
+        _walk(table, choice, last, slots - saved, order)
         _walk(table, first, choice - 1, slots, order)
         return
     if choice.stop == last + 1 and not running_first:
@@ -199,5 +199,5 @@ def _walk(table: Table, first: int, last: int, slots: int, order: list[int]) -> 
     blocks = site.chain.blocks
     order.extend(range(blocks[first].first, blocks[choice.stop - 1].last + 1) if running_first else choice.forward)
     if choice.stop <= last:
-        _walk(table, choice.stop, last, slots - (choice.kept_bytes + table.slot_bytes // 2) // table.slot_bytes, order)
+        _walk(table, choice.stop, last, slots - (choice.saved_bytes + table.slot_bytes // 2) // table.slot_bytes, order)
     order.extend(choice.backward)
