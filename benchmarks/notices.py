@@ -6,10 +6,13 @@ import contextlib
 import logging
 from collections.abc import Iterator
 
-__all__ = ["OTHER_WAY", "notices"]
+__all__ = ["OTHER_DATA", "OTHER_WAY", "notices"]
 
 OTHER_WAY = "other memory than planned"
 """What memfit tells, among other words, of a step whose code took another way than when it was planned."""
+
+OTHER_DATA = "other data may take more memory"
+"""What memfit tells, among other words, of plain code whose memory depends on data or on random numbers."""
 
 
 class _Noting(logging.Handler):

@@ -19,7 +19,7 @@ from benchmarks.fuzz.model import Case, assemble
 from benchmarks.fuzz.modes import Mode, autocast
 from benchmarks.fuzz.recipe import Recipe
 from benchmarks.fuzz.snapshot import differences, same, snapshot
-from benchmarks.notices import OTHER_WAY, notices
+from benchmarks.notices import OTHER_DATA, OTHER_WAY, notices
 
 __all__ = ["BAD", "CRASH", "FAILURES", "OK", "Plain", "compare", "plain_run"]
 
@@ -116,13 +116,13 @@ def compare(recipe: Recipe, plain: Plain, share: float, *, search_seconds: float
 def _live_bytes(case: Case, told: list[str], most_bytes: int) -> int:
     """The peak of a turn in which nothing is planned: what planning itself takes on a host is not the step's.
 
-    Once memfit has told that code takes ways that are not planned, a turn that takes more than `most_bytes` may be one
-    of these, so later ones are measured.
+    Once memfit has told that code takes ways that are not planned, or that its memory depends on data, a turn that
+    takes more than `most_bytes` may be one of these, so later ones are measured.
     """
     for number in range(TURNS, TURNS + _MOST_PLANNED_AGAIN):
         plan = memfit.plan_of(case.model)
         live = measured_turn(case, number)
-        may_stray = live > most_bytes and any(OTHER_WAY in text for text in told)
+        may_stray = live > most_bytes and any(words in text for text in told for words in (OTHER_WAY, OTHER_DATA))
         if memfit.plan_of(case.model) is plan and not may_stray:
             break
     return live
@@ -139,7 +139,8 @@ def _compared(recipe: Recipe, plain: Plain, share: float, problems: list[str], s
         register(case, log, fitted=False)
     if recipe.seed % 5 == 0 and share == max(recipe.mode.shares):
         _interrupt(case, log, problems, budget, seconds)
-    _fit(case, log, problems, budget, seconds)
+    with notices() as told_at_first:
+        _fit(case, log, problems, budget, seconds)
     plan = memfit.plan_of(case.model)
     row |= {
         "budget_bytes": budget,
@@ -152,6 +153,7 @@ def _compared(recipe: Recipe, plain: Plain, share: float, problems: list[str], s
     if recipe.mode.hooks:
         register(case, log, fitted=True)
     with notices() as told:
+        told.extend(told_at_first)
         for number, expected in enumerate(plain.turns):
             found = turn(case, number)
             problems += [f"turn {number}: {line}" for line in _different(expected, found, recipe.mode)]

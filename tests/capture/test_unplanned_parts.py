@@ -296,3 +296,24 @@ def test_scripted_and_traced_modules_behind_a_break() -> None:
     loss_of(planned).backward()
     assert torch.equal(plain, planned)
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
+
+
+class DropsLayers(nn.Module):
+    """Layers that are left out at random, by a number that the code reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if torch.rand([]).item() < 0.7:
+                x = x + layer(x).tanh()
+        return x
+
+
+def test_code_that_reads_a_number_may_take_more_memory_with_others(told: list[str]) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), DropsLayers(), nn.Linear(8, 4))
+    memfit.fit(model, (torch.randn(4, 8),), budget="1GiB", loss_fn=loss_of, search_seconds=0.5)
+    (line,) = told
+    assert "a number is read from a tensor in 2 (" in line and "other data may take more memory" in line

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import nn
 
@@ -77,3 +79,40 @@ def test_the_generators_state_counts_while_random_ops_are_replayed() -> None:
     assert len(random) == 4
     assert plan.predicted.peak_bytes > 5 * 5056
     assert plan.measured_peak_bytes == plan.predicted.peak_bytes
+
+
+class Disturbed(nn.Module):
+    """A step beside which something else takes memory in one of its runs; nothing of memfit's counts or undoes that."""
+
+    def __init__(self, disturbed_run: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+        self.runs, self.disturbed_run = itertools.count(1), disturbed_run
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)).exp()
+        return self.seen(x)
+
+    @torch.compiler.disable
+    def seen(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.zeros(1 << 20).sum() if next(self.runs) == self.disturbed_run else x + 0.0
+
+
+def test_a_peak_above_the_budget_is_measured_once_more() -> None:
+    def planned(budget: int, disturbed_run: int = 0) -> tuple[memfit.Plan, int]:
+        torch.manual_seed(0)
+        model = Disturbed(disturbed_run)
+        memfit.fit(model, (torch.randn(256, 64),), budget=budget, loss_fn=lambda output: output.square().mean())
+        plan = memfit.plan_of(model)
+        assert plan is not None
+        return plan, next(model.runs) - 1
+
+    plenty, last_run = planned(1 << 30)
+    assert plenty.measured_peak_bytes is not None and not plenty.program.recomputed()
+    budget = plenty.predicted.peak_bytes + 4096
+    undisturbed, _ = planned(budget)
+    disturbed, runs = planned(budget, last_run)
+    assert runs > last_run  # it was measured again
+    assert disturbed.program == undisturbed.program and not disturbed.program.recomputed()
+    assert disturbed.measured_peak_bytes == undisturbed.measured_peak_bytes

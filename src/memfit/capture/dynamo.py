@@ -49,7 +49,7 @@ from memfit.capture.traced_graph import (
 )
 from memfit.capture.unplanned_parts import (
     NOTHING_PLAIN,
-    SHAPED_BY_DATA,
+    VARYING,
     GradientsTakenError,
     PlainParts,
     find_plain_parts,
@@ -152,8 +152,9 @@ def capture_subgraphs(
         raise left_to_plain_code(model, plain.reasons) from failure
     if not subgraphs.subgraphs:
         raise nothing_captured(failure, model) from failure
+    varies = ", and other data may take more memory there than the budget knows of"
     for told in plain.reasons:
-        more = ", and other data may take more memory there than the budget knows of" if SHAPED_BY_DATA in told else ""
+        more = varies if told.startswith(VARYING) else ""
         log.warning("%s: that part runs as plain code, what is around it as planned%s", told, more)
     return replace(subgraphs, breaks=(reason,), between_bytes=between_bytes)
 

@@ -34,7 +34,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from memfit.capture.failures import left_to_plain_code
 from memfit.capture.values.decisions import MOST_OF_A_BUFFER
 
-__all__ = ["GradientsTakenError", "NOTHING_PLAIN", "PlainParts", "SHAPED_BY_DATA", "find_plain_parts", "place_of"]
+__all__ = ["GradientsTakenError", "NOTHING_PLAIN", "PlainParts", "VARYING", "find_plain_parts", "place_of"]
 
 _aten = torch.ops.aten
 _HERE = str(Path(__file__).resolve().parent.parent) + os.sep
@@ -65,8 +65,9 @@ class PlainParts:
     reasons: tuple[str, ...] = ()
 
 
-SHAPED_BY_DATA = "shapes depend on data"
-"""How the reason of a part begins whose memory is another one with other data."""
+_SHAPED_BY_DATA, _READS_NUMBERS = "shapes depend on data", "a number is read from a tensor"
+VARYING = (_SHAPED_BY_DATA, _READS_NUMBERS)
+"""How the reasons of parts begin whose memory is another one with other data, or with other random numbers."""
 
 NOTHING_PLAIN = PlainParts()
 
@@ -158,7 +159,7 @@ class _Watch(TorchDispatchMode):
             self.dynamic = True
             for tensor in results:
                 self.sizes[tensor] = frozenset(tensor.shape)
-            self.mark(SHAPED_BY_DATA)
+            self.mark(_SHAPED_BY_DATA)
         else:
             self._follow(leaves, operands, results)
         return result
@@ -180,7 +181,7 @@ class _Watch(TorchDispatchMode):
         if not tensor.dtype.is_floating_point and isinstance(number, int):
             self.read.add(number)
         self.dynamic = True
-        self.mark("a number is read from a tensor")
+        self.mark(_READS_NUMBERS)
 
     def _follow(self, leaves: list[Any], operands: list[torch.Tensor], results: list[torch.Tensor]) -> None:
         sizes = frozenset[int]().union(*(self.sizes.get(t, frozenset()) for t in operands))
@@ -197,7 +198,7 @@ class _Watch(TorchDispatchMode):
             if here:
                 self.sizes[tensor] = here
         if of_data:
-            self.mark(SHAPED_BY_DATA)
+            self.mark(_SHAPED_BY_DATA)
 
     def mark(self, reason: str) -> str | None:
         """Notes the module whose code runs, and returns its name; None where that is no module's."""

@@ -23,7 +23,7 @@ from memfit.capture.state.snapshot import preserved
 from memfit.capture.training_step import Capture, device_of
 from memfit.compiler.grid_choice import grids
 from memfit.compiler.plan import Plan
-from memfit.compiler.proving import peak_of, prove, proving_step
+from memfit.compiler.proving import for_least, peak_of, prove, proving_step
 from memfit.compiler.stages import Progress, Request, capture_and_profile, check_request, plan_captured, resolve_budget
 from memfit.errors import BudgetError, ExactnessError, MemfitError
 from memfit.ir.graph import StepGraph
@@ -213,14 +213,12 @@ def _with_measured_least(
 ) -> BudgetError:
     """The same error where a plan for the least budget is found and keeps it, else with a budget for which that is so.
 
-    A search by the clock may miss an order that an earlier one found, and a run may take more than predicted: CUDA's
-    allocator leaves up to 1 MiB unused behind a tensor, which depends on the plan. On a CPU any plan of so few bytes
-    tells; fast ones take long to find.
+    A search by the clock may miss an order that an earlier one found, and a run may take more than predicted.
     """
     if not request.prove:
         return error
     least_bytes, peak_bytes = error.least_bytes, 0
-    asked = replace(request, prove=False, any_speed=device_of(model).type == "cpu")
+    asked = replace(for_least(request, model), prove=False)
     for _ in range(_LEAST_TRIES):
         try:
             plan = plan_profiled(model, args, kwargs, step, asked, least_bytes)
