@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import weakref
 
@@ -12,6 +13,7 @@ from torch import nn
 from torch._dynamo.utils import compilation_time_metrics
 
 import memfit
+from memfit.capture.kept_trace import _with_own_containers
 from memfit.compiler.stages import Request, capture_and_profile, plan_captured
 from memfit.planner.bounds.lower_bound import widest_op_bytes
 from memfit.profiling.memory import allocation_peak
@@ -156,3 +158,21 @@ def test_each_plan_of_a_capture_changes_a_copy() -> None:
         assert all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected, strict=True))
         assert bool(program.recomputed()) == (share < 1.0)
     assert _traced() == before
+
+
+def test_what_compiling_a_plan_notes_is_not_in_the_kept_trace() -> None:
+    """AOTAutograd notes dynamic saved tensors of a compiled graph in the analysis, which the next plan gets too."""
+
+    @dataclasses.dataclass
+    class Analysis:
+        dynamic: dict[int, set[int]]
+        inputs: list[int]
+        number: int = 3
+
+    kept = Analysis(dynamic={}, inputs=[1])
+    given = _with_own_containers(kept)
+    assert given == kept and given is not kept
+    given.dynamic[7] = {0}
+    given.inputs.append(2)
+    assert kept == Analysis(dynamic={}, inputs=[1])
+    assert _with_own_containers(kept.inputs) == [1] and _with_own_containers(kept.inputs) is not kept.inputs

@@ -1,14 +1,14 @@
 """The joint graph that AOTAutograd traced for a capture, kept for the plans of that step.
 
-A step is traced when it is captured, and once more for each plan that is compiled. Both give the same joint graph:
-a plan changes how the graph is cut in two, not the graph. Tracing takes most of the time of `fit`.
+A step is traced when it is captured, and once more for each plan that is compiled. Both traces give the same joint
+graph: a plan changes how the graph is cut in two, not the graph. Tracing takes most of the time of `fit`.
 
 *Idea*: AOTAutograd works in two stages, as its export does (`aot_export_joint_with_descriptors`): it traces the joint
 graph, then cuts and compiles it. The result of the first stage is kept, and a plan goes through the second stage only,
 with a copy of that result.
 
-Known limits: the functions of both stages are torch's own and may be named otherwise in another version; then nothing
-is kept and each plan is traced.
+Known limits: the functions of both stages are torch's own and may have other names in another version; then no trace is
+kept and each plan is traced.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class KeptTrace:
 def traced_once(*, kept: KeptTrace | None = None, keep: Callable[[KeptTrace], None] | None = None) -> Iterator[None]:
     """While active, AOTAutograd cuts and compiles a copy of the one graph that it traces.
 
-    A copy numbers new nodes otherwise than the traced graph does, and plans know nodes by name. So every joint graph is
-    a copy, kept or not.
+    A copy numbers new nodes differently than the traced graph does, and plans refer to nodes by name. So every joint
+    graph is a copy, whether its trace was kept or not.
 
     Args:
-        kept: replaces tracing.
+        kept: a kept trace, which replaces tracing.
         keep: is called with the result of tracing.
     """
     trace, analyse = getattr(aot, _TRACE, None), getattr(aot, _ANALYSE, None)
@@ -70,18 +70,18 @@ def traced_once(*, kept: KeptTrace | None = None, keep: Callable[[KeptTrace], No
         restore()  # compiling may trace other graphs
         if kept is not None:
             for name, value in kept.passed_on.items():
-                setattr(state, name, copy.copy(value))
+                setattr(state, name, _with_own_containers(value))
             return _copied(kept.traced)
-        analysed = copy.copy(getattr(state, _ANALYSED))
+        analysed = _with_own_containers(getattr(state, _ANALYSED))
         traced = trace(state, *args)
         if keep is not None:
-            passed_on = {name: copy.copy(getattr(state, name)) for name in _PASSED_ON}
+            passed_on = {name: _with_own_containers(getattr(state, name)) for name in _PASSED_ON}
             keep(KeptTrace(analysed=analysed, passed_on=passed_on, traced=traced))
         return _copied(traced)
 
     setattr(aot, _TRACE, copy_of_trace)
     if kept is not None:
-        setattr(aot, _ANALYSE, lambda *args, **kwargs: lambda *inputs: copy.copy(kept.analysed))
+        setattr(aot, _ANALYSE, lambda *args, **kwargs: lambda *inputs: _with_own_containers(kept.analysed))
     try:
         yield
     finally:
@@ -89,7 +89,16 @@ def traced_once(*, kept: KeptTrace | None = None, keep: Callable[[KeptTrace], No
 
 
 def _copied(traced: Any) -> Any:
-    """The same with a graph and inputs of its own, as cutting and compiling change them."""
+    """The same trace with its own copies of graph and inputs, as cutting and compiling change them."""
     inputs = getattr(traced, _INPUTS)
     inputs = type(inputs)(copy.copy(part) if isinstance(part, list) else part for part in inputs)
     return dataclasses.replace(traced, **{_GRAPH: copied(getattr(traced, _GRAPH)), _INPUTS: inputs})
+
+
+def _with_own_containers(value: Any) -> Any:
+    """A copy of a list, or of an analysis with its lists, dictionaries and sets: compiling a plan writes into these."""
+    copied_value = copy.copy(value)
+    for name, part in vars(copied_value).items() if hasattr(copied_value, "__dict__") else ():
+        if isinstance(part, dict | list | set):
+            setattr(copied_value, name, copy.copy(part))
+    return copied_value
