@@ -1,4 +1,4 @@
-"""memfit makes a PyTorch training step fit the memory you have: one budget in bytes, the same gradients.
+"""memfit makes a PyTorch training step fit the available memory: one budget in bytes, the same gradients.
 
 Names are imported at first use, so that `memfit.ir`, `memfit.sim`, `memfit.planner` and `memfit.strategies` can be used
 without torch.
@@ -63,7 +63,7 @@ _MODULE_OF = {
     "SecondDerivativeError": "memfit.errors",
     "SpecError": "memfit.errors",
 }
-"""Public names and the modules they come from."""
+"""The module that defines each public name."""
 
 __all__ = list(_MODULE_OF)
 

@@ -1,4 +1,4 @@
-"""`python -m memfit` is the command `memfit`."""
+"""`python -m memfit` runs the command `memfit`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The public calls. Everything here is a short way into `memfit.compiler.driver` and `memfit.runtime`."""
+"""The public calls. Every function here is a thin wrapper of `memfit.compiler.driver` and `memfit.runtime`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def plan(
     checkpointing: str = "refuse",
     progress: Progress | None = None,
 ) -> Plan:
-    """Plans a training step of `model(*args, **kwargs)` within a budget; changes nothing.
+    """Plans a training step of `model(*args, **kwargs)` within a budget; the model stays unchanged.
 
     Args:
         model: any module Dynamo can capture, in training mode.
@@ -64,28 +64,28 @@ def plan(
         budget: peak of the whole step: bytes, `"8GiB"`, `"60%"` of the device, or `"auto"`.
         loss_fn: takes the output and returns a scalar; without it `output.loss` is used where it exists, else
             gradients are assumed to arrive for every floating output.
-        optimizer: its state counts, from the second step on; wrappers of an optimizer are looked into, and the bytes
-            of the state, such as `"1.5GiB"`, do too.
-        strategy: `"auto"`, or a known strategy by name (`memfit.strategies.names()`).
+        optimizer: the optimizer, also inside a wrapper, or the bytes of its state, such as `"1.5GiB"`; the state
+            counts from the second step on.
+        strategy: `"auto"`, or the name of a known strategy (`memfit.strategies.names()`).
         levers: `"bitwise"` or a tuple of lever names.
-        tiers: where swapped bytes may go.
-        search_seconds: roughly how long `"auto"` searches; up to four times that while far from the bound.
+        tiers: tiers that may hold swapped bytes.
+        search_seconds: approximate search time of `"auto"`; up to four times that while far from the lower bound.
         prove: run the plan once to compare its results with the plain step's and the measured peak with the
-            predicted one, and correct it. Costs two planned steps and at most two plain ones.
-        exact: `"bitwise"`: a plan whose results differ from the plain step's is an error; `"rounding"`: it is taken
-            if they differ by rounding, and `plan.proof` tells by how much.
-        checkpointing: for a model that checkpoints itself, `"refuse"` it or `"replace"`: plan and run it as if it did
-            not.
-        progress: told stage, done and total.
+            predicted one, and correct the plan. Costs two planned steps and at most two plain ones.
+        exact: `"bitwise"`: a plan whose results differ from the plain step's is an error; `"rounding"`: such a plan is
+            accepted if the results differ by rounding, and `plan.proof` tells by how much.
+        checkpointing: for a model with its own checkpoints, `"refuse"` the model, or `"replace"`: plan and run it as
+            if it had none.
+        progress: called with the stage, the work done and the total work.
 
     Returns:
         The plan; `.apply(model)` runs it.
 
     Raises:
-        BudgetError: no plan fits; `.least_bytes` would.
+        BudgetError: no plan fits; a budget of `.least_bytes` works.
         CaptureError: the model cannot be captured.
-        ExactnessError: the planned step does not have the bits of the plain one.
-        SpecError: an argument makes no sense.
+        ExactnessError: the results of the planned step differ in bits from those of the plain step.
+        SpecError: an argument is invalid.
     """
     request = Request(
         budget=budget,

@@ -1,4 +1,4 @@
-"""How much memory a device has and how much of it is free, container limits included."""
+"""Total and free memory of a device, container limits included."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _AUTO_MARGIN = 0.05
 
 
 def total_bytes(device: torch.device) -> int:
-    """Memory of the device; on CPU the smaller of RAM and the control group's limit."""
+    """Memory of the device; on CPU, the smaller of RAM and the limit of the control group."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     limits = [_meminfo().get("MemTotal", 0), _number("/sys/fs/cgroup/memory.max")]
@@ -21,7 +21,7 @@ def total_bytes(device: torch.device) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that can be taken now, less a margin of 5 %."""
+    """Memory that can be allocated now, minus a margin of 5 %."""
     if device.type == "cuda":
         free = int(torch.cuda.mem_get_info(device)[0])
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -45,7 +45,7 @@ def _meminfo() -> dict[str, int]:
 
 
 def _number(path: str) -> int:
-    """The number in a file; -1 if there is none, such as `max` for no limit."""
+    """The number in a file; -1 if the file holds none, such as `max` for no limit."""
     try:
         return int(Path(path).read_text().strip())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Error types of memfit. A message states the fact, the values and what to do."""
+"""Error types of memfit. A message states the fact, the values and a remedy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = [
 
 
 class MemfitError(Exception):
-    """Base of every error raised here."""
+    """Base class of every error that memfit raises."""
 
 
 class SpecError(MemfitError, ValueError):
@@ -31,11 +31,11 @@ class BudgetError(MemfitError):
     """No plan fits the budget.
 
     Attributes:
-        budget_bytes: what was asked for.
+        budget_bytes: the requested budget.
         least_bytes: the least budget that works; `budget=error.least_bytes` succeeds.
-        binding: module, op and live tensors that set it.
-        subject: what does not fit: a plan, or what a named strategy makes.
-        advice: what else there is to do, beside asking for the least budget; may be empty.
+        binding: module, op and live tensors that set the least budget.
+        subject: the object that does not fit: a plan, or the result of a named strategy.
+        advice: a remedy in addition to the least budget; may be empty.
     """
 
     def __init__(
@@ -61,15 +61,15 @@ class CaptureError(MemfitError):
 
 
 class ExactnessError(CaptureError):
-    """The planned step does not have the bits of the plain step; names the tensors, the first op that differs."""
+    """The planned step and the plain step differ in bits; names the tensors and the first op that differs."""
 
 
 class LossError(CaptureError):
-    """The loss cannot be called with the model's outputs; names its line."""
+    """The loss cannot be called with the model's outputs; names the line of the loss."""
 
 
 class PlanMismatchError(MemfitError):
-    """A plan was made for another model, shape, dtype, device or torch."""
+    """A plan was made for another model, shape, dtype, device or torch version."""
 
 
 class SecondDerivativeError(MemfitError, RuntimeError):
@@ -81,7 +81,7 @@ class PlanFileError(MemfitError):
 
 
 class ProgramError(MemfitError):
-    """A program breaks a rule of the step; a bug in a planner or a damaged plan."""
+    """A program violates a rule of the step; the cause is a bug in a planner or a damaged plan."""
 
 
 class OutOfMemoryError(MemfitError, RuntimeError):
@@ -89,8 +89,8 @@ class OutOfMemoryError(MemfitError, RuntimeError):
 
 
 class SwapError(MemfitError, RuntimeError):
-    """Swapped tensors cannot be stored or brought back: no room on the tier, or a failing disk."""
+    """Tensors cannot be swapped out or in: the tier has no room, or the disk fails."""
 
 
 class PipelineError(MemfitError, RuntimeError):
-    """Another process of the pipeline failed, or cannot run the plan; names it and its error."""
+    """Another process of the pipeline failed, or cannot run the plan; names the process and its error."""

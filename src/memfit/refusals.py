@@ -1,10 +1,11 @@
-"""The words of a `BudgetError`: one budget, the one the user gave, one least budget, what sets it, and what to do.
+"""The text of a `BudgetError`: the user's budget, the least budget, the op and tensors that set it, and a remedy.
 
-A plan that takes more on the machine than predicted is made again for less. That lower target is the planner's affair:
-an error that names it beside the user's budget contradicts itself, and may be below zero. So an error is made of facts
-(`refusal`), and one that turns out to be about another budget is made anew of the same facts (`refused`).
+If a plan takes more memory on the machine than predicted, memfit plans again for a lower target. That target is
+internal to the planner: an error that names it next to the user's budget contradicts itself, and the target may be
+below zero. So an error is built from facts (`refusal`), and an error about another budget is rebuilt from the same
+facts (`refused`).
 
-Known limits: pipelines have a budget a device, which `memfit.pipelining` words itself.
+Known limits: pipelines have one budget per device; `memfit.pipelining` writes the text of those errors itself.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ def refusal(
     missed_bytes: int = 0,
     advice: str = "",
 ) -> BudgetError:
-    """The error of a budget that is too small.
+    """Builds the error of a budget that is too small.
 
     Args:
-        budget_bytes: what the user asked for.
+        budget_bytes: the user's budget.
         least_bytes: the least budget that works.
-        binding: module, op and tensors that set it.
-        subject: what does not fit, such as `"order of strategy 'rotor'"`.
-        missed_bytes: what measured peaks are above predicted ones.
-        advice: what else there is to do, beside asking for the least budget.
+        binding: module, op and tensors that set the least budget.
+        subject: the object that does not fit, such as `"order of strategy 'rotor'"`.
+        missed_bytes: how far measured peaks are above predicted ones.
+        advice: a remedy in addition to the least budget.
     """
     text = f"no {subject} fits {format_bytes(budget_bytes)}; "
     text += f"the least budget that works is {format_bytes(least_bytes)} ({least_bytes} bytes)"
@@ -50,13 +51,13 @@ def refusal(
 
 
 def refused(error: BudgetError, *, budget_bytes: int, missed_bytes: int = 0, measured_bytes: int = 0) -> BudgetError:
-    """The error in terms of the user's budget.
+    """Rebuilds an error in terms of the user's budget.
 
     Args:
-        error: of a planner, for the budget less what was missed.
-        budget_bytes: what the user asked for.
-        missed_bytes: what measured peaks are above predicted ones.
-        measured_bytes: the lowest peak that was measured, 0 if none was; no lower budget is promised.
+        error: of a planner, for the budget minus `missed_bytes`.
+        budget_bytes: the user's budget.
+        missed_bytes: how far measured peaks are above predicted ones.
+        measured_bytes: the lowest measured peak, 0 if no peak was measured; no lower budget is promised.
 
     Returns:
         An error whose text and numbers agree.
@@ -72,7 +73,7 @@ def refused(error: BudgetError, *, budget_bytes: int, missed_bytes: int = 0, mea
 
 
 def advised(error: BudgetError, advice: str) -> BudgetError:
-    """The same error, which names one more thing to do."""
+    """The same error with one more remedy."""
     return BudgetError(
         f"{error}; {advice}",
         budget_bytes=error.budget_bytes,

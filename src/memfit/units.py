@@ -1,4 +1,4 @@
-"""Bytes and durations as people write them. `8GiB` is 8·2³⁰ bytes, `8GB` is 8·10⁹."""
+"""Bytes and durations in the notation that people use. `8GiB` is 8·2³⁰ bytes, `8GB` is 8·10⁹."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def parse_bytes(text: str | int, *, whole_bytes: int | None = None) -> int:
 
     Args:
         text: an integer, or a string such as `"8GiB"`, `"8GB"`, `"512 MiB"`, `"60%"`.
-        whole_bytes: what a percentage refers to.
+        whole_bytes: the bytes that a percentage refers to.
 
     Returns:
         Bytes, more than zero.
 
     Raises:
-        SpecError: if it is not an amount of memory, or not positive.
+        SpecError: if `text` is not an amount of memory, or not positive.
     """
     if isinstance(text, bool) or not isinstance(text, str | int):
         raise SpecError(f"a budget is bytes or a string such as '8GiB' or '60%' (budget: {text!r})")
@@ -62,7 +62,7 @@ def parse_bytes(text: str | int, *, whole_bytes: int | None = None) -> int:
 
 
 def format_bytes(nbytes: float) -> str:
-    """Binary units with enough digits to tell two plans apart."""
+    """Formats bytes in binary units, with enough digits to tell two plans apart."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(nbytes) >= factor:
             return f"{nbytes / factor:.2f} {unit}" if unit == "GiB" else f"{nbytes / factor:.1f} {unit}"
@@ -70,7 +70,7 @@ def format_bytes(nbytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Seconds, milliseconds or microseconds."""
+    """Formats a duration in seconds, milliseconds or microseconds."""
     if abs(seconds) >= 1:
         return f"{seconds:.2f} s"
     if abs(seconds) >= 1e-3:

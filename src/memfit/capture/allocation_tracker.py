@@ -1,7 +1,7 @@
-"""Counts the bytes of the storages that are alive, real or fake, as ops create them.
+"""Counts the bytes of live storages, real or fake, as ops create them.
 
-A storage is counted from the op that returns it until its finalizer runs, which is exact on a
-reference-counting allocator. Kernel workspace is invisible here; `memfit.profiling.memory` sees it.
+A storage is counted from the op that returns it until its finalizer runs; the count is exact on a reference-counting
+allocator. Kernel workspace is not visible here; `memfit.profiling.memory` sees it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["LiveBytes"]
 class LiveBytes(TorchDispatchMode):
     """While active, `live` and `peak` count storages created since it was entered, on one device type."""
 
-    # Without this Dynamo would refuse to trace under the mode; it only watches.
+    # Without this flag Dynamo refuses to trace under the mode. The mode only observes ops.
     is_infra_mode = classmethod(lambda cls: True)
     supports_higher_order_operators = True  # random ops that are replayed
 
@@ -63,5 +63,5 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _has_storage(value: Any) -> bool:
-    """Whether it is a tensor with one storage; sparse ones are counted by the indices and values they are made of."""
+    """Whether a value is a tensor with one storage; a sparse tensor is counted by its indices and values."""
     return isinstance(value, torch.Tensor) and value.layout is torch.strided

@@ -1,13 +1,13 @@
-"""Models that checkpoint themselves: named, or with `checkpointing="replace"` run as if they did not.
+"""Models that checkpoint themselves: refused by name, or with `checkpointing="replace"` run without checkpoints.
 
-`torch.utils.checkpoint` recomputes the forward results of a region in the backward pass. A plan decides that for the
-whole step, so the two do not go together: a region that is always recomputed is a choice taken from the planner.
-Checkpointing changes no bit, so to leave it out does not either. Within a graph Dynamo marks the region's ops, and the
-marks can be passed over. Where the graph breaks, `checkpoint` runs as Python code; then the function is called in its
-place.
+`torch.utils.checkpoint` recomputes the forward results of a region in the backward pass. A plan decides about
+recomputation for the whole step, so the two do not go together: a region that is always recomputed takes that choice
+from the planner. Checkpointing changes no bit of the results, so leaving it out changes none either. Within a graph,
+Dynamo marks the region's ops, and the marks can be ignored. Where the graph breaks, `checkpoint` runs as Python code;
+then the checkpointed function is called directly.
 
-Known limits: the functions put in place are the process's, so another thread that checkpoints meanwhile keeps what it
-would recompute.
+Known limits: the functions are replaced for the whole process, so another thread that checkpoints meanwhile saves the
+activations that it would recompute.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CHECKPOINTING = ("refuse", "replace")
 
 @contextlib.contextmanager
 def refusing_checkpoints() -> Iterator[None]:
-    """While active, a checkpoint that runs as Python code is an error that names the user's line."""
+    """While active, a checkpoint that runs as Python code raises an error that names the user's line."""
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise checkpoint_error(place_of() or "torch.utils.checkpoint")
@@ -39,7 +39,7 @@ def refusing_checkpoints() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_checkpoints() -> Iterator[None]:
-    """While active, a checkpoint that runs as Python code is a call of its function."""
+    """While active, a checkpoint that runs as Python code only calls its function."""
     with _in_place(
         {
             "checkpoint": _call,
@@ -73,7 +73,7 @@ def _nothing_around(*_: Any, **__: Any) -> Iterator[None]:
 
 
 class _Applied:
-    """Stands for an autograd function."""
+    """A stand-in for an autograd function."""
 
     def __init__(self, apply: Callable[..., Any]) -> None:
         self.apply = apply

@@ -1,8 +1,7 @@
-"""A module's call, compiled under Dynamo's guards with a backend of ours.
+"""A module's call, compiled under Dynamo's guards with a backend of memfit.
 
-Dynamo compiles a function of our own that calls the module, so that fitted modules share no cache. It leaves
-alone code that stays plain. Behind a graph break it compiles layers of torch, and modules without parameters, by
-themselves.
+Dynamo compiles a separate function that calls the module, so that fitted modules share no cache. Dynamo skips code that
+stays plain. After a graph break Dynamo compiles layers of torch, and modules without parameters, each on its own.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ _ALL_GUARDS = {
     for name in ("skip_tensor_guards_with_matching_dict_tags", "use_recursive_dict_tags_for_guards")
     if hasattr(torch._dynamo.config, name)
 }
-"""Dynamo does not look at the tensors of a module again while its tables are as they were, and so it misses that a
-parameter learns from now on (seen in torch 2.11)."""
+"""With these options Dynamo skips the guards on a module's tensors while the module's dicts are unchanged, and so
+misses that a parameter needs a gradient from now on (seen in torch 2.11)."""
 _CALL = "fitted_call"
 """Name of the function that Dynamo compiles."""
 
@@ -55,10 +54,10 @@ def compile_call(
     replaced: bool = False,
     decisions: list[Decision] | None = None,
 ) -> Callable[..., Any]:
-    """`model`'s call, compiled with `backend` under Dynamo's guards, with a cache of its own; of one graph without.
+    """Compiles `model`'s call with `backend` under Dynamo's guards, with its own cache; a `OneGraph` needs neither.
 
-    What is `plain` Dynamo leaves alone; with `replaced` the model's own checkpoints are calls of their functions.
-    Branches on inputs that it is compiled for are added to `decisions`; without it they break the graph.
+    Dynamo skips the parts in `plain`. With `replaced` the model's own checkpoints only call their functions. Branches
+    on inputs that the call is compiled for are added to `decisions`; without `decisions` they break the graph.
     """
     if isinstance(model, OneGraph):
         return model.compiled(backend)
@@ -71,7 +70,7 @@ def compile_call(
     code = call.__code__.replace(co_name=_CALL)
     own = types.FunctionType(code, call.__globals__, _CALL, None, call.__closure__)
     vars(own)["backend"] = backend
-    # Dynamo's table of what it compiled and its cache keep each other alive, and with them the plan.
+    # Dynamo's table of compiled code and its cache keep each other alive, and with them the plan.
     weakref.finalize(own, reset_code, code).atexit = False
     compiled: Callable[..., Any] = torch.compile(own, backend=_weakly(backend), fullgraph=fullgraph, dynamic=False)
     forwards = _own_forwards(model) if in_subgraphs else []
@@ -80,14 +79,14 @@ def compile_call(
     forwards += [(vars(m), torch._dynamo.disable(m.forward)) for m in left]
     if plain.only_children:
         forwards.append((vars(model), torch._dynamo.disable(model.forward, recursive=False)))
-    # Where the graph breaks, subgraphs are cached with the model's own code, which every plan of it shares. At its
-    # limit Dynamo would run them plainly, without a plan and over the budget, and say nothing.
+    # Where the graph breaks, Dynamo caches subgraphs with the model's own code, which all plans of the model share. At
+    # its limit Dynamo would silently run the subgraphs as plain code, without a plan and over the budget.
     limits = {"recompile_limit": _MOST_PLANS, "accumulated_recompile_limit": _MOST_PLANS}
-    # By default Dynamo looks at hooks once: those registered or removed later would not be noticed.
-    # And random numbers of NumPy it would draw from torch's generator; with the last option the graph breaks there.
+    # By default Dynamo looks at hooks once and does not notice hooks that are registered or removed later. It also
+    # draws random numbers of NumPy from torch's generator; with `use_numpy_random_stream` the graph breaks there.
     own_random = {"use_numpy_random_stream": True, "trace_numpy": not plain.numpy}
     state = {} if decisions is None else dict((*model.named_parameters(), *model.named_buffers()))
-    # In one graph, a number that is read from an input breaks the graph only if its use cannot be decided.
+    # In one graph, a number read from an input breaks the graph only if its use cannot be decided.
     limits["capture_scalar_outputs"] = not in_subgraphs
     options = limits | logs_left_out() | own_random | {"skip_nnmodule_hook_guards": False} | _ALL_GUARDS
 
@@ -110,7 +109,7 @@ def compile_call(
 
 
 def _weakly(backend: Callable[..., Any]) -> Callable[..., Any]:
-    """The same backend, which is freed although Dynamo keeps all backends, and with it the model."""
+    """The same backend behind a weak reference: it and the model are freed although Dynamo keeps all backends."""
     held = weakref.ref(backend)
 
     def weak(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -122,9 +121,9 @@ def _weakly(backend: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def call_has_begun() -> bool:
-    """Asked while Dynamo compiles a graph of a `compile_call`: whether code of the same call has run before it.
+    """Whether code of the current `compile_call` ran before the graph that Dynamo compiles now.
 
-    If so, the graph is one behind a break, and the call's function is a frame that runs.
+    If so, the graph comes after a graph break, and the call's function is a frame on the stack.
     """
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -135,17 +134,18 @@ def call_has_begun() -> bool:
 
 
 def _own_forwards(model: nn.Module) -> list[tuple[dict[str, Any], Callable[..., Any]]]:
-    """Attributes of the modules that Dynamo shall compile by themselves behind a graph break, and their forward passes.
+    """Attributes of the modules that Dynamo must compile separately after a graph break, and their forward passes.
 
-    Dynamo inlines an `nn.Linear` into code that it traces. Where a break ends that code (any break in a loop does), it
-    would run layers of torch in eager mode. And it never compiles code again once a call of it did nothing: a drop
-    path of rate 0 would leave all drop paths to eager mode. So each kind of module has a code object of its own.
+    Dynamo inlines an `nn.Linear` into the code that it traces. Where a graph break ends that code (any break in a loop
+    does), Dynamo would run layers of torch in eager mode. And Dynamo never compiles code again after one call of the
+    code did nothing: a drop path of rate 0 would leave all drop paths in eager mode. So each kind of module has its own
+    code object.
     """
-    # Modules of the same types and settings share code: what looks alike is compiled once.
+    # Modules of the same types and settings share a code object, so Dynamo compiles it once.
     codes: dict[tuple[Any, ...], types.CodeType] = {}
     forwards: list[tuple[dict[str, Any], Callable[..., Any]]] = []
     for module in model.modules():
-        if isinstance(module, torch.jit.ScriptModule):  # no code of Python's
+        if isinstance(module, torch.jit.ScriptModule):  # it has no Python code
             continue
         of_torch = type(module).forward.__module__.startswith("torch.nn.modules")
         if "forward" in vars(module) or not (of_torch or _may_do_nothing(module)):
@@ -170,7 +170,10 @@ def _settings(module: nn.Module) -> tuple[tuple[str, Any], ...]:
 
 @contextlib.contextmanager
 def _guards_not_timed() -> Iterator[None]:
-    """Dynamo flushes caches to time each graph's guards, for its log only; that is up to a fifth of capturing."""
+    """While active, Dynamo does not time each graph's guards.
+
+    Dynamo flushes caches for this timing, which only its log uses and which takes up to a fifth of the capture.
+    """
     names = vars(torch._dynamo.guards)
     timed = names["profile_guard_manager"]
     names["profile_guard_manager"] = lambda *_: 0.0
@@ -190,6 +193,6 @@ def _replaced(forwards: Sequence[tuple[dict[str, Any], Callable[..., Any]]]) -> 
         yield
     finally:
         for attributes, own in reversed(before):
-            attributes.pop("forward", None)  # a fitted module inside this one may have taken it out
+            attributes.pop("forward", None)  # a fitted module inside this one may have removed it
             if own is not None:
                 attributes["forward"] = own

@@ -1,12 +1,12 @@
 """Gets the joint graphs of a module's training step from Dynamo and AOTAutograd.
 
-First without running anything: Dynamo traces with fake tensors, and the compiled function hands fake outputs
-back to the caller, so the model needs no memory beyond its parameters and the loss can be traced on fakes
-too. If the model breaks the graph, that is not possible (the code between two subgraphs may look at values);
-then the subgraphs run one after the other without saving anything, with buffers and generators restored after.
+The first attempt executes nothing: Dynamo traces with fake tensors, and the compiled function returns fake outputs to
+the caller. So the model needs no memory beyond its parameters, and the loss can be traced on fake tensors too. A graph
+break makes this impossible, because the code between two subgraphs may look at values. Then the subgraphs run one after
+the other without saving activations, and buffers and generators are restored afterwards.
 
-Known limits: code between two subgraphs is not planned; its memory shows up in the proving run. `nn.LSTM` and
-its kin are such code: Dynamo could unroll them, but into other kernels than eager's, with other bits.
+Known limits: code between two subgraphs is not planned; its memory shows up in the proving run. `nn.LSTM` and similar
+layers are such code: Dynamo could unroll them, but into other kernels than eager's, with different bits.
 """
 
 from __future__ import annotations
@@ -87,20 +87,22 @@ def capture_subgraphs(
         args: positional inputs.
         kwargs: keyword inputs.
         reader: how joint graphs are read.
-        checkpointing: `"refuse"` or `"replace"`, what is done where the model checkpoints itself.
-        read: reads the loss while what the forward pass left on modules and in hooks is still there; its second
-            argument takes that back, where it is fake. Without it graphs are as if all outputs received a gradient.
-        by_use: whether all inputs of graphs that have several uses are taken once for each
+        checkpointing: `"refuse"` or `"replace"`, how checkpoints of the model itself are treated.
+        read: reads the loss while changes of the forward pass to modules and hooks are still in place; its second
+            argument undoes these changes where they are fake. Without `read`, graphs are traced as if all outputs
+            received a gradient.
+        by_use: whether graphs take every input with several uses once per use
             (`memfit.capture.gradients.shared_inputs`).
-        cut: whether outputs of the last graph that receive no gradient are cut.
-        cut_between: whether those of earlier graphs are.
-        decide: whether branches on inputs are decided; else they break the graph.
+        cut: whether outputs of the last graph that receive no gradient are detached.
+        cut_between: whether such outputs of earlier graphs are detached too.
+        decide: whether branches on inputs are decided at capture; otherwise they break the graph.
 
     Returns:
         The subgraphs and the output of the module.
 
     Raises:
-        CaptureError: if Dynamo cannot capture the model, naming the line. What the plain forward pass raises is raised.
+        CaptureError: if Dynamo cannot capture the model; names the line. Errors of the plain forward pass are raised as
+            they are.
     """
     captured = functools.partial(
         _capture,
@@ -119,7 +121,7 @@ def capture_subgraphs(
         failure: Exception = error
     except MemfitError:
         raise
-    except Exception as error:  # whatever it is: the plain forward pass raises it too, or the graph breaks there
+    except Exception as error:  # any error: the plain forward pass raises it too, or the graph breaks there
         failure = error
     reason = first_lines(str(failure))
     log.info("the graph breaks, capturing subgraph by subgraph: %s", reason)
@@ -141,7 +143,7 @@ def capture_subgraphs(
     except MemfitError:
         raise
     except (torch._dynamo.exc.TorchDynamoException, RuntimeError, LookupError, TypeError, AssertionError) as error:
-        # Dynamo fails on some code of forward itself; then only what it calls is captured.
+        # Dynamo fails on some code of forward itself; then only the code that forward calls is captured.
         log.info("capturing only what the model's forward pass calls: %s", first_lines(str(error)))
         failure, plain = error, replace(plain, only_children=True)
         try:
@@ -167,11 +169,11 @@ def _in_subgraphs(
     plain: PlainParts,
     read: _Read | None,
 ) -> tuple[Subgraphs, int]:
-    """The subgraphs, one after the other, and what plain autograd saves for the code between them."""
+    """Captures the subgraphs one after the other, and counts the bytes that plain autograd saves between them."""
     live: list[int] = []
 
     def counted(subgraphs: Subgraphs, take_back: Callable[[], None]) -> LossReading:
-        live.append(counter.live)  # reading the loss makes copies of what it closes over
+        live.append(counter.live)  # reading the loss copies the state that it closes over
         assert read is not None
         return read(subgraphs, take_back)
 
@@ -184,10 +186,10 @@ def _in_subgraphs(
                 for subgraph in subgraphs.subgraphs
                 for t in tensors_in(subgraph.outputs)
             }
-            if is_sharded(model):  # what its hooks hold is told by `memfit.capture.distributed.fsdp_hooks`
+            if is_sharded(model):  # `memfit.capture.distributed.fsdp_hooks` counts the memory of its hooks
                 return subgraphs, 0
             return subgraphs, max(0, live[0] - sum(returned.values()))
-    except NumpyCodeError:  # in a graph behind the first break
+    except NumpyCodeError:  # in a graph after the first break
         if plain.numpy:
             raise
     return _in_subgraphs(model, args, kwargs, captured, replace(plain, numpy=True), read)
@@ -215,8 +217,8 @@ def _capture(
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     gathered = gathering(model)
     held = frozenset(id(t) for t in (*model.parameters(), *model.buffers()))
-    is_read = read is not None  # Dynamo keeps the backend, and that must not keep what reads the loss of the inputs
-    later = fake and is_read  # with one graph all that tracing asks for is known once the loss is read
+    is_read = read is not None  # Dynamo keeps the backend, which must not hold `read` and with it the inputs
+    later = fake and is_read  # one graph is traced after the loss is read, when all facts for tracing are known
     lying: dict[int, Strides] = {}
 
     def trace_anew(graph: DynamoGraph, around: Surroundings) -> Traced | None:
@@ -260,7 +262,7 @@ def _capture(
         graphs.append(graph)
         bare = replace(graph, inputs=(), traces=[])
         traces[bare] = graph.traces
-        del graph  # Dynamo keeps the function below, and that must not keep the inputs
+        del graph  # Dynamo keeps the function below, which must not hold the inputs
         if not later:
             lying.update(strides_of_outputs(traced.reading.module.graph))
 
@@ -344,10 +346,10 @@ def _capture(
     seen = found.subgraphs[0].outputs
     if all(seen[place].stride() == strides for place, strides in lying.items()):
         return found
-    # The loss has seen outputs that lie as Dynamo thinks. It is read anew with outputs that lie as the kernels'.
+    # The loss was read on outputs with Dynamo's strides. It is read again on outputs with the kernels' strides.
     take_back()
     output = call(*args, **kwargs)
-    sources = tuple(graphs) or sources  # what the first call left on the module may make it another graph
+    sources = tuple(graphs) or sources  # changes of the first call to the module may lead to another graph
     graphs.clear()
     of_call.update(traces)
     traces.clear()
@@ -357,7 +359,7 @@ def _capture(
 
 
 def _twin(value: Any, fake_mode: FakeTensorMode, strides: Strides | None) -> Any:
-    """A leaf fake tensor with the metadata of Dynamo's, laid out as kernels do, which Dynamo does not ask."""
+    """A leaf fake tensor with the metadata of Dynamo's, but the kernels' strides, which Dynamo does not ask for."""
     if not isinstance(value, torch.Tensor):
         return value
     with fake_mode:
@@ -367,6 +369,6 @@ def _twin(value: Any, fake_mode: FakeTensorMode, strides: Strides | None) -> Any
 
 
 def first_lines(text: str, count: int = 12) -> str:
-    """The first lines of a message that are not empty."""
+    """The first non-empty lines of a message."""
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     return "\n".join(lines[:count])

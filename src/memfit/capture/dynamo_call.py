@@ -1,15 +1,16 @@
-"""A module's call as Dynamo compiled it for a capture, which the plans of that step run too.
+"""A module's call that Dynamo compiled for a capture, and that the plans of this step run too.
 
-A step is captured once, and then compiled for each plan that is tried: to measure it, to correct it, to train. What
-Dynamo makes of the module's code and the guards that it sets do not depend on the plan, and for many models following
-the code takes longer than all else.
+A step is captured once, and then compiled for each plan that is tried: to measure it, to correct it, to train. Dynamo's
+graphs and guards do not depend on the plan, and for many models Dynamo's tracing of the code takes longer than all
+other work.
 
-*Idea*: late binding. What Dynamo was given for a graph looks up who runs the graph now: nobody, while the step is
-captured, else a plan, which traces its own copy of the graph when it is first run. Where the guards fail, Dynamo
-follows the code anew for the plan that runs; the next plan of the capture compiles what it finds there for itself.
+*Idea*: late binding. The function that Dynamo received for a graph looks up which plan runs the graph now: no plan
+while the step is captured, otherwise a plan, which traces its own copy of the graph at its first run. Where the guards
+fail, Dynamo traces the code again for the plan that runs; the next plan of the capture finds that graph and compiles it
+for itself.
 
-Known limits: the call holds the module. A sharded module is followed anew, as its capture gathers its parameters.
-Behind a break a graph that the capture did not come to is made for the plan that runs.
+Known limits: the call holds the module. A sharded module is traced again, as its capture gathers its parameters. After
+a graph break, a graph that the capture did not reach is compiled for the plan that runs.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ __all__ = ["DynamoCall", "RunsGraphs", "made_while_running", "running_plan"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RunsGraphs:
-    """A plan as the call that Dynamo compiled sees it.
+    """The interface of a plan to the call that Dynamo compiled.
 
     Attributes:
-        backend: compiles a graph that Dynamo made for it, as a backend of Dynamo's does.
+        backend: compiles a graph that Dynamo made for this plan, as a Dynamo backend does.
         compile_graph: compiles a copy of a graph of the capture, given examples of its operands and the graph.
         compiled: the graphs of the capture that have been compiled.
     """
@@ -47,7 +48,7 @@ class RunsGraphs:
     compiled: dict[DynamoGraph, Callable[..., Any]] = field(default_factory=dict)
 
     def run(self, graph: DynamoGraph, views: Views, inputs: Sequence[Any], traces: Sequence[Trace] = ()) -> Any:
-        """Runs a graph of the capture; compiles it at first, from one of its traces where one serves."""
+        """Runs a graph of the capture; the first run compiles it, from one of its traces where a trace fits."""
         call = self.compiled.get(graph)
         if call is None:
             gm = copied(graph.gm)
@@ -61,17 +62,18 @@ class RunsGraphs:
 
 
 def made_while_running(gm: fx.GraphModule, inputs: Sequence[Any], identity: object) -> Callable[..., Any]:
-    """Compiles a graph that Dynamo made while a plan runs, since a guard failed.
+    """Compiles a graph that Dynamo made while a plan runs, because a guard failed.
 
-    Dynamo keeps it with the call, so other plans of the capture come to it too, and each compiles it for itself.
+    Dynamo keeps the graph with the call, so other plans of the capture reach it too, and each plan compiles it for
+    itself.
 
     Args:
         gm: the graph.
-        inputs: examples.
-        identity: of the call.
+        inputs: example inputs.
+        identity: identifies the call.
 
     Returns:
-        The graph, for whichever plan runs.
+        A function that runs the graph for the plan that is running then.
 
     Raises:
         PlanMismatchError: if the plan does not know the graph and nothing of the call has run.
@@ -98,7 +100,7 @@ def made_while_running(gm: fx.GraphModule, inputs: Sequence[Any], identity: obje
 
 
 def _known_as_static(graph: DynamoGraph, inputs: Sequence[Any]) -> list[torch.Tensor]:
-    """Fake tensors of the operands, with sizes that are numbers; AOTAutograd finds them while the caller holds them."""
+    """Fake tensors of the operands, with static sizes; AOTAutograd finds these tensors while the caller holds them."""
     mode = None if graph.context is None else graph.context.fake_mode
     real = [value for value in inputs if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)]
     return [] if mode is None else [mode.from_tensor(value, static_shapes=True) for value in real]
@@ -125,11 +127,11 @@ class DynamoCall:
 
     Attributes:
         model: the module that was captured.
-        identity: by which the compiled code asks `running_plan`.
+        identity: the key with which the compiled code calls `running_plan`.
         call: takes the arguments of the module.
-        decisions: branches that it was compiled for (`memfit.capture.values.decisions`).
-        traces: of its graphs. Dynamo keeps what it was given for a graph behind a break as long as the code of the
-            module, and traces hold parameters.
+        decisions: branches that the call was compiled for (`memfit.capture.values.decisions`).
+        traces: traces of its graphs. The function that Dynamo received for a graph must not hold them: Dynamo keeps the
+            function of a graph after a break as long as the code of the module, and traces hold parameters.
     """
 
     model: nn.Module
@@ -142,7 +144,7 @@ class DynamoCall:
         return self  # the compiled code calls this module, not a copy
 
     def run(self, plan: RunsGraphs, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Calls the module, whose graph is run by a plan."""
+        """Calls the module; a plan runs its graphs."""
         token = _RUNNING.set(_Running(plan=plan, call=self))
         try:
             return self.call(*args, **kwargs)

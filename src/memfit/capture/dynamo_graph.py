@@ -1,4 +1,4 @@
-"""Questions to and changes of a graph of Dynamo's, before AOTAutograd sees it."""
+"""Queries and changes of a Dynamo graph, before AOTAutograd traces it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def graph_key(gm: fx.GraphModule) -> str:
-    """Identifies a graph of Dynamo's: its calls, and the names and layouts of its inputs."""
+    """A key of a Dynamo graph: a hash of its calls, and of the names and tensor metadata of its inputs."""
     lines = []
     for node in gm.graph.nodes:
         value = node.meta.get("example_value") if node.op == "placeholder" else None
@@ -41,7 +41,7 @@ def graph_key(gm: fx.GraphModule) -> str:
 
 
 def accumulated_inputs(inputs: Sequence[Any]) -> frozenset[int]:
-    """Places among a graph's inputs of parameters whose gradients nobody but `.grad` waits for."""
+    """Places of a graph's inputs that are parameters whose gradients go only to `.grad`, not to hooks."""
     return frozenset(
         place
         for place, value in enumerate(inputs)
@@ -53,12 +53,12 @@ def accumulated_inputs(inputs: Sequence[Any]) -> frozenset[int]:
 
 
 def in_place_nodes(gm: fx.GraphModule) -> frozenset[str]:
-    """Names of the nodes of Dynamo's graph that write over their operand."""
+    """Names of the nodes of a Dynamo graph that overwrite their operand."""
     return frozenset(node.name for node in gm.graph.nodes if is_in_place(node))
 
 
 def is_in_place(node: fx.Node) -> bool:
-    """Whether a call of Dynamo's graph writes over its operand."""
+    """Whether a call in a Dynamo graph overwrites its operand."""
     if node.op == "call_method":
         return str(node.target).endswith("_") and not str(node.target).endswith("__")
     if node.op != "call_function":
@@ -74,15 +74,15 @@ def is_in_place(node: fx.Node) -> bool:
 
 
 def all_but(gm: fx.GraphModule, places: frozenset[int]) -> frozenset[int] | None:
-    """Places of all outputs but some; None for all of them."""
+    """Places of all outputs except `places`; None if `places` is empty."""
     return frozenset(range(len(outputs_of(gm)))) - places if places else None
 
 
 def detach_outputs(gm: fx.GraphModule, gradient_outputs: frozenset[int] | None) -> list[int]:
-    """Cuts the outputs that receive no gradient, which AOTAutograd would otherwise feed with zeros.
+    """Detaches the outputs that receive no gradient, which AOTAutograd would otherwise feed with zero tangents.
 
     Returns:
-        Positions of the outputs it cut.
+        Positions of the detached outputs.
     """
     positions: list[int] = []
     if gradient_outputs is None:
@@ -118,7 +118,7 @@ def attach_outputs(gm: fx.GraphModule, positions: Sequence[int]) -> None:
 
 
 def reads_numbers(gm: fx.GraphModule) -> bool:
-    """Whether numbers are read from tensors: Python rounds and promotes them otherwise than a graph's tensors."""
+    """Whether numbers are read from tensors: Python rounds and promotes numbers differently than tensors of a graph."""
     return any(isinstance(node.meta.get("example_value"), _NUMBERS) for node in gm.graph.nodes)
 
 
@@ -129,20 +129,20 @@ def outputs_of(gm: fx.GraphModule) -> list[Any]:
 
 
 def returned_inputs(gm: fx.GraphModule) -> frozenset[int]:
-    """Places of the inputs that the graph returns as they are."""
+    """Places of the inputs that the graph returns unchanged."""
     results = outputs_of(gm)
     return frozenset(place for place, node in enumerate(gm.graph.find_nodes(op="placeholder")) if node in results)
 
 
 def weights_made(gm: fx.GraphModule, inputs: Sequence[Any], held: frozenset[int]) -> frozenset[int]:
-    """Places of the outputs that are made of the module's own tensors alone and are more than a number.
+    """Places of the outputs that are computed from the module's own tensors alone and are more than a number.
 
-    Hooks leave such on a module: the weight that spectral normalization or pruning makes. Nobody differentiates it
-    again, unlike an auxiliary loss.
+    Hooks leave such outputs on a module: the weight that spectral normalization or pruning computes. No code
+    differentiates such a weight again, unlike an auxiliary loss.
 
     Args:
         gm: the graph.
-        inputs: of it.
+        inputs: its inputs.
         held: ids of the module's parameters and buffers.
     """
     own: dict[fx.Node, bool] = {}
@@ -160,7 +160,7 @@ def weights_made(gm: fx.GraphModule, inputs: Sequence[Any], held: frozenset[int]
 
 
 def copied(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy over the same modules, of which no code is generated yet where graph modules are lazy."""
+    """A copy of a graph over the same modules; where graph modules are lazy, its code is not generated yet."""
     graph = fx.Graph()
     nodes: dict[fx.Node, fx.Node] = {}
     for node in gm.graph.nodes:

@@ -1,4 +1,4 @@
-"""Errors of torch in the user's words: the fact, the module or line of the user's code, and what to do."""
+"""Errors of torch, reworded for the user: the fact, the module or line of the user's code, and the remedy."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _NOISY = ("torch._dynamo", "torch._subclasses", "torch.fx.experimental", "torch.
 
 
 def explained(error: BaseException, model: nn.Module, *, start: str = "cannot capture the model") -> CaptureError:
-    """The error of a capture as one of memfit's.
+    """The error of a capture, as an error of memfit.
 
     Args:
-        error: of torch's.
-        model: what was captured.
-        start: the fact.
+        error: the error of torch.
+        model: the captured module.
+        start: the fact, which begins the message.
     """
     inner = getattr(error, "inner_exception", None) or error
     place = error_place(error) or error_place(inner)
@@ -37,7 +37,7 @@ def explained(error: BaseException, model: nn.Module, *, start: str = "cannot ca
 
 
 def nothing_reached(model: nn.Module) -> CaptureError:
-    """The error of a model that is one graph without a gradient."""
+    """The error for a model that is one graph without a gradient."""
     return CaptureError(
         f"no gradient reaches a parameter or an input of {type(model).__name__}, so there is nothing "
         "to train: is everything frozen, under no_grad, or detached, in the model or in loss_fn?"
@@ -45,7 +45,7 @@ def nothing_reached(model: nn.Module) -> CaptureError:
 
 
 def nothing_captured(error: BaseException, model: nn.Module) -> CaptureError:
-    """The error of a model of which no graph can be captured."""
+    """The error for a model from which no graph can be captured."""
     layers = [module for module in model.modules() if any(True for _ in module.parameters(recurse=False))]
     recurrent = sorted({type(module).__name__ for module in layers if isinstance(module, nn.RNNBase)})
     if recurrent and all(isinstance(module, nn.RNNBase) for module in layers):
@@ -59,7 +59,7 @@ def nothing_captured(error: BaseException, model: nn.Module) -> CaptureError:
 
 
 def left_to_plain_code(model: nn.Module, reasons: Sequence[str]) -> CaptureError:
-    """The error of a model in which all that trains is in parts that stay plain code, for these reasons."""
+    """The error for a model whose trained parts all stay plain code, for these reasons."""
     return CaptureError(
         f"nothing of {type(model).__name__} can be planned: {'; '.join(reasons)}, so that part is left to plain "
         "code, and all that trains is in it; fit the modules that run before and after that code"
@@ -68,11 +68,11 @@ def left_to_plain_code(model: nn.Module, reasons: Sequence[str]) -> CaptureError
 
 @contextlib.contextmanager
 def told_plainly(model: nn.Module, plain_step: Callable[[], object]) -> Iterator[None]:
-    """While active, an error of torch or Python is one of memfit's, or that of the plain step if it raises one.
+    """While active, turns an error of torch or Python into a memfit error, or the plain step's error if it fails.
 
     Args:
-        model: what is planned.
-        plain_step: runs the plain step and leaves everything as it was; called after an error only.
+        model: the planned module.
+        plain_step: runs the plain step and restores all state; called after an error only.
     """
     try:
         yield
@@ -90,7 +90,7 @@ def told_plainly(model: nn.Module, plain_step: Callable[[], object]) -> Iterator
 
 
 def error_place(error: BaseException) -> str:
-    """The innermost line of the user's code that an error knows of, as `file:line`."""
+    """The innermost line of the user's code that an error refers to, as `file:line`."""
     stack = getattr(error, "real_stack", None) or ()
     lines = "\n".join(f'File "{frame.filename}", line {frame.lineno}' for frame in stack)
     found = user_line(lines) or user_line(str(error))
@@ -118,7 +118,7 @@ def quiet() -> Iterator[None]:
 
 
 def _set_levels(levels: Sequence[tuple[logging.Logger, int]]) -> None:
-    """Sets the levels of loggers; `setLevel` goes through all loggers there are, so it is called once."""
+    """Sets the levels of loggers; `setLevel` visits all existing loggers, so it is called once."""
     for logger, level in levels:
         logger.level = level
     for logger, level in levels[:1]:

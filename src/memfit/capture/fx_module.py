@@ -1,7 +1,7 @@
 """A module that is one graph of calls: a part of a model that Dynamo has traced before.
 
-Captured and compiled it needs no Dynamo, and so no guards: the graph is handed to AOTAutograd as it is. Its calls keep
-what they know of the modules they come from.
+Capturing and compiling it needs no Dynamo, and so no guards: AOTAutograd receives the graph as it is. Its calls keep
+their metadata about the modules they come from.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ __all__ = ["OneGraph"]
 
 
 class OneGraph(nn.Module):
-    """A graph and the tensors of a model that it reads.
+    """A graph, and the tensors of a model that the graph reads.
 
     Args:
         graph: its placeholders are first the model's tensors, then the inputs; its output is a tuple.
-        states: the model's tensors, by their names there.
-        alone: whether it returns its only result as it is.
+        states: the model's tensors, by their names in the model.
+        alone: whether it returns its only result without a tuple.
     """
 
     def __init__(self, graph: fx.Graph, states: Mapping[str, torch.Tensor], *, alone: bool = False) -> None:
@@ -37,16 +37,16 @@ class OneGraph(nn.Module):
                 self.register_buffer(self.names[-1], tensor)
 
     def forward(self, *inputs: Any) -> Any:
-        """Runs the calls as they are."""
+        """Runs the calls of the graph as they are."""
         return self._returned(self.calls(*self._operands(inputs)))
 
     def device(self) -> torch.device:
-        """Where its inputs are, which tells where it runs if it reads no tensor of the model."""
+        """The device of its inputs, on which it runs if it reads no tensor of the model."""
         values = (node.meta.get("example_value") for node in self.calls.graph.find_nodes(op="placeholder"))
         return next((v.device for v in values if isinstance(v, torch.Tensor)), torch.device("cpu"))
 
     def compiled(self, backend: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]) -> Callable[..., Any]:
-        """Its call, compiled at the first one; the backend may change the graph it is given."""
+        """Its call, compiled when it is first called; the backend may change the graph that it receives."""
         made: list[Callable[..., Any]] = []
 
         def run(*inputs: Any) -> Any:

@@ -1,10 +1,10 @@
 """Joins the captured subgraphs of a step into one step graph.
 
-Every subgraph brings its own numbering; here they get one. What one subgraph returns and a later one takes is one
-storage, and so is the gradient that comes back for it. The loss op stands between the last forward and the first
-backward op.
+Every subgraph numbers its storages separately; here all storages get one numbering. An output of one subgraph that a
+later subgraph takes is one storage, and so is the gradient of this output. The loss op stands between the last forward
+op and the first backward op.
 
-Known limits: a gradient that takes its way through code between subgraphs counts from the loss on.
+Known limits: a gradient that passes through code between subgraphs counts from the loss on.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class _Passing:
     """Gradients on their way from one subgraph to an earlier one.
 
     Attributes:
-        comes_as: for tangents of a subgraph the gradient of a later one that they are.
-        added: for each subgraph the gradients that are added to its tangents.
+        comes_as: by tangent of a subgraph, the gradient of a later subgraph that is the same storage.
+        added: by subgraph, the gradients that are added to its tangents.
     """
 
     comes_as: dict[int, int] = field(default_factory=dict)
@@ -47,16 +47,17 @@ class _Passing:
 def join(
     subgraphs: Subgraphs, loss_bytes: int, device_type: str, *, held_bytes: int = 0
 ) -> tuple[StepGraph, tuple[JointOp | None, ...]]:
-    """One step of all subgraphs.
+    """Joins all subgraphs into one step.
 
     Args:
         subgraphs: in forward order, without tensors.
-        loss_bytes: what the loss takes beside what it reads and writes.
-        device_type: whose generator state counts.
-        held_bytes: what it holds from then on until the step ends.
+        loss_bytes: memory of the loss in addition to the storages that it reads and writes.
+        device_type: the device type whose generator state counts.
+        held_bytes: memory that the loss holds from then on until the step ends.
 
     Returns:
-        The step, and for each of its ops the joint op it came from; None for the loss and what nobody here runs.
+        The step, and for each of its ops the joint op that it came from; None for the loss and ops that memfit does not
+        run.
     """
     storages, numbers = _numbered(subgraphs)
     passing = _passing_gradients(subgraphs, numbers, storages)
@@ -79,7 +80,7 @@ def join(
         backward = behind + _unrun(around.after_backward[index]) + backward
     outputs = tuple(dict.fromkeys(numbers[last][s] for s in subgraphs.subgraphs[last].reading.output_storages))
     outputs = tuple(s for s in outputs if storages[s].kind is not StorageKind.STATIC)
-    # A subgraph can only run its own ops again, so what crosses from one to another stays once it is made.
+    # A subgraph can recompute only its own ops, so a storage that crosses to a later subgraph is never recomputed.
     crossing = {
         numbers[i][s]
         for i, p in enumerate(subgraphs.subgraphs)
@@ -131,7 +132,7 @@ def join(
 
 
 def _numbered(subgraphs: Subgraphs) -> tuple[list[Storage], list[dict[int, int]]]:
-    """The storages of all subgraphs, and for each subgraph their numbers by those they have there."""
+    """The storages of all subgraphs, and for each subgraph the step's number of each of its local storages."""
     storages: list[Storage] = []
     numbers: list[dict[int, int]] = []
     returned: dict[int, int] = {}
@@ -156,9 +157,9 @@ def _numbered(subgraphs: Subgraphs) -> tuple[list[Storage], list[dict[int, int]]
 
 
 def _passing_gradients(subgraphs: Subgraphs, numbers: Sequence[dict[int, int]], storages: list[Storage]) -> _Passing:
-    """Which gradients of subgraphs' inputs are the tangents of earlier ones; they end within the step.
+    """Finds the gradients of subgraphs' inputs that are tangents of earlier subgraphs; they end within the step.
 
-    Where several subgraphs take what one returns, autograd adds their gradients up in the memory of the first.
+    Where several subgraphs take the same output, autograd adds up their gradients in the memory of the first gradient.
     """
     passing = _Passing()
     last = len(subgraphs.subgraphs) - 1
@@ -185,9 +186,9 @@ def _passing_gradients(subgraphs: Subgraphs, numbers: Sequence[dict[int, int]], 
 def _uses_added_up(
     subgraphs: Subgraphs, numbers: Sequence[dict[int, int]], storages: list[Storage]
 ) -> dict[int, tuple[int, ...]]:
-    """By subgraphs the gradients of parameters and inputs that are added up when a subgraph has brought one more.
+    """By subgraph, the gradients of parameters and inputs that are added up when the subgraph has computed one more.
 
-    Only the last one, of the first subgraph, stays; the others end there.
+    Only the last gradient, from the first subgraph, stays; the others end where they are added up.
     """
     added: dict[int, tuple[int, ...]] = {}
     brought: dict[int, list[int]] = {}
@@ -211,7 +212,7 @@ def _uses_added_up(
 
 
 def _tangent_of_output(subgraph: Subgraph, number: dict[int, int]) -> dict[int, int]:
-    """By outputs of a subgraph, numbered as in the step, the local storages of their gradients, where certain."""
+    """By output of a subgraph, numbered as in the step, the local storage of its gradient; empty if uncertain."""
     reading = subgraph.reading
     tangents = _tangents(reading)
     outputs = [
@@ -227,7 +228,7 @@ def _tangent_of_output(subgraph: Subgraph, number: dict[int, int]) -> dict[int, 
 def _without_aliases(
     storages: list[Storage], numbers: list[dict[int, int]], passing: _Passing
 ) -> tuple[list[Storage], list[dict[int, int]], _Passing]:
-    """Numbers storages anew without those that are others."""
+    """Renumbers the storages without those that are the same as another storage."""
     if not passing.comes_as:
         return storages, numbers, passing
     kept = [s for s in range(len(storages)) if s not in passing.comes_as]
@@ -249,9 +250,9 @@ def _without_aliases(
 
 
 def _added(gradients: Sequence[int], subgraph: int, storages: Sequence[Storage]) -> tuple[Op, ...]:
-    """Autograd's sums of gradients that come from several subgraphs.
+    """Ops of autograd's sums of gradients that come from several subgraphs.
 
-    It adds in place, but not where a dispatch mode is active, as one that counts operations or bytes is.
+    Autograd adds in place, except where a dispatch mode is active, such as a mode that counts operations or bytes.
     """
     if not gradients:
         return ()
@@ -260,7 +261,7 @@ def _added(gradients: Sequence[int], subgraph: int, storages: Sequence[Storage])
 
 
 def _end(subgraph: Subgraph, number: dict[int, int], index: int, last: int) -> tuple[Op, ...]:
-    """Where tangents are held as long as a subgraph runs, what holds them."""
+    """An op that holds the tangents of a subgraph until its backward pass ends, where torch holds them that long."""
     if _FREES_TANGENTS or not last:
         return ()
     tangents = dict.fromkeys(number[t] for t in _tangents(subgraph.reading))
@@ -282,7 +283,7 @@ def _between(what: str, phase: Phase, subgraph: int, reads: Sequence[int]) -> Op
 def _communication(
     subgraphs: Subgraphs, numbers: Sequence[dict[int, int]], storages: list[Storage], device_type: str
 ) -> Communication:
-    """Ops of a sharded module's hooks around subgraphs; adds their storages, and whole gradients end in the step."""
+    """Ops of a sharded module's hooks around subgraphs; adds their storages, and ends whole gradients in the step."""
     gradients: dict[str, list[int]] = {}
     for subgraph, number in zip(subgraphs.subgraphs, numbers, strict=True):
         unit_of = {parameter: unit.name for unit in subgraph.gathered for parameter in unit.parameters}
@@ -338,7 +339,7 @@ def _op(op: JointOp, number: dict[int, int], subgraph: int, device_type: str) ->
 
 
 def _incoming(reading: JointReading, took: Sequence[Operand | None], returned: dict[int, int]) -> dict[int, int]:
-    """Local storages of a subgraph's inputs that an earlier subgraph returned."""
+    """By local storage of an input that an earlier subgraph returned, its number in the step."""
     number: dict[int, int] = {}
     for node, value in zip(reading.primals(), took, strict=False):
         if value is not None and node in reading.storage_of:
@@ -349,7 +350,7 @@ def _incoming(reading: JointReading, took: Sequence[Operand | None], returned: d
 
 
 def _outgoing(reading: JointReading, gave: Sequence[Operand | None], number: dict[int, int]) -> dict[int, int]:
-    """Storages a subgraph returned, by identity, with their number in the step."""
+    """By identity of a storage that a subgraph returned, its number in the step."""
     return {
         value.storage: number[reading.storage_of[node]]
         for node, value in _returned(reading, gave)

@@ -1,8 +1,8 @@
 """Leaves a model's logging calls out of captured graphs, so that they do not break its graph.
 
-Dynamo breaks the graph at a call of a logger. Messages of models are mostly told once (`logger.warning_once` of
-transformers), and the steps that capture ran before have told them; these calls are left out of captured graphs. A
-pipeline needs one graph, so there all calls of loggers are, and `warnings.warn`.
+Dynamo breaks the graph at a call of a logger. Most messages of models are logged once (`logger.warning_once` of
+transformers), and steps that ran before the capture have logged them, so captured graphs leave these calls out. A
+pipeline needs one graph, so its graphs leave out all logger calls and `warnings.warn`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _LEVELS = ("debug", "info", "warning", "warn", "error", "critical", "exception",
 
 
 class _Functions(set[object]):
-    """Functions, which go over as their names.
+    """A set of functions that iterates over their names.
 
-    PyTorch records its options with each compilation, sorted and as JSON; 2.11 does so with these too, and told the
-    user at each that functions cannot be sorted.
+    PyTorch records its options with each compilation, sorted and as JSON. Version 2.11 also records these functions,
+    and told the user at each compilation that functions cannot be sorted.
     """
 
     def __iter__(self) -> Iterator[object]:
@@ -31,7 +31,7 @@ class _Functions(set[object]):
 
 
 def logs_left_out(*, all_calls: bool = False) -> dict[str, Any]:
-    """Options of Dynamo's (`config.patch`) with which it leaves out calls that log once, or all that log."""
+    """Dynamo options (for `config.patch`) that leave out calls that log once, or all logging calls."""
     methods = vars(logging.Logger)
     names = [name for name in methods if name.endswith("_once")]
     left_out = _Functions(methods[name] for name in (*names, *(_LEVELS if all_calls else ())))

@@ -1,11 +1,12 @@
-"""Marks for a compiler that a model puts on its tensors while it runs: no reason to fail.
+"""Leaves the compiler marks that a model puts on its tensors out of captured graphs, so that they are no error.
 
-Caches of transformers call `torch._dynamo.mark_static_address` on the tensors they make, unless they are told that they
-are compiled, and a captured model is told that it is not (`memfit.capture.eager.compiler_queries`). Dynamo raises an
-`AssertionError` where it traces such a call. A mark changes no result, and no graph of memfit's asks for one, so the
+Caches of transformers call `torch._dynamo.mark_static_address` on the tensors they make, unless they are told that the
+model is compiled, and a captured model is told that it is not (`memfit.capture.eager.compiler_queries`). Dynamo raises
+an `AssertionError` where it traces such a call. A mark changes no result, and no graph of memfit needs a mark, so the
 calls are left out of captured graphs.
 
-Known limits: Dynamo's tables are the process's, so what another thread compiles meanwhile leaves them out too.
+Known limits: Dynamo's tables belong to the process, so graphs that another thread compiles meanwhile leave the calls
+out too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Whether a module's call is one that memfit captures or runs by a plan, to the modules within it.
+"""Tells inner modules whether they run inside a call that memfit captures or runs by a plan.
 
-A fitted module inside another fitted module is part of the outer step: where the outer one is captured or runs, the
-inner one's plan is not asked. Outside of such calls Dynamo meets fitted modules only in code that others compile.
+A fitted module inside another fitted module is part of the outer step: where the outer module is captured or runs, the
+plan of the inner module is not used. Outside such calls, Dynamo meets fitted modules only in code that others compile.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _INSIDE: ContextVar[bool] = ContextVar("memfit_own_call", default=False)
 
 
 def in_own_call() -> bool:
-    """Whether this runs inside a call that memfit captures or runs by a plan."""
+    """Whether the current code runs inside a call that memfit captures or runs by a plan."""
     return _INSIDE.get()
 
 
 @contextlib.contextmanager
 def own_call() -> Iterator[None]:
-    """Marks what runs inside as such a call."""
+    """While active, marks the current code as part of such a call."""
     token = _INSIDE.set(True)
     try:
         yield

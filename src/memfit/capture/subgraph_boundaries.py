@@ -1,15 +1,16 @@
 """Results that a captured subgraph hands to the code after it, as the plain step would make them.
 
 While a model is captured subgraph by subgraph, each subgraph runs once without gradients, so that the code between the
-subgraphs sees real values. That code may ask for more: an autograd function or a statement that writes in place is
-refused by torch on a leaf that needs a gradient, and what a subgraph makes is no leaf in the plain step. And a hook
-that a subgraph registers on a tensor of its own has nothing to hang on without gradients; it changes no result of the
+subgraphs sees real values. That code may need more than values: torch refuses a statement or an autograd function that
+writes in place to a leaf that needs a gradient, and outputs of a subgraph are no leaves in the plain step. And a hook
+that a subgraph registers on its own tensor cannot be registered without gradients; such a hook changes no result of the
 forward pass.
 
-*Idea*: one node of autograd's stands for a subgraph, as it does when the plan runs. The autograd graph of the step is
-then there, its code between subgraphs included, and tells who else uses what a subgraph takes
-(`memfit.capture.gradients.shared_inputs`). Run backward, such a node hands on zeros that lie as the gradients of the
-subgraph do, which tells in which layout the gradients of its outputs come (`memfit.capture.gradients.tangents`).
+*Idea*: one autograd node stands for a subgraph, as it does when the plan runs. Then the autograd graph of the step
+exists, including the code between subgraphs, and shows which other code uses the inputs of a subgraph
+(`memfit.capture.gradients.shared_inputs`). In a backward pass, such a node passes on zeros with the strides of the
+subgraph's gradients, which shows in which layout the gradients of subgraph outputs arrive
+(`memfit.capture.gradients.tangents`).
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ __all__ = ["Handed", "handed_over", "has_tensor_hooks", "lay_out_anew", "without
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handed:
-    """Outputs that one run of a subgraph handed over, and the node that stands for it in autograd's graph.
+    """Outputs that one run of a subgraph handed over, and the node that stands for the subgraph in the autograd graph.
 
     Attributes:
-        outputs: its results.
-        node: of autograd's, stands for the subgraph; None if no gradient can come.
-        result_of: by places among the outputs which result of the node it is.
-        edge_of: by places among the inputs which of the node's edges leads to it.
+        outputs: results of the subgraph.
+        node: the autograd node that stands for the subgraph; None if no gradient can arrive.
+        result_of: by place of an output, its index among the results of the node.
+        edge_of: by place of an input, the index of the node's edge that leads to the input.
     """
 
     outputs: tuple[Any, ...]
@@ -47,13 +48,13 @@ class Handed:
 def handed_over(
     made: Sequence[Any], results: Sequence[Any], inputs: Sequence[Any], lying: Mapping[int, Strides | None]
 ) -> Handed:
-    """Outputs that a subgraph made without gradients, over the same memory, as results of one node of autograd's.
+    """Turns outputs that a subgraph made without gradients into results of one autograd node, over the same memory.
 
     Args:
-        made: what it returned.
-        results: fake tensors of Dynamo's for it, which tell what needs a gradient.
-        inputs: what it took.
-        lying: by places among the inputs that receive a gradient how that lies; None where that is unknown.
+        made: values that the subgraph returned.
+        results: Dynamo's fake tensors for these values, which tell which values need a gradient.
+        inputs: inputs of the subgraph.
+        lying: by place of an input that receives a gradient, the strides of the gradient; None where unknown.
     """
     places = [
         place
@@ -84,11 +85,11 @@ def handed_over(
 
 
 def lay_out_anew(handed: Handed, inputs: Sequence[Any], lying: Mapping[int, Strides | None]) -> None:
-    """Has the node of a subgraph hand on gradients that lie otherwise than it was told first.
+    """Sets other strides for the gradients that the node of a subgraph passes on.
 
     Args:
-        handed: what the subgraph handed over.
-        inputs: what it took.
+        handed: outputs and node of the subgraph.
+        inputs: inputs of the subgraph.
         lying: see `handed_over`.
     """
     if handed.node is not None:
@@ -100,12 +101,12 @@ def _needs_gradient(value: Any) -> bool:
 
 
 def has_tensor_hooks(gm: fx.GraphModule) -> bool:
-    """Whether a graph of Dynamo's registers a hook on a tensor."""
+    """Whether a Dynamo graph registers a hook on a tensor."""
     return any(_is_hook(node) for node in gm.graph.nodes)
 
 
 def without_tensor_hooks(gm: fx.GraphModule) -> fx.GraphModule:
-    """A graph of Dynamo's over the same modules that registers no hook on a tensor."""
+    """A copy of a Dynamo graph, over the same modules, that registers no hook on a tensor."""
     graph = copy.deepcopy(gm.graph)
     for node in list(graph.nodes):
         if _is_hook(node):
@@ -115,7 +116,7 @@ def without_tensor_hooks(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 class _Subgraph(torch.autograd.Function):
-    """Tensors that are there already, with a node of autograd's between them and others."""
+    """Returns existing tensors, with an autograd node between them and the inputs."""
 
     @staticmethod
     def forward(ctx: Any, made: list[torch.Tensor], lying: list[Strides | None], *inputs: torch.Tensor) -> Any:
@@ -132,7 +133,7 @@ def _zeros(shape: Sequence[int], strides: Strides, dtype: torch.dtype, device: t
 
 
 def _layout(value: torch.Tensor, strides: Strides | None) -> tuple[Any, ...] | None:
-    """Of the gradient of an input; None for a leaf, which no code between subgraphs made."""
+    """The layout of an input's gradient; None for a leaf, which no code between subgraphs made."""
     if value.is_leaf:
         return None
     strides = torch.empty_like(value, device="meta").stride() if strides is None else strides

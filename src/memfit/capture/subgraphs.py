@@ -36,12 +36,12 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operand:
-    """Identity of a tensor that a subgraph took or returned, for when the tensor is gone.
+    """Identity of a tensor that a subgraph took or returned, which is known after the tensor is freed.
 
     Attributes:
-        tensor: which one, of those of a capture.
-        storage: which storage it lies in.
-        is_leaf: whether autograd made it or not.
+        tensor: identifies the tensor among those of a capture.
+        storage: identifies the storage of the tensor.
+        is_leaf: whether it is a leaf of the autograd graph.
         requires_grad: whether it receives a gradient.
     """
 
@@ -68,17 +68,17 @@ class Subgraph:
     """One captured graph.
 
     Attributes:
-        reading: its joint graph, read.
+        reading: ops and storages read from its joint graph.
         trace: the joint graph; None where it is not traced yet.
         inputs: the real tensors it takes, in the order of its placeholders.
-        handed: what it returned while capturing, fake or real.
-        took: identities of the inputs, once these are gone.
-        gave: those of the results.
+        handed: its outputs during the capture, fake or real.
+        took: identities of the inputs, once the inputs are dropped.
+        gave: identities of the results, once the results are dropped.
         gathered: the units of a sharded module that were gathered while it ran.
-        key: of the graph it was made from (`memfit.capture.dynamo_graph.graph_key`); empty for the only one.
-        terms: by inputs of how many terms their gradients are sums, where these are several.
+        key: key of the graph it was made from (`memfit.capture.dynamo_graph.graph_key`); empty for the only graph.
+        terms: by place of an input, the number of terms that its gradient is the sum of, where there are several.
         returned: places of the inputs that it returns.
-        weights: places of the outputs that are made of the module's own tensors alone.
+        weights: places of the outputs that are computed from the module's own tensors alone.
     """
 
     reading: JointReading
@@ -99,30 +99,30 @@ class Subgraph:
         return self.handed.outputs
 
     def without_tensors(self) -> Subgraph:
-        """The same, which outlives its inputs and results and knows their identities."""
+        """The same subgraph, with identities in place of its inputs and results."""
         took, gave = (tuple(map(Operand.of, values)) for values in (self.inputs, self.outputs))
         return replace(self, took=took, gave=gave, inputs=(), handed=Handed(outputs=()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subgraphs:
-    """All graphs of a step, in forward order, and what the module returned.
+    """All graphs of a step, in forward order, and the module's output.
 
     Attributes:
         subgraphs: one for each captured graph.
         output: the module's output, fake or real.
         breaks: why the graph breaks, if it does.
-        between_bytes: what plain autograd saves for the code between subgraphs.
-        staying: the units of a sharded module that were gathered when it had run.
-        plain: what is left to plain code.
+        between_bytes: bytes that plain autograd saves for the code between subgraphs.
+        staying: the units of a sharded module that were still gathered after it ran.
+        plain: the parts that are left to plain code.
         replaced: whether the model's own checkpoints are left out.
-        call: what Dynamo compiled, where that is one graph; plans of the step run it.
-        loss: what the loss does with the output and with what left by a side door, if it was read.
+        call: the call that Dynamo compiled, which plans of the step run; None for a sharded module.
+        loss: how the loss uses the output and the unreturned outputs (see `receivers`), if the loss was read.
         gradient_outputs: which outputs of the last graph receive gradients; None for all.
-        gradient_strides: how gradients of outputs of the graphs lie, where that is not as the outputs do.
-        shared: which inputs of the graphs with several uses they shall take once for each (`inputs_shared_in`).
-        unreached: which outputs of earlier graphs no gradient of the loss comes to (`unreached_in`).
-        cut_between: those of them that are cut.
+        gradient_strides: strides of gradients of the graphs' outputs, where they differ from those of the outputs.
+        shared: inputs with several uses that the graphs must take once per use (`inputs_shared_in`).
+        unreached: outputs of earlier graphs that no gradient of the loss reaches (`unreached_in`).
+        cut_between: those of the unreached outputs that are detached.
     """
 
     subgraphs: tuple[Subgraph, ...]
@@ -136,7 +136,7 @@ class Subgraphs:
 
     @property
     def last_key(self) -> str | None:
-        """The key of the last subgraph's graph, None if an earlier subgraph has the same."""
+        """The key of the last subgraph's graph, None if an earlier subgraph has the same key."""
         keys = [subgraph.key for subgraph in self.subgraphs]
         return keys[-1] if keys.count(keys[-1]) == 1 else None
 
@@ -148,10 +148,10 @@ class Subgraphs:
     cut_between: Mapping[str, frozenset[int]] = field(default_factory=dict)
 
     def receivers(self) -> list[torch.Tensor]:
-        """The tensors of the output, then those that left the last subgraph by a side door and need a gradient.
+        """The tensors of the output, then outputs of the last subgraph that are not returned and need a gradient.
 
-        Hooks collect features, and a forward pass leaves an auxiliary loss on `self`. A weight that it makes anew and
-        leaves there is none of them.
+        The module does not return them: hooks collect features, and a forward pass leaves an auxiliary loss on `self`.
+        A weight that the forward pass computes and leaves on `self` is not one of them.
         """
         returned = tensors_in(self.output)
         last = self.subgraphs[-1]
@@ -161,7 +161,7 @@ class Subgraphs:
 
 
 def gradient_strides_of(subgraphs: Subgraphs) -> list[dict[int, Strides]]:
-    """For each subgraph how the gradients of its outputs lie, of those that receive one."""
+    """For each subgraph, the strides of the gradients of those outputs that receive a gradient."""
     if any(subgraph.gathered for subgraph in subgraphs.subgraphs):
         return [{} for _ in subgraphs.subgraphs]  # hooks of a sharded module would communicate
     assert subgraphs.loss is not None
@@ -178,7 +178,7 @@ def gradient_strides_of(subgraphs: Subgraphs) -> list[dict[int, Strides]]:
 
 
 def _receiving(subgraph: Subgraph) -> dict[int, torch.Tensor | GradientEdge]:
-    """By places among the outputs of a subgraph where their gradients come to."""
+    """By place of an output of a subgraph, the tensor or edge where its gradient arrives."""
     node = subgraph.handed.node
     if node is not None:
         return {place: GradientEdge(node, result) for place, result in subgraph.handed.result_of.items()}
@@ -187,11 +187,11 @@ def _receiving(subgraph: Subgraph) -> dict[int, torch.Tensor | GradientEdge]:
 
 
 def gradient_outputs_of(subgraphs: Subgraphs) -> frozenset[int] | None:
-    """Places among the last subgraph's outputs of those that receive gradients, None if all that could do."""
+    """Places of the last subgraph's outputs that receive gradients; None if all outputs do that can."""
     assert subgraphs.loss is not None
     receives = zip(subgraphs.receivers(), subgraphs.loss.receives_gradient, strict=True)
     reached = {id(t) for t, does in receives if does}
-    # Tensors that Dynamo's epilogue makes anew cannot be followed; then every output counts.
+    # Tensors that Dynamo's epilogue makes cannot be followed back to outputs; then every output counts.
     last = subgraphs.subgraphs[-1].outputs
     if not reached <= {id(o) for o in last}:
         return None
@@ -201,7 +201,7 @@ def gradient_outputs_of(subgraphs: Subgraphs) -> frozenset[int] | None:
 
 
 def unreached_in(subgraphs: Subgraphs, loss: LossReading) -> Mapping[str, frozenset[int]]:
-    """By graphs the outputs of all but the last that no gradient of the loss comes to, each time they run."""
+    """By graph except the last, the outputs that no gradient of the loss reaches in any run of the graph."""
     received = zip(subgraphs.receivers(), loss.receives_gradient, strict=False)
     reached = edges_behind(tensor for tensor, receives in received if receives)
     found: dict[str, frozenset[int]] = {}
@@ -213,11 +213,11 @@ def unreached_in(subgraphs: Subgraphs, loss: LossReading) -> Mapping[str, frozen
 
 
 def inputs_shared_in(subgraphs: Subgraphs, *, by_use: bool) -> SharedInputs:
-    """Which inputs with several uses graphs shall take once for each: where later code uses them too.
+    """Finds the inputs with several uses that graphs must take once per use, because later code uses them too.
 
     Args:
         subgraphs: as captured.
-        by_use: whether it shall be all of them.
+        by_use: whether graphs take all inputs with several uses once per use.
     """
     if not any(subgraph.terms for subgraph in subgraphs.subgraphs):
         return {}
@@ -232,13 +232,13 @@ def inputs_shared_in(subgraphs: Subgraphs, *, by_use: bool) -> SharedInputs:
 
 
 def _receiving_ids(subgraphs: Subgraphs) -> set[int]:
-    """Of the tensors that the module returned and the loss uses."""
+    """Ids of the receivers to which the loss brings a gradient."""
     receives = () if subgraphs.loss is None else subgraphs.loss.receives_gradient
     return {id(tensor) for tensor, does in zip(subgraphs.receivers(), receives, strict=False) if does}
 
 
 def _is_returned(subgraph: Subgraph, place: int, returned: set[int]) -> bool:
-    """Whether the only subgraph returns an input, or the module does; of several subgraphs the autograd graph tells."""
+    """Whether the only subgraph, or the module, returns an input; for several subgraphs the autograd graph tells."""
     return subgraph.handed.node is None and (place in subgraph.returned or id(subgraph.inputs[place]) in returned)
 
 

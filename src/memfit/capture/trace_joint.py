@@ -1,11 +1,11 @@
-"""Has AOTAutograd trace the joint graph of a forward and a backward pass, without work that nobody uses.
+"""Makes AOTAutograd trace the joint graph of a forward and a backward pass, and skip work with unused results.
 
 AOTAutograd traces the joint graph, cuts it in two and compiles both parts. It also generates Python code for each graph
 and prints each graph for its logs. memfit changes most of these graphs before they run, and a capture needs the joint
 graph only.
 
 *Idea*: code is generated when a graph runs for the first time (lazy graph modules, as Inductor uses them). Graphs are
-printed only where logs were asked for. A capture stops AOTAutograd by an exception once it has read the joint graph,
+printed only if the logs are enabled. A capture stops AOTAutograd by an exception once it has read the joint graph,
 which is kept for the plans (`memfit.capture.kept_trace`).
 
 Known limits: these settings belong to the process, so graphs that another thread compiles meanwhile are not printed.
@@ -48,17 +48,17 @@ def trace_joint(
     kept: KeptTrace | None = None,
     keep: Callable[[KeptTrace], None] | None = None,
 ) -> Callable[..., Any]:
-    """A graph compiled by AOTAutograd, traced as eager PyTorch runs it.
+    """Compiles a graph with AOTAutograd, traced as eager PyTorch runs it.
 
     Args:
-        gm: as Dynamo made it.
-        inputs: examples.
-        strides: by places of outputs how their gradients lie, where that is not as the outputs do.
+        gm: the graph, as Dynamo made it.
+        inputs: example inputs.
+        strides: by place of an output, the strides of its gradient, where they differ from those of the output.
         partition: cuts the joint graph in two.
-        forward: compiles the graph of the forward pass, or the graph where no gradient reaches it.
-        backward: compiles that of the backward pass.
-        kept: the joint graph, if this very graph was traced before with gradients that lie so.
-        keep: is called with what another call takes as `kept`.
+        forward: compiles the forward graph, or the whole graph if no gradient reaches it.
+        backward: compiles the backward graph.
+        kept: the kept joint graph, if this same graph was traced before with gradients of these strides.
+        keep: is called with the trace that another call takes as `kept`.
     """
     settings = as_in_eager(), laid_out_as_made(strides), _use_lazy_graph_module(True), _without_texts()
     with ExitStack() as around:
@@ -80,11 +80,11 @@ def hand_over_joint(
     """Calls `read` with the joint graph and the number of outputs of its forward pass, if a gradient reaches it.
 
     Args:
-        gm: as Dynamo made it.
-        inputs: examples.
+        gm: the graph, as Dynamo made it.
+        inputs: example inputs.
         strides: see `trace_joint`.
         read: may change the joint graph.
-        keep: is called before with what `trace_joint` takes as `kept`.
+        keep: is called before `read`, with the trace that `trace_joint` takes as `kept`.
     """
 
     def partition(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **rest: Any) -> NoReturn:
@@ -105,7 +105,7 @@ def _as_is(gm: fx.GraphModule, inputs: Any) -> fx.GraphModule:
 
 @contextmanager
 def _without_texts() -> Iterator[None]:
-    """While active, AOTAutograd prints no graphs, unless its logs were asked for."""
+    """While active, AOTAutograd prints no graphs, unless its logs are enabled."""
     setattr(aot, _CONFIG, _PLAIN_CONFIG if _logs_wanted() else _SILENT_CONFIG)
     try:
         yield

@@ -1,11 +1,11 @@
-"""One graph of Dynamo's, traced by AOTAutograd: once, and again where more is known of the step around it.
+"""One Dynamo graph, traced by AOTAutograd: once, and again when more is known about the step around the graph.
 
-What the backward pass of a graph does depends on what comes after the graph: which of its outputs receive a gradient,
-how that gradient lies, which inputs later code uses too. All that is known only when the whole forward pass was
-captured. Dynamo's part of the work, following the code, does not depend on it and takes most of the time.
+The backward pass of a graph depends on the code after the graph: which outputs receive a gradient, which strides that
+gradient has, which inputs later code uses too. These facts are known only when the whole forward pass was captured.
+Dynamo's part of the work, following the code, does not depend on these facts and takes most of the time.
 
-*Idea*: the graph is kept as Dynamo made it, and a copy is traced anew with what is known by then. The joint graph that
-was traced last is kept too: how it is read (in tiles, gradients part by part) does not change the trace.
+*Idea*: the graph is kept as Dynamo made it, and a copy is traced again with the facts known by then. The joint graph
+that was traced last is kept too: the way it is read (in tiles, gradients part by part) does not change the trace.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class Reader:
     """How joint graphs are read, see `memfit.passes.read_joint.read_joint`.
 
     Attributes:
-        separate: which gradients are made part by part.
-        grid: for the lever `tile`.
-        accumulate: how gradients are added to `.grad` inside the graph; None if that is left to autograd.
+        separate: tells which gradients are computed part by part.
+        grid: numbers of tiles, for the lever `tile`.
+        accumulate: how gradients are added to `.grad` inside the graph; None if autograd adds them.
         replaced: whether the model's own checkpoints are left out.
     """
 
@@ -73,12 +73,12 @@ class Reader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """Uses of a graph in the step around it: outputs that receive gradients, and inputs that are taken several times.
+    """Uses of a graph in the step around it: outputs that receive gradients, and inputs taken several times.
 
     Attributes:
         receive: places of the outputs that receive a gradient; None for all.
-        strides: by places of outputs how their gradients lie, where that is not as the outputs do.
-        repeated: by places of inputs how often they are taken (`memfit.capture.gradients.shared_inputs`).
+        strides: by place of an output, the strides of its gradient, where they differ from those of the output.
+        repeated: by place of an input, how often the graph takes it (`memfit.capture.gradients.shared_inputs`).
     """
 
     receive: frozenset[int] | None = None
@@ -87,22 +87,22 @@ class Surroundings:
 
 
 Trace = tuple[Surroundings, bool, KeptTrace]
-"""A traced copy of a graph, with what was around and whether backward passes are inside of autocast regions."""
+"""A traced copy of a graph, with its surroundings and whether backward passes are inside autocast regions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DynamoGraph:
-    """A graph as Dynamo made it, and what was around when it did.
+    """A graph as Dynamo made it, and the settings under which Dynamo made it.
 
     Attributes:
-        gm: the graph, which tracing leaves as it is.
-        inputs: examples.
-        key: of the graph (`memfit.capture.dynamo_graph.graph_key`); empty for the only one.
+        gm: the graph, which tracing does not change.
+        inputs: example inputs.
+        key: key of the graph (`memfit.capture.dynamo_graph.graph_key`); empty for the only graph.
         gathered: whether units of a sharded module were gathered.
-        context: of its tracing, with the fake tensors: Dynamo's, or one of its own if Dynamo did not make it.
+        context: tracing context with the fake tensors: Dynamo's, or a new one if Dynamo did not make the graph.
         grad: whether gradients were recorded.
-        autocast: by device type the dtype, of those where it was on.
-        traces: of its copies.
+        autocast: the autocast dtype by device type, for the device types with autocast on.
+        traces: traces of copies of the graph.
     """
 
     gm: fx.GraphModule
@@ -115,23 +115,23 @@ class DynamoGraph:
     traces: list[Trace] = field(default_factory=list)
 
     def traced_in(self, around: Surroundings) -> KeptTrace | None:
-        """The joint graph in these surroundings and as backward passes are planned now, if it was kept."""
+        """The joint graph for these surroundings and the current autocast mode of backward passes, if kept."""
         now = around, backward_in_autocast()
         return next((trace for *then, trace in self.traces if tuple(then) == now), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class JointTrace:
-    """A joint graph as AOTAutograd traced it, and what reading it takes beside.
+    """A joint graph as AOTAutograd traced it, and further data needed to read it.
 
     Attributes:
-        joint: the joint graph; a reading rewrites a copy.
+        joint: the joint graph; reading it rewrites a copy.
         num_forward_outputs: how many of its outputs belong to the forward pass.
         graph: Dynamo's graph that it was traced from, without examples.
-        in_place: nodes of Dynamo's graph that write over their operand.
-        accumulated: inputs whose gradients are added to what is there when made.
+        in_place: nodes of Dynamo's graph that overwrite their operand.
+        accumulated: inputs whose gradients the graph adds to the existing gradients.
         cast_once: inputs that autocast casts once.
-        reader: how it is read.
+        reader: how the joint graph is read.
     """
 
     joint: fx.GraphModule
@@ -149,7 +149,7 @@ class JointTrace:
             UnplannableGraphError: if it cannot be planned.
         """
         reader = self.reader
-        with as_it_was(self.graph):  # results of new nodes lie as kernels lay them out, without autocast around `fit`
+        with as_it_was(self.graph):  # results of new nodes get the kernels' strides, without autocast around `fit`
             return read_joint(
                 *(copied(self.joint), self.num_forward_outputs),
                 separate=reader.separate,
@@ -162,22 +162,22 @@ class JointTrace:
             )
 
     def read_in_other_way(self, *, separate: Callable[[str], bool], grid: tuple[int, ...]) -> JointTrace:
-        """The same joint graph, which is read in another way."""
+        """The same joint graph, with another way to read it."""
         return replace(self, reader=replace(self.reader, separate=separate, grid=grid))
 
     def __deepcopy__(self, memo: object) -> JointTrace:
-        return self  # nobody changes it, and its nodes hold fake tensors of one mode
+        return self  # it is never changed, and its nodes hold fake tensors of one mode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
-    """Result of tracing: the joint graph, and how the gradients of its inputs are made and lie.
+    """Result of tracing: the joint graph, and the terms and strides of the gradients of its inputs.
 
     Attributes:
         trace: the joint graph; None where it is not traced yet.
-        reading: the same, read.
-        terms: by inputs of how many terms their gradients are sums, where these are several.
-        of_inputs: by inputs that receive a gradient how that lies; None where that is unknown.
+        reading: ops and storages read from the joint graph.
+        terms: by place of an input, the number of terms that its gradient is the sum of, where there are several.
+        of_inputs: by place of an input that receives a gradient, the strides of the gradient; None where unknown.
     """
 
     trace: JointTrace | None
@@ -187,7 +187,7 @@ class Traced:
 
 
 def not_traced(gm: fx.GraphModule) -> Traced:
-    """An empty result, which stands for the real one where tracing waits for what is around the graph."""
+    """An empty result, which stands for the real one while tracing waits for the surroundings of the graph."""
     nothing = JointReading(
         module=gm, num_forward_outputs=0, ops=(), storages=(), storage_of={}, output_storages=(), gradient_storages=()
     )
@@ -195,7 +195,7 @@ def not_traced(gm: fx.GraphModule) -> Traced:
 
 
 def as_dynamo_made(gm: fx.GraphModule, inputs: Sequence[Any], key: str, *, gathered: bool) -> DynamoGraph:
-    """Keeps a graph, called where Dynamo hands it over."""
+    """Keeps a graph and the current settings; called where Dynamo hands the graph over."""
     devices = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
     return DynamoGraph(
         gm=gm,
@@ -212,10 +212,10 @@ def trace(graph: DynamoGraph, around: Surroundings, reader: Reader, *, keep: boo
     """Traces a copy of a graph and its backward pass; None if no gradient reaches it.
 
     Args:
-        graph: as Dynamo made it.
-        around: what the step does with it.
+        graph: the graph, as Dynamo made it.
+        around: uses of the graph in the step.
         reader: how the joint graph is read.
-        keep: whether it is kept with the graph.
+        keep: whether the trace is kept with the graph.
 
     Raises:
         UnplannableGraphError: if it cannot be planned.
@@ -261,7 +261,7 @@ def trace(graph: DynamoGraph, around: Surroundings, reader: Reader, *, keep: boo
 
 @contextlib.contextmanager
 def as_it_was(graph: DynamoGraph) -> Iterator[None]:
-    """The settings that the graph was handed over with; nothing to do while that call lasts."""
+    """Restores the settings with which Dynamo handed the graph over; does nothing while that call lasts."""
     if TracingContext.try_get() is graph.context:
         yield
         return

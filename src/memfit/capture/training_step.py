@@ -1,4 +1,4 @@
-"""From a module to a step graph: captures the subgraphs, reads the loss, joins them, and adds what is there anyway."""
+"""From a module to a step graph: captures the subgraphs, reads the loss, joins them, and adds the static memory."""
 
 from __future__ import annotations
 
@@ -40,22 +40,23 @@ class Capture:
     """A captured step.
 
     Attributes:
-        graph: the step, with no times yet.
-        subgraphs: where it came from.
-        joint_ops: for each op of the graph its joint op; None for the loss and what hooks do between subgraphs.
+        graph: the step, without op times yet.
+        subgraphs: the subgraphs that the step was joined from.
+        joint_ops: for each op of the graph its joint op; None for the loss and for ops of hooks between subgraphs.
         gradient_outputs: which outputs of the last subgraph receive gradients; None for all.
-        assumed: those of them that are not returned, and of which only the loop can tell.
-        without_gradient: outputs of the last subgraph that were cut as the loop brought them none, or may bring none.
-        unreached: by graphs which outputs of earlier subgraphs no gradient of the loss comes to.
-        cut_between: those of them that were cut.
+        assumed: those of them that the module does not return; only the loop can tell whether they receive a gradient.
+        without_gradient: outputs of the last subgraph that were detached because the loop brought them no gradient, or
+            may bring none.
+        unreached: by graph, the outputs of earlier subgraphs that no gradient of the loss reaches.
+        cut_between: those of the unreached outputs that were detached.
         decide: whether branches on inputs are decided.
-        gradient_strides: how gradients of outputs of the subgraphs lie, where that is not as the outputs do.
-        shared: which inputs subgraphs take once for each use (`memfit.capture.gradients.shared_inputs`).
-        summed: names of parameters with several uses whose gradients are added up inside a subgraph all the same.
-        static_bytes: those of the graph before it is profiled, which adds workspaces of libraries.
+        gradient_strides: strides of gradients of the subgraphs' outputs, where they differ from those of the outputs.
+        shared: inputs that subgraphs take once per use (`memfit.capture.gradients.shared_inputs`).
+        summed: names of parameters with several uses whose gradients are still added up inside a subgraph.
+        static_bytes: static bytes of the graph before profiling, which adds workspaces of libraries.
         between_bytes: the part of the graph's static bytes that plain code between subgraphs holds.
-        input_bytes: the part of them that the inputs take.
-        loss: how it was read.
+        input_bytes: the part of the graph's static bytes that the inputs take.
+        loss: the reading of the loss.
         deferred: ops of the backward pass that come last and can wait (`memfit.planner.pipeline.split_backward`).
     """
 
@@ -78,17 +79,17 @@ class Capture:
     loss: LossReading | None = None
 
     def without_call(self) -> Capture:
-        """The same, which does not keep the module alive."""
+        """The same capture without Dynamo's call, so that it does not keep the module alive."""
         return replace(self, subgraphs=replace(self.subgraphs, call=None))
 
     @property
     def separated(self) -> frozenset[str]:
-        """Keys of weights' gradients that are made part by part (`memfit.passes.concat_weight_gradients`)."""
+        """Keys of weight gradients that are computed part by part (`memfit.passes.concat_weight_gradients`)."""
         return frozenset[str]().union(*(subgraph.reading.separated for subgraph in self.subgraphs.subgraphs))
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """Into how many tiles samples may be cut; empty if it was not captured for the lever `tile`."""
+        """Numbers of tiles that samples may be cut into; empty if the step was not captured for the lever `tile`."""
         return max((subgraph.reading.grid for subgraph in self.subgraphs.subgraphs), default=())
 
 
@@ -97,14 +98,14 @@ def _never(_: str) -> bool:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The device of the first parameter or buffer; without one that of a traced part's inputs, or CPU."""
+    """The device of the first parameter or buffer; without one, the device of a traced part's inputs, or CPU."""
     for tensor in (*model.parameters(), *model.buffers()):
         return tensor.device
     return model.device() if isinstance(model, OneGraph) else torch.device("cpu")
 
 
 def storage_bytes(tensors: Sequence[Any], device_type: str) -> int:
-    """Bytes that the distinct storages of the tensors take of one device type here; of distributed ones a shard."""
+    """Bytes of the tensors' distinct storages on one device type; a distributed tensor counts with its local shard."""
     held = [local(t) for t in tensors if isinstance(t, torch.Tensor) and t.device.type == device_type]
     held = [part for t in held for part in _parts_of(t)]
     sizes = {t.untyped_storage()._cdata: int(t.untyped_storage().nbytes()) for t in held}
@@ -112,7 +113,7 @@ def storage_bytes(tensors: Sequence[Any], device_type: str) -> int:
 
 
 def _parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors with a storage that one is made of."""
+    """The tensors with a storage that a tensor consists of."""
     if tensor.layout is torch.strided:
         return [tensor]
     if tensor.layout is torch.sparse_coo:
@@ -142,35 +143,35 @@ def capture_step(
     by_use: bool = False,
     checkpointing: str = "refuse",
 ) -> Capture:
-    """Captures one training step without running it (with graph breaks: without saving anything).
+    """Captures one training step without running it (with graph breaks: without saving activations).
 
     Args:
         model: the module, in training mode.
         args: positional inputs.
         kwargs: keyword inputs.
         loss_fn: takes the output, returns a scalar; without it `output.loss` is used where it exists.
-        optimizer: its state counts; or what it takes.
-        label: what this is, for people.
-        separate: which weights' gradients of concatenations are made part by part, see
+        optimizer: the optimizer whose state counts, or its cost.
+        label: a name of the step, for people.
+        separate: tells which weight gradients of concatenations are computed part by part, see
             `memfit.passes.concat_weight_gradients`.
         grid: for the lever `tile`, see `memfit.passes.read_joint.read_joint`.
-        accumulate: how gradients of parameters are added to `.grad` inside the step; None if that is left to autograd.
-        cut: whether outputs the loss does not use are cut from the gradient.
-        without_gradient: places of outputs of the last graph that are cut as well.
-        cut_between: whether outputs of earlier graphs are cut that no gradient of the loss comes to.
-        decide: whether branches on inputs are decided; else they break the graph.
+        accumulate: how gradients of parameters are added to `.grad` inside the step; None if autograd adds them.
+        cut: whether outputs that the loss does not use are detached.
+        without_gradient: places of outputs of the last graph that are detached as well.
+        cut_between: whether outputs of earlier graphs that no gradient of the loss reaches are detached.
+        decide: whether branches on inputs are decided at capture; otherwise they break the graph.
         by_use: see `memfit.capture.dynamo.capture_subgraphs`.
         checkpointing: see `memfit.capture.dynamo.capture_subgraphs`.
 
     Returns:
-        The step graph and how to get back from its ops to the captured ones.
+        The step graph, and the captured joint op of each of its ops.
 
     Raises:
-        CaptureError: if the model is not in training mode, cannot be captured, or its inputs are elsewhere.
+        CaptureError: if the model is not in training mode, cannot be captured, or its inputs are on another device.
     """
     check_step(model, args, kwargs, checkpointing=checkpointing)
     device_type = device_of(model).type
-    # Processes that share a module must capture it equally often, whatever is in their batches.
+    # Processes that share a module must capture it equally often, independent of the data in their batches.
     decide = decide and not is_sharded(model)
 
     def read(subgraphs: Subgraphs, take_back: Callable[[], None]) -> LossReading:
@@ -182,7 +183,7 @@ def capture_step(
         last = subgraphs.subgraphs[-1].outputs
         return not_reaching(found, receivers, [last[place] for place in without_gradient if place < len(last)])
 
-    with torch.autograd.set_detect_anomaly(False):  # it looks at values, and there are none
+    with torch.autograd.set_detect_anomaly(False):  # anomaly detection looks at values, and there are none
         subgraphs = capture_subgraphs(
             model,
             args,
@@ -197,7 +198,7 @@ def capture_step(
         )
     loss = subgraphs.loss
     assert loss is not None
-    # A capture outlives the call: it must not hold the inputs or what the subgraphs returned.
+    # A capture outlives the call: it must not hold the inputs or the outputs of the subgraphs.
     bare = replace(
         subgraphs,
         subgraphs=tuple(subgraph.without_tensors() for subgraph in subgraphs.subgraphs),
@@ -252,13 +253,13 @@ def capture_step(
 def read_again(
     capture: Capture, *, separate: Callable[[str], bool], grid: tuple[int, ...], device_type: str
 ) -> Capture:
-    """The same step, whose joint graphs are read in another way; nothing is traced.
+    """The same step, with its joint graphs read in another way; nothing is traced.
 
     Args:
-        capture: of the step.
+        capture: the captured step.
         separate: see `capture_step`.
-        grid: see there.
-        device_type: where the model is.
+        grid: see `capture_step`.
+        device_type: the device type of the model.
     """
     assert capture.loss is not None
     subgraphs: list[Subgraph] = []
@@ -290,14 +291,14 @@ def _summed(model: nn.Module, subgraphs: Subgraphs, shared: SharedInputs) -> tup
 
 
 def _coming_gradient_bytes(model: nn.Module, subgraphs: Subgraphs) -> int:
-    """Of gradients that are added up and stay, and are not there yet."""
+    """Bytes of gradients that are added up, stay allocated, and do not exist yet."""
     if not any(subgraph.reading.accumulated for subgraph in subgraphs.subgraphs):
         return 0
     return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad and p.grad is None)
 
 
 def _between_bytes(model: nn.Module, subgraphs: Subgraphs, device_type: str) -> int:
-    """Bytes that code between the subgraphs holds: saved tensors, and the gradients of parameters only it uses."""
+    """Bytes held by code between the subgraphs: saved tensors, and gradients of parameters that only this code uses."""
     if not subgraphs.breaks or subgraphs.loss is None:
         return 0
     received = zip(subgraphs.receivers(), subgraphs.loss.receives_gradient, strict=False)
@@ -317,7 +318,7 @@ def _between_bytes(model: nn.Module, subgraphs: Subgraphs, device_type: str) -> 
 
 
 def given_args(args: Any) -> tuple[Any, ...]:
-    """Positional inputs as a tuple; a bare tensor is none, as a tuple of its rows would be meant.
+    """Positional inputs as a tuple; a bare tensor is refused, as `tuple` would split it into its rows.
 
     Raises:
         SpecError: if it is a tensor or a dict.
@@ -332,10 +333,10 @@ def given_args(args: Any) -> tuple[Any, ...]:
 
 
 def check_step(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], *, checkpointing: str = "refuse") -> None:
-    """Refuses what cannot be captured for a reason that can be seen without running it.
+    """Refuses a step that cannot be captured for a reason that is visible without running the step.
 
     Raises:
-        CaptureError: saying what to do.
+        CaptureError: says how to fix the problem.
     """
     if not model.training:
         raise CaptureError(
@@ -375,7 +376,7 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _assumed(subgraphs: Subgraphs, receives: Sequence[bool]) -> frozenset[int]:
-    """Places among the last subgraph's outputs of those that left by a side door and may receive a gradient."""
+    """Places of the last subgraph's outputs that the module does not return and that may receive a gradient."""
     returned = {id(t) for t in tensors_in(subgraphs.output)}
     does = {id(t) for t, does in zip(subgraphs.receivers(), receives, strict=False) if does} - returned
     return frozenset(place for place, output in enumerate(subgraphs.subgraphs[-1].outputs) if id(output) in does)

@@ -1,17 +1,17 @@
 """Parts of a model that stay plain code: where shapes depend on data, numbers are read from tensors, or data is sparse.
 
-A plan is for one graph of static shapes. Routing to experts, boxes that are kept, boolean masks: such code has other
-shapes at each step, so a graph of it would be another one each time. Dynamo breaks the graph at the op; that leaves
-graphs of other shapes behind it. *Idea*: watch the ops of one plain forward pass, in which torch tags those whose
-results' sizes are known only when they have run. The modules in which such tensors appear run as they are, between
-subgraphs that are planned; what is around them has static shapes. A module that takes gradients in its forward pass
-(`torch.autograd.grad`) runs as it is, too: a planned subgraph is one node of the autograd graph, and has no gradients
-of what is made inside. Transforms of `torch.func` are part of a graph.
+A plan is for one graph with static shapes. Code that routes tokens to experts, selects boxes or applies boolean masks
+has different shapes at each step, so its graph would differ at each step. Dynamo breaks the graph at the op, but the
+graphs after the break still have different shapes. *Idea*: watch the ops of one plain forward pass; torch tags the ops
+whose result sizes are known only after they have run. The modules in which such tensors appear run as plain code
+between planned subgraphs; the code around them has static shapes. A module that takes gradients in its forward pass
+(`torch.autograd.grad`) runs as plain code, too: a planned subgraph is one node of the autograd graph, and has no
+gradients of its inner tensors. Transforms of `torch.func` are part of a graph.
 
-Known limits: follows sizes, not tensors, so a static size that happens to equal a dynamic one may leave a module more
-to plain code. Where the root module itself looks at data, the graphs behind that are planned for the shapes seen;
-with others they run plainly, which is told. A forward pass that takes gradients is watched with all that autograd
-saves.
+Known limits: the watch follows sizes, not tensors, so a static size that happens to equal a dynamic size may leave one
+more module to plain code. Where the root module itself looks at data, the graphs after that code are planned for the
+shapes seen; with other shapes they run as plain code, and a message says so. A forward pass that takes gradients is
+watched with all tensors that autograd saves.
 """
 
 from __future__ import annotations
@@ -51,11 +51,12 @@ class PlainParts:
     """Parts of a model that are left to plain code.
 
     Attributes:
-        modules: names of modules whose forward passes Dynamo leaves alone.
-        loose: whether graphs that were not planned run plainly, since shapes between the subgraphs depend on data.
-        only_children: whether only what the forward pass of the model calls is captured, not its own code.
-        numpy: whether NumPy's code is left alone (`memfit.capture.values.numpy_code`).
-        reasons: for people, with the user's lines.
+        modules: names of modules whose forward passes Dynamo skips.
+        loose: whether graphs that were not planned run as plain code, since shapes between subgraphs depend on data.
+        only_children: whether only code that the model's forward pass calls is captured, not the forward pass's own
+            code.
+        numpy: whether Dynamo skips NumPy code (`memfit.capture.values.numpy_code`).
+        reasons: the reasons, for people, with the user's lines.
     """
 
     modules: frozenset[str] = frozenset()
@@ -67,7 +68,7 @@ class PlainParts:
 
 _SHAPED_BY_DATA, _READS_NUMBERS = "shapes depend on data", "a number is read from a tensor"
 VARYING = (_SHAPED_BY_DATA, _READS_NUMBERS)
-"""How the reasons of parts begin whose memory is another one with other data, or with other random numbers."""
+"""The beginnings of reasons of parts whose memory changes with the data, or with random numbers."""
 
 NOTHING_PLAIN = PlainParts()
 
@@ -81,10 +82,10 @@ def find_plain_parts(
 ) -> PlainParts:
     """Runs the plain forward pass once, without gradients or with them, and watches its ops.
 
-    The caller restores what the pass changes; what it raises is the user's own error.
+    The caller restores all state that the pass changes; an exception of the pass is the user's own error.
 
     Raises:
-        GradientsTakenError: if the pass fails where it takes gradients itself and there are none.
+        GradientsTakenError: if the pass fails where it takes gradients itself and autograd records none.
         CaptureError: if the model's own code takes gradients.
     """
     watch = _Watch(model, decide=decide)
@@ -102,7 +103,7 @@ def find_plain_parts(
         if name and isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             watch.found.setdefault(name, (f"the gradient of {name} is sparse", name))
     modules = {name for name in watch.found if name and not _inside(name, watch.found)}
-    # One line of the user's is told once, with the first of the modules that run it.
+    # One line of the user's code is reported once, with the first of the modules that run it.
     reasons = {place: told for name, (told, place) in reversed(watch.found.items()) if not name or name in modules}
     return PlainParts(modules=frozenset(modules), loose=watch.dynamic, reasons=tuple(reversed(reasons.values())))
 
@@ -133,7 +134,7 @@ class _Watch(TorchDispatchMode):
     def __init__(self, model: nn.Module, *, decide: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.decide = decide
-        self.settled: Any = WeakTensorKeyDictionary()  # tensors whose numbers Dynamo does not break at
+        self.settled: Any = WeakTensorKeyDictionary()  # tensors whose numbers cause no graph break
         for buffer in model.buffers():
             if buffer.numel() <= MOST_OF_A_BUFFER:
                 self.settled[buffer] = True
@@ -201,7 +202,7 @@ class _Watch(TorchDispatchMode):
             self.mark(_SHAPED_BY_DATA)
 
     def mark(self, reason: str) -> str | None:
-        """Notes the module whose code runs, and returns its name; None where that is no module's."""
+        """Notes the module whose code runs, and returns its name; None if the code is in no module."""
         for frame in _frames():
             if frame.f_code.co_filename.startswith(_HERE):
                 continue
@@ -217,7 +218,7 @@ class _Watch(TorchDispatchMode):
 class _GradientsTaken(TorchFunctionMode):
     """Finds the modules whose code takes gradients.
 
-    Those that a transform of `torch.func` takes are none of these: the transform is captured as part of a graph.
+    Gradients that a transform of `torch.func` takes do not count: the transform is captured as part of a graph.
     """
 
     def __init__(self, watch: _Watch) -> None:

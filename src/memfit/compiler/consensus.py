@@ -1,10 +1,12 @@
 """Decisions that the processes of a sharded module agree on before one of them goes on.
 
-Every forward pass of such a module is a collective, so all processes must capture and prove equally often. The first
-one's costs and programs are therefore everybody's, its failure is everybody's, and a peak is the largest of all.
+Every forward pass of such a module is a collective, so all processes must capture and prove equally often. Therefore
+all processes use the costs and programs of the first process and fail if it fails, and a peak is the largest of all
+processes.
 
-Known limits: all processes must come here together: a new input shape that only one of them sees leaves it waiting, and
-so does one that runs out of memory while it measures, until the process group gives up.
+Known limits: all processes must reach these decisions together. A process that alone sees a new input shape waits for
+the others, and the others wait for a process that runs out of memory while it measures, until the process group gives
+up.
 """
 
 from __future__ import annotations
@@ -28,11 +30,11 @@ __all__ = ["agreed_peak", "agreed_program", "agreed_start", "agreed_step"]
 
 
 def agreed_start(model: nn.Module, check: Callable[[], None]) -> None:
-    """Checks here what can be captured, before any process waits for another's forward pass.
+    """Checks whether this process can capture the model, before any process waits for another's forward pass.
 
     Raises:
-        CaptureError: if it cannot be captured here.
-        PipelineError: if it cannot on another process, where the module is sharded.
+        CaptureError: if this process cannot capture it.
+        PipelineError: if another process cannot capture it, where the module is sharded.
     """
     error: Exception | None = None
     try:
@@ -50,8 +52,8 @@ def agreed_step(model: nn.Module, graph: StepGraph, device: torch.device) -> Ste
     """The step with the first process's costs, where the module is sharded.
 
     Raises:
-        PlanMismatchError: if its step is another one than here.
-        PipelineError: if it is so on another process.
+        PlanMismatchError: if the step of the first process differs from the step here.
+        PipelineError: if the step differs on another process.
     """
     groups = mesh_groups(model)
     if not groups:
@@ -67,7 +69,7 @@ def agreed_step(model: nn.Module, graph: StepGraph, device: torch.device) -> Ste
 
 
 def _first_difference(theirs: StepGraph, ours: StepGraph) -> str:
-    """Where two steps differ first, for people."""
+    """The first difference between two steps, in words."""
     if len(theirs.ops) != len(ours.ops):
         return f"it has {len(theirs.ops)} ops, not {len(ours.ops)}"
     for one, other in zip(theirs.ops, ours.ops, strict=True):
@@ -82,11 +84,11 @@ def _first_difference(theirs: StepGraph, ours: StepGraph) -> str:
 def agreed_program(
     model: nn.Module, find: Callable[[], tuple[Program, float]], device: torch.device
 ) -> tuple[Program, float]:
-    """The program the first process finds, where the module is sharded, and the bound of its time.
+    """The program that the first process finds, where the module is sharded, and the bound of its time.
 
     Raises:
-        BudgetError: if it finds none.
-        MemfitError: if it fails otherwise.
+        BudgetError: if the first process finds none.
+        MemfitError: if the first process fails otherwise.
     """
     groups = mesh_groups(model)
     if not groups:

@@ -1,16 +1,17 @@
-"""Finds the first op in which a planned step is not the plain one.
+"""Finds the first op in which a planned step differs from the plain step.
 
 Both steps run once under a recorder (`memfit.compiler.recorded_ops`). The first op of the plain step whose result
-occurs nowhere in the planned step is where they part. A planned step rightly lacks some results: what runs slice by
-slice is never whole, and what is recomputed may be made by other calls. An op is therefore passed over if something
-that was made from its result, in the same pass, is there all the same. Then both steps run once more, and that op's
-operands, layout and result are compared with those of its nearest counterpart.
+occurs nowhere in the planned step is where the two steps diverge. A planned step rightly lacks some results: results of
+ops that run slice by slice are never whole, and recomputed results may be made by other calls. An op is therefore
+skipped if the planned step contains a later result of the same pass that was made from the op's result. Then both steps
+run once more, and the operands, layout and result of the op that was found are compared with those of its nearest
+counterpart.
 
 *Idea:* as a debugger bisects two traces, by contents and not by names, since the planned step calls other ops.
 
-Known limits: where nothing after the op is bit by bit the same for other reasons (tiles), the op named is the
-first that is rounded. What only the order of accumulation in `.grad` changes is not an op's result. Values that decide
-nothing further on, such as masks, are not seen to differ.
+Known limits: if nothing after the op has the same bits for other reasons (tiles), the op named is the first that is
+rounded differently. A change that comes only from the order of accumulation in `.grad` is not the result of an op.
+Differences in values that decide nothing further on, such as masks, are not seen.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ __all__ = ["Difference", "first_difference"]
 log = logging.getLogger(__name__)
 
 _CLOSE = 0.01
-"""Another op's result is a counterpart if it differs by no more than such a share of the largest number."""
+"""The result of another op is a counterpart if it differs by no more than this share of the largest number."""
 
 _SHAPE_ONLY = ("zeros", "ones", "full", "empty", "rand", "arange", "scalar_tensor", "new_")
-"""Beginnings of the names of ops that look at no values."""
+"""Name prefixes of ops that do not read values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,21 +41,22 @@ class Difference:
     """The first op of the plain step whose result the planned step does not make.
 
     Attributes:
-        op: its name, such as `aten.native_dropout.default`.
-        backward: whether it runs in the backward pass.
-        number: which op of the plain step it is, from 0.
-        module: path and class of the module it runs in, of a backward op that of its forward op; "" if unknown.
+        op: name of the op, such as `aten.native_dropout.default`.
+        backward: whether the op runs in the backward pass.
+        number: number of the op in the plain step, from 0.
+        module: path and class of the module that the op runs in; for a backward op, that of its forward op; "" if
+            unknown.
         line: the user's line, as file, line and function; "" if unknown.
-        dtype: of its result.
-        shape: of its result.
-        strides: of its result in the plain step.
+        dtype: dtype of its result.
+        shape: shape of its result.
+        strides: strides of its result in the plain step.
         planned_op: the nearest counterpart in the planned step; None if there is none.
-        planned_shape: of the counterpart's result.
-        planned_strides: of the counterpart's result.
+        planned_shape: shape of the counterpart's result.
+        planned_strides: strides of the counterpart's result.
         max_difference: the largest difference of the two results; None if there is nothing to compare.
-        same_operands: whether both read the same contents; None if there is nothing to compare.
-        operand_layouts: strides of the operands that are laid out otherwise, plain and planned.
-        is_random: whether it draws random numbers.
+        same_operands: whether both ops read the same contents; None if there is nothing to compare.
+        operand_layouts: strides of the operands with different layouts, plain and planned.
+        is_random: whether the op draws random numbers.
     """
 
     op: str
@@ -75,7 +77,7 @@ class Difference:
 
     @property
     def is_layout(self) -> bool:
-        """Whether tensors are laid out otherwise where the steps part."""
+        """Whether tensors have different layouts where the steps diverge."""
         same_shape = self.planned_shape == self.shape and self.planned_strides is not None
         return bool(self.operand_layouts) or (same_shape and self.planned_strides != self.strides)
 
@@ -112,13 +114,14 @@ def first_difference(plain: Callable[[], object], planned: Callable[[], object])
     """Compares a plain and a planned step op by op.
 
     Args:
-        plain: runs forward pass, loss and backward pass plainly, from a state that it restores itself, generators
+        plain: runs the plain forward pass, loss and backward pass, from a state that it restores itself, generators
             included; it may run twice.
-        planned: the same step as planned, compiled before; it may run twice. Tensors it returns count as made.
+        planned: runs the same step as planned, compiled before; it may run twice. Tensors that it returns count as
+            made.
 
     Returns:
-        Where the steps part first; None if no op is found, or if it cannot be told. Nothing is raised but what
-        interrupts the program.
+        The first op in which the steps differ; None if no op is found, or if the comparison fails. Only exceptions that
+        interrupt the program are raised.
     """
     try:
         return _first_difference(plain, planned)
@@ -166,9 +169,9 @@ def _run(step: Callable[[], object], recorder: RecordedOps) -> RecordedOps:
 
 
 def _first_missing(ops: Sequence[RecordedOp], returned: Collection[int], contents: set[bytes]) -> int | None:
-    """The first op that makes what is not among `contents`, and of which nothing further on is.
+    """The first op with a result that is not among `contents`, and from which no result among `contents` was made.
 
-    One on which gradients or what is returned depend, if there is one.
+    An op on which gradients or returned tensors depend is preferred, if there is one.
     """
     readers: list[dict[int, list[int]]] = [{} for _ in ops]
     for number, op in enumerate(ops):
@@ -188,7 +191,7 @@ def _first_missing(ops: Sequence[RecordedOp], returned: Collection[int], content
             )
             for place in absent
         )
-    decides = [op.backward for op in ops]  # other results may be for the eye of the program only, or for nobody's
+    decides = [op.backward for op in ops]  # the program may only look at other results, or not use them
     for number in returned:
         decides[number] = True
     for number in reversed(range(len(ops))):
@@ -202,7 +205,7 @@ def _is_missing(result: RecordedTensor, contents: set[bytes]) -> bool:
 
 
 def _is_telling(op: RecordedOp, contents: set[bytes]) -> bool:
-    """Whether an op whose results are there shows that what it read was there too."""
+    """Whether an op whose results are among `contents` shows that its operands were made too."""
     if op.is_view or op_family(op.name).startswith(_SHAPE_ONLY):
         return False
     return any(r.fingerprint in contents and r.size > 1 and r.dtype.is_floating_point for r in op.results)
@@ -211,7 +214,7 @@ def _is_telling(op: RecordedOp, contents: set[bytes]) -> bool:
 def _counterpart(
     op: RecordedOp, result: RecordedTensor, ops: Sequence[RecordedOp], made: set[bytes | None]
 ) -> int | None:
-    """The op of the planned step most like `op` of those whose results the plain step does not make."""
+    """The op of the planned step most like `op`, among the ops whose results the plain step does not make."""
 
     def likeness(other: RecordedOp) -> int:
         new = any(r.fingerprint is not None and r.fingerprint not in made for r in other.results)
@@ -258,5 +261,5 @@ def _max_difference(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def _matter(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """The strides along which there is more than one element."""
+    """The strides of the axes with more than one element."""
     return tuple(stride for size, stride in zip(shape, strides, strict=False) if size > 1)

@@ -1,7 +1,8 @@
 """From a module and a budget to a plan: capture, profile, plan, check, prove; with the lever `tile` in tiles too.
 
-This is the one road; `memfit.api`, the fitted module and the command line all take it. A plan that keeps every bit is
-made first. Where tiles are allowed and it costs time, one with tiles is made as well, and the faster one taken.
+This is the only way to a plan; `memfit.api`, the fitted module and the command line all use it. A plan that keeps every
+bit is made first. Where tiles are allowed and that plan costs time, a plan with tiles is made as well, and the faster
+plan is taken.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ log = logging.getLogger(__name__)
 
 _LEAST_TRIES = 3
 _MORE = 1.02
-"""A least budget that cannot be planned for is raised so much."""
+"""Factor by which a least budget is raised if no plan is found for it."""
 
 _GOOD_ENOUGH = 0.01
-"""A plan without tiles that costs so little more time needs no other beside it."""
+"""If a plan without tiles has less overhead than this, no plan with tiles is made."""
 
 Step = tuple[Capture, StepGraph]
-"""Captured and profiled."""
+"""A captured step and its profiled graph."""
 
 
 def make_plan(
@@ -58,20 +59,21 @@ def make_plan(
     """Captures, profiles, plans and proves one training step.
 
     Args:
-        model: in training mode.
+        model: module in training mode.
         args: positional inputs.
         kwargs: keyword inputs.
-        request: budget and the rest.
-        progress: told how far it is.
-        keep_call: the plan goes into this module now, which goes on with what the proving run compiled.
+        request: budget and other requirements.
+        progress: called with the progress.
+        keep_call: whether the plan is applied to this module next; it then reuses the call that the proving run
+            compiled.
 
     Returns:
-        The plan; the model is as it was.
+        The plan; the model is unchanged.
 
     Raises:
-        SpecError: if the request makes no sense.
+        SpecError: if the request is invalid.
         CaptureError: if the model cannot be captured.
-        BudgetError: if nothing fits.
+        BudgetError: if no plan fits.
     """
     request = replace(request, beside_bytes=bucket_bytes(model) or request.beside_bytes)
     model = unwrapped(model)
@@ -91,7 +93,7 @@ def make_plan(
 
 
 def _without_call(plan: Plan) -> Plan:
-    """The same plan, which does not keep the module alive."""
+    """The same plan without the call that keeps the module alive."""
     assert plan.planned is not None
     return replace(plan, planned=replace(plan.planned, capture=plan.planned.capture.without_call()))
 
@@ -126,17 +128,17 @@ def _made(
         plan = _made(model, args, kwargs, without, progress=progress, keep_call=keep_call and not request.told)
     if not request.told or not step[0].assumed:
         return plan
-    # The loop brings gradients that the loss alone does not. Without them the plan is exact, so it is with them; with
-    # them, the plain step of the loss is another step.
+    # The loop brings gradients that the loss alone does not. The plan without them is exact, so the plan with them is
+    # exact too; but with them, the plain step of the loss alone is another step.
     with_them = replace(request, cut_between=without.cut_between, told=False, proves_gradients=False)
     return _made(model, args, kwargs, with_them, progress=progress, keep_call=keep_call)
 
 
 def _without_zeros(request: Request, capture: Capture) -> Request | None:
-    """The request for a plan that feeds no zeros where the loss brings no gradient; None if it fed none.
+    """The request for a plan that feeds no zeros where the loss brings no gradient; None if the plan fed none.
 
-    The loss alone brings no gradient to what the model leaves on itself. Zeros there are not the same as none: an
-    infinite derivative makes NaN of them, and a sum with them may lie otherwise in memory.
+    The loss alone brings no gradient to tensors that the model leaves on itself. Zeros there differ from no gradient:
+    an infinite derivative turns them into NaN, and a sum with them may have another layout.
     """
     between = bool(capture.unreached)
     if not request.cut or not request.proves_gradients:
@@ -158,10 +160,10 @@ def plan_profiled(
     progress: Progress | None = None,
     keep_call: bool = False,
 ) -> Plan:
-    """The rest of `make_plan` for a step that is captured and profiled without tiles; it may be so again with them.
+    """The rest of `make_plan` for a step captured and profiled without tiles; may capture and profile it with tiles.
 
     Raises:
-        BudgetError: if nothing fits.
+        BudgetError: if no plan fits.
     """
 
     def made(of: Step) -> Plan:
@@ -173,7 +175,7 @@ def plan_profiled(
     errors: list[BudgetError] = []
 
     def in_tiles() -> Plan | None:
-        """The plan with tiles as coarse as the budget allows, if there is one; notes the errors of those that fail."""
+        """The plan with tiles as coarse as the budget allows, if there is one; records the errors of other grids."""
         for grid in grids(step[0], budget_bytes - step[1].static_bytes - step[1].gradient_bytes):
             tiled = capture_and_profile(model, args, kwargs, request, grid=grid, before=step[0], progress=progress)
             if not tiled[1].is_tiled:
@@ -199,7 +201,7 @@ def plan_profiled(
         found += [] if tiled is None else [tiled]
     if not found:
         raise min(errors, key=lambda error: error.least_bytes)
-    errors.clear()  # they hold this call's frame, and that holds them
+    errors.clear()  # the errors hold this call's frame, which holds the errors
     return min(found, key=lambda plan: plan.predicted.step_seconds)
 
 
@@ -211,9 +213,9 @@ def _with_measured_least(
     step: Step,
     request: Request,
 ) -> BudgetError:
-    """The same error where a plan for the least budget is found and keeps it, else with a budget for which that is so.
+    """The same error if a plan is found that fits its least budget, else an error with a budget that a plan fits.
 
-    A search by the clock may miss an order that an earlier one found, and a run may take more than predicted.
+    A search with a time limit may miss an order that an earlier search found, and a run may take more than predicted.
     """
     if not request.prove:
         return error
@@ -226,7 +228,7 @@ def _with_measured_least(
         except BudgetError as again:
             least_bytes = max(again.least_bytes, int(least_bytes * _MORE))
             continue
-        except (MemfitError, torch.OutOfMemoryError) as failure:  # the first error is the one to tell
+        except (MemfitError, torch.OutOfMemoryError) as failure:  # the first error is the one to report
             log.info("cannot measure the least budget: %s", failure)
             return error
         least_bytes = max(least_bytes, peak_bytes)
@@ -245,14 +247,14 @@ def _with_all_levers(
     step: Step,
     request: Request,
 ) -> BudgetError:
-    """The same error, which says from which budget on tiling fits if that is lower."""
+    """The error, with the budget from which on tiling fits, if that is lower."""
     capture, graph = step
     if request.strategy != "auto":
         return error
     room = (error.least_bytes - graph.static_bytes - graph.gradient_bytes) // 2
     try:
         _, tiled = capture_and_profile(model, args, kwargs, request, grid=grids(capture, room)[0], before=capture)
-    except MemfitError as failure:  # the first error is the one to tell
+    except MemfitError as failure:  # the first error is the one to report
         log.info("cannot tell from where tiling fits: %s", failure)
         return error
     least = least_streaming(tiled, seconds=request.search_seconds)

@@ -1,9 +1,9 @@
-"""Into how many tiles to cut the samples of a step, or its batch into how many parts, for a budget.
+"""Choice of the number of tiles for the samples of a step, or of parts for its batch, within a budget.
 
-Fine tiles take little memory and make their halos again and again; coarse ones take more. So tiles are as coarse as the
-slices that exist at once leave room for. Twice as many along each axis is the next finer grid, since square tiles have
-the least halo for their size. Samples are cut into as many at once as are best for the cache, or else into as few as
-are worth a call.
+Fine tiles take little memory but compute their halos again and again; coarse tiles take more memory. So tiles are as
+coarse as the budget allows for the slices that exist at once. The next finer grid has twice as many tiles along each
+axis, since square tiles have the smallest halo for their size. A slice of the batch has as many samples as are best for
+the cache, or else as few as are worth a call.
 
 Known limits: one grid for a step, chosen by its widest op.
 """
@@ -26,24 +26,24 @@ from memfit.ops.tiling.rules import tiling_of
 __all__ = ["grids"]
 
 _SLICES_AT_ONCE = 8
-"""About so many of the widest exist at once in a run of the backward pass."""
+"""Approximate number of slices of the widest op that exist at once in a fused region of the backward pass."""
 
 _LEAST_EXTENT = 16
-"""Of a tile of the widest op: smaller ones are mostly halo."""
+"""Smallest extent of a tile of the widest op: smaller tiles are mostly halo."""
 
 _LEAST_BYTES = 1 << 18
-"""Of a tile of the widest op: for less, a call costs more than its work."""
+"""Smallest size of a tile of the widest op: for less, a call costs more than its work."""
 
 
 def grids(capture: Capture, room_bytes: int) -> list[tuple[int, ...]]:
     """The grids to try, the likeliest first, then finer ones, then coarser ones.
 
     Args:
-        capture: of the step, for any grid or none.
-        room_bytes: what the budget leaves beside parameters and gradients.
+        capture: capture of the step, for any grid or none.
+        room_bytes: bytes of the budget beyond static memory and gradients.
 
     Returns:
-        At least one.
+        At least one grid.
     """
     axes, batch, nbytes, extents = _widest(capture)
     parts = _most_parts(capture)
@@ -62,7 +62,7 @@ def grids(capture: Capture, room_bytes: int) -> list[tuple[int, ...]]:
 
 
 def _most_parts(capture: Capture) -> int:
-    """Into how many parts the batch can be cut, more than are best for the cache; 0 if that is not worth it."""
+    """The largest number of parts of the batch, more than is best for the cache; 0 if so many are not worth it."""
     batches = batches_alike([op.node for op in capture.joint_ops if op is not None])
     common = max(Counter(batches.values()).items(), key=lambda item: item[1], default=(0, 0))[0]
     of_common = [call for call, batch in batches.items() if batch == common]
@@ -74,7 +74,7 @@ def _most_parts(capture: Capture) -> int:
 
 
 def _widest(capture: Capture) -> tuple[int, int, int, tuple[int, ...]]:
-    """Of the widest op that can run in tiles: along how many axes, its batch, its bytes per sample, its extents."""
+    """The widest op that can run in tiles: its number of cut axes, its batch, its bytes per sample, its extents."""
     for axes in (2, 1):
         found = max(_in_tiles(capture, axes), default=None)
         if found is not None:
@@ -86,12 +86,12 @@ def _widest(capture: Capture) -> tuple[int, int, int, tuple[int, ...]]:
 def _in_tiles(capture: Capture, axes: int) -> Iterator[tuple[int, int, tuple[int, ...]]]:
     for op in capture.joint_ops:
         if op is None or is_pointwise(op.node):
-            continue  # so are those of attention, where no axis is of space
+            continue  # pointwise ops of attention could run in tiles too, but have no axis of space
         tiling = tiling_of(op.node, axes)
         if tiling is None:
             continue
         value = op.node.meta["val"]
         results = [t for t in (value if isinstance(value, list | tuple) else [value]) if isinstance(t, torch.Tensor)]
         batch = int(tiling.operands[0].meta["val"].shape[0])
-        if batch:  # of no samples there are no tiles
+        if batch:  # an empty batch has no tiles
             yield sum(t.numel() * t.element_size() for t in results) // batch, batch, tiling.extents

@@ -1,7 +1,7 @@
-"""The plan: a program, what it is predicted to cost, and the reason of each decision.
+"""The plan: a program, its predicted cost, and the reason of each decision.
 
-A plan made in this process can be applied at once. A plan from a file is applied with the inputs of the first
-call: the step is captured again, and a step that differs from the planned one is refused with what differs.
+A plan made in this process can be applied at once. A plan from a file is applied with the inputs of the first call: the
+step is captured again, and a step that differs from the planned one is refused with the difference.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ class Plan:
     """How one training step runs within a budget.
 
     Attributes:
-        label: what was planned.
-        budget_bytes: peak of the whole step that was asked for.
+        label: name of the planned step.
+        budget_bytes: requested peak of the whole step.
         strategy: name of the planner.
-        predicted: peak, time, overhead, and the bounds beside them.
+        predicted: predicted peak, time and overhead, and their bounds.
         measured_peak_bytes: peak of the proving run, None if there was none.
-        proof: how its results compare with the plain step's; None if that was not asked for.
+        proof: comparison of its results with the plain step's; None if no proof was requested.
         program: the order in which the step computes and frees.
         decisions: the program in words.
-        fingerprint: model, inputs, torch and device it was made for.
-        graph_digest: of the step it was made for.
-        grid: into how many tiles samples of its step may be cut along height and width, and the batch into how many
-            parts if that is given; empty if it was not captured for the lever `tile`.
-        planned: the capture it came from; None for a plan from a file.
+        fingerprint: model, inputs, torch and device that the plan was made for.
+        graph_digest: digest of the step that the plan was made for.
+        grid: numbers of tiles into which samples of its step may be cut along height and width, and the number of parts
+            of the batch if that is given; empty if the step was not captured for the lever `tile`.
+        planned: capture and request that the plan came from; None for a plan from a file.
     """
 
     label: str
@@ -106,7 +106,7 @@ class Plan:
         """Reads a plan file.
 
         Raises:
-            PlanFileError: if it is damaged or no plan.
+            PlanFileError: if the file is damaged or not a plan.
         """
         file = load_plan(path)
         fingerprint = dict(file.fingerprint)
@@ -134,7 +134,7 @@ class Plan:
         return max(self.predicted.peak_bytes, self.measured_peak_bytes or 0) <= self.budget_bytes
 
     def summary(self) -> str:
-        """One sentence: whether it fits, at what cost, by what means."""
+        """One sentence: whether the plan fits, at which cost, and by which means."""
         measured = "" if self.measured_peak_bytes is None else f", {format_bytes(self.measured_peak_bytes)} measured"
         means = f"recompute {len(self.program.recomputed())} ops"
         if self.planned is not None:
@@ -148,7 +148,7 @@ class Plan:
         return f"{'Fits' if self.fits else 'Does not fit'}: {peaks}; {time} ({means})."
 
     def words(self) -> Callable[[], str]:
-        """Tells the plan as `str` does, without keeping its loss and its optimizer, and so the model, alive."""
+        """A function that returns the text of `str` without keeping the loss, the optimizer and so the model alive."""
         if self.planned is None:
             return self.__str__
         request = replace(self.planned.request, loss_fn=None, optimizer=None)

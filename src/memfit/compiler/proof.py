@@ -1,17 +1,17 @@
-"""Proves that a planned step is the plain step: one plain step beside it, from the same state, compared bit by bit.
+"""Proves that a planned step equals the plain step: both run from the same state and are compared bit by bit.
 
-A plan is made of a captured graph. That the graph computes as the module does is what capture promises; here it is
-checked on the user's module, inputs and loss. The plain step runs whole where its memory is free now, so loss, outputs,
-gradients, buffers and random states are compared. Else its forward pass runs alone, and everything that autograd would
-save is dropped at once (`torch.autograd.graph.saved_tensors_hooks`): it takes no more than a pass without gradients,
-yet the model's code sees gradients enabled, as in training.
+A plan is made from a captured graph. Capture promises that the graph computes the same as the module; this module
+checks that promise on the user's module, inputs and loss. Where free memory allows, the whole plain step runs, so loss,
+outputs, gradients, buffers and random states are compared. Otherwise only its forward pass runs, and everything that
+autograd would save is dropped at once (`torch.autograd.graph.saved_tensors_hooks`): it takes no more memory than a pass
+without gradients, yet the model's code sees gradients enabled, as in training.
 
-A plain step that differs from itself, because a kernel of it is not deterministic, is noticed by a second one.
+A second plain step shows whether the plain step differs from itself because one of its kernels is not deterministic.
 
-Parameters that hold one number only are moved for both steps (`memfit.compiler.perturbed`), or they would hide
+Parameters that hold only one number are perturbed for both steps (`memfit.compiler.perturbed`), since they would hide
 differences.
 
-Known limits: a step that takes another way for other inputs is checked for these inputs only.
+Known limits: a step that takes another branch for other inputs is checked for these inputs only.
 """
 
 from __future__ import annotations
@@ -46,24 +46,25 @@ log = logging.getLogger(__name__)
 
 _Key = tuple[str, str]
 _TIMES = 4
-"""A planned step may be so many times as far from the plain step as that is from itself."""
+"""Allowed distance of a planned step from the plain step, as a multiple of the plain step's distance from itself."""
 
 _NAMED = 3
-"""Of so many tensors that differ an error tells the names."""
+"""Number of differing tensors that an error names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """Result of comparing a planned step with the plain step, and what was compared.
+    """The result of comparing a planned step with the plain step, and the extent of the comparison.
 
     Attributes:
-        gradients: whether gradients were compared; False where the plain step did not fit in what was free.
+        gradients: whether gradients were compared; False where the plain step did not fit in free memory.
         tensors: how many tensors were compared.
-        equal: how many had the same bits.
-        deterministic: whether the plain step has the same bits twice; True where that was not in question.
-        relative_difference: of all gradients together (of outputs, without gradients), relative to their norm.
-        seconds: what the plain steps took.
-        other_gradients: whether gradients were left out because the loop brings others than the loss alone.
+        equal: how many of them had the same bits.
+        deterministic: whether the plain step gives the same bits twice; True where that was not tested.
+        relative_difference: difference of all gradients together (of outputs, without gradients), relative to their
+            norm.
+        seconds: time that the plain steps took.
+        other_gradients: whether gradients were left out because the loop brings other gradients than the loss alone.
     """
 
     gradients: bool
@@ -80,7 +81,7 @@ class Proof:
         return self.equal == self.tensors
 
     def __str__(self) -> str:
-        """In words."""
+        """The proof in words."""
         why_not = "the loop brings other gradients than the loss alone, and without those they are proved"
         why_not = why_not if self.other_gradients else "the plain backward pass does not fit"
         what = "outputs and gradients" if self.gradients else f"outputs ({why_not})"
@@ -92,13 +93,14 @@ class Proof:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """Everything one step leaves behind, copied to the host.
+    """Everything that one step leaves behind, copied to the host.
 
     Attributes:
         tensors: by kind (`loss`, `output`, `gradient`, `state`, `random state`) and name.
         has_gradients: whether the backward pass ran.
-        computed_in: the narrowest floating dtype among results, and of autocast; None if there is none.
-        other_gradients: whether the loop brings other gradients than the loss alone, so that its own are not told.
+        computed_in: narrowest floating dtype among the results and of autocast; None if there is none.
+        other_gradients: whether the loop brings other gradients than the loss alone, so that the gradients of the loop
+            are not known.
     """
 
     tensors: Mapping[_Key, torch.Tensor] = field(repr=False)
@@ -108,22 +110,22 @@ class StepResult:
 
     @property
     def is_finite(self) -> bool:
-        """Whether loss, outputs and gradients hold numbers only."""
+        """Whether loss, outputs and gradients hold only finite numbers."""
         told = [t for key, t in self.tensors.items() if key[0] in ("loss", "output", "gradient")]
         return all(bool(t.to_dense().isfinite().all()) for t in told if not t.is_quantized)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProvingStep:
-    """A training step of a model on inputs that are cut off the caller's graph, from a state that can be restored.
+    """A training step of a model on inputs detached from the caller's graph, from a state that can be restored.
 
     Attributes:
         model: the module.
-        inputs: of the step.
+        inputs: inputs of the step.
         loss_fn: as for `memfit.plan`.
-        state: to which everything is put back after each step.
-        through: whether a backward pass may go through all it reaches; a sharded module's hooks ask for that.
-        perturbed: parameters that are moved before each step whose results are noted.
+        state: state that is restored after each step.
+        through: whether a backward pass may go through all that it reaches; a sharded module's hooks need that.
+        perturbed: parameters that are perturbed before each step whose results are recorded.
     """
 
     model: nn.Module
@@ -134,13 +136,13 @@ class ProvingStep:
     perturbed: tuple[TensorState, ...] = ()
 
     def run(self, call: Callable[..., Any]) -> None:
-        """Forward pass, loss and backward pass through `call`; gradients that come are dropped."""
+        """Runs forward pass, loss and backward pass through `call`, and drops the gradients."""
         self._drop_gradients()
         self._backward(call(*self.inputs.args, **self.inputs.kwargs))
         self._drop_gradients()
 
     def result(self, call: Callable[..., Any], *, backward: bool = True) -> StepResult:
-        """Runs one step through `call`, notes what it leaves behind, and restores the state."""
+        """Runs one step through `call`, records everything that it leaves behind, and restores the state."""
         try:
             perturb(self.perturbed)
             return self._result(call, backward)
@@ -151,11 +153,11 @@ class ProvingStep:
                 torch.clear_autocast_cache()
 
     def plain(self, *, backward: bool = True) -> StepResult:
-        """The same of the plain module."""
+        """Runs one step of the plain module; see `result`."""
         return self.result(self.model._call_impl, backward=backward)
 
     def made(self, call: Callable[..., Any], *, backward: bool) -> list[torch.Tensor]:
-        """Runs one step through `call` and restores the state; returns what it made for others to read."""
+        """Runs one step through `call` and restores the state; returns the tensors that it made for others to read."""
         result = self.result(call, backward=backward)
         return [tensor for key, tensor in result.tensors.items() if key[0] != "random state"]
 
@@ -180,7 +182,7 @@ class ProvingStep:
         for place, leaf in enumerate(self.inputs.leaves if backward else ()):
             if leaf.grad is not None:
                 found["gradient", f"input {place}"] = _copied(leaf.grad)
-        # Gradients come and go by name above; the state that a step writes is compared where it was written.
+        # Gradients are compared by name above; the state that a step writes is compared where it was written.
         changed = self.state.changed()
         gradients = {id(state.gradient) for state in self.state.tensors}
         found |= {("state", name): _copied(t) for name, t in changed.items() if id(t) not in gradients}
@@ -195,7 +197,7 @@ class ProvingStep:
             tensor.grad = None
 
     def _backward(self, output: Any) -> torch.Tensor | None:
-        """Loss and backward pass; where the loss closes over tensors of the caller's graph, it stays out of that."""
+        """Runs loss and backward pass, but not through the caller's graph if the loss closes over tensors of it."""
         loss = scalar_loss(output, self.loss_fn)
         ends = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
         starts = [None] if loss is not None else [torch.ones_like(t) for t in ends]
@@ -207,7 +209,7 @@ class ProvingStep:
         return None if loss is None else loss.detach()
 
     def _own_leaves(self, foreign: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The leaves that may receive gradients: the model's own, and those at which no graph of the caller starts."""
+        """The leaves that may receive gradients: the model's own, and leaves at which no graph of the caller starts."""
         ours = {id(t) for t in (*self.model.parameters(), *self.inputs.leaves)}
         theirs = leaves_behind(foreign) - ours
         return [t for t in self._receiving() if t.requires_grad and id(t) not in theirs]
@@ -225,18 +227,18 @@ def compare(
     """Compares a planned step with the plain one.
 
     Args:
-        step: of which both are results.
+        step: step that gave both results.
         call: the planned call.
-        plain: of the plain module.
-        planned: of the plan.
+        plain: result of the plain module.
+        planned: result of the plan.
         rounding: whether a difference within rounding is allowed.
-        seconds: what the plain step took.
+        seconds: time that the plain step took.
 
     Returns:
-        What was found.
+        The result of the comparison.
 
     Raises:
-        ExactnessError: if bits differ, or with `rounding` by more than that.
+        ExactnessError: if bits differ, or with `rounding`, if results differ by more than rounding.
     """
     keys = list(dict.fromkeys((*plain.tensors, *(planned.tensors if plain.has_gradients else ()))))
     differing = [k for k in keys if not _equal(plain.tensors.get(k), planned.tensors.get(k))]
@@ -278,7 +280,7 @@ def compare(
 
 
 def _where(step: ProvingStep, call: Callable[..., Any], backward: bool) -> str:
-    """Names the first op that differs; nothing where none can be told."""
+    """Names the first op that differs; empty if none is found."""
     difference = first_difference(
         lambda: step.made(step.model._call_impl, backward=backward), lambda: step.made(call, backward=backward)
     )
@@ -290,7 +292,7 @@ def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 
 
 def _within(key: _Key, plain: StepResult, planned: StepResult, again: StepResult, scale: float) -> bool:
-    """Whether a tensor differs by rounding, or by no more than a few times what the plain step differs from itself."""
+    """Whether a tensor differs by rounding, or by at most a few times the difference of the plain step from itself."""
     a, b, c = (result.tensors.get(key) for result in (plain, planned, again))
     if a is None or b is None or a.shape != b.shape or a.dtype is not b.dtype:
         return False
@@ -335,7 +337,7 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _dropped(tensor: torch.Tensor) -> None:
-    """Keeps nothing of what autograd would save."""
+    """Drops a tensor that autograd would save."""
 
 
 def _refused(_: None) -> torch.Tensor:

@@ -1,9 +1,9 @@
-"""A plan is run before it is given out: its results are the plain step's, and its peak is within the budget.
+"""Runs a plan before it is returned: its results must be the plain step's, and its peak within the budget.
 
 The planner predicts a peak, and a run may take more: workspaces of kernels, an allocator that leaves bytes unused. As
-in any closed loop, what was missed is taken from what the planner may use, and the next plan is measured again.
+in any closed loop, the excess is subtracted from the planner's budget, and the next plan is measured again.
 
-Known limits: the plain step's gradients are compared where it fits in what is free, else its outputs only.
+Known limits: the gradients of the plain step are compared where the step fits in free memory, else only its outputs.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def prove(
     progress: Progress | None = None,
     keep_call: bool = False,
 ) -> Plan:
-    """Runs the plan; compares its results with the plain step's, and plans for less if the peak exceeds the budget.
+    """Runs the plan, compares its results with the plain step's, and plans for less if the peak exceeds the budget.
 
-    The model, its inputs, the loss and the optimizer are as before, whether that succeeds or not.
+    The model, its inputs, the loss and the optimizer stay unchanged, whether the proof succeeds or not.
 
     Returns:
         The plan with its proof and measured peak; with `keep_call` it keeps the compiled call (`Planned.call`).
@@ -81,7 +81,7 @@ def prove(
             call = compile_program(model, plan.planned.capture, plan.program, describe=plan.words())
             found, strayed = _planned_result(step, call)  # compiles
             if step.perturbed and strayed:
-                # Code between subgraphs branched on parameters that were moved. The planned way is the one to prove.
+                # Code between subgraphs branched on perturbed parameters. The planned branch is the one to prove.
                 del found
                 step, begin = replace(step, perturbed=()), time.perf_counter()
                 plain = _plain_result(step, plan, device_of(model))
@@ -91,7 +91,7 @@ def prove(
             proof = compare(step, call, plain, found, rounding=rounding, seconds=seconds) if plain is not None else None
             del found
             peak = _measured_peak(step, plan, call)
-            if peak > budget_bytes:  # a thread beside, or garbage that is collected late, may have been counted
+            if peak > budget_bytes:  # another thread or garbage that is collected late may have been counted
                 state.restore()
                 peak = min(peak, _measured_peak(step, plan, call))
             state.restore()
@@ -102,7 +102,7 @@ def prove(
                 return replace(plan, budget_bytes=budget_bytes, measured_peak_bytes=peak, proof=proof, planned=planned)
             if attempt == _PROVING_RUNS - 1:
                 break
-            # What the model of memory misses is taken from what the planner may use.
+            # The memory that the model misses is subtracted from the planner's budget.
             target = lowered(target, budget_bytes, measured_bytes=peak, predicted_bytes=plan.predicted.peak_bytes)
             log.info("measured %d bytes, predicted %d; planning for %d", peak, plan.predicted.peak_bytes, target)
             planned = plan.planned
@@ -113,8 +113,8 @@ def prove(
                 except BudgetError as error:
                     if tried_least or error.least_bytes > budget_bytes:
                         raise
-                    # The plan with the lowest predicted peak may exceed it by less than the other plans exceed theirs,
-                    # and `BudgetError.least_bytes` was measured with that plan.
+                    # The plan with the lowest predicted peak may exceed it by less than other plans exceed theirs, and
+                    # `BudgetError.least_bytes` was measured with that plan.
                     tried_least = True
                     log.info("planning for %d bytes, the lowest predicted peak", error.least_bytes)
                     plan = again(for_least(request, model), error.least_bytes)
@@ -137,8 +137,8 @@ def prove(
 def for_least(request: Request, model: nn.Module) -> Request:
     """The request for the plan that `BudgetError.least_bytes` was measured with.
 
-    On a CPU any plan of so few bytes tells; fast ones take long to find. CUDA's allocator leaves up to 1 MiB unused
-    behind a tensor, which depends on the plan.
+    On a CPU, any plan with such a low peak will do; fast plans take long to find. CUDA's allocator leaves up to 1 MiB
+    unused behind a tensor, and how much depends on the plan.
     """
     return replace(request, any_speed=device_of(model).type == "cpu")
 
@@ -146,8 +146,8 @@ def for_least(request: Request, model: nn.Module) -> Request:
 def lowered(target_bytes: int, budget_bytes: int, *, measured_bytes: int, predicted_bytes: int) -> int:
     """The budget of the next plan, after a plan made for `target_bytes` took more than `budget_bytes`.
 
-    By how much a plan exceeds its prediction is taken from the user's budget, once. It is not taken from the last
-    target, which is lowered already by how much earlier plans exceeded theirs.
+    The excess of a plan over its prediction is subtracted from the user's budget, once. It is not subtracted from the
+    last target, which is lowered already by the excess of earlier plans.
     """
     return min(target_bytes - (measured_bytes - budget_bytes), budget_bytes - (measured_bytes - predicted_bytes))
 
@@ -176,7 +176,7 @@ def proving_step(
 
 
 def _with_plain_result(step: ProvingStep, plan: Plan, device: torch.device) -> tuple[ProvingStep, StepResult | None]:
-    """The plain step's results on perturbed parameters; on those of the module where the others lead nowhere."""
+    """The plain step's results on perturbed parameters; on the module's own where the perturbed ones fail."""
     constant = () if is_sharded(step.model) else constant_parameters(step.model, step.state)
     if constant:
         try:
@@ -184,15 +184,15 @@ def _with_plain_result(step: ProvingStep, plan: Plan, device: torch.device) -> t
             plain = _plain_result(perturbed, plan, device)
             if plain is not None and plain.is_finite:
                 return perturbed, plain
-        except Exception as error:  # the user's code may check its parameters; without them it says what it has to say
+        except Exception as error:  # the user's code may check its parameters; unperturbed, it raises its own errors
             log.info("the plain step refuses perturbed parameters: %s: %s", type(error).__name__, error)
     return step, _plain_result(step, plan, device)
 
 
 def _plain_result(step: ProvingStep, plan: Plan, device: torch.device) -> StepResult | None:
-    """The results of the plain step, without gradients where that does not fit in what is free or says nothing.
+    """The results of the plain step, without gradients where these do not fit in free memory or prove nothing.
 
-    None for a sharded module some process of which has no room for it, since all run it or none does.
+    None for a sharded module if some process has no room for the step, since all processes run it or none does.
     """
     assert plan.planned is not None
     model, graph = step.model, plan.planned.graph
@@ -213,16 +213,16 @@ def _plain_result(step: ProvingStep, plan: Plan, device: torch.device) -> StepRe
 
 
 def _planned_result(step: ProvingStep, call: PlannedCall) -> tuple[StepResult, bool]:
-    """The results of the planned step, and whether its code took another way than the planned one."""
+    """The results of the planned step, and whether its code took another branch than the planned one."""
     here = Pass()
     found = step.result(lambda *args, **kwargs: call.recorded(here, args, kwargs))
     return found, call.strayed(here)
 
 
 def _measured_peak(step: ProvingStep, plan: Plan, call: PlannedCall) -> int:
-    """Peak of one planned forward and backward pass; gradients that exist stay and count."""
+    """Peak of one planned forward and backward pass; existing gradients stay in memory and count."""
     assert plan.planned is not None
-    # Memory of code between subgraphs and of libraries is measured here, so it is not counted as there already.
+    # Memory of code between subgraphs and of libraries is measured here, so it is not part of the start.
     graph, device = plan.planned.graph, device_of(step.model)
     start = graph.static_bytes - plan.planned.capture.between_bytes - library_bytes(graph, device)
 

@@ -1,12 +1,12 @@
-"""Records the ops of a step as they run: which, in which module, and a fingerprint of what each made.
+"""Records the ops of a step as they run: their names, their modules, and fingerprints of their results.
 
-A dispatch mode sees every op of forward and backward pass. Which module an op belongs to is known from hooks that run
+A dispatch mode sees every op of the forward and the backward pass. The module of an op is known from hooks that run
 around every module's forward pass, and in the backward pass from the sequence number that autograd gives to the node of
-a forward op. A fingerprint is a hash of a tensor's bits in logical order: equal for equal contents, however they are
-laid out in memory. Hashes are kept, not tensors, so a step is recorded in little more than its own memory.
+a forward op. A fingerprint is a hash of a tensor's bits in logical order: equal for equal contents, whatever their
+layout in memory. The recorder stores hashes, not tensors, so recording a step takes little more memory than the step.
 
-Known limits: subclasses of tensors, sparse ones and fakes have no fingerprint. Ops of a backward node that a higher
-derivative made belong to the nearest op before it.
+Known limits: tensor subclasses, sparse tensors and fake tensors have no fingerprint. Ops of a backward node that a
+higher derivative made belong to the nearest op before it.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from memfit.fxir.op_family import op_family
 __all__ = ["Place", "RecordedOp", "RecordedOps", "RecordedTensor", "fingerprint", "modules_known"]
 
 _NOT_THE_USERS = (str(Path(torch.__file__).parent) + os.sep, str(Path(__file__).parents[1]) + os.sep, "<")
-"""Beginnings of the files of torch and of memfit."""
+"""Path prefixes of the files of torch and of memfit."""
 
 _CHUNK_BYTES = 64 << 20
 _UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize", "set")
-"""Ops whose result says nothing yet."""
+"""Ops whose result has no contents yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the user's program runs an op.
+    """The place in the user's program that runs an op.
 
     Attributes:
         module: path and class of the module, as far as it is known.
-        line: file, line and function of the innermost code that is not torch's.
+        line: file, line and function of the innermost code that is neither torch's nor memfit's.
     """
 
     module: str = ""
@@ -58,10 +58,10 @@ class RecordedTensor:
     """A tensor as an op made or read it.
 
     Attributes:
-        fingerprint: of its bits in logical order; None if it has none.
+        fingerprint: hash of its bits in logical order; None if it has none.
         shape: sizes.
         strides: its layout in memory.
-        dtype: of its elements.
+        dtype: dtype of its elements.
     """
 
     fingerprint: bytes | None
@@ -71,21 +71,21 @@ class RecordedTensor:
 
     @property
     def size(self) -> int:
-        """How many elements."""
+        """The number of elements."""
         return torch.Size(self.shape).numel()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedOp:
-    """One call.
+    """One recorded call.
 
     Attributes:
-        name: such as `aten.relu.default`.
+        name: name of the op, such as `aten.relu.default`.
         backward: whether it ran in a backward pass.
-        place: where; in the backward pass that of the forward op.
-        results: what it made.
-        sources: what it read, as the numbers of the ops that made it and the places among their results.
-        is_view: whether its results are its operands under another shape.
+        place: place in the user's program; in the backward pass, that of the forward op.
+        results: tensors that it made.
+        sources: tensors that it read, each as the number of the op that made it and its place among the results.
+        is_view: whether its results are views of its operands.
         is_random: whether it draws random numbers.
     """
 
@@ -100,11 +100,11 @@ class RecordedOp:
 
 @dataclass(slots=True)
 class Watched:
-    """A call that is looked at more closely.
+    """A call that is recorded in more detail.
 
     Attributes:
-        operands: what it read, before it ran.
-        results: copies of what it made.
+        operands: tensors that it read, recorded before it ran.
+        results: copies of the tensors that it made.
     """
 
     operands: tuple[RecordedTensor, ...] = ()
@@ -115,12 +115,12 @@ class RecordedOps(TorchDispatchMode):
     """While active, records every call.
 
     Args:
-        operands: whether fingerprints of what is read are kept as well, in `contents`.
-        watch: number of a call whose operands and results are kept.
-        hashes: whether anything is hashed but the call that is watched.
+        operands: whether fingerprints of operands are stored as well, in `contents`.
+        watch: number of a call whose operands and results are stored.
+        hashes: whether calls other than the watched call are hashed.
     """
 
-    # Dynamo refuses to run compiled code under other modes, and random ops that are replayed are of higher order.
+    # Dynamo refuses to run compiled code under other modes, and replayed random ops are higher-order ops.
     is_infra_mode = classmethod(lambda cls: True)
     supports_higher_order_operators = True
 
@@ -133,7 +133,7 @@ class RecordedOps(TorchDispatchMode):
         self.modules = _Modules()
         self._operands, self._watch, self._hashes = operands, watch, hashes
         self._writer: dict[int, tuple[int, int]] = {}
-        self._numbers: list[int] = []  # of autograd's nodes, ascending, and the places of their forward ops
+        self._numbers: list[int] = []  # of autograd's nodes, ascending; `_places` has their forward ops
         self._places: list[Place] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -173,7 +173,7 @@ class RecordedOps(TorchDispatchMode):
         return result
 
     def end(self, returned: object) -> None:
-        """Takes note of what the step returned: which ops made it (`returned`), and what it holds (`contents`)."""
+        """Records the returned tensors: the ops that made them (`returned`) and their contents (`contents`)."""
         tensors = [t for t in pytree.tree_leaves(returned) if isinstance(t, torch.Tensor)]
         self.returned.update(self._writer[key][0] for t in tensors if (key := _memory(t)) in self._writer)
         if self._operands:
@@ -183,7 +183,7 @@ class RecordedOps(TorchDispatchMode):
         self.contents.update(seen for t in tensors if (seen := fingerprint(t)) is not None)
 
     def _place(self) -> tuple[Place, bool]:
-        """Where the op that runs now comes from, and whether it runs in a backward pass."""
+        """The place of the op that runs now, and whether it runs in a backward pass."""
         node: Any = torch._C._current_autograd_node()
         if node is not None:
             found = bisect.bisect_right(self._numbers, node._sequence_nr()) - 1
@@ -252,12 +252,12 @@ def recorded(tensor: torch.Tensor, *, hashes: bool = True) -> RecordedTensor:
 
 
 def fingerprint(tensor: torch.Tensor) -> bytes | None:
-    """A hash of a tensor's dtype, size and bits in logical order; None of what has no bits of its own."""
+    """A hash of a tensor's dtype, size and bits in logical order; None for a tensor without bits of its own."""
     if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
         return None
     if tensor.is_meta or tensor.is_quantized or torch._is_functional_tensor(tensor):
         return None
-    if tensor.numel() and not tensor.untyped_storage().nbytes():  # it stands for its shape only, or is freed
+    if tensor.numel() and not tensor.untyped_storage().nbytes():  # it is metadata-only, or is freed
         return None
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     flat = flat.as_strided(flat.shape, (1,))  # a single element has any stride, also when contiguous

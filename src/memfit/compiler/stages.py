@@ -1,6 +1,6 @@
-"""The parts of the road from a module and a budget to a plan: capture and profile, then plan and check.
+"""The phases from a module and a budget to a plan: capture and profile, then plan and check.
 
-`memfit.compiler.driver` is the road.
+`memfit.compiler.driver` puts the phases together.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ __all__ = [
 
 
 Progress = Callable[[str, int, int], None]
-"""Told the stage, what is done of it and how much there is to do."""
+"""Called with the name of the phase, the amount of work done and the total amount."""
 
 _BITWISE = ("keep", "recompute", "swap")
 _ALL = (*_BITWISE, "tile")
@@ -66,29 +66,30 @@ _ALL = (*_BITWISE, "tile")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """Requirements for a plan, beside the model and its inputs.
+    """Requirements for a plan, in addition to the model and its inputs.
 
     Attributes:
-        budget: bytes, or a string such as `"8GiB"`, `"60%"` of the device, `"auto"` for what is free.
+        budget: bytes, or a string such as `"8GiB"`, `"60%"` of the device, `"auto"` for all that is free.
         loss_fn: takes the output, returns a scalar.
-        optimizer: its state and step count; or the bytes of its state.
+        optimizer: optimizer, whose state and step count towards the budget; or the bytes of its state.
         strategy: name of a planner.
         levers: `"bitwise"`, `"all"` or a tuple of lever names.
-        tiers: where swapped bytes may go; see `memfit.runtime.offload.tiers.parse_tiers`.
-        prove: run the plan once, compare it with the plain step, and correct it.
-        exact: `"bitwise"`, or `"rounding"` to take a plan whose results differ by rounding.
-        label: what is planned, for people.
+        tiers: tiers to which storages may be swapped out; see `memfit.runtime.offload.tiers.parse_tiers`.
+        prove: whether to run the plan once, compare it with the plain step, and correct it.
+        exact: `"bitwise"`, or `"rounding"` to accept a plan whose results differ by rounding.
+        label: name of the planned step, for people.
         search_seconds: roughly how long `"auto"` searches; up to four times that while far from the bound.
         any_speed: whether `"auto"` takes any plan that fits, instead of a fast one.
-        accumulate: how gradients of parameters are added to `.grad` when made; None for after the backward pass.
-        beside_bytes: what is in memory beside the module and its inputs, such as DDP's buckets.
+        accumulate: how gradients of parameters are added to `.grad` when made; None to add them after the backward
+            pass.
+        beside_bytes: bytes in memory in addition to the module and its inputs, such as DDP's buckets.
         cut: whether outputs the loss does not use are cut from the gradient.
-        without_gradient: outputs of the last graph to cut beside, as none reached them in the loop.
-        cut_between: whether outputs of earlier graphs are cut that no gradient of the loss comes to.
-        told: whether the loop, not a guess, tells which outputs left by a side door get a gradient.
-        proves_gradients: whether gradients are compared, too, where the loss alone brings those of the loop.
-        decide: whether branches on inputs are decided, each way with a plan of its own; else they break the graph.
-        by_use: whether gradients are returned use by use, since passes share a backward pass.
+        without_gradient: outputs of the last graph to cut as well, since no gradient reached them in the loop.
+        cut_between: whether outputs of earlier graphs are cut if no gradient of the loss reaches them.
+        told: whether the loop, not a guess, tells which outputs left on a module or in a hook get a gradient.
+        proves_gradients: whether gradients are compared too; False if the loop brings others than the loss alone.
+        decide: whether branches on inputs are decided, each branch with a plan of its own; else they break the graph.
+        by_use: whether gradients are returned use by use, since several forward passes share a backward pass.
         checkpointing: `"refuse"` a model that checkpoints itself, or `"replace"` its checkpoints by the plan.
         backward_in_autocast: whether the loop runs the backward pass inside the autocast region of the forward pass.
     """
@@ -118,7 +119,7 @@ class Request:
 
     @property
     def whole_optimizer(self) -> OptimizerLike | None:
-        """The optimizer, or the bytes that stand for it; not only of some parameters."""
+        """The optimizer of all parameters, or the bytes that stand for it."""
         return self.optimizer.optimizer if isinstance(self.optimizer, OptimizerPart) else self.optimizer
 
     @property
@@ -132,11 +133,11 @@ class Planned:
     """Step and request that a plan was made from, and the signature of the calls that it is for.
 
     Attributes:
-        capture: of the step.
-        graph: the same, profiled.
-        request: what was asked.
-        signature: of the inputs.
-        call: what the proving run compiled, for the same module to go on with; it holds on to the module.
+        capture: capture of the step.
+        graph: profiled graph of the step.
+        request: request for the plan.
+        signature: signature of the inputs.
+        call: call that the proving run compiled, for the same module to reuse; it keeps the module alive.
     """
 
     capture: Capture
@@ -151,11 +152,11 @@ def resolve_budget(budget: int | str, device: torch.device, static_bytes: int = 
 
     Args:
         budget: bytes, `"8GiB"`, `"60%"`, or `"auto"`.
-        device: whose memory percentages and `auto` refer to.
-        static_bytes: what of the step is in memory already, and so not free but within the budget.
+        device: device to whose memory percentages and `auto` refer.
+        static_bytes: bytes of the step that are in memory already, and so not free but within the budget.
 
     Raises:
-        SpecError: if it cannot be understood, or exceeds the device.
+        SpecError: if the budget cannot be parsed, or exceeds the memory of the device.
     """
     if budget == "auto":
         return free_bytes(device) + static_bytes
@@ -180,17 +181,17 @@ def capture_and_profile(
     cache: CostCache | None = None,
     progress: Progress | None = None,
 ) -> tuple[Capture, StepGraph]:
-    """The step with measured times.
+    """The captured step, and its graph with measured times.
 
     Args:
-        model: in training mode.
+        model: module in training mode.
         args: positional inputs.
         kwargs: keyword inputs.
-        request: budget and the rest.
-        grid: the step in tiles of a grid, for the lever `tile`; empty for none.
-        before: a capture for the same request, perhaps in other tiles; its trace serves again.
-        cache: known costs; those of the machine if left out.
-        progress: told how far it is.
+        request: budget and other requirements.
+        grid: grid of tiles of the step, for the lever `tile`; empty for no tiles.
+        before: a capture for the same request, perhaps in other tiles; its trace is reused.
+        cache: known costs; by default those of this machine.
+        progress: called with the progress.
     """
     device = device_of(model)
     if progress is not None:
@@ -229,7 +230,7 @@ def _captured(
     separate: Callable[[str], bool],
     grid: tuple[int, ...],
 ) -> Capture:
-    """The step as captured for a request, with what is in memory beside it."""
+    """The step captured for a request; its static bytes include `Request.beside_bytes`."""
     agreed_start(model, lambda: check_step(model, args, kwargs, checkpointing=request.checkpointing))
     capture = capture_step(
         *(model, args, kwargs),
@@ -267,7 +268,7 @@ def plan_captured(
     *,
     progress: Progress | None = None,
 ) -> Plan:
-    """Plans a profiled step; nothing runs."""
+    """Plans a profiled step without running it."""
     if progress is not None:
         progress("plan", 0, 1)
     program, bound_seconds = agreed_program(model, lambda: _program(graph, request, budget_bytes), device_of(model))
@@ -321,10 +322,10 @@ def fingerprint(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -
 
 
 def check_request(request: Request, device: torch.device) -> None:
-    """Refuses what makes no sense.
+    """Refuses an invalid request.
 
     Raises:
-        SpecError: with what there is.
+        SpecError: if it is invalid; the message lists the valid values.
     """
     levers = {"bitwise": _BITWISE, "all": _ALL}.get(str(request.levers), request.levers)
     if isinstance(levers, str) or not set(levers) <= set(_ALL):

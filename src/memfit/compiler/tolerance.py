@@ -1,11 +1,12 @@
-"""How far a tiled step may be from the plain one: sums are made in another order, so results differ by rounding.
+"""How far a tiled step may be from the plain step: sums are made in another order, so results differ by rounding.
 
-Rounding is measured, not guessed: the plain step is taken in float64 as well, and what the plain step in float32 is off
-from that, a tiled step may be off four times: each tensor by four times its own error, or by four times the relative
-error of all gradients together if that is more. Errors are norms over a tensor; single elements scatter.
+Rounding is measured, not guessed: the plain step runs in float64 as well, and the distance of the plain step in float32
+from it is the plain step's own error. A tiled step may have four times that error: each tensor four times its own
+error, or four times the relative error of all gradients together if that is more. Errors are norms over a tensor;
+single elements scatter.
 
 Known limits: where there is no wider step to compare with, the plain step itself is the reference, a coarse one: for
-float64, and where ops draw random numbers of which another dtype draws others (`own_rounding`).
+float64, and where ops draw random numbers, since another dtype draws other numbers (`own_rounding`).
 """
 
 from __future__ import annotations
@@ -21,27 +22,27 @@ from torch.utils import _pytree as pytree
 __all__ = ["in_float64", "in_widest", "is_within_rounding", "own_rounding"]
 
 _TIMES = 4
-"""So many times the plain step's own error."""
+"""Allowed multiple of the plain step's own error."""
 
 _WIDE = (torch.float64, torch.complex128)
 
 _OF_FLOAT64 = 1e-12
-"""Relative to all gradients together."""
+"""Allowed error in float64, relative to all gradients together."""
 
 _OTHER_STEP = 0.1
-"""Two steps whose gradients are so much apart, relatively, drew other random numbers."""
+"""Two steps drew different random numbers if the relative distance of their gradients is larger than this."""
 
 _OF_RANDOM = 1e3
-"""So many units in the last place of all gradients together."""
+"""Allowed error without a wider reference, in units in the last place of all gradients together."""
 
 _OF_NARROW = 16
-"""So many of a dtype of 16 bits, as autocast computes in."""
+"""The same for a dtype of 16 bits, as autocast computes in."""
 
 
 def in_float64(
     model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """The model, made float64, and its inputs likewise."""
+    """The model and its inputs, converted to float64."""
 
     def wide(tensor: torch.Tensor) -> torch.Tensor:
         made = in_widest(tensor)
@@ -52,10 +53,10 @@ def in_float64(
 
 
 def own_rounding(plain: Mapping[Any, torch.Tensor], wide: Mapping[Any, torch.Tensor]) -> float | None:
-    """How far the plain step's gradients, together, are from those in float64, relatively.
+    """The relative distance of the plain step's gradients, all together, from those in float64.
 
     Returns:
-        None if they are not those of the same step but of one that drew other random numbers, or there are none.
+        None if the float64 step drew other random numbers, or if there are no gradients.
     """
     if not wide or plain.keys() != wide.keys():
         return None
@@ -76,12 +77,12 @@ def is_within_rounding(
     """Whether a result differs from the plain step's by rounding only.
 
     Args:
-        plain: of the plain step.
-        found: of the tiled step.
-        reference: of the plain step in float64; None if there is none.
+        plain: result of the plain step.
+        found: result of the tiled step.
+        reference: result of the plain step in float64; None if there is none.
         scale: norm of all gradients of the plain step.
-        own: see `own_rounding`. By chance a single tensor may be nearer than that.
-        computed_in: the narrowest dtype that it was computed in, if that is another than its own.
+        own: see `own_rounding`. By chance, the error of a single tensor may be lower.
+        computed_in: narrowest dtype that the result was computed in, if it differs from its own dtype.
     """
     if plain.shape != found.shape or plain.dtype is not found.dtype or in_widest(plain).dtype not in _WIDE:
         return False
@@ -95,7 +96,7 @@ def is_within_rounding(
 
 
 def _share(dtype: torch.dtype) -> float:
-    """How far a step may be from another, relatively, where no wider one tells how far each is from the truth."""
+    """The allowed relative distance of two steps where no wider step tells how far each is from the exact result."""
     if dtype in _WIDE:
         return _OF_FLOAT64
     info = torch.finfo(dtype)
@@ -107,7 +108,7 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def in_widest(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor in the widest dtype of its kind; one of integers as it is."""
+    """A tensor in the widest dtype of its kind; a tensor of integers is unchanged."""
     if tensor.is_complex():
         return tensor.to(torch.complex128)
     return tensor.double() if tensor.is_floating_point() else tensor

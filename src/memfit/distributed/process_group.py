@@ -1,11 +1,11 @@
 """Agreement between processes that train together, as the stages of a pipeline or the holders of a module's shards.
 
-The first process plans and sends the plan as JSON; every process says whether it can run it, and if one cannot, none
-does. Who they are is told by process groups: one, or one for each dimension of a mesh. In a pipeline, a
-process that fails in a step leaves its error where the others find it and closes its connections, so that those who
-wait for it wake up with an error, and raise the first one.
+The first process plans and sends the plan as JSON; every process reports whether it can run the plan, and if one
+process cannot, none does. Process groups define the processes: one group, or one for each dimension of a mesh. In a
+pipeline, a process that fails in a step writes its error to the shared store and closes its connections, so that
+waiting processes wake up with an error and raise the first one.
 
-Known limits: a process that is killed leaves no error; the others are told by their connections.
+Known limits: a process that is killed leaves no error; the others notice it by their connections.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Groups: TypeAlias = "Sequence[dist.ProcessGroup | None]"
 
 
 def join() -> None:
-    """Makes a process group of one where there is none; the engine asks for one."""
+    """Makes a process group of one process if there is no group; the pipeline engine needs a group."""
     if not dist.is_initialized():
         from torch._C._distributed_c10d import HashStore  # not in every build of torch
 
@@ -55,17 +55,17 @@ def join() -> None:
 
 
 def rank(group: dist.ProcessGroup | None = None) -> int:
-    """This process's number."""
+    """Rank of this process."""
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 
 def world_size(group: dist.ProcessGroup | None = None) -> int:
-    """How many processes there are."""
+    """Number of processes."""
     return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
 def average_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Replaces every gradient by the mean of those of a group, in place."""
+    """Replaces every gradient by its mean over the processes of a group, in place."""
     for parameter in parameters:
         if parameter.grad is not None:
             dist.all_reduce(parameter.grad, group=group)
@@ -81,7 +81,7 @@ def send_document(document: Any, device: torch.device, groups: Groups = (None,))
     """Sends a JSON document from the first process to all others, and returns it."""
     if not dist.is_initialized():
         return document
-    # Along the last dimension first: what other rows send there is nothing, and overwritten by what comes next.
+    # Along the last dimension first: other rows send no valid document there, and the next broadcast overwrites it.
     for group in reversed(groups):
         data = torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8).to(device)
         length = torch.tensor([data.numel()], device=device)
@@ -94,7 +94,7 @@ def send_document(document: Any, device: torch.device, groups: Groups = (None,))
 
 
 def largest(value: int, device: torch.device, groups: Groups = (None,)) -> int:
-    """The largest of what all processes say."""
+    """The largest value over all processes."""
     found = torch.tensor([value], device=device)
     for group in groups if dist.is_initialized() else ():
         dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
@@ -102,10 +102,10 @@ def largest(value: int, device: torch.device, groups: Groups = (None,)) -> int:
 
 
 def agree(error: BaseException | None, device: torch.device, groups: Groups = (None,)) -> None:
-    """Ends what was begun together if a process met an error.
+    """Raises on every process if one process has an error.
 
     Raises:
-        PipelineError: on every process, naming one that met an error; there its own error is raised.
+        PipelineError: on every process, naming one that has an error; a process with an error raises its own error.
     """
     text = "" if error is None else f"process {rank()} cannot run the plan: {type(error).__name__}: {error}"
     for group in groups if dist.is_initialized() else ():
@@ -124,10 +124,10 @@ def agree(error: BaseException | None, device: torch.device, groups: Groups = (N
 
 
 def fail(error: BaseException) -> None:
-    """Tells the others why this process gives up, and wakes those who wait for it."""
+    """Tells the other processes why this process stops, and wakes the processes that wait for it."""
     if world_size() == 1:
         return
-    with contextlib.suppress(Exception):  # whatever the store says, connections are closed
+    with contextlib.suppress(Exception):  # connections are closed even if the store fails
         store = dist.distributed_c10d._get_default_store()
         store.compare_set(_FAILED, "", json.dumps({"rank": rank(), "error": f"{type(error).__name__}: {error}"[:2000]}))
     if dist.get_backend() == "nccl":

@@ -1,15 +1,17 @@
-"""The storages of a joint graph: what is a view, what shares memory, what belongs to the forward pass.
+"""The storages of a joint graph: which nodes are views, which nodes share memory, which belong to the forward pass.
 
-A functional graph tells who reads whom, not who lives in whose memory. A node whose result lives in the memory of an
-operand costs nothing and is not an op; a node that makes memory is one, and the memory lives as long as its last view.
+A functional graph tells which node reads which result, not which results share memory. A node whose result lies in the
+memory of an operand costs nothing and is not an op; a node that allocates memory is an op, and its memory lives as long
+as its last view.
 
-The technique: fake tensors share storages exactly as real ones do, so nodes whose fake tensors have one storage are one
-storage here, made by the first of them. Forward is what an output of the forward pass depends on, and whatever was
-traced before the first node that depends on a tangent: autograd saves such results. The position in the graph alone
-does not tell, as `getitem` and `detach` nodes of forward values lie among the backward ones.
+The technique: fake tensors share storages exactly as real tensors do, so nodes whose fake tensors have the same storage
+have the same storage here, made by the first of these nodes. The forward pass consists of the nodes that its outputs
+depend on, and of all nodes traced before the first node that depends on a tangent: autograd saves the results of the
+latter. The position of a node in the graph is not enough, as `getitem` and `detach` nodes of forward values lie among
+the backward nodes.
 
-Known limits: static sizes only; a storage is as large as its fake tensor says, which for a result laid out otherwise by
-its kernel is put right before (`memfit.capture.eager.fake_strides`).
+Known limits: static sizes only; a storage is as large as its fake tensor says. Where a kernel gives its result another
+layout, `memfit.capture.eager.fake_strides` corrects the fake tensor before.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ __all__ = ["find_storages", "forward_nodes", "overwritten_inputs", "tuple_reads"
 
 
 def forward_nodes(graph: fx.Graph, outputs: list[fx.Node | None]) -> set[fx.Node]:
-    """Nodes that the forward outputs depend on, and those traced before backward began (saved by the forward)."""
+    """Nodes that the forward outputs depend on, and nodes traced before backward began (saved by the forward pass)."""
     needed: set[fx.Node] = set()
     stack = [n for n in outputs if isinstance(n, fx.Node)]
     for node in graph.nodes:
@@ -48,15 +50,15 @@ def forward_nodes(graph: fx.Graph, outputs: list[fx.Node | None]) -> set[fx.Node
 def find_storages(
     graph: fx.Graph, forward: set[fx.Node]
 ) -> tuple[list[JointStorage], dict[fx.Node, int], dict[fx.Node, tuple[int, ...]]]:
-    """Tells ops from views, and which storage each tensor of a joint graph lives in.
+    """Tells ops from views, and finds the storage of each tensor of a joint graph.
 
     Args:
         graph: the joint graph; its nodes carry fake tensors.
         forward: see `forward_nodes`.
 
     Returns:
-        The storages, in the order they are made; for each node that is a tensor the number of its storage; for each op
-        the numbers of those it makes.
+        The storages, in the order they are made; for each node that yields a tensor, the number of its storage; for
+        each op, the numbers of the storages it makes.
     """
     storages: list[JointStorage] = []
     number: dict[int, int] = {}
@@ -94,7 +96,7 @@ def find_storages(
                 if new:
                     written.append(storage)
                 if isinstance(node.meta["val"], torch.Tensor) or not new:
-                    storage_of[node] = storage  # a list of views, as `split` makes, lives where they do
+                    storage_of[node] = storage  # a list of views, as `split` makes, shares their storage
             if written or node.is_impure() or not tensors:
                 ops[node] = tuple(written)
     return storages, storage_of, ops

@@ -1,4 +1,4 @@
-"""A call that is in no graph yet, with what one asks of a node of a graph."""
+"""A call that is not in a graph yet, with the properties of a graph node that other code reads."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["Call"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Call:
-    """A call that is in no graph yet, with what one asks of a node of a graph; like a node it equals itself only.
+    """A call that is not in a graph yet, with the properties of a graph node; like a node, it equals only itself.
 
     Attributes:
-        name: of the node it stands for.
-        target: what is called.
-        args: its arguments, nodes among them.
-        kwargs: none.
-        meta: `val` is its result.
+        name: name of the node that the call stands for.
+        target: function or operator that is called.
+        args: positional arguments, nodes among them.
+        kwargs: keyword arguments; none by default.
+        meta: metadata; `val` is the result of the call.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Call:
 
     @property
     def all_input_nodes(self) -> list[fx.Node]:
-        """Its operands."""
+        """The operands of the call."""
         found: dict[fx.Node, None] = {}
         fx.map_arg(self.args, lambda node: found.setdefault(node))
         return list(found)

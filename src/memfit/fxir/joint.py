@@ -1,4 +1,4 @@
-"""A joint graph, read: its ops, its storages, and who shares what (`memfit.passes.read_joint` reads it)."""
+"""The reading of a joint graph: ops, storages, and which nodes share storages (see `memfit.passes.read_joint`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["JointOp", "JointReading", "JointStorage"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JointStorage:
-    """Memory of the joint graph: `base` is the node whose result it is."""
+    """A storage of the joint graph; `base` is the node whose result the storage holds."""
 
     base: fx.Node
     nbytes: int
@@ -28,7 +28,7 @@ class JointStorage:
 
     @property
     def plain_nbytes(self) -> int:
-        """Its size without memfit where that differs: eager dropout on CPU keeps a mask of the data's dtype."""
+        """Size in the step without memfit if it differs, else 0: eager CPU dropout saves a mask of the data's dtype."""
         if PLAIN_NBYTES in self.base.meta:
             return int(self.base.meta[PLAIN_NBYTES])
         call, value = self.base.args[:1], self.base.meta["val"]
@@ -42,9 +42,10 @@ class JointStorage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JointOp:
-    """A node that computes, and what runs in its place later where that is another call (`memfit.fxir.call`).
+    """A node that computes, and the call that recomputes it if that is another call (`memfit.fxir.call`).
 
-    In the step without memfit it may read other storages, `plain_call` may run in its place, or nothing (`plain_free`).
+    In the step without memfit, the op may read other storages (`plain_reads`), another call may run in its place
+    (`plain_call`), or no call at all (`plain_free`).
     """
 
     node: fx.Node
@@ -67,23 +68,23 @@ class JointOp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JointReading:
-    """A joint graph, read.
+    """The reading of a joint graph.
 
     Attributes:
         module: the graph module, rewritten (see `memfit.passes.conv_backward_split`).
-        num_forward_outputs: how many of its outputs belong to the forward pass.
-        ops: in the order of the graph, forward ones first.
-        storages: what ops index.
+        num_forward_outputs: number of outputs that belong to the forward pass.
+        ops: ops in the order of the graph, forward ops first.
+        storages: all storages; ops refer to them by index.
         storage_of: the storage of each node that yields a tensor.
         output_storages: storages of the forward outputs, one entry per tensor output.
         gradient_storages: storages of the gradients, one entry per gradient.
         gradient_of_input: for each input the storage of its gradient, None without one.
-        separated: keys of weights' gradients that are made part by part (`memfit.passes.concat_weight_gradients`).
-        separable: those that might be.
-        grid: into how many tiles samples may be cut; empty if it was not read for the lever `tile`.
-        accumulated: storages of gradients that are added to what is there when they are made, and returned to nobody.
-        as_made: whether ops that can add to them do (`memfit.ops.accumulation`).
-        added_as_made: those of them that are never there, as ops add them as they make them.
+        separated: keys of weight gradients that are computed part by part (`memfit.passes.concat_weight_gradients`).
+        separable: nodes of weight gradients that could be computed part by part.
+        grid: numbers of tiles into which samples may be cut; empty if the graph was not read for the lever `tile`.
+        accumulated: storages of gradients that are added to existing gradients when they are made, and not returned.
+        as_made: whether ops that can add their result to these gradients directly do so (`memfit.ops.accumulation`).
+        added_as_made: storages of `accumulated` that never exist, because ops add their results directly.
     """
 
     module: fx.GraphModule
@@ -106,7 +107,7 @@ class JointReading:
         return [node for node in self.module.graph.find_nodes(op="placeholder") if not is_tangent(node)]
 
     def is_reusable(self, storage: int) -> bool:
-        """Whether something else may be put in its memory once nothing reads it."""
+        """Whether another storage may take the memory of this one after its last read."""
         found = self.storages[storage]
         ours = storage not in self.output_storages and storage not in self.gradient_storages
         return ours and found.kind in (StorageKind.FORWARD, StorageKind.BACKWARD) and owns_memory(found.base)

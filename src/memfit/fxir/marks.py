@@ -1,7 +1,7 @@
 """Nodes of a joint graph: marks in their `meta`, the storages they share, and aliases.
 
-Passes leave marks for those after them and for whoever lowers the graph. A mark is an entry of `fx.Node.meta`, so it is
-copied with the node.
+Passes leave marks for later passes and for the code that lowers the graph. A mark is an entry of `fx.Node.meta`, so it
+is copied with the node.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ _aten = torch.ops.aten
 
 
 METADATA_ONLY_PREFIX = "_metadata_only_"
-"""Names of the graph attributes that stand for an operand of which only the shape is used."""
+"""Prefix of the names of graph attributes that stand for a metadata-only operand: only its shape is used."""
 
 
 STANDS_FOR = "memfit_stands_for"
-"""Mark in the `meta` of such an attribute: the node in whose place it is."""
+"""Mark in the `meta` of such an attribute: the node that the attribute replaces."""
 
 
 HALF_OF = "memfit_half_of"
-"""Mark in the `meta` of a node: the call that makes at once what it and the other node of that mark make."""
+"""Mark in the `meta` of a node: name of the call that makes the results of both nodes with this mark at once."""
 
 
 PLAIN_NBYTES = "memfit_plain_nbytes"
-"""Mark in the `meta` of a node: what its memory takes in the step without memfit, where that differs."""
+"""Mark in the `meta` of a node: bytes of its memory in the step without memfit, where they differ."""
 
 
 def returned_storages(graph: fx.Graph) -> set[int | None]:
-    """The storages that the caller holds, by `storage_key`."""
+    """The storages of the graph outputs, which the caller holds, by `storage_key`."""
     (output,) = graph.find_nodes(op="output")
     return {storage_key(n) for n in output.args[0] if isinstance(n, fx.Node)}
 
 
 def storage_key(node: fx.Node) -> int | None:
-    """A key that nodes have in common whose tensors share memory; None if the node yields no tensor."""
+    """A key that is equal for nodes whose tensors share memory; None if the node does not yield a tensor."""
     value = node.meta.get("val")
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
 
 
 def original(node: Any) -> Any:
-    """The node that a node is an alias of."""
+    """The node of which a node is an alias through `detach` and `alias`; the node itself if it is not an alias."""
     while node.target in (_aten.detach.default, _aten.alias.default):
         node = node.args[0]
     return node
@@ -79,4 +79,4 @@ def is_view(node: fx.Node) -> bool:
 
 
 PLAIN_CALL = "memfit_plain_call"
-"""Mark in the `meta` of a node: the call in its place in the step without memfit, None for none."""
+"""Mark in the `meta` of a node: the call that runs in its place in the step without memfit, None for no call."""

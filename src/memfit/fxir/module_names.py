@@ -1,13 +1,14 @@
-"""Names of modules: which module of the user's an op belongs to, as `named_modules` calls it.
+"""Names of modules: the user's module that an op belongs to, by its name in `named_modules`.
 
-Dynamo notes for each node the modules whose code was running, by the way it got at them, such as
-`L['self'].layer1._modules['0']`. Behind a graph break that way begins at a variable of the resumed code
-(`L['___stack0']`), which says nothing to a reader and makes blocks of one module look like others.
+Dynamo records for each node the modules whose code was running, by the path over which Dynamo reached them, such as
+`L['self'].layer1._modules['0']`. After a graph break the path begins at a variable of the resumed code
+(`L['___stack0']`). Such a path tells a reader nothing, and blocks of one module look like blocks of other modules.
 
-The technique: a way that leads to a name of the model is that name. Of any other the note also has the identity of the
-module, by which it is found in the model.
+The technique: a path that leads to a name of the model becomes that name. For any other path, the record also holds the
+identity of the module, by which it is found in the model.
 
-Known limits: a module that is called under two names has the one that leads to it, or behind a graph break the first.
+Known limits: a module that is called under two names gets the name of the path that leads to it; after a graph break it
+gets the first name.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ __all__ = ["module_of", "name_modules"]
 
 
 def name_modules(graph: fx.Graph, model: nn.Module) -> None:
-    """Gives modules in the notes of a graph of Dynamo's that have no name of the model theirs."""
+    """Corrects the paths of modules in the records of a Dynamo graph where they do not lead to a name of the model."""
     modules = list(model.named_modules(remove_duplicate=False))
     names = {str(id(module)): name for name, module in reversed(modules)}
     known = {name for name, _ in modules}
@@ -46,7 +47,7 @@ def module_of(node: fx.Node) -> str:
 
 
 def _clean(path: str) -> str:
-    """`L['self'].layer1._modules['0'].conv1` to `layer1.0.conv1`."""
+    """Converts `L['self'].layer1._modules['0'].conv1` to `layer1.0.conv1`."""
     path = path.replace("__dict__.", "").replace(".__dict__", "").replace("['_modules']", "._modules")
     path = (
         path.replace("._modules['", ".")

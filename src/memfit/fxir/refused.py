@@ -8,7 +8,7 @@ __all__ = ["UnplannableGraphError", "checkpoint_error"]
 
 
 class UnplannableGraphError(CaptureError):
-    """A graph that cannot be planned as it is, but may run plainly between subgraphs that are."""
+    """A graph that cannot be planned as it is, but may run as plain code between planned subgraphs."""
 
 
 def checkpoint_error(place: str) -> CaptureError:

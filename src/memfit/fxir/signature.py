@@ -22,7 +22,7 @@ def cost_key(node: fx.Node | Call) -> str:
 
 
 def describe(value: Any) -> str:
-    """An argument in words: dtype, shape and strides of a node's tensor, the items of a list, a constant."""
+    """Describes an argument: dtype, shape and strides of a node's tensor, the items of a list, or a constant."""
     if isinstance(value, fx.Node):
         tensors = tensors_of(value)
         if tensors and not isinstance(value.meta.get("val"), list | tuple):

@@ -1,4 +1,4 @@
-"""The user's line in a stack trace, among those of torch and memfit."""
+"""The line of the user's code in a stack trace that also contains lines of torch and memfit."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""Ops of which the result can be added to a gradient as it is made, without memory of its own.
+"""Ops that can add their result to an existing gradient directly, so that it needs no memory of its own.
 
-Between micro-batches gradients of weights are added up. That of a linear layer is a product of matrices, and BLAS
-multiplies and adds at once; that of an embedding is zero but for the rows that were looked up; that of a convolution is
-a product too (`memfit.ops.kernels.conv_weight_gemm`). Made first and added then, each would be written and read again,
-which in a wide output layer takes more time than the product itself.
+Between micro-batches, gradients of weights are added up. The weight gradient of a linear layer is a matrix product, and
+BLAS multiplies and adds in one call; the gradient of an embedding is zero except for the rows that were looked up; the
+weight gradient of a convolution is a product too (`memfit.ops.kernels.conv_weight_gemm`). A gradient that is made first
+and added then is written and read once more, which in a wide output layer takes more time than the product itself.
 
-The sum is rounded otherwise, so this is for gradients that are sums of several micro-batches anyway.
+A direct sum is rounded differently, so it is for gradients that are sums of several micro-batches anyway.
 
-Known limits: embeddings on CPU only, as their sum on CUDA would depend on the order in which threads come; and without
-`padding_idx` and `scale_grad_by_freq`.
+Known limits: embeddings on CPU only, because on CUDA their sum would depend on the order in which threads arrive; and
+without `padding_idx` and `scale_grad_by_freq`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Accumulate(StrEnum):
     """How gradients of parameters are added to `.grad` inside the step (`memfit.runtime.grad_accumulation`)."""
 
     WHOLE = "whole"
-    """Each is made and then added, as autograd does, with its bits."""
+    """Each gradient is made and then added, as autograd does, with the bits of autograd."""
 
     AS_MADE = "as made"
-    """The op that makes it adds it, if it can."""
+    """The op that makes the gradient adds it directly, if it can."""
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: int = 1) -> None:
@@ -53,14 +53,14 @@ ADDING: dict[Any, Callable[..., None]] = {
     _aten.embedding_dense_backward.default: _add_rows,
     _aten.convolution_backward.default: add_weight_product,
 }
-"""Of ops what adds their result to its first argument, given the op's own arguments after that.
+"""For each op, the function that adds the result of the op to its first argument; the op's own arguments follow.
 
-With `beta=0` it is written over what is there.
+With `beta=0` the result is written over the first argument.
 """
 
 
 def can_add(made: fx.Node) -> bool:
-    """Whether the call that makes this gradient can add it to what is there."""
+    """Whether the call that makes this gradient can add it to an existing gradient."""
     call = cast(fx.Node, made.args[0]) if made.target is operator.getitem else made
     if call.target is _aten.embedding_dense_backward.default:
         padding, by_frequency = call.args[3:5]

@@ -1,16 +1,15 @@
-"""Ops that can run in chunks, one after the other, with the bits of the whole.
+"""Ops that can run in chunks, one chunk after the other, with the same bits as the whole op.
 
-CPU's convolution kernels copy their operands and results into layouts of their own, so that an op takes twice
-the memory one sees. Samples of a batch do not depend on each other, nor do channels of a weight's gradient:
-the op can run on a few of them at a time. Its copies are then small, stay in the cache and are reused by the
-allocator, which often makes it faster as well. The same holds for batch normalisation's backward
-(`memfit.ops.kernels.batch_norm`).
+CPU convolution kernels copy their operands and results into layouts of their own, so that an op takes twice the visible
+memory. Samples of a batch do not depend on each other, nor do channels of a weight gradient: the op can run on a few of
+them at a time. The copies are then small, stay in the cache and are reused by the allocator, which often makes the op
+faster as well. The same holds for the backward pass of batch normalisation (`memfit.ops.kernels.batch_norm`).
 
-The profiler measures each variant on each shape and offers only those whose bits are those of the whole
+The profiler measures each variant on each shape and offers only variants with the same bits as the whole op
 (`memfit.profiling.benchmark`); the planner chooses among them (`memfit.planner.finalize.variant_selection`).
 
-Known limits: CPU, samples outside, then channels. What sums over the batch (a weight's gradient) is cut along channels
-instead, since another order of the sum has other bits.
+Known limits: CPU only; samples must be the outermost axis, then channels. Sums over the batch (weight gradients) are
+cut along channels instead, since another order of the sum gives other bits.
 """
 
 from __future__ import annotations
@@ -31,26 +30,26 @@ __all__ = ["call_in_chunks", "candidate_chunks"]
 
 _aten = torch.ops.aten
 _CHUNK_BYTES = 8 << 20
-"""About the largest operand of a chunk: it fits a cache, and malloc reuses it rather than mapping it anew."""
+"""Approximate size of the largest operand of a chunk: it fits a cache, and malloc reuses its memory."""
 
 _FINE_BYTES = 2 << 20
-"""About the largest operand of a chunk where memory is scarcest."""
+"""Approximate size of the largest operand of a chunk where memory is scarcest."""
 
 _LARGE_IN_FINE = 4
-"""Samples are cut as finely only if an operand is so many ordinary chunks large."""
+"""Samples are cut into such fine chunks only if an operand is larger than this many ordinary chunks."""
 
 _COARSE_PARTS = 4
-"""Few chunks, for weights' gradients: every chunk reads the smaller operand again."""
+"""A low number of chunks for weight gradients, because every chunk reads the smaller operand again."""
 
 _LARGE_IN_CHUNKS = 2.5
-"""The smaller operand, read once for every chunk of the larger one, is cut as well if it is so many chunks large."""
+"""The smaller operand, read once per chunk of the larger one, is cut too if it is larger than this many chunks."""
 
 _BLOCKS = (16, 8)
-"""Channels are cut at multiples of what kernels block by, of the first where it gives enough chunks."""
+"""Channels are cut at multiples of the kernels' block sizes: of the first size where it gives enough chunks."""
 
 
 def candidate_chunks(node: fx.Node | Call) -> tuple[int, ...]:
-    """In how many chunks a node could run, beside whole; empty if it cannot.
+    """Numbers of chunks in which a node could run, in addition to whole; empty if it runs whole only.
 
     Args:
         node: an op of the joint graph.
@@ -134,7 +133,7 @@ def _weight_gradient(
     *,
     chunks: int,
 ) -> tuple[None, torch.Tensor, torch.Tensor | None]:
-    """The weight half of `convolution_backward`, over channels of both operands, or over groups."""
+    """The weight half of `convolution_backward`, in chunks of the channels of both operands, or of the groups."""
     result = torch.empty_like(weight)
     of_bias = gradient.new_empty(gradient.shape[1]) if mask[2] else None
     last, chunk_of_data = slice(0, 0), data
@@ -142,7 +141,7 @@ def _weight_gradient(
         if of_data != last:
             last, chunk_of_data = of_data, data[:, of_data].contiguous()
         chunk_of_gradient = gradient[:, of_gradient].contiguous()
-        # A weight has output channels first, a transposed convolution's has input channels first.
+        # A weight has output channels first; that of a transposed convolution has input channels first.
         rows, columns = (of_data, of_gradient) if transposed else (of_gradient, of_data)
         here = (rows,) if groups > 1 else (rows, columns)
         chunk = _aten.convolution_backward.default(
@@ -158,7 +157,7 @@ def _weight_gradient(
 
 
 def _cuts(data: torch.Tensor, gradient: torch.Tensor, groups: int, chunks: int) -> Iterator[tuple[slice, slice, int]]:
-    """Channels of input and of gradient, and the number of groups, of each call.
+    """Yields for each call the channels of the input, the channels of the gradient and the number of groups.
 
     The larger operand is cut in `chunks`, the smaller one in chunks of about the same size if it is large too.
     """
@@ -232,12 +231,12 @@ def _values(node: fx.Node) -> list[Any]:
 
 
 def _can_be_chunked(*tensors: torch.Tensor) -> bool:
-    # A slice of channels, such as half the gradient of a concatenation, is laid out well enough.
+    # A slice of channels, such as half the gradient of a concatenation, has a suitable layout.
     return all(t.device.type == "cpu" and _channels_outside(t) for t in tensors)
 
 
 def _channels_outside(tensor: torch.Tensor) -> bool:
-    """Whether samples are outside, then channels, then contiguous space."""
+    """Whether samples are the outermost axis, then channels, then contiguous space."""
     expected = 1
     for size, stride in zip(reversed(tensor.shape[2:]), reversed(tensor.stride()[2:]), strict=True):
         if size > 1 and stride != expected:

@@ -1,14 +1,15 @@
-"""Recomputing an op: the call that runs in its place.
+"""Recomputation of an op by another call that runs in its place.
 
-Batch normalisation in training mode takes statistics, updates the running ones and normalises. Recomputed it must
-not update them a second time, and its result does not depend on them. Its statistics are a few numbers per channel,
-so the first ones are kept (the backward pass needs them anyway) and a later run only normalises: one pass over
-the data instead of three, sample by sample, over its input where that dies.
+Batch normalisation in training mode computes statistics, updates the running statistics and normalises. Its
+recomputation must not update the running statistics a second time, and its result does not depend on them. The batch
+statistics are a few numbers per channel, so those of the first run are saved (the backward pass needs them anyway) and
+the recomputation only normalises: one pass over the data instead of three, sample by sample, in place over its input
+where the input dies.
 
 The profiler compares the bits for each shape; where they differ, the whole kernel is recomputed without running
 statistics.
 
-Known limits: normalising from statistics is for float32 on CPU, where the kernel multiplies and adds in one
+Known limits: normalisation from saved statistics is for float32 on CPU, where the kernel multiplies and adds with one
 rounding, as `addcmul` does.
 """
 
@@ -38,16 +39,16 @@ NORMS = {
     cudnn_batch_norm_updating: cudnn_batch_norm,
     _aten.miopen_batch_norm.default: _aten.miopen_batch_norm.default,
 }
-"""Batch normalisations and what runs them again; operands 3 and 4 are running statistics, 5 says training."""
+"""Batch normalisations and the calls that recompute them; operands 3 and 4: running statistics, 5: training flag."""
 
 
 def without_statistics(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
-    """The call that runs a batch normalisation again: same results, no running statistics.
+    """The call that recomputes a batch normalisation: same results, no running statistics.
 
     In training mode the result does not depend on the running statistics, and a second update would be wrong.
 
     Returns:
-        Target and arguments, or None if the node is no batch normalisation in training mode.
+        Target and arguments, or None if the node is not a batch normalisation in training mode.
     """
     rerun = NORMS.get(cast(Any, node.target))
     if rerun is None or node.args[5] is not True:
@@ -60,7 +61,7 @@ def from_statistics(node: fx.Node) -> Call | None:
     """The call that recomputes the first result of a batch normalisation, given its statistics.
 
     Returns:
-        The call, or None if the node is no batch normalisation for which there is one.
+        The call, or None if there is no such call for the node.
     """
     if node.target is not _aten._native_batch_norm_legit_functional.default or node.args[5] is not True:
         return None
@@ -78,15 +79,15 @@ def from_statistics(node: fx.Node) -> Call | None:
 
 
 def lies_as(target: Callable[..., torch.Tensor], args: tuple[Any, ...], like: torch.Tensor) -> bool:
-    """Whether the call's result has the strides of `like`. Where it has not, views of `like` cannot be taken of it.
+    """Whether the call's result has the strides of `like`. Otherwise the views of `like` cannot be taken of the result.
 
-    A kernel of batch normalisation makes a contiguous result of data that is neither contiguous nor channels last;
+    A batch normalisation kernel makes a contiguous result from data that is neither contiguous nor channels last;
     pointwise ops keep the strides of the data.
 
     Args:
-        target: makes one tensor.
-        args: of the call, nodes or fake tensors.
-        like: the kernel's result, fake.
+        target: function that makes one tensor.
+        args: arguments of the call, nodes or fake tensors.
+        like: result of the kernel, a fake tensor.
     """
     values = fx.map_arg(args, lambda node: node.meta["val"])
     with detect_fake_mode(like) or nullcontext():
@@ -94,13 +95,13 @@ def lies_as(target: Callable[..., torch.Tensor], args: tuple[Any, ...], like: to
 
 
 def normalise(data: torch.Tensor, *statistics: Any) -> torch.Tensor:
-    """Batch normalisation with the statistics it took before: mean and inverse deviation, then weight and bias."""
+    """Normalises data with saved statistics: mean and inverse standard deviation, then weight and bias."""
     shift, scale = _shift_and_scale(data, *statistics)
     return torch.addcmul(shift, data, scale)
 
 
 def normalise_over_data(data: torch.Tensor, *statistics: Any) -> torch.Tensor:
-    """The same, written over the data."""
+    """Normalises as `normalise` does, in place over the data."""
     shift, scale = _shift_and_scale(data, *statistics)
     return torch.addcmul(shift, data, scale, out=data)
 
@@ -112,7 +113,7 @@ def _shift_and_scale(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Shift that the kernel adds to the data, and scale that it multiplies it with, rounded as the kernel rounds."""
+    """The shift that the kernel adds to the data and the scale that it multiplies by, rounded as the kernel rounds."""
     scale = invstd if weight is None else invstd * weight
     shift = torch.addcmul(torch.zeros_like(mean) if bias is None else bias, mean, scale, value=-1)
     shape = (1, -1, *(1,) * (data.dim() - 2))

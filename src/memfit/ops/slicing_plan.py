@@ -1,12 +1,12 @@
-"""Into what slices each op of a step is cut: tiles of an image, or else samples of the batch, or rows of a vocabulary.
+"""Slices into which each op of a step is cut: tiles of an image, else samples of the batch, or rows of the logits.
 
-All ops are cut alike as far as they can be, since only then they can be fused (`memfit.ir.fusion`). So the batch of a
-step is one number, by which as much of its results as possible can be divided; of one long sequence it is its tokens.
-What a language model makes of its vocabulary is the largest of all and needs no whole samples: it is cut into rows.
-Times come later, from the profiler.
+All ops are cut alike as far as possible, since only ops that are cut alike can be fused (`memfit.ir.fusion`). So the
+batch of a step is one number that divides as many bytes of the results as possible; for one long sequence, it is the
+number of tokens. The logits of a language model over its vocabulary are the largest tensor and need no whole samples:
+they are cut into rows. Times come later, from the profiler.
 
-Known limits: one grid and one batch for a step. What is too small for its tiles is cut into samples, and what the batch
-does not divide into its own first axis; then it runs with others such.
+Known limits: one grid and one batch for a step. An op that is too small for its tiles is cut into samples. An op that
+the batch does not divide is cut along its own first axis; it then runs together with ops of the same cut.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ __all__ = ["Cutting", "batches_alike", "cutting"]
 _aten = torch.ops.aten
 
 _AXES = 2
-"""Of space, that a grid is given for."""
+"""Number of axes of space that a grid covers."""
 
 _LEAST_EXTENT = 2
-"""Of a tile."""
+"""Smallest extent of a tile along an axis."""
 
 _MOST = 0.9
-"""Share of what can be divided by any number: more samples are better than a few bytes that happen to be even."""
+"""A batch must divide this share of the bytes that the best batch divides: more samples are better than a few bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +44,11 @@ class Cutting:
     """How the ops of a step are cut.
 
     Attributes:
-        batches: of calls that run on samples, how many there are in all.
-        samples: by size of the batch, how many a slice has.
-        grid: how many tiles there are along each axis of space, axes without a cut left out at the end.
-        storage_of: of each node.
-        base_of: the result that a node's memory was made for.
+        batches: batch size of each call that runs on samples.
+        samples: number of samples per slice, by batch size.
+        grid: number of tiles along each axis of space; trailing axes without a cut are left out.
+        storage_of: storage of each node.
+        base_of: returns the result that a node's memory was made for.
     """
 
     batches: Mapping[fx.Node | Call, int]
@@ -62,8 +62,8 @@ class Cutting:
 
         Args:
             call: the call.
-            results: its storages, with their place among its results.
-            first: whether its first run may be cut.
+            results: storages of its results, with their positions among the results.
+            first: whether the first run of the call may be cut.
         """
         tiling = self._tiling(call)
         sums = tuple(storage for storage, place in results.items() if place in sums_of(call))
@@ -109,15 +109,15 @@ class Cutting:
         return tiling if large else None
 
     def _has_samples(self, node: fx.Node, batch: int, axis: int) -> bool:
-        """Whether a node is a view of something made that has its samples where the view has them."""
+        """Whether the samples of a node along an axis lie where the samples of its base result lie."""
         return ViewOfSlice.of(self.base_of(node).meta["val"], node.meta["val"], batch, axis) is not None
 
     def _looks_as_made(self, node: fx.Node) -> bool:
-        """Whether a node is what its memory was made for, or a view that looks the same."""
+        """Whether a node is the result that its memory was made for, or a view with the same layout."""
         return looks_alike(node.meta["val"], self.base_of(node).meta["val"])
 
     def _are_handed_on(self, call: fx.Node | Call, handed_on: Collection[fx.Node]) -> bool:
-        """Whether nothing of which slices are taken is also read whole."""
+        """Whether no storage that the call reads in slices is also read whole."""
         whole = {self.storage_of.get(node) for node in call.all_input_nodes if node not in handed_on}
         return whole.isdisjoint(self.storage_of[node] for node in handed_on)
 
@@ -128,7 +128,7 @@ def cutting(
     storage_of: Mapping[fx.Node, int],
     base_of: Callable[[fx.Node], fx.Node],
 ) -> Cutting:
-    """How calls that may be cut are cut, given the tiles of a grid and perhaps the parts of a batch; see `Cutting`."""
+    """Decides how calls are cut, given the tiles of a grid and optionally the parts of a batch; see `Cutting`."""
     tiles, parts = grid[:_AXES], grid[_AXES:]
     axes = max((axis for axis, count in enumerate(tiles, 1) if count > 1), default=0)
     batches = batches_alike(calls) if grid else _batches(calls, common=0, vocabularies={})
@@ -143,19 +143,19 @@ def cutting(
 
 
 def _own_their_memory(sampling: Sampling, batch: int) -> bool:
-    """Whether operands lie in memory as the profiler's do, on which every bit may depend."""
+    """Whether operands lie in memory as the profiler's operands do; every bit may depend on that."""
     return all(outer_axis(node.meta["val"], batch) == axis for node, axis in sampling.operands.items())
 
 
 def batches_alike(calls: Sequence[fx.Node | Call]) -> dict[fx.Node | Call, int]:
-    """Of each call that runs on samples how many there are, as many calls as possible alike."""
+    """The batch size of each call that runs on samples, the same for as many calls as possible."""
     return _batches(calls, common=_common_batch(calls), vocabularies=_vocabularies(calls))
 
 
 def _batches(
     calls: Sequence[fx.Node | Call], *, common: int, vocabularies: Mapping[int, int]
 ) -> dict[fx.Node | Call, int]:
-    """The same; what neither the `common` batch divides nor `vocabularies` know has its own first axis."""
+    """Batch sizes of calls; a call that neither the `common` batch nor `vocabularies` fit uses its own first axis."""
     found: dict[fx.Node | Call, int] = {}
     for call in calls:
         tensors = _tensors(call)
@@ -169,7 +169,7 @@ def _batches(
 
 
 def _common_batch(calls: Sequence[fx.Node | Call]) -> int:
-    """The largest number by which nearly all can be divided that calls make; 0 if they make nothing but matrices."""
+    """The largest number that divides nearly all bytes that calls make; 0 if they make only matrices."""
     made = [
         t
         for call in calls
@@ -188,7 +188,7 @@ def _common_batch(calls: Sequence[fx.Node | Call]) -> int:
 
 
 def _vocabularies(calls: Sequence[fx.Node | Call]) -> dict[int, int]:
-    """By the size of what losses are computed from, how many rows it has."""
+    """The number of rows of the tensors that losses are computed from, by their number of elements."""
     losses = [call for call in calls if call.target is _aten.nll_loss_forward.default]
     data = [call.all_input_nodes[0].meta["val"] for call in losses]
     return {int(t.numel()): int(t.shape[0]) for t in data if t.dim() == 2}

@@ -1,9 +1,9 @@
-"""Rewrites of the joint graph for the lever `tile`: the same gradients up to rounding.
+"""Splits batch normalisation in the joint graph for the lever `tile`: the same gradients up to rounding.
 
-Batch normalisation takes statistics of the whole batch and then normalises it with these, so nothing can be passed on
-before all of it is there; its backward kernel does likewise. Apart, each half treats sample by sample: the one makes
-sums, the other takes a few numbers per channel. Then each half can run slice by slice with what comes before and after
-it (`memfit.ops.batching.rules`, `memfit.passes.fused_cross_entropy`).
+Batch normalisation takes statistics of the whole batch and then normalises the batch with them, so no result exists
+before the whole batch is read; its backward kernel works in the same way. After the split, each half works sample by
+sample: the first half makes sums, the second takes a few numbers per channel. Then each half can run slice by slice
+with the ops before and after it (`memfit.ops.batching.rules`, `memfit.passes.fused_cross_entropy`).
 
 Known limits: training mode, with running statistics, weight and bias.
 """
@@ -64,7 +64,7 @@ def split_batch_norm(module: fx.GraphModule) -> None:
 
 
 def _result(graph: fx.Graph, node: fx.Node, place: int, like: fx.Node | None) -> fx.Node:
-    """The node that takes one of several results, made if there is none."""
+    """The node that takes one of several results; created if there is none."""
     for user in node.users:
         if user.args[1] == place:
             return user

@@ -1,8 +1,8 @@
-"""Merges what a model computes twice from the same operands.
+"""Merges calls that a model makes twice with the same operands.
 
-Attention layers often rebuild the same mask or rotary table. Autograd keeps each copy; torch's own partitioner
-merges them, so a plan that did not would be slower. Only what does not depend on gradients is merged: a copy
-of the backward pass cannot be recomputed, and would be held from its first reader to its last.
+Attention layers often rebuild the same mask or rotary table. Autograd saves each copy; torch's own partitioner merges
+the copies, so a plan without this merge would be slower. Only calls that do not depend on gradients are merged: a
+result of the backward pass cannot be recomputed, and would be live from its first reader to its last.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def merge_repeated(module: fx.GraphModule) -> None:
     """Replaces a pure call by an earlier one with the same target and operands."""
     graph = module.graph
     (output,) = graph.find_nodes(op="output")
-    returned = {_memory(node) for node in output.all_input_nodes}  # what the caller holds must stay apart
+    returned = {_memory(node) for node in output.all_input_nodes}  # tensors that the caller holds must stay separate
     first: dict[tuple[Any, ...], fx.Node] = {}
     after_gradients: set[fx.Node] = set()
     for node in list(graph.nodes):
@@ -38,7 +38,7 @@ def merge_repeated(module: fx.GraphModule) -> None:
 
 
 def _rebase_views(node: fx.Node, memory: int | None) -> None:
-    """Lets views that lived in `memory` live in that of the node they now read."""
+    """Moves views that lived in `memory` to the storage of the node that they now read."""
     for user in node.users:
         if _memory(user) == memory:
             operands, named = fx.map_arg((user.args, dict(user.kwargs)), lambda operand: operand.meta["val"])
@@ -66,5 +66,5 @@ def _hashable(value: Any) -> Any:
         return (type(value), *map(_hashable, value))
     if isinstance(value, dict):
         return tuple((name, _hashable(item)) for name, item in sorted(value.items()))
-    # 1, 1.0 and True are equal and not the same argument.
+    # 1, 1.0 and True are equal but not the same argument.
     return (type(value), value)

@@ -1,16 +1,17 @@
-"""The gradient of a concatenation, each slice in memory of its own.
+"""Gives each slice of a concatenation's gradient its own storage.
 
-It is one tensor of which slices go different ways: through a long skip of a U-Net, one of them is read much
-later than the others and would hold all of them. Two remedies, neither changes a bit:
+This gradient is one tensor, and its slices go to different readers: with a long skip of a U-Net, one slice is read much
+later than the others and would keep all of them alive. Two rewrites avoid this, and neither changes a bit:
 
-- where the gradient comes from a convolution, its input half puts each slice where it belongs, a few samples at
-  a time if it runs in chunks (`memfit.ops.chunking`), so that the whole never exists;
+- where the gradient comes from a convolution, the input half of the convolution's backward writes each slice to its own
+  storage, a few samples at a time if it runs in chunks (`memfit.ops.chunking`), so that the whole gradient never
+  exists;
 - any other slice that is read long after the rest is copied out.
 
-A slice of its own is laid out otherwise than a slice of the whole, and kernels that sum add up in another order
-then (the backward pass of batch normalisation on CPU does). So both are done only where all readers have the same
-bits for any layout: those that add, multiply or mask element by element, and convolutions, which copy an operand
-that is not contiguous.
+A separate slice has another layout than a slice of the whole, and kernels that sum then add up in another order (the
+backward pass of batch normalisation on CPU does). So both rewrites are done only where all readers have the same bits
+for any layout: readers that add, multiply or mask element by element, and convolutions, which copy an operand that is
+not contiguous.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ __all__ = ["Cuts", "copy_out_late_slices", "separate_input_slices"]
 _aten = torch.ops.aten
 
 _MUCH_LATER = 12
-"""Ops between the last other use of a tensor and the first use of a slice of it for the slice to be copied."""
+"""The least number of ops between the last other use of a tensor and the first use of a slice, to copy the slice."""
 
 _ROUNDED_ONCE = {
     _aten.add.Tensor,
@@ -46,14 +47,15 @@ _ROUNDED_ONCE = {
     _aten.hardtanh_backward.default,
     _aten.leaky_relu_backward.default,
 }
-"""Ops of which each element is one exactly rounded result; others, `exp` say, differ between vectors and the rest."""
+"""Ops whose elements are each one exactly rounded result; others, such as `exp`, differ between vectors and the
+rest."""
 
 Cuts = tuple[tuple[int, int], ...]
 """Channels of each slice: the first, and the one after the last."""
 
 
 def separate_input_slices(module: fx.GraphModule) -> None:
-    """Has convolutions' input gradients that are read in slices of channels made in slices."""
+    """Makes input gradients of convolutions as separate slices if they are read in slices of channels."""
     graph = module.graph
     for node in graph.find_nodes(op="call_function", target=convolution_input_gradient):
         readers = list(node.users)
@@ -72,7 +74,7 @@ def separate_input_slices(module: fx.GraphModule) -> None:
         for number, user in enumerate(readers):
             with graph.inserting_before(node):
                 item = graph.call_function(operator.getitem, (made, number))
-            # Without memfit the slice read last keeps the memory of all of them.
+            # Without memfit the slice that is read last keeps the memory of all slices alive.
             nbytes = value.numel() * value.element_size() if user is last else 1
             item.meta = {**user.meta, "val": slices[number], PLAIN_NBYTES: nbytes}
             user.replace_all_uses_with(item)
@@ -93,7 +95,7 @@ def _contiguous(like: torch.Tensor) -> torch.Tensor:
 
 
 def copy_out_late_slices(module: fx.GraphModule) -> None:
-    """Copies a slice of a backward result that is read long after everything else of it."""
+    """Copies a slice of a backward result if the slice is read long after all other uses of the result."""
     graph = module.graph
     position = {node: i for i, node in enumerate(graph.nodes)}
     first_tangent = min((position[n] for n in graph.nodes if n.op == "placeholder" and "tangents" in n.name), default=0)
@@ -129,13 +131,13 @@ def copy_out_late_slices(module: fx.GraphModule) -> None:
 
 
 def _views(node: fx.Node) -> list[fx.Node]:
-    """Views of a node and views of them, in order."""
+    """Views of a node and views of these views, in order."""
     direct = [user for user in node.users if user.op == "call_function" and is_view(user)]
     return [view for user in direct for view in (user, *_views(user))]
 
 
 def _made_anew(view: fx.Node) -> None:
-    """Makes the fake result of a view again: what it is a view of lies elsewhere now."""
+    """Makes the fake result of a view again, because the view's base is now in another storage."""
     args, kwargs = fx.map_arg((view.args, view.kwargs), lambda n: n.meta["val"])
     with detect_fake_mode(view.meta["val"]) or nullcontext():
         view.meta = {**view.meta, "val": cast(Callable[..., Any], view.target)(*args, **kwargs)}
@@ -151,7 +153,7 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _for_any_layout(node: fx.Node) -> bool:
-    """Whether all that reads the node has the same bits however it is laid out."""
+    """Whether all readers of the node have the same bits for any layout of it."""
     return all(_same_in_any_layout(reader) for reader in _readers(node))
 
 
@@ -162,8 +164,8 @@ def _same_in_any_layout(reader: fx.Node) -> bool:
         _, data, weight, *rest, (_, _, bias) = cast(tuple[Any, ...], reader.args)
         if not bias:
             return True
-        # oneDNN sums the bias from its own layout, other kernels from that of the operand.
+        # oneDNN sums the bias gradient from its own layout, other kernels from the operand's layout.
         value = data.meta["val"]
         return value.device.type == "cpu" and takes_input_shape_only(value, weight.meta["val"], *rest)
-    # With `alpha`, adding is a multiplication as well, rounded once or twice.
+    # With `alpha`, an addition also multiplies, and is rounded once or twice.
     return reader.target in _ROUNDED_ONCE and not reader.kwargs

@@ -1,14 +1,15 @@
-"""Weights' gradients of concatenations, operand by operand.
+"""Computes weight gradients of convolutions over concatenations, operand by operand.
 
-The weight's gradient of a convolution that reads a concatenation (the long skips of a U-Net, the branches of Inception)
-needs it again in the backward pass, whole, beside its operands, which mostly are there anyway for their activations'
-gradients. But the gradient of some input channels takes these channels only. So each operand makes its own part of it,
-one after the other, and nothing keeps the concatenation or recomputes it.
+The weight gradient of a convolution that reads a concatenation (the long skips of a U-Net, the branches of Inception)
+needs the whole concatenation in the backward pass, in addition to its operands, which are mostly saved anyway for the
+gradients of their activations. But the weight gradient of some input channels needs these channels only. So each
+operand makes its own part of the weight gradient, one after the other, and the concatenation is neither saved nor
+recomputed.
 
-Kernels go by shape, so the bits are those of the whole for most shapes and not for all: the profiler compares them
-(`memfit.profiling.benchmark.whole_if_separable`) and a graph is read with what it found.
+Kernels are chosen by shape, so the parts have the bits of the whole for most shapes but not for all: the profiler
+compares the bits (`memfit.profiling.benchmark.whole_if_separable`), and a graph is read with the profiler's results.
 
-Known limits: concatenations along channels of convolutions without groups, on CPU.
+Known limits: only concatenations along channels, read by convolutions without groups, on CPU.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ _FROM = " from "
 
 
 def separable_weight_gradients(graph: fx.Graph) -> list[fx.Node]:
-    """Weights' gradients of which the operands of a concatenation could make a part each."""
+    """Weight gradients that could be made in parts, one part for each operand of a concatenation."""
     returned = returned_storages(graph)
     placeholders = {storage_key(node) for node in graph.find_nodes(op="placeholder")}
 
     def is_ours(node: fx.Node) -> bool:
-        # The caller may write to what is his before the backward pass.
+        # The caller may overwrite its own tensors before the backward pass.
         key = storage_key(node)
         return key is not None and key not in returned and key not in placeholders
 
@@ -66,7 +67,7 @@ def separable_weight_gradients(graph: fx.Graph) -> list[fx.Node]:
             and result.is_contiguous()
             and len(operands) > 1
             and all(is_ours(n) and n.meta["val"].dtype == value.dtype for n in operands)
-            # Kernels also go by where operands lie, and the profiler's begin where their memory does.
+            # Kernels also depend on storage offsets, and the profiler's operands have offset 0.
             and all(n.meta["val"].storage_offset() == 0 for n in operands)
             and all(user.target is operator.getitem for user in node.users)
         ):
@@ -75,12 +76,12 @@ def separable_weight_gradients(graph: fx.Graph) -> list[fx.Node]:
 
 
 def operands_of_data(node: fx.Node | Call) -> list[fx.Node]:
-    """Nodes that are concatenated to the data of a convolution's backward."""
+    """Nodes whose concatenation is the data of a convolution's backward."""
     return list(cast(Any, node.args[1]).args[0])
 
 
 def is_of_concatenation(call: fx.Node | Call) -> bool:
-    """Whether a call is a weight's gradient of a concatenation."""
+    """Whether a call computes the weight gradient of a convolution that reads a concatenation."""
     data = call.args[1] if len(call.args) > 1 else None
     ours = call.target is _aten.convolution_backward.default
     return ours and isinstance(data, fx.Node) and data.target is _aten.cat.default
@@ -92,19 +93,19 @@ def separable_key(call: fx.Node | Call) -> str:
 
 
 def is_separable_key(key: str) -> bool:
-    """Whether a key of known costs is one of `separable_key`."""
+    """Whether a key of known costs was made by `separable_key`."""
     return _FROM in key
 
 
 def separate_weight_gradients(graph: fx.Graph, separate: Callable[[str], bool]) -> frozenset[str]:
-    """Has weights' gradients made part by part.
+    """Rewrites weight gradients so that they are made part by part.
 
     Args:
         graph: rewritten in place.
         separate: whether the parts have the bits of the whole, given the `separable_key`.
 
     Returns:
-        The keys of those that are.
+        The keys of the weight gradients that are made part by part.
     """
     separated: set[str] = set()
     for node in separable_weight_gradients(graph):

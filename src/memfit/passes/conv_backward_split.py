@@ -2,22 +2,24 @@
 
 - **Split convolution backward.** `convolution_backward` returns the input's and the weight's gradient at
   once, so input, gradient-in and gradient-out are alive together. Its weight half needs input and
-  gradient-out; its input half needs gradient-out, weight and only the input's *shape*. Run weight half, free
-  the input, run input half with a metadata-only tensor (right shape and strides, no memory). Checked bitwise on CPU
-  over strides, groups, kernels and memory formats; the profiler checks it again on each machine and shape.
-- **Shapes only.** The backward of pooling takes the pooled tensor but looks at its shape alone; it gets a
-  metadata-only one, so that nothing is saved for it.
-- **No copies of what nobody overwrites.** An in-place activation whose backward needs its input makes autograd
-  clone that input; in a functional graph the input itself is still there.
-- **Masked before unpooling.** The gradient of `max_pool(relu(x))` lands where the maxima were, and there the mask of
-  the ReLU is that of the pooled tensor. So the mask is applied to the small gradient, and backward needs no ReLU.
-- **Weight gradients first.** A gradient that nothing else reads runs as soon as its operands exist, so the
-  saved input can go before the input's gradient is made.
-- **In place.** Capture functionalises `relu_`, `add_`, `dropout`; where an operand dies at an op, the op can
-  write over it again. Only kernels are listed that read an element before they write it: pointwise ones, and
-  batch normalisation on CPU, which takes its statistics first and whose backward goes by channels.
+  gradient-out; its input half needs gradient-out, weight and only the input's *shape*. So run the weight half, free the
+  input, and run the input half with a metadata-only tensor (right shape and strides, no memory). This was checked
+  bitwise on CPU over strides, groups, kernels and memory formats; the profiler checks it again on each machine and
+  shape.
+- **Shapes only.** The backward op of a pooling takes the pooled tensor but uses only its shape; it gets a metadata-only
+  tensor, so that nothing is saved for it.
+- **No copies of tensors that are not overwritten.** For an in-place activation whose backward needs its input, autograd
+  clones that input; in a functional graph the input itself still exists.
+- **Masked before unpooling.** The gradient of `max_pool(relu(x))` goes to the positions of the maxima, and at these
+  positions the mask of the ReLU equals the mask of the pooled tensor. So the mask is applied to the small gradient, and
+  backward does not need the result of the ReLU.
+- **Weight gradients first.** A gradient that no other op reads is computed as soon as its operands exist, so the saved
+  input can be freed before the input's gradient is made.
+- **In place.** Capture functionalises `relu_`, `add_`, `dropout`; if an op is the last use of an operand, the op can
+  overwrite the operand again. Only kernels that read an element before they write it are listed: pointwise ones, and
+  batch normalisation on CPU, which takes its statistics first and whose backward runs by channels.
 
-Source of the first: the step's widest place in convolutional networks, measured in docs/design.md.
+Source of the first rewrite: the place of the step's peak in convolutional networks, measured in docs/design.md.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ _SHAPE_ONLY = {
     _aten.avg_pool2d_backward.default: (1,),
     _aten._adaptive_avg_pool2d_backward.default: (1,),
 }
-"""Ops and the operands of which they use the shape alone."""
+"""Ops, each with the indices of operands that it uses only for their shape."""
 
 
 def split_convolution_backward(module: fx.GraphModule, *, rounded: bool = False) -> None:
@@ -78,7 +80,7 @@ def split_convolution_backward(module: fx.GraphModule, *, rounded: bool = False)
 
     Args:
         module: the joint graph.
-        rounded: whether gradients need the same bits up to rounding only, so that other kernels may be split as well.
+        rounded: whether gradients may differ by rounding, so that other kernels may be split as well.
     """
     graph = module.graph
     for node in graph.find_nodes(op="call_function", target=_aten.convolution_backward.default):
@@ -112,11 +114,11 @@ def split_convolution_backward(module: fx.GraphModule, *, rounded: bool = False)
 
 
 def mark_halves(graph: fx.Graph, alone: Container[fx.Node]) -> None:
-    """Marks the two halves of each convolution backward that are still its halves after all other rewrites.
+    """Marks the two halves of each convolution backward that still match after all other rewrites.
 
     Args:
         graph: the joint graph.
-        alone: calls that run by themselves whatever they are.
+        alone: calls that always run separately.
     """
     weight_halves = {}
     for node in graph.find_nodes(op="call_function", target=_aten.convolution_backward.default):
@@ -131,7 +133,10 @@ def mark_halves(graph: fx.Graph, alone: Container[fx.Node]) -> None:
 
 
 def metadata_only_attribute(module: fx.GraphModule, original: fx.Node, like: torch.Tensor | None = None) -> fx.Node:
-    """A `get_attr` node that stands for a node, perhaps `like` another; lowering puts a metadata-only tensor there."""
+    """A `get_attr` node that stands for `original`, with the layout of `like` if given.
+
+    Lowering puts a metadata-only tensor there.
+    """
     like = original.meta["val"] if like is None else like
     number = sum(str(node.target).startswith(METADATA_ONLY_PREFIX) for node in module.graph.nodes)
     name = f"{METADATA_ONLY_PREFIX}{number}"
@@ -144,7 +149,7 @@ def metadata_only_attribute(module: fx.GraphModule, original: fx.Node, like: tor
 
 
 def drop_clones(module: fx.GraphModule) -> None:
-    """Replaces clones by their source where neither is returned and source and clone are laid out alike."""
+    """Replaces clones by their source where neither is returned and source and clone have the same layout."""
     graph = module.graph
     returned = returned_storages(graph)
     for node in graph.find_nodes(op="call_function", target=_aten.clone.default):
@@ -192,7 +197,7 @@ def mask_before_unpooling(module: fx.GraphModule) -> None:
         values = [gradient.meta["val"], pooled.meta["val"]]
         with detect_fake_mode(values) or nullcontext():
             early.meta = {**masked.meta, "val": masked.target(*values, 0)}
-        # Without memfit the mask is applied to the large gradient: its result lies beside that, the indices are gone.
+        # Without memfit the mask is applied to the large gradient: gradient and result are live, the indices are not.
         early.meta[PLAIN_NBYTES] = _nbytes(masked) - _nbytes(results[1])
         unpooled.update_arg(0, early)
         masked.replace_all_uses_with(unpooled)
@@ -204,7 +209,7 @@ def _nbytes(node: fx.Node) -> int:
 
 
 def metadata_only_shape_operands(module: fx.GraphModule) -> None:
-    """Gives ops that look only at an operand's shape a metadata-only one."""
+    """Replaces operands that an op uses only for their shape by metadata-only tensors."""
     for target, positions in _SHAPE_ONLY.items():
         for node in module.graph.find_nodes(op="call_function", target=target):
             for position in positions:
@@ -254,7 +259,7 @@ def _mul_over_second(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 
 def _gradient_into(target: Any) -> dict[int, Callable[..., Any]]:
-    """A pointwise backward op over the gradient it takes, or over the other operand."""
+    """In-place forms of a pointwise backward op: over the gradient that it takes, and over the other operand."""
 
     def over_gradient(gradient: torch.Tensor, other: torch.Tensor, *rest: Any, **kwargs: Any) -> Any:
         return target(gradient, other, *rest, **kwargs, grad_input=gradient)
@@ -297,24 +302,24 @@ IN_PLACE: dict[Any, dict[int, Any]] = {
     batch_norm.input_gradient_from_sums: {1: batch_norm.input_gradient_over_data},
     _aten.native_batch_norm_backward.default: {0: batch_norm.backward_over_gradient, 1: batch_norm.backward_over_data},
 }
-"""Ops and, by operand, the call that does the same over that operand's memory."""
+"""Ops and, by operand, the call that computes the same result in that operand's storage."""
 
 
 def in_place_arguments(
     node: fx.Node, storages: Any, storage_of: dict[fx.Node, int], written: tuple[int, ...]
 ) -> list[int]:
-    """Indices of operands the node may overwrite: same shape, strides, dtype and the whole of their storage."""
+    """Indices of operands that the node may overwrite: same shape, strides, dtype and storage size as the result."""
     choices = IN_PLACE.get(node.target)
     value = node.meta.get("val")
     result = value[0] if isinstance(value, list | tuple) else value
     if choices is None or not written or not isinstance(result, torch.Tensor):
         return []
     if node.target in NORMS and (result.device.type != "cpu" or result.dtype is not torch.float32):
-        return []  # only there is the kernel known to read its statistics before it writes
+        return []  # only then is the kernel known to take its statistics before it writes
     if node.target is _aten.native_batch_norm_backward.default and not batch_norm.takes_channels(
         node.args, *(cast(fx.Node, a).meta.get("val") for a in node.args[:2])
     ):
-        return []  # the whole kernel writes elsewhere
+        return []  # the kernel on the whole tensor writes to new memory
     found: list[int] = []
     for position in choices:
         operand = node.args[position] if position < len(node.args) else None
@@ -331,7 +336,7 @@ def _may_overwrite(
     node: fx.Node, operand: fx.Node, result: torch.Tensor, storages: Any, storage_of: dict[fx.Node, int], written: int
 ) -> bool:
     value, storage = operand.meta.get("val"), storage_of[operand]
-    # An input is the caller's; so is a tangent, which autograd may hand to several nodes and hooks at once.
+    # An input belongs to the caller; so does a tangent, which autograd may pass to several nodes and hooks at once.
     if not isinstance(value, torch.Tensor) or storages[storage].kind in ("static", "tangent"):
         return False
     alone = sum(1 for a in node.args if isinstance(a, fx.Node) and storage_of.get(a) == storage) == 1
@@ -340,6 +345,6 @@ def _may_overwrite(
         and value.shape == result.shape
         and value.stride() == result.stride()
         and value.dtype == result.dtype
-        and not (value.is_conj() or value.is_neg())  # what is written so holds the conjugate, and says so
+        and not (value.is_conj() or value.is_neg())  # the written storage would hold the conjugate, with its flag
         and storages[storage].nbytes == storages[written].nbytes
     )

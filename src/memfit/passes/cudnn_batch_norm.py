@@ -1,10 +1,10 @@
-"""Batch normalisation on CUDA by the kernels that eager PyTorch takes.
+"""Batch normalisation on CUDA with the kernels that eager PyTorch picks.
 
 Eager batch normalisation picks cuDNN for most inputs; AOTAutograd writes PyTorch's own kernel into the graph, whose
-bits are others. So where eager would pick cuDNN, the graph gets cuDNN's kernels back, forward and backward. These hand
-a *reserve* from one to the other, which the graph then has as one more result.
+bits differ. So where eager mode would pick cuDNN, the graph gets cuDNN's kernels back, forward and backward. The
+forward kernel passes a *reserve* to the backward kernel, so the graph has the reserve as one more result.
 
-Source of the choice: `torch.nn.functional.batch_norm` in C++, which can be asked for it.
+Source of the choice: `torch.nn.functional.batch_norm` in C++, whose choice can be queried.
 
 Known limits: nothing is done for MIOpen.
 """
@@ -28,11 +28,11 @@ __all__ = ["take_cudnn_batch_norm"]
 _aten = torch.ops.aten
 
 _RESERVE = 5
-"""Its place among the results of `cudnn_batch_norm`."""
+"""The reserve's place among the results of `cudnn_batch_norm`."""
 
 
 def take_cudnn_batch_norm(module: fx.GraphModule) -> None:
-    """Replaces the batch normalisations of a joint graph for which eager PyTorch takes cuDNN."""
+    """Replaces the batch normalisations of a joint graph for which eager PyTorch picks cuDNN."""
     graph = module.graph
     for target, arguments in _FORWARD.items():
         for node in graph.find_nodes(op="call_function", target=target):
@@ -46,7 +46,7 @@ def take_cudnn_batch_norm(module: fx.GraphModule) -> None:
             reserve = _reserve_of(forward)
             _replace(node, cudnn_batch_norm_backward, (gradient, data, weight, mean, invstd, eps, reserve))
     for node in graph.find_nodes(op="call_function", target=cudnn_batch_norm):
-        # Then what AOTAutograd copies into the buffers after the pass is there already, and it copies nothing.
+        # Then the kernel updates the buffers itself, and AOTAutograd has nothing to copy into them after the pass.
         if node.args[5] and all(isinstance(a, fx.Node) and _is_read_here_only(a) for a in node.args[3:5]):
             node.target = cudnn_batch_norm_updating
 
@@ -67,7 +67,7 @@ def _takes_cudnn(args: tuple[Any, ...]) -> bool:
     if running_mean is None or running_var is None:
         if not training:
             return False
-        running_mean, running_var = weight, bias  # Python's binding takes tensors only; that there are none is allowed
+        running_mean, running_var = weight, bias  # Python's binding takes tensors only, C++ also accepts none
     choice = torch._C._select_batch_norm_backend(data, weight, bias, running_mean, running_var, training, eps)
     return bool(choice == torch._C._BatchNormBackend.Cudnn)  # type: ignore[attr-defined]
 
@@ -85,7 +85,7 @@ def _reserve(args: tuple[Any, ...]) -> torch.Tensor:
 
 
 def _reserve_of(forward: fx.Node) -> fx.Node:
-    """The node that takes the reserve, made if there is none."""
+    """The node that takes the reserve; created if there is none."""
     for user in forward.users:
         if user.args[1] == _RESERVE:
             return user
@@ -96,7 +96,7 @@ def _reserve_of(forward: fx.Node) -> fx.Node:
 
 
 def _replace(node: fx.Node, target: Any, args: tuple[Any, ...], *values: Any) -> None:
-    """By a call with the same results, or with `values`: the first ones, then one more."""
+    """Replaces a node by a call with the same results, or with `values`: the first results, then one more."""
     with node.graph.inserting_before(node):
         made = node.graph.call_function(target, args)
     made.meta = dict(node.meta)

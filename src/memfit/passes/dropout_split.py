@@ -1,12 +1,12 @@
-"""Dropout in two: its mask is drawn for the whole tensor at once, so that slices of its data meet the same mask.
+"""Splits dropout in two: the mask is drawn for the whole tensor at once, so that slices of the data use the same mask.
 
-A generator gives its numbers in their order, so a kernel that draws and masks at once can run whole only. Apart, the
-draw is a quarter of the data's bytes or less and happens as before, with the same numbers; masking is pointwise and
-runs slice by slice with what comes before and after it. Eager's dropout on CPU is in two from the start, see
-`memfit.capture.eager.dropout`; its mask takes a byte an element here.
+A generator gives its numbers in a fixed order, so a kernel that draws and masks at once can run only on the whole
+tensor. After the split, the draw takes a quarter of the data's bytes or less and happens as before, with the same
+numbers; masking is pointwise and runs slice by slice with the ops before and after it. Eager dropout on CPU is two ops
+from the start, see `memfit.capture.eager.dropout`; here its mask takes one byte per element.
 
-Known limits: on CPU. A `native_dropout` that the model calls itself is split where its data are contiguous, as the
-kernel draws in just this way.
+Known limits: on CPU only. A `native_dropout` that the model calls itself is split only if its data are contiguous,
+because the kernel draws in this order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _aten = torch.ops.aten
 
 
 def mask_by_bytes(module: fx.GraphModule) -> None:
-    """Keeps a byte an element of each mask where eager keeps noise of the data's type; draws need no memory to fill."""
+    """Saves masks of one byte per element where eager saves noise of the data's dtype; draws need no memory to fill."""
     graph = module.graph
     for node in graph.find_nodes(op="call_function", target=drawn):
         for copy in [user for user in node.users if user.target is _aten.copy.default and user.args[1] is node]:
@@ -45,7 +45,7 @@ def mask_by_bytes(module: fx.GraphModule) -> None:
 
 
 def _take_apart(module: fx.GraphModule, drawing: fx.Node, noise: fx.Node) -> bool:
-    """Makes a mask of noise that only multiplies; False where it does more."""
+    """Replaces noise that only multiplies by a mask; returns False if the noise has other uses."""
     value, kept = drawing.meta["val"], drawing.args[1]
     if noise.target is not _aten.div.Scalar or noise.args != (drawing, kept) or not value.dtype.is_floating_point:
         return False
@@ -90,7 +90,7 @@ def _alike(node: fx.Node, other: fx.Node) -> bool:
 
 
 def _dropped(data: torch.Tensor, kept: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Eager dropout and the noise it keeps for the backward pass."""
+    """The result of eager dropout, and the noise that it saves for the backward pass."""
     noise = torch.empty_like(data).bernoulli_(kept).div_(kept)
     return data * noise, noise
 

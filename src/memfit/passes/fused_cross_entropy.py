@@ -1,19 +1,20 @@
-"""Rewrites of the joint graph for the lever `tile`, along rows: the tokens of a batch, or the samples of vectors.
+"""Rewrites of the joint graph for the lever `tile`, along rows: the tokens of a batch, or samples that are vectors.
 
-A language model projects each token onto its vocabulary, takes the logarithm of the softmax and picks one number of it;
-the three tensors of tokens times vocabulary are often the largest of a step, and no token needs those of another. Two
-things in between look at all tokens: the mean of the losses, and the gradient of the weight, which is a product with
-the tokens inside. Here the first becomes a sum and a quotient, and the second a call that can add to what other rows
-gave, so that all of it can run a few rows at a time (`memfit.ops.batching.rules`).
+A language model projects each token onto its vocabulary, takes the logarithm of the softmax and picks one number of the
+result; the three tensors of tokens times vocabulary are often the largest of a step, and no token needs the rows of
+another token. Two computations of this chain look at all tokens: the mean of the losses, and the weight gradient, a
+matrix product that sums over the tokens. Here the mean becomes a sum and a quotient, and the weight gradient becomes a
+call that can add to the result of other rows, so that the whole chain can run a few rows at a time
+(`memfit.ops.batching.rules`).
 
-The gradient is linear in that of the loss, a single number. So it is made for a loss of one right where the loss is,
-from the same slices, and multiplied by that number in the backward pass: nothing is recomputed. What is kept in between
-are the gradients of the projection's operands. The idea is that of fused linear cross entropy (Hsu et al. 2024, "Liger
-Kernel", arXiv:2410.10989).
+The gradient is linear in the gradient of the loss, a single number. So it is computed for a loss gradient of one right
+after the loss, from the same slices, and multiplied by that number in the backward pass: nothing is recomputed. Only
+the gradients of the projection's operands are saved in between. The idea is that of fused linear cross entropy (Hsu et
+al. 2024, "Liger Kernel", arXiv:2410.10989).
 
-The loss must be computed by the module, and the module must not return the projection, which would then be kept whole.
+The module must compute the loss, and must not return the projection, because the whole projection would then be saved.
 
-Known limits: classes by index, along the last of two axes.
+Known limits: only classes given by index, along the last of two axes.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _MEAN = 1
 
 
 _PER_ROW = (_aten._log_softmax.default, _aten._to_copy.default)
-"""Ops that may lie between a projection and its loss, beside views."""
+"""Ops, in addition to views, that may be between a projection and its loss."""
 
 
 RUNS_ONCE = "memfit_runs_once"
@@ -46,7 +47,7 @@ RUNS_ONCE = "memfit_runs_once"
 
 
 def rewrite_by_rows(module: fx.GraphModule) -> None:
-    """Makes losses sums, gradients of weights calls that add up, and the gradients of a loss where the loss is."""
+    """Turns mean losses into sums, makes weight gradients by calls that add up, and moves a loss's gradients to it."""
     graph = module.graph
     for node in graph.find_nodes(op="call_function", target=_aten.nll_loss_forward.default):
         if node.args[3] == _MEAN:
@@ -62,7 +63,7 @@ def rewrite_by_rows(module: fx.GraphModule) -> None:
 
 
 def _split_mean(node: fx.Node) -> None:
-    """The mean loss is the sum of the losses over the sum of the weights, which the kernel returns beside it."""
+    """Replaces a mean loss by the sum of the losses over the sum of the weights; the kernel returns both sums."""
     graph, (data, target, weight, _, ignored) = node.graph, cast(tuple[Any, ...], node.args)
     results = {user.args[1]: user for user in node.users if user.target is operator.getitem}
     if 0 not in results or len(results) != len(node.users):
@@ -86,7 +87,7 @@ def _split_mean(node: fx.Node) -> None:
 
 
 def _transposed(node: fx.Node) -> fx.Node | None:
-    """The matrix of rows of which a node is the transposed view, if it is one."""
+    """The row matrix that a node is the transposed view of; None if the node is no such view."""
     is_view = node.target is _aten.t.default or (
         node.target in (_aten.permute.default, _aten.transpose.int) and node.meta["val"].dim() == 2
     )
@@ -97,7 +98,7 @@ def _transposed(node: fx.Node) -> fx.Node | None:
 
 
 def _close_ranks(loss: fx.Node) -> None:
-    """Puts what a loss needs beside its projection, mostly labels, before that: only neighbours are fused."""
+    """Moves the other operands of a loss, mostly labels, before its projection, because only adjacent ops are fused."""
     first = cast(fx.Node, loss.args[0])
     while first.target in _PER_ROW or (first.op == "call_function" and is_view(first)):
         first = cast(fx.Node, first.args[0])
@@ -118,7 +119,7 @@ def _draws_numbers(node: fx.Node) -> bool:
 
 
 def _bring_forward(node: fx.Node) -> None:
-    """Makes what follows from the gradient of a loss right after the loss, for one, and multiplies it later."""
+    """Computes the results of a loss's gradient right after the loss, for a gradient of one, and scales them later."""
     graph, (gradient, data, target, weight, reduction, ignored, weights) = node.graph, cast(tuple[Any, ...], node.args)
     losses = [user for user in original(data).users if user.target is _aten.nll_loss_forward.default]
     softmax = next(iter(node.users), None)
@@ -138,7 +139,7 @@ def _bring_forward(node: fx.Node) -> None:
         one = graph.call_function(_aten.full.default, ([], 1.0), {"dtype": like.dtype, "device": like.device})
     one.meta = {**node.meta, "val": _beside(like), PLAIN_CALL: None}
     early.made[gradient] = early.made[weights] = one
-    losses[0].meta[RUNS_ONCE] = True  # its results are two numbers, and all that it reads would be recomputed
+    losses[0].meta[RUNS_ONCE] = True  # its results are two numbers, and all its operands would be recomputed
     scale = gradient
     if reduction == _MEAN:
         with graph.inserting_before(node):
@@ -156,19 +157,19 @@ def _bring_forward(node: fx.Node) -> None:
 
 
 def _is_linear(product: fx.Node, before: _Early) -> bool:
-    """Whether just one operand comes from the gradient; and a sum over rows must not overflow before it is scaled."""
+    """Whether only one operand depends on the gradient, and a sum over rows cannot overflow before it is scaled."""
     late = [a for a in product.args if isinstance(a, fx.Node) and not before.can_make(a)]
     return len(late) == 1 and product.meta["val"].dtype is not torch.float16
 
 
 def _beside(value: torch.Tensor) -> torch.Tensor:
-    """A fake tensor like another one, in memory of its own."""
+    """A fake tensor like another one, in its own storage."""
     with detect_fake_mode(value) or nullcontext():
         return torch.empty_like(value)
 
 
 def _products_of(node: fx.Node) -> list[fx.Node] | None:
-    """Products of a matrix and sums over its rows, also through views and casts; None if anything else reads it."""
+    """Products of a matrix and sums over its rows, also through views and casts; None if any other op reads it."""
     found: list[fx.Node] = []
     for user in node.users:
         is_row_wise = user.target is _aten.mm.default and user.args[0] is node
@@ -195,13 +196,13 @@ class _Early:
         self.there = {node for node in nodes[: nodes.index(after)] if not is_tangent(node)}
 
     def can_make(self, node: fx.Node) -> bool:
-        """Whether a node depends on nothing that comes later, but on what has been `made`."""
+        """Whether a node depends only on earlier nodes and on nodes in `made`."""
         if node in self.made or node in self.there:
             return True
         return node.op == "call_function" and not node.is_impure() and all(map(self.can_make, node.all_input_nodes))
 
     def of(self, node: fx.Node) -> fx.Node:
-        """The early one."""
+        """The early copy of a node; the node itself if it is early already."""
         if node in self.there:
             return node
         if node not in self.made:

@@ -1,16 +1,16 @@
-"""Group and instance normalisation apart, so that each half runs tile by tile (lever `tile`).
+"""Splits group and instance normalisation, so that each half runs tile by tile (lever `tile`).
 
-Both normalise each sample by itself, with moments of all its space, so a tile alone cannot be normalised. Apart, sums
-over space are added up tile by tile (`sums_of_space`), scale and shift of every channel of every sample follow from
-them (`scale_and_shift`), and what is left is one multiplication and one addition for each element, as in PyTorch's own
-kernel. Backward likewise: two sums (`products_over_space`), from them the gradients of weight and bias and two more
-numbers for each channel (`gradients_from_products`), and the input's gradient is linear in both tensors
-(`input_gradient`).
+Both normalise each sample separately, with moments over its whole space, so a tile alone cannot be normalised. After
+the split, sums over space are added up tile by tile (`sums_of_space`), scale and shift of every channel of every sample
+follow from these sums (`scale_and_shift`), and one multiplication and one addition per element remain, as in PyTorch's
+own kernel. The backward pass is split in the same way: two sums (`products_over_space`), then the gradients of weight
+and bias and two more numbers per channel (`gradients_from_products`), and then the input's gradient, which is linear in
+both tensors (`input_gradient`).
 
-A sum over the batch of what belongs to single samples is a tensor with a row for each of them; which rows a slice adds
-to comes in beside it, as numbers. Sums are in float64.
+The sums of single samples are rows of one tensor for the batch; each slice gets the indices of the rows that it adds to
+as another operand. Sums are in float64.
 
-Known limits: in tiles only, since samples go through the native kernels one by one anyway; instance normalisation
+Known limits: for tiles only, since the native kernels process samples one by one anyway; instance normalisation only
 without running statistics.
 """
 
@@ -49,17 +49,17 @@ class _Norm:
 
     Attributes:
         forward: the call.
-        result: what holds its result, shaped as `data`.
-        data: of shape [N, C, *].
-        weight: per channel.
-        bias: per channel.
-        groups: of channels.
+        result: the node that holds its result, with the shape of `data`.
+        data: the normalised operand, of shape [N, C, *].
+        weight: one number per channel.
+        bias: one number per channel.
+        groups: number of groups of channels.
         eps: added to variances.
         backward: the call of its backward pass, if there is one.
-        gradient: of its result, shaped as `data`.
-        of_data: what holds the gradient of data, shaped as it is.
-        of_parameters: what holds the gradients of weight and bias, if they have any.
-        by_sample: whether these are of each sample, one after the other.
+        gradient: gradient of its result, with the shape of `data`.
+        of_data: the node that holds the gradient of `data`, with its shape.
+        of_parameters: the nodes that hold the gradients of weight and bias, if they have any.
+        by_sample: whether these gradients hold one part per sample, one after the other.
     """
 
     forward: fx.Node
@@ -122,7 +122,7 @@ def _group(node: fx.Node) -> _Norm | None:
 
 
 def _instance(node: fx.Node) -> _Norm | None:
-    """Instance normalisation is batch normalisation of one sample that has the channels of all."""
+    """Recognises instance normalisation, a batch normalisation of one sample with the channels of all samples."""
     seen, weight, bias, training, _, eps = cast(tuple[Any, ...], node.args)
     results = _results(node)
     data = _viewed(seen)
@@ -166,7 +166,7 @@ def _results(node: fx.Node) -> dict[int, fx.Node]:
 
 
 def _only_reader(results: Mapping[int, fx.Node], target: Any) -> fx.Node | bool | None:
-    """The normalisation's backward pass if it alone reads the moments; False if nothing does, None if others do."""
+    """The normalisation's backward pass if only it reads the moments; False if no op does, None if other ops do."""
     readers = {reader for place, node in results.items() if place > 0 for reader in _readers(node)}
     if not readers:
         return False

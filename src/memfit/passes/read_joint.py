@@ -1,11 +1,11 @@
-"""Reads AOTAutograd's joint graph: its ops, what they read, write and may write over, and which may be recomputed.
+"""Reads AOTAutograd's joint graph: ops, storages they read, write and may overwrite, and recomputable ops.
 
 The joint graph is one FX graph with forward and backward nodes mixed. It is rewritten first, so that it takes less
-memory and yields the same bits (design.md, §5, names the rewrites). Then three things are told apart: forward from
-backward and ops from views, by what depends on what and by shared memory (`memfit.fxir.alias_analysis`), and what is
-exact to recompute from what is not. Random ops are exact, with their generator state; an op that reads an input which
-the step overwrites is not, except batch normalisation in training mode, whose result does not depend on the running
-statistics it reads.
+memory and yields the same bits (design.md, §5, names the rewrites). Then the reading separates forward nodes from
+backward nodes and ops from views, by dependencies and shared storages (`memfit.fxir.alias_analysis`), and ops with an
+exact recomputation from other ops. The recomputation of a random op is exact, with its generator state; that of an op
+that reads an input which the step overwrites is not, except for batch normalisation in training mode, whose result does
+not depend on the running statistics it reads.
 
 Known limits: static shapes only.
 """
@@ -53,7 +53,7 @@ from memfit.passes.used_views import take_out
 __all__ = ["is_random", "read_joint", "result_index"]
 
 _NEAR = 1000
-"""So many relatives of a node are asked where it comes from."""
+"""About the most relatives of a node that are searched for its origin."""
 
 
 def read_joint(
@@ -73,19 +73,21 @@ def read_joint(
     Args:
         module: the joint graph; rewritten in place.
         num_forward_outputs: how many outputs belong to the forward pass.
-        separate: which weights' gradients are made part by part, given the `separable_key`
+        separate: whether a weight gradient is made part by part, given its `separable_key`
             (`memfit.passes.concat_weight_gradients`).
         in_place: nodes of Dynamo's graph that write over their operand.
-        grid: for the lever `tile`, into how many tiles samples may be cut along height and width, such as (4, 1), and
-            the batch into how many parts, such as (1, 1, 8); without that as is best for the cache. Gradients then have
-            the same bits up to rounding only, and ops of both passes can run slice by slice the first time. Else empty.
-        accumulated: which inputs' gradients are added to what is there when made (`memfit.runtime.grad_accumulation`).
-        as_made: whether ops that can add them do (`memfit.ops.accumulation`).
-        replaced: whether the marks of the model's own checkpoints are passed over.
-        cast_once: which inputs autocast casts once (`memfit.capture.eager.cast_weights`).
+        grid: for the lever `tile`, the numbers of tiles into which samples may be cut along height and width, such as
+            (4, 1), and the number of parts of the batch, such as (1, 1, 8); without the number of parts, the batch is
+            cut as is best for the cache. Gradients are then the same only up to rounding, and ops of both passes can
+            run slice by slice not only when they are recomputed. Empty without the lever.
+        accumulated: inputs whose gradients are added to existing gradients when made
+            (`memfit.runtime.grad_accumulation`).
+        as_made: whether ops that can add these gradients directly do so (`memfit.ops.accumulation`).
+        replaced: whether the marks of the model's own checkpoints are ignored.
+        cast_once: the inputs that autocast casts once (`memfit.capture.eager.cast_weights`).
 
     Returns:
-        Ops, storages and who shares what.
+        Ops, storages, and the nodes that share each storage.
 
     Raises:
         UnplannableGraphError: if sizes depend on data, or tensors are sparse.
@@ -168,7 +170,8 @@ def _accumulated(
 ) -> frozenset[int]:
     """Storages made by the backward pass that hold the gradient of one of these inputs and of no other input.
 
-    Two that are the same tensor (of weights that are added to one, say) are left to autograd, which copies one.
+    Two gradients that are the same tensor (those of two weights that are added, for example) are left to autograd,
+    which copies one of them.
     """
     here = {place: storage_of[node] for place, node in enumerate(gradients) if node in storage_of}
     held = list(here.values())
@@ -186,9 +189,9 @@ def _added_as_made(
     storages: list[JointStorage],
     storage_of: dict[fx.Node, int],
 ) -> frozenset[int]:
-    """Of the gradients that are added to what is there those that an op can add, laid out like their parameters.
+    """The storages of accumulated gradients that an op can add directly, with the layouts of their parameters.
 
-    Nothing else may read them, as they are never there.
+    No other op may read such a gradient, because it never exists by itself.
     """
     found: set[int] = set()
     for parameter, gradient in zip(graph.find_nodes(op="placeholder"), gradients, strict=False):
@@ -215,7 +218,8 @@ _RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUT
 
 def _refuse_unplannable(graph: fx.Graph, *, replaced: bool) -> None:
     for node in graph.nodes:
-        # Partitioners mark some calls of any model as MUST_SAVE; only a checkpointed region has some to recompute.
+        # Partitioners mark some calls of any model as MUST_SAVE; only a checkpointed region has calls marked for
+        # recomputation.
         if not replaced and node.op == "call_function" and node.meta.get("recompute") in _RECOMPUTED:
             raise checkpoint_error(_place(node))
         values = pytree.tree_leaves(node.meta.get("val"))
@@ -238,7 +242,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _place(node: fx.Node) -> str:
-    """The module and the user's line of a node; of a node that has none, those of its nearest relative that does."""
+    """The module and the user's line of a node, or of its nearest relative with them if the node has none."""
     relatives = [node]
     for relative in relatives:
         place = user_line(relative.stack_trace or "")
@@ -276,7 +280,7 @@ def _joint_op(
     again = from_statistics(node) if recomputable else None
     arguments = conv_backward_split.in_place_arguments(node, storages, storage_of, written)
     over = {argument: storage_of[cast(fx.Node, node.args[argument])] for argument in arguments}
-    ours = {argument: s for argument, s in over.items() if s not in returned}  # not what the caller holds
+    ours = {argument: s for argument, s in over.items() if s not in returned}  # not storages that the caller holds
     return JointOp(
         node=node,
         phase=Phase.FORWARD if node in forward else Phase.BACKWARD,
@@ -313,7 +317,7 @@ def _plain_reads(node: fx.Node, reads: tuple[int, ...], storage_of: dict[fx.Node
 def _with_slices(
     ops: list[JointOp], storages: list[JointStorage], storage_of: dict[fx.Node, int], grid: tuple[int, ...]
 ) -> list[JointOp]:
-    """Says how ops can run slice by slice; times come from the profiler."""
+    """Adds to ops how they can run slice by slice; times come from the profiler."""
     able = [op for op in ops if (grid or _may_keep_bits(op)) and op.recomputable and not op.random]
     cut = cutting(
         [op.recompute_as or op.node for op in able],
@@ -334,15 +338,15 @@ def _with_slices(
 
 
 def _may_keep_bits(op: JointOp) -> bool:
-    """Whether it is worth a try that slices have the bits of the whole; only forward ops are recomputed."""
+    """Whether slices of an op may have the bits of the whole; only for forward ops, since only they are recomputed."""
     on_cpu = all(t.device.type == "cpu" for t in tensors_of(op.node))
     call = op.recompute_as or op.node
-    # `alpha` multiplies as well, rounded once or twice.
+    # With `alpha`, an op also multiplies, and is rounded once or twice.
     return op.phase is Phase.FORWARD and on_cpu and call.target in KEEP_BITS and not call.kwargs
 
 
 def result_index(base: fx.Node) -> int:
-    """Which result of its op a storage is; -1 if nothing reads it."""
+    """The index of a storage among the results of its op; -1 if no node reads it."""
     if base.target is operator.getitem:
         return cast(int, base.args[1])
     return 0 if isinstance(base.meta["val"], torch.Tensor) else -1

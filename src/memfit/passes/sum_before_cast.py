@@ -1,6 +1,6 @@
-"""Gradients of weights that autocast casts once are added up before they are cast back, as eager mode does.
+"""Adds up gradients of weights that autocast casts once before they are cast back, as eager mode does.
 
-See `memfit.capture.eager.cast_weights` for what is cast once.
+See `memfit.capture.eager.cast_weights` for the weights that are cast once.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def sum_before_casting(module: fx.GraphModule, num_forward_outputs: int, weights: frozenset[int]) -> None:
-    """Adds the half-precision gradients of each of these inputs before they are cast.
+    """Adds up the half-precision gradients of each of the `weights` before they are cast.
 
     Args:
         module: a joint graph; rewritten in place.
         num_forward_outputs: how many of its outputs belong to the forward pass.
-        weights: places of inputs.
+        weights: places of the weights among the inputs.
     """
     graph = module.graph
     (output,) = graph.find_nodes(op="output")
@@ -63,7 +63,7 @@ def _sum_before_casting(graph: fx.Graph, gradient: fx.Node) -> None:
 
 
 def _sums(gradient: fx.Node) -> list[fx.Node]:
-    """The sums that autograd makes of gradients one after the other, the first one first."""
+    """The additions by which autograd sums gradients one after the other, the first addition first."""
     found: list[fx.Node] = []
     node: Any = gradient
     while node.target is _aten.add.Tensor and not node.kwargs and all(isinstance(a, fx.Node) for a in node.args):
@@ -75,7 +75,7 @@ def _sums(gradient: fx.Node) -> list[fx.Node]:
 
 
 def _half_of(node: Any) -> fx.Node | None:
-    """The half-precision tensor that a node casts to float32; None if it does not."""
+    """The half-precision tensor that a node casts to float32; None if the node is no such cast."""
     if node.target is not _aten._to_copy.default or len(node.users) > 1 or node.meta["val"].dtype is not torch.float32:
         return None
     source: fx.Node = node.args[0]
@@ -83,7 +83,7 @@ def _half_of(node: Any) -> fx.Node | None:
 
 
 def _made(graph: fx.Graph, like: fx.Node, target: Any, args: tuple[fx.Node, ...], kwargs: dict[str, Any]) -> fx.Node:
-    """A call with the origin of another node."""
+    """Creates a call with the origin of another node."""
     node = graph.call_function(target, args, kwargs)
     node.meta = dict(like.meta)
     values = [a.meta["val"] for a in args]

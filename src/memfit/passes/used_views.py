@@ -1,4 +1,4 @@
-"""Takes the op that hands views on (`memfit.capture.gradients.used_views`) out of a joint graph again."""
+"""Removes the op that passes views on (`memfit.capture.gradients.used_views`) from a joint graph."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["take_out"]
 
 
 def take_out(joint: fx.GraphModule) -> None:
-    """Takes the op out of a joint graph, whose results are the views themselves then."""
+    """Removes the op from a joint graph, whose results are then the views themselves."""
     for node in joint.graph.find_nodes(op="call_function", target=handed_on):
         node.replace_all_uses_with(node.args[0])
         joint.graph.erase_node(node)

@@ -1,15 +1,16 @@
 """The peak of the plain step, counted while the module, its loss and autograd run on fake tensors.
 
-A graph knows which op reads a tensor last, but Python frees it when the last variable goes, autograd when a node has
-run, and the engine adds gradients up as they come. To run the step as it is, on tensors without memory, counts all of
-that: eager's own idea of a dry run, as `torch._subclasses.fake_tensor` makes it possible. What kernels take beyond
-their results is asked of samples (`memfit.profiling.sampled_workspace`).
+A graph shows which op reads a tensor last, but Python frees the tensor when its last variable goes, autograd when a
+node has run, and the engine adds gradients up as they arrive. A run of the unchanged step on tensors without memory
+counts all of that: a dry run of eager PyTorch, as `torch._subclasses.fake_tensor` makes it possible. The workspace of
+kernels is measured on samples (`memfit.profiling.sampled_workspace`).
 
-The step runs twice, and the second run counts: tables and masks that a model keeps are made in the first. As where a
-step is measured, what it keeps beside its parameters and buffers is not counted once it is there.
+The step runs twice, and the second run counts: tables and masks that a model caches are made in the first run. As in
+the measurement of a real step, tensors that the model holds in addition to its parameters and buffers are not counted
+once they exist.
 
-Known limits: code that looks at values cannot run on fake tensors; there is no count then. What code writes through
-NumPy into a tensor that is a plain attribute is written. On a GPU nothing is known of workspaces, and blocks of the
+Known limits: code that reads values cannot run on fake tensors; then there is no count. Code that writes through NumPy
+into a tensor that is a plain attribute changes that tensor. On a GPU, workspaces are unknown, and blocks of the
 allocator are not rounded up.
 """
 
@@ -37,7 +38,7 @@ __all__ = ["counted_step"]
 log = logging.getLogger(__name__)
 
 _IN_PLACE = frozenset((torch.ops.aten.add.Tensor, torch.ops.aten.scatter.src, torch.ops.aten.scatter_add.default))
-"""Calls that a mode sees while gradients are computed, and of which the first operand is written over without one."""
+"""Calls that gradient computation makes under a dispatch mode, and runs in place over the first operand without one."""
 
 
 def counted_step(
@@ -47,10 +48,10 @@ def counted_step(
     loss_fn: LossFunction | None,
     device_type: str,
 ) -> tuple[int, str] | None:
-    """Bytes of one plain step at its peak beyond parameters, buffers, inputs and gradients there are, and the op there.
+    """Peak bytes of one plain step beyond parameters, buffers, inputs and existing gradients, and the op at the peak.
 
     Args:
-        model: in training mode; it is as before.
+        model: module in training mode; it stays unchanged.
         args: positional inputs.
         kwargs: keyword inputs.
         loss_fn: the user's loss.
@@ -82,13 +83,13 @@ def counted_step(
                     if tensor.grad is None:
                         fakes[name].grad = None
             return counter.peak, counter.at
-    except Exception as error:  # of any code of the user's or of torch's: it then is not known
+    except Exception as error:  # code of the user or of torch raised: the peak is unknown
         log.info("the plain step does not run on fake tensors: %s: %s", type(error).__name__, error)
         return None
 
 
 class _PlainBytes(LossBytes):
-    """Counts as `LossBytes` does, and what kernels take; real tensors that code brings along are there already."""
+    """Counts as `LossBytes` does, plus kernel workspace; real tensors that code brings along exist already."""
 
     def __init__(self, mode: FakeTensorMode, device_type: str, workspace: SampledWorkspace) -> None:
         super().__init__(device_type)
@@ -130,10 +131,10 @@ class _PlainBytes(LossBytes):
 
 
 def _is_in_place(func: Any, args: Sequence[Any]) -> bool:
-    """Whether autograd writes over the first operand where no mode is active: gradients are added up so, and scattered.
+    """Whether autograd writes over the first operand if no mode is active: it adds up and scatters gradients in place.
 
-    Where that operand is held elsewhere its engine does not add in place, and the next op shows that. A formula of
-    autograd that adds two tensors of one shape looks the same, and few do.
+    If another reference holds that operand, the autograd engine does not add in place, and the next op shows that. A
+    formula of autograd that adds two tensors of one shape looks the same, but few formulas do.
     """
     if func not in _IN_PLACE or torch._C._current_graph_task_id() == -1:
         return False

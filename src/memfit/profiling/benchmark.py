@@ -1,8 +1,8 @@
 """Cost of one call on the device, measured alone on made-up operands.
 
-Beside whole, a call is measured in chunks (`memfit.ops.chunking`), which count only if their bits are those of the
-whole, and over an operand (`memfit.passes.conv_backward_split`), which saves touching fresh memory. Slice by slice it
-is measured in `memfit.profiling.slice_benchmark`.
+A call is measured whole, in chunks (`memfit.ops.chunking`), which count only if their bits are those of the whole, and
+over an operand (`memfit.passes.conv_backward_split`), which avoids touching fresh memory.
+`memfit.profiling.slice_benchmark` measures it slice by slice.
 
 Known limits: an op that cannot run on made-up operands (`memfit.profiling.synthetic_inputs`) is priced by roofline.
 """
@@ -47,9 +47,9 @@ class Costs:
     """Costs of a call, for each variant.
 
     Attributes:
-        variants: whole, then in chunks; none if the call has other bits than what it would stand for.
-        in_slices: see `costs_in_slices`; none if it does not run so.
-        in_place: over an operand; none if it does not run so.
+        variants: whole, then in chunks; empty if the call gives other bits than the call that it would replace.
+        in_slices: see `costs_in_slices`; empty if the call does not run in slices.
+        in_place: over an operand; empty if the call does not run in place.
     """
 
     variants: tuple[Variant, ...]
@@ -58,7 +58,7 @@ class Costs:
 
 
 def recompute_costs(node: fx.Node, again: Call, over: int | None, device: torch.device) -> Costs:
-    """Costs of the call that later runs in place of a batch normalisation; no variant if it has other bits."""
+    """Costs of the call that recomputes a batch normalisation; no variant if the call gives other bits."""
     try:
         args, kwargs = operands_of(node, device)
         whole = node.target
@@ -88,11 +88,11 @@ def costs_added(node: fx.Node, device: torch.device) -> Costs:
 
 
 def whole_if_separable(node: fx.Node, device: torch.device) -> tuple[Variant, ...]:
-    """Cost of a weight's gradient of a concatenation, computed whole; nothing if its parts have other bits.
+    """Cost of the weight gradient of a concatenation, computed whole; empty if its parts give other bits.
 
     Args:
         node: see `memfit.passes.concat_weight_gradients.separable_weight_gradients`.
-        device: where.
+        device: device to run on.
     """
     operands = operands_of_data(node)
     gradient, _, weight, *rest = cast(tuple[Any, ...], node.args)
@@ -140,8 +140,8 @@ def costs_of(node: fx.Node | Call, over: int | None, device: torch.device) -> Co
 
     Args:
         node: the call.
-        over: the operand over which it can run; None if it cannot.
-        device: where.
+        over: position of the operand over which the call can run; None if it cannot.
+        device: device to run on.
     """
     try:
         values = operand_values(node, device)
@@ -162,23 +162,23 @@ def costs_of(node: fx.Node | Call, over: int | None, device: torch.device) -> Co
         in_chunks = functools.partial(_in_chunks, node, args, kwargs, chunks)
         variant = _measured_alike(in_chunks, result, device)
         if variant is not None:
-            # Where it can write over an operand it mostly will, which saves touching fresh memory.
+            # A call that can write over an operand mostly does, which avoids touching fresh memory.
             over_first = IN_PLACE.get(node.target, {}).get(0)
             likely = in_chunks if over_first is None else functools.partial(over_first, *args, chunks=chunks, **kwargs)
             found.append((replace(variant, chunks=chunks), likely))
-    del result  # timed runs take the memory of those before them, as those of a step do
+    del result  # timed runs take the memory of earlier runs, as the ops of a step do
     variants = tuple(replace(variant, seconds=_seconds(run, variant.seconds, device)) for variant, run in found)
     in_place: tuple[Variant, ...] = ()
     if over is not None:
         overwriting = functools.partial(IN_PLACE[node.target][over], *args, **kwargs)
-        # It touches less memory than the run into fresh memory; where it seems slower, that was the machine.
+        # This run touches less memory than a run into fresh memory; if it seems slower, the machine was busy.
         seconds = min(variants[0].seconds, _seconds(overwriting, timed(overwriting, device), device))
         in_place = (Variant(chunks=1, seconds=seconds, workspace_bytes=variants[0].workspace_bytes),)
     return Costs(variants=variants, in_place=in_place)
 
 
 def _seconds(run: Callable[[], object], once: float, device: torch.device) -> float:
-    """The least of several runs, one of them known: other work on the machine only ever adds time."""
+    """The shortest time of several runs, one of them known: other work on the machine can only add time."""
     repeats = _REPEATS if once < _SHORT_SECONDS or device.type == "cuda" else 1
     return min(once, *(timed(run, device) for _ in range(repeats)))
 
@@ -191,7 +191,7 @@ def _measured_alike(run: Callable[[], object], expected: object, device: torch.d
     """Time and workspace of one run; None if its bits are not those expected."""
     try:
         result, variant = measured(run, device)
-    except RuntimeError:  # a part is too small for the kernel of the whole
+    except RuntimeError:  # a chunk is too small for the kernel of the whole
         return None
     return variant if equal(expected, result) else None
 
@@ -202,7 +202,7 @@ def _within(node: fx.Node | Call) -> str:
 
 
 def _check_metadata_only(node: fx.Node | Call, args: Sequence[Any], found: object) -> None:
-    """The input's gradient alone must have the bits of `convolution_backward`, on this machine and shape.
+    """Checks that the input gradient alone has the bits of `convolution_backward`, on this machine and shape.
 
     Raises:
         CaptureError: if it does not.

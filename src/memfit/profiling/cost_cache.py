@@ -1,9 +1,9 @@
-"""Measured op costs, kept per machine in a private file of JSON lines.
+"""Measured op costs, stored per machine in a private file of JSON lines.
 
-A cost depends on the device, the torch version and the number of threads; each combination has its own file. What is
-measured is appended, so processes that measure at the same time lose nothing of each other's. The file is data: lines
-that are no costs are ignored, and what is missing is measured anew. It is opened for each step that is captured, so a
-process reads each line once, and then only what has been appended.
+A cost depends on the device, the torch version and the number of threads; each combination has its own file. New
+measurements are appended, so processes that measure at the same time do not lose each other's costs. The file is data:
+lines that are not costs are ignored, and missing costs are measured again. The file is opened for each step that is
+captured, so a process reads each line once, and later only the lines that were appended.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _VERSION = 8
 class CostCache(MutableMapping[str, tuple[Variant, ...]]):
     """Costs of each variant of an op, whole first, by key; saved to a file (None: kept in memory only).
 
-    No variant at all means that the call has other bits than what it would stand for.
+    No variant at all means that the call gives other bits than the call that it would replace.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -64,7 +64,7 @@ class CostCache(MutableMapping[str, tuple[Variant, ...]]):
         return len(self._costs) + len(self._unread)
 
     def read(self) -> None:
-        """Takes up what the file knows; without a file nothing."""
+        """Reads the costs in the file, if there is a file."""
         if self.path is None:
             return
         try:
@@ -75,7 +75,7 @@ class CostCache(MutableMapping[str, tuple[Variant, ...]]):
             log.warning("cannot read measured costs from %s: %s", self.path, error)
 
     def save(self) -> None:
-        """Appends what is new, readable by the owner only; a file that cannot be written is not an error."""
+        """Appends new costs, readable by the owner only; a file that cannot be written is not an error."""
         new, self._new = dict.fromkeys(self._new), []
         if self.path is None or not new:
             return
@@ -95,9 +95,9 @@ class _Reader:
     """Reader of a cost file, with the entries read so far.
 
     Attributes:
-        path: of the file.
-        identity: of the file that was read, by its file system; another one may have taken its place.
-        read_bytes: how much of it was read, whole lines only.
+        path: path of the file.
+        identity: identity of the file that was read, by its file system; another file may have taken its place.
+        read_bytes: number of bytes that were read, whole lines only.
         entries: JSON by key.
     """
 
@@ -107,7 +107,7 @@ class _Reader:
     entries: dict[str, str] = field(default_factory=dict)
 
     def entries_now(self) -> dict[str, str]:
-        """All entries, those that have been appended since included."""
+        """All entries, including those appended since the last read."""
         with self.path.open("rb") as file:
             status = os.fstat(file.fileno())
             identity = (status.st_dev, status.st_ino)
@@ -162,7 +162,7 @@ def open_cache(device: torch.device) -> CostCache:
 
 
 def _divided(line: str) -> tuple[str, str]:
-    """The key of a line and the JSON of its costs, which is read where it is asked for; no key on a damaged line."""
+    """The key of a line and the JSON of its costs, which is parsed on first use; no key for a damaged line."""
     if "\\" not in line:
         key, between, text = line.partition('", [')
         return (key[2:], f"[{text[:-1]}") if between and key.startswith('["') and line.endswith("]") else ("", "")

@@ -1,10 +1,11 @@
-"""Device memory that libraries take at their first call and keep.
+"""Device memory that libraries allocate at their first call and keep.
 
-cuBLAS takes a workspace for each thread that calls it, from PyTorch's allocator; a training step calls it from two, the
-caller's for the forward pass and autograd's for the backward pass. It stays, so it belongs to the step like parameters.
+cuBLAS takes a workspace for each thread that calls it, from PyTorch's allocator; a training step calls it from two
+threads, the caller's thread for the forward pass and autograd's thread for the backward pass. The workspace stays
+allocated, so it belongs to the step like parameters.
 
-Matrix products call it, and code beside the planned graphs may. Some convolutions do too, depending on their shapes:
-they are run once and what is left in memory afterwards tells.
+Matrix products call cuBLAS, and plain code may. Some convolutions call it too, depending on their shapes: they are run
+once, and the memory that is left allocated shows it.
 
 Known limits: cuBLAS only; cuDNN, cuSOLVER and the driver allocate elsewhere.
 """
@@ -28,13 +29,13 @@ _PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.", "aten._sca
 def library_bytes(
     graph: StepGraph, device: torch.device, calls: Sequence[fx.Node] = (), *, plain_code: bool = False
 ) -> int:
-    """Bytes that libraries hold on the device as soon as the step has run once.
+    """Bytes that libraries hold on the device once the step has run.
 
     Args:
-        graph: of the step.
-        device: where it runs.
-        calls: of the step; convolutions among them are run where no product tells already.
-        plain_code: whether code runs beside the graph, of which nothing is known.
+        graph: graph of the step.
+        device: device on which the step runs.
+        calls: calls of the step; convolutions among them are run if no product shows already that cuBLAS is called.
+        plain_code: whether plain code, of which nothing is known, runs in addition to the graph.
     """
     if device.type != "cuda":
         return 0
@@ -43,7 +44,7 @@ def library_bytes(
 
 
 def _keeps_memory(calls: Sequence[fx.Node], device: torch.device) -> bool:
-    """Whether memory stays behind that convolutions took for the library."""
+    """Whether library memory stays allocated after convolutions have run."""
     convolutions = [call for call in calls if "convolution" in str(call.target)]
     if not convolutions:
         return False

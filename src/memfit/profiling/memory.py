@@ -1,12 +1,12 @@
-"""Measures a step: peak memory and time. The one way anything here is measured.
+"""Measures the peak memory and the time of a step; everything in memfit is measured this way.
 
-CUDA's allocator reports its own peak. On CPU the profiler's memory events are every allocation and free of
-the CPU allocator, kernel workspace included, so their running sum is the exact memory of the step above its
-start. Time is measured in other runs, without the profiler.
+CUDA's allocator reports its own peak. On CPU, the profiler's memory events are every allocation and free of the CPU
+allocator, including kernel workspace, so their running sum is the exact memory of the step above its start. Time is
+measured in other runs, without the profiler.
 
-Known limits: memory that a library allocates behind torch's allocators (oneDNN scratch, thread stacks) is not
-seen on CPU. What Dynamo takes while it compiles in the middle of a step is in the step's peak; `Measurement.compiled`
-tells.
+Known limits: memory that a library allocates behind torch's allocators (oneDNN scratch, thread stacks) is not seen on
+CPU. Memory that Dynamo takes while it compiles in the middle of a step counts in the step's peak;
+`Measurement.compiled` tells whether it compiled.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Measurement:
     """Peak memory and time of a measured step.
 
     Attributes:
-        peak_bytes: highest memory during the step, what was there before included.
-        compiled: whether Dynamo compiled in the run whose peak this is; it takes memory of its own for a moment.
+        peak_bytes: highest memory during the step, including memory that was in use before.
+        compiled: whether Dynamo compiled in the run with this peak; compilation takes memory of its own for a moment.
         start_bytes: memory in use when the step began.
-        reserved_bytes: what CUDA's caching allocator held at most; equals `peak_bytes` on CPU.
+        reserved_bytes: highest memory that CUDA's caching allocator held; equals `peak_bytes` on CPU.
         step_seconds: median time of a step.
-        all_seconds: every timed run.
+        all_seconds: times of all timed runs.
     """
 
     peak_bytes: int
@@ -63,11 +63,11 @@ def measure(
 
     Args:
         step: runs one step; called `warmup + 1 + repeats` times.
-        device: where the memory is.
+        device: device whose memory is measured.
         warmup: runs before anything is measured.
         repeats: timed runs.
-        start_bytes: memory that belongs to the step before it runs (parameters, inputs, ...); by default all
-            tensors alive in the process on that device, on CUDA all that is allocated.
+        start_bytes: memory that belongs to the step before it runs (parameters, inputs, ...); by default all tensors
+            alive in the process on that device, on CUDA all allocated memory.
 
     Returns:
         Peak and median time.
@@ -76,10 +76,10 @@ def measure(
     for _ in range(warmup):
         step()
     before = _frames_compiled()
-    torch.clear_autocast_cache()  # an autocast region of the caller's keeps casts of weights, which a step makes
+    torch.clear_autocast_cache()  # an autocast region of the caller caches casts of weights; a step makes them
     if device.type == "cuda":
         peak, start, reserved = _cuda_peak(step, device)
-        if start_bytes is not None:  # what else is in memory is not the step's
+        if start_bytes is not None:  # other memory does not belong to the step
             peak, start = start_bytes + peak - start, start_bytes
     else:
         if start_bytes is None:
@@ -109,10 +109,10 @@ def steady(measure_step: Callable[[], Measurement]) -> Measurement:
     """Measures a step until Dynamo compiles nothing in it, at most three times.
 
     The second step compiles once more where the first one set an attribute that Dynamo guards: some models of
-    transformers note the kind of their loss in their configuration.
+    transformers store the kind of their loss in their configuration.
 
     Args:
-        measure_step: runs one step and measures it; a step ran before.
+        measure_step: runs one step and measures it; one step must have run before.
     """
     measured = measure_step()
     for _ in range(_MOST_REPEATS):
@@ -122,14 +122,14 @@ def steady(measure_step: Callable[[], Measurement]) -> Measurement:
 
 
 def _frames_compiled() -> int:
-    """How many frames Dynamo has tried to compile in this process."""
+    """The number of frames that Dynamo has tried to compile in this process."""
     return counters["frames"]["total"]
 
 
 def allocation_peak(run: Callable[[], object]) -> int:
-    """Highest sum of CPU allocations less frees while `run` runs, in bytes."""
+    """Highest sum of CPU allocations minus frees while `run` runs, in bytes."""
     if torch._C._autograd._profiler_enabled():
-        # Somebody profiles the program, and profilers do not nest: count storages, without workspace.
+        # The program is being profiled, and profilers do not nest: count storages, without workspace.
         with LiveBytes("cpu") as counter:
             run()
         return int(counter.peak)
@@ -147,7 +147,7 @@ def allocation_peak(run: Callable[[], object]) -> int:
 
 @contextlib.contextmanager
 def _nothing_collected() -> Iterator[None]:
-    """Keeps the garbage collector from freeing what was there before, which would count as memory given back."""
+    """Keeps the garbage collector from freeing older objects, which would count as memory freed by the step."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -187,7 +187,8 @@ def _cuda_peak(step: Callable[[], object], device: torch.device) -> tuple[int, i
     torch.cuda.synchronize(device)
     gc.collect()
     torch.cuda.empty_cache()
-    # What cuBLAS takes for itself at its first call, and keeps, belongs to the step: a step takes it, the next has it.
+    # The workspace that cuBLAS allocates at its first call and keeps belongs to the step: the first step below
+    # allocates it, and the second one has it.
     torch._C._cuda_clearCublasWorkspaces()
     start = torch.cuda.memory_allocated(device)
     step()

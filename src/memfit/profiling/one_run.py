@@ -13,11 +13,11 @@ from memfit.profiling.memory import allocation_peak
 __all__ = ["equal", "measured", "timed"]
 
 _HEAD_START_CYCLES = 500_000
-"""So long, about a third of a millisecond, a CUDA device sleeps before what is timed."""
+"""Cycles, about a third of a millisecond, that a CUDA device sleeps before a timed run."""
 
 
 def equal(one: object, other: object) -> bool:
-    """Whether two results have the same bits, laid out alike."""
+    """Whether two results have the same bits and the same strides."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.stride() == other.stride() and torch.equal(one, other)
     if isinstance(one, tuple | list) and isinstance(other, tuple | list):
@@ -44,7 +44,7 @@ def timed(run: Callable[[], object], device: torch.device) -> float:
 
 
 def measured(run: Callable[[], object], device: torch.device) -> tuple[object, Variant]:
-    """The result of one run and what it took: its time, and the peak beyond its result."""
+    """The result of one run, its time, and its peak memory beyond the result."""
     results: list[object] = []
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,8 +1,8 @@
 """Costs measured on the device: each distinct op once, one at a time.
 
-FLOP counts rank ops wrongly (a pointwise op has few and takes long), so every distinct combination of op,
-shapes, dtypes and strides is timed (`memfit.profiling.benchmark`). Only one op's operands exist at a time, hence a
-model that does not fit can be profiled. Results are cached per machine.
+FLOP counts rank ops wrongly (a pointwise op has few FLOPs and takes long), so every distinct combination of op, shapes,
+dtypes and strides is timed (`memfit.profiling.benchmark`). Only one op's operands exist at a time, so a model that does
+not fit in memory can be profiled. Results are cached per machine.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from memfit.profiling.slice_benchmark import costs_in_slices
 __all__ = ["known_separable", "profile_ops", "separated", "with_rooflines"]
 
 _WHOLE_HANDICAP = 1.05
-"""Running in chunks takes less memory, so it is preferred at about equal time."""
+"""A chunked variant takes less memory, so it is preferred at about equal time."""
 
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Measurement:
-    """A call with what is measured of it.
+    """A call and the measurements of its costs.
 
     Attributes:
-        keys: names in the cache of the fields of `Costs`.
-        slices: how it runs slice by slice, if it does.
-        over: the operand over which it can run; None if it cannot.
-        run: measures it whole, in chunks and over the operand.
-        run_slices: measures its slices.
+        keys: keys in the cache for the fields of `Costs`.
+        slices: how the call runs slice by slice, if it does.
+        over: position of the operand over which the call can run; None if it cannot.
+        run: measures the call whole, in chunks and over the operand.
+        run_slices: measures the slices of the call.
     """
 
     keys: tuple[str, str, str]
@@ -64,7 +64,7 @@ class _Measurement:
         return Costs(variants=cache[key], in_slices=cache.get(in_slices, ()), in_place=cache.get(in_place, ()))
 
     def measure(self, cache: CostCache) -> None:
-        """Runs the call and puts into the cache what it costs that is not there."""
+        """Runs the call and adds its missing costs to the cache."""
         key, in_slices, in_place = self.keys
         if not self._knows_whole(cache):
             costs = self.run()
@@ -80,16 +80,16 @@ class _Measurement:
 def profile_ops(
     capture: Capture, device: torch.device, cache: CostCache, *, progress: Progress | None = None
 ) -> StepGraph:
-    """Measures what is not in the cache and returns the graph with times and workspaces.
+    """Measures the ops that are not in the cache, and returns the graph with times and workspaces.
 
     Args:
         capture: the captured step.
-        device: where to run the ops.
+        device: device to run the ops on.
         cache: known costs, extended by the new ones.
         progress: called with the number of ops done and to do.
 
     Returns:
-        The step graph of the capture with its costs set, and what libraries hold among its static bytes.
+        The step graph of the capture with its costs set; its static bytes include the memory that libraries hold.
     """
     joints = [joint for joint in capture.joint_ops if joint is not None]
     added = {
@@ -135,17 +135,17 @@ def profile_ops(
 
 
 def known_separable(cache: CostCache) -> Callable[[str], bool]:
-    """Of which weights' gradients a cache knows that they can be made part by part (`separate` of `capture_step`)."""
-    # Dynamo holds on to what is asked while a model is captured, so that is a few keys and not the cache.
+    """Tells which weight gradients a cache knows to be separable into parts (`separate` of `capture_step`)."""
+    # Dynamo keeps the returned function alive while it captures a model, so it holds a few keys and not the cache.
     return frozenset(key for key in cache if is_separable_key(key) and cache.get(key)).__contains__
 
 
 def separated(capture: Capture, device: torch.device, cache: CostCache) -> Capture:
-    """The step with weights' gradients of concatenations made part by part where that gives the same bits.
+    """The step with weight gradients of concatenations computed part by part where that gives the same bits.
 
     Args:
-        capture: of the step, with those made so that the cache knows.
-        device: where to run the ones that the cache does not know.
+        capture: capture of the step, with the gradients that the cache knows computed so.
+        device: device to run the gradients on that the cache does not know.
         cache: known costs, extended by the new ones.
     """
     keys = _separable_keys(capture, device, cache)
@@ -184,9 +184,9 @@ def with_rooflines(capture: Capture) -> StepGraph:
 
 
 def _measurements(joint: JointOp, device: torch.device) -> list[_Measurement]:
-    """Of the op, and of what runs in its place later if that is another call."""
+    """Measurements of the op, and of the call that recomputes it if that is another call."""
     slices = joint.by_slices
-    # What can be chunked writes over its operand only so, and is measured so.
+    # An op that can be chunked writes over its operand only in chunks, and is measured that way.
     over = None if candidate_chunks(joint.node) else joint.in_place_argument
 
     if joint.recompute_as is None:
@@ -214,7 +214,7 @@ def _measurement(call: fx.Node | Call, slices: BySlices | None, over: int | None
 
 
 def _measurement_added(node: fx.Node, device: torch.device) -> _Measurement:
-    """Of an op that adds what it makes to a gradient."""
+    """Measurement of an op that adds its result to a gradient."""
     key = f"{cost_key(node)} added to a gradient"
     return _Measurement(
         keys=(key, "", f"{key} over operand None"),
@@ -226,7 +226,7 @@ def _measurement_added(node: fx.Node, device: torch.device) -> _Measurement:
 
 
 def _plain_key(call: Call) -> str:
-    """Where the cache has what runs in an op's place in the step without memfit."""
+    """Cache key of the call that runs in an op's place in the step without memfit."""
     return separable_key(call) if is_of_concatenation(call) else cost_key(call)
 
 
@@ -239,7 +239,7 @@ def _with_costs(
             ops.append(op)
             continue
         costs, *again = costs_of_op(joint)
-        # Slices are those of the call that runs later.
+        # Slices are those of the call that recomputes the op.
         made = _with_variants(op if not again else replace(op, by_slices=None), costs, joint.node)
         if joint.recompute_as is not None and op.recompute_as is not None:
             made = replace(
@@ -257,14 +257,14 @@ def _with_costs(
 
 
 def _with_variants(op: Op, costs: Costs, call: fx.Node | Call) -> Op:
-    """The op with its costs, to be run the quickest variant."""
+    """The op with its costs, set to run in its fastest variant."""
     if not costs.variants:
         raise CaptureError(
             f"{op.name} (in {op.module or 'the model itself'}) cannot run on operands laid out as they are"
         )
     variants, in_chunks, in_place_over = costs.variants, costs.variants[1:], op.in_place_over
     best = min(variants, key=lambda variant: variant.seconds * (1.0 if variant.chunks > 1 else _WHOLE_HANDICAP))
-    if in_place_over and candidate_chunks(call):  # only in chunks does such a kernel write over its operand
+    if in_place_over and candidate_chunks(call):  # such a kernel writes over its operand only in chunks
         best, in_place_over = (in_chunks[0], in_place_over) if in_chunks else (best, ())
     return replace(
         op,
@@ -279,7 +279,7 @@ def _with_variants(op: Op, costs: Costs, call: fx.Node | Call) -> Op:
 
 
 def _with_slices(slices: BySlices | None, costs: tuple[Variant, ...]) -> BySlices | None:
-    """How the op runs by samples, with its costs; None if it does not with the same bits."""
+    """How the op runs in slices, with its costs; None if its slices do not have the same bits."""
     if slices is None or not costs:
         return None
     made, *together = costs
@@ -294,7 +294,7 @@ def _with_slices(slices: BySlices | None, costs: tuple[Variant, ...]) -> BySlice
 
 
 def _roofline_variants(node: fx.Node | Call, workspace_bytes: int = 0) -> tuple[Variant, ...]:
-    """Whole, and in chunks, whose workspace nobody asked for: the least is a bound, so it counts as none."""
+    """Variants whole and in chunks; the workspace of chunks is not measured and counts as zero, a lower bound."""
     seconds = roofline_seconds(node)
     whole = Variant(chunks=1, seconds=seconds, workspace_bytes=workspace_bytes)
     return (whole, *(Variant(chunks=chunks, seconds=seconds, workspace_bytes=0) for chunks in candidate_chunks(node)))

@@ -1,7 +1,7 @@
 """Time of an op from its FLOPs and bytes, for estimates that run nothing.
 
-The time is the larger of arithmetic and memory traffic on a nominal machine. Only ratios between ops matter
-to a plan; `estimate` says that its times are such.
+The time is the larger of the times of arithmetic and memory traffic on a nominal machine. Only ratios between ops
+matter to a plan; `estimate` says that its times are nominal.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def roofline_seconds(node: fx.Node | Call) -> float:
 
 
 def flops_of(node: fx.Node | Call) -> float:
-    """Arithmetic of a call, as torch counts it; 0 where it does not."""
+    """FLOPs of a call, as torch counts them; 0 where it does not."""
     args: tuple[Any, ...] = fx.map_arg(node.args, lambda n: n.meta.get("val"))
     kwargs = fx.map_arg(node.kwargs, lambda n: n.meta.get("val"))
     target = node.target
@@ -48,7 +48,7 @@ def flops_of(node: fx.Node | Call) -> float:
 
 
 def flops_of_values(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> float:
-    """Arithmetic of a call with fake tensors, as torch counts it; 0 where it does not."""
+    """FLOPs of a call with fake tensors, as torch counts them; 0 where it does not."""
     count = flop_registry.get(target.overloadpacket) if isinstance(target, torch._ops.OpOverload) else None
     if count is None:
         return 0.0

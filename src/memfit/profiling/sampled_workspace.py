@@ -1,13 +1,14 @@
-"""Workspace of kernels that nobody profiled, from a few samples of the batch.
+"""Workspace of kernels that were not profiled, from a few samples of the batch.
 
-Kernels take memory that no op returns. CPU's convolutions copy operands into blocked layouts, or, where oneDNN has no
-kernel (float64, some shapes), into columns; poolings copy what is laid out otherwise; a transform, a sort and a
-normalisation's gradient have buffers of their own. No formula tells which kernel is taken, so a small call is made as
-it is, and of a large one two samples of the batch and four: what it takes grows with them, a line through two points.
+Kernels take memory that no op returns. CPU convolutions copy operands into blocked layouts, or, where oneDNN has no
+kernel (float64, some shapes), into columns; poolings copy operands in other layouts; a transform, a sort and the
+gradient of a normalisation have buffers of their own. No formula tells which kernel is taken, so a small call runs as
+it is, and a large call runs with two samples of the batch and with four: its workspace grows with the samples, a line
+through two points.
 
-Known limits: CPU only, ops of torch's own only, and of large calls batches that are outermost in memory; a kernel that
-is another for a large batch is not seen; calls that would take too long or too much memory even so have none. Where a
-call is asked with all indices alike, a kernel that sorts them may take less.
+Known limits: CPU only; torch's own ops only; large calls only if the batch is outermost in memory. A kernel that is
+chosen only for a large batch is not seen. Calls that would take too long or too much memory even with few samples count
+as without workspace. Where a call runs with all indices alike, a kernel that sorts them may take less.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _SAMPLED: dict[Any, tuple[int, ...]] = {
     _aten.convolution_backward.default: (0, 1),
     convolution_input_gradient: (0, 1),
 }
-"""Of convolutions the operands that have a row for each sample; of another op those as long as its first operand."""
+"""The operands of convolutions that have a row per sample; for other ops, operands as long as the first operand."""
 
 _TAKING_INDICES = {
     getattr(_aten, name)
@@ -50,37 +51,37 @@ _TAKING_INDICES = {
         *("sort", "topk", "sum", "cumsum", "cat", "repeat", "where", "_to_copy", "clone", "copy_"),
     )
 }
-"""More ops that can be asked with zeros for integers: indices along an axis, classes, or plain numbers."""
+"""More ops that can run with zeros for integers: indices along an axis, classes, or plain numbers."""
 
 _FEW, _MORE = 2, 4
 _MOST_FLOPS = 2e11
 _MOST_BYTES = 1 << 30
 _WHOLE_BYTES = 1 << 24
-"""A call that reads and writes no more is made as it is."""
+"""A call that reads and writes no more bytes runs as it is."""
 
 
 class SampledWorkspace:
-    """Workspaces of the calls of one step, each distinct call asked once."""
+    """Workspaces of the calls of one step; each distinct call is measured once."""
 
     def __init__(self) -> None:
         self._known: dict[str, int] = {}
 
     def __call__(self, call: fx.Node | Call) -> int:
-        """Bytes that a convolution of a graph takes beyond what it reads and writes; 0 for another call."""
+        """Bytes that a convolution of a graph takes beyond its operands and results; 0 for another call."""
         if call.target not in _SAMPLED:
             return 0
         values: Any = fx.map_arg(tuple(call.args), lambda node: node.meta.get("val"))
         return self._asked(cost_key(call), call.target, values, {}, flops_of(call), call.meta.get("val"))
 
     def of_values(self, target: object, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-        """The same of any op of torch's own, called with fake tensors."""
+        """Workspace bytes of any op of torch's own, called with fake tensors."""
         if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or target.is_view:
             return 0
         key = f"{target}({','.join(_described(v) for v in (*args, *kwargs.items()))})"
         return self._asked(key, target, tuple(args), kwargs, flops_of_values(target, args, kwargs, result), result)
 
     def reserve_of(self, target: object, args: Sequence[Any]) -> int:
-        """Bytes of what a fused layer of CPU's leaves for its backward pass, which fake tensors say is empty."""
+        """Bytes of the reserve that a fused CPU layer saves for its backward pass; as a fake tensor it is empty."""
         if target is not _aten.mkldnn_rnn_layer.default:
             return 0
         key = f"reserve of {','.join(_described(value) for value in args)}"
@@ -109,7 +110,7 @@ def _workspace_bytes(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
     operands = tensors if rows is None else [args[index] for index in rows]
     batch = int(operands[0].shape[0]) if operands[0].dim() else 0
     sampled = {id(t) for t in operands if rows is not None or (t.dim() and t.shape[0] == batch)}
-    made = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]  # a product may be far larger
+    made = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]  # products may be far larger
     nbytes = sum(t.numel() * t.element_size() for t in (*tensors, *made))
     counts = (batch,) if batch <= _MORE or nbytes <= _WHOLE_BYTES else (_FEW, _MORE)
     if counts != (batch,) and not all(_batch_is_outermost(t) for t in tensors if id(t) in sampled):
@@ -119,7 +120,7 @@ def _workspace_bytes(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
         return 0
     try:
         taken = [_taken_bytes(target, args, kwargs, sampled, count) for count in counts]
-    except Exception as error:  # whatever a kernel raises that does not take such a call
+    except Exception as error:  # a kernel that does not take such a call may raise anything
         log.info("cannot ask a sample of %s for its workspace (%s)", target, error)
         return 0
     if len(taken) == 1:

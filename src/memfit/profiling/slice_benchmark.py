@@ -1,4 +1,4 @@
-"""Cost of one call slice by slice, measured alone on made-up operands, and whether slices are those of the whole.
+"""Cost of one call slice by slice, measured alone on made-up operands, and whether slices equal those of the whole.
 
 Slices of a recomputed op must have the bits of the whole; for the lever `tile` they must be equal up to rounding.
 
@@ -38,7 +38,7 @@ _ALIGNMENT = 64
 """Bytes of the widest vectors; allocations start at multiples of it."""
 
 _WARM = 8
-"""So many slices are timed one right after the other."""
+"""Number of slices that are timed one right after the other."""
 
 
 def costs_in_slices(call: fx.Node | Call, slices: BySlices, device: torch.device) -> tuple[Variant, ...]:
@@ -46,12 +46,13 @@ def costs_in_slices(call: fx.Node | Call, slices: BySlices, device: torch.device
 
     Args:
         call: the call.
-        slices: how it runs so. If its first run does, or in tiles, they need the bits of the whole up to rounding only.
-        device: where.
+        slices: how the call runs slice by slice. If its first run does too, or if it runs in tiles, the results need to
+            be those of the whole up to rounding only.
+        device: device to run on.
 
     Returns:
-        All slices, with the workspace of one, then what putting those of the first result together takes, in fresh
-        memory and in memory that was used before; nothing if the results are not those of the whole.
+        The cost of all slices, with the workspace of one, then the costs of putting the slices of the first result
+        together, in fresh memory and in memory that was used before; empty if the results are not those of the whole.
     """
     try:
         values = operand_values(call, device)
@@ -67,10 +68,10 @@ def costs_in_slices(call: fx.Node | Call, slices: BySlices, device: torch.device
 def same_slices(
     call: fx.Node | Call, slices: BySlices, values: Mapping[fx.Node, torch.Tensor], whole: object, device: torch.device
 ) -> tuple[Variant, ...]:
-    """`costs_in_slices` where they have the bits of the whole.
+    """`costs_in_slices` where slices must have the bits of the whole.
 
-    Kernels go by shape and by where operands lie in memory, so the first slice, one in the middle, the last and one
-    of each alignment are compared with the whole.
+    The kernel depends on shapes and on where operands lie in memory, so the first slice, one in the middle, the last
+    and one of each alignment are compared with the whole.
     """
     run, cuts, axes = _slice_runner(call, slices, values, device), _cuts(slices), _axes_ofresults_in(call, slices)
     wholes = results_in(whole)
@@ -92,7 +93,7 @@ def same_slices(
 def _rounded_slices(
     call: fx.Node | Call, slices: BySlices, values: Mapping[fx.Node, torch.Tensor], whole: object, device: torch.device
 ) -> tuple[Variant, ...]:
-    """The same for slices that have them up to rounding, sums over slices among them."""
+    """`costs_in_slices` where slices equal the whole up to rounding, including sums over slices."""
     run, cuts, sums = _slice_runner(call, slices, values, device), _cuts(slices), sums_of(call)
     wholes, axes = results_in(whole), _axes_ofresults_in(call, slices)
     rounded = (t.dtype for t in values.values() if t.is_floating_point() or t.is_complex())
@@ -116,7 +117,7 @@ def _rounded_slices(
     if not all(_close(wholes[place], total, eps) for place, total in added.items()):
         log.warning("%s in slices does not add up to what it is whole; it runs whole", call.name)
         return ()
-    # Compared with the whole, slices find cold caches; in a step each finds what the one before it left.
+    # The slices compared with the whole start with cold caches; in a step, each slice finds warm caches.
     sample = cuts[max(0, len(cuts) // 2 - _WARM // 2) :][:_WARM]
     warm = sum(timed(functools.partial(run, cut), device) for cut in sample) * len(cuts) / len(sample)
     variant = replace(variant, seconds=min(seconds, warm))
@@ -128,7 +129,7 @@ def _rounded_slices(
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Where a slice lies: samples of the batch from `start` to before `stop`, and which tile of a grid."""
+    """The place of a slice: samples of the batch from `start` to before `stop`, and the number of a tile in a grid."""
 
     start: int
     stop: int
@@ -137,7 +138,7 @@ class _Cut:
     grid: tuple[int, ...]
 
     def samples_of(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
-        """Those of something whole."""
+        """The samples of this slice in a whole tensor."""
         return samples_between(tensor, axis, self.batch, self.start, self.stop)
 
     def of(self, result: object, axis: int | None) -> object:
@@ -147,7 +148,7 @@ class _Cut:
         return narrowed(self.samples_of(result, axis), self.tile(result.shape[SPACE : SPACE + len(self.grid)]))
 
     def tile(self, extents: Sequence[int]) -> Tile:
-        """The tile of something so large."""
+        """The tile of a tensor with these extents."""
         return tiles_of(extents, self.grid)[self.number]
 
 
@@ -188,7 +189,7 @@ def _slice_runner(
 
 
 def _axes_ofresults_in(call: fx.Node | Call, slices: BySlices) -> Sequence[int | None]:
-    """Along which axis each result has samples."""
+    """The axis along which each result has samples."""
     if slices.grid:
         return [0] * len(results_of(call))
     sampling = sampling_of(call, slices.batch)

@@ -1,8 +1,9 @@
-"""Made-up operands, to run one op of a graph by itself: the layout of the real ones, numbers that the op takes.
+"""Made-up operands to run one op of a graph by itself: the layouts of the real operands, numbers that the op accepts.
 
-Most ops take any numbers; they get normal ones. A kernel that does not take its operands raises on a CPU, but on a CUDA
-device it ends all work of the process there. So ops that draw get numbers between zero and one, which do for
-probabilities, rates and deviations alike, and indices, pivots and marks are such as the op could have got.
+Most ops accept any numbers; they get normally distributed ones. A kernel that does not accept its operands raises on a
+CPU, but on a CUDA device it ends all work of the process on that device. So ops that draw random numbers get numbers
+between zero and one, which are valid as probabilities, rates and deviations alike, and indices, pivots and marks are
+values that the op could have got.
 
 Known limits: integer operands are zeros unless the op is known to need others.
 """
@@ -27,19 +28,19 @@ _aten = torch.ops.aten
 _TILE = 1 << 16
 _STARTS = 16
 _STRIDE = 4099
-"""Operands repeat the same numbers from different ones on."""
+"""Operands repeat the same numbers, each from a different start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Special:
-    """Which operand holds indices, pivots or marks, and what makes some up, given that operand and all arguments."""
+    """The operand that holds indices, pivots or marks, and the function that fills it, given it and all arguments."""
 
     operand: int
     fill: Callable[[torch.Tensor, tuple[Any, ...]], object]
 
 
 def _places_of_maxima(places: torch.Tensor, args: tuple[Any, ...]) -> None:
-    """Each in its own window, as those of a pooling are."""
+    """Fills in the places of maxima, each in its own window, as in the result of a pooling."""
     _, pooled, *settings, _ = args
     data = torch.randn(pooled.shape, dtype=pooled.dtype, device=pooled.device)
     places.copy_(_aten.max_pool2d_with_indices.default(data, *settings)[1])
@@ -60,7 +61,7 @@ _SPECIAL: dict[Any, _Special] = {
 }
 
 _SHARES = (_aten.binary_cross_entropy.default, _aten.binary_cross_entropy_backward.default)
-"""Ops that draw nothing and yet take numbers between zero and one only."""
+"""Ops that draw no random numbers but accept only numbers between zero and one."""
 
 
 _SEEDS_ON_HOST = (
@@ -102,7 +103,7 @@ def operand_values(node: fx.Node | Call, device: torch.device) -> dict[fx.Node, 
 
 
 def _on_host(node: fx.Node | Call) -> set[object]:
-    """Operands that are on the CPU although tracing takes them for the device's: the seeds of efficient attention."""
+    """Operands that are on the CPU although tracing places them on the device: the seeds of efficient attention."""
     if node.target not in _SEEDS_ON_HOST:
         return set()
     names = [argument.name for argument in cast(torch._ops.OpOverload, node.target)._schema.arguments]
@@ -115,9 +116,9 @@ def _numbers(device: torch.device) -> torch.Tensor:
 
 
 def _like(value: torch.Tensor, device: torch.device, number: int, *, shares: bool) -> torch.Tensor:
-    """A real tensor with the layout of a fake one, filled with normal numbers, others for each number.
+    """A real tensor with the layout of a fake one, filled with normal numbers that depend on `number`.
 
-    With `shares` they are between zero and one.
+    With `shares` the numbers are between zero and one.
     """
     tensor = torch.empty_strided(tuple(value.shape), value.stride(), dtype=value.dtype, device=device)
     flat = torch.empty(0, dtype=value.dtype, device=device).set_(tensor.untyped_storage())

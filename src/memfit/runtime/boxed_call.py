@@ -1,7 +1,7 @@
-"""A lowered graph as the function that AOTAutograd calls, with errors of memory that name the plan.
+"""Wraps a lowered graph as the function that AOTAutograd calls; out-of-memory errors name the plan.
 
-AOTAutograd hands operands over in a list ("boxed"), so that each is freed after its last use. Code that FX generates
-for a graph does that too.
+AOTAutograd passes operands in a list ("boxed"), so that each operand is freed after its last use. The code that FX
+generates for a graph frees its operands in the same way.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ __all__ = ["boxed"]
 log = logging.getLogger(__name__)
 
 _TOLD = 6
-"""Of so many operands an error tells the shape."""
+"""Number of operands whose shapes an error names."""
 
 
 def boxed(gm: fx.GraphModule, describe: Callable[[], str], later: Later | None) -> Callable[..., Any]:
-    """The generated code itself, taking its arguments in a list that it empties as it goes."""
+    """The generated code itself, which takes its arguments in a list and empties that list while it runs."""
     attach_metadata_only(gm)
     forget_side_effects(gm.graph)
     call_cheaply(gm.graph)
@@ -49,7 +49,7 @@ def boxed(gm: fx.GraphModule, describe: Callable[[], str], later: Later | None) 
         shapes = [tuple(t.shape) for t in first if isinstance(t, torch.Tensor) and t.dim() > 0]
         del first
         if overwritten and torch._C._autograd._get_current_graph_task_keep_graph():
-            # backward(retain_graph=True): what was saved must outlive this pass, so copies are overwritten.
+            # backward(retain_graph=True): saved tensors must outlive this pass, so copies are overwritten.
             log.warning("retain_graph takes more memory than the plan, which writes over saved tensors")
             for position in overwritten:
                 operands[position] = operands[position].clone()

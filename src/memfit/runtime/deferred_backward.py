@@ -1,6 +1,7 @@
-"""Runs the second part of a backward pass later: autograd gets the gradients it waits for, the rest is handed on.
+"""Runs the second part of a backward pass later: autograd gets the gradients it waits for, the rest is deferred.
 
-The generated backward graph is one; here it is cut in two, and what the second part reads is returned by the first.
+The generated backward graph is a single graph. Here it is split in two, and the first part also returns the values that
+the second part reads.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from torch.fx.graph import _BoxedCodeGen
 __all__ = ["LATER", "Later", "in_two"]
 
 LATER = "memfit_later"
-"""Mark in the `meta` of a node of the second part."""
+"""Mark in the `meta` of a node that belongs to the second part."""
 
 Later = list[Callable[[], object]]
-"""Where second parts are put when the first has run."""
+"""List that receives the second part of a backward pass when the first part has run."""
 
 
 def in_two(module: fx.GraphModule, later: Later) -> Callable[[list[Any]], Any]:
-    """A backward graph's first part, which leaves the second in `later`; takes its arguments in a list it empties."""
+    """The first part of a backward graph; appends the second part to `later`, and empties the list of its arguments."""
     first, second = fx.Graph(), fx.Graph()
     of_first: dict[fx.Node, fx.Node] = {}
     of_second: dict[fx.Node, fx.Node] = {}
@@ -50,8 +51,9 @@ def in_two(module: fx.GraphModule, later: Later) -> Callable[[list[Any]], Any]:
 
     def run(operands: list[Any]) -> Any:
         made = list(run_first(operands))
-        # A result of the forward pass that was saved knows its graph, and the graph holds the inputs of the pass. What
-        # is also returned as a gradient stays the same tensor: autograd then copies it where it would add to it.
+        # A saved result of the forward pass refers to its autograd graph, and that graph holds the inputs of the pass.
+        # A tensor that is also returned as a gradient stays the same tensor: autograd then copies it instead of adding
+        # to it in place.
         rest = [one.detach() if isinstance(one, torch.Tensor) and one.grad_fn else one for one in made[count:]]
         del made[count:]
         later.append(functools.partial(run_second, rest))

@@ -1,11 +1,11 @@
-"""Calls what a lowered graph runs cheaply: views that cancel are not made, others go by Python's own bindings.
+"""Reduces the call overhead of a lowered graph: removes views that cancel, and calls other ops by Python bindings.
 
-More than half the calls of a captured backward pass make views: a transpose of a transpose, a view of a view. Every
-call of an `OpOverload` from Python takes one or two microseconds of its own, twice what Python's own binding of the
-same op takes; with small ops or many micro-batches that is seen in the step. No bit depends on it: views make metadata
-only, the same by either way, and a binding dispatches the same op.
+More than half the calls of a captured backward pass create views: a transpose of a transpose, a view of a view. Every
+call of an `OpOverload` from Python has an overhead of one or two microseconds, twice that of Python's own binding of
+the same op; with small ops or many micro-batches this overhead is visible in the step time. No bit depends on the
+choice: views are metadata only and equal in both cases, and a binding dispatches the same op.
 
-Known limits: what the caller gets keeps its own view, as autograd may not get one tensor twice.
+Known limits: a result that the caller gets keeps its own view, as autograd may not get one tensor twice.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ _BINDINGS: dict[Any, Callable[..., Any]] = {
     _aten.sum.dim_IntList: torch.sum,
     _aten.mean.dim: torch.mean,
 }
-"""The same ops with the same positional arguments."""
+"""Python bindings of ops, with the same positional arguments."""
 
 _SAME = (_aten.detach.default, _aten.alias.default)
-"""They give what they are given."""
+"""Ops that return their input."""
 
 _CANCEL = (_aten.t.default, _aten.transpose.int)
-"""Twice with the same arguments they give what was there."""
+"""Ops that cancel when applied twice with the same arguments."""
 
 
 def call_cheaply(graph: fx.Graph) -> None:
-    """Rewrites the calls of a graph that runs as it is; see the module docstring."""
+    """Rewrites the calls of a graph that runs without further compilation; see the module docstring."""
     for node in graph.nodes:
         source = _given_again(node)
         if source is not None:
@@ -83,7 +83,7 @@ def call_cheaply(graph: fx.Graph) -> None:
 
 
 def _given_again(node: fx.Node) -> fx.Node | None:
-    """The node whose tensor a view gives again, if it does."""
+    """The earlier node whose tensor the view reproduces; None if there is none."""
     if node.target in _SAME:
         return node.all_input_nodes[0]
     if node.target not in _CANCEL:
@@ -95,7 +95,10 @@ def _given_again(node: fx.Node) -> fx.Node | None:
 
 
 def _must_be_no_view(node: fx.Node) -> bool:
-    """Autograd forbids to write over a view that a graph returned; what `_unsafe_view` makes counts as none."""
+    """Whether a result must not become a view: autograd forbids in-place writes to views that a graph returned.
+
+    The result of `_unsafe_view` does not count as a view.
+    """
     return node.target is _aten._unsafe_view.default and any(user.op == "output" for user in node.users)
 
 

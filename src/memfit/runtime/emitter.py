@@ -1,17 +1,17 @@
-"""Emits the ops of a program into an FX graph, each value where it is read.
+"""Emits the ops of a program into an FX graph, and each view at the place where it is read.
 
-FX's generated code drops each value after its last use, so what runs is what was simulated. Three rules make that true:
+FX's generated code drops each value after its last use, so the lifetimes at run time are those of the simulation. Three
+rules ensure this:
 
 - the base of a storage is saved and passed on, never a view; views are recomputed where they are read, since
   a view that outlives its base would keep the memory;
-- the elements of a tuple are taken out right after the op, so that the tuple does not keep them;
-- an op marked in place runs the in-place call of `memfit.passes.conv_backward_split`, one in chunks that of
+- the elements of a tuple are extracted right after the op, so that the tuple does not keep them;
+- an op marked in place runs the in-place call of `memfit.passes.conv_backward_split`, an op in chunks that of
   `memfit.ops.chunking`.
 
-A storage that is swapped leaves and comes back by calls of a `Swapper`. A tensor that comes back is waited for at its
-first reader.
+Calls of a `Swapper` swap a storage out and in. The first reader of a storage waits until the storage is swapped in.
 
-A random op that runs more than once saves its generator's state the first time and replays it later
+A random op that runs more than once saves the state of its generator at the first run and replays that state later
 (`torch._prims.rng_prims`).
 """
 
@@ -43,17 +43,17 @@ from memfit.runtime.offload.graph_calls import SwapCalls, keep_unread
 __all__ = ["OVERWRITTEN", "Emitter", "LocalInstruction", "LocalMove", "Move"]
 
 OVERWRITTEN = "memfit_overwritten"
-"""Mark in the `meta` of a node whose memory a later one takes over."""
+"""Mark in the `meta` of a node whose memory a later node takes over."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalInstruction:
-    """Run op `index` of the subgraph, perhaps `recomputed`, `over` the memory of a storage, or in `chunks`.
+    """Runs op `index` of the subgraph, optionally `recomputed`, `over` the memory of a storage, or in `chunks`.
 
-    `save_state` and `replay` serve recomputed random ops, `from_statistics` recomputed batch normalisations. What
-    is `sliced` runs slice by slice, and if `fused` together with the next instruction; of its results, those
-    `handed_on` exist as slices only. A half of a call (`memfit.planner.finalize.merge_conv_backward`) may run
-    `with_next`, its other half.
+    `save_state` and `replay` serve recomputed random ops, `from_statistics` recomputed batch normalisations. A `sliced`
+    op runs slice by slice, and a `fused` one runs together with the next instruction; its results in `handed_on` exist
+    as slices only. One half of a call (`memfit.planner.finalize.merge_conv_backward`) may run `with_next`, its other
+    half.
     """
 
     index: int
@@ -70,7 +70,7 @@ class LocalInstruction:
 
 
 class Move(StrEnum):
-    """Steps of a storage's swap: start the transfer out, wait until it is done, start the transfer back."""
+    """Steps of a storage's swap: start to swap out, wait until the storage is out, start to swap in."""
 
     OUT = "out"
     GONE = "gone"
@@ -86,9 +86,9 @@ class LocalMove:
 
 
 class Emitter:
-    """Copies nodes of the joint graph into one new graph, keeping the current copy of every storage.
+    """Copies nodes of the joint graph into one new graph, and tracks the current copy of every storage.
 
-    Of those the caller holds, `held`, that is the first one.
+    For storages that the caller holds (`held`), the current copy is always the first one.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Emitter:
         self.added: dict[fx.Node, fx.Node] = {}
 
     def awaited_sums(self) -> set[fx.Node]:
-        """Gradients that are not made yet, and then added to what is there."""
+        """Gradients that are not computed yet and that will be added to existing gradients."""
         return {gradient for waiting in self.adding.values() for gradient, _ in waiting}
 
     def place(self, nodes: Sequence[fx.Node], *, as_inputs: bool = False) -> None:
@@ -132,7 +132,7 @@ class Emitter:
                 self.views[node] = copy
 
     def set_base(self, storage: int, node: fx.Node) -> None:
-        """Makes `node` the current copy; views of an older copy are forgotten."""
+        """Makes `node` the current copy of a storage; views of an older copy are forgotten."""
         self.bases[storage] = node
         for view in [v for v in self.views if self.reading.storage_of.get(v) == storage]:
             del self.views[view]
@@ -141,7 +141,7 @@ class Emitter:
             self.added[gradient].meta = dict(gradient.meta)
 
     def value(self, node: fx.Node) -> fx.Node:
-        """The node of this graph that holds what `node` of the joint graph holds."""
+        """The node of this graph that holds the value of `node` of the joint graph."""
         storage = self.reading.storage_of.get(node)
         if storage is not None and storage in self.coming:
             self.wait_for(storage)
@@ -156,7 +156,7 @@ class Emitter:
         return known
 
     def run_all(self, instructions: Sequence[LocalInstruction | LocalMove]) -> None:
-        """Emits ops in their order, each fused region as one call, and moves."""
+        """Emits ops and moves in their order, each fused region as one call."""
         run: list[LocalInstruction] = []
         for instruction in instructions:
             if isinstance(instruction, LocalMove):
@@ -185,17 +185,17 @@ class Emitter:
             self.set_base(storage, self.coming[storage])
 
     def wait_for(self, storage: int) -> None:
-        """Emits that a storage that is on its way back is waited for."""
+        """Emits the wait for a storage that is being swapped in."""
         assert self.calls is not None
         self.set_base(storage, self.calls.wait_in(storage, self.coming.pop(storage)))
 
     def stream(self, storage: int, cut: BySlices) -> fx.Node:
-        """Emits what moves slices of a storage that lives on a tier."""
+        """Emits the call that moves slices of a tier-resident storage."""
         assert self.calls is not None
         return self.calls.slices(storage, self.reading.storages[storage].base, cut)
 
     def run_sliced(self, instructions: Sequence[LocalInstruction]) -> None:
-        """Emits ops that run slice by slice, then takes their results out."""
+        """Emits ops that run slice by slice, then extracts their results."""
         ops = [
             FusedOp(
                 op=self.reading.ops[instruction.index],
@@ -217,7 +217,7 @@ class Emitter:
             for place, node in enumerate(call.operands)
         ]
         made = self.graph.call_function(call.target, tuple(operands))
-        if not call.results:  # all of it leaves
+        if not call.results:  # all results are tier-resident
             keep_unread(call.target)
         bases = [self.reading.storages[s].base for s in call.results]
         made.meta = {"val": tuple(base.meta["val"] for base in bases)}
@@ -227,7 +227,7 @@ class Emitter:
             self.set_base(storage, taken)
 
     def run(self, instruction: LocalInstruction) -> None:
-        """Emits one op, then takes its results out."""
+        """Emits one op, then extracts its results."""
         op = self.reading.ops[instruction.index]
         if op.writes and op.writes[0] in self.adding and op.writes[0] in self.reading.added_as_made:
             self.add(op)
@@ -271,7 +271,7 @@ class Emitter:
         self._take_results(made, weight_half.writes)
 
     def add(self, op: JointOp) -> None:
-        """Emits an op that adds its result to the gradient that is there."""
+        """Emits an op that adds its result to the existing gradient."""
         ((gradient, accumulation),) = self.adding.pop(op.writes[0])
         operands = fx.map_arg(op.node.args, self.value)
         self.added[gradient] = self.graph.call_function(accumulation.add_made_by(op.node.target), operands)
@@ -297,10 +297,10 @@ class Emitter:
         return made
 
     def _take_results(self, made: fx.Node, writes: Sequence[int]) -> None:
-        alone = isinstance(made.meta.get("val"), torch.Tensor)  # an assertion makes nothing
+        alone = isinstance(made.meta.get("val"), torch.Tensor)  # an assertion has no result
         for storage in writes:
             if storage in self.held and storage in self.bases:
-                continue  # a second copy is thrown away
+                continue  # a second copy is discarded
             if alone:
                 self.set_base(storage, made)
             elif (base := self.reading.storages[storage].base).target is operator.getitem:  # else nothing reads it

@@ -1,11 +1,11 @@
 """Runs a program: compiles the module's call so that each captured subgraph runs its share of it.
 
-The backend given to Dynamo lowers the joint graph it sees by the program of its subgraph
-(`memfit.runtime.subgraph_program`). Should Dynamo compile anything else (the model's Python state changed, say), the
-plan is not run: `PlanMismatchError` lets the caller plan anew.
+The backend given to Dynamo lowers each joint graph by the program of its subgraph (`memfit.runtime.subgraph_program`).
+If Dynamo compiles any other graph (for example because the model's Python state changed), the plan does not run:
+`PlanMismatchError` lets the caller plan anew.
 
-Known limits: an unplanned graph that is met when earlier code of the call has run, behind a break, runs as plain code,
-and its pass is told of it.
+Known limits: behind a graph break, earlier code of the call has already run. An unplanned graph there runs as plain
+code, and the record of its pass notes this.
 """
 
 from __future__ import annotations
@@ -84,10 +84,10 @@ class PlannedCall:
     """The module's call under a plan.
 
     Attributes:
-        run: compiles on its first call.
-        swappers: of the subgraphs that swap.
-        subgraphs: how many graphs run by the plan.
-        decisions: branches on inputs that it was compiled for, as far as it is compiled.
+        run: the module's call; compiles on its first call.
+        swappers: swappers of the subgraphs that swap.
+        subgraphs: number of graphs that run by the plan.
+        decisions: decided branches on inputs in the code that is compiled so far.
     """
 
     run: Callable[..., Any]
@@ -100,7 +100,7 @@ class PlannedCall:
         return self.recorded(Pass(), args, kwargs)
 
     def recorded(self, here: Pass, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Calls the module; `here` tells afterwards what ran, and until when it holds what it saved."""
+        """Calls the module; `here` records the subgraphs that ran, and how long the pass holds its saved storages."""
         token = _PASS.set(here)
         try:
             return self.run(*args, **kwargs)
@@ -108,7 +108,7 @@ class PlannedCall:
             _PASS.reset(token)
 
     def strayed(self, here: Pass) -> bool:
-        """Whether a recorded pass took another way than the planned one."""
+        """Whether a recorded pass ran other graphs than the planned ones."""
         return here.strayed or here.executed != self.subgraphs
 
     @property
@@ -129,16 +129,16 @@ def compile_program(
 
     Args:
         model: the module.
-        capture: its step.
+        capture: the captured step of the module.
         program: a checked program of that step.
-        describe: words about the plan, for an out-of-memory error.
-        later: where the second part of a backward pass is put that can wait, see `memfit.runtime.deferred_backward`.
+        describe: describes the plan, for an out-of-memory error.
+        later: list that receives the second part of a backward pass, see `memfit.runtime.deferred_backward`.
 
     Returns:
         See `compile_planned`.
 
     Raises:
-        SwapError: if there is no room for what the program swaps.
+        SwapError: if there is no room for the storages that the program swaps.
     """
     followed = capture.subgraphs.call
     spaces = open_spaces(capture.graph, program, device_of(model))
@@ -189,28 +189,28 @@ def compile_planned(
     Args:
         model: the module.
         programs: one for each subgraph.
-        gradient_outputs: which outputs of the last subgraph receive gradients; None for all.
-        assumed: those of them that the loop may bring none.
-        without_gradient: outputs that were cut as the loop may bring them none.
-        cut_between: outputs of earlier subgraphs that were cut, by their graphs.
+        gradient_outputs: outputs of the last subgraph that receive gradients; None for all.
+        assumed: those of them that may receive no gradient from the loop.
+        without_gradient: outputs that were cut because they may receive no gradient from the loop.
+        cut_between: outputs of earlier subgraphs that were cut, by the keys of their graphs.
         decide: whether branches on inputs are decided.
-        gradient_strides: how gradients of outputs of the subgraphs lie, where that is not as the outputs do.
+        gradient_strides: strides of the gradients of subgraph outputs, where they differ from those of the outputs.
         keys: the key of each subgraph's graph, in the order of the subgraphs.
-        shared: which inputs subgraphs take once for each use (`memfit.capture.gradients.shared_inputs`).
-        last_key: which graph is that of the last subgraph.
+        shared: inputs that subgraphs take once for each use (`memfit.capture.gradients.shared_inputs`).
+        last_key: key of the last subgraph's graph.
         in_subgraphs: whether the graph may break.
-        plain: what is left to plain code.
+        plain: parts of the model that stay plain code.
         replaced: whether the model's own checkpoints are left out.
         spaces: the tiers that the programs swap to.
-        describe: words about the plan, for an out-of-memory error.
+        describe: describes the plan, for an out-of-memory error.
         later: see `compile_program`.
-        followed: what Dynamo compiled for the capture; without it the module's code is followed anew.
+        followed: the call that Dynamo compiled for the capture; without it Dynamo traces the module's code anew.
 
     Returns:
         A callable with the signature of the module; compiles on its first call.
 
     Raises:
-        PlanMismatchError: from the call, before anything ran, if the model is not the planned one.
+        PlanMismatchError: from the call, before any op runs, if the model is not the planned one.
     """
     swappers = [Swapper(p.slots, spaces or {}) if p.slots else None for p in programs]
     of_graph: dict[str, list[int]] = {}
@@ -230,7 +230,7 @@ def compile_planned(
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         if not in_subgraphs and reads_numbers(gm):
-            if call_has_begun():  # behind a break
+            if call_has_begun():  # behind a graph break
                 return _plainly(gm)
             raise unplanned(_begin(gm))
         numbers_by_numpy(gm)
@@ -358,7 +358,7 @@ def compile_planned(
             raise unplanned(_begin(gm))
         if by_run:
             return _in_turn(made, key)
-        # Runs of one program are counted together, of whatever graphs.
+        # Runs of one program are counted together, also across graphs.
         made |= {run: compiled(run) for run in range(1, len(of_graph.get(digest, ())))}
         return made[0] if len(made) == 1 else _in_turn(made, digest)
 
@@ -382,17 +382,17 @@ def compile_planned(
 
 
 class _UnplannedGraphError(UnplannableGraphError):
-    """A graph is not the planned one, or not that of this run."""
+    """A graph is not the planned one, or not the one planned for this run."""
 
 
 def _begin(gm: fx.GraphModule) -> str:
-    """The user's first line of a graph, for people."""
+    """The first line of user code in a graph, for messages."""
     lines = (user_line(node.stack_trace or "") for node in gm.graph.nodes)
     return next((f" (it begins at {line})" for line in lines if line), "")
 
 
 def _plainly(gm: fx.GraphModule) -> Callable[..., Any]:
-    """An unplanned graph as plain code, which its pass is told of."""
+    """Makes a call that runs an unplanned graph as plain code and marks its pass as strayed."""
 
     def run(*operands: Any) -> Any:
         here = _PASS.get()
@@ -404,11 +404,11 @@ def _plainly(gm: fx.GraphModule) -> Callable[..., Any]:
 
 
 def _in_turn(variants: Mapping[int, Callable[..., Any]], counted: str) -> Callable[..., Any]:
-    """A call that runs the program of each run in turn, for a graph that runs several times in a step.
+    """Makes a call that runs the programs of all runs in turn, for a graph that runs several times in a step.
 
     Args:
         variants: compiled calls, by the number of the run.
-        counted: name under which runs are counted, those of this graph alone or of all graphs with the same program.
+        counted: name under which runs are counted: runs of this graph alone, or of all graphs with the same program.
     """
 
     def run(*operands: Any) -> Any:
@@ -425,8 +425,8 @@ def _in_turn(variants: Mapping[int, Callable[..., Any]], counted: str) -> Callab
 def _reached(
     joint: fx.GraphModule, num_forward_outputs: int, by_autograd: Sequence[frozenset[int]]
 ) -> tuple[frozenset[int] | None, ...]:
-    """For each input the outputs whose gradients its own is made from, by both readings; None where that is unknown."""
+    """For each input, the outputs whose gradients contribute to its gradient, by both readings; None where unknown."""
     in_joint = reached_in_joint(joint, num_forward_outputs)
-    if len(in_joint) != len(by_autograd):  # AOTAutograd took inputs together
+    if len(in_joint) != len(by_autograd):  # AOTAutograd merged inputs
         return tuple(None for _ in in_joint)
     return tuple(None if a is None else a | b for a, b in zip(in_joint, by_autograd, strict=True))

@@ -1,8 +1,8 @@
-"""The fitted module: the same object, whose call runs a plan while it trains.
+"""The fitted module: the same object, whose call runs a plan while the module trains.
 
-`nn.Module` has a slot for a compiled call; the plan goes there. So the module keeps its class, parameters,
-hooks and `state_dict`, copies and pickles of it are plain modules, and eval or `no_grad` run the plain code.
-Each input signature has its own plan, made at its first call.
+`nn.Module` has a slot for a compiled call, and the plan is stored there. So the module keeps its class, parameters,
+hooks and `state_dict`; copies and pickles of it are plain modules; and eval or `no_grad` run the plain code. Each input
+signature has its own plan, made at the first call with that signature.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ __all__ = ["Fitted", "fitted_call", "install", "release"]
 log = logging.getLogger(__name__)
 
 _PLANNING = threading.RLock()
-"""Held while a module is planned: Dynamo, the profiler and the snapshot of a model are for one thread at a time."""
+"""Lock held while a module is planned: Dynamo, the profiler and a model's snapshot allow one thread at a time."""
 
 _MOST_STRAYS = 3
-"""So often a module is planned again because a step ran otherwise than planned."""
+"""Maximum number of times a module is planned again because a step did not run as planned."""
 
 
 @dataclass(slots=True)
@@ -61,19 +61,19 @@ class Fitted:
 
     Attributes:
         model: the module.
-        request: how to plan for another signature.
-        plans: by signature.
-        calls: by signature, what runs.
-        variants: the ways that branches on inputs went.
+        request: the request to plan for another signature.
+        plans: the plans, by signature.
+        calls: the planned calls, by signature.
+        variants: the paths that branches on inputs took.
         unsigned: a plan from a file that waits for its first call.
-        beneath: what was in the slot before: the call that `module.compile()` put there, for calls without a plan.
-        loops: how the loop's forward and backward passes follow each other.
+        beneath: previous content of the slot: the call that `module.compile()` put there, for calls without a plan.
+        loops: the order of the loop's forward and backward passes.
         latest: the plan that was made last.
-        stale: signatures to be planned again, whose plan serves until then.
-        strayed: by signature how often a step ran otherwise than planned.
-        failed: by signature how often it could not be planned, or not again.
-        plain: signatures that run plainly for that.
-        told: notices that were given.
+        stale: signatures to be planned again, whose plan is used until then.
+        strayed: by signature, how often a step did not run as planned.
+        failed: by signature, how often planning or planning again failed.
+        plain: signatures that run as plain code because planning failed.
+        told: warnings that were given.
     """
 
     model: weakref.ref[nn.Module]
@@ -93,7 +93,7 @@ class Fitted:
 
     @not_traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the plan of these inputs; the plain module where nothing is trained, or more is done than training."""
+        """Runs the plan of these inputs, or the plain module where nothing trains or a transform acts on the call."""
         model = self.model()
         assert model is not None
         if in_own_call():
@@ -136,7 +136,7 @@ class Fitted:
                     raise failure from None
                 _raise_as_plain(model, args, kwargs)
                 raise explained(error, model, start="cannot run the plan") from error
-        # Nothing ran: the module's Python state asks for another graph than the planned one.
+        # No op ran: with its present Python state the module needs another graph than the planned one.
         self._tell("changed", f"changed since it was planned and needs another plan ({str(failure).partition(';')[0]})")
         self.stale.add(key)
         another = self._plan_for(model, key, args, kwargs)
@@ -154,7 +154,7 @@ class Fitted:
         return output
 
     def _told_of_stray(self, model: nn.Module, key: Signature, call: PlannedCall, here: Pass) -> None:
-        """Says that a step ran otherwise than planned, and has it planned again, a few times."""
+        """Warns that a step did not run as planned, and marks it to be planned again, a limited number of times."""
         self.strayed[key] += 1
         again = self.strayed[key] <= _MOST_STRAYS and not self.failed[key]
         if again:
@@ -174,13 +174,13 @@ class Fitted:
         )
 
     def _tell(self, what: str, text: str) -> None:
-        """A notice, given once."""
+        """Logs a warning once."""
         if what not in self.told:
             self.told.add(what)
             log.warning("%s %s", type(self.model()).__name__, text)
 
     def _plan_for(self, model: nn.Module, key: Signature, args: Any, kwargs: Any) -> PlannedCall | None:
-        """A call by a new plan; the present one where there is no new one, None where there is none at all."""
+        """The call of a new plan; the present call if planning fails, None if there is no call at all."""
         missed = self.calls.get(key)
         with _PLANNING:
             here = self.calls.get(key)
@@ -192,7 +192,7 @@ class Fitted:
         return self.plans[key].planned if key in self.plans else None
 
     def _as_the_loop(self, key: Signature, **more: Any) -> Request:
-        """The request, for what is known of the loop."""
+        """The request, adapted to the observed behaviour of the loop."""
         return self.loops.request(key, self.request, self._planned(key), decide=decides(key), **more)
 
     def _plan_now(self, model: nn.Module, key: Signature, args: Any, kwargs: Any) -> PlannedCall | None:
@@ -209,7 +209,7 @@ class Fitted:
         return self.adopt(model, key, plan)
 
     def _unplanned(self, key: Signature, error: MemfitError) -> PlannedCall | None:
-        """Call for a step that cannot be planned in the middle of training, which goes on; None: it runs plainly."""
+        """The call for a step that cannot be planned, so that training goes on; None if the step runs as plain code."""
         self.stale.discard(key)
         self.failed[key] += 1
         call = self.calls.get(key)
@@ -253,10 +253,10 @@ class Fitted:
             return make_plan(model, args, kwargs, self._without_loss(request, error), keep_call=True)
 
     def _over_budget(self, model: nn.Module, key: Signature, args: Any, kwargs: Any, error: BudgetError) -> Plan:
-        """The leanest plan for a call in the middle of training that does not fit, rather than the end of training.
+        """The plan with the least memory for a call that does not fit, so that training goes on.
 
         Raises:
-            BudgetError: the same for the first call of all.
+            BudgetError: the given error, at the first call of all.
         """
         if self.latest is None:
             raise error
@@ -267,7 +267,7 @@ class Fitted:
             self._tell(f"over {key}", f"takes more than its budget: {error}; the passes run with {least}")
             if plan is not None:
                 return plan
-            least_bytes = 1  # of one pass it is not known yet
+            least_bytes = 1  # the least budget of one pass is not known yet
         else:
             self._tell(
                 f"over {key}",
@@ -282,7 +282,7 @@ class Fitted:
         raise error
 
     def _without_loss(self, request: Request, error: LossError) -> Request:
-        """For another batch in the middle of training, of which a loss bound to one batch's targets knows nothing."""
+        """The request for a later batch, for which a loss that is bound to the targets of one batch cannot be used."""
         log.warning(
             "loss_fn cannot be used to plan for these inputs (%s); planning as if gradients arrived where they did "
             "before; a loss_fn that reads the current targets lets memfit plan with it",
@@ -293,7 +293,7 @@ class Fitted:
         return replace(request, loss_fn=AssumedLoss(name=loss_name(request.loss_fn), before=before))
 
     def adopt(self, model: nn.Module, key: Signature, plan: Plan) -> PlannedCall:
-        """Runs `plan` for the inputs of this signature from now on."""
+        """Uses `plan` for the inputs of this signature from now on."""
         assert plan.planned is not None
         call = plan.planned.call
         if call is None:
@@ -349,7 +349,7 @@ def install(
 
 
 def compile(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """Replaces `nn.Module.compile` on a fitted module, since the original would put its own call over the plan."""
+    """Replaces `nn.Module.compile` on a fitted module, since the original would overwrite the plan."""
     call = self._compiled_call_impl
     nn.Module.compile(self, *args, **kwargs)
     if isinstance(call, Fitted):
@@ -358,9 +358,9 @@ def compile(self: nn.Module, *args: Any, **kwargs: Any) -> None:
 
 
 def _raise_as_plain(model: nn.Module, args: Any, kwargs: Any) -> None:
-    """Raises what the plain module raises with these inputs, if it does, with all that happens until then.
+    """Raises the error of the plain module with these inputs, if there is one, with all side effects until then.
 
-    Planning leaves the module as it was. So if an error in it is the module's own, the module runs once more.
+    Planning leaves the module unchanged. So if an error in planning is the module's own, the module runs once more.
     """
     with preserved(model, args, kwargs):
         try:
@@ -374,11 +374,11 @@ def _raise_as_plain(model: nn.Module, args: Any, kwargs: Any) -> None:
 
 
 def verified(plan: Plan, model: nn.Module, args: Any, kwargs: Any, request: Request) -> Plan:
-    """A plan from a file, with the capture it needs to run.
+    """A plan from a file, with the capture that it needs to run.
 
     Raises:
         PlanMismatchError: if the step is not the planned one.
-        ProgramError: if the program is not one of the step.
+        ProgramError: if the program is not valid for the step.
     """
     from memfit.compiler.stages import Planned, capture_and_profile, fingerprint
 
@@ -413,7 +413,7 @@ def fitted_call(model: nn.Module) -> Fitted:
 
 
 def release(model: nn.Module) -> nn.Module:
-    """Makes a fitted module what it was, compiled if it was; a plain one stays as it is."""
+    """Restores the call that a fitted module had before, compiled or not; a plain module stays as it is."""
     inner = unwrapped(model)
     call = getattr(inner, "_compiled_call_impl", None)
     if isinstance(call, Fitted):

@@ -1,9 +1,9 @@
 """Record of one forward pass under a plan, until its backward pass has run.
 
 A step need not be one forward and one backward pass: contrastive losses take several forward passes before one
-backward pass, loops throw outputs away, or differentiate a part of them. So each planned forward pass has a record. The
-nodes of autograd that run its subgraphs backward hold it, so it lasts as long as what the pass saved; and they tell it
-which outputs a gradient came for.
+backward pass, and loops discard outputs or differentiate only some of them. So each planned forward pass has a record.
+The autograd nodes that run its subgraphs backward hold the record, so it lives as long as the tensors that the pass
+saved. These nodes also tell the record which outputs received a gradient.
 """
 
 from __future__ import annotations
@@ -37,17 +37,18 @@ class Pass:
 
     Attributes:
         key: signature of its call; None outside of a fitted module.
-        refused: where the signatures of passes are noted that are differentiated twice.
-        widened: where the signatures of passes are noted of which a cut output got a gradient.
-        narrowed: where by signatures of passes the outputs are noted that left by a side door and get no gradient.
-        regions: where the signatures of passes are noted whose backward pass ran inside an autocast region and was not
-            planned so (True), or the other way round (False).
-        apart: where the signatures of passes are noted whose gradients shall be returned use by use.
-        turned: where the signature of the first pass is noted of which a gradient came in another layout than planned.
-        executed: how many subgraphs have run by the plan.
-        waiting: of how many the backward pass has not run.
-        strayed: whether a subgraph ran plainly because it was not planned.
-        turns: how often graphs have run that run more than once, by digest.
+        refused: collects the signatures of passes that are differentiated twice.
+        widened: collects the signatures of passes in which a cut output got a gradient.
+        narrowed: collects, by signature of the pass, the outputs that the forward pass leaves on a module or in a hook
+            and that get no gradient.
+        regions: collects the signatures of passes whose backward pass ran inside an autocast region against the plan
+            (True), or outside of it against the plan (False).
+        apart: collects the signatures of passes whose gradients are to be returned use by use.
+        turned: collects the signature of the first pass in which a gradient had another layout than planned.
+        executed: number of subgraphs that ran by the plan.
+        waiting: number of subgraphs whose backward pass has not run.
+        strayed: whether a subgraph ran as plain code because it was not planned.
+        turns: number of runs of each graph that runs more than once, by its digest or key.
     """
 
     key: Any = None
@@ -68,18 +69,20 @@ class CompiledSubgraph:
     """Record of one compiled graph.
 
     Attributes:
-        reached: for each input the outputs its gradient comes from, None if that is not known; empty: not looked at.
-        places: of outputs among the gradients autograd hands to the graph, once it ran.
-        lying: by outputs the strides that their gradients are planned with.
+        reached: for each input, the outputs that its gradient comes from, None if unknown; empty if not analysed.
+        places: of the outputs, among the gradients that autograd passes to the graph; known after the first run.
+        lying: by output, the strides that its gradient is planned with.
         in_subgraphs: whether the step has other graphs as well.
-        autocast: whether the backward pass is planned inside a region (True) or outside (False); None if there is none.
-        assumed: outputs that are planned with a gradient, and of which no backward pass of the loop has told yet.
-        without_gradient: outputs that are cut since the loop, not the loss, brings them a gradient or none.
+        autocast: whether the backward pass is planned inside an autocast region (True) or outside of it (False); None
+            if there is no region.
+        assumed: outputs that are planned with a gradient by assumption, until a backward pass of the loop has run.
+        without_gradient: cut outputs for which the loop, not the loss, decides whether they get a gradient.
         settled: whether a backward pass of the loop has run in the autocast region it was planned for.
-        repeated: how many inputs it takes once more, for another use; recomputed, the first brings the whole gradient.
-        summed: by places among the inputs the names of those whose gradients are sums of several uses.
-        whole: the graph, to recompute it where an output that was cut gets a gradient or the region is another; None
-            where neither can be.
+        repeated: number of repeated inputs, one for each further use of an input; if the graph is recomputed, the first
+            use gets the whole gradient.
+        summed: by place among the inputs, the names of the inputs whose gradients are sums over several uses.
+        whole: the graph, to recompute it if a cut output gets a gradient or the autocast region differs; None if
+            neither can happen.
     """
 
     reached: Sequence[frozenset[int] | None] = ()
@@ -106,14 +109,14 @@ class SubgraphPass:
     Attributes:
         of: the pass it belongs to.
         subgraph: the graph.
-        missing: outputs that got no gradient in the backward pass that runs now.
-        nothing: whether no output got one.
-        begun: of a graph with cut outputs, the inputs and random states that recompute it.
-        arrived: gradients of cut outputs in the backward pass that runs now.
-        others: gradients of other outputs, if there are such.
-        without: outputs of the plan's that got no gradient in the backward pass that runs now, the first of the loop.
-        otherwise: whether the backward pass that runs now is in another autocast region than planned.
-        sums: by places among the inputs where gradients lie that are sums, and their versions.
+        missing: outputs that got no gradient in the current backward pass.
+        nothing: whether no output got a gradient.
+        begun: for a graph with cut outputs, the inputs and random states that recompute it.
+        arrived: gradients of cut outputs in the current backward pass.
+        others: gradients of the other outputs, if the graph will be recomputed.
+        without: outputs planned with a gradient that got none in the current backward pass, the first of the loop.
+        otherwise: whether the current backward pass runs in another autocast region than planned.
+        sums: by place among the inputs, address and version of each gradient that is a sum.
     """
 
     of: Pass
@@ -128,9 +131,9 @@ class SubgraphPass:
     sums: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def watch(self, operands: Sequence[Any]) -> None:
-        """Has autograd tell what gradient arrives at inputs that the graph adds up gradients for.
+        """Registers hooks on the gradients of inputs for which the graph adds up the gradients of several uses.
 
-        Where other code brings some as well, eager adds up all of them one after the other.
+        Where other code adds to the same gradient, eager adds up all terms one after the other.
         """
         for place in self.subgraph.summed:
             if not (isinstance(operands[place], torch.Tensor) and operands[place].requires_grad):
@@ -141,12 +144,12 @@ class SubgraphPass:
             handles.append(edge.node.register_prehook(arrived))
 
     def note_sums(self, gradients: Sequence[Any]) -> None:
-        """Told what the graph returns to autograd."""
+        """Notes the sums among the gradients that the graph returns to autograd."""
         returned = {place: gradients[place] for place in self.subgraph.summed}
         self.sums = {place: _identity(g) for place, g in returned.items() if isinstance(g, torch.Tensor)}
 
     def _note_sum(self, place: int, output: int, handles: list[Any], gradients: Sequence[Any]) -> None:
-        """Told by autograd, right before it goes on from an input, the whole gradient of that."""
+        """Called by autograd with the whole gradient of an input, right before autograd continues from that input."""
         for handle in handles:
             handle.remove()
         mine, whole = self.sums.get(place), gradients[output]
@@ -161,7 +164,7 @@ class SubgraphPass:
         )
 
     def note(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Told by autograd, right before the graph runs backward, what comes in."""
+        """Called by autograd with the incoming gradients, right before the graph runs backward."""
         absent = [gradient is None for gradient in gradients]
         self.missing = frozenset(o for o, place in self.subgraph.places.items() if absent[place])
         self.nothing = all(absent) and not self.arrived
@@ -170,7 +173,7 @@ class SubgraphPass:
             self.others = self._by_output(gradients)
 
     def _without(self) -> frozenset[int]:
-        """Outputs that the loop was assumed to use and does not, if that is known now for the first time."""
+        """Outputs that the loop was assumed to use and does not use, if this becomes known only now."""
         assumed, key = self.subgraph.assumed, self.of.key
         if not assumed or key is None or self.nothing:
             return frozenset()
@@ -182,7 +185,7 @@ class SubgraphPass:
         )
 
     def note_autocast(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Told by autograd, in the region that the backward pass runs in."""
+        """Called by autograd inside the autocast region that the backward pass runs in."""
         inside = autocast_is_on()
         if inside is self.subgraph.autocast:
             self.subgraph.settled = self.subgraph.settled or self.of.key is not None
@@ -207,7 +210,7 @@ class SubgraphPass:
         )
 
     def note_layouts(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Told by autograd, before the graph runs backward and copies what lies otherwise than planned."""
+        """Called by autograd before the graph runs backward and copies gradients whose layout was not planned."""
         arrived = self._by_output(gradients)
         if self.of.turned or not any(
             _lies_otherwise(gradient, self.subgraph.lying[output])
@@ -225,13 +228,13 @@ class SubgraphPass:
         return {o: g for o, place in self.subgraph.places.items() if (g := gradients[place]) is not None}
 
     def arrive(self, gradient: torch.Tensor, position: int) -> None:
-        """Told by autograd, before that, the gradient of a cut output."""
+        """Called by autograd with the gradient of a cut output, before the graph runs backward."""
         self.arrived[position] = gradient
 
     def recompute(self) -> tuple[torch.Tensor | None, ...]:
-        """The gradients of all outputs, cut ones too, by a second forward pass."""
+        """The gradients of the inputs from those of all outputs, cut ones included, by a second forward pass."""
         begun, arrived, by_cut = self.begun, self.others | self.arrived, frozenset(self.arrived)
-        inside = self.otherwise is not bool(self.subgraph.autocast)  # the other one if otherwise
+        inside = self.otherwise is not bool(self.subgraph.autocast)  # if otherwise, the region that was not planned
         without = self.without
         self.arrived, self.others, self.otherwise = {}, {}, False
         self.missing = self.without = frozenset()
@@ -263,7 +266,7 @@ class SubgraphPass:
 
 
 def in_flight(passes: list[weakref.ref[Pass]]) -> list[Pass]:
-    """Those passes that still hold what they saved; the others are taken out of the list."""
+    """The passes that still hold their saved tensors; the others are removed from the list."""
     alive = [(ref, one) for ref in passes if (one := ref()) is not None and one.waiting > 0]
     passes[:] = [ref for ref, _ in alive]
     return [one for _, one in alive]
@@ -272,7 +275,7 @@ def in_flight(passes: list[weakref.ref[Pass]]) -> list[Pass]:
 def noting_forward(
     call: Callable[..., Any], subgraph: CompiledSubgraph, current: Callable[[], Pass | None]
 ) -> Callable[..., Any]:
-    """A compiled graph that hangs a record of each run on the node of autograd it makes."""
+    """Wraps a compiled graph: each run attaches its record to the autograd node that the run creates."""
 
     def run(*operands: Any) -> Any:
         here = current()
@@ -301,7 +304,7 @@ def noting_forward(
 
 
 def _anchored(outputs: Sequence[Any], record: SubgraphPass, begun: Begun, node: Any) -> tuple[Any, ...]:
-    """The outputs, those that were cut with an edge to the node that runs the graph backward."""
+    """The outputs; cut outputs get an edge to the node that runs the graph backward."""
     begun.done()
     record.begun = begun
     anchor = next(outputs[i] for i in record.subgraph.places if outputs[i].grad_fn is node)
@@ -313,9 +316,10 @@ def _anchored(outputs: Sequence[Any], record: SubgraphPass, begun: Begun, node: 
 
 
 def _refuse_second_derivatives(node_type: Any) -> None:
-    """Makes the error say what to do when gradients of a node of this type are differentiated.
+    """Makes the error state a remedy when gradients of a node of this type are differentiated.
 
-    AOTAutograd gives such gradients a node that fails. Some torch versions make it elsewhere; then their error stays.
+    AOTAutograd gives such gradients a node that fails. Some torch versions create this node elsewhere; then their own
+    error stays.
     """
     function = getattr(node_type, "_forward_cls", None)
     make = getattr(function, "_double_backward", None)
@@ -345,7 +349,7 @@ def _refuse(here: Pass, gradients: Any) -> None:
 
 
 def _lies_otherwise(gradient: torch.Tensor, strides: Strides) -> bool:
-    """Whether a gradient whose elements have memory of their own has other strides along an axis of several."""
+    """Whether a gradient without overlapping elements has other strides than planned along an axis longer than 1."""
     known = strides_without_overlap(gradient)
     return known is not None and any(
         ours != planned for size, ours, planned in zip(gradient.shape, known, strides, strict=True) if size > 1
@@ -353,12 +357,12 @@ def _lies_otherwise(gradient: torch.Tensor, strides: Strides) -> bool:
 
 
 def _identity(tensor: torch.Tensor) -> tuple[int, int]:
-    """Identity of a gradient's value; it changes where autograd has added something, in place or not."""
+    """Identity of a gradient's value; changes if autograd has added to the gradient, in place or not."""
     return (id(tensor), 0) if tensor.layout is not torch.strided else (tensor.data_ptr(), tensor._version)
 
 
 def _node_of(outputs: Sequence[Any], places: dict[int, int]) -> Any:
-    """The node that runs the graph backward; notes, the first time, which of its outputs are which."""
+    """The autograd node that runs the graph backward; the first call also fills `places`."""
     found = None
     for index, output in enumerate(outputs):
         if places and index not in places:
@@ -386,7 +390,7 @@ def _places(outputs: Sequence[Any], node: Any) -> Mapping[int, int]:
 
 
 def noting_backward(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """The backward graph, which returns None for what no gradient reaches, and tells the pass that it ran."""
+    """Wraps the backward graph: returns None for inputs that no gradient reaches, and notes in the pass that it ran."""
 
     @functools.wraps(call)
     def run(operands: list[Any]) -> Any:

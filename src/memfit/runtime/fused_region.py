@@ -25,12 +25,12 @@ __all__ = ["FusedCall", "FusedOp", "fused_call"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedOp:
-    """One of the ops.
+    """One op of a fused region.
 
     Attributes:
-        op: which one; it has `by_slices`.
-        from_statistics: whether what runs in its place later is called.
-        handed_on: storages among its results that nothing reads after the ops, so that they exist as slices only.
+        op: the op; it has `by_slices`.
+        from_statistics: whether the call that replaces the op at recomputation runs.
+        handed_on: storages among its results that nothing reads after the region, so that they exist as slices only.
         over: the storage whose memory its first result takes over, if any.
     """
 
@@ -41,7 +41,7 @@ class FusedOp:
 
     @property
     def call(self) -> fx.Node | Call:
-        """Call that runs for the op: `op.recompute_as` if it runs from statistics and there is one, else `op.node`."""
+        """Call that runs for the op: `op.recompute_as` if present and the op runs from statistics, else `op.node`."""
         return self.op.recompute_as if self.from_statistics and self.op.recompute_as is not None else self.op.node
 
     @property
@@ -52,14 +52,14 @@ class FusedOp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedCall:
-    """The call that runs them.
+    """The call that runs a fused region.
 
     Attributes:
-        target: what is called; it returns a tuple.
+        target: the function to call; it returns a tuple.
         operands: nodes of the joint graph.
         results: storages, one for each item of the tuple.
-        streams: by position of an operand that is a stream of slices (`memfit.runtime.offload.slice_stream`), of which
-        storage.
+        streams: by position of each operand that is a stream of slices (`memfit.runtime.offload.slice_stream`), the
+            storage of the stream.
     """
 
     target: Callable[..., tuple[torch.Tensor, ...]]
@@ -69,12 +69,12 @@ class FusedCall:
 
 
 def fused_call(reading: JointReading, ops: Sequence[FusedOp], tier_resident: Collection[int] = ()) -> FusedCall:
-    """Builds the call for ops that follow each other.
+    """Builds the call for consecutive ops.
 
     Args:
         reading: the subgraph.
         ops: the fused region.
-        tier_resident: storages that live on tiers.
+        tier_resident: tier-resident storages.
     """
     slices = ops[0].op.by_slices
     assert slices is not None
@@ -122,7 +122,7 @@ def fused_call(reading: JointReading, ops: Sequence[FusedOp], tier_resident: Col
     position = {reading.storage_of.get(node): i for i, (node, axis) in enumerate(operands) if axis is not None}
     over: dict[int, int] = {}
     for fused in ops:
-        if fused.over is not None and fused.over not in position:  # what nothing reads only leaves its memory
+        if fused.over is not None and fused.over not in position:  # no op reads it, only its memory is reused
             position[fused.over] = len(operands)
             base = reading.storages[fused.over].base
             operands[base, None] = graph.placeholder(f"operand_{len(operands)}")
@@ -179,7 +179,7 @@ def fused_call(reading: JointReading, ops: Sequence[FusedOp], tier_resident: Col
 
 
 class _Tiles:
-    """Emits what runs on a tile; the tiles to make and to take are given as one list, in the order they are read."""
+    """Emits calls that run on a tile; all tiles to compute and to read come in one list, in the order of their use."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
@@ -187,7 +187,7 @@ class _Tiles:
         self.count = 0
 
     def call(self, call: fx.Node | Call, tiling: Tiling, value: Callable[[fx.Node], fx.Node]) -> fx.Node:
-        """A call on a tile: which one comes first, then those of its operands."""
+        """Emits a call on a tile: its own tile comes first in the list, then the tiles of its operands."""
         made = self._next()
         taken = {node: self.take(value(node)) for node in tiling.operands}
         arguments = fx.map_arg(call.args, lambda node: taken[node] if node in taken else value(node))
@@ -203,7 +203,7 @@ class _Tiles:
 
 
 def _viewed(graph: fx.Graph, made: fx.Node, base: fx.Node, node: fx.Node, batch: int, axis: int) -> fx.Node:
-    """View that stands for a node, taken of the samples made of its base; these samples if both look alike."""
+    """View of a node on the computed samples of its base; the samples themselves if both have the same layout."""
     whole, value = base.meta["val"], node.meta["val"]
     if looks_alike(value, whole):
         return made
@@ -238,7 +238,7 @@ def _tile_runs(
     stays: Mapping[int, Sequence[int]],
     grid: Sequence[int],
 ) -> list[tuple[list[Tile], list[Tile]]]:
-    """For each tile of the run the tiles in the order in which `_Tiles` reads them, and where its results go."""
+    """For each tile of the run, the tiles in the order in which `_Tiles` reads them, and the tiles of its results."""
     tiled = [
         TiledOp(
             call=fused.call,

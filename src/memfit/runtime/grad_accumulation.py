@@ -1,16 +1,17 @@
-"""Adds gradients to `.grad` inside the backward pass, each when it is made.
+"""Adds gradients to `.grad` inside the backward pass, each as soon as it is computed.
 
-Autograd adds the gradients that a graph returns after all of it has run, so over several micro-batches a planned stage
-would hold every gradient twice. Here the graph adds each one itself and returns none.
+Autograd adds the gradients that a graph returns only after the whole graph has run, so over several micro-batches a
+planned stage would hold every gradient twice. Here the graph adds each gradient itself and returns none.
 
-The first gradient is taken as `torch::autograd::AccumulateGrad` does: as it is if it has the parameter's layout and
-memory of its own, else copied. Later ones are added in place. Where the op that makes a gradient can add it to what is
-there (`memfit.ops.accumulation`), it does, and the sum over several micro-batches is rounded otherwise than autograd's.
+The first gradient is taken as `torch::autograd::AccumulateGrad` does: without a copy if it has the parameter's layout
+and memory of its own, else copied. Later gradients are added in place. If the op that computes a gradient can add its
+result to the existing gradient (`memfit.ops.accumulation`), the op does so, and the sum over several micro-batches is
+rounded differently from autograd's.
 
 Parameters with hooks on their gradient are left to autograd.
 
-Known limits: where the caller's gradient is laid out otherwise than the parameter, a convolution's weight gradient is
-made before it is added; that memory is not planned.
+Known limits: where the layout of the caller's gradient differs from that of the parameter, a convolution's weight
+gradient is computed before it is added; that memory is not planned.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Accumulation:
 
     Attributes:
         add: takes a gradient.
-        add_made_by: of a call like this one, what takes its operands and adds its result, laid out like the parameter.
+        add_made_by: takes a call target; returns a function that takes the operands of such a call and adds its result,
+            in the layout of the parameter.
     """
 
     add: Callable[[torch.Tensor], None]
@@ -41,7 +43,7 @@ class Accumulation:
 
 
 def accumulation(parameter: nn.Parameter) -> Accumulation:
-    """Makes the functions that add to one parameter's gradient."""
+    """Makes the functions that add to the gradient of one parameter."""
 
     def add(gradient: torch.Tensor) -> None:
         if parameter.grad is not None:

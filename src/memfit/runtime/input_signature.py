@@ -1,4 +1,4 @@
-"""Signature that distinguishes two calls of a module: a plan is made for one signature and never run on another."""
+"""Signature that distinguishes two calls of a module: a plan is made for one signature and never runs on another."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Signature = tuple[Any, ...]
 def signature(model: nn.Module, args: Any, kwargs: Any, state: ModuleState | None = None) -> Signature:
     """Properties of a call that a plan depends on and a caller may change.
 
-    Shapes, dtypes, autocast, gradients that exist, hooks; and what chooses kernels, since that an op gives the same
-    bits in chunks was found with these.
+    Shapes, dtypes, autocast, existing gradients, hooks; and the settings that select kernels, since the check that an
+    op gives the same bits in chunks was made with these kernels.
 
     Args:
         model: the module.
         args: positional inputs.
         kwargs: keyword inputs.
-        state: of the module, where it is known already.
+        state: state of the module, if already known.
     """
     leaves = pytree.tree_leaves((args, kwargs))
     inputs = tuple(
@@ -42,9 +42,10 @@ def signature(model: nn.Module, args: Any, kwargs: Any, state: ModuleState | Non
 
 
 def _value(value: object) -> object:
-    """A plain Python value, which a graph may hold as a constant, else only the type.
+    """A plain Python value, since a graph may hold it as a constant; for other objects, only the type.
 
-    Numbers are told in words: `1` equals `True`, and NaN does not equal itself, so each call would be planned anew.
+    Numbers are compared by type and `repr`: `1` equals `True`, and NaN does not equal itself, so each call would be
+    planned anew.
     """
     if value is None or isinstance(value, str):
         return value

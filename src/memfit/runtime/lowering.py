@@ -1,8 +1,8 @@
 """Lowers a program to the forward and backward FX graphs that AOTAutograd runs.
 
-The order of the nodes is the order of the program (`memfit.runtime.emitter`). Beside the results of the caller, the
-forward graph returns what the program saves: bases of storages, states of random generators that are replayed, and
-the ticket that stands in for tensors that are swapped between the two passes.
+The order of the nodes is the order of the program (`memfit.runtime.emitter`). In addition to the results of the caller,
+the forward graph returns the saved values of the program: bases of storages, states of random generators for replay,
+and the ticket that stands for tensors that are swapped between the two passes.
 """
 
 from __future__ import annotations
@@ -42,15 +42,16 @@ def lower(
 
     Args:
         reading: the subgraph.
-        forward: what runs in the forward pass, in order.
-        backward: what runs in the backward pass, in order.
+        forward: instructions of the forward pass, in order.
+        backward: instructions of the backward pass, in order.
         kept: local storages of forward results handed to the backward pass; inputs need not be named.
         held: local storages of results that the caller holds to the end of the step.
-        swapper: moves what is swapped.
-        tier_resident: local storages that live on tiers.
-        adding: for places of gradients what adds them to what is there; those in memory of their own are not returned.
-        waits_until: after so many instructions of the backward pass the rest can wait
-        (`memfit.runtime.deferred_backward`).
+        swapper: swaps storages out and in.
+        tier_resident: tier-resident local storages.
+        adding: by place of a gradient, the functions that add it to the existing gradient; gradients in memory of their
+            own are not returned.
+        waits_until: number of instructions of the backward pass after which the rest can wait
+            (`memfit.runtime.deferred_backward`).
 
     Returns:
         Forward and backward graph modules, with the calling convention of AOTAutograd's partitioners.
@@ -100,7 +101,7 @@ def lower(
         for node in in_backward.graph.nodes:
             node.meta[LATER] = node not in waited and node.op != "get_attr"
     in_backward.graph.call_function(donates_nothing)
-    # An input whose gradient were None here would be cut off from the graph; the calls return none when they run.
+    # An input with gradient None here would be cut off from the graph, so it is a call that returns None.
     gradients = tuple(
         in_backward.added[n] if n in in_backward.added else in_backward.value(n) if isinstance(n, fx.Node) else n
         for n in outputs[count:]
@@ -111,7 +112,7 @@ def lower(
         in_backward.graph.erase_node(in_backward.placed[node])
 
     for storage in [s for s in kept if s in in_forward.coming]:
-        in_forward.wait_for(storage)  # what the backward graph gets is back
+        in_forward.wait_for(storage)  # storages for the backward graph are swapped in
     saved = [in_forward.placed[n] for n in primals if n not in unread]
     saved += [in_forward.bases[s] for s in kept]
     saved += list(in_forward.states.values())
@@ -132,10 +133,10 @@ def lower(
 
 
 def donates_nothing() -> None:
-    """Does nothing, under a tag for which AOTAutograd looks.
+    """Does nothing; carries a tag that AOTAutograd looks for.
 
-    It would take saved tensors for memory that the backward pass may write over, and from the second step on refuse to
-    keep the graph. memfit writes over copies then.
+    Without the tag, AOTAutograd would treat saved tensors as memory that the backward pass may overwrite, and from the
+    second step on refuse to keep the graph. memfit overwrites copies in that case.
     """
 
 
@@ -150,7 +151,7 @@ def _drop_unread(graph: fx.Graph) -> None:
 
 
 def _attributes(joint: fx.GraphModule) -> dict[str, Any]:
-    """The attributes of the joint module; metadata-only tensors come later (`attach_metadata_only`).
+    """The attributes of the joint module; metadata-only tensors are attached later (`attach_metadata_only`).
 
     AOTAutograd copies the backward module deeply, and a copy of a metadata-only tensor would have memory.
     """

@@ -1,8 +1,8 @@
 """State of a module that a plan depends on and that may change from call to call: existing gradients, and hooks.
 
-One walk over the modules looks at both, since it is made at every call. A hook is known by where it is, its kind and
-its code, so a loop that registers the same hooks anew in each step is planned once; what a hook closes over is watched
-by Dynamo's guards.
+One walk over the modules reads both, since the walk runs at every call. A hook is identified by its place, its kind
+and its code, so a loop that registers the same hooks anew in each step is planned once; Dynamo's guards watch the
+variables in a hook's closure.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ModuleState:
 
     Attributes:
         accumulating: whether a parameter has a gradient.
-        trains: whether a parameter needs one.
+        trains: whether a parameter needs a gradient.
         substituted: whether plain tensors stand where parameters were (`torch.func.functional_call`).
         hooks: the modules' hooks, by the place of the module, kind and code; empty without any.
     """
@@ -42,7 +42,7 @@ class ModuleState:
 
 
 def module_state(model: nn.Module) -> ModuleState:
-    """Looks at all parameters and hooks of a module."""
+    """Reads the state of all parameters and hooks of a module."""
     accumulating = trains = substituted = False
     hooks: list[Any] = [
         (name, *map(_known_by, there.values())) for name in _GLOBAL_HOOKS if (there := getattr(nn_module, name, None))

@@ -1,13 +1,13 @@
-"""Makes a fitted module opaque to code that others compile.
+"""Makes a fitted module opaque to code that the user compiles.
 
 Dynamo traces a module's `forward` and never looks at the slot for a compiled call, so `torch.compile` around a fitted
-module, or around a function that calls one, would take the plan away and say nothing. Here Dynamo is made to take the
-road that `module(...)` takes in eager: through the slot, whose content it does not trace. So its graph breaks at the
-fitted module, which runs its plan; with `fullgraph=True` that is Dynamo's error, which names memfit.
+module, or around a function that calls one, would bypass the plan without a message. Here Dynamo is made to call the
+module as `module(...)` does in eager: through the slot, whose content Dynamo does not trace. So Dynamo's graph breaks
+at the fitted module, which runs its plan; with `fullgraph=True` this is Dynamo's error, which names memfit.
 
-Known limits: this replaces a method of Dynamo's variable for modules, looked up by name; where a torch has none of that
-name, compiled code goes on past the slot. Code that ran compiled before looks at the slot no more, so `fit` has Dynamo
-forget what it compiled; a plan applied by itself (`Plan.apply`) does not.
+Known limits: this replaces a method of Dynamo's variable for modules, looked up by name; in a torch version without a
+method of that name, compiled code still bypasses the slot. Code that ran compiled before does not look at the slot
+again, so `fit` makes Dynamo forget its compiled code; a plan applied separately (`Plan.apply`) does not.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _REPLACED = "_memfit_replaced"
 
 
 def make_opaque(slot_type: type) -> None:
-    """Makes Dynamo call modules through the slot where a `slot_type` is in it; does nothing a second time."""
+    """Makes Dynamo call modules through the slot if the slot holds a `slot_type`; a second call has no effect."""
     try:
         from torch._dynamo.variables import UserFunctionVariable
         from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
@@ -61,14 +61,14 @@ def make_opaque(slot_type: type) -> None:
 
 
 def forget_compiled() -> None:
-    """Has Dynamo compile anew what it compiled, as code of a module may be in it that is fitted now."""
+    """Makes Dynamo compile its code anew, since compiled code may contain a module that is fitted now."""
     forget = getattr(torch._dynamo, "reset_code_caches", None)
     if forget is not None:
         forget()
 
 
 def not_traced(function: _Function) -> _Function:
-    """Keeps Dynamo out of a function's own code, not out of what it calls: in there it goes on as before."""
+    """Keeps Dynamo out of a function's own code; Dynamo still traces the functions that it calls."""
     marked: Any = skip(function)
     marked._torchdynamo_disable_msg = "memfit plans this module; its call is not traced"
     return function
@@ -76,7 +76,7 @@ def not_traced(function: _Function) -> _Function:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Keeps what the caller hung around the step out of planning: hooks on saved tensors, the search for anomalies."""
+    """Disables, while planning, the caller's hooks on saved tensors and the caller's anomaly detection."""
     autograd: Any = torch._C._autograd
     hooks = []
     while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:

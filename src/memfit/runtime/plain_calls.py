@@ -1,8 +1,8 @@
-"""Calls of a fitted module that its plan is not for, and that run the module's own code: what they are.
+"""Detects calls of a fitted module that its plan does not cover, so that they run the module's own code.
 
 A plan is one forward and one backward pass of autograd on real tensors. Transforms of `torch.func` differentiate or map
-over the call itself, forward-mode differentiation carries tangents through it, and tracers record it on tensors without
-memory; all of them need the module's own ops.
+over the call itself, forward-mode differentiation carries tangents through the call, and tracers record the call on
+tensors without memory; all of them need the module's own ops.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def transformed() -> str | None:
 
 
 def nothing_to_train(state: ModuleState, args: Any, kwargs: Any) -> bool:
-    """Whether no gradient can come of the call: all of the module is frozen, and so are its inputs."""
+    """Whether the call can produce no gradient: the whole module and its inputs are frozen."""
     if state.trains:
         return False
     return not any(isinstance(t, torch.Tensor) and t.requires_grad for t in pytree.tree_leaves((args, kwargs)))

@@ -1,15 +1,15 @@
-"""A program, split among the captured subgraphs: what each runs of it, in the numbers of its own joint graph.
+"""Splits a program among the captured subgraphs: the instructions of each, numbered as in its own joint graph.
 
-A program (`memfit.ir.program`) speaks of the ops and storages of the whole step. What runs is one forward and one
-backward graph for each captured subgraph, in each of which ops and storages have numbers of their own.
+A program (`memfit.ir.program`) refers to the ops and storages of the whole step. At run time there is one forward and
+one backward graph for each captured subgraph, and each numbers its ops and storages itself.
 
-The technique is a walk over the instructions in order. An op goes to the subgraph it was captured in, to the forward
-pass before the loss and to the backward pass after it, and is marked with what follows from its place: whether it runs
-again, whether it restores a random state, is fused with the next op, or is half of a call. A storage made in the
-forward pass that the backward pass reads before recomputing it is handed over. A joint graph is known again by a digest
-of its ops, operands and shapes, as Dynamo traces it a second time when the plan is compiled.
+The technique is a walk over the instructions in order. An op goes to the subgraph in which it was captured, to the
+forward pass before the loss and to the backward pass after the loss. Its place determines its marks: whether the op is
+recomputed, restores a random state, is fused with the next op, or is half of a call. A forward storage that the
+backward pass reads before recomputing it is handed over. A digest of ops, operands and shapes identifies a joint graph,
+since Dynamo traces the graph a second time when the plan is compiled.
 
-Known limits: an op runs in its own subgraph only, so what crosses between subgraphs is never recomputed elsewhere.
+Known limits: an op runs only in its own subgraph, so values that cross subgraphs are never recomputed elsewhere.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ class SubgraphProgram:
     """The part of a program that one captured graph runs.
 
     Attributes:
-        digest: of the joint graph it was made for.
+        digest: of the joint graph that it was made for.
         separated: see `memfit.fxir.joint.JointReading`.
-        grid: see there.
+        grid: see `memfit.fxir.joint.JointReading`.
         forward: instructions of its forward pass.
         backward: instructions of its backward pass.
-        kept: local storages handed from one to the other.
+        kept: local storages handed from the forward to the backward pass.
         held: local storages of results that the caller holds to the end of the step.
-        slots: local storages that go to tiers, and where to.
-        tier_resident: those of them that live there and pass slice by slice.
+        slots: by local storage that goes to a tier, its slot there.
+        tier_resident: those of them that are tier-resident and move slice by slice.
         accumulate: how it adds gradients of parameters to `.grad` itself; None if it does not.
-        waits_until: with how many instructions of its backward pass the part ends that is waited for; None for all.
+        waits_until: number of instructions of its backward pass that autograd waits for; None for all.
     """
 
     digest: str
@@ -70,7 +70,7 @@ def subgraph_programs(capture: Capture, program: Program) -> tuple[SubgraphProgr
 
     Args:
         capture: the captured step.
-        program: a checked program of it.
+        program: a checked program of that step.
 
     Returns:
         One subgraph program for each subgraph.
@@ -151,7 +151,7 @@ def subgraph_programs(capture: Capture, program: Program) -> tuple[SubgraphProgr
         kept[subgraph_of[storage]].pop(local[subgraph_of[storage]][storage], None)
     swapped = {s: (tier, graph.storages[s].nbytes) for s, tier in program.swapped().items()}
     tier_resident = {s: (tier, tier_bytes(graph, s)) for s, tier in program.tier_resident().items()}
-    # Gradients may be forward results as they are.
+    # A gradient may itself be a forward result.
     for index, subgraph in enumerate(capture.subgraphs.subgraphs):
         for storage in subgraph.reading.gradient_storages:
             if subgraph.reading.storages[storage].kind is StorageKind.FORWARD:
@@ -179,7 +179,7 @@ def subgraph_programs(capture: Capture, program: Program) -> tuple[SubgraphProgr
 
 
 def _runs_with_next(capture: Capture, instruction: Instruction, following: Instruction | None) -> bool:
-    """Whether an instruction is half of a call, the next one the other, and both run in the same part of the pass."""
+    """Whether an instruction and the next one are the halves of a call and run in the same part of the pass."""
     if following is None or not are_halves(capture.graph, instruction, following):
         return False
     return (instruction.index in capture.deferred) == (following.index in capture.deferred)
@@ -192,7 +192,7 @@ def _accumulation(reading: JointReading) -> Accumulate | None:
 
 
 def _fused(program: Program) -> tuple[list[bool], list[list[int]]]:
-    """For each op in order, whether it is fused with the next one, and which storages end in between."""
+    """For each op in order, whether it is fused with the next op, and the storages that are freed within its region."""
     fused: list[bool] = []
     handed_on: list[list[int]] = []
     for run in program.runs():
@@ -205,7 +205,7 @@ def _fused(program: Program) -> tuple[list[bool], list[list[int]]]:
 
 
 def _local_storages(capture: Capture) -> list[dict[int | None, int]]:
-    """For each subgraph the storages of the step by the numbers they have there."""
+    """For each subgraph, its local storage numbers by the storages of the step."""
     local: list[dict[int | None, int]] = [{} for _ in capture.subgraphs.subgraphs]
     for op, joint in zip(capture.graph.ops, capture.joint_ops, strict=True):
         if joint is not None:
@@ -214,9 +214,9 @@ def _local_storages(capture: Capture) -> list[dict[int | None, int]]:
 
 
 def reading_digest(reading: JointReading) -> str:
-    """Identifies a joint graph: ops, operands, shapes.
+    """Digest that identifies a joint graph by its ops, operands and shapes.
 
-    Not the sizes of storages: of a tensor that fake tensors cache the storage may be larger the first time.
+    It excludes the sizes of storages: a tensor that fake tensors cache may have a larger storage the first time.
     """
     lines = [
         f"{op.node.name} {op.node.target} {op.reads} {op.writes} {op.in_place_over} {op.recomputable}"
@@ -227,6 +227,6 @@ def reading_digest(reading: JointReading) -> str:
 
 
 def _layouts(value: Any) -> str:
-    """Shapes, strides and dtypes of the tensors a node makes."""
+    """Shapes, strides and dtypes of the tensors that a node returns."""
     tensors = [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
     return " ".join(f"{tuple(t.shape)} {t.stride()} {t.dtype}" for t in tensors)

@@ -1,9 +1,10 @@
-"""Schedule of a fused region, tile after tile: the tile that each op makes for each tile of the run.
+"""Schedule of a fused region, tile after tile: the tile that each op computes for each tile of the run.
 
-From what stays after the run, cut into tiles that share nothing, each op's tile is found backwards: what the ops after
-it need (`memfit.ops.tiling.rules`). What is added up is made for its own tile only, so that nothing counts twice.
+The results that stay after the run are cut into disjoint tiles. From these, the tile of each op is found backwards: the
+part that later ops need (`memfit.ops.tiling.rules`). Sums are computed for the op's own tile only, so that no element
+counts twice.
 
-Known limits: what two tiles need is made twice rather than kept in between.
+Known limits: values that two tiles need are computed twice, not saved in between.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ class TiledOp:
     """One op of a run.
 
     Attributes:
-        call: what is called.
-        tiling: how it runs on a tile.
+        call: the call of the op.
+        tiling: how the call runs on a tile.
         operands: storages of `tiling.operands`.
-        results: its storages that are wanted, with their place among its results.
+        results: storages of its results that are needed, with their place among its results.
     """
 
     call: fx.Node | Call
@@ -43,9 +44,9 @@ class OpTile:
     """Work of one op for one tile of a run.
 
     Attributes:
-        made: the tile it makes.
-        taken: for each operand the tile it needs, within what there is of that: all of it, or what was made of it for
-            this tile.
+        made: the tile that it computes.
+        taken: for each operand, the tile that it needs, counted within the part that is available: the whole operand,
+            or the part computed for this tile of the run.
     """
 
     made: Tile
@@ -53,12 +54,12 @@ class OpTile:
 
 
 def schedule(ops: Sequence[TiledOp], stays: Mapping[int, Sequence[int]], grid: Sequence[int]) -> list[list[OpTile]]:
-    """For each tile what each op does.
+    """For each tile of the run, the work of each op.
 
     Args:
         ops: in their order.
-        stays: how large the results are that stay, by storage.
-        grid: how many tiles along each axis.
+        stays: extents of the results that stay after the run, by storage.
+        grid: number of tiles along each axis.
     """
     own = {storage: tiles_of(extents, grid) for storage, extents in stays.items()}
     added_up = [tiles_of(op.tiling.extents, grid) for op in ops]
@@ -86,7 +87,7 @@ def _op_tiles(ops: Sequence[TiledOp], wanted: dict[int, Tile], own: Sequence[Til
 
 
 def within(tile: Tile, there: Tile | None) -> Tile:
-    """A tile, counted from where what there is starts."""
+    """A tile, counted from the start of the available part `there`."""
     if there is None:
         return tile
     return tuple((start - first, stop - first) for (start, stop), (first, _) in zip(tile, there, strict=True))

@@ -1,20 +1,20 @@
-"""How the caller's loop is run: which forward passes it makes before a backward pass, learned from its steps.
+"""Behaviour of the caller's loop: the forward passes that it runs before a backward pass, learned from its steps.
 
 A plan is made for a forward pass and its backward pass. Contrastive and siamese losses, and some trainers of
-adversarial networks, make several forward passes and then go back through all of them: what each has saved lies in
-memory while the others run. So passes that have not gone back are counted. When there are more of them than were
-planned for, the step that shows it is told, and the next one is planned with the memory of the other passes beside
-it (`Request.beside_bytes`), which is a fixed point: what one pass keeps is what the next finds taken.
+adversarial networks, run several forward passes and then run backward through all of them: the saved tensors of each
+pass stay in memory while the others run. So memfit counts the passes whose backward pass has not run. If a step has
+more of them than planned, a warning is logged, and the next step is planned with the memory of the other passes added
+to its own (`Request.beside_bytes`). This is a fixed point: the next pass cannot use the bytes that one pass holds.
 
 Idea: gradient caching (Gao et al., 2021, GradCache) treats such losses by a second forward pass for each part; here the
-loop stays as it is and the budget is shared.
+loop stays unchanged and the passes share the budget.
 
 Autograd adds up the gradients of all uses of a parameter in all passes one after the other. So the next plan returns
-the gradient of each use by itself (`memfit.capture.gradients.shared_inputs`), and until then it is told whose are
-rounded.
+the gradient of each use separately (`memfit.capture.gradients.shared_inputs`); until then, the warning names the
+parameters whose gradients are rounded differently.
 
-Known limits: the first step that makes more passes than were planned for may exceed the budget. All passes of one
-signature have one plan.
+Known limits: the first step with more passes than planned may exceed the budget. All passes of one signature have one
+plan.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class TogetherError(BudgetError):
     """Several passes do not fit together.
 
     Attributes:
-        plan: of one of them, such that all take as little together as was found; None if nothing was found.
+        plan: the plan of one pass with which all passes together need the least memory found; None if none was found.
     """
 
     def __init__(self, message: str, *, budget_bytes: int, least_bytes: int, plan: Plan | None) -> None:
@@ -63,15 +63,15 @@ class Loops:
     """Observed behaviour of the training loops that call a fitted module.
 
     Attributes:
-        passes: that have not gone back.
-        beside: by signature the passes seen in flight beside one of it, the most of each signature.
-        planned_beside: the same, as it was when plans were made.
-        widened: signatures whose calls are planned with all outputs, as one that was cut got a gradient.
+        passes: passes whose backward pass has not run.
+        beside: by signature, the other passes seen in flight with such a pass, the largest number of each signature.
+        planned_beside: `beside` at the time when the plans were made.
+        widened: signatures whose calls are planned with all outputs, because a cut output got a gradient.
         narrowed: see `Pass`.
         regions: see `Pass`.
-        apart: signatures whose calls are planned with gradients use by use, as others add to them.
+        apart: signatures whose calls are planned with gradients use by use, because other code adds to them.
         turned: see `Pass`.
-        differentiated_twice: signatures whose calls run plainly for that.
+        differentiated_twice: signatures whose calls run as plain code because they are differentiated twice.
     """
 
     passes: list[weakref.ref[Pass]] = field(default_factory=list)
@@ -85,12 +85,12 @@ class Loops:
     differentiated_twice: set[Signature] = field(default_factory=set)
 
     def begin(self, key: Signature, name: str, summed: Sequence[str] = ()) -> Pass:
-        """A record for a forward pass that is about to run; notes what is in flight beside it.
+        """A record for a forward pass that is about to run; notes the other passes in flight.
 
         Args:
             key: signature of the pass.
             name: of the module.
-            summed: names of parameters the gradients of whose uses the pass adds up by itself.
+            summed: names of the parameters for which the pass itself adds up the gradients of several uses.
         """
         others = in_flight(self.passes)
         if others:
@@ -111,7 +111,7 @@ class Loops:
             self.passes.append(weakref.ref(here))
 
     def outgrown(self, key: Signature) -> bool:
-        """Whether more passes were seen beside one of a signature than it is planned for, and it can be planned now."""
+        """Whether a signature had more other passes in flight than planned for, and can be planned for these now."""
         known = self.beside.get(key)
         if known is None or known == self.planned_beside.get(key):
             return False
@@ -119,16 +119,16 @@ class Loops:
         return now <= known
 
     def without_gradient(self, key: Signature, request: Request | None) -> frozenset[int]:
-        """Outputs that left by a side door and that the loop brings no gradient, as far as is known.
+        """Outputs left on a module or in a hook that get no gradient from the loop, as far as known.
 
         Args:
             key: signature of the pass.
-            request: what it is planned for now, if it is.
+            request: the request of its present plan, if it has one.
         """
         return self.narrowed.get(key, frozenset[int]() if request is None else request.without_gradient)
 
     def is_otherwise(self, key: Signature, planned: Planned | None) -> bool:
-        """Whether the loop does with the output or in its backward pass what a plan does not know."""
+        """Whether the loop uses the outputs or runs the backward pass differently from the plan's assumptions."""
         if planned is None:
             return False
         request = planned.request
@@ -144,7 +144,7 @@ class Loops:
 
         Args:
             key: signature of the pass.
-            asked: for any pass.
+            asked: the request for any pass.
             planned: its plan, if it has one.
             more: other fields of the request.
         """
@@ -182,16 +182,16 @@ class Loops:
                 )
 
     def plan(self, key: Signature, planned: Callable[[int], Plan], name: str, plans: Mapping[Signature, Plan]) -> Plan:
-        """A plan for one pass beside the others that were seen with it.
+        """A plan for one pass that leaves room for the other passes seen with it.
 
         Args:
             key: signature of the pass.
-            planned: plans with so many bytes beside the step.
+            planned: plans with the given number of bytes taken in addition to the step.
             name: of the module.
-            plans: what there is by signature.
+            plans: the present plans, by signature.
 
         Raises:
-            BudgetError: if the pass does not fit beside others, or `TogetherError` if several like it do not.
+            BudgetError: if the pass does not fit with others, or `TogetherError` if several of its kind do not fit.
         """
         others = self.beside.get(key)
         if not others:
@@ -206,7 +206,7 @@ class Loops:
         return self._shared(known, planned, alike, beside_bytes, name)
 
     def _shared(self, known: Plan, planned: Callable[[int], Plan], alike: int, beside_bytes: int, name: str) -> Plan:
-        """The plan of one of several equal passes that leaves room for what the others hold by the same plan."""
+        """The plan of one of several equal passes, with room for the bytes that the others hold by the same plan."""
         assert known.planned is not None
         graph = known.planned.graph
         passing = known.predicted.peak_bytes - graph.static_bytes - held_bytes(known)
@@ -265,7 +265,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def held_bytes(plan: Plan) -> int:
-    """Bytes that a pass by a plan holds between its forward and backward pass, inputs and results included."""
+    """Bytes that a planned pass holds between its forward and its backward pass, inputs and results included."""
     assert plan.planned is not None
     graph, capture = plan.planned.graph, plan.planned.capture
     made_bytes = simulate(graph, plan.program).forward_end_bytes - graph.static_bytes
@@ -273,6 +273,6 @@ def held_bytes(plan: Plan) -> int:
 
 
 def _gradient_bytes(plan: Plan) -> int:
-    """Gradients of another pass that are there already when this one goes back."""
+    """Bytes of the gradients of another pass that exist already when this pass runs backward."""
     assert plan.planned is not None
     return plan.planned.graph.gradient_bytes

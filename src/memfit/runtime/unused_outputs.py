@@ -1,16 +1,16 @@
-"""Outputs the loss does not use: cut from the gradient, and recomputed if a gradient arrives after all.
+"""Outputs that the loss does not use: cut from the gradient, with recomputation if a gradient arrives after all.
 
-AOTAutograd feeds a differentiable output that receives no gradient with zeros: for the logits of a language model that
-returns its own loss this is the largest tensor of the step. The plan cuts such outputs. Should the training loop
-differentiate one after all, the gradient would silently be missing.
+AOTAutograd gives zeros to a differentiable output that receives no gradient: for the logits of a language model that
+returns its own loss, these zeros are the largest tensor of the step. The plan cuts such outputs. If the training loop
+differentiates a cut output after all, the gradient would silently be missing.
 
-Idea: what `torch.utils.checkpoint` does to a region, for the whole graph and only then. A cut output keeps an edge of
-autograd to the node that runs the graph backward, so its gradient is known before that node runs. The node then
-recomputes the graph's forward pass as plain code, from the same inputs and random state, and differentiates it with
-respect to all outputs at once, which sums in eager's order. Later calls are planned with all outputs.
+Idea: recompute the whole graph as `torch.utils.checkpoint` recomputes a region, but only in this case. A cut output
+keeps an autograd edge to the node that runs the graph backward, so its gradient is known before that node runs. The
+node then recomputes the graph's forward pass as plain code, from the same inputs and random state, and differentiates
+all outputs at once, so that autograd sums in eager's order. Later calls are planned with all outputs.
 
-Known limits: a graph that reads a tensor it overwrites, or whose inputs changed since, cannot be recomputed. That is an
-error.
+Known limits: a graph that reads a tensor that it overwrites, or whose inputs have changed, cannot be recomputed. This
+is an error.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ __all__ = ["Begun", "WholeGraph", "whole_graph", "with_anchor"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeGraph:
-    """A graph of which outputs were cut.
+    """A graph with cut outputs.
 
     Attributes:
-        call: runs it plainly, no output cut; None if that cannot be done a second time.
-        random: whether it draws random numbers.
+        call: runs the graph as plain code with no output cut; None if the graph cannot run a second time.
+        random: whether the graph draws random numbers.
         cut: positions of the outputs that were cut.
     """
 
@@ -52,7 +52,7 @@ def whole_graph(gm: fx.GraphModule, cut: Sequence[int], reading: JointReading, *
     Args:
         gm: Dynamo's graph.
         cut: positions of the outputs that were cut.
-        reading: of its joint graph.
+        reading: the reading of its joint graph.
         aligned: whether the backward pass returns a gradient for each input of Dynamo's graph.
     """
     forward = [op for op in reading.ops if op.phase is Phase.FORWARD]
@@ -79,13 +79,13 @@ class Begun:
 
     Attributes:
         whole: the graph.
-        inputs: of the run.
-        versions: of the inputs that are tensors, before it ran.
-        after: the same when it had run.
-        random_before: a generator of the processor in the state before it ran, None if it draws nothing; it is an
-            object of Python, so its 5 KiB take nothing of the memory of tensors.
-        cuda_states: of each GPU's generator.
-        autocast: by device type the dtype, None where it was off.
+        inputs: inputs of the run.
+        versions: versions of the inputs that are tensors, before the run.
+        after: the same versions, after the run.
+        random_before: a CPU generator in the state before the run, None if the graph draws no random numbers; a Python
+            object, so its 5 KiB do not count as tensor memory.
+        cuda_states: state of each GPU's generator.
+        autocast: by device type, the autocast dtype; None where autocast was off.
     """
 
     whole: WholeGraph
@@ -98,7 +98,7 @@ class Begun:
 
     @classmethod
     def now(cls, whole: WholeGraph, inputs: tuple[Any, ...]) -> Begun:
-        """Right before the run."""
+        """Records the state right before the run."""
         devices = {"cpu"} | {t.device.type for t in inputs if isinstance(t, torch.Tensor)} - {"meta"}
         on = {d: torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in devices}
         before = torch.default_generator.clone_state() if whole.random else None
@@ -106,16 +106,16 @@ class Begun:
         return cls(whole, inputs, _versions(inputs), (), before, cuda_states, on)
 
     def done(self) -> None:
-        """Right after it."""
+        """Records the versions right after the run."""
         self.after = _versions(self.inputs)
 
     def can_recompute(self) -> bool:
-        """Whether the graph can run a second time, and its inputs are as they were."""
+        """Whether the graph can run a second time, and its inputs are unchanged."""
         versions = zip(self.versions, self.after, _versions(self.inputs), strict=True)
         return self.whole.call is not None and not any(before == after != now for before, after, now in versions)
 
     def gradients(self, arrived: Mapping[int, torch.Tensor], *, in_autocast: bool) -> tuple[torch.Tensor | None, ...]:
-        """The gradient of each input, of all outputs that got one, by plain autograd.
+        """The gradient of each input from all outputs that got a gradient, by plain autograd.
 
         Args:
             arrived: gradients by output.
@@ -180,13 +180,13 @@ class _Anchored(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
-        if gradient is not None and bool(gradient.any()):  # what wraps the module may send zeros, as DDP does
+        if gradient is not None and bool(gradient.any()):  # a wrapper of the module, such as DDP, may send zeros
             ctx.arrive(gradient)
         return None, None, None
 
 
 def with_anchor(output: torch.Tensor, anchor: torch.Tensor, arrive: Callable[[torch.Tensor], None]) -> torch.Tensor:
-    """A cut output with an edge to the node that made `anchor`; `arrive` is told its gradient before that node runs."""
+    """A cut output with an edge to the node that made `anchor`; `arrive` gets its gradient before that node runs."""
     anchored: torch.Tensor = _Anchored.apply(output, anchor, arrive)
     return anchored
 

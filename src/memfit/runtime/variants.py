@@ -1,11 +1,13 @@
-"""Which plan a call takes, where branches on its inputs go several paths.
+"""Selects the plan of a call whose branches on inputs may take several paths.
 
-A graph is made for one path (`memfit.capture.values.branches`). Calls of one signature may go another path, when a mask
-that was all ones has padding in it. So each path has a signature of its own, and its plan is kept. A buffer that was
-taken for a constant and changed may change with each step; the graph breaks where it is looked at from then on.
+A graph is made for one path (`memfit.capture.values.branches`). Calls of one signature may take another path, for
+example when a mask that was all ones now contains padding. So each path has a signature of its own, and its plan is
+kept. A buffer that was treated as a constant and then changed may change with each step; from then on, the graph breaks
+where this buffer is read.
 
-Known limits: a condition is computed here to choose the plan, and once more by Dynamo's guard. A module whose branches
-go a new path in each call would be planned in each call; after `_MOST_PATHS` the graph breaks at them instead.
+Known limits: a condition is computed here to select the plan, and once more by Dynamo's guard. A module whose branches
+take a new path in each call would be planned in each call; after `_MOST_PATHS` paths the graph breaks at the branches
+instead.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ _UNDECIDED = "branches on inputs are not decided"
 
 @dataclass(slots=True)
 class Variants:
-    """The paths that calls went.
+    """The paths that calls took.
 
     Attributes:
         known: by signature of the inputs, a signature for each path.
@@ -40,11 +42,11 @@ class Variants:
     def signature(
         self, key: Signature, calls: Mapping[Signature, PlannedCall], model: nn.Module, args: Any, kwargs: Any
     ) -> Signature:
-        """The signature of the path that branches on these inputs go.
+        """The signature of the path that branches on these inputs take.
 
         Args:
             key: the signature of the inputs.
-            calls: what runs, by signature of the path.
+            calls: the planned calls, by signature of the path.
             model: the module.
             args: positional inputs.
             kwargs: keyword inputs.
@@ -59,7 +61,7 @@ class Variants:
             call = calls.get(path)
             missed = None if call is None else _missed(call.decisions, model, leaves)
             if missed is None:
-                return path  # the last one may not be planned yet
+                return path  # the last path may not be planned yet
             constant &= isinstance(missed.place, int)
         paths.append((*key, len(paths)) if constant and len(paths) < _MOST_PATHS else (*key, _UNDECIDED))
         return paths[-1]
@@ -75,7 +77,7 @@ def _missed(decisions: Sequence[Decision], model: nn.Module, leaves: Sequence[An
 
 
 def _buffer(model: nn.Module, name: str) -> Any:
-    """A buffer as it is now; None if it is no longer there."""
+    """The present value of a buffer; None if the buffer no longer exists."""
     path, _, last = name.rpartition(".")
     try:
         return model.get_submodule(path)._buffers.get(last)

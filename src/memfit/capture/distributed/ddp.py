@@ -1,7 +1,7 @@
-"""A module in `DistributedDataParallel`: what is planned is the module inside, beside the buckets that are reduced.
+"""A module in `DistributedDataParallel`: memfit plans the inner module, and counts the buckets that DDP reduces.
 
-Known limits: with `gradient_as_bucket_view` gradients count twice until the first step has run, as DDP copies each into
-its bucket when it is made; hooks that compress what is sent take more.
+Known limits: with `gradient_as_bucket_view` gradients count twice until the first step has run, as DDP copies each
+gradient into its bucket when the gradient is made; communication hooks that compress gradients take more memory.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Modules sharded by FSDP2 (`torch.distributed.fsdp.fully_shard`): which units there are, and which are gathered.
 
-A unit keeps its parameters in shards. Its hooks gather them before its forward pass and give them up after it, gather
-them again before its backward pass, and reduce its gradients to shards behind that. What that takes of the memory is
-told by `memfit.capture.distributed.fsdp_hooks`.
+A unit keeps its parameters in shards. Its hooks gather the parameters before its forward pass and free them after it,
+gather them again before its backward pass, and reduce its gradients to shards after it.
+`memfit.capture.distributed.fsdp_hooks` counts the memory of these hooks.
 
 Known limits: parameters on another device than the model's inputs (`CPUOffloadPolicy`) are not counted, nor are whole
 gradients that stay because their reduction is put off (`set_requires_gradient_sync`).
@@ -27,11 +27,11 @@ class Gathered:
     """A unit whose parameters are gathered.
 
     Attributes:
-        name: of its module.
+        name: name of its module.
         parameters: the gathered parameters, by identity.
-        nbytes: of all of them.
-        reduced_bytes: of their gradients while they are reduced.
-        shard_bytes: what this process keeps of these gradients.
+        nbytes: bytes of all gathered parameters.
+        reduced_bytes: bytes of their gradients while the gradients are reduced.
+        shard_bytes: bytes of this process's shards of these gradients.
     """
 
     name: str
@@ -54,7 +54,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def mesh_groups(model: nn.Module) -> tuple[Any, ...]:
-    """The process groups the module is sharded among, one for each dimension of its mesh; none if it is not."""
+    """The process groups the module is sharded among, one for each dimension of its mesh; empty if not sharded."""
     for module in _sharded_modules(model).values():
         for parameter in module.parameters():
             mesh = getattr(parameter, "device_mesh", None)
@@ -64,7 +64,7 @@ def mesh_groups(model: nn.Module) -> tuple[Any, ...]:
 
 
 def gathering(model: nn.Module) -> Callable[[], tuple[Gathered, ...]]:
-    """A function that tells, while the module runs, which units are gathered, outer ones first; made while none is."""
+    """A function that returns the units gathered when it is called, outer units first; made while none is gathered."""
     units = []
     for name, module in _sharded_modules(model).items():
         slots = _own_shards(module)
@@ -92,7 +92,7 @@ def gathering(model: nn.Module) -> Callable[[], tuple[Gathered, ...]]:
 
 @contextlib.contextmanager
 def resharded(model: nn.Module) -> Iterator[None]:
-    """On exit every unit is in shards, as between two steps, though no backward pass ran."""
+    """On exit, puts every unit in shards, as between two steps, even if no backward pass ran."""
     modules: dict[str, Any] = dict(_sharded_modules(model))
     try:
         yield
@@ -116,7 +116,7 @@ def _sharded_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _own_shards(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
-    """Where the parameters are that are gathered with the module: not those of a sharded one inside it."""
+    """Slots of the parameters that are gathered with the module, without those of sharded modules inside it."""
     inner = {id(m) for name, unit in _sharded_modules(module).items() if name for m in unit.modules()}
     slots: dict[int, tuple[dict[str, Any], str]] = {}
     for owner in module.modules():
@@ -136,9 +136,10 @@ def _reduced_bytes(module: nn.Module, parameter: torch.Tensor) -> int:
 
 @contextlib.contextmanager
 def without_gathering(model: nn.Module, outputs: Sequence[torch.Tensor]) -> Iterator[None]:
-    """While active, gradients of a sharded module's outputs gather nothing.
+    """While active, gradients of a sharded module's outputs trigger no gathering.
 
-    Its hooks on them would, as the first thing of the backward pass, and what they gather is not the loss's memory.
+    The module's hooks on its outputs would gather at the start of the backward pass, and the gathered parameters are
+    not memory of the loss.
     """
     hooks = [t._backward_hooks for t in outputs if t._backward_hooks] if is_sharded(model) else []
     before = [dict(each) for each in hooks]

@@ -1,9 +1,9 @@
-"""Ops of FSDP's hooks around the subgraphs of a step; no program moves them, and nothing here runs them.
+"""Ops of FSDP's hooks around the subgraphs of a step; no program moves these ops, and memfit does not run them.
 
-The storages they write are what the hooks hold: a buffer into which shards are gathered, which in the forward pass
-stays until the next unit's is there, the parameters copied out of it, the next unit's buffer ahead of its turn in the
-backward pass, a buffer from which gradients are reduced, and the shards of the gradients. See PyTorch's
-`_fsdp_param_group.py`, whose defaults these are.
+The storages that these ops write are the memory of the hooks: a buffer into which shards are gathered (in the forward
+pass it stays until the next unit's buffer exists), the parameters copied out of this buffer, the next unit's buffer
+(prefetched in the backward pass), a buffer from which gradients are reduced, and the shards of the gradients. These are
+the defaults of PyTorch's `_fsdp_param_group.py`.
 
 Known limits: time in collectives is not predicted. A unit that runs twice in a step counts as gathered in between.
 """
@@ -24,11 +24,11 @@ class Communication:
     """Ops and storages of the hooks around the subgraphs of a step.
 
     Attributes:
-        storages: what its ops write, numbered from where the step's own storages end.
-        before_forward: for each subgraph the ops in front of its forward pass.
-        after_forward: those behind it.
-        before_backward: those in front of its backward pass.
-        after_backward: those behind it.
+        storages: storages that its ops write, numbered after the step's own storages.
+        before_forward: for each subgraph, the ops before its forward pass.
+        after_forward: for each subgraph, the ops after its forward pass.
+        before_backward: for each subgraph, the ops before its backward pass.
+        after_backward: for each subgraph, the ops after its backward pass.
     """
 
     storages: tuple[Storage, ...]
@@ -50,10 +50,10 @@ def communication(
 
     Args:
         gathered: for each subgraph the units that are gathered while it runs, outer ones first.
-        staying: those that still are when the forward pass has ended.
+        staying: the units that are still gathered when the forward pass has ended.
         gradients: for each unit the storages of the whole gradients of its parameters.
         first: number of the first storage made here.
-        copies: whether collectives copy what they send, as gloo's do.
+        copies: whether collectives copy the data that they send, as gloo's do.
     """
     made = _Hooks(gathered, staying, first, copies=copies)
     _forward(made)
@@ -68,7 +68,7 @@ def communication(
 
 
 class _Hooks:
-    """Units, the first and the last subgraph of each, and what is written down so far."""
+    """Units, the first and the last subgraph of each unit, and the ops and storages made so far."""
 
     def __init__(
         self, gathered: Sequence[tuple[Gathered, ...]], staying: Sequence[Gathered], first: int, *, copies: bool
@@ -89,7 +89,7 @@ class _Hooks:
         self.after_backward: list[list[Op]] = [[] for _ in range(count)]
 
     def hold(self, name: str, nbytes: int, kind: StorageKind) -> int:
-        """A new storage; its number."""
+        """Makes a storage and returns its number."""
         self.storages.append(Storage(name=name, nbytes=nbytes, kind=kind))
         self.number += 1
         return self.number - 1
@@ -105,7 +105,7 @@ class _Hooks:
         writes: Iterable[int] = (),
         sent_bytes: int = 0,
     ) -> None:
-        """Writes down an op."""
+        """Makes an op."""
         backward = where is self.before_backward or where is self.after_backward
         phase = Phase.BACKWARD if backward else Phase.FORWARD
         where[subgraph].append(
@@ -144,7 +144,7 @@ def _forward(made: _Hooks) -> None:
 
 
 def _backward(made: _Hooks, gradients: Mapping[str, Sequence[int]]) -> None:
-    # Inner units end before outer ones; the one before in this order is gathered ahead.
+    # Inner units end before outer units; the previous unit in this order is prefetched.
     last = made.last_subgraph
     order = sorted(made.units, key=lambda name: (last[name], -made.of_subgraph[last[name]].index(name)))
     ahead: dict[str, int] = {}

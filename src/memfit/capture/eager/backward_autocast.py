@@ -1,14 +1,15 @@
-"""Autocast in backward passes: off, as in loops that call `backward` outside of the region, or on.
+"""Autocast state of backward passes: off, as in loops that call `backward` outside of the autocast region, or on.
 
-PyTorch advises to leave an autocast region before `backward`, and trainers do (accelerate, Lightning). Then each
-gradient is computed in the dtype of its forward op. AOTAutograd traces the backward pass under the autocast that is on
-when it traces, so the gradient of a product that a forward pass makes in float32, in a region with autocast off, comes
-in half precision; on a CUDA device gradients of biases are summed in float32. Both are other bits than the loop's.
+PyTorch advises leaving an autocast region before `backward`, and trainers do so (accelerate, Lightning). Then each
+gradient is computed in the dtype of its forward op. AOTAutograd traces the backward pass under the autocast state at
+trace time. So a product that the forward pass computes in float32, in a region with autocast off, gets its gradient in
+half precision; and on a CUDA device, gradients of biases are summed in float32. In both cases the bits differ from the
+loop's.
 
-So backward passes are traced and proved with autocast off. A backward pass that is run inside a region is noticed where
-it runs (`memfit.runtime.forward_passes`), and the next call is planned with autocast on in it.
+So backward passes are traced and proved with autocast off. A backward pass that runs inside a region is detected when
+it runs (`memfit.runtime.forward_passes`), and the next call is planned with autocast on in the backward pass.
 
-Known limits: the dtype of the region around `backward` is taken to be that of the forward pass.
+Known limits: the dtype of the region around `backward` is assumed to be the dtype of the forward pass's region.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ _INSIDE: ContextVar[bool] = ContextVar("memfit_backward_in_autocast", default=Fa
 
 
 def backward_in_autocast() -> bool:
-    """Whether what is planned or compiled now has its backward pass inside the region of its forward pass."""
+    """Whether the step that is planned or compiled now runs its backward pass inside the region of its forward pass."""
     return _INSIDE.get()
 
 
 @contextmanager
 def planning_backward(*, in_autocast: bool) -> Iterator[None]:
-    """While active, backward passes are planned, proved and compiled inside the region, or outside."""
+    """While active, backward passes are planned, proved and compiled inside the autocast region, or outside of it."""
     token = _INSIDE.set(in_autocast)
     try:
         yield
@@ -41,13 +42,13 @@ def planning_backward(*, in_autocast: bool) -> Iterator[None]:
 
 
 def autocast_is_on() -> bool:
-    """Whether a region is active, for any device."""
+    """Whether an autocast region is active, for any device."""
     return bool(torch._C._is_any_autocast_enabled())
 
 
 @contextmanager
 def backward_region() -> Iterator[None]:
-    """Where to run a backward pass on trial: outside of every region, unless it is planned inside."""
+    """Context of a trial backward pass: outside of every autocast region, unless the pass is planned inside."""
     with ExitStack() as around:
         if autocast_is_on() and not _INSIDE.get():
             for kind in torch._C._autocast_supported_devices():
@@ -58,6 +59,6 @@ def backward_region() -> Iterator[None]:
 
 @contextmanager
 def traced_backward() -> Iterator[None]:
-    """While active, AOTAutograd traces backward passes so."""
+    """While active, AOTAutograd traces backward passes with the planned autocast state."""
     with torch._functorch.config.patch(backward_pass_autocast="same_as_forward" if _INSIDE.get() else "off"):
         yield

@@ -1,13 +1,14 @@
 """Gradients of weights that autocast casts once.
 
-Eager autocast casts a weight once and keeps the result until the outermost region ends. Where a weight is used several
-times (tied layers, a layer in a loop), its gradients are so added up in half precision and cast back once. Traces have
-no such cache: each use has a cast of its own, and the gradients are cast one by one and added in float32, with other
-bits. Here the sums of a joint graph are made as eager autocast makes them: gradients in half precision are added to
-each other in the order they come, and the cast of their sum takes the place of the last.
+Eager autocast casts a weight once and keeps the result until the outermost region ends. So where a weight is used
+several times (tied layers, a layer in a loop), its gradients are added up in half precision and their sum is cast back
+once. A trace has no such cache: each use has its own cast, and the gradients are cast one by one and added in float32,
+with different bits. memfit rewrites these sums in the joint graph as eager autocast makes them: gradients in half
+precision are added to each other in their order, and the cast of the sum takes the place of the last cast.
 
-Known limits: a weight that is cast in several subgraphs of a broken graph is cast in each, as is one in a model that
-opens several regions itself; a cast that the user writes is taken for one of autocast's. The proof compares the bits.
+Known limits: where the graph breaks, a weight that is cast in several subgraphs is cast in each of them, and so is a
+weight in a model that opens several regions itself; a cast in the user's code is treated as one of autocast's. The
+proof compares the bits.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ __all__ = ["cast_once"]
 
 
 def cast_once(gm: fx.GraphModule, inputs: Sequence[Any]) -> frozenset[int]:
-    """Places among the inputs of a graph of Dynamo's of the weights that eager autocast casts once."""
+    """Returns the places, among the inputs of a Dynamo graph, of the weights that eager autocast casts once."""
     regions = _outermost_regions(gm.graph)
     around = any(
         torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
@@ -39,7 +40,7 @@ def cast_once(gm: fx.GraphModule, inputs: Sequence[Any]) -> frozenset[int]:
 
 
 def _outermost_regions(graph: fx.Graph) -> int:
-    """How many regions of autocast a graph opens outside others."""
+    """How many autocast regions a graph opens outside of other regions."""
     depth = regions = 0
     for node in graph.nodes:
         if node.target is autocast_mode._enter_autocast:

@@ -1,18 +1,19 @@
-"""Answers a model gets while it is captured when it asks whether it is: those of eager PyTorch.
+"""Gives a model eager PyTorch's answers when it asks, during capture, whether it is being compiled.
 
-Libraries take another road while they are compiled: eager transformers looks at a mask, drops it if it is all ones and
-runs another attention kernel; compiled it keeps the mask. Then the captured step is another step than the plain one,
-with other bits. Dynamo answers such questions (`torch.compiler.is_compiling()` and its kin) with constants of its own.
-While memfit captures, they are answered as in eager. A branch that eager then takes by the values of a tensor breaks
-the graph: in subgraphs, and right for any values, since the code between subgraphs runs anew each time.
+Libraries take another code path while they are compiled: in eager mode transformers looks at a mask, drops the mask if
+it is all ones and runs another attention kernel; when compiled, transformers keeps the mask. Then the captured step
+differs from the plain step and has different bits. Dynamo answers such questions (`torch.compiler.is_compiling()` and
+similar functions) with its own constants. While memfit captures, they are answered as in eager mode. A branch that
+eager mode then takes by the values of a tensor breaks the graph: the model runs in subgraphs and is correct for any
+values, since the code between subgraphs runs in each call.
 
-PyTorch's own code still hears that it is traced, where it asks for the sake of Dynamo alone (`torch.vmap`, flex
-attention, module hooks), and so does code that asks for no result's sake: an object that keeps a `ContextVar` out of a
-graph, a function that only warns. Where torch's modules choose another kernel by it (encoder layers, attention), they
-hear what eager ones do.
+PyTorch's own code is still told that it is traced where it asks only because of Dynamo (`torch.vmap`, flex attention,
+module hooks). So is code whose results do not depend on the answer: an object that keeps a `ContextVar` out of a graph,
+a function that only warns. Modules of torch that choose a kernel by the answer (encoder layers, attention) get the
+answer of eager mode.
 
-Known limits: Dynamo's table of answers is the process's, so what another thread compiles meanwhile hears them too. What
-looks at the call stack, at `sys.modules` or at Dynamo's internals sees that it is traced.
+Known limits: Dynamo's table of answers is shared by the process, so code that another thread compiles meanwhile gets
+these answers too. Code that looks at the call stack, at `sys.modules` or at Dynamo's internals sees that it is traced.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable, tracing_
 __all__ = ["eager_answers"]
 
 _CHOOSE_KERNELS = ("torch.nn.modules.transformer", "torch.nn.modules.activation")
-"""Modules of torch that take another kernel where they are traced."""
+"""Modules of torch that use another kernel when they are traced."""
 
 _ASKING_FRAMES = 3
-"""A question is asked through so many calls, of a library's own helper say."""
+"""How many stack frames are searched for the code that asks; a library may ask through its own helper function."""
 
 
 @contextlib.contextmanager
 def eager_answers() -> Iterator[None]:
-    """While active, code that Dynamo traces hears that it is not compiled, traced or exported."""
+    """While active, code that Dynamo traces is told that it is not compiled, traced or exported."""
     handlers = TorchInGraphFunctionVariable._get_handlers()
     rules = trace_rules.get_torch_obj_rule_map()
     asked = [function for function, answer in tracing_state_functions().items() if answer]
@@ -66,7 +67,7 @@ def eager_answers() -> Iterator[None]:
 
 
 def _put(table: dict[Any, Any], entries: dict[Any, Any]) -> None:
-    """Writes entries, and takes out those that are None."""
+    """Writes entries into a table, and removes keys whose entry is None."""
     for key, entry in entries.items():
         if entry is None:
             table.pop(key, None)
@@ -75,7 +76,7 @@ def _put(table: dict[Any, Any], entries: dict[Any, Any]) -> None:
 
 
 def _asks_to_be_traced(tx: Any, function: Callable[[], Any]) -> bool:
-    """Whether it is torch's own code that asks, so that it can be traced at all."""
+    """Whether Dynamo's own answer is given: to torch's code, so that it is traceable, or if it changes no result."""
     asking = str(tx.f_globals.get("__name__", ""))
     if getattr(function, "__module__", "") in _CHOOSE_KERNELS:
         return False
@@ -85,7 +86,7 @@ def _asks_to_be_traced(tx: Any, function: Callable[[], Any]) -> bool:
 
 
 def _asks_for_no_result(tx: Any) -> bool:
-    """Whether the answer changes no result: an object asks that keeps a `ContextVar`, or a function that only warns."""
+    """Whether the answer changes no result: an object that holds a `ContextVar` asks, or a function that only warns."""
     for _ in range(_ASKING_FRAMES):
         if tx is None:
             return False
@@ -102,7 +103,7 @@ def _asks_for_no_result(tx: Any) -> bool:
 
 @contextlib.contextmanager
 def _outside_of_compilation() -> Iterator[None]:
-    """Keeps `torch.compiler.is_compiling()` false in code that runs while a graph is made: the backward of an op, say.
+    """Keeps `torch.compiler.is_compiling()` false in code that runs while a graph is made, such as an op's backward.
 
     Older versions of torch do not set the flag.
     """

@@ -1,12 +1,13 @@
-"""Calls made of several kernels, of which one rounds or lies as memory in between does, while a graph is made.
+"""Composite calls whose rounding or result layout depends on the layout of an intermediate, while a graph is made.
 
-Kernels on CPU compute whole vectors with one code and what is left at the end of a run of memory with another: an
-exponential may differ there in its last bit. So a sigmoid written over a part of each row rounds otherwise than one of
-a tensor without gaps, which a graph has where eager PyTorch wrote in place: `nn.GRUCell` makes its gates so. Here the
-gates get rows with a gap of one element, over which kernels run row by row as they do in eager mode.
+Kernels on CPU compute full vectors with one code path and the elements left at the end of a run of memory with another:
+an exponential may differ there in its last bit. So a sigmoid written in place over a part of each row rounds
+differently from a sigmoid over a tensor without gaps. Eager `nn.GRUCell` makes its gates in place, while a graph has
+tensors without gaps. Here the gates get rows with a gap of one element, so that kernels run row by row as in eager
+mode.
 
-Randomized leaky ReLU lays its result out in the order of axes, and draws its noise so, whatever its operand's layout;
-the functional op that a graph has for it keeps the operand's. It is given an operand that lies in the order of axes.
+Randomized leaky ReLU makes its result and draws its noise in contiguous layout, whatever the layout of its operand; the
+functional op in a graph keeps the operand's layout. So the functional op gets a contiguous operand.
 
 Known limits: on CPU only; GPUs have kernels for whole cells. Other chains of in-place ops over parts of rows are not
 recognised; the proof compares the bits.
@@ -28,7 +29,7 @@ _KEY = DispatchKey.CompositeImplicitAutograd
 
 
 def composites_of_eager() -> AbstractContextManager[None]:
-    """While active, these calls are traced so that they round and lie as in eager mode."""
+    """While active, these calls are traced so that rounding and layout are those of eager mode."""
     return kernels_in_place({_aten.gru_cell.default: _gru_cell, _aten.rrelu.default: _rrelu}, _KEY)
 
 
@@ -41,7 +42,7 @@ def _gru_cell(
     b_hh: torch.Tensor | None = None,
 ) -> torch.Tensor:
     if x.device.type != "cpu":
-        # `decompose` would ask for the kernel that stands here and call this function again.
+        # `decompose` would look up the kernel registered here and call this function again.
         found: torch.Tensor = _aten.gru_cell.default._op_dk(_KEY, x, hidden, w_ih, w_hh, b_ih, b_hh)
         return found
     from_x = torch.nn.functional.linear(x, w_ih, b_ih).unsafe_chunk(3, 1)

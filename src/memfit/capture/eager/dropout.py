@@ -1,18 +1,19 @@
 """Dropout as eager PyTorch runs it, while a graph is made.
 
-Eager dropout fills noise laid out like the data with zeros and ones, divides it by what is kept, in the data's type,
-and multiplies. Where a GPU has a kernel for all of that it runs it (`native_dropout`). Under the Python dispatcher
-AOTAutograd traces `native_dropout` on every device, and its CPU kernel multiplies by `1 / (1 - p)` instead: other bits
-at most p in half precision, at some in float32. So torch's Python kernel of dropout is put aside, and eager's own
-composite is traced, of attention as well.
+Eager dropout fills a noise tensor, laid out like the data, with zeros and ones, divides the noise by the keep
+probability in the data's dtype, and multiplies the data by it. Where a GPU has one kernel for all of this, eager
+dropout runs that kernel (`native_dropout`). Under the Python dispatcher AOTAutograd traces `native_dropout` on every
+device, and its CPU kernel multiplies by `1 / (1 - p)` instead: the bits differ for most p in half precision, for some p
+in float32. So torch's Python kernel of dropout is disabled, and eager's own composite is traced, also for attention.
 
-An in-place draw becomes a functional one, whose kernel fills memory in the order of axes, not in that of the data it
-stood for. It gets an op of its own, `memfit::drawn`, with the layout of eager's noise and so its numbers.
+Tracing turns an in-place draw into a functional op, whose kernel fills memory in the order of the axes, not in the
+memory order of the data. So the draw gets its own op, `memfit::drawn`, with the layout of eager's noise and therefore
+the same numbers.
 
-Then the noise is taken apart: a mask of a byte an element is kept, and each product with the noise is `masked`, with
-the same bits. Eager keeps the noise itself.
+Then the noise is replaced: a mask of one byte per element is saved, and each product with the noise becomes `masked`,
+with the same bits. Eager PyTorch saves the noise itself.
 
-Known limits: noise that is used otherwise than to multiply data of its shape and type (alpha dropout) stays as it is.
+Known limits: noise that does more than multiply data of its shape and dtype (alpha dropout) stays as it is.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _aten = torch.ops.aten
 
 
 def draws_laid_out() -> AbstractContextManager[None]:
-    """While active, in-place draws of zeros and ones keep the layout of what they fill."""
+    """While active, in-place draws of zeros and ones keep the layout of the tensor that they fill."""
     return kernels_in_place({_aten.bernoulli_.float: _draw_over}, DispatchKey.Autograd)
 
 

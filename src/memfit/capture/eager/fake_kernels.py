@@ -1,13 +1,14 @@
-"""Results of kernels that run where PyTorch's fake tensors refuse them.
+"""Fake results for calls that kernels run but PyTorch's fake tensors refuse.
 
-The check of `torch._grouped_mm` for fake tensors knows the kernels of CUDA for half precision. In single precision
-another kernel runs, on every device, and every mixture-of-experts model of transformers calls it there. Such a model
-could not be captured.
+The check of `torch._grouped_mm` for fake tensors knows the CUDA kernels for half precision. In single precision another
+kernel runs, on every device, and every mixture-of-experts model of transformers calls that kernel. Such a model could
+not be captured.
 
 *Idea*: while memfit captures, fake tensors get the rule of the kernel: the shapes of a grouped product, with rows that
 begin at multiples of 16 bytes (`create_grouped_gemm_output_tensor` in PyTorch's `GroupedMMUtils.h`).
 
-Known limits: PyTorch's table of rules is the process's, so what another thread compiles meanwhile gets this one too.
+Known limits: PyTorch's table of rules is shared by the process, so code that another thread compiles meanwhile gets
+this rule too.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _LOCK = threading.Lock()
 
 @contextlib.contextmanager
 def rules_of_kernels() -> Iterator[None]:
-    """While active, fake tensors follow kernels that they refuse else."""
+    """While active, fake tensors follow the rules of kernels whose calls they otherwise refuse."""
     with _LOCK:
         added = _grouped_mm not in fake_impls.op_implementations_dict
         if added:
@@ -49,7 +50,7 @@ def grouped_product_layout(left: torch.Tensor, right: torch.Tensor, groups: int)
     Args:
         left: (rows, inner), or (groups, rows, inner).
         right: (inner, columns), or (groups, inner, columns).
-        groups: how many, where neither tells.
+        groups: number of groups, where neither operand has an axis of groups.
     """
     rows, columns = left.shape[-2], right.shape[-1]
     row = -(-columns * left.element_size() // _ROW_BYTES) * _ROW_BYTES // left.element_size()

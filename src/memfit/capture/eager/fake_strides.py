@@ -1,21 +1,24 @@
-"""How results of kernels are laid out in memory, where fake tensors tell otherwise.
+"""How kernels lay out their results in memory, where fake tensors report another layout.
 
-Fake tensors stand in for kernels with other code: decompositions that compute the same numbers another way, shape
-functions that were written for contiguous data. Where operands lie otherwise (channels last, transposed, repeated) such
-code lays results out in another order than the kernel does for dozens of ops. A graph made so would write a result over
-an operand of another layout, view what cannot be viewed so, sum in another order, or draw random numbers in another.
+Fake tensors stand in for kernels with other code: decompositions that compute the same numbers in another way, and
+shape functions that were written for contiguous data. Where operands have another layout (channels last, transposed,
+repeated), such code lays out results in another order than the kernel does, for dozens of ops. A graph made with these
+layouts would write a result over an operand of another layout, make views that the real layout does not allow, sum in
+another order, or draw random numbers in another order.
 
 *Idea*: ask the kernel. While a graph is made, a call whose tensors are not all contiguous is made a second time, on a
-few real elements that lie alike (`memfit.capture.eager.kernel_samples`), with the kernel and with fake tensors; where
-the two differ the fake result of the call itself gets the layout of the kernel's. Each call is asked about once, in a
-process: how a kernel lays out the result of such a call is a fact of torch's. Strides along axes of one element count
-too, since kernels look there for whether an image is channels last; views get theirs by torch's own rule, on the meta
-device. Where floating-point operands have several dtypes the kernel is asked too, and its results' dtypes count:
-statistics of batch normalisation in mixed precision are those of the weights. `aten.copy`, which stands for writing in
-place on a view, takes as much memory as the tensor that is viewed: its kernel clones all of it.
+few real elements of the same layout (`memfit.capture.eager.kernel_samples`), once with the kernel and once with fake
+tensors; where the two layouts differ, the fake result of the call itself gets the layout of the kernel's result. A
+process asks about each call once, because the layout of a kernel's result is a fixed property of torch. Strides along
+axes of one element count too, since kernels use them to tell whether an image is channels last; views get these strides
+by torch's own rule, on the meta device. The kernel is also asked where floating-point operands have several dtypes, and
+then the dtypes of its results count: in mixed precision, statistics of batch normalisation have the dtype of the
+weights. `aten.copy`, which stands for an in-place write to a view, takes as much memory as the viewed tensor: its
+kernel clones the whole tensor.
 
-Known limits: ops of other libraries are taken at their word, and so are calls whose kernels refuse every sample, and
-most of those with integer operands that are not element-wise: made-up places to read from are not given to kernels.
+Known limits: the fake layouts of ops of other libraries are trusted, and so are those of calls whose kernels refuse
+every sample, and of most calls that have integer operands and are not element-wise: kernels are not given made-up
+indices.
 """
 
 from __future__ import annotations
@@ -57,7 +60,7 @@ _Layouts = tuple[_Layout | None, ...]
 
 @contextmanager
 def strides_of_kernels() -> Iterator[None]:
-    """While active, fake results are laid out as those of kernels are."""
+    """While active, fake results have the layouts of the kernels' results."""
     plain = FakeTensorMode.dispatch
     if hasattr(plain, _OURS):
         yield
@@ -77,7 +80,7 @@ def strides_of_kernels() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps fake tensors from logging what they refuse; a sample may be refused."""
+    """Keeps fake tensors from logging the calls that they refuse, since they may refuse a sample."""
     theirs = logging.getLogger(FakeTensorMode.__module__)
     before, theirs.disabled = theirs.disabled, True
     try:
@@ -87,7 +90,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _settings() -> tuple[object, ...]:
-    """Settings that choose kernels, beside the calls themselves."""
+    """Settings that choose kernels, in addition to the calls themselves."""
     chosen = torch.are_deterministic_algorithms_enabled(), torch.backends.mkldnn.enabled, torch.get_default_dtype()
     casts = (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"))
     return (*chosen, *casts, *kernel_settings("cpu"), *(kernel_settings("cuda") if torch.cuda.is_initialized() else ()))
@@ -100,21 +103,21 @@ def _known_layouts(settings: tuple[object, ...]) -> dict[Any, _Layouts]:
 
 
 class _Within(threading.local):
-    """Whether this thread is inside a call: what a call calls in turn is no call of the graph."""
+    """Whether this thread is inside a call of the graph; calls that such a call makes are not calls of the graph."""
 
     call = False
 
 
 @dataclass(slots=True, kw_only=True)
 class _Asked:
-    """The kernels' answers, and torch's own way to fake results.
+    """The kernels' answers, and torch's own dispatch of fake tensors.
 
     Attributes:
-        plain: torch's own way.
-        lasting: answers about calls of tensors and plain values, which outlive the graph.
-        within: a call of the graph.
+        plain: torch's own dispatch.
+        lasting: answers about calls with tensors and plain values only, which outlive the graph.
+        within: whether this thread is inside a call of the graph.
         kinds: which ops make tensors.
-        layouts: other answers; their keys may hold objects of the user's.
+        layouts: other answers; their keys may hold the user's objects.
     """
 
     plain: Any
@@ -175,7 +178,7 @@ class _Asked:
         spec: pytree.TreeSpec,
         results: Sequence[Any],
     ) -> _Layouts:
-        """How the results lie where that is not as faked; None for each that does."""
+        """The layouts of the results that differ from the fake layouts; None for each result without a difference."""
         operands = [a for a in arguments if isinstance(a, torch.Tensor)]
         by_index = reads_by_index(func, operands)
         if by_index and func.overloadpacket not in TAKING_INDICES:
@@ -185,7 +188,7 @@ class _Asked:
                 try:
                     fake = pytree.tree_leaves(self._faked(mode, func, arguments, spec, sizes))  # looks at shapes first
                     real = pytree.tree_leaves(made_by_kernel(func, arguments, spec, sizes, number))
-                except Exception as error:  # whatever a kernel says to a call that it cannot do
+                except Exception as error:  # kernels raise any kind of error for a call that they refuse
                     log.debug("%s refuses a sample of sizes %s: %s", func, sizes, error)
                     continue
                 layouts = _layouts_of_results(results, fake, real)
@@ -217,7 +220,7 @@ TAKING_INDICES = {
         *("scatter", "scatter_add", "scatter_reduce"),
     )
 }
-"""Their integers are indices along an axis, so that zero is one of them whatever the sizes."""
+"""Ops whose integer operands are indices along an axis, so that zero is a valid index for any sizes."""
 
 _RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
@@ -230,7 +233,7 @@ def _overlaps(tensor: torch.Tensor) -> bool:
 
 
 def _in_memory_like(mode: FakeTensorMode, made: Any, destination: torch.Tensor) -> Any:
-    """A fake copy in memory as large as that of its destination, at the same place there."""
+    """A fake copy in a storage as large as that of its destination, at the same offset."""
     nbytes = destination.untyped_storage().nbytes()
     if not _is_known(made) or type(nbytes) is not int or nbytes <= made.untyped_storage().nbytes():
         return made
@@ -253,7 +256,7 @@ def _viewed(mode: FakeTensorMode, made: Any, func: Any, viewed: Any, shape: Sequ
 
 
 def _makes_tensors(func: Any) -> bool:
-    """Whether it is an op of torch's own that makes tensors, not views or tensors that were there before."""
+    """Whether a function is one of torch's own ops and makes new tensors, not views or tensors that existed before."""
     if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten" or func.is_view:
         return False
     schema = func._schema
@@ -269,9 +272,9 @@ def reads_by_index(func: torch._ops.OpOverload, operands: Sequence[torch.Tensor]
 
 
 def _is_known(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is made of strides and numbers, not of symbols, constants or other tensors.
+    """Whether a tensor has plain strides and sizes, without symbols, constants or inner tensors.
 
-    A loss brings real ones along, such as targets.
+    Real tensors occur too: a loss has some, such as targets.
     """
     return (
         (type(tensor) is FakeTensor and tensor.constant is None) or type(tensor) in (torch.Tensor, torch.nn.Parameter)
@@ -283,9 +286,9 @@ def _is_known(tensor: torch.Tensor) -> bool:
 
 
 def _is_upright(tensor: torch.Tensor) -> bool:
-    """Whether it is contiguous, with the strides of a new tensor also along axes of one element.
+    """Whether a tensor is contiguous and has the strides of a new tensor, also along axes of one element.
 
-    Kernels look at the latter where they guess whether an image is channels last.
+    Kernels use the strides along such axes to guess whether an image is channels last.
     """
     return tensor.stride() == torch._prims_common.make_contiguous_strides_for(tensor.shape)
 
@@ -297,12 +300,12 @@ def _key(value: Any) -> Any:
 
 
 def _layouts_of_results(results: Sequence[Any], fake: Sequence[Any], real: Sequence[Any]) -> _Layouts | None:
-    """For each result how it lies where that is not as faked; None if the sample is another kind of call.
+    """For each result, its layout if it differs from the fake one; None if the sample is another kind of call.
 
     Args:
-        results: of the call, fake.
-        fake: of its sample, fake.
-        real: of its sample, real.
+        results: fake results of the call.
+        fake: fake results of the call's sample.
+        real: real results of the call's sample.
     """
     if not len(results) == len(fake) == len(real):
         return None

@@ -1,14 +1,14 @@
-"""Gradients of maxima, minima and clamps between tensors lie as eager makes them, while a graph is made.
+"""Lays out gradients of maxima, minima and clamps between tensors as eager mode does, while a graph is made.
 
-The formula of such a gradient fills a tensor that it just made, in place, so the result lies as that tensor. Where
-autograd meets tensors of a subclass, as in a trace, it fills a copy instead, and the copy is contiguous. Sums over it
-then add in another order wherever the operands are permuted: other bits.
+The formula of such a gradient makes a tensor and fills it in place, so the result has the layout of that tensor. For
+tensors of a subclass, as in a trace, autograd fills a copy instead, and the copy is contiguous. Where the operands are
+permuted, sums over the gradient then add in another order, with different bits.
 
-*Idea*: in these formulas the axes are put in the order in which they lie in memory, so that a contiguous copy of that
-lies as what is filled, and back after it.
+*Idea*: these formulas permute the axes into their memory order, so that a contiguous copy has the layout of the filled
+tensor, and permute them back after the fill.
 
 Known limits: the gradient of a maximum, minimum or median over all elements is contiguous in eager mode; a trace lays
-it out as the data. The proof compares the bits.
+it out like the data. The proof compares the bits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["fills_in_gradients"]
 _FILL = torch.ops.aten.masked_fill.Scalar
 
 _FILLING = ("Maximum", "Minimum", "Fmax", "Fmin", "Clamp")
-"""How names of the autograd nodes begin whose formulas fill in place."""
+"""Prefixes of the names of autograd nodes whose formulas fill in place."""
 
 
 def _filled(data: torch.Tensor, mask: torch.Tensor, value: float) -> Any:
@@ -42,5 +42,5 @@ def _filled(data: torch.Tensor, mask: torch.Tensor, value: float) -> Any:
 
 
 def fills_in_gradients() -> AbstractContextManager[None]:
-    """While active, gradients whose formulas fill a tensor in place are traced such that they lie as that tensor."""
+    """While active, gradients whose formulas fill a tensor in place are traced with the layout of that tensor."""
     return kernels_in_place({_FILL: _filled}, DispatchKey.Autograd)

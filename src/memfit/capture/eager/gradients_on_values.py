@@ -1,14 +1,14 @@
-"""Gradients whose formula looks at values are made by eager's own, while a graph is made.
+"""Computes gradients whose formula looks at values by eager's own formula, while a graph is made.
 
-Eager autograd divides a product by its factors where none of them is zero, and takes a longer formula where one is.
-For fake tensors, which have no values, autograd takes a longer formula always: other bits, and more memory. So here the
-gradients of `prod` and `cumprod` are ops of their own, whose kernels ask autograd on the real tensors.
+Eager autograd divides a product by its factors if none of them is zero, and uses a longer formula if one is. For fake
+tensors, which have no values, autograd always uses a longer formula, which has different bits and takes more memory. So
+here the gradients of `prod` and `cumprod` are separate ops, whose kernels call autograd on the real tensors.
 
-*Idea*: ours; the ops are those whose backward formulas in PyTorch ask whether a tensor is a subclass and then compute
-otherwise (`prod_backward` and `cumprod_backward` of its `FunctionsManual.cpp`).
+*Idea*: ours; the ops are those whose backward formulas in PyTorch check whether a tensor is a subclass and then compute
+differently (`prod_backward` and `cumprod_backward` of its `FunctionsManual.cpp`).
 
-Known limits: the kernel makes the forward result anew, since autograd takes no other. Gradients lie as the data, where
-eager's longer formula makes contiguous ones. Second derivatives have none.
+Known limits: the kernel recomputes the forward result, since autograd accepts no other. Gradients have the layout of
+the data, while eager's longer formula makes contiguous ones. Second derivatives are not available.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LIBRARY = torch.library.Library("memfit", "FRAGMENT")
 
 @contextmanager
 def asking_autograd() -> Iterator[None]:
-    """While active, a kernel, which runs below autograd, can have it record calls."""
+    """While active, autograd records the calls of a kernel, although the kernel itself runs below autograd."""
     with ExitStack() as around:
         around.enter_context(torch.enable_grad())
         for key in (DispatchKey.AutogradFunctionality, DispatchKey.ADInplaceOrView):
@@ -60,7 +60,7 @@ def _gradient_of(forward: torch._ops.OpOverload, name: str, settings: str) -> to
 
 
 def _called(forward: torch._ops.OpOverload, data: torch.Tensor, settings: tuple[Any, ...]) -> torch.Tensor:
-    """The forward op's result; its last setting, the type of the result, is named."""
+    """The forward op's result; its last setting, the dtype of the result, is passed by keyword."""
     *places, dtype = settings
     made: torch.Tensor = forward(data, *places, dtype=dtype)
     return made
@@ -73,11 +73,11 @@ _GRADIENTS = {
     ),
     _aten.cumprod.default: _gradient_of(_aten.cumprod.default, "cumprod_gradient", "int dim, ScalarType? dtype"),
 }
-"""By forward op, the op for its gradient."""
+"""The gradient op of each forward op."""
 
 
 class _Recorded(torch.autograd.Function):
-    """A forward op that autograd records with the other gradient."""
+    """A forward op that autograd records with its op of `_GRADIENTS`."""
 
     @staticmethod
     def forward(ctx: Any, data: torch.Tensor, forward: torch._ops.OpOverload, settings: tuple[Any, ...]) -> Any:
@@ -93,7 +93,7 @@ class _Recorded(torch.autograd.Function):
 
 
 def gradients_on_values() -> AbstractContextManager[None]:
-    """While active, these ops are recorded with gradients that look at values as in eager mode."""
+    """While active, `prod` and `cumprod` are recorded with gradients that look at values as in eager mode."""
     return kernels_in_place({forward: _recorded(forward) for forward in _GRADIENTS}, DispatchKey.Autograd)
 
 

@@ -1,12 +1,12 @@
-"""Small real tensors that lie as those of a call do, and the layout of what a kernel makes of them.
+"""Small real tensors with the layouts of a call's tensors, and the layouts of a kernel's results for them.
 
-A kernel lays its results out by rules that look at the order of its operands' axes in memory, at what is repeated along
-an axis and at what has gaps, hardly ever at sizes. So a call of a few elements tells how a large one lies.
+A kernel lays out its results by rules that look at the memory order of its operands' axes, at repeated axes and at
+gaps, hardly ever at sizes. So a call on a few elements shows the layouts of a large call.
 
-Sizes keep what formulas make of them: sizes that are close stay as far from each other (a padded image from its image),
-and all keep their remainder by eight (groups of channels). Numbers among the arguments that are one of the sizes,
-or a product of some, follow it. Where a kernel refuses such a call another one is tried,
-up to the call itself if it is not large.
+The smaller sizes keep the relations that formulas use: close sizes keep their difference (a padded image and its
+image), and all sizes keep their remainder modulo eight (groups of channels). Numbers among the arguments that equal a
+size, or a product of sizes, are replaced accordingly. Where a kernel refuses such a call, other sizes are tried, up to
+the call itself if it is not large.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ def _smaller_sizes(sizes: set[int], kept: set[int]) -> dict[int, int]:
 
 
 def smaller_numbers(arguments: Sequence[Any], sizes: Mapping[int, int]) -> list[Any]:
-    """The arguments of a smaller call, its tensors as they are: numbers that are a size, or a product of some, follow.
+    """The arguments of a smaller call: numbers that equal a size, or a product of sizes, are replaced, tensors are not.
 
     Args:
-        arguments: of a call, in a flat list.
-        sizes: of `sizes_to_try`.
+        arguments: the arguments of a call, in a flat list.
+        sizes: one of the maps of `sizes_to_try`.
     """
     numbers: dict[int, int] = {}
     for shape in [tuple(a.shape) for a in arguments if isinstance(a, torch.Tensor)]:
@@ -92,12 +92,12 @@ def smaller_numbers(arguments: Sequence[Any], sizes: Mapping[int, int]) -> list[
 
 
 def strides_alike(shape: Sequence[int], strides: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...] | None:
-    """Strides of a tensor of other sizes that lies alike: the same order of axes, repetitions and gaps.
+    """Strides of a tensor of other sizes in the same layout: the same order of axes, repetitions and gaps.
 
     Args:
-        shape: of a tensor.
-        strides: of that tensor.
-        sizes: of the other one.
+        shape: the shape of a tensor.
+        strides: the strides of that tensor.
+        sizes: the shape of the other tensor.
 
     Returns:
         None if elements of the tensor share memory in another way than along a repeated axis.
@@ -121,7 +121,7 @@ def strides_alike(shape: Sequence[int], strides: Sequence[int], sizes: Sequence[
 
 
 def is_dense_layout(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether elements lie side by side, in whatever order of the axes."""
+    """Whether the elements fill their memory without gaps, in any order of the axes."""
     expected = 1
     for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1):
         if stride != expected:
@@ -131,10 +131,10 @@ def is_dense_layout(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def real_like(tensor: torch.Tensor, sizes: Mapping[int, int], number: int) -> torch.Tensor:
-    """A real tensor on the device of a fake one that lies alike; all elements are one number, of integers the given.
+    """A real tensor with the device and layout of a fake one; all elements are equal, those of integers to `number`.
 
     Raises:
-        ValueError: if it cannot lie alike.
+        ValueError: if no tensor of these sizes can have that layout.
     """
     shape, strides = tuple(tensor.shape), tuple(tensor.stride())
     ours = tuple(sizes.get(n, n) for n in shape)
@@ -148,11 +148,11 @@ def real_like(tensor: torch.Tensor, sizes: Mapping[int, int], number: int) -> to
 
 @contextmanager
 def kernels_only(*, random: bool = False, cuda: Sequence[int] = ()) -> Iterator[None]:
-    """While active, calls on real tensors go to their kernels, whatever modes are active around.
+    """While active, calls on real tensors go directly to their kernels, even if modes are active outside.
 
     Args:
-        random: whether random generators shall be as before.
-        cuda: GPUs whose generators that holds for too.
+        random: whether the states of random generators are restored afterwards.
+        cuda: GPUs whose generators are restored too.
     """
     with ExitStack() as aside:
         aside.enter_context(_disable_current_modes())
@@ -171,15 +171,15 @@ def made_by_kernel(
     Args:
         func: the op.
         arguments: all arguments of the call, in a flat list.
-        spec: how they are nested.
-        sizes: of `sizes_to_try`.
-        number: what integer operands hold.
+        spec: how the arguments are nested.
+        sizes: one of the maps of `sizes_to_try`.
+        number: the value of the elements of integer operands.
 
     Returns:
-        Its results; random generators are as before.
+        The kernel's results; random generators are left as before.
 
     Raises:
-        Exception: whatever a kernel raises that does not take such a call.
+        Exception: any error of a kernel that refuses such a call.
     """
     random = torch.Tag.nondeterministic_seeded in func.tags
     devices = {a.device.index or 0 for a in arguments if isinstance(a, torch.Tensor) and a.device.type == "cuda"}

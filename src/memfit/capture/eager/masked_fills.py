@@ -1,13 +1,13 @@
-"""The gradient of a learned number that fills the places of a mask, by eager's own formula, while a graph is made.
+"""The gradient of a learned fill value of `masked_fill`, by eager's own formula, while a graph is made.
 
-Eager PyTorch takes the gradient at these places out and adds it up. Fake tensors do not know how many places there are,
-so for them it puts zeros at all others and adds up everything, in another order. So here the gradient is an op of its
-own, whose kernel looks at the mask.
+Eager PyTorch selects the masked elements of the output gradient and adds them up. Fake tensors do not know the number
+of masked elements, so for them PyTorch sets all other elements to zero and sums the whole tensor, in another order. So
+here the gradient is a separate op, whose kernel looks at the mask.
 
 *Idea*: that of `memfit.capture.eager.gradients_on_values`.
 
-Known limits: second derivatives have none. What is filled in place keeps the formula of fake tensors; the proof
-compares the bits.
+Known limits: second derivatives are not available. In-place fills keep the formula of fake tensors; the proof compares
+the bits.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ torch.library.register_fake("memfit::masked_fill_gradient", _fake, lib=_LIBRARY)
 
 
 class _Filled(torch.autograd.Function):
-    """A tensor with places filled, which autograd records with the other gradient."""
+    """A masked fill that autograd records with `masked_fill_gradient`."""
 
     @staticmethod
     def forward(ctx: Any, data: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> Any:
@@ -58,5 +58,5 @@ class _Filled(torch.autograd.Function):
 
 
 def masked_fills_of_eager() -> AbstractContextManager[None]:
-    """While active, tensors filled with a learned number are recorded with the gradient it has in eager mode."""
+    """While active, fills with a learned number are recorded with the gradient that this number has in eager mode."""
     return kernels_in_place({_aten.masked_fill.Tensor: _Filled.apply}, DispatchKey.Autograd)

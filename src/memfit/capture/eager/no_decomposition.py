@@ -1,16 +1,17 @@
-"""Keeps calls whole that AOTAutograd would take apart on its way to a graph, where the parts round otherwise.
+"""Keeps calls whole that AOTAutograd would decompose while tracing, where the parts round differently.
 
 memfit asks for no decompositions, but some are part of the ops themselves: under the Python dispatcher, resizing of
 images runs as index arithmetic, gathers and sums, and a few losses and activations as formulas. Eager PyTorch runs a
-kernel with other bits, and less memory. While a graph is made these Python kernels are put aside, so that what autograd
-records is the kernel and its own backward kernel. Results are laid out as kernels do
-(`memfit.capture.eager.fake_strides`), and what is filled at random in place gets the numbers it gets in eager mode
+kernel, which has different bits and takes less memory. While a graph is made these Python kernels are disabled, so that
+autograd records the kernel and its own backward kernel. Results get the layouts of the kernels' results
+(`memfit.capture.eager.fake_strides`), and tensors that are filled at random in place get the numbers of eager mode
 (`memfit.capture.eager.random_fills`).
 
-Put aside is every such Python kernel of torch's own ops, not only those that were seen to round otherwise. A few stay,
-without which there is no graph: `_NEEDED`.
+Every such Python kernel of torch's own ops is disabled, not only those that were seen to round differently. A few stay
+enabled, because tracing needs them: `_NEEDED`.
 
-Known limits: the ops are the process's, so other graphs that are made meanwhile, in another thread, are whole too.
+Known limits: the ops are shared by the process, so graphs that another thread traces meanwhile keep these calls whole
+too.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ _NEEDED = frozenset(
     (
         # They write statistics and their schemas do not say so.
         *("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"),
-        # They look at values: at a class count, at places to cut.
+        # They look at values: a class count, split positions.
         *("one_hot", "tensor_split"),
-        # Fake tensors and functional graphs cannot do without.
+        # Fake tensors and functional graphs need them.
         *("to_dense", "empty", "lstm", "gru", "rnn_tanh", "rnn_relu"),
     )
 )
@@ -62,7 +63,7 @@ _CONTEXTS = (
     fills_in_gradients,
     traced_backward,
 )
-"""Each makes some calls be traced as eager PyTorch runs them."""
+"""Contexts under which some calls are traced as eager PyTorch runs them."""
 
 
 @contextmanager
@@ -96,7 +97,7 @@ def _how_many_known() -> int:
 
 @lru_cache(maxsize=1)
 def _overloads(known: int) -> tuple[torch._ops.OpOverload, ...]:
-    """Ops of torch's own that Python code has been met or registered for; others have no Python kernels."""
+    """Torch's own ops that Python code has used or registered kernels for; other ops have no Python kernels."""
     return tuple(
         overload
         for packet in list(vars(torch.ops.aten).values())

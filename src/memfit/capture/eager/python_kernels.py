@@ -1,6 +1,7 @@
-"""Python kernels in place of an op's own, for the time of a trace.
+"""Replaces an op's own kernel by a Python kernel during a trace.
 
-The Python dispatcher, under which AOTAutograd traces, asks an op's `py_kernels` first. The table is the process's.
+The Python dispatcher, under which AOTAutograd traces, looks in an op's `py_kernels` first. This table is shared by the
+process.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ __all__ = ["kernels_in_place", "without_kernel"]
 
 @contextmanager
 def kernels_in_place(kernels: Mapping[torch._ops.OpOverload, Callable[..., Any]], key: DispatchKey) -> Iterator[None]:
-    """While active, these ops run these kernels at a dispatch key; those that were there are back afterwards."""
+    """While active, ops run the given kernels at a dispatch key; earlier kernels are restored afterwards."""
     before = {op: op.py_kernels.get(key) for op in kernels}
     try:
         for op, kernel in kernels.items():
@@ -34,7 +35,7 @@ def kernels_in_place(kernels: Mapping[torch._ops.OpOverload, Callable[..., Any]]
 
 @contextmanager
 def without_kernel(op: torch._ops.OpOverload, key: DispatchKey) -> Iterator[None]:
-    """While active, an op runs its own kernel: for a Python one that is there for some calls only."""
+    """While active, an op runs its own kernel; for a Python kernel that calls the op that it replaces."""
     kernel = op.py_kernels.pop(key)
     op._dispatch_cache.clear()
     try:

@@ -1,14 +1,14 @@
 """Gradients of quantiles by eager's own formula, while a graph is made.
 
-A quantile lies between two elements, and its gradient goes to them. Eager PyTorch selects them by partial sorting where
-it can look at the values; for fake tensors, which have none, it sorts. Where several elements are equal, as after a
-running maximum or a rectifier, that takes others of them: the value is the same and the gradient goes elsewhere. So
-here the gradient is an op of its own, whose kernel asks autograd on the real tensors.
+A quantile lies between two elements, and its gradient goes to these two. Eager PyTorch selects them by partial sorting
+where it can look at the values; for fake tensors, which have no values, PyTorch sorts. Where several elements are
+equal, as after a running maximum or a rectifier, sorting selects other elements: the value is the same, but the
+gradient goes to other elements. So here the gradient is a separate op, whose kernel calls autograd on the real tensors.
 
-*Idea*: that of `memfit.capture.eager.gradients_on_values`, for calls that are made of several ops.
+*Idea*: that of `memfit.capture.eager.gradients_on_values`, for calls that consist of several ops.
 
-Known limits: the kernel makes the forward result anew. Second derivatives have none, and a call whose `q` learns is
-left as it is.
+Known limits: the kernel recomputes the forward result. Second derivatives are not available, and a call whose `q`
+requires a gradient is left as it is.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _gradient(
 def _lying(
     gradient: torch.Tensor, data: torch.Tensor, q: torch.Tensor, dim: int | None, *settings: Any
 ) -> torch.Tensor:
-    """Laid out as eager's gradient: without gaps in the order of axes, with the axis of the quantile as the last."""
+    """An empty tensor laid out like eager's gradient: contiguous, with the axis of the quantile moved to the end."""
     if dim is None or data.dim() == 0:
         return data.new_empty(data.shape)
     return data.new_empty(data.transpose(dim, -1).shape).transpose(dim, -1)
@@ -66,14 +66,14 @@ torch.library.register_fake("memfit::quantile_gradient", _lying, lib=_LIBRARY)
 
 
 class _Quantile(torch.autograd.Function):
-    """A quantile that autograd records with the other gradient."""
+    """A quantile that autograd records with `quantile_gradient`."""
 
     @staticmethod
     def forward(
         ctx: Any, data: torch.Tensor, q: torch.Tensor, dim: int | None, keepdim: bool, interpolation: str, op: Any
     ) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
-            # `decompose` would ask for the kernel that stands here and call this function again.
+            # `decompose` would look up the kernel registered here and call this function again.
             result = op._op_dk(_KEY, data, q, dim, keepdim, interpolation=interpolation)
         ctx.save_for_backward(data, q)
         ctx.settings = (dim, keepdim, interpolation, op is _aten.nanquantile.default)

@@ -1,12 +1,13 @@
-"""Tensors filled at random in place get the numbers in a graph that they get in eager mode.
+"""Gives tensors that are filled at random in place the same numbers in a graph as in eager mode.
 
-A functional graph has no `bernoulli_`: it has `bernoulli`, whose result is contiguous whatever its operand is, so the
-numbers of a generator go to other places where the operand is channels last. For any such op and layout it is tried
-out, on a real tensor that lies alike, whether the functional op draws the same numbers in the same places, and if not
-whether it does on a view that has the axes in the order of memory. If neither, there is no graph with eager's bits.
+A functional graph has no `bernoulli_`: it has `bernoulli`, whose result is contiguous whatever the layout of its
+operand, so the numbers of a generator go to other elements where the operand is channels last. For each such op and
+layout memfit tests, on a real tensor of the same layout, whether the functional op draws the same numbers for the same
+elements, and if not, whether it does so on a view with the axes in memory order. If neither is the case, no graph has
+eager's bits.
 
-A call whose result nobody reads (dropout in a branch of the last layer that leads nowhere) draws its numbers in eager
-mode too, and calls after it get the next ones, so such calls stay in the graph.
+A call whose result is not read (dropout in a dead branch of the last layer) draws its numbers in eager mode too, and
+later calls get the next numbers of the generator, so such calls stay in the graph.
 
 *Idea*: ours; the ops are found by their tags and schemas.
 """
@@ -33,13 +34,13 @@ __all__ = ["draws_kept", "filled_as_in_eager"]
 
 
 def filled_as_in_eager() -> AbstractContextManager[None]:
-    """While active, calls that fill a tensor at random in place are traced so that it gets eager's numbers."""
+    """While active, calls that fill a tensor at random in place are traced so that the tensor gets eager's numbers."""
     fills = [op for op in _random_fills() if DispatchKey.Autograd not in op.py_kernels]
     return kernels_in_place({op: _traced(op) for op in fills}, DispatchKey.Autograd)
 
 
 def draws_kept() -> AbstractContextManager[None]:
-    """While active, calls that draw random numbers stay in a graph although nobody reads the result.
+    """While active, calls that draw random numbers stay in a graph even if their results are not read.
 
     AOTAutograd drops them as dead code unless Inductor is told to draw the numbers that eager mode draws.
     """
@@ -82,7 +83,7 @@ def _fill(op: torch._ops.OpOverload, tensor: torch.Tensor, args: tuple[Any, ...]
 def _draws_alike(
     op: torch._ops.OpOverload, tensor: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any], axes: Sequence[int]
 ) -> bool:
-    """Whether the functional op draws what the op in place does where it sees the axes in this order."""
+    """Whether the functional op, on a view with the axes in this order, draws the same numbers as the in-place op."""
     told = op._schema.arguments[1 + len(args) :]
     defaults = (a.default_value for a in told if not a.kwarg_only and a.name not in kwargs)  # the other op has none
     arguments, spec = pytree.tree_flatten(((*args, *defaults), dict(kwargs)))

@@ -1,4 +1,4 @@
-"""Questions to the graph that autograd builds behind tensors."""
+"""Queries of the graph that autograd builds behind tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["edges_behind", "leaves_behind", "nodes_behind"]
 
 
 def nodes_behind(values: Iterable[Any]) -> Iterator[Any]:
-    """The nodes of the graph behind some tensors, each once; other values have none."""
+    """The nodes of the autograd graph behind some tensors, each once; other values have none."""
     waiting: list[Any] = [value.grad_fn for value in values if isinstance(value, torch.Tensor)]
     seen: set[Any] = {None}
     while waiting:
@@ -23,7 +23,7 @@ def nodes_behind(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def edges_behind(values: Iterable[Any]) -> set[tuple[Any, int]]:
-    """The results of nodes that a gradient of some tensors may come to: each node and the number of its result."""
+    """The node results to which a gradient of some tensors may flow: each a node and the index of its result."""
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     found = {(value.grad_fn, value.output_nr) for value in tensors}
     for node in nodes_behind(tensors):
@@ -32,6 +32,6 @@ def edges_behind(values: Iterable[Any]) -> set[tuple[Any, int]]:
 
 
 def leaves_behind(values: Iterable[Any]) -> frozenset[int]:
-    """Ids of the leaves that tensors were made of, parameters mostly; one that is a leaf itself is not among them."""
+    """Ids of the leaves that tensors were computed from, mostly parameters; a tensor that is a leaf is left out."""
     leaves = (getattr(node, "variable", None) for node in nodes_behind(values))
     return frozenset(id(leaf) for leaf in leaves if leaf is not None)

@@ -1,12 +1,12 @@
-"""Which outputs of a captured graph a gradient of each of its inputs comes from.
+"""Finds the outputs of a captured graph from which the gradient of each input comes.
 
-A training loop may differentiate a part of what a module returned. Autograd then leaves `.grad` None where no gradient
-reaches, and optimizers pass these parameters by. AOTAutograd makes up zeros for outputs that got no gradient, and hands
-out zeros instead of None, which weight decay and momentum take for gradients.
+A training loop may differentiate only a part of a module's outputs. Autograd then leaves `.grad` None for parameters
+that no gradient reaches, and optimizers skip these parameters. AOTAutograd fills in zeros for outputs without a
+gradient, and returns zeros instead of None, which weight decay and momentum treat as gradients.
 
-Two readings are put together. In the joint graph the gradients that come in can be followed to those that go out; it
-does not show a gradient that is zero by a formula, as that of `sign`. The autograd graph behind Dynamo's fake tensors
-shows these, but not what is inside higher-order calls.
+Two analyses are combined. In the joint graph, tangents can be followed to the gradients of inputs, but the joint graph
+does not show that a gradient is zero by its formula, as that of `sign` is. The autograd graph behind Dynamo's fake
+tensors shows such gradients, but not the inside of higher-order calls.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ __all__ = ["reached_by_autograd", "reached_in_joint"]
 
 
 def reached_in_joint(joint: fx.GraphModule, num_forward_outputs: int) -> list[frozenset[int] | None]:
-    """For each gradient a joint graph returns, the outputs of the module whose gradients it is made from.
+    """For each gradient that a joint graph returns, the outputs of the module whose gradients it is computed from.
 
     Returns:
-        One entry for each input: empty without a gradient, None if a gradient it is made from belongs to none of the
-        outputs (to an input that is written to, say).
+        One entry for each input: empty without a gradient, None if the gradient is computed from a tangent that belongs
+        to none of the outputs (but, for example, to an input that is written to).
     """
     of: dict[fx.Node, frozenset[int] | None] = {}
     for node in joint.graph.nodes:
@@ -49,13 +49,13 @@ def _together(parts: Sequence[frozenset[int] | None]) -> frozenset[int] | None:
 def _output_of(tangent: fx.Node) -> frozenset[int] | None:
     """The output whose gradient a placeholder is, by AOTAutograd's description of it."""
     output = getattr(tangent.meta.get("desc"), "output", None)
-    output = getattr(output, "base_of", output)  # of outputs that are views of one memory the gradient is that memory's
+    output = getattr(output, "base_of", output)  # outputs that are views of one base share the base's gradient
     place = getattr(output, "idx", None)
     return None if place is None else frozenset((place,))
 
 
 def reached_by_autograd(gm: fx.GraphModule) -> list[frozenset[int]]:
-    """For each input of Dynamo's graph the outputs that autograd goes back from to it."""
+    """For each input of Dynamo's graph, the outputs from which autograd reaches the input."""
     values = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
     reached: list[set[int]] = [set() for _ in values]
     leaves = {id(v): i for i, v in enumerate(values) if isinstance(v, torch.Tensor) and v.is_leaf}

@@ -1,15 +1,15 @@
-"""Views of its inputs that a subgraph returns and uses itself, taken before the subgraph is called.
+"""Makes views of inputs that a subgraph both returns and uses, before the subgraph is called.
 
-AOTAutograd makes an output that is a view of an input outside of the compiled graph, from the input. Its gradient then
-passes the graph by: where later code and the subgraph both use the view, the sum of the subgraph's own uses comes to
-the input as one gradient and that of later code as another. Eager adds all of them up at the view, the last use first,
-which rounds otherwise.
+AOTAutograd makes an output that is a view of an input outside of the compiled graph, from the input. The gradient of
+such an output then bypasses the graph: where later code and the subgraph both use the view, the input receives the sum
+of the subgraph's own uses as one gradient and the gradient of later code as another. Eager autograd adds up all of them
+at the view, the last use first, which rounds differently.
 
-*Idea*: such views are made by autograd before the subgraph is called, and the subgraph takes them as inputs. What it
-returns is then the input itself, and later code and the subgraph use one tensor, as in eager
+*Idea*: such views are made under autograd before the subgraph is called, and the subgraph takes them as inputs. Then
+the subgraph returns this input itself, and later code and the subgraph use one tensor, as in eager mode
 (`memfit.capture.gradients.shared_inputs` does the rest).
 
-Known limits: a view of memory that the graph writes over stays in the graph.
+Known limits: a view of a storage that the graph overwrites stays in the graph.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ Views = Callable[..., tuple[torch.Tensor, ...]]
 
 
 def no_views(*_: Any) -> tuple[torch.Tensor, ...]:
-    """Makes none."""
+    """Makes no views."""
     return ()
 
 
 def returned_views_first(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, list[Any], Views]:
-    """Splits a graph of Dynamo's into the views that come first and the rest.
+    """Splits a Dynamo graph into the views that are made first and the rest.
 
     Args:
         gm: the graph.
         inputs: examples of its inputs.
 
     Returns:
-        The rest, which takes the views after all other inputs; examples of its inputs; and what makes the views.
+        The rest, which takes the views after all other inputs; examples of its inputs; and the function that makes the
+        views.
     """
     views = _returned_and_used(gm)
     if not views:
@@ -54,7 +55,7 @@ def returned_views_first(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.
 
 
 def calling_after(views: Views, call: Callable[..., Any]) -> Callable[..., Any]:
-    """The rest of a graph, compiled, that is called with the inputs of the whole graph."""
+    """Wraps the compiled rest of a graph so that it is called with the inputs of the whole graph."""
     if views is no_views:
         return call
 
@@ -65,7 +66,7 @@ def calling_after(views: Views, call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _returned_and_used(gm: fx.GraphModule) -> list[fx.Node]:
-    """Views of inputs that the graph returns and that other nodes of it use."""
+    """Views of inputs that the graph returns and that its other nodes use."""
     returned = {node for node in outputs_of(gm) if isinstance(node, fx.Node)}
     written = {key for node in gm.graph.nodes if is_in_place(node) for key in map(_storage, node.all_input_nodes)}
     of_inputs: set[fx.Node] = set()
@@ -89,7 +90,7 @@ def _storage(node: fx.Node) -> int | None:
 
 
 def _only(gm: fx.GraphModule, views: Sequence[fx.Node]) -> fx.GraphModule:
-    """The graph that makes the views."""
+    """The part of the graph that makes the views."""
     wanted = set(views)
     for view in reversed(list(gm.graph.nodes)):
         if view in wanted:
@@ -114,5 +115,5 @@ def _rest(gm: fx.GraphModule, views: Sequence[fx.Node]) -> fx.GraphModule:
         if node not in copied:
             copied[node] = graph.node_copy(node, copied.__getitem__)
     rest = fx.GraphModule(gm, graph)
-    rest.meta = {}  # Dynamo's has a source for each input
+    rest.meta = {}  # Dynamo's `meta` has a source for each input
     return rest

@@ -1,12 +1,12 @@
-"""Has each graph of a step traced with what the other graphs and the loss do with it, until nothing changes.
+"""Traces each graph of a step again, given its uses by the other graphs and the loss, until nothing changes.
 
-Where a gradient lies in memory decides how sums of it round. A graph learns from the one behind it how the gradients of
-its outputs come, and that may change how it lays out those of its inputs, which tells the graph before it, and so on to
-the first. So it takes as many rounds as there are graphs, at most; in each only those are traced anew that learn
-something.
+The layout of a gradient decides how sums over it round. A graph gets the layouts of its outputs' gradients from the
+graph after it. These layouts may change the layouts of its inputs' gradients, which go to the graph before it, and so
+on to the first graph. So the number of rounds is at most the number of graphs; each round traces only the graphs whose
+surroundings changed.
 
-*Idea*: a fixpoint over the graphs, as data-flow analysis has it. The autograd graph of the captured forward pass stays
-there meanwhile, with one node for each graph that hands on zeros laid out as told
+*Idea*: a fixpoint over the graphs, as in data-flow analysis. The autograd graph of the captured forward pass stays
+alive meanwhile, with one node for each graph; the node passes on zeros in the given layouts
 (`memfit.capture.subgraph_boundaries`).
 """
 
@@ -50,17 +50,17 @@ def settled(
     cut: bool,
     cut_between: bool,
 ) -> Subgraphs:
-    """The subgraphs of a step, each as the others and the loss use it.
+    """The subgraphs of a step, each traced for its uses by the other subgraphs and the loss.
 
     Args:
-        subgraphs: as captured, while their autograd graph is there.
-        graphs: what each of them was traced from.
-        loss: how it uses the output and what left by a side door.
-        trace: traces a graph (once more); None if no gradient reaches it, and it runs as plain code.
-        traced: whether graphs have been traced, as if nothing were known around them.
-        by_use: whether all inputs that have several uses are taken once for each.
+        subgraphs: the captured subgraphs, while their autograd graph is alive.
+        graphs: the Dynamo graph that each subgraph was traced from.
+        loss: how the loss uses the output and tensors that left the module in another way.
+        trace: traces a graph (again); returns None if no gradient reaches the graph, so that it runs as plain code.
+        traced: whether the graphs have been traced already, without knowledge of their surroundings.
+        by_use: whether every input with several uses is taken once for each use.
         cut: whether outputs of the last graph that receive no gradient are cut.
-        cut_between: whether those of earlier graphs are.
+        cut_between: whether such outputs of earlier graphs are cut.
     """
     subgraphs = replace(subgraphs, loss=loss)
     only = len(graphs) == 1 and not graphs[0].key
@@ -107,10 +107,10 @@ class _Run:
     """One run of a graph.
 
     Attributes:
-        subgraph: as traced last.
-        graph: what it was traced from.
-        inputs: of the run.
-        around: what it was traced with; None if it was not yet.
+        subgraph: the subgraph as traced last.
+        graph: the Dynamo graph that it was traced from.
+        inputs: the inputs of the run.
+        around: the surroundings it was traced with; None if it was not traced yet.
         plain: whether no gradient reaches it, so that it runs as plain code.
     """
 
@@ -122,13 +122,13 @@ class _Run:
 
 
 def _of_runs(runs: Sequence[_Run], lying: Sequence[Mapping[int, Strides]]) -> list[dict[int, Strides]]:
-    """For each run how gradients of its outputs lie, where that is not as the outputs do.
+    """For each run, the strides of its outputs' gradients, where they differ from those of the outputs.
 
-    An output to which no gradient comes is taken to have the layout of the other runs, so that they share one trace.
+    For an output that receives no gradient, the strides of the other runs are used, so that the runs share one trace.
 
     Args:
-        runs: of all graphs.
-        lying: for each of them how the gradients that come to it lie.
+        runs: the runs of all graphs.
+        lying: for each run, the strides of the gradients that it receives.
     """
     of_graph: dict[str, dict[int, Strides]] = {}
     for run, strides in zip(runs, lying, strict=True):
@@ -142,7 +142,7 @@ def _of_runs(runs: Sequence[_Run], lying: Sequence[Mapping[int, Strides]]) -> li
 
 
 def _by_graph(runs: Sequence[_Run]) -> dict[str, tuple[Mapping[int, Strides], ...]]:
-    """By graphs how gradients of outputs lie in each run, of graphs where that is not as the outputs do."""
+    """By graph, the strides of outputs' gradients in each run, if some differ from those of the outputs."""
     found: dict[str, tuple[Mapping[int, Strides], ...]] = {}
     for run in runs:
         strides = {} if run.around is None else run.around.strides
@@ -156,7 +156,7 @@ def _traced(
     known: dict[DynamoGraph, list[tuple[Surroundings, Traced | None]]],
     trace: Callable[[DynamoGraph, Surroundings], Traced | None],
 ) -> Traced | None:
-    """A graph as others of its runs were traced, else traced now."""
+    """The trace of another run of the graph in the same surroundings, else a new trace."""
     before = known.setdefault(graph, [])
     for other, traced in before:
         if other == around:
@@ -166,7 +166,7 @@ def _traced(
 
 
 def _in_other(run: _Run, around: Surroundings, traced: Traced | None) -> _Run:
-    """A run in other surroundings."""
+    """A run in other surroundings, with the trace made for them."""
     if traced is None:
         return replace(run, around=around, plain=True)
     operands = (*run.inputs, *(run.inputs[place] for place in repeated_places(around.repeated)))

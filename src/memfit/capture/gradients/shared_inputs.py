@@ -1,19 +1,19 @@
-"""Gradients of inputs that later code uses as well, returned by a subgraph use by use.
+"""Has a subgraph return one gradient per use of an input that later code uses as well.
 
 Autograd adds up the gradients of a tensor in the order in which its uses run backward, the last use first. A subgraph
-is one node of autograd's. Where it uses an input twice it returns the sum of both gradients, and the engine adds that
-to the gradient that later code brought: c + (b + a) in place of (c + b) + a, which rounds otherwise.
+is one node of the autograd graph. If it uses an input twice, it returns the sum of both gradients, and the autograd
+engine adds this sum to the gradient from later code: c + (b + a) instead of (c + b) + a, which rounds differently.
 
-*Idea*: a subgraph takes such an input once for each use. Its node then has as many edges to where the input was made,
-and the engine adds up what comes along them in their order, which is eager's. Nothing in the graph uses the repeated
-inputs; the sum that AOTAutograd traced is taken apart, and each of its terms is the gradient of one of them.
-AOTAutograd marks the additions of the engine, and Dynamo's fake tensors tell how many there are. Terms take more memory
-than their sum, as each of them lives until the subgraph has run backward, so where no later code of the module uses an
-input its sum stays. Code that memfit does not see may use it: another pass of the module, or a penalty on its
-parameters. Once a loop is seen to do so (`memfit.runtime.forward_passes`), all are taken apart.
+*Idea*: a subgraph takes such an input once for each use. Its node then has one edge per use to the node that made the
+input, and the engine adds up the gradients of these edges in their order, which is eager's order. No op of the graph
+uses the repeated inputs; the sum that AOTAutograd traced is split, and each term is the gradient of one of the
+repetitions. AOTAutograd marks the additions of the engine, and Dynamo's fake tensors tell their number. The terms take
+more memory than their sum, because each term lives until the backward pass of the subgraph ends. So where no later code
+of the module uses an input, its sum stays. Code that memfit does not see may use the input: another pass of the module,
+or a penalty on its parameters. Once a loop is seen to do so (`memfit.runtime.forward_passes`), all sums are split.
 
-Known limits: an input that the graph writes over keeps its sum, and so does one that is used inside a higher-order
-call, whose uses cannot be counted. The proof compares the bits.
+Known limits: an input that the graph overwrites keeps its sum, and so does an input that is used inside a higher-order
+call, because its uses cannot be counted. The proof compares the bits.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ __all__ = [
 ]
 
 SharedInputs = Mapping[str, Mapping[int, int]]
-"""By the keys of graphs, and by places among their inputs, how often an input is taken."""
+"""How often a graph takes an input, by the key of the graph and the place of the input."""
 
 _Place = tuple[Any, int]
-"""Where autograd adds up a gradient: a node of its and which of its outputs, or a leaf."""
+"""The place where autograd adds up a gradient: an autograd node and the index of its output, or a leaf."""
 
 
 def uses_of_inputs(gm: fx.GraphModule) -> list[int]:
@@ -60,17 +60,17 @@ def uses_of_inputs(gm: fx.GraphModule) -> list[int]:
 
 
 def terms_of_inputs(joint: fx.GraphModule, num_forward_outputs: int, uses: Sequence[int]) -> dict[int, int]:
-    """By places among the inputs of a graph of how many terms a gradient is the sum, where these are several.
+    """By place of an input, the number of terms that its gradient is the sum of, where there are several.
 
     Args:
         joint: AOTAutograd's joint graph, as traced.
         num_forward_outputs: how many of its outputs belong to the forward pass.
-        uses: of the inputs of Dynamo's graph (`uses_of_inputs`).
+        uses: how often each input of Dynamo's graph is used (`uses_of_inputs`).
     """
     primals = joint.graph.find_nodes(op="placeholder")
     gradients = outputs_of(joint)[num_forward_outputs:]
     if len(gradients) < len(uses):
-        return {}  # AOTAutograd took inputs together
+        return {}  # AOTAutograd merged inputs
     written = written_inputs(joint.graph)
     found = {}
     for place, (times, primal, gradient) in enumerate(zip(uses, primals, gradients, strict=False)):
@@ -80,12 +80,12 @@ def terms_of_inputs(joint: fx.GraphModule, num_forward_outputs: int, uses: Seque
 
 
 def return_each_term(joint: fx.GraphModule, num_forward_outputs: int, repeated: Mapping[int, int]) -> None:
-    """Takes sums of gradients apart, in place; the inputs of the graph are those of `taking_for_each_use`.
+    """Splits sums of gradients into their terms, in place; the graph's inputs are those of `taking_for_each_use`.
 
     Args:
         joint: AOTAutograd's joint graph, as traced.
         num_forward_outputs: how many of its outputs belong to the forward pass.
-        repeated: how often which input is taken.
+        repeated: by place of an input, how often the input is taken.
     """
     if not repeated:
         return
@@ -105,7 +105,7 @@ def return_each_term(joint: fx.GraphModule, num_forward_outputs: int, repeated: 
 def taking_for_each_use(
     gm: fx.GraphModule, inputs: Sequence[Any], repeated: Mapping[int, int]
 ) -> tuple[fx.GraphModule, list[Any]]:
-    """A graph that takes some inputs repeatedly, at its end, and examples of its inputs."""
+    """A graph that takes some inputs again, after all others, and examples of its inputs."""
     if not repeated:
         return gm, list(inputs)
     graph = fx.Graph()
@@ -125,12 +125,12 @@ def taking_for_each_use(
 
 
 def repeated_places(repeated: Mapping[int, int]) -> list[int]:
-    """The places of the inputs that such a graph takes after the others."""
+    """The places of the inputs that a graph of `taking_for_each_use` takes after the others."""
     return [place for place, times in sorted(repeated.items()) for _ in range(1, times)]
 
 
 def calling_with_each_once(call: Callable[..., Any], repeated: Mapping[int, int]) -> Callable[..., Any]:
-    """Such a graph, compiled, that is called with each input once."""
+    """Wraps a compiled graph of `taking_for_each_use` so that it is called with each input once."""
     if not repeated:
         return call
     places = repeated_places(repeated)
@@ -144,11 +144,12 @@ def calling_with_each_once(call: Callable[..., Any], repeated: Mapping[int, int]
 def shared_inputs(
     graphs: Iterable[tuple[str, Handed, Mapping[int, int]]], ends: Sequence[torch.Tensor]
 ) -> SharedInputs:
-    """Which inputs of graphs with several uses are used by later code as well, a graph or the code between.
+    """The inputs with several uses in a graph that later code uses as well: another graph, or code between graphs.
 
     Args:
-        graphs: of each its key, what it handed over, and the terms of its inputs (`terms_of_inputs`).
-        ends: what the module returned and the loss may use.
+        graphs: for each graph its key, the outputs that it handed over, and the terms of its inputs
+            (`terms_of_inputs`).
+        ends: tensors that the module returned and the loss may use.
     """
     used: dict[_Place, list[int]] = {}
     for node in nodes_behind(ends):
@@ -167,7 +168,8 @@ def shared_inputs(
 def static_example(example: torch.Tensor) -> torch.Tensor:
     """A leaf like a tensor, as an example of another input; its shape is static, as those of Dynamo's inputs are.
 
-    AOTAutograd takes a tensor that comes twice as one input, and shapes of tensors that it meets first as dynamic.
+    AOTAutograd treats a tensor that is passed twice as one input, and treats shapes of tensors that it has not seen
+    before as dynamic.
     """
     other = example.detach().requires_grad_()
     context = TracingContext.try_get()
@@ -178,7 +180,7 @@ def static_example(example: torch.Tensor) -> torch.Tensor:
 
 
 def _terms(gradient: fx.Node, most: int) -> list[fx.Node]:
-    """Terms that the engine added up to a gradient, in its order."""
+    """The terms that the autograd engine added up to a gradient, in the engine's order."""
     later: list[fx.Node] = []
     while len(later) + 1 < most and gradient.meta.get("is_gradient_acc") and len(gradient.args) == 2:
         before, term = gradient.args
@@ -190,13 +192,13 @@ def _terms(gradient: fx.Node, most: int) -> list[fx.Node]:
 
 
 def _place(value: Any) -> _Place | None:
-    """Where autograd adds up the gradient of a tensor; None where it needs none."""
+    """The place where autograd adds up the gradient of a tensor; None if the tensor needs no gradient."""
     if not isinstance(value, torch.Tensor) or not value.requires_grad:
         return None
     return (id(value), 0) if value.grad_fn is None else (value.grad_fn, value.output_nr)
 
 
 def _place_of(node: Any, output: int) -> _Place:
-    """The place that an edge leads to; a leaf's node is made anew where the graph is."""
+    """The place that an edge leads to; a leaf stands for its node, which autograd makes again for another graph."""
     variable = getattr(node, "variable", None)
     return (node, output) if variable is None else (id(variable), 0)

@@ -1,19 +1,20 @@
-"""Gradients of outputs laid out as the loss makes them.
+"""Lays out gradients of outputs (tangents) as the loss makes them.
 
-AOTAutograd traces a backward pass for gradients that lie as their outputs do, and copies what comes in another layout.
-Eager autograd goes on with the gradient that the loss made. Where an output is permuted, channels last or cut out of
-something larger that may be another layout, and then kernels downstream sum in another order: bias gradients have
-other bits, and the copy takes memory.
+AOTAutograd traces a backward pass for gradients with the layouts of their outputs, and copies gradients of another
+layout. Eager autograd continues with the gradient that the loss made. Where an output is permuted, channels last or a
+slice of a larger tensor, this gradient may have another layout, and then later kernels sum in another order: bias
+gradients have different bits, and the copy takes memory.
 
 *Idea*: reading the loss tells the layout of each gradient (`memfit.capture.loss.reading.read_loss`), and AOTAutograd's
-guess is corrected before the joint graph is traced. Where the graph breaks, the joint graph of each subgraph tells how
-the gradients of its inputs lie, and the engine takes zeros of these layouts through the autograd graph of the step,
-which is there after capturing, with one node for each subgraph (`memfit.capture.subgraph_boundaries`). At run time a
-gradient of another layout than the plan's, of another loss say, is copied to the plan's as before, which is told.
+guess is corrected before the joint graph is traced. Where the graph breaks, the joint graph of each subgraph tells the
+layouts of its inputs' gradients, and the autograd engine passes zeros of these layouts through the autograd graph of
+the step, which exists after the capture, with one node for each subgraph (`memfit.capture.subgraph_boundaries`). At run
+time, a gradient of another layout than the plan's, such as that of another loss, is copied to the plan's layout as
+before, and memfit reports it.
 
-Known limits: gradients whose elements share memory (those of a plain sum, say) are taken to lie as the outputs do, as
-no other gradient could be copied to such a layout; so are those of outputs that are views of each other. The proof
-compares the bits.
+Known limits: gradients whose elements share memory (those of a plain sum, for example) are assumed to have the layouts
+of their outputs, because no other gradient could be copied to such a layout; so are gradients of outputs that are views
+of each other. The proof compares the bits.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ log = logging.getLogger(__name__)
 Strides = tuple[int, ...]
 
 GradientStrides = Mapping[str, Sequence[Mapping[int, Strides]]]
-"""By the keys of graphs how gradients lie in each of its runs, by places among the outputs.
+"""By key of a graph, for each of its runs, the strides of gradients by place of the output.
 
 The only graph of a step has no key.
 """
@@ -58,7 +59,7 @@ _COLLECT = "run_functionalized_fw_and_collect_metadata"
 
 
 def strides_without_overlap(tensor: torch.Tensor) -> Strides | None:
-    """Strides of a tensor of which each element has memory of its own; None of any other."""
+    """Strides of a tensor whose elements do not share memory; None for any other tensor."""
     if tensor.layout is not torch.strided:
         return None
     taken = 1
@@ -70,10 +71,10 @@ def strides_without_overlap(tensor: torch.Tensor) -> Strides | None:
 
 
 def layouts_between(ends: Sequence[tuple[torch.Tensor, Strides | None]], wanted: Sequence[Any]) -> list[Strides | None]:
-    """The strides of gradients at some places of an autograd graph; None where none comes or they are not known.
+    """The strides of gradients at some places of an autograd graph; None where no gradient arrives or they are unknown.
 
     Args:
-        ends: tensors that receive a gradient from the loss, and how it lies, if that is known.
+        ends: tensors that receive a gradient from the loss, each with the gradient's strides, if known.
         wanted: leaves of the graph, or places in it (`torch.autograd.graph.GradientEdge`).
     """
     starts = [(t, strides) for t, strides in ends if t.requires_grad]
@@ -83,7 +84,7 @@ def layouts_between(ends: Sequence[tuple[torch.Tensor, Strides | None]], wanted:
         zeros = [torch.zeros_like(t) if s is None else _strided_zeros(t, s) for t, s in starts]
         with backward_region():
             gradients = torch.autograd.grad([t for t, _ in starts], wanted, zeros, retain_graph=True, allow_unused=True)
-    except Exception as error:  # code between subgraphs, and hooks, are anyone's; the proof compares the bits
+    except Exception as error:  # code between subgraphs, and hooks, may raise anything; the proof compares the bits
         log.info("gradients between subgraphs are taken to lie as their tensors do: %s", error)
         return [None for _ in wanted]
     return [None if gradient is None else strides_without_overlap(gradient) for gradient in gradients]
@@ -94,7 +95,7 @@ def _strided_zeros(like: torch.Tensor, strides: Strides) -> torch.Tensor:
 
 
 def strides_of_input_gradients(joint: fx.Graph) -> dict[int, Strides | None]:
-    """By places among the inputs of the traced function how their gradients lie, of those with one."""
+    """By place of an input of the traced function, the strides of its gradient, for inputs with a gradient."""
     (output,) = joint.find_nodes(op="output")
     found: dict[int, Strides | None] = {}
     for node, desc in zip(output.args[0], output.meta["desc"], strict=True):
@@ -106,7 +107,7 @@ def strides_of_input_gradients(joint: fx.Graph) -> dict[int, Strides | None]:
 
 
 def strides_of_gradients(joint: fx.Graph) -> dict[int, Strides]:
-    """By places among the outputs of the traced function how their gradients are taken to lie."""
+    """By place of an output of the traced function, the strides that its gradient is assumed to have."""
     found: dict[int, Strides] = {}
     for node in joint.find_nodes(op="placeholder"):
         value, desc = node.meta.get("val"), node.meta.get("desc")
@@ -117,7 +118,7 @@ def strides_of_gradients(joint: fx.Graph) -> dict[int, Strides]:
 
 
 def strides_of_outputs(joint: fx.Graph) -> dict[int, Strides]:
-    """By places among the outputs of the traced function how they lie, of those that a joint graph returns."""
+    """By place of an output of the traced function, its strides, for outputs that a joint graph returns."""
     (output,) = joint.find_nodes(op="output")
     found: dict[int, Strides] = {}
     for node, desc in zip(output.args[0], output.meta["desc"], strict=True):
@@ -129,7 +130,7 @@ def strides_of_outputs(joint: fx.Graph) -> dict[int, Strides]:
 
 @contextmanager
 def laid_out_as_made(strides: Mapping[int, Strides]) -> Iterator[None]:
-    """While active, AOTAutograd traces gradients with these strides, by places of outputs; others as the outputs."""
+    """While active, AOTAutograd traces gradients with these strides, by place of the output; others as the outputs."""
     plain = getattr(aot, _COLLECT, None)
     if plain is None or not strides:
         with _as_the_outputs():
@@ -158,7 +159,7 @@ def laid_out_as_made(strides: Mapping[int, Strides]) -> Iterator[None]:
 
 
 def _as_the_outputs() -> AbstractContextManager[Any]:
-    """Has AOTAutograd take gradients to lie as their outputs do, which older versions of torch do not by themselves."""
+    """Has AOTAutograd assume that gradients have the strides of their outputs, which older versions of torch do not."""
     name = "guess_tangent_strides_as_outputs"
     if not hasattr(torch._functorch.config, name):
         return nullcontext()
@@ -167,7 +168,7 @@ def _as_the_outputs() -> AbstractContextManager[Any]:
 
 
 def _lay_out(found: Any, place: int, strides: Strides | None) -> None:
-    """Corrects the guess of one gradient, the fake one that is traced and what the one at run time is copied to."""
+    """Corrects the assumed layout of one gradient, that of the traced fake tensor and that of copies at run time."""
     tangent, expected = found.traced_tangents[place], found.subclass_tangent_meta[place]
     layout = getattr(expected, "memory_format", None)
     if strides is None or layout is None or type(tangent) is not FakeTensor or len(strides) != tangent.dim():

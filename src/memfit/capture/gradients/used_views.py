@@ -1,16 +1,16 @@
-"""Views of its own results that a graph returns and uses itself: their gradients are added up at the view.
+"""Views of its own results that a graph both returns and uses: their gradients are added up at the view.
 
-Where an output is a view of a result, AOTAutograd makes it outside of the compiled graph, from that result. Its
-gradient then comes to the result, and what the graph's own uses of the view bring comes to it as well, as another
-gradient. Eager adds the two at the view, which rounds otherwise. (Views of inputs:
+Where an output is a view of a result, AOTAutograd makes the view outside of the compiled graph, from that result. The
+result then receives the gradient of the output, and as another gradient that of the graph's own uses of the view. Eager
+autograd adds the two at the view, which rounds differently. (Views of inputs:
 `memfit.capture.gradients.returned_views`.)
 
-*Idea*: such an output goes through an op that hands it on. For AOTAutograd its result is a tensor like any other, with
-a gradient of its own, and in the joint graph the op is taken out again (`memfit.passes.used_views`), so that the view
-itself is returned.
+*Idea*: such an output goes through an op that passes it on. For AOTAutograd the op's result is a tensor like any other,
+with its own gradient, and the op is removed from the joint graph (`memfit.passes.used_views`), so that the view itself
+is returned.
 
-Known limits: a view of memory that the graph writes over stays as it is. What is returned so is no view for autograd:
-code that writes over it in place gets an error of torch's.
+Known limits: a view of a storage that the graph overwrites stays as it is. For autograd such an output is not a view:
+code that writes to it in place gets an error from torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["hand_on_used_views"]
 
 
 def hand_on_used_views(gm: fx.GraphModule) -> None:
-    """Puts the op in front of each output of a graph of Dynamo's that is such a view."""
+    """Puts the op in front of each output of a Dynamo graph that is such a view."""
     (output,) = gm.graph.find_nodes(op="output")
     views = _used_views(gm)
     if not views:
@@ -41,7 +41,7 @@ def hand_on_used_views(gm: fx.GraphModule) -> None:
 
 
 def _used_views(gm: fx.GraphModule) -> list[fx.Node]:
-    """Views of results that the graph returns and that other nodes of it use."""
+    """Views of results that the graph returns and that its other nodes use."""
     returned = {node for node in outputs_of(gm) if isinstance(node, fx.Node)}
     written = {key for node in gm.graph.nodes if is_in_place(node) for key in map(_storage, node.all_input_nodes)}
     given = {_storage(node) for node in gm.graph.find_nodes(op="placeholder")}

@@ -1,16 +1,16 @@
-"""The memory of a loss: what it takes while it runs, holds during the backward pass, and keeps for good.
+"""The memory of a loss: while the loss runs, during the backward pass, and beyond the step.
 
-Bytes are counted as the loss creates them, on fake tensors mostly. Three things are not on the surface:
+Bytes are counted as the loss creates them, mostly on fake tensors. Three cases are not obvious:
 
 - The number a loss returns may sit in a storage of the size of its operand. PyTorch's kernels of `mse_loss`,
   `smooth_l1_loss`, `binary_cross_entropy` and `soft_margin_loss` resize their full result to one number, and resizing
-  gives no memory back. It stays as long as the loss is referred to, so through the backward pass. Fake kernels do not
-  do so; the op is asked on a sample of two elements along each axis.
-- The gradient of the loss itself, from which `backward` starts, is there until it ends.
-- A loss may keep tensors beyond the step: a centre, a queue, the last output. They are there in each later step.
+  frees no memory. The storage stays as long as the loss is referenced, so through the backward pass. Fake kernels do
+  not do so; the real op is tried on a sample of two elements along each axis.
+- The gradient of the loss itself, from which `backward` starts, lives until `backward` ends.
+- A loss may keep tensors beyond the step: a centre, a queue, the last output. These tensors exist in each later step.
 
-Known limits: what a kernel takes only while it runs (the backward of `soft_margin_loss`: two tensors) is not
-seen; the proving run corrects for it. The sample is asked of ops with a reduction only.
+Known limits: memory that a kernel takes only while it runs (the backward of `soft_margin_loss`: two tensors) is not
+counted; the proving run corrects for it. Only ops with a reduction are tried on a sample.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SAMPLE = 2
 
 
 class LossBytes(LiveBytes):
-    """Counts as `LiveBytes` does, storages of reduced results by the size that the kernel leaves them."""
+    """Counts as `LiveBytes` does, but storages of reduced results with the size that the kernel leaves them."""
 
     def __init__(self, device_type: str | None = None) -> None:
         super().__init__(device_type)
@@ -69,7 +69,7 @@ class LossBytes(LiveBytes):
 
 
 def uses(tensors: Sequence[torch.Tensor]) -> dict[int, tuple[int, int]]:
-    """By storage how many tensors refer to it, and its bytes; empty where torch does not tell."""
+    """By storage, the number of tensors that refer to it, and its bytes; empty if torch cannot count references."""
     count = getattr(torch._C, "_storage_Use_Count", None)
     if count is None:
         return {}
@@ -93,7 +93,7 @@ def _keeps_its_size(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         with unset_fake_temporarily(), torch.no_grad():
             result = func(*pytree.tree_map(sample, args), **pytree.tree_map(sample, kwargs))
     except (RuntimeError, IndexError, ValueError, NotImplementedError):
-        return False  # it cannot take a sample, so it is no element by element loss
+        return False  # it cannot take a sample, so it is no elementwise loss
     if not isinstance(result, torch.Tensor) or result.numel() != 1:
         return False
     return bool(result.untyped_storage().nbytes() > result.element_size())

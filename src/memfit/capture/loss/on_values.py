@@ -1,11 +1,11 @@
-"""The loss that looks at values: read on fake outputs if it can be, else on real ones.
+"""A loss that may look at values: it is read on fake outputs if possible, otherwise on real outputs.
 
 Fake outputs cost nothing, but a loss may select by a mask, call `.item()` or NumPy, assert, or run a kernel that reads
-lengths (CTC). Then the module runs once without gradients, and the loss on its outputs, cut off from it. Module, inputs
-and whatever the loss leads to are as before. A loss that fails on real outputs too is the caller's to repair: the error
-names its line.
+lengths (CTC). Then the module runs once without gradients, and the loss runs on its detached outputs. Module, inputs
+and all state that the loss leads to are restored. A loss that also fails on real outputs must be fixed by the caller:
+the error names its line.
 
-Known limits: the outputs of a forward pass without gradients must fit beside the model; they do where a plan does.
+Known limits: the outputs of a forward pass without gradients must fit next to the model; they fit where a plan fits.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ def loss_reading(
     receivers: Sequence[torch.Tensor],
     take_back: Callable[[], None],
 ) -> LossReading:
-    """How the loss uses the outputs, and what it takes.
+    """How the loss uses the outputs, and the memory that it takes.
 
     Args:
         model: in training mode.
         args: positional inputs.
         kwargs: keyword inputs.
-        output: what capturing returned, fake or real.
+        output: the output of the captured module, fake or real.
         loss_fn: the user's loss.
         device_type: only memory of this device type counts.
-        receivers: tensors that may receive a gradient: those of the output, then what left by a side door, which is
-            assumed to receive one where the loss cannot tell.
-        take_back: takes back what capturing left on the module, such as a fake tensor that it assigned to a buffer.
+        receivers: tensors that may receive a gradient: those of the output, then tensors that the module does not
+            return, which are assumed to receive a gradient where the loss cannot tell.
+        take_back: undoes changes of the module by capturing, such as a fake tensor assigned to a buffer.
 
     Raises:
         LossError: if the loss cannot be called with real outputs either.
@@ -88,14 +88,14 @@ def loss_reading(
 
 
 def not_reaching(reading: LossReading, receivers: Sequence[Any], others: Sequence[Any]) -> LossReading:
-    """The reading with no gradient for other tensors, since the loop brings them none."""
+    """The reading without gradients for `others`, since the loop brings them none."""
     without = {id(t) for t in others}
     received = zip(receivers, reading.receives_gradient, strict=False)
     return replace(reading, receives_gradient=tuple(does and id(t) not in without for t, does in received))
 
 
 def _used_by_the_loop(reading: LossReading, output: Any, receivers: Sequence[torch.Tensor]) -> LossReading:
-    """The reading, with gradients for all that left by a side door: a loop uses such tensors beside its loss."""
+    """The reading, with gradients for all tensors that the module does not return: a loop uses them too."""
     returned = sum(isinstance(t, torch.Tensor) for t in pytree.tree_leaves(output))
     does = (*reading.receives_gradient[:returned], *(t.requires_grad for t in receivers[returned:]))
     return replace(reading, receives_gradient=does)
@@ -124,7 +124,7 @@ def _leaves_like(real: Any, traced: Any) -> Any:
 
 
 def _told(loss_fn: Any, error: Exception) -> str:
-    """Where the loss failed, in the caller's own code if any of it is there."""
+    """A message that says where the loss failed, in the caller's own code if the traceback has any."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
     where = f" at {own[-1].filename}:{own[-1].lineno}, `{own[-1].line}`" if own else ""

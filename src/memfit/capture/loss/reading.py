@@ -1,4 +1,4 @@
-"""The loss between the forward and the backward pass: what it takes and which outputs it feeds.
+"""The loss between the forward and the backward pass: its memory, and the outputs that it brings a gradient.
 
 The user's loop calls the loss itself, in plain autograd, so memfit does not plan it; but its memory is part
 of the step, and an output that the loss does not use must not cost a gradient of zeros.
@@ -45,13 +45,13 @@ class LossReading:
 
     Attributes:
         receives_gradient: for each tensor leaf of the output, or each receiver, whether the loss's gradient reaches it.
-        transient_bytes: peak of loss and its backward beyond outputs, their gradients and what it holds.
-        held_bytes: what it holds from then on until the step ends.
-        kept_bytes: what it keeps for good, so that a later step begins with it.
-        output_bytes: of the outputs.
-        shapes: of those tensors.
-        gradient_strides: how their gradients lie; None where that is not known.
-        leaves: ids of the leaves that it reaches past the output, parameters that it penalizes say.
+        transient_bytes: peak of the loss and its backward pass beyond the outputs, their gradients and the held bytes.
+        held_bytes: bytes that the loss holds from then on until the step ends.
+        kept_bytes: bytes that the loss keeps beyond the step, so that a later step begins with them.
+        output_bytes: bytes of the outputs.
+        shapes: shapes of the outputs.
+        gradient_strides: strides of the gradients of the outputs; None where unknown.
+        leaves: ids of the leaves that the loss reaches past the output, such as parameters that it penalizes.
     """
 
     receives_gradient: tuple[bool, ...]
@@ -66,18 +66,18 @@ class LossReading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AssumedLoss:
-    """A stand-in for a loss that cannot be called with these outputs: it reaches those that the loss reached before.
+    """A stand-in for a loss that cannot be called with these outputs: it reaches the outputs reached before.
 
     Attributes:
-        name: of the loss.
-        before: how it was read with other inputs.
+        name: name of the loss.
+        before: the earlier reading of the loss, with other inputs.
     """
 
     name: str
     before: LossReading | None = None
 
     def reached(self, output: Any) -> list[torch.Tensor]:
-        """The outputs that receive a gradient: those of before if there are as many, else every one that can."""
+        """Outputs that receive a gradient: as in the earlier reading if the counts are equal, else all that can."""
         tensors = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
         before = self.before.receives_gradient if self.before is not None else ()
         receives = before if len(before) == len(tensors) else [True] * len(tensors)
@@ -85,7 +85,7 @@ class AssumedLoss:
         return found or [t for t in tensors if t.requires_grad]
 
     def reading(self, output: Any) -> LossReading:
-        """The reading of before, with bytes in proportion to the outputs'."""
+        """The earlier reading, with bytes scaled by the bytes of the outputs."""
         tensors = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
         reached = {id(t) for t in self.reached(output)}
         nbytes = sum(t.numel() * t.element_size() for t in tensors)
@@ -103,7 +103,7 @@ class AssumedLoss:
         )
 
     def _strides(self, shapes: Sequence[tuple[int, ...]]) -> tuple[Strides | None, ...]:
-        """How gradients lie that lie as those of before."""
+        """Strides of gradients with the same layout as in the earlier reading."""
         before = self.before
         if before is None or [len(shape) for shape in before.shapes] != [len(shape) for shape in shapes]:
             return ()
@@ -111,7 +111,7 @@ class AssumedLoss:
         return tuple(None if s is None else strides_alike(shape, s, ours) for shape, s, ours in pairs)
 
     def __call__(self, output: Any) -> torch.Tensor:
-        """A scalar with a gradient that is not the same everywhere."""
+        """A scalar whose gradient is not the same for all elements."""
         parts = [torch.view_as_real(t) if t.is_complex() else t for t in self.reached(output)]
         return torch.stack([t.square().mean().float() for t in parts]).sum()
 
@@ -149,7 +149,7 @@ def loss_name(loss_fn: Any) -> str:
 
 
 def loss_place(loss_fn: Any) -> str:
-    """The name of a loss, and the line where it is written if that is in the user's Python."""
+    """The name of a loss, and the line where it is defined if that is in the user's Python code."""
     if loss_fn is None:
         return "the model's own loss"
     inner = _innermost(loss_fn)
@@ -179,7 +179,7 @@ def backward_of(output: Any, loss_fn: LossFunction | None) -> torch.Tensor | Non
 
 
 def _twins(output: Any) -> dict[int, torch.Tensor]:
-    """By identity, leaves in place of those tensors that code behind the last captured graph made."""
+    """By identity, leaves that replace the tensors made by code after the last captured graph."""
     tensors = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
     return {id(t): t.detach().requires_grad_() for t in tensors if t.requires_grad and t.grad_fn is not None}
 
@@ -191,7 +191,8 @@ def _with_twins(output: Any, twins: Mapping[int, torch.Tensor]) -> Any:
 def _gradients(loss: torch.Tensor, wanted: Sequence[torch.Tensor], twins: Mapping[int, torch.Tensor]) -> list[Any]:
     """The gradients of tensors, some of which the loss took in the form of their twins.
 
-    What the loss saved is freed, as in a training loop; what code of the model saved is there for who asks next.
+    Tensors that the loss saved are freed, as in a training loop; tensors that code of the model saved stay for later
+    use.
     """
     found: list[Any] = list(torch.autograd.grad(loss, [twins.get(id(t), t) for t in wanted], allow_unused=True))
     ends = [(t, g) for t, g in zip(wanted, found, strict=True) if id(t) in twins and g is not None]
@@ -210,13 +211,13 @@ def read_loss(
     *,
     receivers: Sequence[torch.Tensor] | None = None,
 ) -> LossReading:
-    """Differentiates the loss down to the output's tensors, fake or real.
+    """Differentiates the loss back to the output's tensors, fake or real.
 
     Args:
-        output: what the model returned; its tensors are differentiated up to and no further.
+        output: the output of the model; the backward pass stops at its tensors.
         loss_fn: the user's loss.
         device_type: only memory of this device type counts.
-        receivers: tensors that may receive a gradient, the output's own first; without it those of the output.
+        receivers: tensors that may receive a gradient, the output's own first; by default the tensors of the output.
 
     Returns:
         Which tensors receive a gradient, and the memory the loss takes.
@@ -253,11 +254,11 @@ def read_loss(
                 lying[id(tensor)] = strides_without_overlap(gradient)
         tangents = {g.untyped_storage()._cdata: int(g.untyped_storage().nbytes()) for g in gradients if g is not None}
         peak = counter.peak
-        # The gradient of the loss is there until the backward pass ends.
+        # The gradient of the loss lives until the backward pass ends.
         held = counter.live - sum(tangents.values()) + loss.numel() * loss.element_size()
         del loss, gradients, gradient, twins
         if counter.live or kept_outputs():
-            gc.collect()  # cycles of Python keep nothing for long
+            gc.collect()  # reference cycles of Python hold no memory for long
         kept = counter.live
     held = max(0, held - kept)
     kept += kept_outputs()

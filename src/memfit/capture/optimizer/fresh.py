@@ -1,13 +1,13 @@
-"""A fresh optimizer of a user's class, over stand-ins for its parameters, to be stepped in its place.
+"""A fresh optimizer of the user's class over stand-in parameters, which is stepped in place of the user's optimizer.
 
-The user's optimizer is never stepped, and never copied: a copy shares what it holds, and setters of a wrapper's copy
-reach the real one. The class's own `__init__` makes a new one instead, from groups with the same options and stand-ins
-for the parameters; further arguments are found among the defaults and the plain attributes. Optimizers inside
-(Lookahead, SAM) are made anew in the same way. While it steps, hooks on every
-optimizer's step are aside.
+The user's optimizer is never stepped, and never copied: a copy shares the objects that the optimizer holds, and setters
+of a wrapper's copy reach the real optimizer. Instead, the class's own `__init__` makes a new optimizer, from groups
+with the same options and stand-ins for the parameters; further arguments are found among the defaults and the plain
+attributes. Inner optimizers (Lookahead, SAM) are made in the same way. While the new optimizer steps, hooks on every
+optimizer's step are removed.
 
-Known limits: an `__init__` that takes something else, a model say, is not called; whoever asks has to do without. While
-hooks are aside, an optimizer that another thread steps runs without them too.
+Known limits: an `__init__` that takes another argument, such as a model, is not called; then there is no fresh
+optimizer. While hooks are removed, an optimizer that another thread steps runs without them too.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ def fresh_optimizer(optimizer: Any, stand_ins: Mapping[int, torch.Tensor]) -> An
     """A new optimizer of the same class, groups and options.
 
     Args:
-        optimizer: any; it is read only.
-        stand_ins: by identity of its parameters what takes their place; parameters without one are left out.
+        optimizer: any optimizer; it is only read.
+        stand_ins: by identity of a parameter, its stand-in; parameters without a stand-in are left out.
 
     Raises:
-        TypeError: if `__init__` needs what cannot be found; else whatever it raises.
+        TypeError: if `__init__` needs an argument that cannot be found; other errors of `__init__` are raised as they
+            are.
     """
     cls = type(optimizer)
     groups = [_group(group, stand_ins) for group in optimizer.param_groups]
@@ -52,7 +53,7 @@ def fresh_optimizer(optimizer: Any, stand_ins: Mapping[int, torch.Tensor]) -> An
         name, kind = parameter.name, parameter.kind
         nested = inner.get(name, inner.get(f"_{name}"))
         if nested is not None:
-            # Beside parameters it is a class whose optimizer is made inside; by itself the optimizer.
+            # Next to parameters, the argument is the class of the inner optimizer; without them, the inner optimizer.
             value = type(nested) if takes_groups else fresh_optimizer(nested, stand_ins)
         elif place == 0:
             value, takes_groups = groups, True
@@ -75,7 +76,7 @@ def fresh_optimizer(optimizer: Any, stand_ins: Mapping[int, torch.Tensor]) -> An
 
 
 def stepper(optimizer: Any, parameters: Sequence[torch.Tensor], *, closure: bool) -> Callable[[], None]:
-    """Makes a function that steps it once, as a training loop would, with a closure that gives a loss or without."""
+    """Makes a function that steps the optimizer once, as a training loop would, with or without a loss closure."""
     gradients = [p.grad for p in parameters]
 
     def evaluate() -> torch.Tensor:
@@ -94,7 +95,7 @@ def stepper(optimizer: Any, parameters: Sequence[torch.Tensor], *, closure: bool
 
 
 def steps_apart(optimizer: Any) -> int:
-    """After how many steps everything has happened that a step may do; one unless it wraps another optimizer."""
+    """The number of steps after which every kind of step has occurred; one unless it wraps another optimizer."""
     if not any(True for _ in inner_optimizers(optimizer)):
         return 1
     options = [*vars(optimizer).values(), *(v for group in optimizer.param_groups for v in group.values())]
@@ -103,7 +104,7 @@ def steps_apart(optimizer: Any) -> int:
 
 
 def all_optimizers(optimizer: Any) -> list[Any]:
-    """An optimizer and those inside it."""
+    """An optimizer and its inner optimizers."""
     found = {id(optimizer): optimizer}
     waiting = [optimizer]
     while waiting:
@@ -116,7 +117,7 @@ def all_optimizers(optimizer: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def hooks_aside() -> Iterator[None]:
-    """Takes away what fires at every optimizer's step, and gives it and the random generators back."""
+    """While active, removes the hooks on every optimizer's step; then restores them and the random generators."""
     hooks = [getattr(_torch_optimizer, name, {}) for name in _GLOBAL_HOOKS]
     saved = [dict(of) for of in hooks]
     python_state = random.getstate()
@@ -141,12 +142,12 @@ def _group(group: Mapping[str, Any], stand_ins: Mapping[int, torch.Tensor]) -> d
 
 
 def _own(value: Any) -> Any:
-    """An option of its own: a learning rate may be a tensor."""
+    """A separate copy of an option: a learning rate may be a tensor."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def _argument(optimizer: Any, name: str, default: Any) -> Any:
-    """The argument that `__init__` was given under this name, as far as can be told; else its default."""
+    """The argument that `__init__` received under this name, as far as it can be found; otherwise its default."""
     if name in optimizer.defaults:
         return _own(optimizer.defaults[name])
     for attribute in (name, f"_{name}"):
@@ -157,7 +158,7 @@ def _argument(optimizer: Any, name: str, default: Any) -> Any:
 
 
 def _passed_on(cls: type, defaults: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the defaults what a base class's `__init__` takes by name, for one that passes its keywords on."""
+    """The defaults that a base class's `__init__` takes by name, for an `__init__` that passes its keywords on."""
     names: set[str] = set()
     for base in cls.__mro__[1:]:
         if "__init__" in vars(base) and base not in (object, torch.optim.Optimizer):
@@ -173,7 +174,7 @@ def _take_over(optimizer: Any, made: Any) -> None:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value can be shared: no container, tensor or object that has a state."""
+    """Whether a value can be shared: it is no mutable container, no tensor and no object with state."""
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
     return isinstance(value, (*_PLAIN, type, torch.dtype, torch.device))

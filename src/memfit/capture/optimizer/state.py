@@ -1,19 +1,19 @@
 """Memory that an optimizer will hold from its second step on, and temporary memory of its step.
 
 State is created at the end of the first step, so a profile of one step misses it. The user's optimizer is only read.
-What it holds is found in this order:
+The bytes that it holds are found in this order:
 
 1. its own state, for the parameters that have some;
-2. a fresh optimizer of the same class (`memfit.capture.optimizer.fresh`) steps on fake parameters, of distributed ones
-   on shards; nothing is allocated;
-3. one that looks at values or brings kernels of its own cannot run on fakes; then a fresh one steps on small real
-   parameters, and each state tensor is scaled by the dimensions it shares with its parameter;
+2. a fresh optimizer of the same class (`memfit.capture.optimizer.fresh`) steps on fake parameters (of distributed
+   parameters: on fake shards); nothing is allocated;
+3. an optimizer that looks at values or has custom kernels cannot run on fake tensors; then a fresh optimizer steps on
+   small real parameters, and each state tensor is scaled by the dimensions that it shares with its parameter;
 4. the caller states the bytes: a number stands for an optimizer.
 
-L-BFGS holds flat copies of all parameters and evaluates the model within its step; it is told by a formula.
+L-BFGS holds flat copies of all parameters and evaluates the model within its step; a formula gives its memory.
 
-Known limits: state that grows with the number of steps counts as it is after two; parameters that never receive a
-gradient count as if they did.
+Known limits: state that grows with the number of steps counts with its size after two steps; parameters that never
+receive a gradient count as if they received one.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class OptimizerCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerPart:
-    """An optimizer of which only some parameters are asked about.
+    """An optimizer, restricted to some of its parameters.
 
     Attributes:
-        optimizer: the whole one; a number states what it takes.
-        parameters: the identities of those parameters.
-        share: of a number, how much of it is theirs.
+        optimizer: the whole optimizer; a number states its bytes.
+        parameters: the identities of these parameters.
+        share: the fraction of a stated number that belongs to these parameters.
     """
 
     optimizer: OptimizerLike
@@ -66,7 +66,7 @@ class OptimizerPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """By identity of parameters the bytes of their state, what is nobody's, what a step takes; `exact` on fakes."""
+    """Bytes of state by parameter identity, of shared state, and of a step; `exact` if found on fake tensors."""
 
     by_parameter: Mapping[int, int]
     shared_bytes: int = 0
@@ -85,7 +85,7 @@ def optimizer_cost(optimizer: OptimizerLike | OptimizerPart | OptimizerCost | No
         Bytes of state (existing state included) and of the step's temporaries.
 
     Raises:
-        SpecError: if it is no optimizer, or nothing can be told of it; its state can then be stated in bytes.
+        SpecError: if it is no optimizer, or its memory cannot be predicted; its state can then be stated in bytes.
     """
     if optimizer is None or isinstance(optimizer, OptimizerCost):
         return optimizer or OptimizerCost()
@@ -113,12 +113,12 @@ def optimizer_cost(optimizer: OptimizerLike | OptimizerPart | OptimizerCost | No
 
 
 def part_of(optimizer: OptimizerLike, parameters: Sequence[torch.Tensor], whole_bytes: int = 0) -> OptimizerPart:
-    """The optimizer of some of its parameters only; to be asked what it costs.
+    """The optimizer, restricted to some of its parameters, as an argument for `optimizer_cost`.
 
     Args:
-        optimizer: the whole one, which stays as it is; or what it takes in bytes.
-        parameters: those that are asked about.
-        whole_bytes: of all its parameters, by which a number is shared out.
+        optimizer: the whole optimizer, which does not change, or its bytes.
+        parameters: the parameters of the part.
+        whole_bytes: bytes of all its parameters, in proportion to which a stated number is divided.
     """
     mine = sum(p.nbytes for p in parameters if p.requires_grad)
     share = mine / whole_bytes if whole_bytes else 1.0
@@ -126,7 +126,7 @@ def part_of(optimizer: OptimizerLike, parameters: Sequence[torch.Tensor], whole_
 
 
 def trained_bytes(optimizer: OptimizerLike, everything: Sequence[torch.Tensor]) -> int:
-    """Bytes of the parameters that the optimizer trains; all of those given if it is a number."""
+    """Bytes of the parameters that the optimizer trains; if it is a number, of all given parameters that train."""
     of = unwrapped_optimizer(optimizer)
     parameters = _trained(of, None) if hasattr(of, "param_groups") else [p for p in everything if p.requires_grad]
     return sum(p.numel() * p.element_size() for p in parameters)
@@ -141,7 +141,7 @@ def _predicted(optimizer: Any, trained: Sequence[torch.Tensor], device_type: str
     """Memory of a fresh optimizer: its state, and the temporaries of its step.
 
     Raises:
-        SpecError: if it cannot be found and is needed.
+        SpecError: if the memory cannot be found and is needed.
     """
     reasons: list[str] = []
     for closure in (False, True):
@@ -206,7 +206,7 @@ def _on_fakes(optimizer: Any, trained: Sequence[torch.Tensor], device_type: str,
 
 
 def _on_small(optimizer: Any, trained: Sequence[torch.Tensor], *, closure: bool, sparse: bool) -> _Found:
-    """Steps on parameters with few elements; a state's dimensions that are its parameter's count in full."""
+    """Steps on parameters with few elements; dimensions that a state shares with its parameter count in full size."""
     small: dict[int, torch.Tensor] = {}
     for p in trained:
         device = "cpu" if p.is_meta else p.device
@@ -227,7 +227,7 @@ def _on_small(optimizer: Any, trained: Sequence[torch.Tensor], *, closure: bool,
 
 
 def _stand_in(parameter: torch.Tensor, tensor: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
-    """A tensor in a parameter's place, with the marks that users put on it and a gradient."""
+    """A tensor in a parameter's place, with a gradient and the attributes that users set on the parameter."""
     for name, value in getattr(parameter, "__dict__", {}).items():
         if isinstance(value, bool | int | float | str):
             setattr(tensor, name, value)
@@ -245,7 +245,7 @@ def _small_shape(real: torch.Tensor) -> tuple[int, ...]:
 
 
 def _scaled_bytes(state: torch.Tensor, small: torch.Tensor, real: torch.Tensor) -> int:
-    """Bytes of a state tensor of a parameter whose dimensions are real instead of small."""
+    """Bytes of a parameter's state tensor if the parameter has its real dimensions instead of the small ones."""
     if state.numel() == small.numel() > 1:
         return real.numel() * state.element_size()
     sizes = dict(zip(small.shape, real.shape, strict=True))
@@ -256,7 +256,7 @@ def _scaled_bytes(state: torch.Tensor, small: torch.Tensor, real: torch.Tensor) 
 
 
 def _held(optimizer: Any, parameters: Sequence[torch.Tensor], device_type: str) -> _Found:
-    """Bytes that an optimizer and those inside it hold beside parameters and gradients."""
+    """Bytes that an optimizer and its inner optimizers hold in addition to parameters and gradients."""
     seen = {_storage(t) for p in parameters for t in (p, p.grad) if t is not None}
     keys = {id(p) for p in parameters}
 
@@ -302,10 +302,11 @@ def _new_bytes(tensor: torch.Tensor, seen: set[int]) -> int:
 
 
 def _of_lbfgs(optimizer: torch.optim.LBFGS, trained: Sequence[torch.Tensor]) -> OptimizerCost:
-    """L-BFGS in flat copies of the parameters: the history of its changes, and what `step` holds.
+    """Memory of L-BFGS in flat copies of the parameters: the history of its changes, and the tensors that `step` holds.
 
-    Its step evaluates the model, so what it holds meanwhile counts as state: direction, gradient, gradient before, and
-    the direction's first form; with a line search also parameters and gradients between which it looks.
+    The step evaluates the model, so tensors that the step holds meanwhile count as state: direction, gradient, previous
+    gradient, and the direction's first form; with a line search also the parameters and gradients that bound the
+    search.
     """
     flat_bytes = sum(local(p).numel() * p.element_size() for p in trained)
     group = optimizer.param_groups[0]

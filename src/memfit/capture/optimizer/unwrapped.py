@@ -1,9 +1,9 @@
-"""The optimizer inside what users hand over: wrappers delegate to it, and a number stands for one.
+"""The optimizer inside the object that users pass: wrappers delegate to an optimizer, and a number stands for one.
 
-accelerate's `AcceleratedOptimizer`, Lightning's `LightningOptimizer`, torch's `PostLocalSGDOptimizer` and the like show
-the state and the parameter groups of the optimizer that they hold, some through properties whose setters write into it.
-They are known by that alone: the state and the groups of what they hold are their own, the same objects. A wrapper
-with state of its own (Lookahead, SAM) is an optimizer by itself.
+accelerate's `AcceleratedOptimizer`, Lightning's `LightningOptimizer`, torch's `PostLocalSGDOptimizer` and similar
+wrappers expose the state and the parameter groups of the optimizer that they hold, some through properties whose
+setters write into that optimizer. These wrappers are recognized by this alone: their state and groups are the same
+objects as those of the held optimizer. A wrapper with its own state (Lookahead, SAM) counts as an optimizer.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ OptimizerLike = torch.optim.Optimizer | int | str
 
 
 def check_optimizer(given: object) -> None:
-    """Refuses what is neither an optimizer nor an amount of memory.
+    """Refuses a value that is neither an optimizer nor an amount of memory.
 
     Raises:
-        SpecError: saying what is taken.
+        SpecError: names the accepted values.
     """
     if given is None or is_optimizer(unwrapped_optimizer(given)):
         return
@@ -46,7 +46,7 @@ def stated_bytes(given: object) -> int:
     """The bytes that a number or a string states.
 
     Raises:
-        SpecError: if it is neither.
+        SpecError: if the value is neither a number of bytes nor such a string.
     """
     if isinstance(given, int) and not isinstance(given, bool) and given == 0:
         return 0
@@ -63,12 +63,12 @@ def stated_bytes(given: object) -> int:
 
 
 def steppable(given: object) -> torch.optim.Optimizer | None:
-    """The optimizer if it is one that can be stepped; None for a number or nothing."""
+    """The optimizer if it can be stepped; None for a number or None."""
     return cast(torch.optim.Optimizer, given) if is_optimizer(given) else None
 
 
 def is_optimizer(thing: object) -> bool:
-    """Whether something has parameter groups, state and a step, as an optimizer has."""
+    """Whether an object has parameter groups, state and a step, as an optimizer has."""
     if isinstance(thing, type | torch.nn.Module):
         return False
     groups = getattr(thing, "param_groups", None)
@@ -76,7 +76,7 @@ def is_optimizer(thing: object) -> bool:
 
 
 def unwrapped_optimizer(given: Any) -> Any:
-    """The optimizer that holds the state, behind any number of wrappers; what is none comes back as it is."""
+    """The optimizer that holds the state, inside any number of wrappers; any other value is returned as it is."""
     seen: set[int] = set()
     while id(given) not in seen:
         seen.add(id(given))
@@ -92,9 +92,9 @@ def inner_optimizers(optimizer: object) -> Iterator[tuple[str, Any]]:
 
 
 def _shows(wrapper: Any, inner: Any) -> bool:
-    """Whether a wrapper shows the inner optimizer's state as its own, or shows none."""
+    """Whether a wrapper exposes the inner optimizer's state as its own, or exposes no state."""
     if not is_optimizer(wrapper):
-        # A wrapper that hides the groups; a scheduler or a module holds an optimizer too, and stands for none.
+        # A wrapper that hides the groups. A scheduler or a module holds an optimizer too, but is no wrapper of it.
         is_other = isinstance(wrapper, torch.nn.Module | torch.optim.lr_scheduler.LRScheduler)
         return not is_other and callable(getattr(wrapper, "step", None)) and hasattr(wrapper, "zero_grad")
     if wrapper.state is inner.state and wrapper.param_groups is inner.param_groups:

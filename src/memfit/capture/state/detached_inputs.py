@@ -1,11 +1,11 @@
-"""Inputs of a step that planning may use: the same memory, cut off the graph that the caller's code made them in.
+"""Inputs of a step that planning may use: the same memory, detached from the autograd graph of the caller's code.
 
-A model inside a larger one gets tensors that other modules made. Planned steps differentiate them, and must stop there:
-neither is the caller's graph gone through, which would add to gradients and free what it saved, nor does a leaf of the
-caller's receive a gradient.
+A model inside a larger model receives tensors that other modules made. Planned steps differentiate these tensors, and
+must stop there: a backward pass through the caller's graph would add to gradients and free the tensors that the graph
+saved, and no leaf of the caller may receive a gradient.
 
-Known limits: tensors inside of objects that pytree does not know, other than plain instances with attributes, are as
-they are.
+Known limits: tensors inside objects that pytree does not know, other than plain instances with attributes, are not
+detached.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ __all__ = ["DetachedInputs", "detached"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DetachedInputs:
-    """Inputs that are cut off the caller's graph.
+    """Inputs that are detached from the caller's graph.
 
     Attributes:
-        args: positional ones.
-        kwargs: keyword ones.
-        leaves: the leaves that receive their gradients, in the order of the inputs.
+        args: positional inputs.
+        kwargs: keyword inputs.
+        leaves: the leaves that receive the inputs' gradients, in the order of the inputs.
     """
 
     args: tuple[Any, ...]
@@ -37,7 +37,7 @@ class DetachedInputs:
 
 
 class _Alias(torch.autograd.Function):
-    """The same tensor, as the result of an op: what autograd lets a model write over, as it does for the caller's."""
+    """The same tensor, as the result of an op: autograd lets a model overwrite it, like the caller's tensor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -49,9 +49,9 @@ class _Alias(torch.autograd.Function):
 
 
 def detached(args: Sequence[Any], kwargs: dict[str, Any]) -> DetachedInputs:
-    """The inputs, with tensors of a graph made leaves (or results of an op on a leaf) that share their memory.
+    """The inputs, with tensors of a graph replaced by leaves (or results of an op on a leaf) that share their memory.
 
-    A tensor that comes twice stays one.
+    A tensor that occurs twice stays one tensor.
     """
     known: dict[int, Any] = {}
     leaves: list[torch.Tensor] = []
@@ -76,7 +76,7 @@ def _cut(value: Any, cut: Callable[[Any], Any], leaves: list[torch.Tensor]) -> A
 
 
 def _cut_instance(value: Any, cut: Callable[[Any], Any]) -> Any:
-    """A copy of an instance that holds tensors of a graph; anything else as it is."""
+    """A copy of an instance that holds tensors of a graph; any other value is returned as it is."""
     attributes = getattr(value, "__dict__", None)
     if not isinstance(attributes, dict) or isinstance(value, type | torch.nn.Module):
         return value

@@ -1,21 +1,21 @@
-"""Planning leaves no trace: a snapshot of everything that a training step can reach and change, and its way back.
+"""Planning leaves no trace: a snapshot of all state that a training step can reach and change, and its restoration.
 
-Planning runs the user's code: Dynamo follows it with fake tensors, and a plan is proved by steps on the real ones. A
-forward pass may write parameters (momentum encoders, `nn.Embedding(max_norm=...)`), tensors in plain attributes,
-lists, counters, generators of its own; a loss may keep a running centre; hooks append, count and step optimizers; a
-backward pass adds to `.grad` of whatever it reaches.
+Planning runs the user's code: Dynamo follows it with fake tensors, and a plan is proved by steps on real tensors. A
+forward pass may write parameters (momentum encoders, `nn.Embedding(max_norm=...)`), tensors in plain attributes, lists,
+counters, its own generators; a loss may keep a running centre; hooks append, count and step optimizers; a backward pass
+adds to `.grad` of all leaves that it reaches.
 
 The technique is that of a debugger's checkpoint: walk the object graph from a few roots (module, inputs, loss,
 optimizer), note every container's entries, every tensor's memory, metadata, gradient and version, and every random
-generator's state; later write back what differs, and only that. Containers keep their identity. A tensor that did not
-change is not written, so graphs that the caller has in flight stay valid.
+generator's state; later write back only the differences. Containers keep their identity. A tensor that did not change
+is not written, so graphs that the caller has in flight stay valid.
 
-Copies lie in host memory. Where that has no room for them, a tensor is watched by its version only, and a change that
-cannot be taken back is told.
+Copies lie in host memory. Where host memory has no room for a copy, only the version of the tensor is watched, and a
+change that cannot be undone is reported.
 
-Known limits: files, sockets, what was printed, Python's iterators and generators, memory behind NumPy views of other
-objects, and state that extensions keep behind Python's back. Module globals are followed for code outside of installed
-packages only.
+Known limits: these are not restored: files, sockets, printed output, Python's iterators and generators, memory behind
+NumPy views of other objects, and state that extensions hide from Python. Module globals are followed only for code
+outside installed packages.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 _OPAQUE = (types.ModuleType, types.GeneratorType, types.CodeType, types.FrameType, logging.Logger, logging.Handler)
 _OPAQUE_PACKAGES = ("torch", "threading", "logging", "memfit", "pytest", "_pytest")
 _OPEN_PACKAGES = ("torch.nn", "torch.optim", "torch.ao", "torch.amp")
-"""Of torch only these are followed: the rest keeps caches and communicators, which belong to it."""
+"""Of torch only these packages are followed: the rest keeps caches and communicators, which belong to torch."""
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _GLOBAL_HOOKS = (
     *("_global_forward_hooks", "_global_forward_pre_hooks"),
@@ -61,10 +61,10 @@ _GLOBAL_HOOKS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Snapshot:
-    """Everything reachable from some roots as it was.
+    """The noted state of everything reachable from some roots.
 
     Attributes:
-        tensors: in the order they were found.
+        tensors: states of the tensors, in the order they were found.
         undo: writes back containers, attributes and generators that differ.
     """
 
@@ -72,7 +72,7 @@ class Snapshot:
     undo: tuple[Callable[[], None], ...] = field(repr=False)
 
     def changed(self) -> dict[str, torch.Tensor]:
-        """By name the tensors whose values are others now; not those whose memory is watched only."""
+        """By name, the tensors whose values have changed, without the tensors whose memory is only watched."""
         return {state.name: state.tensor for state in self.tensors if state.copy is not None and differs(state)}
 
     def leaves(self) -> list[torch.Tensor]:
@@ -80,7 +80,7 @@ class Snapshot:
         return [s.tensor for s in self.tensors if s.requires_grad and s.tensor.is_leaf]
 
     def restore(self) -> None:
-        """Writes back whatever differs; can be called any number of times."""
+        """Writes back all differences; can be called any number of times."""
         for write_back in self.undo:
             write_back()
         for state in self.tensors:
@@ -89,13 +89,14 @@ class Snapshot:
 
 @contextmanager
 def preserved(*roots: object, values: bool = True) -> Iterator[Snapshot]:
-    """Restores everything reachable from `roots` on exit, whether that succeeds, fails or is interrupted.
+    """Restores everything reachable from `roots` on exit, whether the body succeeds, fails or is interrupted.
 
-    A sharded module among the roots is in shards then, as between two steps.
+    On exit, a sharded module among the roots is in shards, as between two steps.
 
     Args:
-        roots: modules, inputs, losses, optimizers, any objects; None is nothing.
-        values: whether tensors' memory is copied; without it only what holds them, and their metadata, is restored.
+        roots: modules, inputs, losses, optimizers, any objects; None is ignored.
+        values: whether tensors' memory is copied; otherwise only objects that hold tensors, and tensor metadata, are
+            restored.
 
     Yields:
         The snapshot, which can be restored in between.
@@ -116,7 +117,7 @@ def snapshot(*roots: object, values: bool = True) -> Snapshot:
 
     Args:
         roots: see `preserved`.
-        values: see there.
+        values: see `preserved`.
     """
     walk = _Walk(values)
     walk.global_generators()
@@ -152,12 +153,12 @@ class _Walk:
         self.waiting.append((thing, name))
 
     def drain(self) -> None:
-        """Notes everything in the queue and what it leads to."""
+        """Notes all objects in the queue and all objects that these lead to."""
         while self.waiting:
             self._note(*self.waiting.popleft())
 
     def global_generators(self) -> None:
-        """Notes the generators that everybody shares."""
+        """Notes the global random generators."""
         self.undo.append(_again(torch.get_rng_state, torch.set_rng_state))
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             self.undo.append(_again(torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all))
@@ -213,7 +214,7 @@ class _Walk:
         self._vars(tensor, name)
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The bytes of a tensor's memory, on the host; None where it has none or there is no room."""
+        """The bytes of a tensor's memory, on the host; None if the tensor has no memory or the host has no room."""
         span = bytes_of(tensor)
         if span is None:
             return None
@@ -238,7 +239,7 @@ class _Walk:
             self.undo.append(restore)
 
     def _mapping(self, mapping: dict[Any, Any], name: str) -> None:
-        # By its base class's methods: some make an object of what they hold each time it is read.
+        # Uses the base class's methods: some subclasses make a new object at each read of an entry.
         base = OrderedDict if isinstance(mapping, OrderedDict) else dict
         saved = _items(mapping)
         self._children(saved.items(), name)
@@ -289,7 +290,7 @@ class _Walk:
             self._globals(function, name)
 
     def _globals(self, function: types.FunctionType, name: str) -> None:
-        """Notes the module globals that a function of the user's names, and to what they are bound."""
+        """Notes the module globals that a user's function refers to, and the objects that they are bound to."""
         everything = function.__globals__
         bound = {n: everything[n] for n in _names(function.__code__) if n in everything}
         self._children(bound.items(), name)
@@ -317,7 +318,7 @@ class _Walk:
         self.undo.append(restore)
 
     def _class(self, cls: type, name: str) -> None:
-        """Notes the attributes of a class of the user's, and what its methods lead to."""
+        """Notes the attributes of a user's class, and the objects that its methods lead to."""
         module = sys.modules.get(cls.__module__)
         if module is None or not _is_users(getattr(module, "__file__", None) or ""):
             return
@@ -367,13 +368,13 @@ class _Walk:
 
 
 def _is_opaque(module: str | None) -> bool:
-    """Whether code of a module keeps its state to itself."""
+    """Whether the walk does not follow the state of a module's code."""
     within = [package for package in (*_OPAQUE_PACKAGES, *_OPEN_PACKAGES) if f"{module}.".startswith(f"{package}.")]
     return bool(within) and max(within, key=len) in _OPAQUE_PACKAGES
 
 
 def _again(get: Callable[[], Any], put: Callable[[Any], Any]) -> Callable[[], None]:
-    """Restores a state that is read and written by calls."""
+    """A function that restores a state that is read and written by calls."""
     state = get()
     return lambda: put(state)
 
@@ -406,5 +407,5 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 def _is_users(filename: str) -> bool:
-    """Whether code lies outside of Python and of installed packages."""
+    """Whether code lies outside Python and installed packages."""
     return bool(filename) and not filename.startswith("<frozen") and not filename.startswith(_INSTALLED)

@@ -1,15 +1,15 @@
-"""The state of one tensor: what it held, where that lay and what hung on it, and its way back.
+"""The state of one tensor: its values, memory, version and gradient, and how this state is restored.
 
-A tensor changes in more ways than its values: code may put other memory under it (`tensor.data = ...`), resize it, turn
-its gradient on or off, or replace `.grad`. Memory that is written needs a copy to come back, and a write must not be
-seen by graphs that the caller has in flight, which autograd holds against the tensor's version counter.
+Not only the values of a tensor can change: code may give it other memory (`tensor.data = ...`), resize it, turn its
+gradient on or off, or replace `.grad`. Memory that was overwritten can be restored only from a copy, and graphs that
+the caller has in flight must not notice a write, which autograd detects by the tensor's version counter.
 
 The technique: an alias of the memory, sizes and strides is held from the start, and the bytes it covers are copied to
-the host. Only what differs is written back; where the bytes are the same again, the version counter goes back as well.
-`memfit.capture.state.snapshot` finds the tensors.
+the host. Only differences are written back; where the bytes are the same again, the version counter is set back as
+well. `memfit.capture.state.snapshot` finds the tensors.
 
-Known limits: memory of sparse, quantised and wrapped tensors is not copied but watched by its version, and a change of
-it is told; the bytes that a tensor with gaps between its elements covers include those of its neighbours.
+Known limits: memory of sparse, quantised and wrapped tensors is not copied; only its version is watched, and a change
+is reported. The bytes that a tensor with gaps between its elements covers include those of its neighbours.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TensorState:
-    """A tensor as it was.
+    """The noted state of a tensor.
 
     Attributes:
         tensor: the tensor.
         held: the plain tensor that holds its memory here; None if it has none that can be copied.
         name: the way to it from a root, for people.
-        alias: another tensor of the memory, sizes and strides of `held`.
-        copy: the bytes of that memory, on the host; None if they are watched only.
-        watched: whether a change of the memory is told, since it cannot be taken back.
+        alias: another tensor with the memory, sizes and strides of `held`.
+        copy: the bytes of that memory, on the host; None if there is no copy.
+        watched: whether a change of the memory is reported, since it cannot be undone.
         version: its version counter; None if it has none.
         requires_grad: whether it received gradients.
-        gradient: its `.grad`, the object.
+        gradient: the object that was its `.grad`.
     """
 
     tensor: torch.Tensor
@@ -60,13 +60,13 @@ class TensorState:
 def noted(
     tensor: torch.Tensor, name: str, *, copied: Callable[[torch.Tensor], torch.Tensor | None] | None
 ) -> TensorState:
-    """Notes a tensor.
+    """Notes the state of a tensor.
 
     Args:
         tensor: the tensor.
         name: the way to it, for people.
-        copied: the bytes of a plain tensor's memory, or None where there is no room for a copy; None if memory is
-            neither copied nor watched.
+        copied: returns the bytes of a plain tensor's memory, or None where there is no room for a copy; `copied` is
+            None if memory is neither copied nor watched.
     """
     held = local(tensor)
     plain = held if type(held) in _PLAIN and held.layout is torch.strided and not held.is_quantized else None
@@ -100,7 +100,7 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def differs(state: TensorState) -> bool:
-    """Whether a tensor's values, or where they lie, are others now; not of one whose memory is watched only."""
+    """Whether a tensor's values, or its memory, have changed; False for a tensor whose memory is only watched."""
     if state.alias is None or state.copy is None:
         return False
     span = bytes_of(state.alias)
@@ -108,7 +108,7 @@ def differs(state: TensorState) -> bool:
 
 
 def _is_moved(state: TensorState) -> bool:
-    """Whether a tensor has other memory, sizes or strides than it had."""
+    """Whether a tensor has other memory, sizes or strides than before."""
     now, then = state.held, state.alias
     if now is None or then is None:
         return False
@@ -118,7 +118,7 @@ def _is_moved(state: TensorState) -> bool:
 
 
 def restore_tensor(state: TensorState) -> None:
-    """Writes back whatever differs; can be called any number of times."""
+    """Writes back all differences; can be called any number of times."""
     tensor, held = state.tensor, state.held
     with torch.no_grad():
         if held is not None and state.alias is not None and _is_moved(state):

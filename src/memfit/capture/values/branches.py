@@ -1,16 +1,17 @@
-"""Branches on tensors, and sizes read from them, that can be decided while a graph is made break nothing.
+"""Keeps a graph whole at branches on tensors, and at sizes read from them, that can be decided while it is made.
 
-A library may look at the values of a tensor that it made itself: positions counted from nought, a causal mask. Others
-look at an input: is any place of the mask padding, does the longest text, read as a number, fit the positions? And some
-compute a padding from sizes that they keep as buffers. Dynamo breaks the graph at all of these, as it has no values.
-Those that can be decided (`memfit.capture.values.decisions`) are constants here, under a guard: Dynamo computes the
-condition anew before each call, as eager does, and takes the graph only if it holds. That is a guarded specialization,
-as tracing compilers do for shapes.
+A library may look at the values of a tensor that it made itself: positions counted from zero, a causal mask. Other
+libraries look at an input: does the mask have any padding, does the length of the longest text, read as a number, fit
+the positions? And some compute a padding from sizes that they keep as buffers. Dynamo breaks the graph at all of these
+places, because it has no values. Values that can be decided (`memfit.capture.values.decisions`) become constants here,
+under a guard: Dynamo computes the condition again before each call, as eager mode does, and uses the graph only if the
+condition holds. This is a guarded specialization, as tracing compilers use it for shapes.
 
-Idea: ours. What is wrapped is where Dynamo breaks: jumps, `item`, slices, and calls of torch that take sizes.
+Idea: ours. The code that is wrapped is the code where Dynamo breaks the graph: jumps, `item`, slices, and calls of
+torch that take sizes.
 
-Known limits: those of `memfit.capture.values.decisions`. The tables of instructions and methods are the process's, so
-what another thread compiles meanwhile is folded too; that changes no result.
+Known limits: those of `memfit.capture.values.decisions`. The tables of instructions and methods are shared by the
+process, so code that another thread compiles meanwhile is folded too; this changes no result.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ __all__ = ["decided_branches"]
 
 _TRANSLATORS = (symbolic_convert.InstructionTranslator, symbolic_convert.InliningInstructionTranslator)
 _MAKING = frozenset(("arange", "empty", "full", "linspace", "ones", "rand", "randn", "zeros"))
-"""Functions of torch all arguments of which are sizes or numbers."""
+"""Functions of torch whose arguments are all sizes or numbers."""
 _RESIZING = frozenset(
     (
         *("chunk", "constant_pad_nd", "expand", "narrow", "new_empty", "new_full", "new_ones", "new_zeros", "pad"),
@@ -46,11 +47,11 @@ _RESIZING = frozenset(
 def decided_branches(
     decisions: list[Decision] | None = None, leaves: Sequence[Any] = (), state: Mapping[str, torch.Tensor] | None = None
 ) -> Iterator[None]:
-    """While active, Dynamo goes on at branches on tensors and sizes read from them that can be decided.
+    """While active, Dynamo does not break the graph at decidable branches on tensors and sizes read from tensors.
 
     Args:
-        decisions: where it is noted what inputs and buffers were looked at; None to break there.
-        leaves: of the call's arguments.
+        decisions: list to which decisions on inputs and buffers are added; None to break the graph there.
+        leaves: the leaves of the call's arguments.
         state: parameters and buffers of the module by name, which change without a new call.
     """
     state = state or {}
@@ -119,7 +120,7 @@ def _slicing(build: Callable[[Any, Any], Any], given: Given) -> Callable[[Any, A
 
 
 def _numbers_in(argument: Any, given: Given) -> Any:
-    """An argument in which tensors of one whole number are constants, where that can be decided."""
+    """The argument with tensors of one integer replaced by constants, where their values can be decided."""
     if isinstance(argument, ListVariable | TupleVariable):
         items = [_numbers_in(item, given) for item in argument.items]
         if all(new is old for new, old in zip(items, argument.items, strict=True)):
@@ -132,7 +133,7 @@ def _numbers_in(argument: Any, given: Given) -> Any:
 
 
 def _number(tensor: TensorVariable, given: Given) -> bool | int | float | None:
-    """The number in a tensor of one element. A boolean may depend on an input, since it has two values only."""
+    """The number in a tensor of one element. A boolean may depend on an input, since it has only two values."""
     is_number = getattr(tensor, "dtype", None) is not torch.bool
     value = decided(tensor.proxy.node, given, is_number=is_number)
     found = None if value is None or value.is_complex() else value.item()

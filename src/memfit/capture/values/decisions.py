@@ -1,14 +1,14 @@
 """Values of tensors while a graph is made, and the conditions under which they are the same in another call.
 
-Constant folding, for the few numbers that code of Python asks for while Dynamo follows it. What is made from constants
-alone has its value. What is made from buffers of few elements, such as the sizes that an audio codec keeps as tensors,
-has it as long as these buffers are as they are. A condition may look at one input besides, at numbers read from it too:
-it is computed anew for each call, and only has to come out the same way.
+This is constant folding, for the few numbers that Python code asks for while Dynamo traces it. A tensor made from
+constants alone has a known value. A tensor made from buffers of few elements, such as the sizes that an audio codec
+keeps as tensors, has a known value as long as these buffers do not change. A condition may also depend on one input,
+and on numbers read from it: the condition is computed again for each call, and only its outcome has to be the same.
 
 Idea: ours; tracing compilers guard shapes in the same way.
 
-Known limits: nothing that depends on a parameter, on a larger buffer or on several inputs is decided, and no number
-that depends on an input and is used otherwise than in a condition, since every batch may have another one.
+Known limits: values that depend on a parameter, on a larger buffer or on several inputs are not decided, and neither
+are numbers that depend on an input and are used outside of a condition, since every batch may have another number.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ log = logging.getLogger(__name__)
 
 _MOST_CALLS = 64
 _MOST_DECISIONS = 16
-"""A loop that runs until an input says so would be unrolled for each number of turns."""
+"""The most decisions on inputs; a loop that ends by an input would be unrolled for each number of iterations."""
 _MOST_ELEMENTS = 1 << 22
 MOST_OF_A_BUFFER = 16
-"""Elements of a buffer that may be taken as they are; a table of positions is not meant."""
+"""The most elements of a buffer whose values may be taken as constants; a table of positions is not meant."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -44,10 +44,10 @@ class Decision:
     """A condition on one input or buffer, with the outcome that a graph was made for.
 
     Attributes:
-        place: of the input among the leaves of the call's arguments, or the name of the buffer.
-        value: of the condition.
-        code: of the condition on an input; the numbers that a buffer is compared with.
-        condition: computes it from the input or buffer.
+        place: place of the input among the leaves of the call's arguments, or the name of the buffer.
+        value: outcome of the condition.
+        code: code of the condition on an input; the numbers that a buffer is compared with.
+        condition: computes the condition from the input or buffer.
     """
 
     place: int | str
@@ -56,13 +56,13 @@ class Decision:
     condition: Callable[[torch.Tensor], torch.Tensor | bool]
 
     def holds(self, given: Any) -> bool:
-        """Whether the condition comes out the same way for another input, or for the buffer as it is now."""
+        """Whether the condition has the same outcome for another input, or for the buffer as it is now."""
         if not isinstance(given, torch.Tensor):
             return False
         try:
             with torch.no_grad():
                 return bool(self.condition(given)) is self.value
-        except Exception as error:  # planning for this input runs the module, which raises what is its own
+        except Exception as error:  # planning runs the module with this input, and the module raises its own errors
             log.debug("a condition cannot be computed: %s", error)
             return False
 
@@ -73,8 +73,8 @@ class Given:
 
     Attributes:
         decisions: where decisions are noted; None to decide by constants only.
-        places: of inputs, by their identities.
-        buffers: names of buffers, by their identities.
+        places: places of inputs, by their `id`.
+        buffers: names of buffers, by their `id`.
     """
 
     decisions: list[Decision] | None
@@ -86,8 +86,8 @@ def decided(node: fx.Node, given: Given, *, is_number: bool = False) -> torch.Te
     """The value of a tensor in a graph that is being made, if it is certain or can be guarded.
 
     Args:
-        node: makes the tensor.
-        given: what there is to decide by.
+        node: the node that makes the tensor.
+        given: inputs and buffers to decide by.
         is_number: whether the value itself counts, not only whether it is true.
     """
     behind = _behind(node)
@@ -111,10 +111,10 @@ def decided(node: fx.Node, given: Given, *, is_number: bool = False) -> torch.Te
             now = [t if number in inputs else t.detach().clone() for number, t in enumerate(real)]
             made = compute(*now)
             if isinstance(made, bool | int | float):
-                made = torch.tensor(made)  # of numbers that were read from a tensor
+                made = torch.tensor(made)  # computed from numbers that were read from a tensor
             value = made if isinstance(made, torch.Tensor) and made.numel() == 1 else None
             is_true = value is not None and bool(value)
-    except Exception as error:  # whatever it is, Dynamo breaks the graph as it would have
+    except Exception as error:  # after any error, Dynamo breaks the graph as without memfit
         log.debug("a value cannot be computed while tracing: %s", error)
         return None
     if value is None:
@@ -151,7 +151,7 @@ def _guarded(one: fx.Node, given: Given, decision: Decision) -> bool:
         if isinstance(decision.place, int) and of_inputs >= _MOST_DECISIONS:
             return False
         given.decisions.append(decision)
-    # Dynamo takes what it compiles only where the condition comes out the same way.
+    # Dynamo uses the compiled code only where the condition has the same outcome.
     create = functools.partial(_add_guard, decision=known or decision)
     install_guard(Guard(one.meta["grapharg"].source, create))
     return True
@@ -167,7 +167,7 @@ def _add_guard(builder: Any, guard: Guard, *, decision: Decision) -> None:
 
 
 def _function(node: fx.Node, calls: set[fx.Node], inputs: Sequence[fx.Node]) -> tuple[str, Callable[..., Any]]:
-    """The calls behind a node, as code and as a function of the inputs that holds nothing of the graph they are in."""
+    """The calls behind a node, as code and as a function of the inputs that holds no reference to their graph."""
     alone = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for number, one in enumerate(inputs):
@@ -182,7 +182,7 @@ def _function(node: fx.Node, calls: set[fx.Node], inputs: Sequence[fx.Node]) -> 
 
 
 def _behind(node: fx.Node) -> tuple[set[fx.Node], list[fx.Node]] | None:
-    """All calls and inputs that a node depends on; None if something else is among them, or they cost much."""
+    """All calls and inputs that a node depends on; None if it depends on anything else, or the calls are expensive."""
     found: set[fx.Node] = set()
     inputs: list[fx.Node] = []
     waiting = [node]
@@ -203,14 +203,14 @@ def _behind(node: fx.Node) -> tuple[set[fx.Node], list[fx.Node]] | None:
 
 
 def _is_settled(call: fx.Node) -> bool:
-    """Whether a call makes the same each time, of few elements, and nobody writes over it."""
+    """Whether a call always has the same result, of few elements, and no call overwrites the result."""
     made = call.meta.get("example_value")
     tensors = [t for t in pytree.tree_leaves(made) if isinstance(t, torch.Tensor)]
     sizes = [t.numel() for t in tensors]
     if any(not isinstance(size, int) or size > _MOST_ELEMENTS for size in sizes):
         return False
     if call.op == "placeholder":
-        return bool(tensors) and all(t._version == 0 for t in tensors)  # of fake tensors, which begin with nought
+        return bool(tensors) and all(t._version == 0 for t in tensors)  # of fake tensors, which begin with zero
     names = {str(getattr(user.target, "__name__", user.target)) for user in (call, *call.users)}
     if any(name.endswith("_") and not name.endswith("__") for name in names) or "setitem" in names:
         return False
@@ -220,6 +220,6 @@ def _is_settled(call: fx.Node) -> bool:
 
 
 def _draws(target: Any) -> bool:
-    """Whether a function of torch looks at a random generator."""
+    """Whether a function of torch uses a random generator, or leaves its result uninitialised (`empty`)."""
     name = str(getattr(target, "__name__", target))
     return any(part in name for part in ("rand", "normal", "bernoulli", "dropout", "multinomial", "poisson", "empty"))

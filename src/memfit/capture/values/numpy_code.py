@@ -1,15 +1,15 @@
-"""NumPy in a forward pass, which Dynamo writes into its graph as ops of torch.
+"""NumPy calls in a forward pass, which Dynamo writes into its graph as torch ops.
 
-A sum, a mean or an exponential of torch is rounded otherwise than NumPy's: other orders of addition, other
-approximations. A step that is planned with them is not the plain one.
+A sum, a mean or an exponential of torch rounds differently from NumPy's: the order of addition or the approximation
+differs. A step that is planned with torch's ops is not the plain step.
 
-*Idea*: a call on plain numbers (`np.sqrt(width)`) is made by NumPy once, while the graph is made, and its result is a
-constant of the graph. Calls on arrays are planned where they are rounded in one way only, which is the correct one:
-calls that move elements, compare them, or take one correctly rounded step for each. Where a graph holds any other call,
-the model is captured anew with NumPy left alone; Dynamo's graphs break there, and the subgraphs around them are
+*Idea*: NumPy makes a call on plain numbers (`np.sqrt(width)`) once, while the graph is made, and the result is a
+constant of the graph. Calls on arrays are planned if they can round in only one way, the correct one: calls that move
+elements, compare them, or make one correctly rounded operation per element. If a graph holds any other call, the model
+is captured again with NumPy left untraced; Dynamo breaks the graph at NumPy calls, and the subgraphs around them are
 planned. A graph that was not planned and runs as plain code calls NumPy itself.
 
-Known limits: the list is by name; what it does not know breaks graphs, and so do complex numbers, whose products and
+Known limits: the list is by name; calls that are not on it break graphs, and so do complex numbers, whose products and
 absolute values are sums.
 """
 
@@ -33,7 +33,7 @@ __all__ = ["NumpyCodeError", "call_numpy", "numbers_by_numpy", "refuse_rounding_
 _WRAPPERS: tuple[Any, ...] = (numpy_to_tensor_wrapper, numpy_method_wrapper, numpy_operator_wrapper)
 
 _MOST_NUMBERS = 4096
-"""Of a constant, which is written into the code of the graph."""
+"""The most numbers of a constant, which is written into the code of the graph."""
 
 _ROUNDED_ONE_WAY = frozenset(
     {
@@ -51,11 +51,11 @@ _ROUNDED_ONE_WAY = frozenset(
 
 
 class NumpyCodeError(UnplannableGraphError):
-    """NumPy computes in a graph what torch rounds otherwise."""
+    """A graph holds a NumPy call that torch rounds differently."""
 
 
 def numbers_by_numpy(gm: fx.GraphModule) -> None:
-    """Makes calls of NumPy on plain numbers in a graph of Dynamo's constants, computed by NumPy.
+    """Replaces NumPy calls on plain numbers in a Dynamo graph by constants that NumPy computes.
 
     Args:
         gm: the graph; changed in place.
@@ -66,7 +66,7 @@ def numbers_by_numpy(gm: fx.GraphModule) -> None:
             continue
         try:
             value = np.asarray(getattr(np, _name(node))(*node.args, **node.kwargs))
-        except Exception:  # whatever NumPy says to arguments that are torch's own
+        except Exception:  # NumPy raises any kind of error for arguments that are torch's own
             continue
         like = node.meta.get("example_value")
         is_short = value.dtype.kind in "fiub" and value.size <= _MOST_NUMBERS
@@ -80,10 +80,10 @@ def numbers_by_numpy(gm: fx.GraphModule) -> None:
 
 
 def refuse_rounding_numpy(graph: fx.Graph) -> None:
-    """Raises if calls of NumPy in a graph of Dynamo's would have other bits as ops of torch.
+    """Raises an error if a NumPy call in a Dynamo graph would have different bits as a torch op.
 
     Raises:
-        NumpyCodeError: if there is one.
+        NumpyCodeError: if there is such a call.
     """
     for node in graph.nodes:
         if not isinstance(node.target, _WRAPPERS):
@@ -98,13 +98,13 @@ def refuse_rounding_numpy(graph: fx.Graph) -> None:
 
 
 def call_numpy(gm: fx.GraphModule) -> None:
-    """Lets a graph of Dynamo's that runs as plain code call NumPy where it would call torch in its place.
+    """Makes a Dynamo graph that runs as plain code call NumPy itself instead of torch.
 
     Args:
         gm: the graph; changed in place.
 
     Raises:
-        NumpyCodeError: if it calls what NumPy has under another name.
+        NumpyCodeError: if the graph calls a function that NumPy has under another name.
     """
     calls = [node for node in gm.graph.nodes if isinstance(node.target, _WRAPPERS)]
     for node in calls:
@@ -114,7 +114,7 @@ def call_numpy(gm: fx.GraphModule) -> None:
 
 
 def _called(node: fx.Node) -> Callable[..., Any]:
-    """The call of NumPy that a node stands for, on tensors."""
+    """The NumPy call that a node stands for, as a function of tensors."""
     target, name = cast(Any, node.target), _name(node)
     if isinstance(target, numpy_to_tensor_wrapper):
         function = next((getattr(m, name) for m in (np, np.linalg, np.fft) if hasattr(m, name)), None)
@@ -137,16 +137,16 @@ def _method(name: str, array: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _name(node: fx.Node) -> str:
-    """Of the function or method in NumPy."""
+    """The name of the function or method in NumPy."""
     return str(cast(Any, node.target).__name__).removeprefix("wrapped_")
 
 
 def _counts_in_floats(name: str, node: fx.Node) -> bool:
-    """Whether it is a range of floating-point numbers, which NumPy makes of another step than torch."""
+    """Whether a call makes a range of floating-point numbers, for which NumPy uses another step than torch."""
     return name == "arange" and any(isinstance(a, float | fx.Node) for a in (*node.args, *node.kwargs.values()))
 
 
 def _is_complex(node: fx.Node) -> bool:
-    """Whether it makes or takes complex numbers."""
+    """Whether a node makes or takes complex numbers."""
     values = [n.meta.get("example_value") for n in (node, *node.all_input_nodes)]
     return any(bool(getattr(getattr(value, "dtype", None), "is_complex", False)) for value in values)

@@ -1,16 +1,17 @@
-"""Which ops can run on a few samples of the batch at a time, and along which axis of each operand samples lie.
+"""Rules of ops that can run on a few samples of the batch at a time, and of the axes along which their samples lie.
 
 Most ops of a network treat each sample of the batch by itself: convolutions, activations, attention within a sample,
 pooling, normalisation of a sample, batch normalisation once its statistics are known (`memfit.fxir.call`), and the
-gradients of their data. Others, the gradients of weights above all, are sums over the batch. What couples samples in
-another way, and what puts anything but samples outermost in memory, is not listed or found by its layout, and runs
-whole.
+gradients of their data. Other ops, above all weight gradients, are sums over the batch. Ops that couple samples in
+another way are not listed, ops that put anything but samples outermost in memory are recognised by the layout, and both
+run whole.
 
-A sample need not be a row: tokens of a batch are a matrix of batch times length rows, heads of attention another view
-of the same memory. So the batch is a number, and a tensor has samples along an axis if that number divides it: as many
-rows after one another belong to one sample. Results have samples outermost in memory; operands may be any view.
+A sample need not be one row: the tokens of a batch are a matrix of batch times length rows, and attention heads are
+another view of the same memory. So the batch is a number, and a tensor has samples along an axis if that number divides
+the size of the axis: the quotient is the number of consecutive rows that belong to one sample. Results have samples
+outermost in memory; operands may be any view.
 
-Known limits: attention is that of CPU's fused kernel and what is written out in matrix products.
+Known limits: attention only as the fused kernel on CPU, or written out as matrix products.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ class Sampling:
     """How a call runs on samples.
 
     Attributes:
-        operands: those of which it takes samples, with the axis of each.
-        axes: of each result; None for sums over the batch and for what is no tensor.
-        run: what is called in place of the call's target.
+        operands: operands of which the call takes samples, with the axis of each.
+        axes: axis of samples of each result; None for sums over the batch and for results that are not tensors.
+        run: function that is called in place of the call's target.
     """
 
     operands: Mapping[fx.Node, int]
@@ -66,7 +67,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class _Axes:
-    """Axes that a rule finds, of operands and of results that are no sums; the function called if not the target."""
+    """Axes that a rule finds, of operands and of results that are not sums; the function to call if not the target."""
 
     operands: Mapping[fx.Node, int]
     of_results: int
@@ -97,19 +98,19 @@ def sampling_of(call: fx.Node | Call, batch: int) -> Sampling | None:
 
 
 def sums_of(call: fx.Node | Call) -> frozenset[int]:
-    """Which of the results are sums over the batch."""
+    """Positions of the results that are sums over the batch."""
     if call.target is _aten.sum.dim_IntList:
         return frozenset() if _axis_kept(call) is not None else frozenset({0})
     return _SUMS.get(call.target, frozenset())
 
 
 def is_pointwise(call: fx.Node | Call) -> bool:
-    """Whether each element of the result is made of those of the operands at its place, which are broadcast."""
+    """Whether each element of the result depends only on the elements of the broadcast operands at its position."""
     return call.target in _POINTWISE or torch.Tag.pointwise in getattr(call.target, "tags", ())
 
 
 def makes_sums_or_slices(call: fx.Node | Call) -> bool:
-    """Whether no result mixes samples in another way, as both gradients of one kernel would."""
+    """Whether results mix samples only in sums over the batch; a kernel for both gradients mixes them otherwise."""
     if call.target in _METADATA_ONLY_SECOND:
         return isinstance(call.args[1], fx.Node) and str(call.args[1].target).startswith(METADATA_ONLY_PREFIX)
     if call.target in (_aten.convolution_backward.default, _aten.native_batch_norm_backward.default):
@@ -120,7 +121,7 @@ def makes_sums_or_slices(call: fx.Node | Call) -> bool:
     if call.target is _aten.nll_loss_forward.default:
         return bool(call.args[3] == SUM)
     if call.target is _aten.nll_loss_backward.default:
-        return bool(call.args[4] != 0)  # else the gradient it takes is one number for each row
+        return bool(call.args[4] != 0)  # otherwise its gradient operand has one number per row
     return True
 
 
@@ -149,7 +150,7 @@ _SUMS: dict[Any, frozenset[int]] = {
 
 
 def _rows(*positions: int) -> Callable[[fx.Node | Call, int], _Axes | None]:
-    """The rule of calls that take samples along the first axis of operands at some positions, and all of the others."""
+    """The rule of calls that take samples along the first axis of operands at `positions`, and other operands whole."""
 
     def rule(call: fx.Node | Call, batch: int) -> _Axes | None:
         sliced = _at(call, positions)
@@ -184,7 +185,7 @@ def _copy(call: fx.Node | Call, batch: int) -> _Axes | None:
 
 
 def _not_along(place: int, *positions: int) -> Callable[[fx.Node | Call, int], _Axes | None]:
-    """The rule of calls that go along one axis, given at some place, which must not be that of samples."""
+    """The rule of calls that work along one axis, argument number `place`, which must not be the axis of samples."""
 
     def rule(call: fx.Node | Call, batch: int) -> _Axes | None:
         sliced, axis = _at(call, positions), outer_axis(_first_result(call), batch)
@@ -230,7 +231,7 @@ def _group_norm(call: fx.Node | Call, batch: int) -> _Axes | None:
 
 
 def _reduction(call: fx.Node | Call, batch: int) -> _Axes | None:
-    """Axes of samples in a reduction over other axes; or, where a sum is taken, over that of samples."""
+    """Axes of samples in a reduction over other axes, or in a sum over the axis of samples."""
     data = cast(fx.Node, call.args[0])
     kept = _axis_kept(call)
     if kept is not None:
@@ -249,7 +250,7 @@ def _reduced(call: fx.Node | Call) -> list[int]:
 
 
 def _axis_kept(call: fx.Node | Call) -> tuple[int, int] | None:
-    """The outermost axis of a reduction's operand and its place in the result; None if it is reduced too."""
+    """The outermost axis of a reduction's operand and its position in the result; None if that axis is reduced too."""
     value = cast(fx.Node, call.args[0]).meta["val"]
     reduced = set(_reduced(call))
     outer = next((a for a in sorted(range(value.dim()), key=lambda a: -value.stride(a)) if value.shape[a] > 1), None)
@@ -265,7 +266,7 @@ def _embedding(call: fx.Node | Call, batch: int) -> _Axes | None:
 
 
 def _biased_product(call: fx.Node | Call, batch: int) -> _Axes | None:
-    """A batch of products added to something, which may be the same for all of them."""
+    """The rule of a batch of products added to an operand that may be the same for all products."""
     added, *factors = (cast(fx.Node, a) for a in call.args[:3])
     value, result = added.meta["val"], _first_result(call)
     if added in factors or factors[0] is factors[1]:
@@ -291,7 +292,7 @@ def _attention(*positions: int) -> Callable[[fx.Node | Call, int], _Axes | None]
 
 
 def _padded_back(call: fx.Node | Call, batch: int) -> _Axes | None:
-    """The gradient of a slice or of one element along an axis: zeros around it, in a shape that is given."""
+    """The rule of the gradient of a slice or of one element along an axis: zeros around it, in a given shape."""
     gradient, sizes, along, *_ = cast(tuple[Any, ...], call.args)
     axis, target = outer_axis(_first_result(call), batch), cast(Any, call.target)
     if axis is None or along % len(sizes) == axis:
@@ -316,7 +317,7 @@ def _resized_back(call: fx.Node | Call, batch: int) -> _Axes | None:
 
 
 def _at(call: fx.Node | Call, positions: Sequence[int]) -> list[fx.Node] | None:
-    """The operands at some positions; None unless all are tensors of which no other position takes all."""
+    """The operands at `positions`; None unless all are tensors and no other argument is one of them."""
     found = [call.args[p] for p in positions if p < len(call.args)]
     nodes = [node for node in found if isinstance(node, fx.Node)]
     others = nodes_of([a for p, a in enumerate(call.args) if p not in positions])
@@ -353,7 +354,7 @@ _WINDOWED = (
     _aten.avg_pool3d.default,
     _aten._adaptive_avg_pool2d.default,
 )
-"""Those that make each element of a window of their operand."""
+"""Ops that make each element from a window of their operand."""
 
 _RESIZING = ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "bicubic2d", "trilinear3d")
 
@@ -367,7 +368,7 @@ _POINTWISE = {
     _aten.mish_backward.default,
     _aten.softplus_backward.default,
 }
-"""Those that torch does not call so."""
+"""Pointwise ops that torch does not tag as pointwise."""
 
 _RULES: dict[Any, Callable[[fx.Node | Call, int], _Axes | None]] = {
     **dict.fromkeys(
@@ -444,8 +445,8 @@ KEEP_BITS = {
     _aten.mul.Tensor,
     _aten.div.Tensor,
 }
-"""Forward calls of which slices may have the bits of the whole; the profiler finds whether they do.
+"""Forward calls whose slices may have the bits of the whole; the profiler finds whether they do.
 
-Of pointwise ones those that round once: `exp` and the like have other bits in a vector than in what is left at the end
-of a slice, at some elements, which a comparison of some slices may not meet.
+Pointwise ops are listed only if they round once: for some elements, `exp` and similar ops give other bits in a vector
+than in the remainder at the end of a slice, and a comparison of some slices may miss these elements.
 """

@@ -1,10 +1,10 @@
 """Runs a fused region, a few samples of the batch at a time (`memfit.ir.fusion`, `memfit.ops.batching.rules`).
 
-The profiler compares slices of each op with the whole, for each shape, size of slice and alignment in memory, before a
-plan relies on it: every bit, or with the lever `tile` up to rounding.
+Before a plan relies on slices, the profiler compares the slices of each op with the whole op, for each shape, size of
+slice and alignment in memory: bit by bit, or with the lever `tile` up to rounding.
 
-A result that is passed on in slices never exists whole. The next op may read it through a view, such as heads of
-attention: samples are outermost in memory, so the view of a slice is at the same places within it.
+A result that is passed on in slices never exists whole. The next op may read the result through a view, such as heads
+of attention: samples are outermost in memory, so the view of a slice has the same offsets within the slice.
 
 Known limits: without the lever `tile` CPU only.
 """
@@ -37,25 +37,25 @@ __all__ = [
 ]
 
 _SLICE_BYTES = 4 << 20
-"""About the largest result of a slice: it fits a cache, and its work outweighs the call."""
+"""Approximate size of the largest result of a slice: it fits a cache, and its work outweighs the cost of the call."""
 
 _SLICES_OF_PRODUCT = 12
-"""As many may be made where that reads a matrix more often than it should be."""
+"""Up to this many slices are made even where their results are smaller than the matrix that each slice reads again."""
 
 
 def accumulates(call: fx.Node | Call) -> bool:
-    """Whether the call can add to a sum while it makes it; it then takes the sum as `total`."""
+    """Whether the call can add its result directly to a sum; it then takes the sum as `total`."""
     return call.target is product_over_rows
 
 
 def samples_per_slice(batches: Mapping[fx.Node | Call, int]) -> dict[int, int]:
-    """For each size of batch how many samples a slice has, the same for all ops so that they can run together.
+    """The number of samples per slice for each batch size, the same for all ops so that they can run together.
 
-    The larger the results of an op the fewer; but a product reads its matrix again for each slice, so slices of its
-    result are no smaller than the matrix, unless they were few.
+    The larger the results of an op, the fewer samples per slice. A product, however, reads its matrix again for each
+    slice, so slices of its result are no smaller than the matrix, unless there would be few slices.
 
     Args:
-        batches: for each call the size of its batch.
+        batches: batch size of each call.
     """
     largest: dict[int, int] = {}
     matrices: dict[int, int] = {}
@@ -73,7 +73,7 @@ def samples_per_slice(batches: Mapping[fx.Node | Call, int]) -> dict[int, int]:
     def samples(batch: int) -> int:
         small = max(1, _SLICE_BYTES * batch // largest[batch])
         like_matrix = -(-matrices.get(batch, 0) * batch // largest[batch])
-        # Of at least two slices, since one is the whole.
+        # There are at least two slices, since one slice is the whole.
         return min(max(small, min(like_matrix, -(-batch // _SLICES_OF_PRODUCT))), -(-batch // 2))
 
     return {batch: samples(batch) for batch in largest if batch > 1}
@@ -85,16 +85,16 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ViewOfSlice:
-    """A view of a result, of which samples are taken.
+    """A view of a result from which samples are taken.
 
     Attributes:
         made: strides of the result.
-        made_axis: along which it has samples.
-        rows: how many of that axis belong to one sample.
-        shape: of the view.
-        stride: of the view.
-        offset: where it starts.
-        axis: along which the view has samples.
+        made_axis: axis along which the result has samples.
+        rows: number of rows along that axis that belong to one sample.
+        shape: shape of the view.
+        stride: strides of the view.
+        offset: offset at which the view starts.
+        axis: axis along which the view has samples.
     """
 
     made: tuple[int, ...]
@@ -107,7 +107,7 @@ class ViewOfSlice:
 
     @staticmethod
     def of(base: torch.Tensor, value: torch.Tensor, batch: int, axis: int) -> ViewOfSlice | None:
-        """The view of some memory that has samples along an axis; None if it has not, or mixes them."""
+        """The view `value` of `base` with samples along an axis; None if it has no samples there or mixes samples."""
         made_axis = outer_axis(base, batch)
         is_lazy = value.is_conj() or value.is_neg() or base.is_conj() or base.is_neg()
         if made_axis is None or base.dtype is not value.dtype or value.shape[axis] % batch or is_lazy:
@@ -135,14 +135,14 @@ def view_of_samples(view: ViewOfSlice, batch: int) -> Callable[[torch.Tensor], t
     """Makes a function that returns the view of a slice of a result.
 
     Args:
-        view: which view.
-        batch: samples in all.
+        view: the view.
+        batch: number of samples in the batch.
     """
 
     def viewed(part: torch.Tensor) -> torch.Tensor:
         count = part.shape[view.made_axis] // view.rows
         same = all(n == 1 or one == other for n, one, other in zip(part.shape, part.stride(), view.made, strict=True))
-        if not same:  # a kernel that lays out a few samples otherwise than many
+        if not same:  # the kernel lays out a few samples differently from many
             part = torch.empty_strided(part.shape, view.made, dtype=part.dtype, device=part.device).copy_(part)
         shape = list(view.shape)
         shape[view.axis] = shape[view.axis] // batch * count
@@ -152,19 +152,19 @@ def view_of_samples(view: ViewOfSlice, batch: int) -> Callable[[torch.Tensor], t
 
 
 class SliceStream(Protocol):
-    """A tensor that is not in memory: its slices come and go, in their order."""
+    """A tier-resident tensor: its slices are swapped in and swapped out in order."""
 
     def take(self, number: int) -> torch.Tensor:
-        """Some slice, brought back."""
+        """Returns slice `number`, swapped in."""
 
     def room(self, number: int) -> torch.Tensor:
-        """Memory for some slice, to be filled."""
+        """Returns memory for slice `number`, to be filled."""
 
     def send(self) -> None:
-        """Starts moving away what `room` gave last."""
+        """Starts to swap out the slice in the memory that `room` returned last."""
 
     def close(self) -> None:
-        """Waits until all of it is away."""
+        """Waits until all slices are swapped out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,20 +172,21 @@ class Slice:
     """How fused ops are called.
 
     Attributes:
-        run: of one slice: from operands, before these a list of tiles if there are any, to the slices of the results.
-        sliced: positions of operands of which samples are taken, with the axis of each.
-        batch: samples in all.
-        samples: in one slice.
-        results: a tensor like each result.
-        axes: along which each has samples; not asked for of sums.
+        run: function that runs one slice: it takes the operands, preceded by a list of tiles if there are any, and
+            returns the slices of the results.
+        sliced: positions of operands from which samples are taken, with the axis of each.
+        batch: number of samples in the batch.
+        samples: number of samples in one slice.
+        results: for each result, a tensor with its metadata.
+        axes: axis along which each result has samples; not used for sums.
         sums: positions of results that are sums over the slices.
-        over: for each result the position of the operand whose memory it takes over, if any; one that is not sliced
-            serves for nothing else.
-        totals: positions of those sums to which slices are added while they are made; `run` takes a list of them first.
-        tile_runs: for each tile of the samples the tiles to run it with, and the tile of each result it makes.
+        over: for each result the position of the operand whose memory the result takes over, if any; such an operand
+            that is not sliced serves no other purpose.
+        totals: positions of sums to which ops add slices directly; `run` takes a list of these sums first.
+        tile_runs: for each tile of the samples, the tiles that `run` takes, and the tile of each result that it makes.
         streams: positions of operands that are streams of slices.
-        into: for results that leave slice by slice, the position of the operand that is their stream; they are not
-            among what the call returns.
+        into: for results that are swapped out slice by slice, the position of the operand that is their stream; the
+            call does not return these results.
     """
 
     run: Callable[..., Sequence[torch.Tensor]]
@@ -211,7 +212,7 @@ def in_slices(how: Slice) -> Callable[..., tuple[torch.Tensor, ...]]:
         over = how.over[place]
         if over is None:
             return torch.empty_strided(shape, stride, dtype=dtype, device=device)
-        # Sample for sample in the same place, whatever the shapes.
+        # Each sample takes the place of the same sample of the operand, whatever the shapes.
         taken: torch.Tensor = operands[over]
         return taken.new_empty(0, dtype=dtype).set_(taken.untyped_storage(), 0, shape, stride)
 
@@ -251,7 +252,7 @@ def in_slices(how: Slice) -> Callable[..., tuple[torch.Tensor, ...]]:
                     else:
                         wide.get(place, results[place]).add_(parts[place])
                 is_first = False
-                del parts  # else the next slice is made beside them
+                del parts  # otherwise the next slice is made while they are alive
             del given, there
             for stream in leaving.values():
                 stream.send()
@@ -265,11 +266,11 @@ def in_slices(how: Slice) -> Callable[..., tuple[torch.Tensor, ...]]:
 
 
 def samples_between(tensor: torch.Tensor, axis: int, batch: int, start: int, stop: int) -> torch.Tensor:
-    """Some samples of a batch, as a view; along the axis each may have several rows."""
+    """Samples `start` to before `stop` of a batch, as a view; each sample may have several rows along the axis."""
     rows = tensor.shape[axis] // batch
     return tensor.narrow(axis, start * rows, (stop - start) * rows)
 
 
 def _is_small(total: torch.Tensor) -> bool:
-    """Whether slices of a sum are added up in float64, which costs little and keeps digits."""
+    """Whether slices of a sum are added up in float64, which costs little and keeps precision."""
     return total.is_floating_point() and _nbytes(total) <= SMALL_SUM_BYTES

@@ -1,21 +1,21 @@
 """Batch normalisation in less memory, with the same bits.
 
-Three equal tensors meet in its backward: gradient-in, input, gradient-out; CPU's kernel takes a hidden fourth.
-Channels do not depend on each other, so the kernel can run on a few of them at a time and write its result over
-the gradient it came from: two tensors and a slice. The smaller slices also stay in the cache. The forward kernel
-takes its statistics before it writes, so it can write over its input.
+The backward pass has three tensors of equal size in memory: gradient-in, input, gradient-out; the CPU kernel allocates
+a hidden fourth. Channels do not depend on each other, so the kernel can run on a few of them at a time and write its
+result over the incoming gradient: two tensors and a chunk. The smaller chunks also stay in the cache. The forward
+kernel computes its statistics before it writes, so it can write over its input.
 
-The profiler compares each shape with the whole kernel before a plan relies on it (`memfit.ops.chunking`).
+The profiler compares chunks of each shape with the whole kernel before a plan relies on them (`memfit.ops.chunking`).
 
-Its results can also be made apart (with the lever `tile`). Forward, sums over the batch (`sums_of_data`) give the
-statistics (`statistics_from_sums`), with which data is normalised sample by sample (`memfit.ops.recompute.normalise`).
-Backward, the sums are the gradients of weight and bias, and the gradient of the input is made sample by sample from
-these (`input_gradient_from_sums`).
+With the lever `tile`, the results can also be computed separately. In the forward pass, sums over the batch
+(`sums_of_data`) give the statistics (`statistics_from_sums`), with which the data is normalised sample by sample
+(`memfit.ops.recompute.normalise`). In the backward pass, the sums are the gradients of weight and bias, and the
+gradient of the input is computed from them sample by sample (`input_gradient_from_sums`).
 
-On CUDA eager PyTorch takes cuDNN's kernels for most inputs (`memfit.passes.cudnn_batch_norm` puts them into the graph).
+On CUDA, eager PyTorch uses cuDNN's kernels for most inputs (`memfit.passes.cudnn_batch_norm` puts them into the graph).
 
-Known limits: chunks are for contiguous float32 tensors on CPU, in training mode; variances from sums lose digits where
-means are many thousand times as large as deviations.
+Known limits: chunks are for contiguous float32 tensors on CPU, in training mode; variances from sums lose precision
+where means are many thousand times as large as standard deviations.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ __all__ = [
 _aten = torch.ops.aten
 _LEAST_CHUNKS = 4
 _CHUNK_BYTES = 2 << 20
-"""Of each of the four tensors of a chunk, so that they stay in the cache."""
+"""Size of each of the four tensors of a chunk, so that they stay in the cache."""
 
 _Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def takes_channels(args: tuple[Any, ...], gradient: object, data: object) -> bool:
-    """Whether `native_batch_norm_backward(*args)` can run by channels, from the metadata of its operands."""
+    """Whether `native_batch_norm_backward(*args)` can run in chunks of channels, given the metadata of its operands."""
     if not isinstance(gradient, torch.Tensor) or not isinstance(data, torch.Tensor):
         return False
     return (
@@ -63,24 +63,24 @@ def takes_channels(args: tuple[Any, ...], gradient: object, data: object) -> boo
 
 
 def chunks_of(data: torch.Tensor) -> int:
-    """In how many chunks the backward kernel should run."""
+    """The number of chunks in which the backward kernel should run."""
     chunks = max(_LEAST_CHUNKS, data.numel() * data.element_size() // _CHUNK_BYTES)
     size = -(-data.shape[1] // min(chunks, data.shape[1]))
     return -(-data.shape[1] // size)
 
 
 def backward_in_chunks(gradient: torch.Tensor, data: torch.Tensor, *rest: Any, chunks: int) -> _Gradients:
-    """`native_batch_norm_backward`, a few channels at a time."""
+    """Runs `native_batch_norm_backward` on a few channels at a time."""
     return _backward(chunks, gradient, data, torch.empty_like(data), *rest)
 
 
 def backward_over_gradient(gradient: torch.Tensor, data: torch.Tensor, *rest: Any, chunks: int) -> _Gradients:
-    """The same, with the input's gradient written over the output's."""
+    """Runs the backward kernel in chunks, and writes the input gradient over the output gradient."""
     return _backward(chunks, gradient, data, gradient, *rest)
 
 
 def backward_over_data(gradient: torch.Tensor, data: torch.Tensor, *rest: Any, chunks: int) -> _Gradients:
-    """The same, with the input's gradient written over the input."""
+    """Runs the backward kernel in chunks, and writes the input gradient over the input."""
     return _backward(chunks, gradient, data, data, *rest)
 
 
@@ -124,7 +124,7 @@ def forward_over_input(
     momentum: float,
     eps: float,
 ) -> tuple[torch.Tensor | None, ...]:
-    """`_native_batch_norm_legit_functional` into its input; without running statistics, none are returned."""
+    """Runs `_native_batch_norm_legit_functional` over its input; without running statistics, it returns none."""
     mean, invstd = data.new_empty(data.shape[1]), data.new_empty(data.shape[1])
     new_mean = None if running_mean is None else running_mean.clone()
     new_var = None if running_var is None else running_var.clone()
@@ -144,10 +144,10 @@ def cudnn_batch_norm(
     momentum: float,
     eps: float,
 ) -> tuple[torch.Tensor | None, ...]:
-    """The kernel of cuDNN, which leaves the running statistics as they are.
+    """Runs the cuDNN kernel and leaves the running statistics unchanged.
 
     Returns:
-        Result, mean, inverse deviation, the new running statistics if there are any, and the reserve.
+        Result, mean, inverse standard deviation, the new running statistics if there are any, and the reserve.
     """
     new_mean = running_mean.clone() if training and running_mean is not None else running_mean
     new_var = running_var.clone() if training and running_var is not None else running_var
@@ -162,7 +162,7 @@ def cudnn_batch_norm_updating(
     running_var: torch.Tensor | None,
     *rest: Any,
 ) -> tuple[torch.Tensor | None, ...]:
-    """The same, with the new running statistics written over the old ones."""
+    """Runs the cuDNN kernel and writes the new running statistics over the old ones."""
     result, mean, invstd, reserve = _aten.cudnn_batch_norm.default(
         data.contiguous(memory_format=suggest_memory_format(data)), weight, bias, running_mean, running_var, *rest
     )
@@ -188,13 +188,13 @@ def cudnn_batch_norm_backward(
 
 
 def sums_of_data(data: torch.Tensor) -> torch.Tensor:
-    """The sums of the data and of its squares, per channel, in float64: those of slices add up to those of the whole.
+    """Sums of the data and of its squares, per channel, in float64; sums of slices add up to the sums of the whole.
 
     Args:
         data: of shape [N, C, *].
 
     Returns:
-        Of shape [2, C].
+        A tensor of shape [2, C].
     """
     mean, variance = (t.double() for t in _aten.batch_norm_update_stats.default(data, None, None, 0.0))
     count = data.numel() // data.shape[1]
@@ -210,16 +210,16 @@ def statistics_from_sums(
     eps: float,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Mean and inverse deviation per channel, and the new running statistics if there are any.
+    """Mean and inverse standard deviation per channel, and the new running statistics if there are any.
 
     Args:
-        sums: of `sums_of_data`, over all samples.
-        running_mean: per channel.
-        running_var: per channel.
-        count: of elements per channel in all samples.
+        sums: result of `sums_of_data` over all samples.
+        running_mean: running mean per channel.
+        running_var: running variance per channel.
+        count: number of elements per channel in all samples.
         momentum: share of the new statistics in the running ones.
         eps: added to the variance.
-        dtype: of mean and inverse deviation.
+        dtype: dtype of mean and inverse standard deviation.
     """
     mean, square = (sums / count).unbind()
     variance = (square - mean * mean).clamp_(min=0)
@@ -243,17 +243,17 @@ def input_gradient_from_sums(
     of_bias: torch.Tensor,
     count: int,
 ) -> torch.Tensor:
-    """The gradient of batch normalisation's input, given those of weight and bias.
+    """The input gradient of batch normalisation, given the gradients of weight and bias.
 
     Args:
-        gradient: of the output; samples of it.
-        data: the input; the same samples.
-        weight: per channel, None for ones.
-        mean: per channel.
-        invstd: per channel.
+        gradient: samples of the output gradient.
+        data: the same samples of the input.
+        weight: weight per channel, None for ones.
+        mean: mean per channel.
+        invstd: inverse standard deviation per channel.
         of_weight: gradient of the weight, over all samples.
         of_bias: gradient of the bias, over all samples.
-        count: of elements per channel in all samples.
+        count: number of elements per channel in all samples.
     """
     return _from_sums(torch.sub(data, _over(mean, data)), gradient, weight, invstd, of_weight, of_bias, count)
 
@@ -261,7 +261,7 @@ def input_gradient_from_sums(
 def input_gradient_over_data(
     gradient: torch.Tensor, data: torch.Tensor, weight: torch.Tensor | None, mean: torch.Tensor, *rest: Any
 ) -> torch.Tensor:
-    """The same, written over the input."""
+    """Computes the gradient as `input_gradient_from_sums` does, in place over the input."""
     return _from_sums(data.sub_(_over(mean, data)), gradient, weight, *rest)
 
 
@@ -274,7 +274,7 @@ def _from_sums(
     of_bias: torch.Tensor,
     count: int,
 ) -> torch.Tensor:
-    """Written over the centred data."""
+    """Computes the input gradient in place over the centred data."""
     slope = _over(of_weight * invstd / count, centred)
     torch.addcmul(_over(of_bias / count, centred), centred, slope, out=centred)
     torch.sub(gradient, centred, out=centred)

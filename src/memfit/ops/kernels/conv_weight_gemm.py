@@ -1,15 +1,15 @@
-"""A convolution's weight gradient as a product of matrices, added to the gradient that is there.
+"""A convolution's weight gradient as a matrix product that is added to the existing gradient.
 
-The weight gradient is the product of the output's gradient and of what the kernel saw at each position. Kernels of
-convolutions are made for large images; where images are small and channels many, as deep in a network, a matrix product
-is several times as quick, and BLAS adds it to what is there at once. Rounded otherwise, so this is for gradients that
-are sums anyway (`memfit.ops.accumulation`).
+The weight gradient is the product of the output gradient and the values that the kernel sees at each position.
+Convolution kernels are made for large images; where images are small and channels many, as deep in a network, a matrix
+product is several times as fast, and BLAS adds it to the existing gradient in the same call. The result is rounded
+differently, so this is for gradients that are sums anyway (`memfit.ops.accumulation`).
 
-Pointwise convolutions are products as they are, sample by sample, or all at once of transposed copies where those are
-small beside the weight. Others copy each value that the kernel sees ("im2col", Chellapilla et al. 2006), which pays
-where positions are fewer than channels.
+Pointwise convolutions are products without copies, sample by sample, or one product of transposed copies of all samples
+where these copies are small compared to the weight. Other convolutions copy each value that the kernel sees ("im2col",
+Chellapilla et al. 2006), which pays off where positions are fewer than channels.
 
-Known limits: on CPU, where it was measured; without groups, and not transposed.
+Known limits: on CPU, where it was measured; without groups; no transposed convolutions.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _DATA_ONLY = [True, False, False]
 
 
 def is_weight_product(node: fx.Node) -> bool:
-    """Whether a call of `convolution_backward` makes a weight's gradient alone, quicker as a product."""
+    """Whether a call of `convolution_backward` makes only a weight gradient, which is faster as a product."""
     return list(cast(Any, node.args[-1])) == _WEIGHT_ONLY and _can_be_product(node)
 
 
 def separate_weight_products(graph: fx.Graph) -> None:
-    """Has calls that make such a gradient and others make it by itself, where it is what the graph returns."""
+    """Gives such a gradient a call of its own where one call makes several and only the graph output reads it."""
     for node in graph.find_nodes(op="call_function", target=_aten.convolution_backward.default):
         of_data, of_weight, of_bias = cast(list[bool], node.args[-1])
         results = {user.args[1]: user for user in node.users}
@@ -73,18 +73,18 @@ def add_weight_product(
     *settings: Any,
     beta: int = 1,
 ) -> None:
-    """Adds the weight's gradient to a total.
+    """Adds the weight gradient to `total`.
 
     Args:
-        total: of the shape of the weight; becomes `beta` times itself plus the gradient.
-        gradient: of the convolution's output.
-        data: its input.
-        weight: its weight, of which only the shape counts.
+        total: tensor of the shape of the weight; becomes `beta` times itself plus the gradient.
+        gradient: gradient of the convolution's output.
+        data: input of the convolution.
+        weight: weight of the convolution; only its shape is used.
         bias_sizes: not read.
-        settings: those of `convolution_backward`: stride, padding, dilation and what follows.
-        beta: 0 to write over the total.
+        settings: arguments of `convolution_backward`: stride, padding, dilation and the following ones.
+        beta: 0 to write over `total`.
     """
-    if not total.is_contiguous():  # the caller's own
+    if not total.is_contiguous():  # the caller's own tensor
         made = torch.empty_like(total, memory_format=torch.contiguous_format)
         add_weight_product(made, gradient, data, weight, bias_sizes, *settings, beta=0)
         total.copy_(made) if beta == 0 else total.add_(made)
@@ -93,7 +93,7 @@ def add_weight_product(
     for gradients, seen in _factors(gradient, data, weight, *settings[:3]):
         rows.addmm_(gradients, seen.t(), beta=beta)
         beta = 1
-        del gradients, seen  # copies, perhaps
+        del gradients, seen  # they may be copies
 
 
 def _factors(
@@ -104,7 +104,7 @@ def _factors(
     padding: Sequence[int],
     dilation: Sequence[int],
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Gradients of the output by channel and position, and what the kernel sees there: of all samples, or of each."""
+    """Output gradients by channel and position, and the values the kernel sees there: of all samples, or of each."""
     kernel = weight.shape[2:]
     at_once = len(data) != 1
     if kernel.numel() > 1:
@@ -112,7 +112,7 @@ def _factors(
     else:
         if max(stride) > 1:
             data = data[(slice(None), slice(None), *(slice(None, None, step) for step in stride))]
-        # At once where copies are small, or each sample would read and write a larger weight.
+        # All at once where copies are small; otherwise each sample would read and write the larger weight.
         copied = math.prod(gradient.shape[2:]) * len(data) * (data.shape[1] + gradient.shape[1])
         at_once = at_once and copied <= 2 * weight.numel()
     if at_once:
@@ -136,7 +136,7 @@ def _can_be_product(node: fx.Node) -> bool:
         or groups != 1
         or weight.device.type != "cpu"
         or weight.dtype not in (torch.float32, torch.float64)
-        or not multiplies_in_full(weight.dtype)  # which kernels of convolutions may do all the same
+        or not multiplies_in_full(weight.dtype)  # convolution kernels may still multiply in full
         or not weight.is_contiguous()
         or not len(stride) == len(padding) == len(dilation) == len(kernel) == data.dim() - 2
         or any(user.target is not operator.getitem for user in node.users)
@@ -152,5 +152,5 @@ def _is_pointwise(kernel: Sequence[int]) -> bool:
 
 
 def _channels_first(tensor: torch.Tensor) -> torch.Tensor:
-    """Channels, then the positions of all samples."""
+    """The tensor as a matrix: channels by positions of all samples."""
     return tensor.transpose(0, 1).reshape(tensor.shape[1], -1)

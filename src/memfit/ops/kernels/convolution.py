@@ -3,7 +3,7 @@
 `aten.convolution_backward` takes the input for both gradients, so autograd saves it for both. Most backends use its
 values for the weight gradient only. Here the input half takes a tensor with the input's metadata and no memory.
 
-Known limits: a backend that unfolds the input wants memory for it; it gets some, with nothing in it.
+Known limits: a backend that unfolds the input needs memory for it; such a backend gets uninitialised memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _aten = torch.ops.aten
 
 
 _WITHOUT_INPUT = ("Mkldnn", "Cudnn", "CudnnTranspose")
-"""Convolution backends that make the input's gradient without a look at the input; others unfold it."""
+"""Convolution backends that make the input gradient without reading the input; other backends unfold the input."""
 
 
 def convolution_input_gradient(
@@ -34,7 +34,8 @@ def convolution_input_gradient(
 ) -> torch.Tensor:
     """The input half of `convolution_backward`; `metadata_only` gives shape and strides of the input, not values.
 
-    Kernels go by shape and layout, so a slice may get one that looks at the input, and then needs memory there.
+    The kernel depends on shape and layout, so a slice may get a kernel that reads the input and then needs memory for
+    it.
     """
     if not takes_input_shape_only(metadata_only, weight, *rest):
         return input_gradient_beside_stand_in(grad_output, metadata_only, weight, *rest)
@@ -42,7 +43,7 @@ def convolution_input_gradient(
 
 
 def input_half(grad_output: torch.Tensor, data: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """The same where it is known that the kernel takes the shape only, as it is of whole operands."""
+    """The input half where the kernel is known to use only the shape of the input, as for whole operands."""
     result: torch.Tensor = _aten.convolution_backward.default(grad_output, data, weight, *rest, [True, False, False])[0]
     return result
 
@@ -50,7 +51,7 @@ def input_half(grad_output: torch.Tensor, data: torch.Tensor, weight: torch.Tens
 def input_gradient_beside_stand_in(
     grad_output: torch.Tensor, metadata_only: torch.Tensor, weight: torch.Tensor, *rest: Any
 ) -> torch.Tensor:
-    """The same with a kernel that wants memory for the input although it does not use what is in it."""
+    """The input half with a kernel that needs memory for the input although it does not use the values."""
     stand_in = torch.empty_strided(
         metadata_only.shape, metadata_only.stride(), dtype=metadata_only.dtype, device=grad_output.device
     )
@@ -67,7 +68,7 @@ def make_metadata_only(like: torch.Tensor, device: torch.device | None = None) -
 
 
 def takes_input_shape_only(data: torch.Tensor, weight: torch.Tensor, bias_sizes: Any, *rest: Any) -> bool:
-    """Whether the kernel that makes the input's gradient takes the input's shape only."""
+    """Whether the kernel that makes the input gradient uses only the input's shape."""
     # A one-dimensional convolution runs as a two-dimensional one of a view, and a view needs memory.
     if data.dim() < 4 or not _takes_metadata_only(data, weight):
         return False
@@ -77,7 +78,7 @@ def takes_input_shape_only(data: torch.Tensor, weight: torch.Tensor, bias_sizes:
 
 
 def _takes_metadata_only(data: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Whether a kernel leaves the operand's memory alone: one in another layout than it wants would be copied."""
+    """Whether a kernel does not touch the operand's memory: it would copy an operand of an unsuitable layout."""
     layout = suggest_memory_format(data)
     return data.is_contiguous(memory_format=layout) and all(suggest_memory_format(t) == layout for t in others)
 
@@ -85,7 +86,7 @@ def _takes_metadata_only(data: torch.Tensor, *others: torch.Tensor) -> bool:
 def convolution_input_slices(
     gradient: torch.Tensor, metadata_only: torch.Tensor, weight: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, ...]:
-    """`convolution_input_gradient`, cut into slices of its channels; the last argument says which."""
+    """`convolution_input_gradient`, cut into slices of its channels; the last argument gives the slices."""
     *settings, cuts = rest
     whole = convolution_input_gradient(gradient, metadata_only, weight, *settings)
     return tuple(whole[:, start:stop].contiguous() for start, stop in cuts)

@@ -1,4 +1,4 @@
-"""Dropout by a mask that was drawn before: the arithmetic of eager PyTorch, on any slice of the data."""
+"""Dropout with a mask that was drawn before: the arithmetic of eager PyTorch, on any slice of the data."""
 
 from __future__ import annotations
 
@@ -25,27 +25,28 @@ _LIBRARY.impl("drawn", _draw, "CompositeExplicitAutograd")
 torch.library.register_fake("memfit::drawn", _fake_draw, lib=_LIBRARY)
 
 drawn = torch.ops.memfit.drawn.default
-"""Zeros and ones, laid out as a tensor is, in the order in which an in-place draw over it takes its numbers."""
+"""Draws zeros and ones in the layout of a tensor, in the order of an in-place draw over that tensor."""
 
 
 def masked(data: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
-    """The data that dropout keeps, scaled, with the bits of the product with its noise."""
+    """The data that dropout keeps, scaled; bit for bit the product of the data and the noise of dropout."""
     return data.mul(mask).mul_(data.new_tensor(scale))  # rounded as the data are
 
 
 def masked_over_data(data: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
-    """The same, written over the data."""
+    """Applies the mask as `masked` does, in place over the data."""
     return data.mul_(mask).mul_(data.new_tensor(scale))
 
 
 def kept_scale(kept: float, data: torch.Tensor) -> float | None:
-    """The noise where data is kept, as eager rounds it; None where it has no finite value, and zeros would become NaN.
+    """The noise of kept elements, as eager rounds it; None if it is not finite, since zeros would become NaN.
 
-    A GPU multiplies by a reciprocal that it rounds once; a CPU rounds what is kept first, so the device is asked.
+    A GPU multiplies by a reciprocal that it rounds once; a CPU rounds the probability first. So the device computes the
+    noise.
 
     Args:
         kept: the probability to keep an element.
-        data: what is dropped out, fake.
+        data: operand of dropout, a fake tensor.
     """
     device = torch.device("cpu") if data.is_meta else data.device
     with unset_fake_temporarily():

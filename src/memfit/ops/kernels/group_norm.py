@@ -1,7 +1,7 @@
 """Group and instance normalisation in two halves: sums over space, then the elements computed from them.
 
-*Source*: the formulas of PyTorch's CPU kernel, which rounds in the same order but for the sums. Each half runs on one
-tile of an image after the other (`memfit.passes.group_norm_split`).
+*Source*: the formulas of PyTorch's CPU kernel, which rounds in the same order except for the sums. Each half runs on
+one tile of an image after the other (`memfit.passes.group_norm_split`).
 
 Known limits: sums over tiles round in another order than sums over the whole.
 """
@@ -27,11 +27,11 @@ def sums_of_space(data: torch.Tensor, rows: torch.Tensor, samples: int) -> torch
 
     Args:
         data: of shape [n, C, *].
-        rows: which samples these are, of shape [n, 1, …].
-        samples: in all.
+        rows: indices of these samples, of shape [n, 1, …].
+        samples: number of samples in the batch.
 
     Returns:
-        Of shape [2, samples, C], in float64, zero but in these rows.
+        A tensor of shape [2, samples, C], in float64, zero except in these rows.
     """
     count = math.prod(data.shape[2:])
     found = torch.var_mean(data.flatten(2), 2, correction=0)
@@ -49,20 +49,21 @@ def scale_and_shift(
     like: torch.dtype,
     axes: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Scale and shift of each channel of each sample, and the moments behind them.
+    """Scale and shift of each channel of each sample, and the moments from which they are computed.
 
     Args:
-        sums: of `sums_of_space`, over all tiles.
-        weight: per channel.
-        bias: per channel.
-        groups: of channels.
-        count: of elements of a channel of a sample.
+        sums: result of `sums_of_space` over all tiles.
+        weight: weight per channel.
+        bias: bias per channel.
+        groups: number of groups of channels.
+        count: number of elements of a channel of a sample.
         eps: added to the variance.
         like: dtype of scale and shift.
-        axes: of space.
+        axes: number of axes of space.
 
     Returns:
-        Scale and shift, of shape [N, C, 1, …]; mean and inverse deviation of each group, [2, N, groups, 1] in float64.
+        Scale and shift, of shape [N, C, 1, …]; mean and inverse standard deviation of each group, [2, N, groups, 1] in
+        float64.
     """
     _, samples, channels = sums.shape
     grouped = sums.view(2, samples, groups, -1)
@@ -76,7 +77,7 @@ def scale_and_shift(
 
 
 def scaled_and_shifted(data: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-    """Data, normalised."""
+    """The data, normalised by scale and shift."""
     return torch.addcmul(shift, data, scale)
 
 
@@ -90,18 +91,19 @@ def products_over_space(gradient: torch.Tensor, data: torch.Tensor, rows: torch.
 def gradients_from_products(
     products: torch.Tensor, moments: torch.Tensor, weight: torch.Tensor, count: int, like: torch.dtype, axes: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of weight and bias, of each sample, and what makes the input's gradient.
+    """The gradients of weight and bias, per sample, and the numbers from which the input gradient is computed.
 
     Args:
-        products: of `products_over_space`, over all tiles.
-        moments: of `scale_and_shift`.
-        weight: per channel.
-        count: of elements of a channel of a sample.
+        products: result of `products_over_space` over all tiles.
+        moments: moments from `scale_and_shift`.
+        weight: weight per channel.
+        count: number of elements of a channel of a sample.
         like: dtype of the results.
-        axes: of space.
+        axes: number of axes of space.
 
     Returns:
-        The gradients of weight and bias, [N, C]; what data is multiplied with and what is added, [N, C, 1, …].
+        The gradients of weight and bias, [N, C]; the slope that multiplies the data and the offset that is added, [N,
+        C, 1, …].
     """
     _, samples, channels = products.shape
     groups = moments.shape[2]
@@ -125,7 +127,7 @@ def gradients_from_products(
 def input_gradient(
     gradient: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, slope: torch.Tensor, offset: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of what is normalised."""
+    """The gradient of the data that is normalised."""
     return torch.addcmul(offset, data, slope).addcmul_(gradient, scale)
 
 

@@ -1,4 +1,4 @@
-"""An op that hands a view on as a tensor of its own, with a gradient of its own, for the time of a trace."""
+"""An op that returns a view as a separate tensor with a gradient of its own, while a graph is traced."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Products over rows, and sums over them: what the gradient of a projection and its loss is made of, slice by slice.
+"""Products over rows and sums over rows: the parts of the gradient of a projection and its loss, slice by slice.
 
 A vocabulary projection, its cross entropy and their gradients run over a few rows (tokens) at a time; the weight
-gradient is then a sum of products, each added to the one before in place.
+gradient is then a sum of products, and each product is added to the sum in place.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ _aten = torch.ops.aten
 
 
 SUM = 2
-"""How losses are reduced: the number that stands for a sum; a mean has one less."""
+"""The reduction code of losses that stands for a sum; the code of a mean is one less."""
 
 
 def product_over_rows(one: torch.Tensor, other: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
-    """The transposed of one matrix times another, a sum over their rows.
+    """The transpose of one matrix times another matrix, a sum over their rows.
 
     Args:
         one: of shape [rows, M].
@@ -36,4 +36,4 @@ def share_of_mean(gradient: torch.Tensor, weights: torch.Tensor) -> torch.Tensor
 
 
 PRODUCTS = (_aten.mm.default, _aten.addmm.default, product_over_rows)
-"""Those that read a matrix, or add to one, for each slice."""
+"""Ops that read a matrix, or add to one, for each slice."""

@@ -1,7 +1,7 @@
-"""Settings that choose kernels beside the call itself: threads, and how exactly float32 is multiplied.
+"""Settings that choose kernels in addition to the call itself: threads, and the precision of float32 products.
 
-Costs were measured, and what gives the same bits in chunks was found, with one choice. The precision is asked of each
-backend: `torch.get_float32_matmul_precision` raises where only one of them was set (seen with torch 2.14).
+Costs, and the ops that give the same bits in chunks, were measured with one choice of kernels. The precision is read
+from each backend: `torch.get_float32_matmul_precision` raises where only one of them was set (seen with torch 2.14).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _backends: Any = torch.backends  # some of their settings are not known to type 
 
 
 def kernel_settings(device_type: str) -> tuple[object, ...]:
-    """Settings that choose the kernels of a type of device; equal tuples, equal choice."""
+    """Settings that choose the kernels of a device type; equal tuples mean the same choice."""
     if device_type == "cuda":
         cudnn = _backends.cudnn
         precision = (_backends.cuda.matmul.fp32_precision, cudnn.conv.fp32_precision)

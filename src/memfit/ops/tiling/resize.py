@@ -1,9 +1,11 @@
 """Resizing of images on tiles, and its gradient (`memfit.ops.tiling.rules`).
 
-By a whole factor every pixel of the result lies at the same place between the same pixels of the operand wherever the
-tile is, so a tile of the result is the tile of the operand resized. Between pixels it takes one more at each edge.
+With an integer factor, every pixel of the result lies at the same position between the same pixels of the operand,
+wherever the tile is, so a tile of the result is the resized tile of the operand. Interpolation between pixels needs one
+more pixel at each edge.
 
-Known limits: factors that are not whole, and aligned corners, which make places depend on the size of the image.
+Known limits: no factors that are not integers, and no aligned corners, which make positions depend on the size of the
+image.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ __all__ = ["resized", "resized_backward"]
 
 
 def resized(*corners: bool) -> Callable[[fx.Node | Call, int], Tiling | None]:
-    """The rule of resizing; `corners` says that they are not aligned, where a kernel that puts pixels between is told.
+    """The rule of resizing; `corners` holds False, the argument for aligned corners, if the kernel interpolates.
 
-    It then needs one pixel more at each edge of a tile, except at the image's.
+    Such a kernel needs one more pixel at each edge of a tile, except at the edges of the image.
     """
 
     def rule(call: fx.Node | Call, axes: int) -> Tiling | None:
@@ -49,7 +51,7 @@ def resized(*corners: bool) -> Callable[[fx.Node | Call, int], Tiling | None]:
 
 
 def resized_backward(*corners: bool) -> Callable[[fx.Node | Call, int], Tiling | None]:
-    """The rule of its gradient."""
+    """The rule of the gradient of resizing; see `resized`."""
 
     def rule(call: fx.Node | Call, axes: int) -> Tiling | None:
         kernel: Any = call.target
@@ -81,7 +83,7 @@ def resized_backward(*corners: bool) -> Callable[[fx.Node | Call, int], Tiling |
 def _whole_factors(
     small: torch.Tensor, large: torch.Tensor, corners: tuple[bool, ...], settings: Sequence[Any]
 ) -> tuple[int, ...] | None:
-    """By how much both axes of an image are enlarged; None if not by whole numbers, or the settings ask for others."""
+    """The integer factors that enlarge both axes of an image; None without them, or if the settings ask for others."""
     sizes = list(zip(small.shape[SPACE:], large.shape[SPACE:], strict=True))
     factors = tuple(after // before for before, after in sizes)
     asked = settings[len(corners) :]
@@ -91,7 +93,7 @@ def _whole_factors(
 
 
 def _beyond(tile: Tile, extents: Sequence[int]) -> Tile:
-    """A tile with one pixel more on each side, as far as there are any."""
+    """A tile with one more pixel on each side, as far as the image extends."""
     return tuple(
         (max(0, start - 1), min(extent, stop + 1)) for (start, stop), extent in zip(tile, extents, strict=True)
     )

@@ -1,4 +1,4 @@
-"""How a call runs on a tile: what it needs of its operands, and what is called."""
+"""How a call runs on a tile: the tiles of its operands that it needs, and the function that runs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Tiling:
     """How a call runs on a tile.
 
     Attributes:
-        extents: along each axis that is cut, of its result or of the gradient it adds up.
-        operands: those of which it takes a tile.
-        needs: which tile of each of these, for a tile of its own.
-        run: the call on its arguments, with these tiles of the operands, and its own `tile` by name.
+        extents: size along each axis that is cut, of its result or of the gradient that it adds up.
+        operands: operands of which the call takes a tile.
+        needs: for a tile of the call, returns the tile that it needs of each of these operands.
+        run: runs the call on its arguments, with these tiles of the operands; `tile`, by name, is the tile of the call.
     """
 
     extents: tuple[int, ...]
@@ -32,11 +32,11 @@ class Tiling:
 
 
 def extents_of(node: fx.Node | Call, axes: int, result: int | None = None) -> tuple[int, ...]:
-    """How large something is along each axis of space that is cut."""
+    """The size of a value along each axis of space that is cut."""
     value = node.meta["val"] if result is None else node.meta["val"][result]
     return tuple(value.shape[SPACE : SPACE + axes])
 
 
 def starts_of(tile: Tile) -> tuple[int, ...]:
-    """Where a tile starts along each axis."""
+    """The start of a tile along each axis."""
     return tuple(start for start, _ in tile)

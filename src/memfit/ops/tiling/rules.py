@@ -1,15 +1,17 @@
-"""Which ops can run on a tile of an image, and how: a convolution needs a few rows and columns more than it makes.
+"""Rules of ops that can run on a tile of an image; a convolution needs a few more rows and columns than it makes.
 
 Tiles are cut along one or both of the first two axes after batch and channels, the height and width of images. For a
-tile of its result a call needs some of each operand, what its windows cover; at the real border it pads, and nowhere
-else. The gradient of a convolution's or a pooling's input is made the same way, from what of the gradient has windows
-that touch the tile, so that every element is made once and nothing is added up across tiles. The gradient of a weight
-is a sum over tiles of its gradient.
+tile of its result, a call needs the part of each operand that its windows cover; it pads at the real border and nowhere
+else. The input gradient of a convolution or a pooling is made the same way, from the part of the output gradient whose
+windows touch the tile, so that every element is made once and nothing is added up across tiles. The weight gradient is
+a sum over tiles of the output gradient.
 
-`tiling_of` says how a call runs so, or that it does not: what looks at a whole image (global pooling, flattening,
-attention) ends a run; normalisation by group or instance is taken apart (`memfit.passes.group_norm_split`).
+`tiling_of` says how a call runs on tiles, or that it does not: an op that reads a whole image (global pooling,
+flattening, attention) ends a fused region; group and instance normalisation are split
+(`memfit.passes.group_norm_split`).
 
-Known limits: resizing by whole factors, nearest or bilinear without aligned corners; average pooling without ceil mode.
+Known limits: resizing by integer factors only, nearest or bilinear without aligned corners; average pooling without
+ceil mode.
 """
 
 from __future__ import annotations
@@ -45,11 +47,11 @@ __all__ = ["reaches_of", "tiling_of"]
 _aten = torch.ops.aten
 
 _POINTS = 16
-"""Bands at so many places are looked at to find how far a call reaches."""
+"""The reach of a call is measured on bands at about this many positions."""
 
 
 def tiling_of(call: fx.Node | Call, axes: int) -> Tiling | None:
-    """How a call runs on tiles along so many axes; None if it cannot."""
+    """How a call runs on tiles along `axes` axes of space; None if it cannot."""
     rule = _RULES.get(call.target) or (_elementwise if is_pointwise(call) else None)
     found = rule(call, axes) if rule is not None else None
     if found is None:
@@ -57,13 +59,13 @@ def tiling_of(call: fx.Node | Call, axes: int) -> Tiling | None:
     values = [node.meta["val"] for node in found.operands]
     results = call.meta["val"] if isinstance(call.meta["val"], list | tuple) else [call.meta["val"]]
     fits = all(v.dim() >= SPACE + axes and v.shape[0] == values[0].shape[0] for v in values)
-    # Results are put together as they are laid out; what is read may be a view of anything.
+    # Results are put together in their own layout, so they must be dense; operands may be any view.
     dense = all(is_alone(result) for result in results if isinstance(result, torch.Tensor))
     return found if fits and dense else None
 
 
 def reaches_of(tiling: Tiling, place: int) -> tuple[Reach, ...]:
-    """For each axis what of an operand a call reads, as planners estimate it."""
+    """The range of an operand that a call reads along each axis, as planners estimate it."""
     found: list[Reach] = []
     shape = tiling.operands[place].meta["val"].shape
     whole = tuple((0, extent) for extent in tiling.extents)
@@ -91,7 +93,7 @@ def _pointwise(*positions: int) -> Callable[[fx.Node | Call, int], Tiling | None
 
 
 def _beside_numbers(count: int) -> Callable[[fx.Node | Call, int], Tiling | None]:
-    """The rule of calls that take a tile of their first operands, and of the others a number for each channel."""
+    """The rule of calls that take a tile of their first `count` operands, and one number per channel of the others."""
 
     def rule(call: fx.Node | Call, axes: int) -> Tiling | None:
         nodes = cast(tuple[fx.Node, ...], tuple(a for a in call.args if isinstance(a, fx.Node)))
@@ -199,7 +201,7 @@ def _input_gradient(call: fx.Node | Call, axes: int) -> Tiling:
 
 
 def _input_slices(call: fx.Node | Call, axes: int) -> Tiling | None:
-    """The same, cut into slices of its channels."""
+    """The rule of an input gradient that is cut into slices of its channels."""
     *args, cuts = call.args
     whole = _input_gradient(
         Call(name=call.name, target=convolution_input_gradient, args=tuple(args), meta=call.meta), axes
@@ -213,7 +215,7 @@ def _input_slices(call: fx.Node | Call, axes: int) -> Tiling | None:
 
 
 def _weight_gradient(call: fx.Node | Call, axes: int) -> Tiling | None:
-    """Of a convolution its result's gradient is cut and added up, of a transposed one its operand."""
+    """The rule of weight gradients, sums over tiles of the output gradient, or of the input if transposed."""
     target: Any = call.target
     if not makes_sums_or_slices(call):
         return None
@@ -259,7 +261,7 @@ def _max_pool(call: fx.Node | Call, axes: int) -> Tiling | None:
         reach = read_by(windows, tile)
         data = padded(data, reach, extents, -math.inf)
         most, places = target(data, kernel, stride, inner, dilation, ceil)
-        # Where all of a window is -inf, the place is its first one, which may be padding.
+        # Where a whole window is -inf, the index is that of its first element, which may be padding.
         if axes == 1:
             return most, places.add_(reach[0][0] * math.prod(space[1:])).clamp_(min=0)
         rows = places.div(data.shape[-1], rounding_mode="floor")
@@ -355,7 +357,7 @@ def _windows_of(weight: fx.Node, stride: Any, padding: Any, dilation: Any, axes:
 
 
 def _windows(kernel: Any, stride: Any, padding: Any, dilation: Any, axes: int) -> Sequence[Window]:
-    """Along the axes that are cut, of settings that are one number or one per axis."""
+    """Windows along the axes that are cut, from settings that are one number or one number per axis."""
     given = [[v] * axes if isinstance(v, int) else list(v) for v in (kernel, stride, padding, dilation)]
     return tuple(
         Window(size=wide * (size - 1) + 1, stride=step, padding=pad)
@@ -377,7 +379,7 @@ def _for_axes(value: Any, axes: int) -> list[int]:
 
 
 def _metadata_only_tile(metadata_only: torch.Tensor, samples: int, tile: Tile) -> torch.Tensor:
-    """A tensor of so many samples and as large as a tile, without memory, laid out as the whole is."""
+    """A metadata-only tensor with the size of a tile of `samples` samples, in the layout of the whole."""
     sizes = [stop - start for start, stop in tile]
     shape = (samples, metadata_only.shape[1], *sizes, *metadata_only.shape[SPACE + len(tile) :])
     layout = suggest_memory_format(metadata_only)

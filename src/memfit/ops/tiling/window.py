@@ -1,6 +1,7 @@
-"""Tiles of images: where they lie, what windows read of them, padding and cropping.
+"""Tiles of images: their positions, the ranges that windows read, padding and cropping.
 
-A tile is a range along each axis of space that is cut; a window is that of a convolution or a pooling along one axis.
+A tile is a range along each axis of space that is cut; a window is the window of a convolution or a pooling along one
+axis.
 
 Window arithmetic: Dumoulin & Visin, "A guide to convolution arithmetic for deep learning" (2016).
 """
@@ -30,13 +31,13 @@ __all__ = [
 _aten = torch.ops.aten
 
 SPACE = 2
-"""The first axis of space; before it are batch and channels."""
+"""The first axis of space; batch and channels come before it."""
 
 Range = tuple[int, int]
-"""From the one to before the other."""
+"""Start, included, and stop, excluded."""
 
 Tile = tuple[Range, ...]
-"""From the one to before the other along each axis of space that is cut."""
+"""The range along each axis of space that is cut."""
 
 
 def bands_of(extent: int, bands: int) -> list[Range]:
@@ -61,14 +62,14 @@ def narrowed(tensor: torch.Tensor, tile: Tile) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Of a convolution or a pooling, along one axis."""
+    """The window of a convolution or a pooling along one axis."""
 
     size: int
     stride: int
     padding: int
 
     def read(self, start: int, stop: int) -> Range:
-        """The range that the windows from `start` to before `stop` cover, the border's padding too."""
+        """The range that the windows from `start` to before `stop` cover, including padding at the border."""
         return start * self.stride - self.padding, (stop - 1) * self.stride - self.padding + self.size
 
     def touching(self, start: int, stop: int, windows: int) -> Range:
@@ -78,12 +79,12 @@ class Window:
 
 
 def read_by(windows: Sequence[Window], tile: Tile) -> Tile:
-    """The ranges that the windows of a tile cover, the border's padding too."""
+    """The ranges that the windows of a tile cover, including padding at the border."""
     return tuple(window.read(*here) for window, here in zip(windows, tile, strict=True))
 
 
 def touching(windows: Sequence[Window], tile: Tile, extents: Sequence[int]) -> Tile:
-    """The windows, of so many along each axis, that cover anything of a tile."""
+    """The windows that cover anything of a tile; `extents` are the numbers of windows along each axis."""
     return tuple(window.touching(*here, most) for window, here, most in zip(windows, tile, extents, strict=True))
 
 
@@ -99,7 +100,7 @@ def inside(tile: Tile, extents: Sequence[int]) -> Tile:
 
 
 def padded(tensor: torch.Tensor, tile: Tile, extents: Sequence[int], value: float = 0.0) -> torch.Tensor:
-    """A tile, given what there is of it (`inside`), with padding beyond the border."""
+    """A tile with padding beyond the border, given its part within the border (`inside`)."""
     beyond = [(max(0, -start), max(0, stop - extent)) for (start, stop), extent in zip(tile, extents, strict=True)]
     if not any(map(any, beyond)):
         return tensor
@@ -111,7 +112,7 @@ def padded(tensor: torch.Tensor, tile: Tile, extents: Sequence[int], value: floa
 
 
 def cropped(made: torch.Tensor, first: Sequence[int], tile: Tile, fill: torch.Tensor | None = None) -> torch.Tensor:
-    """A tile of what was made from `first` on; what was not made of it is zero, or `fill` by channel."""
+    """The tile cut out of `made`, which starts at `first`; elements outside `made` are zero, or `fill` by channel."""
     there = [
         (max(start, origin), min(stop, origin + made.shape[SPACE + i]))
         for i, ((start, stop), origin) in enumerate(zip(tile, first, strict=True))

@@ -1,1 +1,1 @@
-"""Swapping at run time: files, pinned memory and the transfers to and from them."""
+"""Swapping at run time: swap files, pinned memory, and the transfers to and from them."""

@@ -1,4 +1,4 @@
-"""Interface of a tier for the steps that swap: space, and transfers that run beside compute."""
+"""Interface of a tier for steps that swap: space, and transfers that run in parallel with compute."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ class Transfer(Protocol):
     """A transfer in flight."""
 
     def wait(self) -> None:
-        """Lets what follows in the step run after the transfer.
+        """Makes later work of the step run after the transfer.
 
         Raises:
-            SwapError: if it failed.
+            SwapError: if the transfer failed.
         """
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the transfer has ended, with or without an error."""
 
     def let_go(self) -> None:
         """Makes it safe to drop the tensor, whose transfer may still be in flight."""
@@ -37,23 +37,23 @@ class SwapSpace(Protocol):
         """Takes space for one step.
 
         Returns:
-            Where it begins.
+            The offset where the space begins.
 
         Raises:
-            SwapError: if there is none.
+            SwapError: if there is no space.
         """
 
     def release(self, offset: int, nbytes: int) -> None:
-        """Gives it back; no transfer may be in flight there."""
+        """Gives space back; no transfer may be in flight there."""
 
     def out(self, tensor: torch.Tensor, offset: int) -> Transfer:
-        """Starts moving the bytes of a tensor's storage to the tier; the storage must not change until that is done."""
+        """Starts to move a tensor's storage to the tier; the storage must not change until the transfer is done."""
 
     def into(self, tensor: torch.Tensor, offset: int) -> Transfer:
-        """Starts moving bytes from the tier into a tensor's storage."""
+        """Starts to move bytes from the tier into a tensor's storage."""
 
     def close(self) -> None:
-        """Gives everything back."""
+        """Gives all space back."""
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,12 +1,13 @@
 """The disk as a tier: one thread for each direction moves chunks between tensors and a swap file.
 
-A direct transfer needs aligned memory and tensors are not, so each thread copies chunk by chunk through a small
-aligned buffer; that copy and the system calls run without Python's lock. Transfers of one direction follow each other,
-as the simulator has it.
+A direct transfer needs aligned memory and tensors are not aligned, so each thread copies chunk by chunk through a small
+aligned buffer; the copy and the system calls run without Python's lock. Transfers of one direction run one after the
+other, as in the simulator.
 
-What a CUDA device swaps to the disk goes through the same buffers, copied by the threads on streams of their own.
+Tensors of a CUDA device go through the same buffers; the threads copy them on streams of their own.
 
-Known limits: from a CUDA device, a chunk is written only when it has been copied, and the next one copied after that.
+Known limits: from a CUDA device, a chunk is written only after it has been copied, and the next chunk is copied after
+that.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class _DiskTransfer:
     future: Future[None]
 
     def wait(self) -> None:
-        # Raised from the future, an error would hold the frames that wait, and with them the ticket of the step.
+        # Raised from the future, an error would hold the waiting frames, and with them the ticket of the step.
         error = self.future.exception()
         if isinstance(error, OSError):
             raise SwapError(
@@ -59,18 +60,18 @@ class _DiskTransfer:
         return self.future.done()
 
     def let_go(self) -> None:
-        pass  # the thread has the memory
+        pass  # the thread holds the memory
 
 
 class DiskSpace:
     """Space in a swap file, see `memfit.runtime.offload.backend.SwapSpace`."""
 
     def __init__(self, nbytes: int, limit_bytes: int | None = None) -> None:
-        """Takes space at once.
+        """Allocates space at once.
 
         Args:
-            nbytes: for one step.
-            limit_bytes: for all steps that are in flight together.
+            nbytes: bytes for one step.
+            limit_bytes: limit for all steps in flight together.
 
         Raises:
             SwapError: if there is no room.
@@ -117,12 +118,12 @@ class DiskSpace:
     def _start(self, tensor: torch.Tensor, offset: int, *, out: bool) -> _DiskTransfer:
         lane = 0 if out else 1
         memory, chunk, ready = [_source(tensor)], self._buffers[lane], _now(tensor)
-        # The thread gets the file and not the space, which it would else have to close were it the last to know it.
+        # The thread gets the file, not the space: with the last reference to the space it would have to close it.
         return _DiskTransfer(self._lanes[lane].submit(_move, self._file, memory, offset, chunk, ready, out=out))
 
 
 class _Source(NamedTuple):
-    """The bytes of a tensor's storage, and what keeps them there."""
+    """The bytes of a tensor's storage, and the storage that keeps them alive."""
 
     data: _Bytes
     storage: torch.UntypedStorage
@@ -137,7 +138,7 @@ def _move(
     *,
     out: bool,
 ) -> None:
-    """Moves bytes chunk by chunk; takes them out of the list, so that they are gone before the transfer is done."""
+    """Moves bytes chunk by chunk; empties the list, so that the memory is freed before the transfer is done."""
     with _copying(memory, ready) as moved:
         for start in range(0, len(moved), _CHUNK_BYTES):
             part = moved[start : start + _CHUNK_BYTES]
@@ -152,7 +153,7 @@ def _move(
 
 @contextlib.contextmanager
 def _copying(memory: list[_Source], ready: torch.cuda.Event | None) -> Iterator[_Bytes]:
-    """The bytes to move; on CUDA in a stream of their own that goes on when they are ready."""
+    """The bytes to move; on CUDA, in a stream of their own that waits until the bytes are ready."""
     found = memory.pop()
     if ready is None:
         yield found.data
@@ -177,7 +178,7 @@ def _copy(target: _Bytes, source: _Bytes) -> None:
 
 
 def _now(tensor: torch.Tensor) -> torch.cuda.Event | None:
-    """On CUDA, when what has been asked for so far is done."""
+    """On CUDA, an event after the work that is queued so far; None on CPU."""
     if not tensor.is_cuda:
         return None
     event = torch.cuda.Event()
@@ -186,7 +187,7 @@ def _now(tensor: torch.Tensor) -> torch.cuda.Event | None:
 
 
 def _buffer() -> NDArray[np.uint8]:
-    """Aligned memory for a chunk; torch's, so that it counts where memory is measured."""
+    """Aligned memory for a chunk, allocated by torch so that memory measurements count it."""
     memory = torch.empty(_CHUNK_BYTES + SLOT_ALIGNMENT, dtype=torch.uint8, device="cpu")
     start = -memory.data_ptr() % SLOT_ALIGNMENT
     found: NDArray[np.uint8] = memory[start : start + _CHUNK_BYTES].numpy()

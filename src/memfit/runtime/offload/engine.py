@@ -1,13 +1,13 @@
 """Functions that the graphs of a plan with swaps call: the transfers of one subgraph, for every step in flight.
 
-Tensors leave and come back whole, or live on a tier and pass slice by slice (`memfit.runtime.offload.slice_stream`).
+Tensors are swapped out and in whole, or they are tier-resident and move slice by slice
+(`memfit.runtime.offload.slice_stream`).
 
-A step is known by its *ticket*, a tensor of one number that the forward pass makes and saves for the backward pass as
-it saves any tensor. So several steps may be in flight at once, each with its own place on the tiers, and when autograd
-drops a graph whose backward pass never ran, the ticket dies and the place is free again.
+A step is identified by its *ticket*, a tensor of one number that the forward pass makes and saves for the backward pass
+like any other tensor. So several steps may be in flight at once, each with its own place on the tiers. When autograd
+drops a graph whose backward pass never ran, the ticket is freed and the place is free again.
 
-Known limits: a second backward pass through the same graph finds its tensors only if the first one was told to keep
-the graph.
+Known limits: a second backward pass through the same graph finds its tensors only if the first one retained the graph.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ __all__ = ["Slot", "Swapper"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """Where a storage of a subgraph goes.
+    """The slot of a swapped storage of a subgraph.
 
     Attributes:
-        tier: where to.
-        nbytes: what it takes there.
+        tier: the tier of the storage.
+        nbytes: bytes that the storage takes there.
     """
 
     tier: Tier
@@ -46,11 +46,11 @@ class _Step:
     """A step in flight.
 
     Attributes:
-        places: by tier, where its bytes are.
-        shapes: by storage, how to make its tensor anew.
-        leaving: what is on its way out, with the tensor it comes from.
-        coming: what is on its way back, with its tensor.
-        transfers: all that were not waited for yet; the place can be given back when they are done.
+        places: by tier, the offset of its bytes.
+        shapes: by storage, the metadata to make its tensor anew.
+        leaving: by storage, the transfer that swaps it out, with the source tensor.
+        coming: by storage, the transfer that swaps it in, with the target tensor.
+        transfers: all transfers that were not waited for yet; the place can be given back when they are done.
     """
 
     places: dict[Tier, int]
@@ -64,10 +64,10 @@ class Swapper:
     """Moves the swapped storages of one subgraph."""
 
     def __init__(self, slots: Mapping[int, Slot], spaces: Mapping[Tier, SwapSpace]) -> None:
-        """Lays the storages out.
+        """Assigns each storage an offset on its tier.
 
         Args:
-            slots: by storage of the subgraph.
+            slots: the slots, by storage of the subgraph.
             spaces: the tiers.
         """
         self._spaces = spaces
@@ -83,10 +83,10 @@ class Swapper:
         self.out_bytes = self.in_bytes = 0
 
     def begin(self) -> torch.Tensor:
-        """A step begins.
+        """Begins a step.
 
         Returns:
-            Its ticket.
+            The ticket of the step.
 
         Raises:
             SwapError: if a tier has no room for another step.
@@ -101,12 +101,12 @@ class Swapper:
             raise
         number = next(self._numbers)
         self._steps[number] = _Step(places)
-        ticket = torch.tensor(number, device="cpu")  # whatever the default device is
+        ticket = torch.tensor(number, device="cpu")  # independent of the default device
         weakref.finalize(ticket, self._abandon, number)
         return ticket
 
     def out(self, ticket: torch.Tensor, tensor: torch.Tensor, storage: int) -> None:
-        """Starts moving a tensor out; its memory must not change until `out_done`."""
+        """Starts to swap out a tensor; its memory must not change until `out_done`."""
         step, slot = self._step(ticket), self._slots[storage]
         found = tensor.untyped_storage().nbytes()
         if found > slot.nbytes:
@@ -125,7 +125,7 @@ class Swapper:
         self.out_bytes += found
 
     def out_done(self, ticket: torch.Tensor, storage: int) -> None:
-        """Waits until a tensor is out, and lets go of it."""
+        """Waits until a tensor is swapped out, and drops the reference to it."""
         step = self._step(ticket)
         leaving = step.leaving.pop(storage, None)
         if leaving is not None:
@@ -133,7 +133,7 @@ class Swapper:
             step.transfers.remove(leaving[0])
 
     def start_in(self, ticket: torch.Tensor, storage: int, device: torch.device) -> torch.Tensor:
-        """Starts bringing a tensor back.
+        """Starts to swap in a tensor.
 
         Returns:
             The tensor, which must not be read before `in_done`.
@@ -149,10 +149,10 @@ class Swapper:
         return tensor
 
     def in_done(self, ticket: torch.Tensor, tensor: torch.Tensor, storage: int) -> torch.Tensor:
-        """Waits until a tensor is back.
+        """Waits until a tensor is swapped in.
 
         Returns:
-            That tensor.
+            The same tensor.
         """
         step = self._step(ticket)
         coming = step.coming.pop(storage, None)
@@ -162,7 +162,7 @@ class Swapper:
         return tensor
 
     def slices(self, ticket: torch.Tensor, storage: int, layout: SliceLayout) -> MovingSlices:
-        """Begins to read or to write a tensor that lives on a tier, slice by slice.
+        """Begins to read or to write a tier-resident tensor, slice by slice.
 
         Raises:
             SwapError: if its slices are larger than planned.
@@ -179,7 +179,7 @@ class Swapper:
         self.in_bytes += in_bytes
 
     def end(self, ticket: torch.Tensor) -> None:
-        """The step is over; its place on the tiers is free, unless the graph is kept for another backward pass."""
+        """Ends the step and frees its place on the tiers, unless the graph is retained for another backward pass."""
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             self._abandon(int(ticket))
             self._give_back()
@@ -204,7 +204,7 @@ class Swapper:
             self._abandoned.append(step)
 
     def _give_back(self) -> None:
-        """Frees the places of steps that are over and of which no transfer is in flight."""
+        """Frees the places of finished steps that have no transfer in flight."""
         for _ in range(len(self._abandoned)):
             step = self._abandoned.popleft()
             if all(transfer.done() for transfer in step.transfers):

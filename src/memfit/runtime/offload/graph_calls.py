@@ -1,9 +1,9 @@
 """Emits the calls of a `Swapper` into a graph that is being lowered (`memfit.runtime.emitter`).
 
-What stands for a step in flight is its ticket: the first call makes it, in the forward or the backward graph, and all
-others take it. Most of these calls return nothing, and FX drops what nobody reads unless its function is in a set of
-those to keep; `forget_side_effects` takes them out of that set when the graph is compiled, since it would keep the
-tiers open.
+A ticket represents a step in flight: the first call makes the ticket, in the forward or the backward graph, and all
+other calls take it. Most of these calls return nothing, and FX drops a call whose result nobody reads unless the called
+function is in a global set of functions to keep. `forget_side_effects` removes the functions from that set when the
+graph is compiled, since the set would keep the tiers open.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SwapCalls:
     """Emits the moves of one graph.
 
     Attributes:
-        ticket: of the step, once there is one.
+        ticket: the ticket of the step, once there is one.
     """
 
     def __init__(self, graph: fx.Graph, swapper: Swapper, ticket: fx.Node | None = None) -> None:
@@ -40,27 +40,27 @@ class SwapCalls:
         self._swapper = swapper
 
     def out(self, storage: int, tensor: fx.Node) -> None:
-        """Emits that a tensor starts on its way out."""
+        """Emits the start of swapping out a storage."""
         self._call(self._swapper.out, self._begun(tensor), tensor, storage)
 
     def gone(self, storage: int) -> None:
-        """Emits that it is waited for to be out."""
+        """Emits the wait until a storage is swapped out."""
         self._call(self._swapper.out_done, self.ticket, storage)
 
     def start_in(self, storage: int, base: fx.Node) -> fx.Node:
-        """Emits that it starts on its way back."""
+        """Emits the start of swapping in a storage."""
         made = self._call(self._swapper.start_in, self.ticket, storage, base.meta["val"].device)
         made.meta = dict(base.meta)
         return made
 
     def wait_in(self, storage: int, started: fx.Node) -> fx.Node:
-        """Emits that it is waited for to be back."""
+        """Emits the wait until a storage is swapped in."""
         made = self._call(self._swapper.in_done, self.ticket, started, storage)
         made.meta = dict(started.meta)
         return made
 
     def slices(self, storage: int, base: fx.Node, cut: BySlices) -> fx.Node:
-        """Emits what moves the slices of a storage that lives on a tier."""
+        """Emits the call that moves the slices of a tier-resident storage."""
         layout, swapper = _layout(base.meta["val"], cut), self._swapper
 
         def slices(ticket: torch.Tensor) -> MovingSlices:
@@ -69,12 +69,12 @@ class SwapCalls:
         return self._call(slices, self._begun(base))
 
     def end(self) -> None:
-        """Emits that nothing comes back any more, if anything has moved."""
+        """Emits the end of all swaps of the step, if there were any."""
         if self.ticket is not None:
             self._call(self._swapper.end, self.ticket)
 
     def _begun(self, like: fx.Node) -> fx.Node:
-        """The ticket, made if there is none; its value is as fake as that of another node."""
+        """The ticket, made if there is none; its value is a fake tensor if that of `like` is one."""
         if self.ticket is None:
             mode = detect_fake_mode(like.meta["val"])
             with unset_fake_temporarily():
@@ -84,7 +84,7 @@ class SwapCalls:
         return self.ticket
 
     def _call(self, method: Callable[..., object], *args: Any) -> fx.Node:
-        """A call of a bound method; FX wants functions."""
+        """Emits a call of a bound method, wrapped in a function, since FX needs functions."""
 
         def swap(*operands: Any) -> object:
             return method(*operands)
@@ -95,13 +95,13 @@ class SwapCalls:
 
 
 def keep_unread(target: Callable[..., object]) -> None:
-    """Has FX keep calls of a function that nobody reads, until `forget_side_effects`."""
+    """Makes FX keep calls of a function whose results nobody reads, until `forget_side_effects`."""
     target.__name__ = f"{_PREFIX}{target.__name__}"
     fx.node.has_side_effect(target)
 
 
 def forget_side_effects(graph: fx.Graph) -> None:
-    """Takes a compiled graph's calls out of FX's global set of functions to keep."""
+    """Removes the functions of a compiled graph from FX's global set of functions to keep."""
     for node in graph.nodes:
         if getattr(node.target, "__name__", "").startswith(_PREFIX):
             fx.node._side_effectful_functions.discard(node.target)

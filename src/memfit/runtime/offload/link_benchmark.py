@@ -1,10 +1,11 @@
 """Cost of moving bytes to a tier and back on this machine.
 
-Each direction is measured alone and beside compute, with the transfers that plans use. Beside compute two numbers come
-out: the rate of the link then, and how much longer compute takes for each byte, because the threads that copy and the
-kernels share cores or memory. What the disk gives comes from the disk: transfers bypass the page cache where they can.
+Each direction is measured alone and in parallel with compute, with the transfers that plans use. The measurement in
+parallel with compute gives two numbers: the rate of the link, and the additional compute time for each byte, because
+the copying threads and the kernels share cores or memory. The rates of the disk are those of the disk itself: transfers
+bypass the page cache where they can.
 
-Numbers are kept per machine in a private file, since measuring takes some seconds.
+The results are stored per machine in a private file, since measuring takes some seconds.
 
 Known limits: compute is a mixture of matrix products and passes over memory, not the user's step.
 """
@@ -37,7 +38,7 @@ log = logging.getLogger(__name__)
 _VERSION = 1
 _TRANSFER_BYTES = 32 << 20
 _SECONDS = 0.3
-"""How long each of the measurements takes at least."""
+"""Minimum duration of each measurement, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +46,11 @@ class LinkSpeed:
     """One direction of a link.
 
     Attributes:
-        alone_bytes_per_second: with nothing else going on.
-        bytes_per_second: beside compute.
-        pageable_bytes_per_second: alone, with memory of the host that is not pinned; 0 where that means nothing.
-        latency_seconds: of a small transfer.
-        compute_seconds_per_byte: what compute takes longer.
+        alone_bytes_per_second: rate of the link alone.
+        bytes_per_second: rate in parallel with compute.
+        pageable_bytes_per_second: rate alone, with host memory that is not pinned; 0 where pinning does not apply.
+        latency_seconds: duration of a small transfer.
+        compute_seconds_per_byte: additional compute time for each byte.
     """
 
     alone_bytes_per_second: float
@@ -60,7 +61,7 @@ class LinkSpeed:
 
     @property
     def link(self) -> Link:
-        """Link that planners calculate with: its rate beside compute, its latency, and how it slows compute."""
+        """Link that planners use: its rate in parallel with compute, its latency, and its slowdown of compute."""
         return Link(
             bytes_per_second=self.bytes_per_second,
             latency_seconds=self.latency_seconds,
@@ -70,13 +71,13 @@ class LinkSpeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """A tier as measured.
+    """The measured links of a tier.
 
     Attributes:
-        tier: which one.
-        device: of the tensors, and where the tier is.
-        out: to the tier.
-        into: back.
+        tier: the tier.
+        device: device of the tensors.
+        out: link to the tier.
+        into: link from the tier.
     """
 
     tier: Tier
@@ -85,7 +86,7 @@ class Calibration:
     into: LinkSpeed
 
     def links(self, limit_bytes: int | None = None) -> TierLinks:
-        """Links of the tier in both directions, with its limit, that planners calculate with."""
+        """Links of the tier in both directions, with its limit, as planners use them."""
         buffer_bytes = BUFFER_BYTES if self.tier is Tier.DISK and self.device.startswith("cpu") else 0
         return TierLinks(
             tier=self.tier, out=self.out.link, into=self.into.link, limit_bytes=limit_bytes, buffer_bytes=buffer_bytes
@@ -108,14 +109,14 @@ def calibrated(tier: Tier, device: torch.device) -> Calibration:
 
 
 def calibrate(tier: Tier, device: torch.device) -> Calibration:
-    """Measures a tier anew and keeps the result for this machine.
+    """Measures a tier anew and stores the result for this machine.
 
     Args:
-        tier: which one.
+        tier: the tier.
         device: of the tensors.
 
     Returns:
-        What was measured.
+        The measured calibration.
 
     Raises:
         SwapError: if the tier cannot be used.
@@ -158,7 +159,7 @@ def _speed(
     device: torch.device,
     pageable: Callable[..., None],
 ) -> LinkSpeed:
-    """One direction."""
+    """Measures one direction."""
 
     def transfer(what: torch.Tensor) -> None:
         move(what, place).wait()
@@ -184,7 +185,7 @@ def _speed(
 
 
 def _beside_compute(start: Callable[[], Transfer], device: torch.device) -> Iterator[tuple[float, float]]:
-    """Rates beside compute and what a byte takes from it, several times: without, with, without transfers in turns."""
+    """Rates in parallel with compute, and compute time lost per byte; compute runs without, with, without transfers."""
     compute = _Compute(device)
     compute.run(3)
     count = max(4, int(_SECONDS / max(1e-6, _seconds(lambda: compute.run(1)))))
@@ -211,7 +212,7 @@ class _Compute:
     def __init__(self, device: torch.device) -> None:
         size = 512 if device.type == "cpu" else 2048
         self.device = device
-        own = torch.Generator(device).manual_seed(0)  # the user's random numbers stay as they are
+        own = torch.Generator(device).manual_seed(0)  # the user's random state stays unchanged
         self.left = torch.randn(size, size, device=device, generator=own)
         self.long = torch.randn(size * size * 8, device=device, generator=own)
 
@@ -233,7 +234,7 @@ def _pageable_in(tensor: torch.Tensor) -> None:
 
 
 def _rate(run: Callable[[], None], tensor: torch.Tensor) -> float:
-    """Bytes a second, the median of several."""
+    """Bytes per second, the median of several runs."""
     seconds: list[float] = []
     while sum(seconds) < _SECONDS / 2 or len(seconds) < 3:
         seconds.append(_seconds(run))
@@ -252,7 +253,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _file(tier: Tier, device: torch.device) -> Path:
-    """Where the numbers of a tier are kept; a disk is known by its file system."""
+    """Path of the stored numbers of a tier; a disk is identified by its file system."""
     where = swap_directory().stat().st_dev if tier is Tier.DISK else ""
     digest = hashlib.sha256(f"{machine_name(device)} {tier} {where}".encode()).hexdigest()[:16]
     return cache_directory() / f"link-{digest}.json"

@@ -1,11 +1,11 @@
 """Pinned memory of the host as a tier of a CUDA device.
 
-Copies out and in run on streams of their own. Out waits for compute to have made a tensor; compute waits for it before
-the tensor's memory is given up, so the allocator may hand that memory to what compute does next. In waits for compute
-to be done with the memory it writes, and compute waits for it before it reads. All of that happens on the device; the
-host never waits.
+Copies out and copies in run on streams of their own. A copy out waits until compute has made the tensor; compute waits
+for the copy before the tensor's memory is freed, so the allocator may give that memory to later ops. A copy in waits
+until compute no longer uses the memory that the copy writes, and compute waits for the copy before it reads the tensor.
+All waits happen on the device; the host never waits.
 
-The pool is pinned once, at its exact size: torch's own pinned allocator would round it up to a power of two.
+The pool is pinned once, at its exact size: torch's own pinned allocator would round the size up to a power of two.
 
 Known limits: one device.
 """
@@ -39,7 +39,7 @@ class _HostTransfer:
         return bool(self.event.query())
 
     def let_go(self) -> None:
-        self.wait()  # on the device, which then does not reuse the memory before
+        self.wait()  # on the device, which reuses the memory only after that
 
 
 class HostSpace:
@@ -49,9 +49,9 @@ class HostSpace:
         """Pins memory for one step.
 
         Args:
-            nbytes: for one step.
+            nbytes: bytes for one step.
             device: of the tensors.
-            limit_bytes: for all steps that are in flight together.
+            limit_bytes: limit for all steps in flight together.
 
         Raises:
             SwapError: if the memory cannot be pinned.
@@ -69,7 +69,7 @@ class HostSpace:
         return self._places.reserved_bytes
 
     def reserve(self, nbytes: int) -> int:
-        """See `SwapSpace`; counts through all pools."""
+        """See `SwapSpace`; offsets count through all pools."""
         return self._places.reserve(nbytes)
 
     def release(self, offset: int, nbytes: int) -> None:

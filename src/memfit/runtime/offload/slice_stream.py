@@ -1,8 +1,8 @@
-"""Moves a tensor slice by slice: it lives on a tier, and memory holds the slices that are on their way.
+"""Moves a tier-resident tensor slice by slice; memory holds only the slices that are in flight.
 
-Fused ops ask for one slice after the other (`memfit.ops.batching.slices.SliceStream`). While compute reads
-one, the next is on its way back; one that leaves goes on its way beside compute, which waits for it before it fills
-the next one.
+Fused ops ask for one slice after the other (`memfit.ops.batching.slices.SliceStream`). While compute reads one slice,
+the next slice is swapped in. A written slice is swapped out in parallel with compute, and compute waits for it before
+it fills the next slice.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ __all__ = ["MovingSlices", "SliceLayout"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SliceLayout:
-    """How the slices of a tensor lie in memory: each dense, its axes in the order in which the tensor has them.
+    """Memory layout of the slices of a tensor: each slice is dense, with its axes in the same order as in the tensor.
 
     Attributes:
         shape: of the tensor.
         stride: of the tensor.
         dtype: of the tensor.
         device: where its slices are read and written.
-        axis: along which it has samples.
-        batch: samples in all.
-        samples: in one slice; the last slice may have fewer.
+        axis: axis of the samples.
+        batch: number of samples in the tensor.
+        samples: number of samples in one slice; the last slice may have fewer.
     """
 
     shape: tuple[int, ...]
@@ -61,7 +61,7 @@ class SliceLayout:
         return torch.empty_strided(shape, stride, dtype=self.dtype, device=self.device)
 
     def _shape(self, samples: int) -> list[int]:
-        """Of a slice of so many samples."""
+        """Shape of a slice with the given number of samples."""
         rows = self.shape[self.axis] // self.batch * samples
         return [*self.shape[: self.axis], rows, *self.shape[self.axis + 1 :]]
 
@@ -77,9 +77,9 @@ class MovingSlices:
         Args:
             layout: of the slices.
             space: of the tier.
-            offset: where the first slice lies there.
-            transfers: told of each transfer that is not waited for yet.
-            moved: told of the bytes that leave and that come back.
+            offset: offset of the first slice in the space.
+            transfers: list that holds each transfer until it was waited for.
+            moved: called with the bytes that are swapped out or in.
         """
         self._layout = layout
         self._space = space
@@ -91,7 +91,7 @@ class MovingSlices:
         self._leaving: tuple[Transfer, torch.Tensor] | None = None
 
     def take(self, number: int) -> torch.Tensor:
-        """A slice, brought back; the one after it starts on its way."""
+        """Returns a slice that is swapped in, and starts to swap in the next slice."""
         self._start_in(number)
         transfer, tensor = self._coming.pop(number)
         self._wait(transfer)
@@ -100,14 +100,14 @@ class MovingSlices:
         return tensor
 
     def room(self, number: int) -> torch.Tensor:
-        """Memory for a slice, once the slice before it is away."""
+        """Returns memory for a slice, once the previous slice is swapped out."""
         self.close()
         tensor = self._layout.empty(number)
         self._filling = number, tensor
         return tensor
 
     def send(self) -> None:
-        """Starts moving away what `room` gave last."""
+        """Starts to swap out the slice that `room` returned last."""
         assert self._filling is not None
         number, tensor = self._filling
         self._filling = None
@@ -117,7 +117,7 @@ class MovingSlices:
         self._moved(out_bytes=tensor.untyped_storage().nbytes())
 
     def close(self) -> None:
-        """Waits until all of it is away."""
+        """Waits until the last slice is swapped out."""
         if self._leaving is not None:
             self._wait(self._leaving[0])
             self._leaving = None

@@ -1,4 +1,4 @@
-"""Which parts of a tier's space steps hold, and how much that may be."""
+"""Allocation of a tier's space to steps, within a limit."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ __all__ = ["Places"]
 
 
 class Places:
-    """The places of steps that are in flight; those of steps that are over are taken again.
+    """The places of steps in flight; places of finished steps are reused.
 
     Attributes:
-        reserved_bytes: what steps hold now.
+        reserved_bytes: bytes that steps hold now.
     """
 
     def __init__(self, tier: Tier, limit_bytes: int | None, extend: Callable[[int, int], int]) -> None:
         """Begins with no place.
 
         Args:
-            tier: named where it is full.
-            limit_bytes: for all steps together; None for no limit.
-            extend: given where the places so far end and a size, makes room for it and says where that begins.
+            tier: the tier, which the error names when it is full.
+            limit_bytes: limit for all steps together; None for no limit.
+            extend: takes the end of the present places and a size, makes room, and returns the offset of the room.
         """
         self.reserved_bytes = 0
         self._tier = tier
@@ -39,10 +39,10 @@ class Places:
         """Takes a place.
 
         Returns:
-            Where it begins.
+            The offset where the place begins.
 
         Raises:
-            SwapError: if that is above the limit, or there is no room.
+            SwapError: if the place exceeds the limit, or there is no room.
         """
         size = slot_bytes(nbytes)
         with self._lock:

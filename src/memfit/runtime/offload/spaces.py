@@ -16,11 +16,11 @@ __all__ = ["open_spaces"]
 
 
 def open_spaces(graph: StepGraph, program: Program, device: torch.device) -> dict[Tier, SwapSpace]:
-    """The tiers a program uses.
+    """Opens the tiers that a program uses.
 
     Args:
-        graph: the step; its tiers say what each may hold.
-        program: a program of it.
+        graph: the step, which states the limit of each tier.
+        program: a program of the step.
         device: where the step runs.
 
     Raises:

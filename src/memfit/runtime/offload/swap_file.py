@@ -1,11 +1,11 @@
-"""The swap file: private, given its full size before the step runs, and gone with the process however that ends.
+"""The swap file: private, allocated at full size before the step runs, and removed when the process ends in any way.
 
-The file loses its name as soon as it is open, so the system frees its blocks when the process ends, `kill -9` included.
-What a process leaves that dies between making the file and unnaming it is found by the next one: the file of a live
-process is locked.
+The file is unlinked as soon as it is open, so the system frees its blocks when the process ends, `kill -9` included. If
+a process dies between creating the file and unlinking it, the next process finds the file and removes it; the file of a
+live process is locked.
 
-Transfers bypass the page cache where the file system allows (`O_DIRECT`), since a cache of what left memory is memory
-again.
+Transfers bypass the page cache where the file system allows it (`O_DIRECT`), since a page cache of swapped tensors
+would use memory again.
 
 Known limits: Linux and other systems with `flock` and unnamed open files.
 """
@@ -33,13 +33,13 @@ log = logging.getLogger(__name__)
 
 
 def swap_directory() -> Path:
-    """Where swap files are made: `MEMFIT_SWAP_DIR`, else a directory of this user's own in `/var/tmp`.
+    """Directory of the swap files: `MEMFIT_SWAP_DIR`, else a directory of this user's own in `/var/tmp`.
 
     Raises:
-        SwapError: if it cannot be made, or is not this user's alone.
+        SwapError: if the directory cannot be made, or other users can access it.
     """
     chosen = os.environ.get("MEMFIT_SWAP_DIR")
-    # Temporary files may be in memory, those of /var/tmp outlive a restart and are not.
+    # The temporary directory may be in memory; files in /var/tmp outlive a restart and are not in memory.
     large = Path("/var/tmp")
     base = large if large.is_dir() and os.access(large, os.W_OK) else Path(tempfile.gettempdir())
     path = Path(chosen) if chosen else base / f"memfit-{os.getuid()}"
@@ -54,10 +54,10 @@ def swap_directory() -> Path:
 
 
 def remove_stale(directory: Path) -> list[Path]:
-    """Removes swap files of processes that are gone.
+    """Removes swap files of processes that have ended.
 
     Returns:
-        What was removed.
+        The removed files.
     """
     removed: list[Path] = []
     for path in directory.glob(f"*{_SUFFIX}"):
@@ -70,7 +70,7 @@ def remove_stale(directory: Path) -> list[Path]:
             path.unlink(missing_ok=True)
             removed.append(path)
         except OSError:
-            pass  # a live process is about to unname it
+            pass  # a live process is about to unlink it
         finally:
             os.close(descriptor)
     return removed
@@ -89,7 +89,7 @@ class SwapFile:
         """Makes the file.
 
         Args:
-            nbytes: how much space to take at once.
+            nbytes: bytes to allocate at once.
 
         Raises:
             SwapError: if the directory is not usable or there is no room.
@@ -107,11 +107,11 @@ class SwapFile:
             ) from error
         self._direct = -1
         try:
-            # Without locks (some network file systems) nobody else sees that the file is in use while it has a name.
+            # Without locks (some network file systems) other processes cannot see that a file with a name is in use.
             with contextlib.suppress(OSError):
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX)
             with contextlib.suppress(OSError):
-                # By its number: a name could be another file by now.
+                # Opened by its descriptor, since the name could belong to another file by now.
                 self._direct = os.open(f"/proc/self/fd/{self._descriptor}", os.O_RDWR | getattr(os, "O_DIRECT", 0))
         finally:
             path.unlink(missing_ok=True)
@@ -123,10 +123,10 @@ class SwapFile:
             raise
 
     def grow(self, nbytes: int) -> None:
-        """Takes more space.
+        """Allocates more space.
 
         Raises:
-            SwapError: if there is none.
+            SwapError: if there is no space.
         """
         if nbytes <= self.nbytes:
             return
@@ -140,20 +140,20 @@ class SwapFile:
         self.nbytes = nbytes
 
     def write(self, memory: memoryview, offset: int) -> None:
-        """Writes all of some memory.
+        """Writes all bytes of `memory`.
 
         Raises:
-            OSError: if the system does not.
+            OSError: if the system cannot write them.
         """
         while memory:
             done = self._transfer(os.pwrite, memory, offset)
             memory, offset = memory[done:], offset + done
 
     def read(self, memory: memoryview, offset: int) -> None:
-        """Fills all of some memory.
+        """Fills all bytes of `memory`.
 
         Raises:
-            OSError: if the system does not.
+            OSError: if the system cannot read them.
         """
         while memory:
             done = self._transfer(_pread, memory, offset)

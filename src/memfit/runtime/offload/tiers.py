@@ -1,6 +1,6 @@
-"""Which tiers a request means, each with its measured links and its limit.
+"""Tiers of a request, each with its measured links and its limit.
 
-`"host,disk"` is the host first and the disk for what is more; `"host:4GiB,disk:100GiB"` says how much each may hold.
+`"host,disk"` uses the host first and the disk for the remaining bytes; `"host:4GiB,disk:100GiB"` limits each tier.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def parse_tiers(tiers: str | None, device: torch.device) -> dict[Tier, int | Non
         device: where the step runs.
 
     Raises:
-        SpecError: if there is no such tier, or not for this device.
+        SpecError: if a tier does not exist, or not for this device.
     """
     text = ("host" if device.type == "cuda" else "none") if tiers is None else tiers
     found: dict[Tier, int | None] = {}
@@ -49,7 +49,7 @@ def parse_tiers(tiers: str | None, device: torch.device) -> dict[Tier, int | Non
 
 
 def tier_links(tiers: str | None, device: torch.device) -> tuple[TierLinks, ...]:
-    """The tiers of a request, measured if they are not known yet.
+    """The tiers of a request; measures a tier that was not measured before.
 
     Raises:
         SpecError: as `parse_tiers`.
