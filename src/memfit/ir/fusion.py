@@ -1,16 +1,16 @@
-"""Fused regions: ops that run a few samples of the batch at a time, so that what they pass on never exists whole.
+"""Fused regions: ops that run together, a few samples at a time, so that intermediate results never exist whole.
 
-A convolution, its normalisation and its activation that are recomputed one after the other make three tensors of which
-only the last is wanted. Run together, slice of the batch by slice (`Op.by_slices`), the others exist as slices
-only. With the lever `tile` this goes for first runs and for the backward pass too, where slices add up to the gradients
-of weights: the sums are made in another order, so they are equal to rounding. What comes in whole stays until the last
-slice is done; what goes out is there, whole, from the first on, and may take the memory of what came in, sample for
-sample, or of what nothing reads any more (`memfit.planner.finalize.buffer_reuse`); for the latter an op may run slice
-by slice alone, too.
+A convolution, its normalisation and its activation that are recomputed one after the other make three tensors, but only
+the last one is needed. If they run together, one slice of the batch after the other (`Op.by_slices`), the other two
+exist as slices only. With the lever `tile` first runs and the backward pass can be fused too. There slices add up to
+the gradients of weights: the sums are made in another order, so they are equal up to rounding. Operands that come in
+whole stay until the last slice is done. Results that go out whole are in memory from the first slice on, and may take
+the memory of an operand, sample for sample, or of a storage that nothing reads any more
+(`memfit.planner.finalize.buffer_reuse`). For this buffer reuse a single op may also run slice by slice.
 
-`runs_by_slices` finds what may run so, `fusions` where that lowers the memory; where it is only quicker is the
-planner's choice (`memfit.planner.finalize.variant_selection`). Idea: operator fusion and depth-first tiling of
-compilers, along the batch, where no bit changes.
+`runs_by_slices` finds the ops that may be fused, and `fusions` finds where fusing them lowers the memory; where fusing
+is only quicker, the planner chooses (`memfit.planner.finalize.variant_selection`). Idea: operator fusion and
+depth-first tiling of compilers, along the batch, where no bit changes.
 
 Known limits: the first run of a batch normalisation takes statistics of all samples, so it runs alone.
 """
@@ -40,7 +40,7 @@ __all__ = [
 
 
 _MOST_CUTS = 6
-"""A fused region ends at most so many cuts after its start, unless it is the whole run."""
+"""A fused region ends at most this many cuts after its start, unless it is the whole run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +60,12 @@ class Fusion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Consecutive ops that could run slice by slice, with what dies after each.
+    """Consecutive ops that could run slice by slice, with the storages that die after each.
 
     Attributes:
         start: position of the first in an order.
         ops: as they run.
-        dying: storages whose copy is last read by each, sums that nobody reads among them.
+        dying: for each op the storages whose copy it uses last, including sums that nobody reads.
     """
 
     start: int
@@ -77,12 +77,12 @@ class Run:
         return Run(start=self.start + first, ops=self.ops[first:stop], dying=self.dying[first:stop])
 
     def dying_as_one(self) -> list[list[int]]:
-        """Like `dying`, where the ops are fused: a sum is whole until all are done, also one that nobody reads."""
+        """Like `dying`, but for fused ops: a sum stays whole until all ops are done, even if nobody reads it."""
         return [[s for s in dead if s not in _sums(op)] for op, dead in zip(self.ops, self.dying, strict=True)]
 
 
 def overwritten(op: Op, dead: Sequence[int]) -> int | None:
-    """Which of the storages that die at an op it writes over where it runs alone."""
+    """The storage that an op writes over where it runs alone, among those that die at the op; None if there is none."""
     choices = op.in_place_over if op.in_place_over and op.writes[0] not in dead else ()
     return next((s for s in choices if s in dead), None)
 
@@ -90,7 +90,7 @@ def overwritten(op: Op, dead: Sequence[int]) -> int | None:
 def runs_by_slices(
     graph: StepGraph, ops: Sequence[Op], again: Sequence[bool], dying: Sequence[Sequence[int]]
 ) -> list[Run]:
-    """The longest runs of an order of which every part could be fused.
+    """The longest runs of ops in an order such that every part of a run could be fused.
 
     Args:
         graph: the step.
@@ -105,7 +105,7 @@ def runs_by_slices(
     able = [_can_run_by_slices(op, ran) for op, ran in zip(ops, again, strict=True)]
 
     def taken(position: int, read: set[int]) -> AbstractSet[int]:
-        return read | held if again[position] else read  # what the caller holds is written once
+        return read | held if again[position] else read  # storages that the caller holds are written once
 
     found: list[Run] = []
     start = 0
@@ -138,9 +138,9 @@ def _narrowest(
     start: int,
     stop: int,
 ) -> int:
-    """Where to end a run from `start` that has to end at `stop` or before: where the least is passed on.
+    """The end of a run from `start` that has to end at `stop` or before: where the fewest bytes are passed on.
 
-    That is what was recomputed, and what dies until then; other results of first runs stay whole anyway.
+    Only recomputed storages and storages that die until `stop` count; other results of first runs stay whole anyway.
     """
     dies_soon = {s for position in range(start, stop + 1) for s in dying[position]}
     counted: set[int] = set()
@@ -164,18 +164,19 @@ def _can_run_by_slices(op: Op, again: bool) -> bool:
 
 
 def fusions(graph: StepGraph, runs: Sequence[Run]) -> list[Fusion]:
-    """The parts of runs that take less memory fused."""
+    """The parts of runs that take less memory when they are fused."""
     return [fusion for run in runs for first, stop in linked(run) for fusion in _leanest(graph, run.part(first, stop))]
 
 
 def _leanest(graph: StepGraph, run: Run) -> list[Fusion]:
-    """The fused regions of a run with which it takes the least memory.
+    """The fused regions with which a run takes the least memory.
 
-    What came in stays until a part is done, so a run may be cut where something that came in is read last.
+    Operands from outside a fused part stay until the part is done, so a run may be cut where such an operand is read
+    last.
     """
     storages = graph.storages
     written: set[int] = set()
-    cuts, before = [0], [0]  # and what is there more at each place than before the run
+    cuts, before = [0], [0]  # and bytes in memory at each place, on top of those before the run
     for place, (op, dead) in enumerate(zip(run.ops, run.dying, strict=True)):
         written.update(op.writes)
         made = sum(storages[s].nbytes for s in op.writes)
@@ -183,7 +184,7 @@ def _leanest(graph: StepGraph, run: Run) -> list[Fusion]:
         if any(s not in written and storages[s].nbytes for s in dead) and place + 1 < len(run.ops):
             cuts.append(place + 1)
     cuts.append(len(run.ops))
-    # The least peak until each cut, and the fused regions until there.
+    # The least peak until each cut, and the fused regions until that cut.
     best: list[tuple[int, tuple[Fusion, ...]]] = [(0, ())]
     for number, stop in enumerate(cuts[1:], 1):
         choices: list[tuple[int, tuple[Fusion, ...]]] = []
@@ -200,7 +201,7 @@ def _leanest(graph: StepGraph, run: Run) -> list[Fusion]:
 
 
 def fuse(graph: StepGraph, run: Run) -> tuple[Fusion, int, float]:
-    """A fused run, the most memory it takes beside what was there, and its time."""
+    """A fused run, its peak on top of the memory before it, and its time."""
     over = _taken_over(graph, run)
     positions = range(run.start, run.start + len(run.ops))
     dying = {s for dead in run.dying_as_one() for s in dead}
@@ -229,7 +230,7 @@ def fused_seconds(ops: Sequence[Op], handed_on: Collection[int], over: Sequence[
 
 
 def bytes_beside(graph: StepGraph, ops: Sequence[Op], freed: Sequence[Sequence[int]]) -> list[int]:
-    """The slices there are in a fused run: while each op runs, and after each result that is freed then.
+    """Bytes of slices in a fused run, on top of whole results: while each op runs, and after each free that follows it.
 
     Args:
         graph: the step.
@@ -256,7 +257,7 @@ def bytes_beside(graph: StepGraph, ops: Sequence[Op], freed: Sequence[Sequence[i
 
 
 def linked(run: Run) -> list[tuple[int, int]]:
-    """Places of a run, cut where nothing is passed on but what is needed later anyway; of two ops and more."""
+    """Parts of a run, of two and more ops, cut where only storages needed after the run anyway are passed on."""
     born = {s: place for place, op in enumerate(run.ops) for s in op.writes}
     handed_on = [False] * len(run.ops)
     for place, dead in enumerate(run.dying_as_one()):
@@ -273,10 +274,10 @@ def _sums(op: Op) -> tuple[int, ...]:
 def _follows(
     ops: Sequence[Op], start: int, position: int, written: set[int], sums: set[int], taken: AbstractSet[int]
 ) -> bool:
-    """Whether the op at a position may run slice by slice with those from `start` on, which wrote `written` and `sums`.
+    """Whether the op at a position may be fused with the ops from `start` on, which wrote `written` and `sums`.
 
-    It must not write what they wrote, nor what is `taken`: what they read was there before and stays until they are
-    done. A sum is there when all are done, so none of them reads it.
+    It must not write storages that they wrote, nor storages in `taken`: those that they read existed before and stay
+    until they are done. A sum is complete when all ops are done, so none of them reads it.
     """
     op, slices = ops[position], ops[position].by_slices
     assert slices is not None
@@ -290,9 +291,9 @@ def _follows(
 
 
 def _taken_over(graph: StepGraph, run: Run) -> dict[int, int]:
-    """For results that stay, an operand of the run that dies in it, of the same size and read by samples only.
+    """For each result that stays, an operand of the same size that dies in the run and is read by samples only.
 
-    Not in tiles: the next one reads of it what this one would write over.
+    Not done for tiles: the next tile reads a part of the operand that this tile would write over.
     """
     if any(op.by_slices is not None and op.by_slices.grid for op in run.ops):
         return {}
@@ -318,7 +319,7 @@ def _taken_over(graph: StepGraph, run: Run) -> dict[int, int]:
 
 
 def _fused_bytes(graph: StepGraph, run: Run, over: Mapping[int, int]) -> int:
-    """The most memory of a fused run, beside what was there."""
+    """The peak of a fused run, on top of the memory before it."""
     storages = graph.storages
     dying = run.dying_as_one()
     inner = {s for dead in dying for s in dead}
@@ -328,7 +329,7 @@ def _fused_bytes(graph: StepGraph, run: Run, over: Mapping[int, int]) -> int:
 
 
 def _whole_bytes(graph: StepGraph, run: Run) -> int:
-    """The most memory of a run op by op, beside what was there."""
+    """The peak of a run op by op, on top of the memory before it."""
     storages = graph.storages
     live, most = 0, 0
     for op, dead in zip(run.ops, run.dying, strict=True):

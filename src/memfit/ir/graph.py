@@ -1,9 +1,9 @@
 """The step graph: one training step as frozen data, without torch.
 
-A step is forward, loss and backward. It is a list of **ops** in the order in which the unplanned step runs
-them, and a list of **storages** that the ops read and write. A storage is the memory of one or more aliasing
-tensors, so that views cost nothing and freeing is exact. Everything that plans, judges or explains works on
-this graph; only `memfit.capture` knows how it was obtained and only `memfit.runtime` how it is run.
+A step is forward, loss and backward. It is a list of **ops** in the order in which the unplanned step runs them, and a
+list of **storages** that the ops read and write. A storage is the memory of one or more aliasing tensors, so that views
+cost nothing and freeing is exact. All code that plans, judges or explains works on this graph; only `memfit.capture`
+knows how it was obtained and only `memfit.runtime` how it is run.
 
 Known limits: the order of the ops is the order of the capture (recomputed ops are inserted into it, nothing
 else is reordered), and a storage has one size from birth to death.
@@ -41,7 +41,7 @@ class StorageKind(StrEnum):
     """Who owns a storage, which decides when it may be freed."""
 
     STATIC = "static"
-    """Parameters, buffers, inputs, constants: there before the step, never freed by it, counted in
+    """Parameters, buffers, inputs, constants: they exist before the step, are never freed by it, and are counted in
     `StepGraph.static_bytes`."""
 
     FORWARD = "forward"
@@ -59,14 +59,14 @@ class StorageKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """How a storage that lives on a tier moves, slice by slice; see `memfit.ir.streaming`.
+    """How a tier-resident storage moves, slice by slice; see `memfit.ir.streaming`.
 
     Attributes:
-        nbytes: its size there.
-        out_seconds: what the link is busy with all of it on the way out.
-        into_seconds: and on the way back.
-        out_compute_seconds: what that takes from compute.
-        into_compute_seconds: and what the way back does.
+        nbytes: its size on the tier.
+        out_seconds: time for which the link is busy with the whole storage on the way out.
+        into_seconds: the same on the way back.
+        out_compute_seconds: time that the way out takes from compute.
+        into_compute_seconds: time that the way back takes from compute.
     """
 
     nbytes: int
@@ -85,9 +85,9 @@ class Storage:
         nbytes: its size.
         kind: who owns it.
         plain_nbytes: its size in the step without memfit where that differs, else 0.
-        reusable: whether slices may be put together in its memory once nothing reads it any more.
-        stream: how it moves if it lives on a tier, where it takes none of the memory; only `memfit.ir.streaming` sets
-            it, and it is not written down.
+        reusable: whether a result may be put together from slices in its memory once nothing reads it any more.
+        stream: how it moves if it is tier-resident, and so takes no memory; only `memfit.ir.streaming` sets this, and
+            it is not written to files.
     """
 
     name: str
@@ -99,18 +99,18 @@ class Storage:
 
     @property
     def whole_bytes(self) -> int:
-        """Its size, wherever it lives."""
+        """Its size, in memory or on a tier."""
         return self.nbytes if self.stream is None else self.stream.nbytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """How an op can run, with the same bits: whole, or in so many chunks one after the other.
+    """One way in which an op can run, with the same bits: whole, or in chunks one after the other.
 
     Attributes:
         chunks: 1 for whole.
         seconds: profiled time of one run.
-        workspace_bytes: memory taken beyond what is read and written.
+        workspace_bytes: memory taken beyond operands and results.
     """
 
     chunks: int
@@ -124,29 +124,30 @@ class Op:
 
     Attributes:
         name: unique within the graph.
-        target: what is called, such as `aten.convolution.default`.
+        target: name of the called function, such as `aten.convolution.default`.
         module: qualified name of the module that called it, `""` where unknown.
         phase: forward, loss or backward.
-        subgraph: which captured graph it belongs to; graph breaks separate subgraphs.
+        subgraph: number of the captured graph it belongs to; graph breaks separate subgraphs.
         reads: storages read, without repetition.
         writes: storages created.
-        in_place_over: read storages whose memory the first written one may take over, where that read is
-            their last, the preferred one first; all have the same size.
-        seconds: profiled time of one run, in the variant it is meant to run in, its results in memory of their own.
-        in_place_seconds: profiled time of a run over one of those storages, if that differs.
-        workspace_bytes: memory the kernel takes beyond what it reads and writes, in that variant.
-        chunks: of that variant; 1 for whole.
-        variants: every variant, that one included; empty if whole is the only one.
+        in_place_over: operands whose memory the first result may take over, where the op is their last reader, the
+            preferred one first; all have the same size.
+        seconds: profiled time of one run, in the variant chosen for it, with results in memory of their own.
+        in_place_seconds: profiled time of a run over one of the storages in `in_place_over`, if that differs.
+        workspace_bytes: memory the kernel takes beyond operands and results, in the chosen variant.
+        chunks: number of chunks of the chosen variant; 1 for whole.
+        variants: every variant, the chosen one included; empty if whole is the only one.
         random_state_bytes: bytes of generator state to save for recomputing it; 0 if not random.
-        recomputable: whether running it again gives the same bits and no side effect.
+        recomputable: whether recomputing it gives the same bits and has no side effect.
         plain_in_place: whether it writes over an operand in the step without memfit.
-        plain_reads: what it reads in the step without memfit, if that differs: a tensor whose shape alone it needs,
-            say.
-        plain_variant: what it costs there, if that differs otherwise than by running whole.
-        recompute_as: what runs in its place after the first time, if that is another call: it writes some of `writes`
-            and may read others of them, which then last from the first run on.
+        plain_reads: storages that it reads in the step without memfit, if they differ: for example, a tensor of which
+            it needs only the shape.
+        plain_variant: its cost in the step without memfit, if that differs in more than running whole.
+        recompute_as: the op that runs in its place after the first run, if that is another call: it writes some of
+            `writes` and may read others of them, which then live on from the first run.
         by_slices: how it runs a few samples at a time, if it can.
-        half_of: name of a call that makes at once what it and the op of the same name make, `""` if there is none.
+        half_of: name of a call that makes the results of this op and of the other op with the same `half_of` at once,
+            `""` if there is none.
         estimated_seconds: the time of a recomputation as planners estimate it, where a planner has set it.
     """
 
@@ -175,17 +176,17 @@ class Op:
 
     @property
     def is_hook(self) -> bool:
-        """Whether the module's own hooks run it, between subgraphs; then a program only says its memory and place."""
+        """Whether the module's own hooks run it, between subgraphs; then a program states only its memory and place."""
         return self.target.startswith("hook.")
 
     @property
     def later(self) -> Op:
-        """The op as it runs after the first time."""
+        """The op as it runs when it is recomputed."""
         return self.recompute_as or self
 
     @property
     def plain(self) -> Variant:
-        """How it runs in the step without memfit."""
+        """The variant in which it runs in the step without memfit."""
         if self.plain_variant is not None:
             return self.plain_variant
         whole = self.variant(1) if self.variants else self.variant(self.chunks)
@@ -195,42 +196,42 @@ class Op:
 
     @property
     def least_seconds(self) -> float:
-        """Time of one run, the quickest variant, its results in memory of their own."""
+        """Time of one run in the quickest variant, with results in memory of their own."""
         return min((variant.seconds for variant in self.variants), default=self.seconds)
 
     @property
     def least_seconds_in_place(self) -> float:
-        """Time of one run, the quickest variant of all."""
+        """Time of one run in the quickest variant, in place or not."""
         return self.least_seconds if self.in_place_seconds is None else min(self.least_seconds, self.in_place_seconds)
 
     @property
     def recompute_seconds(self) -> float:
-        """Seconds that a planner assumes for one run after the first."""
+        """Seconds that a planner assumes for one recomputation."""
         return self.later.seconds if self.estimated_seconds is None else self.estimated_seconds
 
     def run_seconds(self, chunks: int, *, in_place: bool) -> float:
-        """Time of one run in so many chunks, over an operand or not.
+        """Time of one run in a number of chunks, over an operand or not.
 
         Raises:
-            KeyError: if it does not run in so many chunks.
+            KeyError: if it does not run in that number of chunks.
         """
         if in_place and self.in_place_seconds is not None:
             return self.in_place_seconds
         return self.seconds if chunks == self.chunks else self.variant(chunks).seconds
 
     def run_workspace_bytes(self, chunks: int) -> int:
-        """Workspace of one run in so many chunks.
+        """Workspace of one run in a number of chunks.
 
         Raises:
-            KeyError: if it does not run in so many chunks.
+            KeyError: if it does not run in that number of chunks.
         """
         return self.workspace_bytes if chunks == self.chunks else self.variant(chunks).workspace_bytes
 
     def variant(self, chunks: int) -> Variant:
-        """Time and workspace of a run in so many chunks.
+        """Time and workspace of a run in a number of chunks.
 
         Raises:
-            KeyError: if it cannot.
+            KeyError: if it does not run in that number of chunks.
         """
         if chunks == self.chunks:
             return Variant(chunks=chunks, seconds=self.seconds, workspace_bytes=self.workspace_bytes)
@@ -246,14 +247,14 @@ class StepGraph:
 
     Attributes:
         ops: forward ops, then exactly one loss op, then backward ops.
-        storages: what `Op.reads` and `Op.writes` index.
+        storages: the storages that `Op.reads` and `Op.writes` index.
         outputs: storages the forward pass hands to the caller; the caller is assumed to hold them until the
             step ends.
         static_bytes: parameters, buffers, inputs, optimizer state and gradients that exist before the step.
         after_step_bytes: transient memory of `optimizer.step()` on top of static bytes and gradients.
         after_step_seconds: time of `optimizer.step()`.
-        label: what was captured, for people.
-        tiers: where storages may be swapped to, the first choice first; none if empty.
+        label: name of the captured step, for people.
+        tiers: the tiers to which storages may be swapped, the first choice first; empty if there is none.
     """
 
     ops: tuple[Op, ...]
@@ -276,13 +277,13 @@ class StepGraph:
         return any(op.by_slices is not None and op.by_slices.first for op in self.ops)
 
     def read_whole_backward(self) -> frozenset[int]:
-        """Storages that the backward pass cannot take slice by slice."""
+        """Storages that the backward pass cannot read slice by slice."""
         backward = [op for op in self.ops if op.phase is Phase.BACKWARD]
         return frozenset(s for op in backward for s in op.reads if s not in _read_in_slices(op))
 
     @property
     def seconds(self) -> float:
-        """Least time with nothing recomputed: each op once, its quickest variant, over operands that die there."""
+        """Least time with nothing recomputed: each op once, in its quickest variant, over operands that die at it."""
         return sum(self.first_seconds()) + self.after_step_seconds
 
     def first_seconds(self) -> list[float]:
@@ -309,15 +310,15 @@ class StepGraph:
         return sum(s.nbytes for s in self.storages if s.kind is StorageKind.GRADIENT)
 
     def buffer_bytes(self, used: Collection[Tier]) -> int:
-        """Memory of the device that moving to and from some tiers takes while a step is in flight."""
+        """Device memory that transfers to and from the used tiers take while a step is in flight."""
         return sum(links.buffer_bytes for links in self.tiers if links.tier in used)
 
     def without_memfit(self) -> StepGraph:
-        """The step as eager autograd runs it: ops whole, not in place, with all they read and its sizes there."""
+        """The step as eager autograd runs it: ops whole, not in place, with its operands and sizes."""
         return replace(self, ops=tuple(map(_plain_op, self.ops)), storages=tuple(map(_plain_storage, self.storages)))
 
     def producers(self) -> list[int]:
-        """For each storage the op that writes it, -1 for static ones."""
+        """For each storage the op that writes it, -1 for static storages."""
         producer = [-1] * len(self.storages)
         for index, op in enumerate(self.ops):
             for storage in op.writes:
@@ -333,7 +334,7 @@ class StepGraph:
         return last
 
     def is_free(self, storage: int) -> bool:
-        """Whether the storage is none of the step's memory (static storages are counted once, up front)."""
+        """Whether the storage takes no memory of the step's own (static storages are counted once, up front)."""
         return self.storages[storage].kind is StorageKind.STATIC
 
     def lasting(self) -> frozenset[int]:

@@ -1,12 +1,13 @@
-"""How much of what it makes an op has at once in a run that goes tile by tile.
+"""How much of its result an op makes at once in a run that goes tile by tile.
 
-A convolution reads more than it makes, so of fused ops the earlier ones make more than their tile: the halo
-that the later ones read beyond theirs. Neighbouring tiles make it twice. Walked back through the run, each op adds its
-own reach (`memfit.ir.slicing.Reach`). What stays after the run, and what is added up, is made for each tile once.
+A convolution reads more than it makes, so in a fused region the earlier ops make more than their tile: they also make
+the halo that later ops read beyond their own tile. Neighbouring tiles both make the halo between them. The run is
+walked backwards, and each op adds its own reach (`memfit.ir.slicing.Reach`). Results that stay after the run, and sums,
+are made once for each tile.
 
 Receptive-field arithmetic, as in fused-layer accelerators (Alwani et al., MICRO 2016) and SFT (Xu et al., CC 2022).
 
-Known limits: tiles are taken to be equally large, so a slice may have a row or two less.
+Known limits: tiles are assumed to be equally large, so a slice may have a row or two less.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class Spread:
     """Amount that an op makes in a fused region, at once and in all, relative to its whole result.
 
     Attributes:
-        share: the most it makes of samples at once; 1.0 if they are not cut in space.
-        work: what it makes in all, over what there is: what is made twice counts twice.
+        share: the largest part of its samples that it makes at once; 1.0 if samples are not cut in space.
+        work: all that it makes, relative to its result: parts that are made twice count twice.
     """
 
     share: float = 1.0
@@ -38,10 +39,10 @@ _WHOLE = Spread()
 
 
 def spreads(ops: Sequence[Op]) -> list[Spread]:
-    """For each op of a run what it does in it.
+    """For each op of a run the amount that it makes.
 
     Args:
-        ops: as they run; all cut alike.
+        ops: as they run; all are cut alike.
     """
     if ops[0].by_slices is None or not ops[0].by_slices.grid:
         return [_WHOLE] * len(ops)
@@ -54,19 +55,19 @@ def spreads(ops: Sequence[Op]) -> list[Spread]:
 
 @lru_cache(maxsize=1 << 14)
 def _spread(extent: int, tiles: int, above: float, below: float) -> Spread:
-    """Of tiles that reach so far beyond themselves, but not beyond the border."""
+    """The spread of tiles that reach `above` and `below` beyond themselves, but not beyond the border."""
     made = [
         min(extent, (tile + 1) * extent / tiles + below) - max(0.0, tile * extent / tiles - above)
         for tile in range(tiles)
     ]
-    # A tile is a row larger than another where they cannot be equal.
+    # Where tiles cannot be equal, some tiles are one row larger than others.
     most = min(extent, max(made) + (extent % tiles > 0))
     return Spread(share=most / extent, work=sum(made) / extent)
 
 
 def _along(ops: Sequence[Op], axis: int) -> list[Spread]:
-    """The same along one axis."""
-    wanted: dict[int, tuple[float, float]] = {}  # what later ops read before and after their tile, by storage
+    """The spreads of ops along one axis."""
+    wanted: dict[int, tuple[float, float]] = {}  # by storage, how far later ops read before and after their tile
     found: list[Spread] = []
     for op in reversed(ops):
         slices = op.by_slices

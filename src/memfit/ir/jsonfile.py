@@ -1,8 +1,8 @@
-"""JSON files: read as data that nobody vouches for, written whole and for their owner only.
+"""JSON files: read as untrusted data, written whole and for their owner only.
 
-A file that comes from elsewhere is parsed as JSON, never as code, and held against a schema before anyone
-looks into it. The schema is JSON Schema (draft 2020-12), so that what is documented is what is enforced; the
-validator below knows the part of it that memfit's files use and says where a file is wrong in words.
+A file from elsewhere is parsed as JSON, never as code, and validated against a schema before any code uses its content.
+The schema is JSON Schema (draft 2020-12), so that the documented form is also the enforced form. The validator below
+knows the part of JSON Schema that memfit's files use, and its messages say in words where a file is wrong.
 
 Known limits: of JSON Schema only `type`, `enum`, `minimum`, `maximum`, `maxLength`, `pattern`, `minItems`,
 `maxItems`, `prefixItems`, `items`, `properties`, `propertyNames`, `required`, `additionalProperties` and
@@ -41,14 +41,14 @@ def read_json(path: str | os.PathLike[str], *, schema: Mapping[str, Any]) -> Any
 
     Args:
         path: the file.
-        schema: what it must satisfy.
+        schema: the schema that it must satisfy.
 
     Returns:
         The document.
 
     Raises:
         OSError: if the file cannot be read.
-        PlanFileError: if it is too large, not JSON, or breaks the schema.
+        PlanFileError: if the file is too large, not JSON, or breaks the schema.
     """
     with Path(path).open("rb") as file:
         content = file.read(_LARGEST_FILE_BYTES + 1)
@@ -65,11 +65,11 @@ def read_json(path: str | os.PathLike[str], *, schema: Mapping[str, Any]) -> Any
 
 
 def write_json(path: str | os.PathLike[str], document: Mapping[str, Any]) -> None:
-    """Writes a JSON file, mode 0600, one line per entry, replacing what was there in one instant.
+    """Writes a JSON file, mode 0600, one line per entry; an existing file is replaced atomically.
 
     Args:
         path: the file.
-        document: what to write; finite numbers only.
+        document: the data to write; finite numbers only.
 
     Raises:
         OSError: if the file cannot be written.
@@ -91,11 +91,11 @@ def write_json(path: str | os.PathLike[str], document: Mapping[str, Any]) -> Non
 
 
 def validate(document: object, schema: Mapping[str, Any], where: str = "$") -> None:
-    """Holds a document against a schema.
+    """Validates a document against a schema.
 
     Args:
         document: parsed JSON.
-        schema: a schema of the part of JSON Schema that is known here.
+        schema: a schema that uses only the part of JSON Schema known here.
         where: path of the document, for the message.
 
     Raises:

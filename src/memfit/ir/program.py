@@ -1,11 +1,11 @@
 """The program: the exact order in which a step computes and frees.
 
-A planner decides an order of ops in which forward ops may appear again (recomputation); `program_of` turns
-it into instructions, freeing every storage right after its last read and overwriting an operand in place
-where it dies. That is also what the runtime executes, since generated code drops each value after its last
-use, so a program is not a wish but a description.
+A planner decides an order of ops in which forward ops may appear again (recomputation); `program_of` turns the order
+into instructions: it frees every storage right after its last read and overwrites an operand in place where the operand
+dies. The runtime executes exactly this, since generated code drops each value after its last use, so a program
+describes the real execution.
 
-Known limits: of one storage at most one copy is alive, the one written last.
+Known limits: at most one copy of a storage is alive, the one written last.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ class Action(StrEnum):
     COMPUTE = "compute"
     FREE = "free"
     SWAP_OUT = "swap out"
-    """A storage starts on its way to a tier. Its memory stays until it is freed or overwritten, which waits until it
-    has arrived. On the tier it stays until the step ends."""
+    """The transfer of a storage to a tier starts. Its memory stays until it is freed or overwritten, which waits until
+    the transfer is done. On the tier the storage stays until the step ends."""
 
     SWAP_IN = "swap in"
-    """Memory is taken for a storage, which starts on its way back; what reads it waits until it has arrived."""
+    """Memory is taken for a storage, and its transfer back starts; ops that read it wait until the transfer is done."""
 
     STREAM = "stream"
-    """A storage lives on a tier (`memfit.ir.streaming`); it is said before anything runs."""
+    """A storage is tier-resident (`memfit.ir.streaming`); this is said before any op runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
     """One step of a program: `index` is an op for `COMPUTE`, else a storage.
 
-    An op runs in `chunks`, and its first result takes the memory of storage `over` if there is one. What is `sliced`
-    runs slice by slice, and what is `fused` does so together with the next instruction (`memfit.ir.fusion`). A storage
-    is swapped out to a `tier`, or lives there.
+    An op runs in `chunks`, and its first result takes the memory of storage `over` if there is one. A `sliced` op runs
+    slice by slice, and a `fused` instruction belongs to the same fused region as the next instruction
+    (`memfit.ir.fusion`). A storage is swapped out to a `tier`, or lives there.
     """
 
     action: Action
@@ -79,7 +79,7 @@ class Program:
         return [i.index for i in self.instructions if i.action is Action.COMPUTE]
 
     def runs(self) -> Iterator[tuple[Instruction, ...]]:
-        """The instructions of each fused region, most of them alone."""
+        """The instructions of each fused region; an instruction that is not fused is a run of its own."""
         start = 0
         for position, instruction in enumerate(self.instructions):
             if not instruction.fused:
@@ -91,11 +91,11 @@ class Program:
         return {i.index: i.tier for i in self.instructions if i.action is Action.SWAP_OUT and i.tier is not None}
 
     def tier_resident(self) -> dict[int, Tier]:
-        """Storages that live on tiers."""
+        """Tier-resident storages, with their tiers."""
         return {i.index: i.tier for i in self.instructions if i.action is Action.STREAM and i.tier is not None}
 
     def tiers(self) -> list[Tier]:
-        """Where anything goes, in the order in which it first does."""
+        """The tiers that the program uses, in the order of their first use."""
         return list(dict.fromkeys(i.tier for i in self.instructions if i.tier is not None))
 
     def recomputed(self) -> list[int]:
@@ -110,7 +110,7 @@ class Program:
 
 
 def are_halves(graph: StepGraph, first: Instruction, second: Instruction) -> bool:
-    """Whether two instructions, side by side, run in one call: whole, in memory of their own (`planner.halves`)."""
+    """Whether two adjacent instructions run in one call: halves of it, both whole and not over another storage."""
     both = (first, second)
     if any(i.action is not Action.COMPUTE or i.chunks > 1 or i.sliced or i.over is not None for i in both):
         return False
@@ -130,14 +130,14 @@ def plain_order(graph: StepGraph) -> list[int]:
 def plain_program(graph: StepGraph) -> Program:
     """The unplanned step, as eager autograd runs it.
 
-    It differs from `program_of(plain_order)`: nothing is overwritten in place that the model did not
-    overwrite itself, every op runs whole, and nothing is freed before the last op that reads it without memfit.
+    It differs from `program_of(plain_order)`: no storage is overwritten in place that the model did not overwrite
+    itself, every op runs whole, and no storage is freed before the last op that reads it without memfit.
     """
     return program_of(graph.without_memfit(), plain_order(graph))
 
 
 def as_they_run(graph: StepGraph, order: Sequence[int]) -> list[Op]:
-    """The ops of an order, the recomputed ones as they are then (`Op.later`)."""
+    """The ops of an order in the form in which they run: recomputed ops as `Op.later`."""
     ran: set[int] = set()
     ops: list[Op] = []
     for index in order:
@@ -153,9 +153,9 @@ def are_recomputed(order: Sequence[int]) -> list[bool]:
 
 
 def in_their_subgraphs(graph: StepGraph, order: Sequence[int]) -> list[int]:
-    """An order in which ops are not recomputed before the backward pass reaches their subgraph, but as soon as it does.
+    """The order in which recomputations wait until the backward pass reaches their subgraph, and then run at once.
 
-    A subgraph runs its own ops only, so they cannot run earlier.
+    A subgraph runs only its own ops, so they cannot run earlier.
     """
     found: list[int] = []
     waiting: list[int] = []
@@ -178,8 +178,8 @@ def in_their_subgraphs(graph: StepGraph, order: Sequence[int]) -> list[int]:
 def program_of(graph: StepGraph, order: Sequence[int], *, in_place: bool = True, fuse: bool = True) -> Program:
     """Adds frees and in-place marks to an order of ops.
 
-    Every read uses the copy written last; a copy is freed right after its last read, or at once if nothing
-    reads it. What the caller holds (outputs, gradients) is never freed and never written twice.
+    Every read uses the copy written last; a copy is freed right after its last read, or at once if nothing reads it.
+    Storages that the caller holds (outputs, gradients) are never freed and never written twice.
 
     Args:
         graph: the step; each op runs in its `chunks`.
@@ -216,7 +216,7 @@ def assembled(
     Args:
         order: op indices.
         ops: as they run.
-        dying: storages that die after each (`dying_after`).
+        dying: storages that die after each op (`dying_after`).
         runs: the fused regions.
         alone: the instructions of the op at a position that runs by itself.
 
@@ -234,7 +234,7 @@ def assembled(
 
 
 def dying_after(graph: StepGraph, ops: Sequence[Op]) -> list[list[int]]:
-    """By position, the storages of which a copy is last needed there."""
+    """For each position the storages with a copy that is used there for the last time."""
     held = graph.held_to_the_end()
     written_at: dict[int, int] = {}
     last_read: dict[tuple[int, int], int] = {}
@@ -254,7 +254,7 @@ def dying_after(graph: StepGraph, ops: Sequence[Op]) -> list[list[int]]:
 
 
 def _as_one(run: Fusion, order: Sequence[int], ops: Sequence[Op], dying: Sequence[Sequence[int]]) -> list[Instruction]:
-    """Fused ops with frees of what exists as slices; what came in whole is freed after them."""
+    """Fused ops with frees of storages that exist as slices only; whole storages are freed after the ops."""
     written: set[int] = set()
     fused: list[Instruction] = []
     after: list[Instruction] = []

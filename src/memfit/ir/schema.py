@@ -1,12 +1,12 @@
-"""The published form of steps, programs and plans at rest: JSON schemas.
+"""The published file format of steps, programs and plans: JSON schemas.
 
-A program is compact: `["c", 12]` computes op 12, `["c", 12, 8]` in 8 parts, `["c!", 13, 1, 7]` in
-one part over the memory of storage 7, `["f", 5]` frees storage 5. `["s", 12, 8]` runs op 12 in 8 slices of the batch;
-with a `+` the code says that the instruction does so fused with the next. `["o:disk", 5]` swaps storage 5 out to the
-disk, `["i", 5]` swaps it in. `["t:disk", 5]` says that storage 5 lives on the disk.
-Fields that have their default value are left out.
+A program is compact: `["c", 12]` computes op 12, `["c", 12, 8]` computes it in 8 chunks, `["c!", 13, 1, 7]` computes op
+13 in one chunk over the memory of storage 7, `["f", 5]` frees storage 5. `["s", 12, 8]` runs op 12 in 8 slices of the
+batch; a `+` in the code says that the instruction is fused with the next one. `["o:disk", 5]` swaps storage 5 out to
+the disk, `["i", 5]` swaps it in. `["t:disk", 5]` says that storage 5 lives on the disk. Fields that have their default
+value are left out.
 
-Known limits: what a schema cannot say, such as that indices exist, `memfit.ir.serialization` checks.
+Known limits: a schema cannot state some rules, such as that indices exist; `memfit.ir.serialization` checks them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ INSTRUCTION_LENGTHS = {
     "i": (2,),
     **{f"t:{tier}": (2,) for tier in Tier},
 }
-"""Codes of instructions and how many entries they have."""
+"""Codes of instructions and the numbers of entries that they may have."""
 
 
 def _object(required: Mapping[str, Any], optional: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -81,7 +81,7 @@ PROGRAM_SCHEMA: dict[str, Any] = {
         10_000_000,
     ),
 }
-"""A program: a list of `[code, index]`, with `chunks` and the storage that is overwritten where it matters."""
+"""A program: a list of `[code, index]`, with `chunks` and the overwritten storage where they matter."""
 
 _VARIANT = _object({"chunks": _CHUNKS, "seconds": _SECONDS, "workspace_bytes": _BYTES})
 _REACH = _object({name: {"type": "number", "minimum": -1e6, "maximum": 1e6} for name in ("scale", "before", "after")})

@@ -1,10 +1,10 @@
-"""Steps, programs and plans as JSON: what is written to disk or handed to a planner in another process.
+"""Steps, programs and plans as JSON, for files and for planners in another process.
 
-A document is held against its published schema (`memfit.ir.schema`) and then against the rules a schema cannot
-state, and only then turned into objects. How files are read and written is in `memfit.ir.jsonfile`.
+A document is validated against its published schema (`memfit.ir.schema`) and then against the rules that a schema
+cannot state; only then is it turned into objects. `memfit.ir.jsonfile` reads and writes the files.
 
-Known limits: a decoded program is only known to be well formed; `memfit.sim.verifier` says whether it is right
-for its step.
+Known limits: a decoded program is only known to be well formed; `memfit.sim.verifier` says whether it is right for its
+step.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ class Prediction:
         step_seconds: sum of the times of its ops.
         overhead: extra time over the plain step, as a fraction.
         plain_peak_bytes: highest memory of the step without memfit.
-        bound_overhead: no plan has less overhead, with the tiers it may swap to.
-        least_peak_bytes: no program that runs whole ops has a lower peak.
-        out_bytes: swapped out.
-        in_bytes: swapped in.
+        bound_overhead: lower bound on the overhead of any plan, with the tiers it may swap to.
+        least_peak_bytes: lower bound on the peak of any program that runs whole ops.
+        out_bytes: bytes swapped out.
+        in_bytes: bytes swapped in.
         overlap: share of the links' time during which compute goes on.
-        stall_seconds: what compute waits for links.
-        host_bytes: the most on the host.
-        disk_bytes: the most on the disk.
+        stall_seconds: time that compute waits for links.
+        host_bytes: most bytes on the host.
+        disk_bytes: most bytes on the disk.
     """
 
     peak_bytes: int
@@ -84,16 +84,16 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """Decision of a plan on one block: what it saves, what the backward pass does instead, and why.
+    """Decision of a plan on one block: saved results, action of the backward pass in place of the others, and reason.
 
     Attributes:
-        block: which one, such as `1` or `3-4`.
-        module: qualified names of what it computes.
-        saves: what stays in memory until the backward pass.
-        saved_bytes: how much that is.
-        later: what the backward pass does instead, such as `recompute bn1, relu`.
-        extra_seconds: what that costs.
-        reason: why this and nothing cheaper.
+        block: the block, such as `1` or `3-4`.
+        module: qualified names of the modules that it computes.
+        saves: the results that stay in memory until the backward pass, in words.
+        saved_bytes: their size.
+        later: action of the backward pass in place of the other results, such as `recompute bn1, relu`.
+        extra_seconds: time that this action costs.
+        reason: why this decision and not a cheaper one.
     """
 
     block: str
@@ -107,17 +107,17 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFile:
-    """A plan at rest.
+    """A plan in a file.
 
     Attributes:
-        schema_version: which form of this file it is.
-        fingerprint: what the plan is for: versions, device, shapes, modules; see `fingerprint_difference`.
+        schema_version: version of the file format.
+        fingerprint: versions, device, shapes and modules that the plan is for; see `fingerprint_difference`.
         strategy: name of the planner.
-        budget_bytes: what it had to fit.
-        predicted: what it costs.
-        graph_digest: of the step it belongs to; see `graph_digest`.
+        budget_bytes: the budget that it had to fit.
+        predicted: its predicted cost.
+        graph_digest: digest of the step it belongs to; see `graph_digest`.
         program: the order in which to compute and free.
-        grid: into how many tiles samples may be cut; empty if the step is not captured for the lever `tile`.
+        grid: numbers of tiles into which samples may be cut; empty if the step is not captured for the lever `tile`.
         decisions: the program in words.
     """
 
@@ -198,7 +198,7 @@ def decode_graph(document: object) -> StepGraph:
         document: parsed JSON.
 
     Returns:
-        A graph whose ops and storages refer to each other as the words in `memfit.ir.graph` promise.
+        A graph whose ops and storages refer to each other as the docstrings in `memfit.ir.graph` promise.
 
     Raises:
         PlanFileError: if it is not a step graph.
@@ -215,7 +215,7 @@ def decode_graph(document: object) -> StepGraph:
 
 
 def _broken_promises(graph: StepGraph) -> Iterator[str]:
-    """Violations of rules a schema cannot state: indices exist, and every storage is written once, then read."""
+    """Violations of rules that a schema cannot state: indices exist, and every storage is written once, then read."""
     count = len(graph.storages)
     written = {index for index, storage in enumerate(graph.storages) if storage.kind is StorageKind.STATIC}
     phases = [op.phase for op in graph.ops]
@@ -366,7 +366,7 @@ def _plan(document: Mapping[str, Any]) -> PlanFile:
 
 
 def save_plan(path: str | os.PathLike[str], plan: PlanFile) -> None:
-    """Writes a plan file that only its owner can read, if it is one that can be read back."""
+    """Writes a plan file that only its owner can read, and refuses a plan that could not be read back."""
     document = encode_plan(plan)
     validate(document, PLAN_SCHEMA)
     write_json(path, document)
@@ -380,8 +380,8 @@ def load_plan(path: str | os.PathLike[str]) -> PlanFile:
 def graph_digest(graph: StepGraph) -> str:
     """SHA-256 of the properties that must be equal for a program of one step to be a program of another one.
 
-    Names, targets, edges, sizes and exactness count; measurements (seconds, workspaces, the optimizer's
-    transient), what is there before the step, and labels do not.
+    Names, targets, edges, sizes and exactness count; measurements (seconds, workspaces, the optimizer's transient
+    memory), memory that exists before the step, and labels do not count.
     """
     ops = [[getattr(run, name) for run in (op, op.later) for name in _STRUCTURE] for op in graph.ops]
     storages = [[storage.nbytes, storage.kind] for storage in graph.storages]
@@ -392,11 +392,11 @@ def graph_digest(graph: StepGraph) -> str:
 def fingerprint_difference(
     expected: Mapping[str, str | int | list[Any]], found: Mapping[str, str | int | list[Any]]
 ) -> list[str]:
-    """In how far two fingerprints differ.
+    """Returns the differences between two fingerprints.
 
     Args:
-        expected: what the plan was made for.
-        found: what there is now.
+        expected: fingerprint of the plan.
+        found: fingerprint of the present step.
 
     Returns:
         One line for each fact that differs, empty if none does.

@@ -1,7 +1,7 @@
-"""How an op runs slice by slice: what one slice is, and how much of operands and results it takes.
+"""How an op runs slice by slice: the extent of one slice, and how much of operands and results it takes.
 
-A slice is a few samples of the batch, or of these a tile in space, for which an op reads somewhat more than it makes.
-`memfit.ir.fusion` has ops run so together, `memfit.ir.halo` adds up what tiles reach beyond each other.
+A slice is a few samples of the batch, or a tile in space of these samples; for a tile an op reads somewhat more than it
+makes. `memfit.ir.fusion` fuses ops that run by slices, `memfit.ir.halo` adds up how far tiles reach beyond each other.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from math import ceil, prod
 __all__ = ["SMALL_SUM_BYTES", "BySlices", "Reach"]
 
 SMALL_SUM_BYTES = 1 << 16
-"""Slices of sums of so many bytes or fewer are added up in twice the precision, beside the sum."""
+"""Slices of sums of at most this many bytes are added up in twice the precision, in extra memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reach:
     """Range of an operand that an op reads for a tile of its own, along one axis of space.
 
-    For a tile from `a` to `b` it reads from `scale * a - before` to `scale * b + after`.
+    For a tile from `a` to `b` the op reads from `scale * a - before` to `scale * b + after`.
     """
 
     scale: float
@@ -29,25 +29,25 @@ class Reach:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BySlices:
-    """How an op runs slice by slice: a few samples of the batch at a time, or of these a tile in space.
+    """How an op runs slice by slice: a few samples of the batch at a time, or a tile in space of these.
 
     Attributes:
         batch: samples in all.
-        samples: in one slice; the last slice may have fewer.
+        samples: samples in one slice; the last slice may have fewer.
         seconds: profiled time of all slices.
-        copy_seconds: time to put the slices of its first result together in memory of their own.
-        copy_over_seconds: the same in memory that another storage leaves (`Storage.reusable`).
-        workspace_bytes: memory one slice takes beyond what it reads and writes.
-        reads: storages of which it reads the same samples as it writes, and about the same tile; of others it reads
-            everything.
-        sums: results that are sums over the batch: every slice makes one, as large as the whole, and they are added
-            up.
-        first: whether its first run can run so too; else only later ones do.
-        accumulates: whether a slice is added to the sum while it is made, so that it takes no memory of its own.
-        grid: into how many tiles samples are cut along each axis of space, such as height and width; empty if they
-            are not.
-        extents: along each of these axes, of what it makes, or of what it adds up.
-        reaches: for each of `reads` what it reads of it along each of these axes.
+        copy_seconds: time to put the slices of its first result together in new memory.
+        copy_over_seconds: the same in the memory of another storage that is not needed any more (`Storage.reusable`).
+        workspace_bytes: memory one slice takes beyond its operands and results.
+        reads: operands of which a slice reads the same samples as it writes, and about the same tile; it reads other
+            operands whole.
+        sums: results that are sums over the batch: every slice makes a partial sum, as large as the result, and these
+            are added up.
+        first: whether the first run can be by slices too; else only recomputations can.
+        accumulates: whether a partial sum is added to the sum while it is made, so that it takes no memory of its own.
+        grid: number of tiles into which samples are cut along each axis of space, such as height and width; empty if
+            they are not cut.
+        extents: size along each of these axes, of its result or of the gradient that it adds up.
+        reaches: for each operand in `reads` the range that it reads of it along each of these axes.
     """
 
     batch: int
@@ -66,25 +66,25 @@ class BySlices:
 
     @property
     def slices(self) -> int:
-        """How many there are."""
+        """The number of slices."""
         return -(-self.batch // self.samples) * prod(self.grid)
 
     @property
     def cut(self) -> tuple[int, ...]:
-        """How it is cut; fused ops are cut alike."""
+        """How the batch is cut into slices; fused ops are cut alike."""
         return self.batch, self.samples, *self.grid
 
     def total_bytes(self, storage: int, nbytes: int) -> int:
-        """Extra bytes to add up a result of so many bytes, beside the result, as long as there are slices."""
+        """Extra bytes to add up a result of `nbytes`, on top of the result, as long as there are slices."""
         return 2 * nbytes if storage in self.sums and not self.accumulates and nbytes <= SMALL_SUM_BYTES else 0
 
     def slice_bytes(self, storage: int, nbytes: int, share: float | None = None) -> int:
-        """Bytes that the slice of a result of so many bytes takes.
+        """Bytes that a slice of a result takes.
 
         Args:
-            storage: of the result.
-            nbytes: its size.
-            share: of its samples (`memfit.ir.halo`); by default one tile.
+            storage: storage of the result.
+            nbytes: size of the result.
+            share: part of its samples that is made at once (`memfit.ir.halo`); by default one tile.
         """
         if storage in self.sums:
             return 0 if self.accumulates else nbytes

@@ -1,17 +1,17 @@
-"""Storages that live on a tier: ops write them there slice by slice, and read slices of them back.
+"""Tier-resident storages: ops write them to a tier slice by slice, and read slices of them back.
 
-What runs slice by slice (`memfit.ir.fusion`) needs of most operands a slice at a time, and so of a result. A storage
-of which that holds for whoever writes or reads it need not be in memory at all: each slice leaves for the tier when it
-is made and comes back when it is read, one ahead of compute. So gradients that wait for each other whole, which no
-recomputation can free, take the memory of a few slices. This is swapping, at the grain of a slice; as in out-of-core
-algorithms, the slices that compute works on are all there is in memory.
+An op that runs slice by slice (`memfit.ir.fusion`) needs only one slice at a time of most operands, and of its results.
+If this holds for every op that writes or reads a storage, the storage need not be in memory at all: each slice is
+swapped out when it is made, and swapped in when it is read, one slice ahead of compute. So gradients that wait for each
+other whole, and that no recomputation can free, take the memory of a few slices. This is swapping at the grain of a
+slice; as in out-of-core algorithms, only the slices that compute works on are in memory.
 
-A program names such storages before anything runs (`Action.STREAM`). What they mean is a step in which they have no
-size, and in which ops that touch them run in slices only (`streaming_step`): planners work on that step as on any
-other, and the simulator turns a program that streams into one of it.
+A program names such storages before any op runs (`Action.STREAM`). It is then a program of a changed step, in which
+these storages have no size and ops that touch them run in slices only (`streaming_step`). Planners work on that step as
+on any other, and the simulator turns a program that streams into a program of that step.
 
-Known limits: slices are of samples; a tile in space is cut out of the slice of its samples, which comes whole. Every
-copy of a storage lives on its tier, until the step ends.
+Known limits: slices are cut along samples; a tile in space is cut out of the slice of its samples, which comes whole.
+Every copy of a storage lives on its tier until the step ends.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ __all__ = [
 ]
 
 _LEAST_BYTES = 1 << 18
-"""Smaller storages stay: their slices take longer to begin to move than to move."""
+"""Smaller storages stay in memory: for their slices the latency of a transfer is longer than the transfer itself."""
 
 _IN_FLIGHT_INTO = 2
-"""Slices of a storage there are while it is read: the one compute reads and the next."""
+"""Slices of a storage in memory while it is read: the slice that compute reads and the next one."""
 
 _IN_FLIGHT_OUT = 1
-"""Slices there are while it is written, beside the one that is made."""
+"""Slices of a storage in memory while it is written, in addition to the slice that is being made."""
 
 
 def streamable(graph: StepGraph, *, least_bytes: int | None = None) -> list[int]:
-    """The storages that whoever writes or reads them touches slice by slice, all the same slices.
+    """The storages that every writer and reader touches slice by slice, all by the same slices.
 
     Args:
         graph: a tiled step.
-        least_bytes: smaller ones are left out; None for those whose slices are worth moving.
+        least_bytes: smaller storages are left out; None for the size from which slices are worth moving.
     """
     least = _LEAST_BYTES if least_bytes is None else least_bytes
     large = (s for s, storage in enumerate(graph.storages) if storage.whole_bytes >= least)
@@ -58,11 +58,11 @@ def streamable(graph: StepGraph, *, least_bytes: int | None = None) -> list[int]
 
 
 def streaming_step(graph: StepGraph, placed: Mapping[int, Tier]) -> StepGraph:
-    """The step in which some storages live on tiers: they have no size, and what touches them runs in slices.
+    """The step in which some storages live on tiers: they have no size, and ops that touch them run in slices.
 
     Args:
         graph: the step, with the tiers.
-        placed: such storages (`streamable`), and where each lives.
+        placed: these storages (see `streamable`), and the tier of each.
 
     Returns:
         A step of the same ops and storages, without tiers.
@@ -97,12 +97,12 @@ def streams(graph: StepGraph, op: Op) -> bool:
 
 
 def slices_moving(graph: StepGraph, ops: Sequence[Op], handed_on: Collection[int]) -> tuple[list[int], list[int]]:
-    """The storages that come from tiers and that leave for them in a fused region.
+    """The storages that a fused region reads from tiers, and the storages that it writes to tiers.
 
     Args:
         graph: a streaming step.
         ops: as they run.
-        handed_on: results that nothing reads after them.
+        handed_on: results that nothing reads after the region.
     """
     written = {s for op in ops for s in op.writes}
     read = dict.fromkeys(s for op in ops for s in op.reads if s not in written)
@@ -118,7 +118,7 @@ def waited_seconds(graph: StepGraph, into: Sequence[int], out: Sequence[int], se
         graph: a streaming step.
         into: see `slices_moving`.
         out: see `slices_moving`.
-        seconds: of the ops.
+        seconds: time of the ops.
     """
     coming = [stream for s in into if (stream := graph.storages[s].stream) is not None]
     leaving = [stream for s in out if (stream := graph.storages[s].stream) is not None]
@@ -128,7 +128,7 @@ def waited_seconds(graph: StepGraph, into: Sequence[int], out: Sequence[int], se
 
 
 def bytes_in_flight(graph: StepGraph, ops: Sequence[Op], handed_on: Collection[int]) -> int:
-    """The slices in flight in a fused region."""
+    """Bytes of the slices in flight in a fused region."""
     into, out = slices_moving(graph, ops, handed_on)
     slices = ops[0].by_slices
     if slices is None or not (into or out):
@@ -147,7 +147,7 @@ def tier_bytes(graph: StepGraph, storage: int) -> int:
 
 
 def _users(graph: StepGraph) -> list[list[tuple[Op, bool]]]:
-    """By storage the runs that touch it: of which op, and whether it ran before."""
+    """For each storage the ops that touch it, in the form of their first run (False) and of recomputation (True)."""
     found: list[list[tuple[Op, bool]]] = [[] for _ in graph.storages]
     for op in graph.ops:
         for run, again in ((op, False), (op.later, True)):
@@ -159,7 +159,8 @@ def _users(graph: StepGraph) -> list[list[tuple[Op, bool]]]:
 def _moves_in_slices(storage: Storage, number: int, users: Sequence[tuple[Op, bool]], held: Collection[int]) -> bool:
     if storage.kind not in (StorageKind.FORWARD, StorageKind.BACKWARD) or not users:
         return False
-    # What the caller holds is written once, and of what runs slice by slice nothing can be thrown away.
+    # Storages that the caller holds are written once, and an op that runs slice by slice cannot drop one of its
+    # results.
     if any(_writes_some(op, held) for op, _ in users):
         return False
     cuts = {(op.by_slices and op.by_slices.cut, op.subgraph) for op, _ in users}
@@ -167,7 +168,7 @@ def _moves_in_slices(storage: Storage, number: int, users: Sequence[tuple[Op, bo
 
 
 def _writes_some(op: Op, held: Collection[int]) -> bool:
-    """Whether running an op again would make something new and something that the caller holds."""
+    """Whether recomputing an op would write both storages that the caller holds and others."""
     ours = [s for s in op.writes if s in held]
     return op.phase is Phase.FORWARD and op.recomputable and 0 < len(ours) < len(op.writes)
 
@@ -192,12 +193,13 @@ def _stream(nbytes: int, links: TierLinks | None) -> Stream:
 
 
 def _in_slices_only(graph: StepGraph, op: Op, held: AbstractSet[int]) -> Op:
-    """An op as it runs beside storages that live on tiers: if it touches one, in slices, with what these take."""
+    """An op of a streaming step: one that touches a tier-resident storage runs in slices, with their time and
+    memory."""
     again = None if op.recompute_as is None else _in_slices_only(graph, op.recompute_as, held)
     if not streams(graph, op):
         return replace(op, recompute_as=again)
     slices = op.by_slices
-    if slices is None:  # its first run is whole, so what it writes does not live on a tier
+    if slices is None:  # its first run is whole, so its results do not live on a tier
         return replace(op, recompute_as=again)
     into, out = slices_moving(graph, [op], ())
     taken, waited = waited_seconds(graph, into, out, slices.seconds)

@@ -1,10 +1,10 @@
-"""Tiers and the links to them: where swapped bytes go, and what moving them costs.
+"""Tiers and the links to them: where swapped bytes go, and the cost of moving them.
 
-A link moves one transfer after the other, beside compute, and its two directions differ. A transfer takes its bytes
-at the link's rate; it also takes compute something (on a CPU the copying thread and the kernels share cores), which
-is counted where the transfer is issued.
+A link runs one transfer after the other, in parallel with compute, and the two directions differ. A transfer moves its
+bytes at the rate of the link; it also takes time from compute (on a CPU the copying thread and the kernels share
+cores), which is counted where the transfer is issued.
 
-Known limits: a rate does not depend on what compute does meanwhile, nor on what other tiers move.
+Known limits: a rate does not depend on the ops that run meanwhile, nor on transfers of other tiers.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from enum import StrEnum
 __all__ = ["SLOT_ALIGNMENT", "Lanes", "Link", "Tier", "TierLinks", "slot_bytes"]
 
 SLOT_ALIGNMENT = 4096
-"""Bytes; what bypasses a page cache has to begin and end on such places."""
+"""Bytes; transfers that bypass the page cache have to begin and end at multiples of this number."""
 
 
 class Tier(StrEnum):
     """Where swapped bytes go."""
 
     HOST = "host"
-    """Pinned memory of the machine a CUDA device sits in."""
+    """Pinned memory of the host of a CUDA device."""
 
     DISK = "disk"
     """A private file."""
@@ -30,12 +30,12 @@ class Tier(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """One direction between the device and a tier, measured beside compute.
+    """One direction between the device and a tier, measured while compute runs.
 
     Attributes:
-        bytes_per_second: of a transfer.
-        latency_seconds: until a transfer begins.
-        compute_seconds_per_byte: what a byte takes from compute.
+        bytes_per_second: rate of a transfer.
+        latency_seconds: time until a transfer begins.
+        compute_seconds_per_byte: time that a byte takes from compute.
     """
 
     bytes_per_second: float
@@ -52,11 +52,11 @@ class TierLinks:
     """A tier, its two directions and how much it may hold.
 
     Attributes:
-        tier: which one.
-        out: from the device to the tier.
-        into: back.
-        limit_bytes: what it may hold; None for no limit.
-        buffer_bytes: memory of the device that moving takes while a step is in flight.
+        tier: the tier.
+        out: link from the device to the tier.
+        into: link from the tier to the device.
+        limit_bytes: bytes that the tier may hold; None for no limit.
+        buffer_bytes: device memory that transfers take while a step is in flight.
     """
 
     tier: Tier
@@ -67,7 +67,7 @@ class TierLinks:
 
 
 def slot_bytes(nbytes: int) -> int:
-    """Bytes that a storage takes on a tier, where each begins on a page of its own."""
+    """Bytes that a storage takes on a tier, where each storage begins on a page of its own."""
     return -(-nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
 
@@ -75,12 +75,12 @@ class Lanes:
     """The clocks of compute and of every link while a program is walked.
 
     Attributes:
-        now: seconds of compute so far, stalls included; who runs an op adds its time.
-        stalls: of them, by storage, what compute waited for its transfers.
-        out_bytes: moved to tiers.
-        in_bytes: moved back.
-        tier_bytes: by tier, what was moved there; it stays until the step ends.
-        link_seconds: what links are busy, together.
+        now: seconds of compute so far, stalls included; the caller adds the time of each op that it runs.
+        stalls: the part of `now`, by storage, that compute waited for transfers of the storage.
+        out_bytes: bytes moved to tiers.
+        in_bytes: bytes moved back.
+        tier_bytes: by tier, bytes moved there; they stay until the step ends.
+        link_seconds: time for which links are busy, added up over all links.
     """
 
     def __init__(self, tiers: tuple[TierLinks, ...]) -> None:
@@ -96,7 +96,7 @@ class Lanes:
         self._in_at: dict[int, float] = {}
 
     def start_out(self, storage: int, nbytes: int, tier: Tier) -> None:
-        """A transfer to a tier is issued."""
+        """Issues a transfer to a tier."""
         self._tier_of[storage] = tier
         self.out_bytes += nbytes
         self.tier_bytes[tier] = self.tier_bytes.get(tier, 0) + nbytes
@@ -105,7 +105,7 @@ class Lanes:
             self._out_at[storage] = self._transfer(links.out, (tier, "out"), nbytes, self.now)
 
     def start_in(self, storage: int, nbytes: int) -> None:
-        """A transfer back is issued; it begins when the one to the tier is done."""
+        """Issues a transfer back; it begins when the transfer to the tier is done."""
         tier = self._tier_of.get(storage)
         self.in_bytes += nbytes
         links = None if tier is None else self._links.get(tier)
@@ -114,11 +114,11 @@ class Lanes:
             self._in_at[storage] = self._transfer(links.into, (tier, "in"), nbytes, earliest)
 
     def wait_out(self, storage: int) -> None:
-        """Compute waits until a storage is on its tier, if it is on its way."""
+        """Makes compute wait until a storage is on its tier, if its transfer is not done."""
         self._wait(storage, self._out_at.pop(storage, 0.0))
 
     def wait_in(self, storage: int) -> None:
-        """Compute waits until a storage is back, if it is on its way."""
+        """Makes compute wait until a storage is back, if its transfer is not done."""
         self._wait(storage, self._in_at.pop(storage, 0.0))
 
     def _transfer(self, link: Link, lane: tuple[Tier, str], nbytes: int, earliest: float) -> float:

@@ -26,7 +26,7 @@ _LAUNCH_SECONDS = 2e-6
 
 
 def roofline_seconds(node: fx.Node | Call) -> float:
-    """The larger of FLOPs over rate and bytes over bandwidth; views cost nothing."""
+    """The time of a launch, and the larger of FLOPs over rate and bytes over bandwidth."""
     results = tensors_of(node)
     operands = [t for a in node.all_input_nodes for t in tensors_of(a)]
     device = next((t.device.type for t in (*results, *operands)), "cpu")

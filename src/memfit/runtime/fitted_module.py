@@ -256,7 +256,7 @@ class Fitted:
         """The plan with the least memory for a call that does not fit, so that training goes on.
 
         Raises:
-            BudgetError: the given error, at the first call of all.
+            BudgetError: the given error, at the first call of all, or where several tries find no plan.
         """
         if self.latest is None:
             raise error

@@ -7,7 +7,7 @@ The technique is a walk over the instructions in order. An op goes to the subgra
 forward pass before the loss and to the backward pass after the loss. Its place determines its marks: whether the op is
 recomputed, restores a random state, is fused with the next op, or is half of a call. A forward storage that the
 backward pass reads before recomputing it is handed over. A digest of ops, operands and shapes identifies a joint graph,
-since Dynamo traces the graph a second time when the plan is compiled.
+since a graph may be traced again when the plan is compiled.
 
 Known limits: an op runs only in its own subgraph, so values that cross subgraphs are never recomputed elsewhere.
 """

@@ -6,8 +6,8 @@ once. A trace has no such cache: each use has its own cast, and the gradients ar
 with different bits. memfit rewrites these sums in the joint graph as eager autocast makes them: gradients in half
 precision are added to each other in their order, and the cast of the sum takes the place of the last cast.
 
-Known limits: where the graph breaks, a weight that is cast in several subgraphs is cast in each of them, and so is a
-weight in a model that opens several regions itself; a cast in the user's code is treated as one of autocast's. The
+Known limits: where the graph breaks, a weight that is cast in several subgraphs is cast in each of them, and in a model
+that opens several regions itself, in each region; a cast in the user's code is treated as one of autocast's. The
 proof compares the bits.
 """
 

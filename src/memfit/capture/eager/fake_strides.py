@@ -9,7 +9,8 @@ another order, or draw random numbers in another order.
 *Idea*: ask the kernel. While a graph is made, a call whose tensors are not all contiguous is made a second time, on a
 few real elements of the same layout (`memfit.capture.eager.kernel_samples`), once with the kernel and once with fake
 tensors; where the two layouts differ, the fake result of the call itself gets the layout of the kernel's result. A
-process asks about each call once, because the layout of a kernel's result is a fixed property of torch. Strides along
+process asks about each call of tensors and plain values once, because the layout of a kernel's result is a fixed
+property of torch. Strides along
 axes of one element count too, since kernels use them to tell whether an image is channels last; views get these strides
 by torch's own rule, on the meta device. The kernel is also asked where floating-point operands have several dtypes, and
 then the dtypes of its results count: in mixed precision, statistics of batch normalisation have the dtype of the

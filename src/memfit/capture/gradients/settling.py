@@ -2,7 +2,7 @@
 
 The layout of a gradient decides how sums over it round. A graph gets the layouts of its outputs' gradients from the
 graph after it. These layouts may change the layouts of its inputs' gradients, which go to the graph before it, and so
-on to the first graph. So the number of rounds is at most the number of graphs; each round traces only the graphs whose
+on to the first graph. So it takes about as many rounds as there are graphs; each round traces only the graphs whose
 surroundings changed.
 
 *Idea*: a fixpoint over the graphs, as in data-flow analysis. The autograd graph of the captured forward pass stays

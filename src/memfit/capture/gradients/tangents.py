@@ -159,7 +159,7 @@ def laid_out_as_made(strides: Mapping[int, Strides]) -> Iterator[None]:
 
 
 def _as_the_outputs() -> AbstractContextManager[Any]:
-    """Has AOTAutograd assume that gradients have the strides of their outputs, which older versions of torch do not."""
+    """Has AOTAutograd assume that gradients have the strides of their outputs, where torch has that option."""
     name = "guess_tangent_strides_as_outputs"
     if not hasattr(torch._functorch.config, name):
         return nullcontext()

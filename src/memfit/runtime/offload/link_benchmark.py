@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 _VERSION = 1
 _TRANSFER_BYTES = 32 << 20
 _SECONDS = 0.3
-"""Minimum duration of each measurement, in seconds."""
+"""About how long each measurement takes, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
