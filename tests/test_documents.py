@@ -91,3 +91,25 @@ def test_a_block_of_the_guide(
     if "pipeline" in code:
         code = code.replace("num_microbatches=16", "num_microbatches=4")
     exec(compile("\n" * line + code, "guide.md", "exec"), names)
+
+
+def test_the_tree_of_the_design_names_each_file_in_its_folder() -> None:
+    text = (DOCUMENTS / "docs" / "design.md").read_text()
+    tree = text.split("src/memfit/\n", 1)[1].split("tests/ ", 1)[0]
+    listed: dict[str, set[str]] = {}
+    room = folder = ""
+    for line in tree.splitlines():
+        begin = re.match(r"( {2}| {4})(\w+)/", line)
+        if begin:
+            room = begin[2] if len(begin[1]) == 2 else room
+            folder = room if len(begin[1]) == 2 else f"{room}/{begin[2]}"
+        names = line[19:].split("  ── ")[0].split()
+        if begin and len(begin[1]) == 2:
+            continue  # its name and a few words
+        files = {path.stem for path in (DOCUMENTS / "src" / "memfit" / folder).glob("*.py")}
+        if files.intersection(names):
+            listed.setdefault(folder, set()).update(name for name in names if not name.endswith("/"))
+    assert len(listed) > 15
+    for folder, names in listed.items():
+        files = {path.stem for path in (DOCUMENTS / "src" / "memfit" / folder).glob("*.py")} - {"__init__"}
+        assert names == files, folder
