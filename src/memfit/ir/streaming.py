@@ -193,8 +193,7 @@ def _stream(nbytes: int, links: TierLinks | None) -> Stream:
 
 
 def _in_slices_only(graph: StepGraph, op: Op, held: AbstractSet[int]) -> Op:
-    """An op of a streaming step: one that touches a tier-resident storage runs in slices, with their time and
-    memory."""
+    """An op of a streaming step: it runs in slices, with their costs, if it touches a tier-resident storage."""
     again = None if op.recompute_as is None else _in_slices_only(graph, op.recompute_as, held)
     if not streams(graph, op):
         return replace(op, recompute_as=again)

@@ -1,12 +1,12 @@
-"""The simulator: what a program costs. Planners propose, only this file judges.
+"""The simulator: computes the cost of a program. Planners propose, only this file judges.
 
-It walks a program in integer bytes and returns the peak, the time and what is alive at each instant. The
-memory model is that of a reference-counting allocator: a result exists from the moment its op starts, an
-operand until the instruction after its last reader, a kernel's workspace only while it runs. Of ops that run as
-one (`memfit.ir.fusion`), what comes in and goes out is there from the first to the last, the rest as slices.
+It walks a program in integer bytes and returns the peak, the time and the bytes that are alive at each instant. The
+memory model is that of a reference-counting allocator: a result exists from the moment its op starts, an operand until
+the instruction after its last reader, a kernel's workspace only while it runs. In a fused region (`memfit.ir.fusion`),
+storages that come in or go out are in memory from the first op to the last, and other results exist as slices.
 
-Time has a lane for compute and one for each direction of a link (`memfit.ir.tiers`); where compute waits for a link,
-it stalls. Memory does not depend on time: a program says when each storage is there.
+Time has a lane for compute and one for each direction of a tier (`memfit.ir.tiers`); compute stalls where it waits for
+a link. Memory does not depend on time: a program says when each storage is in memory.
 
 Known limits: allocator fragmentation is not modelled here but corrected by the proving
 run (`memfit.profiling.memory`).
@@ -32,19 +32,19 @@ class Timeline:
 
     Attributes:
         peak_bytes: highest memory of the step, static bytes included.
-        peak_position: instruction at which it is reached; the number of instructions if it is
-            `optimizer.step()` that reaches it.
+        peak_position: instruction at which the peak is reached; the number of instructions if `optimizer.step()`
+            reaches it.
         step_seconds: time of the step.
         plain_seconds: time of the step without memfit, for comparison.
-        recompute_seconds: the part of it spent in ops that had run before.
+        recompute_seconds: the part of `step_seconds` spent in ops that had run before.
         forward_end_bytes: memory held when the loss op starts, static bytes included.
         bytes_at: memory in use while each instruction runs, static bytes included.
-        started_at: when compute comes to each instruction, in seconds.
+        started_at: time at which compute reaches each instruction, in seconds.
         stalls: the part of the time that compute waits for swaps, by storage.
-        transfer_seconds: what links are busy, together.
-        out_bytes: swapped out.
-        in_bytes: swapped in.
-        tier_bytes: by tier, the most it holds.
+        transfer_seconds: time for which links are busy, added up over all links.
+        out_bytes: bytes swapped out.
+        in_bytes: bytes swapped in.
+        tier_bytes: by tier, the most bytes it holds.
     """
 
     peak_bytes: int
@@ -170,7 +170,7 @@ def simulate(graph: StepGraph, program: Program, *, wait: bool = True) -> Timeli
         workspace_bytes = op.run_workspace_bytes(instruction.chunks)
         if op.half_of and ahead is not None and are_halves(graph, ahead, instruction):
             workspace_bytes = max(workspace_bytes, ops[ahead.index].run_workspace_bytes(ahead.chunks))
-        # While an op is replayed from its own state, that of the generator is put aside.
+        # While an op is replayed from its saved generator state, the current generator state is put aside.
         put_aside = op.random_state_bytes if index in ran else 0
         bytes_at.append(live + created + thrown_away + workspace_bytes + put_aside)
         live += created
@@ -212,7 +212,7 @@ def _wait(
     leaving: set[int],
     coming: set[int],
 ) -> None:
-    """Compute waits for what a run reads to be back, and for what it frees or overwrites to be on its tier."""
+    """Makes compute wait until operands of a run are back, and storages that it frees or overwrites on their tier."""
     for instruction in run:
         gone = instruction.over
         if instruction.action is Action.FREE:
@@ -228,7 +228,7 @@ def _wait(
 
 
 def _stream(graph: StepGraph, ops: Sequence[Op], handed_on: Collection[int], lanes: Lanes, seconds: float) -> None:
-    """Counts what fused ops move to tiers and back, slice by slice, and what that takes beside them."""
+    """Counts the bytes that fused ops move to tiers and back, slice by slice, and the extra time for moving them."""
     into, out = slices_moving(graph, ops, handed_on)
     taken, waited = waited_seconds(graph, into, out, seconds)
     lanes.now += taken + waited
@@ -246,7 +246,7 @@ def _stream(graph: StepGraph, ops: Sequence[Op], handed_on: Collection[int], lan
 
 
 def _slices(graph: StepGraph, run: Sequence[Instruction], ops: Sequence[Op]) -> list[int]:
-    """At each instruction of a fused region the slices beside the results that stay."""
+    """Bytes of slices at each instruction of a fused region, on top of the results that stay."""
     freed: list[list[int]] = []
     for instruction in run:
         if instruction.action is Action.COMPUTE:

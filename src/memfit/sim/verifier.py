@@ -1,10 +1,11 @@
-"""The executable specification of a program. Every planner's result passes through it.
+"""The executable specification of a program. The result of every planner passes through it.
 
-A program is right when it computes what the step computes: each op at least once and in an order in which
-every operand is alive, only recomputable forward ops more than once, each gradient exactly once, nothing
-freed that is not alive, nothing left over but what the caller holds, and each op in a number of chunks that is
-known to give its bits. Fused ops pass on slices of the same samples only. What is swapped out comes back
-after its memory was given up, what lives on a tier is touched slice by slice, and no tier holds more than it may.
+A program is right when it computes the results of the step. Each op runs at least once and in an order in which every
+operand is alive; only recomputable forward ops run more than once, and each gradient is computed exactly once. Only
+storages that are alive are freed, and at the end only storages that the caller holds are left. Each op runs in a number
+of chunks that is known to give the same bits. Fused ops pass on only slices of the same samples. Storages that are
+swapped out come back after their memory was given up, tier-resident storages are touched slice by slice, and no tier
+holds more than its limit.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def check(graph: StepGraph, program: Program) -> None:
     past_loss = False
     drawn = -1
     subgraph_running = -1
-    rerun: list[int] = []  # after the loss
+    rerun: list[int] = []  # forward ops that ran after the loss
     sliced = _check_sliced(graph, program)
     _check_swaps(graph, program)
     tier_resident = _check_streams(graph, program)
@@ -141,7 +142,7 @@ def check(graph: StepGraph, program: Program) -> None:
 
 
 def _check_swaps(graph: StepGraph, program: Program) -> None:
-    """Checks what goes to a tier and comes back."""
+    """Checks the storages that are swapped out and swapped in."""
     held = graph.held_to_the_end()
     out: dict[int, Tier] = {}
     back: set[int] = set()
@@ -167,10 +168,10 @@ def _check_swaps(graph: StepGraph, program: Program) -> None:
 
 
 def _check_streams(graph: StepGraph, program: Program) -> set[int]:
-    """Checks what lives on tiers, and what tiers hold.
+    """Checks the tier-resident storages, and the bytes that tiers hold.
 
     Returns:
-        The storages that live there.
+        The tier-resident storages.
     """
     found: set[int] = set()
     swapped = program.swapped()
@@ -199,9 +200,9 @@ def _check_streams(graph: StepGraph, program: Program) -> set[int]:
 
 
 def _check_given_up(graph: StepGraph, program: Program) -> None:
-    """Checks that nothing on its way out is given up after the loss but before the backward pass of its subgraph."""
+    """Checks that no storage on its way out is given up after the loss but before its subgraph's backward pass."""
     subgraph = {s: op.subgraph for op in graph.ops for s in op.writes}
-    reached: int | None = None  # by the backward pass
+    reached: int | None = None  # the subgraph that the backward pass has reached
     leaving: set[int] = set()
     for position, instruction in enumerate(program.instructions):
         gone = instruction.index if instruction.action is Action.FREE else instruction.over
@@ -222,10 +223,10 @@ def _check_given_up(graph: StepGraph, program: Program) -> None:
 
 
 def _check_sliced(graph: StepGraph, program: Program) -> set[int]:
-    """Checks what is only asked of ops that run slice by slice, alone or fused.
+    """Checks the rules that hold only for ops that run slice by slice, alone or fused.
 
     Returns:
-        Their positions.
+        Positions of their instructions.
     """
     sliced: set[int] = set()
     ran: set[int] = set()

@@ -1,9 +1,9 @@
 """Known strategies by name, each in its own file, all with one signature.
 
-A strategy takes a step graph and a budget and returns an order of ops, which `program` turns into a program,
-each op whole or in chunks as there is room. One that swaps says where each storage goes, too. So every strategy,
-however old, is judged by the same simulator and runs on the same runtime. A name may carry a parameter after a colon:
-`sequential:4`, `openai-collection:layer1.0,layer2.0`.
+A strategy takes a step graph and a budget and returns an order of ops, which `program` turns into a program, each op
+whole or in chunks as memory allows. A strategy that swaps also returns the tier of each swapped storage. So every
+strategy, however old, is judged by the same simulator and runs on the same runtime. A name may have a parameter after a
+colon: `sequential:4`, `openai-collection:layer1.0,layer2.0`.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ def swaps(name: str) -> bool:
 
 
 def grid(name: str) -> tuple[int, ...]:
-    """The grid of a strategy for which the step is cut in one way: rows, columns, parts of the batch; empty for others.
+    """The fixed grid of a strategy: rows, columns, parts of the batch; empty for strategies without a fixed grid.
 
     Raises:
-        SpecError: if it says none.
+        SpecError: if the parameter of such a strategy gives none.
     """
     base, _, parameter = name.partition(":")
     found: tuple[int, ...] = ()
@@ -94,21 +94,21 @@ def grid(name: str) -> tuple[int, ...]:
 
 
 def check_name(name: str) -> None:
-    """Refuses what is no strategy.
+    """Refuses a name that is not a strategy.
 
     Raises:
-        SpecError: if there is none, with the names that are close.
+        SpecError: if there is no such strategy, with similar names.
     """
     if name not in _SWAPPING and not grid(name):
         find(name)
 
 
 def program(name: str, graph: StepGraph, budget_bytes: int | None) -> Program:
-    """The program a strategy makes of a step; `none` gives the step as it is without memfit.
+    """The program that a strategy makes for a step; `none` gives the step as it is without memfit.
 
     Raises:
         SpecError: if there is no such strategy, or it swaps and the step has no tiers.
-        BudgetError: if the strategy minds budgets and nothing fits.
+        BudgetError: if the strategy respects budgets and no program fits.
     """
     if name == "none":
         return plain_program(graph)
@@ -125,11 +125,11 @@ def program(name: str, graph: StepGraph, budget_bytes: int | None) -> Program:
 
 
 def order_and_swaps(name: str, graph: StepGraph, budget_bytes: int | None) -> tuple[list[int], Mapping[int, Tier]]:
-    """The order of a strategy, and where what it swaps goes: second runs of that stand for transfers back.
+    """The order of a strategy, and the tiers of swapped storages; second runs of their ops stand for transfers back.
 
     Raises:
         SpecError: if there is no such strategy, or it swaps and the step has no tiers.
-        BudgetError: if the strategy minds budgets and nothing fits.
+        BudgetError: if the strategy respects budgets and no order fits.
     """
     if name not in _SWAPPING:
         return find(name)(graph, budget_bytes), {}
@@ -139,10 +139,10 @@ def order_and_swaps(name: str, graph: StepGraph, budget_bytes: int | None) -> tu
 
 
 def find(name: str) -> Strategy:
-    """The strategy of a name, if it makes orders only.
+    """The strategy with a name, if an order alone describes its result.
 
     Raises:
-        SpecError: if there is none, with the names that are close.
+        SpecError: if there is no such strategy, with similar names.
     """
     base, colon, parameter = name.partition(":")
     if base in _PLAIN or base in _SWAPPING:

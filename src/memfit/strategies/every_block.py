@@ -1,8 +1,8 @@
 """`every-block`: each repeated block of the model is a checkpointed segment.
 
-What `gradient_checkpointing_enable()` of transformers and `set_grad_checkpointing()` of timm do. The blocks
-are the modules that repeat under one container (`layer1.0`, `blocks.3`, `h.5`); a model without any falls
-back to the blocks of the chain.
+This is the method of `gradient_checkpointing_enable()` of transformers and `set_grad_checkpointing()` of timm. The
+blocks are the modules that repeat under one container (`layer1.0`, `blocks.3`, `h.5`); a model without such modules
+falls back to the blocks of the chain.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def block_name(module: str) -> str:
 
 
 def order(graph: StepGraph, budget_bytes: int | None) -> list[int]:
-    """Every numbered module is recomputed, what is between them is saved; ignores the budget."""
+    """Numbered modules are recomputed, results of ops between them are saved; ignores the budget."""
     forward = [i for i, op in enumerate(graph.ops) if op.phase is Phase.FORWARD]
     names: list[str] = []
     starts: list[int] = []

@@ -1,6 +1,6 @@
-"""`hybrid`: the checkpoints of `openai-memory`, of which some are offloaded; the rest is recomputed.
+"""`hybrid`: the checkpoints of `openai-memory`, some of them swapped out; other results are recomputed.
 
-The first checkpoints are needed last, so they are the ones that leave: as few as make the peak fit.
+The first checkpoints are needed last, so the first ones are swapped out: the smallest number with which the peak fits.
 
 Source: OME, which offloads the checkpoints of openai/checkpoints with Large Model Support.
 """
@@ -18,14 +18,15 @@ __all__ = ["swaps"]
 
 
 def swaps(graph: StepGraph, budget_bytes: int | None) -> tuple[list[int], Mapping[int, Tier]]:
-    """Keeps, swaps and recomputes.
+    """Saves, swaps and recomputes results.
 
     Args:
         graph: the step, with tiers.
         budget_bytes: for the peak; None swaps every checkpoint.
 
     Returns:
-        An order in which second runs of the producers of checkpoints stand for transfers back, and where each goes.
+        An order in which second runs of the producers of checkpoints stand for transfers back, and the tier of each
+        swapped checkpoint.
     """
     order = memory_order(graph, budget_bytes)
     checkpoints = _checkpoints(graph, order)
@@ -33,7 +34,7 @@ def swaps(graph: StepGraph, budget_bytes: int | None) -> tuple[list[int], Mappin
         chosen = placed_on_tiers(graph, checkpoints)
         return bring_back(graph, order, chosen), chosen
     low, high = 0, len(checkpoints)
-    while low < high:  # the peak falls with every checkpoint that leaves
+    while low < high:  # the peak falls with every checkpoint that is swapped out
         middle = (low + high) // 2
         placed = placed_on_tiers(graph, checkpoints[:middle])
         fits = peak_bytes(graph, bring_back(graph, order, placed), placed) <= budget_bytes

@@ -1,8 +1,8 @@
 """`knapsack`: torch's `activation_memory_budget` model, run on memfit's runtime.
 
-Torch chooses which results of compute-intensive ops to save by a 0/1 knapsack: most time saved under a limit on
-saved bytes; everything pointwise is recomputed for free in its model. It does not model when values live, so the
-limit is searched here until the simulated peak fits, which its users do by hand.
+Torch chooses the saved results of compute-intensive ops by a 0/1 knapsack: most time saved under a limit on saved
+bytes; in its model pointwise ops are recomputed for free. It does not model the lifetimes of values, so the limit is
+searched here until the simulated peak fits; users of torch do this by hand.
 
 Source: `torch._functorch.partitioners.choose_saved_values_set` and `torch._functorch._activation_checkpointing`.
 """
@@ -23,7 +23,7 @@ _STEPS = 24
 
 
 def order(graph: StepGraph, budget_bytes: int | None) -> list[int]:
-    """Nothing again if the step fits, else the largest knapsack whose peak fits; everything heavy without a budget.
+    """The captured order if it fits, else the largest knapsack that fits; without a budget all heavy results are saved.
 
     Raises:
         BudgetError: if no size of the knapsack fits.

@@ -1,12 +1,12 @@
-"""`micro-batch:N`: the batch in N parts, each through forward and backward pass by itself, gradients added up.
+"""`micro-batch:N`: the batch in N micro-batches, each with its own forward and backward pass; gradients are added up.
 
 This is gradient accumulation as training loops write it, but exact: the loss sees the whole batch, so its own mean or
-sum holds, and weights get one gradient each. Nothing is saved of a part but what the module returns, so each runs
-forward again for its backward pass. It is here to be compared with: `auto` with the lever `tile` cuts only the runs of
-ops where that pays, and keeps what fits.
+sum holds, and weights get one gradient each. Only the outputs of the module are saved, so the forward pass of each
+micro-batch is recomputed for its backward pass. The strategy is for comparison: `auto` with the lever `tile` cuts only
+the runs of ops where cutting pays, and saves the results that fit.
 
-Known limits: what mixes samples by itself is refused; batch normalisation's statistics are of the whole batch, which
-ends a part there, in both passes.
+Known limits: a model with an op that mixes samples is refused; the statistics of batch normalisation are of the whole
+batch, so a run of ops on a part of the batch ends there, in both passes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["program", "slices_of"]
 
 
 def slices_of(parameter: str) -> int:
-    """The number of micro-batches; 0 if it is none."""
+    """The number of micro-batches; 0 if the parameter is no such number."""
     return int(parameter) if parameter.isdecimal() and int(parameter) > 1 else 0
 
 
@@ -40,9 +40,9 @@ def program(graph: StepGraph) -> Program:
 
 
 def _mixing(graph: StepGraph) -> Op | None:
-    """The first forward op that takes samples whole and passes on to ops that run on samples; None if there is none."""
+    """The first forward op that reads the whole batch and whose results go to ops that run on samples, or None."""
     samples: set[int] = set()
-    constant: set[int] = set()  # a mask of attention, say, or what positions are embedded as
+    constant: set[int] = set()  # for example an attention mask or position embeddings
     mixed: dict[int, Op] = {}
     for op in graph.ops:
         if op.phase is not Phase.FORWARD:

@@ -5,18 +5,18 @@ forward ops may be recomputed, each once and in their order. `run[t, i]` says th
 storage lives through a chain of events, the runs of the op that makes it and of those that read it, and a variable
 after each event says whether a copy is there:
 
-    a read needs the copy before it, and only a read may be its last
-    a write brings a copy, and finds none
-    what is there before a run + what the run makes + its workspace - what it overwrites  <=  budget
+    a read needs a copy before it, and only a read may be the last event of the copy
+    a write makes a copy, and there is none before it
+    bytes before a run + results of the run + its workspace - bytes it overwrites  <=  budget
 
-That is exactly what `program_of` does with an order and `simulate` with a program, so the optimum is one of what
-runs. Given the runs all other variables are implied integers.
+These are exactly the rules of `program_of` for an order and of `simulate` for a program, so the optimum is that of the
+programs that run. Given the runs, all other variables are implied integers.
 
 Source: Jain et al., "Checkmate: Breaking the memory wall with optimal tensor rematerialization" (MLSys 2020), with
 copies by storage instead of by op, freed by last read, in-place ops and generator states.
 
-Known limits: the number of variables grows with the square of the ops, so large steps are refused. An op runs at
-most once in a stage; schedules that need one twice between two first runs are not considered.
+Known limits: the number of variables grows with the square of the ops, so large steps are refused. An op runs at most
+once in a stage; schedules that need an op twice between two first runs are not considered.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _Moment = tuple[int, int]
 
 
 def order(graph: StepGraph, budget_bytes: int | None) -> list[int]:
-    """The order of the least time within the budget; the captured one without a budget.
+    """The order of the least time within the budget; the captured order without a budget.
 
     Raises:
         SpecError: if the step is too large.
-        BudgetError: if nothing fits, with the least budget that works.
+        BudgetError: if no order fits, with the least budget that works.
     """
     plain = plain_order(graph)
     if budget_bytes is None or _timeline(graph, plain).peak_bytes <= budget_bytes:
@@ -90,7 +90,7 @@ def _fastest(graph: StepGraph, room_bytes: int) -> list[int] | None:
 
 
 def _lowest(graph: StepGraph) -> list[int]:
-    """The order of the least peak, whatever its time."""
+    """The order of the least peak, regardless of its time."""
     problem = Milp()
     run = _runs(graph, problem)
     plain = plain_order(graph)
@@ -118,7 +118,7 @@ def _read(graph: StepGraph, run: dict[_Moment, int], solution: Solution) -> list
 
 
 def _runs(graph: StepGraph, problem: Milp) -> dict[_Moment, int]:
-    """A variable for every op that may be recomputed in a stage; see `memfit.sim.verifier` for the subgraphs."""
+    """A variable for every op that may be recomputed in a stage; for rules on subgraphs see `memfit.sim.verifier`."""
     run: dict[_Moment, int] = {}
     for stage in range(1, len(graph.ops)):
         before, coming = graph.ops[stage - 1], graph.ops[stage]
@@ -137,7 +137,7 @@ _Terms = dict[int, int]
 
 
 def _memory(graph: StepGraph, problem: Milp, run: dict[_Moment, int]) -> list[_Terms]:
-    """Adds the lives of all storages; returns the bytes in use at every moment, beside static ones."""
+    """Adds the lifetimes of all storages; returns the bytes in use at every moment, without static bytes."""
     moments = sorted([*run, *((stage, stage) for stage in range(len(graph.ops)))])
     bytes_at: dict[_Moment, _Terms] = {moment: defaultdict(int) for moment in moments}
     after: dict[tuple[_Moment, int], int] = {}
@@ -183,7 +183,7 @@ def _live(
     bytes_at: dict[_Moment, _Terms],
     after: dict[tuple[_Moment, int], int],
 ) -> None:
-    """The life of a storage: is a copy there before each moment, and after each event."""
+    """Adds the lifetime of a storage: whether a copy is in memory before each moment, and after each event."""
     nbytes = graph.storages[storage].nbytes
     there: int | None = None  # no copy yet
     for moment in moments:
@@ -213,7 +213,7 @@ def _live(
 
 
 def _row(problem: Milp, terms: dict[int, float], *, lower: float | None = None, upper: float | None = None) -> None:
-    """A row of which one term may be the constant 1."""
+    """Adds a row in which one term may be the constant 1."""
     constant = terms.pop(_ONE, 0.0)
     if upper is not None:
         problem.row(terms, upper=upper - constant)
@@ -229,8 +229,8 @@ def _remember(
     op: Op,
     bytes_at: dict[_Moment, _Terms],
 ) -> None:
-    """Generator state is held from the first run of an op to its last one."""
-    later: int | None = None  # whether it is recomputed after the moment looked at, from the end backwards
+    """Adds the generator state of an op, which is held from the first run of the op to its last one."""
+    later: int | None = None  # whether the op is recomputed at this moment or later, from the end backwards
     for moment in reversed(moments):
         if moment < (index, index):
             break

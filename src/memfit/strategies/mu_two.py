@@ -1,13 +1,13 @@
-"""`mu-two`: evict the activation with the best recompute ratio, again and again, until the simulated peak fits.
+"""`mu-two`: evicts the activation with the best recompute ratio, one after the other, until the simulated peak fits.
 
-The ratio of an activation is its bytes over the seconds it takes to recompute it from what is still kept; each
-eviction makes others dearer, so a ratio is brought up to date when its turn comes. It has been measured down to
-13 % of the peak, where the long chains of evicted activations cost it seven times the step.
+The ratio of an activation is its bytes over the seconds to recompute it from the activations that are still saved. Each
+eviction makes other activations more expensive, so a ratio is updated when its turn comes. The strategy has been
+measured down to 13 % of the peak, where the long chains of evicted activations cost seven times the step.
 
 Source: Purandare, Wasay, Idreos, Jain, "mu-TWO: 3x faster multi-model training with orchestration and memory
 optimization" (MLSys 2023).
 
-Known limits: an evicted activation is made once, right before its first use, and stays until its last.
+Known limits: an evicted activation is recomputed once, right before its first use, and stays until its last use.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["order"]
 
 
 def order(graph: StepGraph, budget_bytes: int | None) -> list[int]:
-    """Evicts until the budget holds; nothing without a budget.
+    """Evicts activations until the peak is within the budget; evicts nothing without a budget.
 
     Raises:
         BudgetError: if evicting everything is not enough.
@@ -48,7 +48,7 @@ def order(graph: StepGraph, budget_bytes: int | None) -> list[int]:
         if not ratios:
             break
         excess = peak - budget_bytes
-        while ratios and excess > 0:  # evicting less than what is too much cannot be enough
+        while ratios and excess > 0:  # evicting fewer bytes than the excess cannot be enough
             storage = _pop_best(graph, producer, saved | fixed, ratios)
             saved.discard(storage)
             excess -= graph.storages[storage].nbytes
@@ -70,7 +70,7 @@ def _never_gone(graph: StepGraph, producer: list[int]) -> set[int]:
 
 
 def _pop_best(graph: StepGraph, producer: list[int], alive: set[int], ratios: list[tuple[float, int]]) -> int:
-    """Takes the storage of the best ratio from the heap; ratios in it may be too good, never too bad."""
+    """Takes the storage with the best ratio from the heap; ratios in the heap may be too high, never too low."""
     while True:
         _, storage = ratios[0]
         ratio = _ratio(graph, producer, alive, storage)

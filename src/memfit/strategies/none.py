@@ -1,4 +1,4 @@
-"""No strategy: every op once, everything kept until its last use. The step as it is without memfit."""
+"""No strategy: every op runs once, every result stays until its last use. This is the step as it is without memfit."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """The three checkpoint choices of OpenAI's gradient-checkpointing: `speed`, `memory`, `collection`.
 
-- **speed** keeps the outputs of convolutions and matrix products, which take long to recompute.
-- **memory** keeps √n automatically found bottlenecks: places where one storage separates the graph. Where the
+- **speed** saves the outputs of convolutions and matrix products, which take long to recompute.
+- **memory** saves √n automatically found bottlenecks: places where one storage separates the graph. Where the
   graph has none, the narrowest cuts of the chain serve.
-- **collection** keeps what the user names: the outputs of modules.
+- **collection** saves the outputs of the modules that the user names.
 
-Everything else is recomputed right before its first use.
+Every other result is recomputed right before its first use.
 
 Source: github.com/cybertronai/gradient-checkpointing (Salimans and Bulatov, 2018).
 """
@@ -37,12 +37,12 @@ def heavy_storages(graph: StepGraph) -> set[int]:
 
 
 def speed_order(graph: StepGraph, budget_bytes: int | None) -> list[int]:
-    """Keeps what is slow to make; ignores the budget."""
+    """Saves results that are slow to compute; ignores the budget."""
     return lazy_order(graph, heavy_storages(graph))
 
 
 def memory_order(graph: StepGraph, budget_bytes: int | None) -> list[int]:
-    """Keeps √n bottlenecks; ignores the budget."""
+    """Saves √n bottlenecks; ignores the budget."""
     blocks = cut_chain(graph).blocks
     wide = max((graph.storages[s].nbytes for b in blocks for s in b.boundary), default=0)
     single = [b for b in blocks[1:] if sum(graph.storages[s].nbytes > wide // 64 for s in b.boundary) == 1]
@@ -53,7 +53,7 @@ def memory_order(graph: StepGraph, budget_bytes: int | None) -> list[int]:
 
 
 def collection_order(graph: StepGraph, budget_bytes: int | None, *, modules: Sequence[str]) -> list[int]:
-    """Keeps the outputs of the named modules; ignores the budget.
+    """Saves the outputs of the named modules; ignores the budget.
 
     Raises:
         SpecError: if a module has no op.

@@ -1,7 +1,7 @@
 """`sequential:k`: k equal segments, all but the last recomputed.
 
-What `torch.utils.checkpoint.checkpoint_sequential(functions, k, x)` does with the blocks of the chain as
-functions: `len // k` blocks in each segment, the last segment takes the rest and is not checkpointed.
+This is the method of `torch.utils.checkpoint.checkpoint_sequential(functions, k, x)` with the blocks of the chain as
+functions: `len // k` blocks in each segment; the last segment takes the rest and is not checkpointed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`swap`: every large activation leaves in the forward pass and comes back a few ops before the backward pass needs it.
+"""`swap`: swaps large activations out in the forward pass, and in again a few ops before the backward pass needs them.
 
 Nothing is recomputed. Large Model Support has a size from which on tensors are swapped and a distance at which they are
-fetched. The size is chosen here: the largest with which the peak fits, since what stays costs nothing.
+fetched. The size is chosen here: the largest with which the peak fits, since activations that stay cost nothing.
 
 Source: Le et al., "TFLMS: Large Model Support in TensorFlow by Graph Rewriting" (2018).
 """
@@ -22,14 +22,14 @@ _AHEAD = 3
 
 
 def swaps(graph: StepGraph, budget_bytes: int | None) -> tuple[list[int], Mapping[int, Tier]]:
-    """Swaps what is larger than a size.
+    """Swaps activations from a size on.
 
     Args:
         graph: the step, with tiers.
-        budget_bytes: for the peak; None swaps all that can be.
+        budget_bytes: for the peak; None swaps all activations that can be swapped.
 
     Returns:
-        An order in which second runs stand for transfers back, and where each storage goes.
+        An order in which second runs stand for transfers back, and the tier of each swapped storage.
     """
     read_later = {s for op in graph.ops[graph.loss_index + 1 :] for s in op.reads}
     candidates = [s for s in swappable(graph) if s in read_later]

@@ -1,10 +1,12 @@
-"""`tile:HxW`: tiles of a fixed grid, as many ops as possible as one run, everything recomputed for the backward pass.
+"""`tile:HxW`: tiles of a fixed grid, the longest possible runs of ops, every result recomputed for the backward pass.
 
 This is how segmented fused-tiled execution (SFT: Xu et al., CC 2022) trains a trunk of convolutions on huge images:
-each tile goes through all of it forward, nothing is saved, and backward each tile is recomputed. It is here to be
-compared with. One run over a whole trunk makes halos that grow from op to op; `auto` cuts runs where that pays.
+each tile goes through the whole trunk in the forward pass, nothing is saved, and each tile is recomputed in the
+backward pass. The strategy is for comparison. One run over a whole trunk makes halos that grow from op to op; `auto`
+cuts runs where that pays.
 
-Known limits: one segment, ends of runs as the step has them; SFT's own segments are chosen by hand.
+Known limits: there is one segment, and runs end where the step ends them; the segments of SFT itself are chosen by
+hand.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ __all__ = ["grid_of", "program"]
 
 
 def grid_of(parameter: str) -> tuple[int, int] | None:
-    """The grid that `4x4` stands for; None if it stands for none."""
+    """The grid that a parameter such as `4x4` stands for; None if it is not a grid."""
     rows, cross, columns = parameter.partition("x")
     if not cross or not rows.isdecimal() or not columns.isdecimal() or min(int(rows), int(columns)) < 1:
         return None

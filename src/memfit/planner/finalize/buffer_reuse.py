@@ -1,13 +1,13 @@
-"""Memory that nothing reads any more, kept for a result that is put together from slices.
+"""Buffer reuse: a result that is put together from slices takes over memory that nothing reads any more.
 
-Memory that the system hands out anew has to be mapped page by page, which can take longer than the op that fills it.
-What runs slice by slice (`memfit.ir.fusion`) puts its result together where it is told to, so a storage of the same
-size is not freed after its last read but taken over, if there is room for it until then.
+New memory from the system has to be mapped page by page, which can take longer than the op that fills it. An op that
+runs slice by slice (`memfit.ir.fusion`) can put its result together in any given memory, so a storage of the same size
+is not freed after its last read but taken over, if there is room for it until then.
 
 Idea: buffer assignment of compilers, for speed only; it is done where the budget leaves room.
 
-A free between the two halves of a call (`memfit.planner.finalize.merge_conv_backward`) stays: without it they would run
-as one, which takes more memory than either.
+A free between the two halves of a call (`memfit.planner.finalize.merge_conv_backward`) stays: without it the halves
+would run as one call, which takes more memory than either half.
 
 Known limits: only results of recomputed ops, over storages of the same subgraph and pass.
 """
@@ -27,21 +27,21 @@ __all__ = ["with_spares"]
 
 
 def with_spares(graph: StepGraph, program: Program, limit_bytes: int) -> Program:
-    """The program with results of slices in memory that others leave.
+    """The program with results of slices in the memory of storages that are not needed any more.
 
     Args:
         graph: the step.
-        program: what runs; its order stays.
+        program: the program; its order stays.
         limit_bytes: for the peak.
 
     Returns:
-        A program that is no slower, and within the limit if the given one is.
+        A program that is no slower, and within the limit if the given program is.
     """
     room = limit_bytes - np.array(simulate(graph, program).bytes_at, dtype=np.int64)
     subgraph = {s: op.subgraph for op in graph.ops for s in op.writes}
     instructions: list[Instruction | None] = list(program.instructions)
     held = graph.held_to_the_end()
-    freed: dict[int, int] = {}  # which storage, and where: in this pass and not written again since, the last one last
+    freed: dict[int, int] = {}  # place of the free by storage, in this pass, not written since; last free last
     ran: set[int] = set()
     start = 0
     apart = _keeping_halves_apart(graph, program)
@@ -74,7 +74,7 @@ def with_spares(graph: StepGraph, program: Program, limit_bytes: int) -> Program
 
 
 def _keeping_halves_apart(graph: StepGraph, program: Program) -> frozenset[int]:
-    """Places of frees that are all there is between two halves of a call."""
+    """Places of frees that are the only instructions between two halves of a call."""
     found: set[int] = set()
     first: int | None = None
     for place, instruction in enumerate(program.instructions):
@@ -100,7 +100,7 @@ def _put_together(
 
 
 def _more_bytes(graph: StepGraph, op: Op, instruction: Instruction) -> int:
-    """Extra bytes beside the results if an op that runs whole ran in slices, less the workspace of its kernel."""
+    """Extra bytes on top of the results if an op that runs whole ran in slices, less the workspace of its kernel."""
     slices = op.by_slices
     assert slices is not None
     nbytes = sum(slices.slice_bytes(s, graph.storages[s].nbytes) for s in op.writes)
@@ -108,7 +108,7 @@ def _more_bytes(graph: StepGraph, op: Op, instruction: Instruction) -> int:
 
 
 def _is_quicker(op: Op, instruction: Instruction) -> bool:
-    """Whether slices over a freed buffer take less time than what the op does now."""
+    """Whether slices over a freed buffer take less time than the op takes now."""
     slices = op.by_slices
     assert slices is not None
     if instruction.sliced:

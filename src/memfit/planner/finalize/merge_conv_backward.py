@@ -1,12 +1,12 @@
-"""Two ops that are the halves of one call run in that call where nothing has to be freed in between.
+"""Two ops that are the halves of one call run in that call where no storage has to be freed between them.
 
-Capture makes a convolution's two gradients one after the other, so that the input can go before its gradient is made
-(`memfit.passes.conv_backward_split`). Where memory allows, both at once is quicker: one call instead of two, and the
-kernel's own order. A program says so by its order alone: of halves that stand side by side, the second runs with the
-first. `side_by_side` puts off the frees that lie between halves where the peak leaves room for that.
+Capture computes the two gradients of a convolution one after the other, so that the input can be freed before its
+gradient is made (`memfit.passes.conv_backward_split`). Where memory allows, computing both at once is quicker: one call
+instead of two, in the kernel's own order. A program states this by its order alone: of two adjacent halves, the second
+runs with the first. `side_by_side` delays the frees between halves where the peak leaves room.
 
-Known limits: the time of a call for both is not profiled; the halves are counted, so steps are somewhat quicker than
-predicted.
+Known limits: the time of a call for both is not profiled; the times of the halves are counted, so steps are somewhat
+quicker than predicted.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ __all__ = ["side_by_side"]
 
 
 def side_by_side(graph: StepGraph, program: Program, limit_bytes: int) -> Program:
-    """The program with halves side by side where that stays within a limit.
+    """The program with halves next to each other where the peak stays within a limit.
 
     Args:
         graph: the step.
-        program: what runs; the order of its ops stays.
+        program: the program; the order of its ops stays.
         limit_bytes: for the peak.
     """
     bytes_at = simulate(graph, program).bytes_at

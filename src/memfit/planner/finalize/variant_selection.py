@@ -1,10 +1,10 @@
-"""Whole or in chunks: how each op of a program runs.
+"""Variant selection: whether each op of a program runs whole or in chunks.
 
-An op that runs in chunks takes less memory and sometimes more time (`memfit.ops.chunking`). Workspace is only
-there while its op runs, so the choice is free at every instant: orders are planned with every op in its
-leanest variant, then each run gets the quickest variant for which there is room where it stands. So it is with ops
-that can be fused (`memfit.ir.fusion`): orders are planned with them fused where that takes less memory, then they are
-fused where that is quicker.
+An op that runs in chunks takes less memory and sometimes more time (`memfit.ops.chunking`). Workspace exists only while
+its op runs, so the choice is free for every run: orders are planned with every op in its leanest variant, then each run
+gets the quickest variant for which there is room at its place. The same holds for ops that can be fused
+(`memfit.ir.fusion`): orders are planned with them fused where fusing takes less memory, then they are fused where
+fusing is quicker.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from memfit.sim.simulator import simulate
 __all__ = ["leanest", "program_within", "quicker"]
 
 _MOST_TOGETHER = 6
-"""Most ops that are tried as a fused region anywhere; more only where each passes its result on to the next."""
+"""Most ops that are tried as a fused region at any place; longer regions only where each op passes its result on."""
 
 
 def leanest(graph: StepGraph) -> StepGraph:
-    """The step with every op in the variant that takes the least memory, and a guess of what running it again takes."""
+    """The step with every op in the variant that takes the least memory, and with estimated recomputation times."""
     read_backward = graph.read_whole_backward()
 
     def lean(op: Op) -> Op:
@@ -50,8 +50,8 @@ def leanest(graph: StepGraph) -> StepGraph:
 def quicker(graph: StepGraph, order: Sequence[int], budget_bytes: int) -> StepGraph:
     """The step with every op in the quickest variant for which there is room at all its places in an order.
 
-    An order is then filled with copies to save beside these variants, and not before them: the same bytes save more
-    time at the one instant at which an op runs.
+    Orders are filled with saved copies after these variants are chosen, and not before: the same bytes save more time
+    at the one instant at which an op runs.
     """
     lean = leanest(graph)
     room: dict[int, int] = {}
@@ -68,12 +68,12 @@ def quicker(graph: StepGraph, order: Sequence[int], budget_bytes: int) -> StepGr
 
 
 def program_within(graph: StepGraph, order: Sequence[int], budget_bytes: int | None = None) -> Program:
-    """The program of an order, every op in the quickest variant that leaves the peak within a budget.
+    """The program of an order, with every op in the quickest variant that leaves the peak within a budget.
 
     Args:
         graph: the step.
         order: as for `program_of`.
-        budget_bytes: for the peak; the lowest peak of the order if there is none or it is below that.
+        budget_bytes: for the peak; the lowest peak of the order if the budget is None or below that peak.
 
     Returns:
         The program.
@@ -93,13 +93,13 @@ def program_within(graph: StepGraph, order: Sequence[int], budget_bytes: int | N
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Alone:
-    """An op that runs by itself, the quickest variant for which there is room, and the frees after it.
+    """An op that runs by itself, in the quickest variant for which there is room, and the frees after it.
 
     Attributes:
-        instructions: to run and free.
-        base_bytes: what is there before.
-        peak_bytes: what there is while it runs, its leanest variant.
-        seconds: what it takes.
+        instructions: the instruction that runs the op, and the frees.
+        base_bytes: memory before it.
+        peak_bytes: memory while its leanest variant runs.
+        seconds: its time.
     """
 
     instructions: tuple[Instruction, ...]
@@ -109,7 +109,7 @@ class _Alone:
 
 
 def _one_by_one(graph: StepGraph, lean: StepGraph, order: Sequence[int], limit: int) -> list[_Alone]:
-    """The ops of an order without fused ones."""
+    """The ops of an order, each of them run by itself."""
     program = program_of(lean, order, fuse=False)
     instructions = program.instructions
     bytes_at = simulate(lean, program).bytes_at
@@ -120,7 +120,7 @@ def _one_by_one(graph: StepGraph, lean: StepGraph, order: Sequence[int], limit: 
     for (given, op), start, stop in zip(both, starts, stops, strict=True):
         instruction = instructions[start]
         over = instruction.over
-        # Whole, an op that can be chunked cannot write over its operand, which then stays until it is done.
+        # An op that can be chunked cannot write over its operand if it runs whole; the operand stays until it is done.
         beside = 0 if over is None else graph.storages[over].nbytes
         room = limit - bytes_at[start] + op.workspace_bytes
         variants = [w for w in op.variants if w.workspace_bytes + (beside if w.chunks == 1 else 0) <= room]
@@ -142,7 +142,7 @@ def _one_by_one(graph: StepGraph, lean: StepGraph, order: Sequence[int], limit: 
 
 
 def _quickest(graph: StepGraph, run: Run, alone: Sequence[_Alone], limit: int) -> list[Fusion]:
-    """Which ops of a run are fused, in the least time within a limit."""
+    """The fused regions with which a run takes the least time within a limit."""
     count = len(run.ops)
     sliced = [op.by_slices.seconds for op in run.ops if op.by_slices is not None]
     whole = [op.seconds for op in alone[run.start : run.start + count]]
@@ -152,7 +152,7 @@ def _quickest(graph: StepGraph, run: Run, alone: Sequence[_Alone], limit: int) -
     by_stop: dict[int, list[int]] = {}
     for first, stop in groups:
         by_stop.setdefault(stop, []).append(first)
-    # The least time until each place, and how the last ops before it run.
+    # The least time until each place, and the fused region that ends there; None if the last op runs by itself.
     best: list[tuple[float, Fusion | None]] = [(0.0, None)]
     for stop in range(1, count + 1):
         here = alone[run.start + stop - 1]
@@ -177,7 +177,7 @@ def _quickest(graph: StepGraph, run: Run, alone: Sequence[_Alone], limit: int) -
 
 
 def _lean(op: Op) -> Op:
-    # Whole, an op that can be chunked cannot write over its operand.
+    # An op that can be chunked cannot write over its operand if it runs whole.
     variants = [variant for variant in op.variants if variant.chunks > 1 or not op.in_place_over] or op.variants
     best = min(variants, key=_memory_then_time, default=op.variant(op.chunks))
     again = None if op.recompute_as is None else _lean(op.recompute_as)
@@ -187,7 +187,7 @@ def _lean(op: Op) -> Op:
 
 
 def _recompute_seconds(op: Op, *, whole: bool) -> float:
-    """Time of a recomputation: a result that is read whole later takes fresh memory, passed-on slices mostly none."""
+    """Time of a recomputation: a result that is read whole later takes new memory, passed-on slices mostly none."""
     slices = op.by_slices
     found = [op.seconds]
     if not whole and op.in_place_seconds is not None:

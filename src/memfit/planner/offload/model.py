@@ -1,9 +1,9 @@
-"""Swaps as orders know them: an op whose result is swapped is recomputed by bringing the result back.
+"""Swaps in orders: an op whose result is swapped is recomputed by swapping the result in.
 
-Orders say which ops are recomputed, and everything that searches for orders knows `Op.recompute_as`, another call in
-place of the op after the first time. A swapped result is just that: its recomputation reads nothing and writes the
-result, at the price of a transfer. So one search decides, for the results that may be swapped, which are saved, and for
-the others which are saved or recomputed; `memfit.planner.offload.transfer_schedule` then turns runs that stand for
+Orders say which ops are recomputed, and every search for orders knows `Op.recompute_as`, another call that runs in
+place of the op after the first time. Swapping has the same form: the recomputation reads nothing and writes the result,
+at the cost of a transfer. So one search decides both: which of the results that may be swapped are saved, and which of
+the other results are saved or recomputed. `memfit.planner.offload.transfer_schedule` then turns runs that stand for
 transfers into transfers.
 
 Known limits: a result that may be swapped is not recomputed by running its op.
@@ -23,21 +23,21 @@ from memfit.sim.simulator import simulate
 __all__ = ["SWAP_IN", "bring_back", "has_room", "peak_bytes", "placed_on_tiers", "swappable", "swapping_step"]
 
 SWAP_IN = "memfit.swap_in"
-"""Target of what stands for a transfer back."""
+"""Target of ops that stand for a transfer back."""
 
 _LEAST_BYTES = 1 << 16
-"""Smaller results stay: a transfer takes longer to begin than to move them."""
+"""Smaller results stay in memory: the latency of a transfer is longer than the time to move them."""
 
 
 _SHARE_WAITED = 0.1
-"""The share of the time of a transfer back for which searches expect compute to wait: links are busy, and what comes
-back twice was not counted when storages were chosen."""
+"""The share of the time of a transfer back for which searches expect compute to wait: links are busy, and a second
+transfer back of the same storage was not counted when storages were chosen."""
 
 
 def swappable(graph: StepGraph) -> list[int]:
     """Forward results that may be swapped and that the backward pass or a later op reads again.
 
-    What crosses between subgraphs stays, since code between them may hold it.
+    Storages that cross between subgraphs stay in memory, since plain code between subgraphs may hold them.
     """
     held = graph.held_to_the_end()
     read = {s for op in graph.ops if op.phase is not Phase.LOSS for s in op.reads}
@@ -54,11 +54,11 @@ def swappable(graph: StepGraph) -> list[int]:
 
 
 def swapping_step(graph: StepGraph, placed: Mapping[int, Tier]) -> StepGraph:
-    """The step with transfers back in place of second runs, and the memory that moving takes counted.
+    """The step with transfers back in place of second runs, and with the memory that transfers take.
 
     Args:
         graph: the step, with tiers.
-        placed: forward results that may be swapped, and where each goes.
+        placed: forward results that may be swapped, and the tier of each.
 
     Returns:
         A step of the same ops and storages without tiers, for planners only.
@@ -72,7 +72,7 @@ def swapping_step(graph: StepGraph, placed: Mapping[int, Tier]) -> StepGraph:
         if op.phase is not Phase.FORWARD:
             return op
         if any(s in placed for s in op.in_place_over):
-            # What is on its way out cannot be written over yet; a run after the first may, as it reads another copy.
+            # A storage on its way out cannot be written over yet; a recomputation may do so, as it reads another copy.
             left = tuple(s for s in op.in_place_over if s not in placed)
             op = replace(op, in_place_over=left, recompute_as=op.recompute_as or op)
         moved = tuple(s for s in op.writes if s in placed)
@@ -98,7 +98,7 @@ def swapping_step(graph: StepGraph, placed: Mapping[int, Tier]) -> StepGraph:
 
 
 def peak_bytes(graph: StepGraph, order: Sequence[int], placed: Mapping[int, Tier]) -> int:
-    """Peak of an order in which second runs of what may be swapped stand for transfers back."""
+    """Peak of an order in which second runs of ops with results in `placed` stand for transfers back."""
     swapping = swapping_step(graph, placed)
     return simulate(swapping, program_of(swapping, order)).peak_bytes
 
@@ -108,9 +108,9 @@ def bring_back(graph: StepGraph, order: Sequence[int], swapped: Collection[int],
 
     Args:
         graph: the step.
-        order: in which they are not recomputed after the loss.
-        swapped: forward results.
-        ahead: so many ops before.
+        order: an order in which they are not recomputed after the loss.
+        swapped: the swapped forward results.
+        ahead: number of ops between the start of a transfer back and the first read.
 
     Returns:
         The order with second runs of their producers, which stand for transfers in the step of `swapping_step`.
@@ -129,11 +129,11 @@ def bring_back(graph: StepGraph, order: Sequence[int], swapped: Collection[int],
 
 
 def placed_on_tiers(graph: StepGraph, storages: Iterable[int], *, in_slices: bool = False) -> dict[int, Tier]:
-    """A tier for each storage, the first one as long as there is room; what has room on none is left out.
+    """A tier for each storage, the first one that has room; storages for which no tier has room are left out.
 
     Args:
         graph: the step, with tiers.
-        storages: to be placed, the most wanted first.
+        storages: the storages to place, the most wanted first.
         in_slices: whether they move slice by slice.
     """
     room = {links.tier: links.limit_bytes for links in graph.tiers}
@@ -149,7 +149,7 @@ def placed_on_tiers(graph: StepGraph, storages: Iterable[int], *, in_slices: boo
 
 
 def has_room(graph: StepGraph, placed: Mapping[int, Tier]) -> bool:
-    """Whether the tiers of a step hold what goes there."""
+    """Whether the tiers of a step have room for the storages placed on them."""
     for links in graph.tiers:
         held = sum(slot_bytes(graph.storages[s].nbytes) for s, tier in placed.items() if tier is links.tier)
         if links.limit_bytes is not None and held > links.limit_bytes:

@@ -1,13 +1,14 @@
-"""Recomputation and swaps together: links carry what they can beside compute, the rest is recomputed.
+"""Recomputation and swaps together: links swap results while compute runs, the other results are recomputed.
 
-Which results may be swapped is chosen first, by the relaxation that knows links (`memfit.planner.bounds.relaxation`):
-what fits through them in time saves the most recomputation. Then the search of `memfit.planner.search.portfolio`
-decides over the step in which bringing these back stands for running their ops again (`memfit.planner.offload.model`),
-and each order it tries becomes transfers and is judged with them (`memfit.planner.offload.transfer_schedule`). The
-relaxation does not see that memory is short while things come back, so that goes round by round: what compute waited
-for stays in the next one, and links are counted at part of their rate, as long as all of it takes no more than
-twice what the search without swaps does. That search is left out if the bound says that its plan cannot be faster, so
-tiers never make a plan slower.
+First the relaxation that knows links (`memfit.planner.bounds.relaxation`) chooses the results that may be swapped:
+those that fit through the links in time and save the most recomputation. Then the search of
+`memfit.planner.search.portfolio` plans the step in which transfers back stand for recomputations of these results
+(`memfit.planner.offload.model`). Each order that it tries is turned into transfers and judged with them
+(`memfit.planner.offload.transfer_schedule`). The relaxation does not see that memory is short while storages come back,
+so there are several rounds: storages for which compute waited stay in memory in the next round, and links are counted
+at a part of their rate. Rounds go on as long as the whole search takes no more than twice the time of the search
+without swaps. The search without swaps is left out only if the bound says that its plan cannot be faster, so tiers
+never make a plan slower.
 
 Idea: POFO (Beaumont et al., NeurIPS 2021), which removes about a third of the overhead of recomputation.
 """
@@ -36,10 +37,10 @@ from memfit.sim.simulator import Timeline, simulate
 __all__ = ["find_program"]
 
 _LINK_SHARES = (1.0, 0.85, 0.7)
-"""The share of the rate of links that is counted on when storages are chosen, round by round."""
+"""The share of the rate of links that each round assumes when it chooses storages."""
 
 _SPILLED = 0.96
-"""Share of the budget to which orders are spilled, so that room is left for what comes back early."""
+"""Share of the budget to which orders are spilled, so that room is left for storages that come back early."""
 
 
 def find_program(
@@ -57,18 +58,18 @@ def find_program(
     Args:
         graph: the step, with times and links.
         budget_bytes: peak of the step.
-        seconds: roughly how long the search without swaps takes, see `find_order`; with tiers all of it takes up to
+        seconds: approximate time of the search without swaps, see `find_order`; with tiers the whole search takes up to
             twice as long.
-        progress: told what is being tried.
+        progress: called with a line of text for each attempt.
         least_tries: see `find_order`; for a step without tiers.
-        last_resort: see there; the same.
-        any_speed: whether any program that fits will do.
+        last_resort: see `find_order`; for a step without tiers.
+        any_speed: whether any program that fits is good enough.
 
     Returns:
-        The fastest one found; its bound is for plans that may swap if the step has tiers.
+        The fastest program found; its bound is for plans that may swap if the step has tiers.
 
     Raises:
-        BudgetError: if none fits, with the least budget that does.
+        BudgetError: if no program fits, with the least budget that works.
     """
     found = _search(
         *(graph, budget_bytes),
@@ -91,7 +92,7 @@ def _search(
     last_resort: bool,
     any_speed: bool,
 ) -> Found:
-    """The search of `find_program`, not judged yet."""
+    """The search of `find_program`; its result is not judged yet."""
     if graph.is_tiled and graph.tiers:
         return find_streaming(graph, budget_bytes, seconds=seconds, progress=progress, any_speed=any_speed)
     alone = replace(graph, tiers=())
@@ -107,7 +108,7 @@ def _search(
     bound = 0.0 if any_speed else relaxed_bound(alone, budget_bytes, seconds=seconds / 8)
     found: list[Found] = []
     errors: list[BudgetError] = []
-    without_seconds: float | None = None  # what the search without swaps took
+    without_seconds: float | None = None  # time of the search without swaps
 
     def fastest() -> float:
         return min((one.timeline.step_seconds for one in found), default=float("inf"))
@@ -149,9 +150,9 @@ def _search(
 
 
 def _rounds(graph: StepGraph, budget_bytes: int, seconds: float, progress: Progress | None) -> Iterator[Found | None]:
-    """Plans that may swap what each round chooses; None for a choice with which nothing fits.
+    """Plans that may swap the storages that each round chooses; None for a choice with which no plan fits.
 
-    What a plan waits for longer than recomputing it takes is not swapped in the rounds after it.
+    A storage is not swapped in later rounds if a plan waits for it longer than its recomputation takes.
     """
     outputs = sum(graph.storages[s].nbytes for s in set(graph.outputs) if not graph.is_free(s))
     room = budget_bytes - graph.static_bytes - outputs - graph.buffer_bytes([links.tier for links in graph.tiers])
@@ -166,7 +167,7 @@ def _rounds(graph: StepGraph, budget_bytes: int, seconds: float, progress: Progr
         try:
             found = _with(graph, chosen.swapped, budget_bytes, seconds / 8, progress)
         except BudgetError:
-            # What is chosen depends on the budget, so the least one of a choice need not work when it is asked for.
+            # The choice depends on the budget, so the least budget of this choice need not work when it is requested.
             yield None
             continue
         yield found
@@ -183,10 +184,10 @@ def _with(
     *,
     any_speed: bool = False,
 ) -> Found:
-    """The fastest program found in which these may be swapped.
+    """The fastest program found in which the given storages may be swapped.
 
     Raises:
-        BudgetError: if none fits.
+        BudgetError: if no program fits.
     """
     swapping = swapping_step(graph, swapped)
     lean = leanest(swapping)

@@ -1,12 +1,12 @@
-"""Tiled steps with tiers: which storages live on a tier, so that no more than slices of them are in memory.
+"""Tiled steps with tiers: chooses tier-resident storages, so that only slices of these are in memory.
 
-In the step in which everything lives on a tier that can (`memfit.ir.streaming`), the search of
-`memfit.planner.search.portfolio` finds an order as in any other; there the least memory is that of slices. Then, one
-after the other, storages come back to memory where there is room for them, those first for which compute waits longest.
-The plan without tiers is searched for as well, so tiers never make a plan slower.
+First every storage that can live on a tier does so (`memfit.ir.streaming`). The search of
+`memfit.planner.search.portfolio` finds an order of this step as of any other; its least memory is that of slices. Then,
+one after the other, storages move back to memory where there is room for them; storages for which compute waits longest
+come first. The plan without tiers is searched for as well, so tiers never make a plan slower.
 
-Known limits: an order is searched for with everything on tiers or with nothing there; which storages are is decided
-afterwards, with the order as it is.
+Known limits: an order is searched for with every such storage on tiers or with none; the storages that stay on tiers
+are chosen afterwards, with the order as it is.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ def find_streaming(
     Args:
         graph: a tiled step, with times and links.
         budget_bytes: peak of the step.
-        seconds: roughly how long each of two searches takes, see `find_order`.
-        progress: told what is being tried.
-        any_speed: whether any program that fits will do.
+        seconds: approximate time of each of two searches, see `find_order`.
+        progress: called with a line of text for each attempt.
+        any_speed: whether any program that fits is good enough.
 
     Returns:
-        The fastest one found; its bound is for plans that may keep anything on tiers.
+        The fastest program found; its bound is for plans that may place any storage on tiers.
 
     Raises:
-        BudgetError: if none fits, with the least budget that does.
+        BudgetError: if no program fits, with the least budget that works.
     """
     found: list[Found] = []
     errors: list[BudgetError] = []
@@ -80,24 +80,24 @@ def find_streaming(
 
 
 def least_streaming(graph: StepGraph, *, seconds: float = 8.0) -> int:
-    """The least budget of a tiled step, with everything on tiers that can be there if that takes less.
+    """The least budget of a tiled step, with every storage on tiers that can be there if that takes less.
 
     Args:
         graph: a tiled step.
-        seconds: roughly how long each of two searches takes, see `least_order`.
+        seconds: approximate time of each of two searches, see `least_order`.
     """
     steps = [graph, streaming_step(graph, _everything(graph))] if graph.tiers else [graph]
     return min(least_budget(lean, least_order(lean, seconds=seconds)) for lean in map(leanest, steps))
 
 
 def _everything(graph: StepGraph) -> dict[int, Tier]:
-    """All that can live on a tier and has room there, the largest first."""
+    """All storages that can live on a tier and have room there, the largest first."""
     able = sorted(streamable(graph), key=lambda s: -graph.storages[s].nbytes)
     return placed_on_tiers(graph, able, in_slices=True)
 
 
 def _with_room(graph: StepGraph, moved: Found, placed: Mapping[int, Tier], budget_bytes: int, seconds: float) -> Found:
-    """The same order with storages in memory for which there is room, for about so many seconds of search."""
+    """The same order with storages in memory for which there is room; searches for about `seconds`."""
     begin = time.monotonic()
     away = dict(placed)
     best = _program(graph, moved.order, away, budget_bytes)
@@ -117,7 +117,7 @@ def _with_room(graph: StepGraph, moved: Found, placed: Mapping[int, Tier], budge
 def _program(
     graph: StepGraph, order: Sequence[int], placed: Mapping[int, Tier], budget_bytes: int
 ) -> tuple[Program, Timeline]:
-    """The program of an order in which some storages live on tiers, and what the simulator says of it."""
+    """The program of an order in which some storages live on tiers, and its simulated timeline."""
     within = program_within(streaming_step(graph, placed), order, budget_bytes)
     named = tuple(Instruction(Action.STREAM, storage, tier=tier) for storage, tier in sorted(placed.items()))
     program = Program(instructions=(*named, *within.instructions))
@@ -125,12 +125,12 @@ def _program(
 
 
 def _by_stall(graph: StepGraph, timeline: Timeline, placed: Mapping[int, Tier]) -> list[int]:
-    """Storages, those first for which compute waits longest for each byte."""
+    """Storages, sorted by the time that compute waits for each byte of them, the longest first."""
     return sorted(placed, key=lambda s: -timeline.stalls.get(s, 0.0) / max(1, graph.storages[s].nbytes))
 
 
 def _halves(storages: Sequence[int]) -> Iterator[Sequence[int]]:
-    """All of them, then each half, and so on down to single ones."""
+    """All storages, then each half of them, and so on down to single storages."""
     waiting = [storages]
     while waiting:
         group = waiting.pop(0)

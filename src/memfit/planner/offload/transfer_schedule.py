@@ -1,16 +1,17 @@
-"""When swaps leave and come back: so early that compute does not wait, where there is room.
+"""Schedules transfers of swaps: early enough that compute does not wait, where there is room.
 
-A planner's order says where a swapped storage is needed again. `ahead_of_use` moves that so far ahead as links need,
-as far as there is room until then. Transfers of one direction follow each other, so they are scheduled from the last to
-the first: each has to be done when it is needed and before the next one begins.
+A planner's order says where a swapped storage is needed again. `ahead_of_use` moves the transfer back ahead by the time
+that its link needs, as far as there is room until then. Transfers of one direction follow each other, so they are
+scheduled from the last to the first: each has to be done when it is needed and before the next one begins.
 
-`with_transfers` makes instructions of it. A storage starts on its way out as soon as it is made; its memory is given up
-when it has arrived, or earlier where memory is short, and then compute waits.
+`with_transfers` turns the order into instructions. The transfer out starts as soon as a storage is made; its memory is
+given up when the transfer is done, or earlier where memory is short, and then compute waits.
 
 Source: prefetching as in vDNN (Rhu et al., 2016) and Large Model Support (Le et al., 2018), with measured links and
 simulated memory in place of fixed distances.
 
-Known limits: what leaves stays on its tier until the step ends; times are those of the program without stalls.
+Known limits: a storage that is swapped out stays on its tier until the step ends; times are those of the program
+without stalls.
 """
 
 from __future__ import annotations
@@ -30,22 +31,21 @@ from memfit.sim.simulator import simulate
 __all__ = ["ahead_of_use", "with_transfers"]
 
 _AHEAD = 1.25
-"""How much more time a transfer back is given than its link needs."""
+"""Factor by which the time given to a transfer back is longer than the time that its link needs."""
 
 
 def ahead_of_use(swapping: StepGraph, order: Sequence[int], into: Mapping[int, Link], limit_bytes: int) -> list[int]:
-    """Moves what stands for transfers back ahead.
+    """Moves ops that stand for transfers back ahead.
 
     Args:
         swapping: the step with swaps in place of second runs (`memfit.planner.offload.model`), ops in their leanest
-        ways;
-            what is in time for the quickest ones is in time for whichever variant of each op will run.
-        order: of its ops.
-        into: by storage, the link it comes back by.
+            variants; a transfer that is in time for the quickest variants is in time for any variant that will run.
+        order: an order of its ops.
+        into: by storage, the link of its transfer back.
         limit_bytes: for the peak.
 
     Returns:
-        An order of the same runs, within the limit if the given one is.
+        An order of the same runs, within the limit if the given order is.
     """
     program = program_of(swapping, order)
     computing = [n for n, i in enumerate(program.instructions) if i.action is Action.COMPUTE]
@@ -79,14 +79,14 @@ def ahead_of_use(swapping: StepGraph, order: Sequence[int], into: Mapping[int, L
 
 
 def _quickest_seconds(op: Op) -> float:
-    """In its quickest variant."""
+    """Time of an op in its quickest variant."""
     in_place = (op.seconds if op.in_place_seconds is None else op.in_place_seconds,)
     return min(op.seconds, *in_place, *(variant.seconds for variant in op.variants))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Return:
-    """A transfer back: its place, that of its first reader, and the first place it may move to."""
+    """A transfer back: its place, the place of its first reader, and the first place it may move to."""
 
     place: int
     needed: int
@@ -94,10 +94,10 @@ class _Return:
 
 
 def _returns(swapping: StepGraph, order: Sequence[int]) -> list[_Return]:
-    """Transfers back in their order."""
+    """The transfers back, in their order."""
     found: list[_Return] = []
     last_use: dict[int, int] = {}
-    waiting: dict[int, tuple[int, int]] = {}  # what is on its way back: its place, and the first it may move to
+    waiting: dict[int, tuple[int, int]] = {}  # storages on their way back: place, first place it may move to
     last_of_subgraph: dict[int, int] = {}
     loss = 0
     ops = as_they_run(swapping, order)
@@ -127,24 +127,24 @@ def with_transfers(
 
     Args:
         graph: the step.
-        swapping: the same with swaps in place of second runs.
-        program: of `swapping`.
-        tier_of: where each storage goes that is swapped.
+        swapping: the same step with swaps in place of second runs.
+        program: a program of `swapping`.
+        tier_of: the tier of each swapped storage.
         limit_bytes: for the peak.
 
     Returns:
-        A program of `graph`, within the limit if the given one is.
+        A program of `graph`, within the limit if the given program is.
     """
     moving = _as_transfers(swapping, program, tier_of)
     return _freed_late(graph, moving, limit_bytes) if moving.swapped() else moving
 
 
 def _as_transfers(swapping: StepGraph, program: Program, tier_of: Mapping[int, Tier]) -> Program:
-    """Transfers out right after what is made, back right before it is read."""
+    """The program with transfers: out right after a storage is made, and back in place of its recomputation."""
     ran: set[int] = set()
     back: set[int] = set()
     made: list[Instruction | None] = []
-    waiting: dict[int, int] = {}  # what came back and was not read yet: where
+    waiting: dict[int, int] = {}  # storages that came back and were not read yet, and where they came back
     for instruction in program.instructions:
         op = swapping.ops[instruction.index].later if instruction.action is Action.COMPUTE else None
         if op is not None and instruction.index in ran and op.target == SWAP_IN:
@@ -153,7 +153,7 @@ def _as_transfers(swapping: StepGraph, program: Program, tier_of: Mapping[int, T
                 made.append(Instruction(Action.SWAP_IN, storage))
             continue
         if instruction.action is Action.FREE and instruction.index in waiting:
-            made[waiting.pop(instruction.index)] = None  # came back beside another result and nobody reads it
+            made[waiting.pop(instruction.index)] = None  # came back with another result of its op, and nobody reads it
             continue
         if op is not None:
             read = op.reads if instruction.index in ran else swapping.ops[instruction.index].reads
@@ -176,7 +176,7 @@ def _as_transfers(swapping: StepGraph, program: Program, tier_of: Mapping[int, T
 
 
 def _freed_late(graph: StepGraph, program: Program, limit_bytes: int) -> Program:
-    """Memory of what is on its way out is given up when it has arrived, or where there is no room to wait."""
+    """The program with storages on their way out freed when they have arrived, or where there is no room to wait."""
     timeline = simulate(graph, program, wait=False)
     out = {links.tier: links.out for links in graph.tiers}
     sizes = [s.nbytes for s in graph.storages]
@@ -186,7 +186,7 @@ def _freed_late(graph: StepGraph, program: Program, limit_bytes: int) -> Program
     arrives: dict[int, float] = {}
     pending: dict[int, float] = {}
     here_subgraph = graph.ops[0].subgraph
-    late = 0.0  # how much compute has waited so far
+    late = 0.0  # time that compute has waited so far
     found: list[Instruction] = []
 
     def give_up(storage: int) -> None:
@@ -206,7 +206,7 @@ def _freed_late(graph: StepGraph, program: Program, limit_bytes: int) -> Program
         for op in (graph.ops[i.index] for i in run if i.action is Action.COMPUTE):
             here_subgraph = last_subgraph if op.phase is Phase.LOSS else op.subgraph
         for storage in sorted(pending, key=pending.__getitem__):
-            # What a subgraph gives up while others run, it can only give up before or long after.
+            # A subgraph cannot give up a storage while other subgraphs run, only before them or long after.
             if subgraph[storage] != here_subgraph:
                 give_up(storage)
             elif needed + sum(sizes[s] for s in pending) > limit_bytes or storage in _written(graph, run):

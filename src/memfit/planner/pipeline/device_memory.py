@@ -1,10 +1,10 @@
-"""Memory of a device of a pipeline, pass by pass of its part of the schedule.
+"""Memory of a pipeline device, pass by pass of its part of the schedule.
 
-A stage holds what it keeps of each micro-batch that is in flight, and a device has perhaps several stages. Beside that
-are messages: room is made for what arrives when the engine asks for it, which may be a pass or two before it is needed,
-and what was sent is held until it has arrived for certain (`memfit.pipelining.runtime.send_queue`).
+A stage holds the saved storages of each micro-batch in flight, and a device may have several stages. In addition there
+are messages: memory for an incoming message is allocated when the engine asks for it, which may be a pass or two before
+it is needed, and an outgoing message is held until it has arrived for certain (`memfit.pipelining.runtime.send_queue`).
 
-Known limits: states of random generators that travel with micro-batches do not count.
+Known limits: states of random generators that travel with micro-batches are not counted.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ class StageMemory:
     """Memory of a stage with one micro-batch, in bytes.
 
     Attributes:
-        static_bytes: what is there all the time.
-        saved_bytes: held between the passes of the micro-batch.
-        forward_bytes: at most during its forward pass, beyond what is static.
-        backward_bytes: at most during its backward pass, or the part that is waited for, what is saved included.
-        after_bytes: what the optimizer takes for a moment.
-        deferred_bytes: held between the two parts of its backward pass.
-        weight_bytes: at most during the second one, what is held included.
-        handed_bytes: of what is saved, what the next stage received and keeps as well: one copy on one device.
-        received_bytes: from the stage before.
-        taken_bytes: of that, what is held until the backward pass; the rest only passes through.
-        sent_bytes: what the next stage receives.
-        answer_bytes: of gradients from the next stage.
-        returned_bytes: of gradients for the stage before.
+        static_bytes: bytes in use all the time.
+        saved_bytes: bytes held between the passes of the micro-batch.
+        forward_bytes: peak of its forward pass, beyond static bytes.
+        backward_bytes: peak of its backward pass, or of the part that others wait for, saved bytes included.
+        after_bytes: transient memory of the optimizer.
+        deferred_bytes: bytes held between the two parts of its backward pass.
+        weight_bytes: peak of the second part, held bytes included.
+        handed_bytes: the part of the saved bytes that the next stage received and holds as well: one copy on one
+            device.
+        received_bytes: bytes from the stage before.
+        taken_bytes: the part of the received bytes that is held until the backward pass; the rest only passes through.
+        sent_bytes: bytes that the next stage receives.
+        answer_bytes: bytes of gradients from the next stage.
+        returned_bytes: bytes of gradients for the stage before.
     """
 
     static_bytes: int
@@ -52,7 +53,7 @@ class StageMemory:
     returned_bytes: int = 0
 
     def without(self, counted_bytes: int) -> StageMemory:
-        """The same where so much of what it received is counted elsewhere until its backward pass ends."""
+        """The same without received bytes that are counted elsewhere until its backward pass ends."""
         return replace(
             self,
             saved_bytes=self.saved_bytes - counted_bytes,
@@ -66,12 +67,12 @@ def device_peaks(
     memory: Callable[[int, int], StageMemory],
     counted_twice: Callable[[frozenset[int]], int] = lambda stages: 0,
 ) -> list[int]:
-    """The most memory each device takes.
+    """The peak of each device.
 
     Args:
-        schedule: who does what.
-        memory: what a stage takes with a micro-batch.
-        counted_twice: bytes of parameters that several of these stages have in common.
+        schedule: the schedule.
+        memory: gives the memory of a stage with a micro-batch.
+        counted_twice: gives the bytes of parameters that several of the given stages have in common.
 
     Returns:
         Bytes for each device.
@@ -80,7 +81,7 @@ def device_peaks(
 
 
 def order_peak(order: Sequence[Task], memory: Callable[[int, int], StageMemory]) -> int:
-    """The most memory that a device takes which does things in an order; see `device_peaks`."""
+    """The peak of a device that runs its tasks in an order; see `device_peaks`."""
     peak = 0
     for action, here, beside in beside_each(order, memory):
         own = {Pass.FORWARD: here.forward_bytes, Pass.WEIGHT: here.weight_bytes}.get(action.what, here.backward_bytes)
@@ -93,11 +94,11 @@ def order_peak(order: Sequence[Task], memory: Callable[[int, int], StageMemory])
 def beside_each(
     order: Sequence[Task], memory: Callable[[int, int], StageMemory]
 ) -> Iterator[tuple[Action, StageMemory, int]]:
-    """For each pass of a device what its stage takes, and what else is held beside what is static.
+    """For each pass of a device the memory of its stage, and the other bytes held then, without static bytes.
 
-    Where the next stage is on the same device, results wait there for it and gradients for this one; and what a stage
-    received may be the very tensor that the stage before keeps. What goes to another device is held through the next
-    pass, unless that takes the answer.
+    If the next stage is on the same device, results wait there for the next stage and gradients wait for this one; and
+    a tensor that a stage received may be the same tensor that the stage before saves. A message to another device is
+    held through the next pass, unless that pass takes the answer to it.
     """
     stages = _stages(order)
     held = sent = 0

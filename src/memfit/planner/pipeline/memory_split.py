@@ -1,19 +1,20 @@
-"""How what a device may take is divided among its stages and their micro-batches.
+"""How the memory of a device is divided among its stages and their micro-batches.
 
-What a stage keeps of a micro-batch between its passes takes from the room of everything that runs meanwhile: from its
-own next micro-batches, and from other stages on the same device. So a stage gets two numbers, what it may keep of each
-micro-batch and what the rest leaves for the passes of one:
+Bytes that a stage saves of a micro-batch between its passes take room from all passes that run meanwhile: from the next
+micro-batches of the stage, and from other stages on the same device. So a stage gets two numbers: the bytes that it may
+save of each micro-batch, and the bytes that are left for the passes of one micro-batch:
 
-    parameters of all + what is held meanwhile + peak of one micro-batch beyond parameters <= budget
+    parameters of all + bytes held meanwhile + peak of one micro-batch beyond parameters <= budget
 
-All stages of a device may keep the same share of what they would with nothing recomputed; the share is varied, from the
-largest for which that is no more than there is, and the fastest plans are taken. A stage whose backward pass follows
-its forward pass at once holds nothing meanwhile, and has no limit. What waits between the parts of a backward pass is
-taken to shrink alike, and is known when a plan is made. Shares are compared by brief searches for plans, and those
-of the best share are searched for as long as one asks.
+All stages of a device may save the same share of the bytes that they would save with nothing recomputed. The share is
+varied, from the largest one that fits, and the fastest plans are taken. A stage whose backward pass follows its forward
+pass at once holds nothing meanwhile, and has no limit. Bytes that wait between the parts of a backward pass are assumed
+to shrink by the same share, and are known when a plan is made. Shares are compared by brief searches for plans; plans
+for the best share are searched for as long as the caller asks.
 
-Known limits: with one share for all, a stage whose results are dear to recompute keeps no more than one where they are
-cheap. Results that cannot be recomputed are estimated as saved, though with a tier they could be swapped.
+Known limits: with one share for all stages, a stage whose results are expensive to recompute saves no larger share than
+a stage with cheap results. Results that cannot be recomputed are estimated as saved, though with a tier they could be
+swapped.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ _BETWEEN = (0.75, 0.5, 0.25)
 """Shares of the most that could be saved, tried in this order until the plans get slower."""
 
 _FINER = 2
-"""How often the share is halved between the best and the next larger one."""
+"""How often a share halfway between the best and the next larger one is tried."""
 
 _STEPS = 20
-"""To find the most that could be saved."""
+"""Bisection steps to find the most that could be saved."""
 
 _GOOD_ENOUGH = 0.02
-"""Plans that run so little again need no other share."""
+"""Plans that recompute for less than this share of their time need no other share."""
 
 
 @dataclass
@@ -66,8 +67,9 @@ class _Tried(Generic[P]):
     """Plans of all stages.
 
     Attributes:
-        plans: by stage.
-        cost: bytes above the budget, if what waits between the parts of backward passes was estimated too low; seconds.
+        plans: the plans, by stage.
+        cost: bytes above the budget, if bytes that wait between parts of backward passes were estimated too low;
+            seconds.
         is_good: whether next to nothing is recomputed.
     """
 
@@ -77,12 +79,12 @@ class _Tried(Generic[P]):
 
 
 def rooms(order: Sequence[Task], memory: Mapping[int, StageMemory], budget_bytes: int) -> dict[int, int]:
-    """Bytes left for one micro-batch of each stage, its own parameters and what it saves itself included.
+    """Bytes left for one micro-batch of each stage, its own parameters and its own saved bytes included.
 
     Args:
-        order: what the device does, in order.
-        memory: of its stages; what single passes take does not count.
-        budget_bytes: of the device, without what stages have in common and is counted twice.
+        order: tasks of the device, in order.
+        memory: memory of its stages; the peaks of single passes do not count.
+        budget_bytes: budget of the device, without bytes that stages have in common and that are counted twice.
     """
     left: dict[int, int] = {}
     static = sum(one.static_bytes for one in memory.values())
@@ -105,20 +107,20 @@ def share_budget(
     is_late: Callable[[], bool] = lambda: False,
     any_will_do: bool = False,
 ) -> dict[int, P]:
-    """The fastest plans found with which the stages of a device keep its budget together.
+    """The fastest plans found with which the stages of a device together stay within its budget.
 
     Args:
-        order: what the device does, in order.
-        wanted: what its stages take with nothing recomputed.
-        least: what is saved in any case: what was received, and what cannot be recomputed, such as statistics.
-        budget_bytes: of the device, with what stages have in common and is counted twice.
-        plan: plans a stage, given what a micro-batch may take, and what may be saved of it if that matters.
-        brief: the same in less time, to compare shares by; None for `plan`.
-        is_late: whether there is time for no more than what is needed.
+        order: tasks of the device, in order.
+        wanted: memory of its stages with nothing recomputed.
+        least: bytes saved in any case: received tensors, and results that cannot be recomputed, such as statistics.
+        budget_bytes: budget of the device, with bytes that stages have in common and that are counted twice.
+        plan: plans a stage, given the bytes that a micro-batch may take, and those that may be saved of it if limited.
+        brief: the same in less time, to compare shares; None for `plan`.
+        is_late: whether there is time only for the necessary plans.
         any_will_do: whether the first plans that fit are as good as the fastest.
 
     Raises:
-        DoesNotFit: if none do; the least budget told is an upper estimate.
+        DoesNotFit: if no plans do; its least budget is an upper estimate.
     """
     lasting = _lasting(order)
     most = _most_saved(order, wanted, least, budget_bytes, lasting)
@@ -150,7 +152,7 @@ def _compared(
     """The best share that was tried and its plans.
 
     Raises:
-        DoesNotFit: if none fits.
+        DoesNotFit: if no share fits.
     """
     seen: list[float] = []
     fitting: dict[float, _Tried[P]] = {}
@@ -193,7 +195,7 @@ def _planned(
     budget_bytes: int,
     plan: Callable[[int, int, int | None], P],
 ) -> dict[int, P]:
-    """Plans of stages that keep no more than told; what one leaves is for those after it."""
+    """Plans of stages that save no more than given; bytes that one stage leaves go to the stages after it."""
     memory = dict(memory)
     made = {}
     for stage in sorted(memory):
@@ -211,7 +213,7 @@ def _planned(
 
 def _keeping(memory: StageMemory, least_bytes: int, share: float) -> StageMemory:
     saved_bytes = least_bytes + int(share * max(0, memory.saved_bytes - least_bytes))
-    handed_bytes = memory.handed_bytes if share == 1.0 else 0  # perhaps it is not among what is saved
+    handed_bytes = memory.handed_bytes if share == 1.0 else 0  # perhaps not among the saved bytes
     deferred_bytes = int(share * memory.deferred_bytes)
     return replace(memory, saved_bytes=saved_bytes, deferred_bytes=deferred_bytes, handed_bytes=handed_bytes)
 
@@ -223,7 +225,7 @@ def _most_saved(
     budget_bytes: int,
     lasting: Collection[int],
 ) -> float:
-    """The largest share of what stages want to save that takes no more than there is."""
+    """The largest share of the bytes that stages want to save for which there is room."""
 
     def fits(share: float) -> bool:
         memory = {stage: _keeping(one, least[stage], share) for stage, one in wanted.items()}
@@ -240,7 +242,7 @@ def _most_saved(
 
 
 def _lasting(order: Sequence[Task]) -> set[int]:
-    """Stages that hold something while anything else runs on the device."""
+    """Stages that hold saved bytes while any other pass runs on the device."""
     found = set()
     begun: dict[tuple[int, int], int] = {}
     passes = (thing for thing in order if isinstance(thing, Action))

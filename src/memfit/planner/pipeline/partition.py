@@ -1,15 +1,17 @@
-"""Where to cut a model into stages: by measured time, under memory, not by the number of layers.
+"""Partition of a model into stages: by measured time within the memory, not by the number of layers.
 
-A dynamic program over the places at which a cut is possible: the slowest stage decides how long a step takes, so its
-time is made least, and of equal ones the sum. What recomputation a stage will need under its budget is guessed here
-(cheap results are dropped first, so the cost grows with the square of the share that is dropped); the planner of steps
-then plans each stage, and what it finds corrects the guess for another round (`memfit.pipelining.search.search`).
+A dynamic program runs over the places at which a cut is possible. The slowest stage decides the time of a step, so its
+time is minimized, and among equal divisions the sum of the times. The recomputation that a stage will need under its
+budget is guessed here (cheap results are dropped first, so the cost grows with the square of the share that is
+dropped). The planner of steps then plans each stage, and its plans correct the guess for another round
+(`memfit.pipelining.search.search`).
 
-Stages add up the gradients of a parameter that several of them use, each its own sum. That is the sum of the
-unpipelined pass, bit for bit, if only the last of these stages uses it more than once; who wants that says so.
+If several stages use a parameter, each of them adds up its own gradients of it. The result is the sum of the
+unpipelined pass, bit for bit, if only the last of these stages uses the parameter more than once; a caller that needs
+this says so (`in_order`).
 
-Sources: torchgpipe balances times of layers alone (block partitions of Barany and Grolmusz); AdaPipe (Sun et al.,
-ASPLOS 2024) has stages of different depth recompute differently much, since they hold differently many micro-batches.
+Sources: torchgpipe balances times of layers alone (block partitions of Barany and Grolmusz); in AdaPipe (Sun et al.,
+ASPLOS 2024) stages of different depth recompute different amounts, since they hold different numbers of micro-batches.
 """
 
 from __future__ import annotations
@@ -27,10 +29,10 @@ class CallCost:
     """Time, memory and parameters of one call of the model for one micro-batch.
 
     Attributes:
-        forward_seconds: of what it runs in the forward pass.
-        backward_seconds: of what it runs in the backward pass.
-        saved_bytes: what the backward pass reads of its results.
-        widest_bytes: the least memory for any single op of it.
+        forward_seconds: time of its ops in the forward pass.
+        backward_seconds: time of its ops in the backward pass.
+        saved_bytes: bytes of its results that the backward pass reads.
+        widest_bytes: the least memory in which any single op of it can run.
         states: the parameters it reads, by name.
     """
 
@@ -43,7 +45,7 @@ class CallCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutPlace:
-    """A place between calls: how many come before it, and the bytes that would cross."""
+    """A place between calls: how many calls come before it, and the bytes that would cross a cut there."""
 
     position: int
     nbytes: int
@@ -54,13 +56,14 @@ class Demand:
     """Time and memory that a run of calls takes as a stage, with nothing recomputed.
 
     Attributes:
-        forward_seconds: of one micro-batch.
-        backward_seconds: of one micro-batch.
-        static_bytes: parameters with gradients and optimizer state.
-        saved_bytes: of one micro-batch between its passes.
-        received_bytes: what crosses the cut before it.
-        widest_bytes: the least memory for any single op.
-        may_be_stage: whether it can be one: it trains something, and adds gradients up in order where that is asked.
+        forward_seconds: forward time of one micro-batch.
+        backward_seconds: backward time of one micro-batch.
+        static_bytes: bytes of parameters with gradients and optimizer state.
+        saved_bytes: bytes saved of one micro-batch between its passes.
+        received_bytes: bytes that cross the cut before the stage.
+        widest_bytes: the least memory in which any single op can run.
+        may_be_stage: whether the run can be a stage: it trains something, and adds gradients up in order where
+            required.
     """
 
     forward_seconds: float
@@ -82,13 +85,13 @@ def demands(
     """Time and memory that each run of calls between two places takes as a stage.
 
     Args:
-        calls: in order.
-        places: where a cut is possible, in order, with the beginning and the end.
-        state_bytes: for each parameter what it takes with its gradient and optimizer state.
+        calls: the calls, in order.
+        places: the places where a cut is possible, in order, with the beginning and the end.
+        state_bytes: for each parameter its bytes with its gradient and optimizer state.
         in_order: parameters whose gradients have to be added up in the order of the unpipelined pass.
 
     Returns:
-        From two numbers of places to what the calls between them take.
+        A function from the numbers of two places to the demand of the calls between them.
     """
     forward = list(accumulate((c.forward_seconds for c in calls), initial=0.0))
     backward = list(accumulate((c.backward_seconds for c in calls), initial=0.0))
@@ -111,7 +114,7 @@ def demands(
                 saved_bytes=saved[end] - saved[begin],
                 received_bytes=places[first].nbytes,
                 widest_bytes=max((c.widest_bytes for c in inside), default=0),
-                # One that passes gradients on and has none itself is no step.
+                # A stage that passes gradients on and has none itself is no step.
                 may_be_stage=backward[end] > backward[begin] and not in_another_order(begin, end),
             )
         return known[first, last]
@@ -120,7 +123,7 @@ def demands(
 
 
 def guessed_seconds(demand: Demand, budget_bytes: int | None, in_flight: int) -> float:
-    """Time of one micro-batch at a stage with the recomputation that its budget will ask for, infinite if it cannot."""
+    """Time of one micro-batch at a stage with the recomputation that its budget requires; infinite if it cannot fit."""
     plain = demand.forward_seconds + demand.backward_seconds
     if not demand.may_be_stage:
         return float("inf")
@@ -140,13 +143,13 @@ def guessed_seconds(demand: Demand, budget_bytes: int | None, in_flight: int) ->
 def balance(
     count: int, num_places: int, seconds: Callable[[int, int, int], float], crossing_seconds: Callable[[int], float]
 ) -> list[int] | None:
-    """Divides what lies between places into stages.
+    """Divides the calls between places into stages.
 
     Args:
-        count: how many stages.
-        num_places: how many places there are, with the beginning and the end.
-        seconds: of one micro-batch at a stage, given its number and the two places.
-        crossing_seconds: what it costs to send what crosses at a place.
+        count: number of stages.
+        num_places: number of places, with the beginning and the end.
+        seconds: time of one micro-batch at a stage, given the number of the stage and the two places.
+        crossing_seconds: time to send the tensors that cross at a place.
 
     Returns:
         The places of the cuts; None if no division is possible.

@@ -1,13 +1,13 @@
-"""Where to cut a model whose stages take turns on one device: where least is held, and of such cuts evenly.
+"""Partition of a model whose stages take turns on one device: least memory held, and among such cuts even stages.
 
-One device needs the same time wherever it is cut, so only memory tells. How many micro-batches are in flight at each
-stage, at each moment, follows from the schedule alone; with what the calls between two places keep of a micro-batch
-that gives what is held at the worst moment. Early stages hold several micro-batches, so they come out small where
-nothing else is gained. Cuts are moved one at a time, to the best place between their neighbours, until none moves:
-once from even stages, once from cuts as early as possible.
+One device needs the same time wherever the model is cut, so only memory decides. The number of micro-batches in flight
+at each stage, at each moment, follows from the schedule alone. Together with the bytes that the calls between two
+places save of a micro-batch, it gives the bytes held at the worst moment. Early stages hold several micro-batches, so
+they become small where nothing else is gained. Cuts are moved one at a time, to the best place between their
+neighbours, until no cut moves: once starting from even stages, once from the earliest possible cuts.
 
-Known limits: the places found are the best for one cut at a time; that a tensor may be held by two stages as one is not
-reckoned with.
+Known limits: the places found are the best for one cut at a time; two stages that hold the same tensor are not counted
+as one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from memfit.planner.pipeline.schedule import Action, Pass
 __all__ = ["cuts_holding_least"]
 
 _EVENNESS = 0.02
-"""Of what the whole model keeps, what even stages may cost."""
+"""Memory that even stages may cost, as a share of the bytes that the whole model saves."""
 
 
 def cuts_holding_least(
@@ -32,10 +32,10 @@ def cuts_holding_least(
     """The places of the cuts.
 
     Args:
-        order: what the device does, in order.
-        num_places: how many places there are, with the beginning and the end.
-        demand: from two places to what the calls between them take as a stage.
-        start: places of cuts between which every stage may be one.
+        order: actions of the device, in order.
+        num_places: number of places, with the beginning and the end.
+        demand: function from two places to the demand of the calls between them as a stage.
+        start: places of cuts between which every run of calls may be a stage.
     """
     count = len(start) + 1
     in_flight, acting = _moments(order, count)
@@ -56,7 +56,7 @@ def cuts_holding_least(
 
 
 def _settled(start: Sequence[int], end: int, cost: Callable[[Sequence[int]], float]) -> list[int]:
-    """Cuts of which no single one has a better place."""
+    """Cuts such that no single cut has a better place."""
     cuts = list(start)
     least = cost(cuts)
     moving = True
@@ -73,7 +73,7 @@ def _settled(start: Sequence[int], end: int, cost: Callable[[Sequence[int]], flo
 
 
 def _earliest(count: int, end: int, demand: Callable[[int, int], Demand]) -> list[int]:
-    """Cuts as early as what may be a stage allows, if the last may be one too."""
+    """The earliest cuts between which every run of calls may be a stage, if the last run may be one too."""
     cuts: list[int] = []
     for place in range(1, end):
         if len(cuts) < count - 1 and demand(cuts[-1] if cuts else 0, place).may_be_stage:
@@ -82,7 +82,7 @@ def _earliest(count: int, end: int, demand: Callable[[int, int], Demand]) -> lis
 
 
 def _moments(order: Sequence[Action], count: int) -> tuple[np.ndarray, np.ndarray]:
-    """For each moment that differs how many micro-batches are in flight at each stage, and which stage is at work."""
+    """For each distinct moment the number of micro-batches in flight at each stage, and the stage that runs."""
     now = [0] * count
     seen: dict[tuple[tuple[int, ...], int], None] = {}
     for action in order:

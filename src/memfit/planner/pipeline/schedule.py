@@ -1,11 +1,13 @@
-"""The order in which the devices of a pipeline work, and what that costs.
+"""The order in which the devices of a pipeline work, and its cost.
 
-A schedule lists for each device which stage it runs on which micro-batch, forward or backward. Simulated with the times
-of the stages it tells how long a step takes, how much of that devices wait (the bubble), and how many micro-batches are
-in flight at each stage: forward done, backward not. That number decides how much memory a stage has for each.
+A schedule lists for each device which stage it runs on which micro-batch, forward or backward. The schedule and the
+times of the stages give the time of a step, the share of it in which devices wait (the bubble), and the number of
+micro-batches in flight at each stage: forward done, backward not. That number decides how much memory a stage has for
+each micro-batch.
 
-Sources: GPipe (Huang et al. 2019) runs all micro-batches forward and then all back; 1F1B (Narayanan et al. 2019, 2021)
-starts going back as soon as it can, so that a stage has no more in flight than there are stages after it.
+Sources: GPipe (Huang et al. 2019) runs all micro-batches forward and then all backward; 1F1B (Narayanan et al. 2019,
+2021) starts backward passes as soon as it can, so that a stage has no more micro-batches in flight than there are
+stages after it.
 """
 
 from __future__ import annotations
@@ -41,18 +43,18 @@ class Pass(StrEnum):
     INPUT = "I"
     """The part of the backward pass that the stage before waits for (`memfit.planner.pipeline.split_backward`)."""
     WEIGHT = "W"
-    """The rest of it."""
+    """The rest of the backward pass."""
 
 
 class Action(NamedTuple):
-    """One thing a device does."""
+    """One pass of a device: the stage, the kind of pass, and the micro-batch."""
 
     stage: int
     what: Pass
     microbatch: int
 
     def __str__(self) -> str:
-        """As PyTorch's engine writes it, such as `2F0`."""
+        """The action as PyTorch's engine writes it, such as `2F0`."""
         return f"{self.stage}{self.what.value}{self.microbatch}"
 
 
@@ -65,7 +67,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """Room is made on a device for what one of its passes takes from another device."""
+    """Allocation of memory on a device for the tensors that one of its passes takes from another device."""
 
     of: Action
 
@@ -76,13 +78,13 @@ Task: TypeAlias = Action | Send | Receive
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """Who does what when.
+    """The actions of each device, in order.
 
     Attributes:
-        name: as it is asked for.
-        num_stages: how many stages there are.
-        num_microbatches: into how many parts the batch is cut.
-        orders: for each device what it does, in order.
+        name: name by which users ask for the schedule.
+        num_stages: number of stages.
+        num_microbatches: number of parts into which the batch is cut.
+        orders: for each device its actions, in order.
     """
 
     name: str
@@ -92,7 +94,7 @@ class Schedule:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether gradients of weights are made later than those of inputs."""
+        """Whether gradients of weights are computed later than gradients of inputs."""
         return any(action.what is Pass.WEIGHT for order in self.orders for action in order)
 
     def device_of(self) -> dict[int, int]:
@@ -105,10 +107,10 @@ class StageTimes:
     """Times of one micro-batch at one stage.
 
     Attributes:
-        forward_seconds: of the forward pass.
-        backward_seconds: of the backward pass, recomputation included.
-        weight_seconds: the part of it that nobody waits for.
-        transfer_seconds: from this stage to the next one, and back.
+        forward_seconds: time of the forward pass.
+        backward_seconds: time of the backward pass, recomputation included.
+        weight_seconds: the part of the backward time that no other stage waits for.
+        transfer_seconds: time of a transfer from this stage to the next one, or back.
     """
 
     forward_seconds: float
@@ -131,9 +133,9 @@ class Timeline:
     """A simulated step.
 
     Attributes:
-        step_seconds: from the first action to the end of the last.
-        starts: for each action when it starts.
-        busy_seconds: for each device how long it computes.
+        step_seconds: time from the first action to the end of the last.
+        starts: for each action its start time.
+        busy_seconds: for each device the time that it computes.
     """
 
     step_seconds: float
@@ -149,9 +151,10 @@ class Timeline:
 
 
 def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
-    """All micro-batches forward, then all back, a stage a device.
+    """All micro-batches forward, then all backward, one stage per device.
 
-    The last one goes back first, so that what it keeps is soon gone; PyTorch's own GPipe begins with the first.
+    The last micro-batch goes backward first, so that its saved storages are freed soon; PyTorch's own GPipe begins with
+    the first one.
     """
     batches = range(num_microbatches)
     orders = tuple(
@@ -162,7 +165,7 @@ def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
 
 
 def one_forward_one_backward(num_stages: int, num_microbatches: int) -> Schedule:
-    """1F1B: a stage runs ahead by as many micro-batches as there are stages from it to the end; a stage a device."""
+    """1F1B: a stage runs ahead by one micro-batch for each stage from it to the end; one stage per device."""
     orders = []
     for stage in range(num_stages):
         ahead = min(num_microbatches, num_stages - stage)
@@ -190,14 +193,14 @@ def most_in_flight(schedule: Schedule) -> list[int]:
 
 
 def simulate_schedule(schedule: Schedule, times: Sequence[StageTimes]) -> Timeline:
-    """Runs a schedule with the times of its stages; transfers go beside compute.
+    """Simulates a schedule with the times of its stages; transfers run in parallel with compute.
 
     Args:
-        schedule: who does what.
-        times: for each stage.
+        schedule: the schedule.
+        times: times of each stage.
 
     Returns:
-        When everything starts, and how long it takes.
+        The start of each action, and the time of the step.
 
     Raises:
         ValueError: if the devices wait for each other for ever.
@@ -237,7 +240,7 @@ def _ready_seconds(
     ends: Mapping[Action, float],
     device_of: Mapping[int, int],
 ) -> float | None:
-    """When what an action takes is there; None if nothing has made it yet."""
+    """Time at which the input of an action is there; None if the action that makes it has not run yet."""
     before = _before(action, schedule)
     if before is None:
         return 0.0
@@ -262,10 +265,11 @@ def _before(action: Action, schedule: Schedule) -> Action | None:
 def with_transfers(schedule: Schedule) -> tuple[tuple[Task, ...], ...]:
     """Tasks of each device, in order, sends and receives included.
 
-    Devices take turns, and what a pass makes for another device is sent and asked for there at once, at that moment: so
-    some of it is asked for a pass or two before it is needed, and comes while others run. Nobody waits for ever, even
-    if sends end only when the other side receives: whatever a device waits for has a place before its own in the order
-    in which all of this was put down (as in PyTorch's `_add_send_recv`).
+    Devices take turns. When a pass makes a result for another device, the send, and the receive on the other device,
+    are listed at once. So some receives are listed a pass or two before their result is needed, and the result comes
+    while other passes run. No device waits for ever, even if sends end only when the other side receives: every task
+    that a device waits for was listed before the waiting task, in the order in which all tasks were listed (as in
+    PyTorch's `_add_send_recv`).
 
     Raises:
         ValueError: if the devices wait for each other for ever.
@@ -297,9 +301,9 @@ def with_transfers(schedule: Schedule) -> tuple[tuple[Task, ...], ...]:
 
 
 def on_one_device(schedule: Schedule) -> Schedule:
-    """The same work in one order for a single device, which holds as little as the order of each stage allows.
+    """The same actions in one order for a single device, which holds as little as the order of each stage allows.
 
-    Whatever goes back goes first, then what is furthest on its way forward.
+    Backward passes go first, then the forward pass of the latest stage.
     """
     waiting = [list(reversed(order)) for order in schedule.orders]
     order: list[Action] = []

@@ -1,7 +1,7 @@
-"""Splits a stage's backward pass: what another device waits for first, gradients of weights later.
+"""Splits a stage's backward pass: first the gradients that another device waits for, later the gradients of weights.
 
-Nobody waits for the gradient of a weight before the step ends, so it can be made when a device would be idle. The split
-costs memory: until the second part has run, what it reads is held.
+No device waits for the gradient of a weight before the step ends, so it can be computed when a device would be idle.
+The split costs memory: the operands of the second part are held until it has run.
 
 Source: Qi, Wan, Huang and Lin, "Zero Bubble Pipeline Parallelism", 2023.
 """
@@ -14,7 +14,7 @@ __all__ = ["deferrable", "deferred_last"]
 
 
 def deferrable(graph: StepGraph) -> frozenset[int]:
-    """The backward ops that no gradient which the step hands on depends on; none where it hands on none."""
+    """The backward ops that no gradient handed on by the step needs; none if the step hands on no gradient."""
     needed = {s for s, storage in enumerate(graph.storages) if storage.kind is StorageKind.GRADIENT}
     if not needed:
         return frozenset()
@@ -28,7 +28,7 @@ def deferrable(graph: StepGraph) -> frozenset[int]:
 
 
 def deferred_last(graph: StepGraph) -> list[int]:
-    """The ops of a step in an order in which those that can wait come last, else as they are."""
+    """The ops of a step, with the ops that can wait last and otherwise in their order."""
     later = deferrable(graph)
     every = range(len(graph.ops))
     return [*(i for i in every if i not in later), *(i for i in every if i in later)]

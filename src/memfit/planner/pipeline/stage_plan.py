@@ -1,12 +1,12 @@
 """Plans a stage of a pipeline, which holds several micro-batches at once.
 
-The step of a stage is that of one micro-batch. While it runs, the others that are in flight are between their passes,
-so each of them takes what the plan keeps there, and what the stage received for it. How much a micro-batch may take
-with that in mind, and how much of it may be saved, is decided for all stages of a device
+The step of a stage is the step of one micro-batch. While it runs, the other micro-batches in flight are between their
+passes, so each of them takes the bytes that the plan saves there, and the bytes that the stage received for it. How
+much memory a micro-batch may therefore take, and how much of it may be saved, is decided for all stages of a device
 (`memfit.planner.pipeline.memory_split`).
 
-The planner of single steps minds one number, the peak. So what may be saved is capped by workspace of the loss, as
-large as the room that must be left there.
+The planner of single steps respects one number, the peak. So the saved bytes are limited by workspace of the loss op,
+as large as the room that must be left at the loss.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from memfit.sim.simulator import Timeline, simulate
 __all__ = ["PlannedStage", "Traffic", "plan_always", "plan_never", "plan_stage"]
 
 _LEAST_TRIES = 0
-"""Halvings in the search for the least budget in an error; with several limits, it is an upper estimate anyway."""
+"""Halvings in the search for the least budget in an error; with several limits, that budget is an upper estimate
+anyway."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """Micro-batches in flight and transfers of a stage, beside the micro-batch whose step is planned.
+    """Micro-batches in flight and transfers of a stage, in addition to the micro-batch whose step is planned.
 
     Attributes:
         in_flight: the most micro-batches that are between or in their passes at once.
-        received_bytes: what crosses the cut before the stage.
-        passing_bytes: of that, what only passes through and is gone after the forward pass, its gradient after the
-            backward pass.
-        returning: the storages of what was received and a gradient is handed back for; only asked where ops are
-            deferred.
+        received_bytes: bytes that cross the cut before the stage.
+        passing_bytes: the part of the received bytes that only passes through and is freed after the forward pass, its
+            gradient after the backward pass.
+        returning: the received storages for which a gradient is handed back; only needed where ops are deferred.
         deferred: the ops of the backward pass that come last and can wait (`memfit.planner.pipeline.split_backward`).
         handed: the storages that go to the next stage.
-        sent_bytes: what the next stage receives.
-        answer_bytes: of gradients from the next stage.
-        returned_bytes: of gradients for the stage before.
+        sent_bytes: bytes that the next stage receives.
+        answer_bytes: bytes of gradients from the next stage.
+        returned_bytes: bytes of gradients for the stage before.
     """
 
     in_flight: int = 1
@@ -60,17 +60,17 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedStage:
-    """A program of one micro-batch, and what the stage takes with it.
+    """A program of one micro-batch, and the memory and time of the stage with it.
 
     Attributes:
-        program: of the stage's step.
-        timeline: of that program alone.
-        saved_bytes: what is held of a micro-batch between its passes, what the stage received included.
-        peak_bytes: of the stage with all micro-batches that are in flight.
-        memory: what it takes with each micro-batch.
-        forward_seconds: of a micro-batch.
-        backward_seconds: of a micro-batch, with recomputation.
-        weight_seconds: the part of it that can wait.
+        program: program of the stage's step.
+        timeline: simulated timeline of that program alone.
+        saved_bytes: bytes held of a micro-batch between its passes, received bytes included.
+        peak_bytes: peak of the stage with all micro-batches that are in flight.
+        memory: memory of the stage with each micro-batch.
+        forward_seconds: forward time of a micro-batch.
+        backward_seconds: backward time of a micro-batch, with recomputation.
+        weight_seconds: the part of the backward time that can wait.
     """
 
     program: Program
@@ -96,14 +96,15 @@ def plan_stage(
 
     Args:
         graph: the step of one micro-batch.
-        budget_bytes: of a micro-batch, without what is held of others.
-        traffic: what passes through the stage.
-        saved_limit_bytes: what may be saved of it between its passes, beside what was received; None for any number.
-        seconds: roughly how long the search takes.
-        last_resort: whether it is looked for a plan of any speed where none is found in that time.
+        budget_bytes: budget of a micro-batch, without the bytes held of others.
+        traffic: micro-batches in flight and transfers of the stage.
+        saved_limit_bytes: bytes that may be saved of it between its passes, on top of received bytes; None for no
+            limit.
+        seconds: approximate time of the search.
+        last_resort: whether to look for a plan of any speed if none is found in that time.
 
     Raises:
-        BudgetError: if none fits; its least budget is an upper estimate if what is saved is limited.
+        BudgetError: if no plan fits; its least budget is an upper estimate if saved bytes are limited.
     """
     graph = replace(graph, tiers=tuple(_share_of(links, traffic.in_flight) for links in graph.tiers))
 
@@ -130,12 +131,12 @@ def plan_stage(
 
 
 def plan_never(graph: StepGraph, budget_bytes: int | None, traffic: Traffic) -> PlannedStage:
-    """Nothing is recomputed; every op in the quickest way for which the budget leaves room."""
+    """Plan with nothing recomputed, and every op in the quickest variant for which the budget leaves room."""
     return _of_order(graph, plain_order(graph), budget_bytes, traffic)
 
 
 def plan_always(graph: StepGraph, budget_bytes: int | None, traffic: Traffic) -> PlannedStage:
-    """As little is saved as can be: forward ops that may run twice are recomputed before the backward pass."""
+    """Plan that saves as little as possible: forward ops that may run twice are recomputed before the backward pass."""
     return _of_order(graph, segment_order(graph, ()), budget_bytes, traffic)
 
 
@@ -197,7 +198,7 @@ def _stage(graph: StepGraph, program: Program, timeline: Timeline, traffic: Traf
 
 
 def _gone_bytes(graph: StepGraph, program: Program, waits_until: int, traffic: Traffic) -> int:
-    """Of what was received and what is handed back, what the second part does not read and so need not wait."""
+    """Bytes of received tensors and returned gradients that the second part does not read, so they need not wait."""
     later = [graph.ops[i.index] for i in program.instructions[waits_until:] if i.action is Action.COMPUTE]
     read = {s for op in later for s in (*op.reads, *(() if op.recompute_as is None else op.recompute_as.reads))}
     gradients = {s for s, storage in enumerate(graph.storages) if storage.kind is StorageKind.GRADIENT}
@@ -205,7 +206,7 @@ def _gone_bytes(graph: StepGraph, program: Program, waits_until: int, traffic: T
 
 
 def _waits_until(graph: StepGraph, program: Program, deferred: frozenset[int]) -> int:
-    """With how many instructions the part of the backward pass ends that is waited for; frees behind it included."""
+    """Number of instructions up to the end of the backward part that others wait for, with the frees after it."""
     instructions = program.instructions
     if not deferred:
         return len(instructions)
@@ -220,7 +221,7 @@ def _waits_until(graph: StepGraph, program: Program, deferred: frozenset[int]) -
 
 
 def _saved(graph: StepGraph, program: Program, loss_at: int) -> tuple[set[int], int]:
-    """Data of a micro-batch in memory between its passes: saved results, and bytes of generators' states."""
+    """Data of a micro-batch in memory between its passes: saved results, and bytes of generator states."""
     alive: set[int] = set()
     random_bytes: dict[int, int] = {}
     again = set(program.recomputed())
@@ -243,7 +244,7 @@ def _saved(graph: StepGraph, program: Program, loss_at: int) -> tuple[set[int], 
 
 
 def _limited(graph: StepGraph, budget_bytes: int, saved_limit_bytes: int) -> StepGraph:
-    """The step in which a plan within the budget keeps no more than a limit when it comes to the loss."""
+    """The step in which a plan within the budget saves no more than a limit when it reaches the loss."""
     loss = graph.ops[graph.loss_index]
     made_bytes = sum(graph.storages[s].nbytes for s in loss.writes if not graph.is_free(s))
     workspace_bytes = max(loss.workspace_bytes, budget_bytes - graph.static_bytes - saved_limit_bytes - made_bytes)
