@@ -84,7 +84,8 @@ def rooms(order: Sequence[Task], memory: Mapping[int, StageMemory], budget_bytes
     Args:
         order: tasks of the device, in order.
         memory: memory of its stages; the peaks of single passes do not count.
-        budget_bytes: budget of the device, without bytes that stages have in common and that are counted twice.
+        budget_bytes: budget of the device, plus the bytes of parameters that several of its stages share: `memory`
+            counts them for each stage.
     """
     left: dict[int, int] = {}
     static = sum(one.static_bytes for one in memory.values())

@@ -7,7 +7,7 @@ each micro-batch.
 
 Sources: GPipe (Huang et al. 2019) runs all micro-batches forward and then all backward; 1F1B (Narayanan et al. 2019,
 2021) starts backward passes as soon as it can, so that a stage has no more micro-batches in flight than there are
-stages after it.
+stages from it to the last one.
 """
 
 from __future__ import annotations
