@@ -130,8 +130,8 @@ def plain_order(graph: StepGraph) -> list[int]:
 def plain_program(graph: StepGraph) -> Program:
     """The unplanned step, as eager autograd runs it.
 
-    It differs from `program_of(plain_order)`: no storage is overwritten in place, every op runs whole, and no storage is
-    freed before the last op that reads it without memfit.
+    It differs from `program_of(plain_order)`: no storage is overwritten in place, every op runs whole, and no storage
+    is freed before the last op that reads it without memfit.
     """
     return program_of(graph.without_memfit(), plain_order(graph))
 
