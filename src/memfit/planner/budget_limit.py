@@ -1,11 +1,11 @@
-"""The budget at the end of every search: one place that no program above it passes.
+"""The check of the budget at the end of every search: no program above the budget passes it.
 
 A search makes an order, and several steps then make a quicker program of it: variants, fused regions, buffer reuse,
-halves side by side, transfers. Each of them estimates room by itself, so each is judged by the simulator here and
-undone where it takes the peak above the limit (`within_limit`). What a strategy hands out at last is asserted to be
-within the budget (`fitting`): a plan that exceeds it is a mistake of a planner and never run.
+halves side by side, transfers. Each of these steps estimates room by itself, so the simulator judges each step here,
+and a step that takes the peak above the limit is undone (`within_limit`). The final program of a strategy is asserted
+to be within the budget (`fitting`): a plan that exceeds the budget is a mistake of a planner and never run.
 
-Known limits: a change is undone whole, also where a part of it would fit.
+Known limits: a change is undone as a whole, also where a part of it would fit.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def fitting(graph: StepGraph, program: Program, budget_bytes: int) -> Timeline:
 
     Args:
         graph: the step.
-        program: what a strategy found.
-        budget_bytes: for the peak.
+        program: the program that a strategy found.
+        budget_bytes: limit of the peak.
 
     Returns:
         Its timeline.

@@ -1,8 +1,8 @@
 """Mixed-integer programs, solved by HiGHS behind one small interface.
 
-A status other than optimal is a value, not an exception: the incumbent and the bound come back as they are,
-and whoever asked checks the result with the simulator. Bytes are scaled by the caller, so that coefficients
-stay within a few orders of magnitude.
+A status other than optimal is a value, not an exception: the incumbent and the bound are returned as they are, and the
+caller checks the result with the simulator. The caller also scales bytes, so that coefficients stay within a few orders
+of magnitude.
 
 Source: HiGHS, https://highs.dev, through `highspy`.
 """
@@ -78,11 +78,11 @@ def solve(problem: Milp, *, seconds: float, gap: float = 1e-3, dive: bool = Fals
     """Solves a program.
 
     Args:
-        problem: what to solve.
+        problem: the program to solve.
         seconds: time limit.
         gap: relative gap at which to stop.
-        dive: look for a first point by rounding relaxations, which takes a fraction of a second and keeps the
-            solver from ending a short time limit with a poor one.
+        dive: whether to search for a first point by rounding relaxations. This takes a fraction of a second and keeps
+            the solver from ending a short time limit with a poor point.
 
     Returns:
         The best point found and a bound.
@@ -124,7 +124,7 @@ def _engine(problem: Milp, *, integer: bool) -> highspy.Highs:
 
 
 def _dive(problem: Milp, deadline: float) -> NDArray[np.float64] | None:
-    """Rounds the relaxation step by step, solving again after each; None if that leads nowhere."""
+    """Rounds the relaxation step by step and solves again after each step; None if this finds no point."""
     engine = _engine(problem, integer=False)
     free = [i for i, flag in enumerate(problem.integer) if flag and problem.lower[i] < problem.upper[i]]
     values = _relaxed(engine)

@@ -1,4 +1,4 @@
-"""Counts what a program does with the activations: the forward results that the backward pass reads."""
+"""Counts saved, recomputed and swapped activations: the forward results that the backward pass reads."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ["Activations", "count_activations"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activations:
-    """Activations by what happens to them between forward and backward pass.
+    """Saved, recomputed and swapped activations of a program.
 
     Attributes:
-        retained: kept in memory.
-        recomputed: freed and computed again.
-        retained_bytes: size of the kept ones.
+        retained: number saved in memory.
+        recomputed: number freed and recomputed.
+        retained_bytes: size of the saved ones.
         recomputed_bytes: size of the recomputed ones.
-        swapped: moved to a tier and back.
-        swapped_bytes: size of these.
+        swapped: number moved to a tier and back.
+        swapped_bytes: size of the swapped ones.
     """
 
     retained: int
@@ -33,7 +33,7 @@ class Activations:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Number of activations."""
         return self.retained + self.recomputed + self.swapped
 
     @property
@@ -53,7 +53,7 @@ class Activations:
 
 
 def count_activations(graph: StepGraph, program: Program) -> Activations:
-    """Divides the activations of a step by whether a program keeps them through the loss, swaps them or neither."""
+    """Divides the activations of a step into those that a program saves through the loss, swaps, or recomputes."""
     read = {s for op in graph.ops if op.phase is Phase.BACKWARD for s in op.reads}
     all_of_them = {s for s in read if graph.storages[s].kind is StorageKind.FORWARD}
     swapped = all_of_them & (program.swapped() | program.tier_resident()).keys()

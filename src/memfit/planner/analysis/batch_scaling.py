@@ -21,7 +21,7 @@ __all__ = ["difference", "scaled"]
 
 
 def difference(graph_a: StepGraph, graph_b: StepGraph) -> str:
-    """Where two steps differ in more than sizes and times, in words; empty if they do not."""
+    """The first difference of two steps in more than sizes and times, in words; empty if there is none."""
     if len(graph_a.ops) != len(graph_b.ops):
         return f"{len(graph_a.ops)} and {len(graph_b.ops)} ops"
     if len(graph_a.storages) != len(graph_b.storages):
@@ -43,10 +43,10 @@ def scaled(graph_a: StepGraph, batch_a: int, graph_b: StepGraph, batch_b: int, b
         batch_a: one batch size.
         graph_b: the step at `batch_b`.
         batch_b: another batch size.
-        batch: the one asked for.
+        batch: the batch size asked for.
 
     Returns:
-        The step with every size and time at `batch`; a program of one is a program of the other.
+        The step with every size and time at `batch`; a program of a captured step is also a program of this step.
 
     Raises:
         SpecError: if the batch sizes are equal or the two steps are not the same graph.

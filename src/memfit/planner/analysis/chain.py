@@ -1,14 +1,14 @@
 """The forward pass cut into a chain of blocks at its narrow places.
 
-Planning a whole step at once is exponential; planning a chain is not. Between two forward ops the storages
-alive that later forward ops read are the **boundary** of a cut there: with them the rest of the forward pass can
-be recomputed. Good cuts are narrow. Long skips (U-Net, DenseNet, residual streams) do not forbid a cut: they are
-**carried** across it as members of its boundary, and because a storage in the boundaries of several cuts is one
-storage, a plan pays for it once.
+Planning a whole step at once is exponential; planning a chain is not. A cut lies between two forward ops. Its
+**boundary** consists of the live storages that later forward ops read: with these storages the rest of the forward pass
+can be recomputed. Good cuts are narrow. Long skips (U-Net, DenseNet, residual streams) do not forbid a cut: they are
+**carried** across the cut as members of its boundary. A storage in the boundaries of several cuts is one storage, so a
+plan counts it once.
 
-Every cut of the forward pass has a counterpart in the backward pass: the first backward op that needs something
-from before the cut which is not in its boundary. The backward ops between the counterparts of two cuts belong to
-the block between the cuts, so a block knows exactly what its backward pass reads.
+Every cut of the forward pass has a counterpart in the backward pass: the first backward op that needs a storage made
+before the cut and not in its boundary. The backward ops between the counterparts of two cuts belong to the block
+between the cuts, so the storages that the backward pass of a block reads are known exactly.
 
 Idea: the sequentialisation of Rockmate (Zhao et al., ICML 2023), with carried storages instead of articulation
 points only.
@@ -38,7 +38,7 @@ class Block:
         last: its last forward op.
         backward_first: its first backward op.
         backward_stop: the op after its last backward op; equal to `backward_first` if it has none.
-        boundary: storages alive before `first` that it or later forward ops read.
+        boundary: storages alive before `first` that `first` or later forward ops read.
         carried: the part of the boundary that later blocks read as well.
     """
 
@@ -72,7 +72,7 @@ def cut_chain(graph: StepGraph, *, most: int = 64) -> Chain:
 
     Args:
         graph: the step.
-        most: most blocks.
+        most: largest number of blocks.
 
     Returns:
         The chain.
@@ -98,10 +98,10 @@ def cut_chain(graph: StepGraph, *, most: int = 64) -> Chain:
 
 
 def pinned_storages(graph: StepGraph) -> frozenset[int]:
-    """Forward storages a plan need not think about.
+    """Forward storages that no plan drops.
 
-    The caller holds them, or their op cannot be recomputed, or they are so small (batch statistics) that keeping them
-    all is less than a thousandth of the forward pass.
+    The caller holds them, or their op cannot be recomputed, or they are so small (batch statistics) that all of them
+    together are less than a thousandth of the forward bytes.
     """
     held = graph.held_to_the_end()
     forward = {i: s.nbytes for i, s in enumerate(graph.storages) if s.kind is StorageKind.FORWARD}
@@ -117,7 +117,7 @@ def pinned_storages(graph: StepGraph) -> frozenset[int]:
 
 
 def _boundaries(graph: StepGraph, pinned: frozenset[int]) -> list[tuple[int, ...]]:
-    """For each forward op what is alive before it and still read by it or a later forward op."""
+    """For each forward op, the storages alive before it that this op or a later forward op reads."""
     forward = graph.ops[: graph.loss_index]
     born = {s: index for index, op in enumerate(forward) for s in op.writes if s not in pinned}
     last = {s: index for index, op in enumerate(forward) for s in op.reads if s in born}
@@ -135,8 +135,9 @@ def _boundaries(graph: StepGraph, pinned: frozenset[int]) -> list[tuple[int, ...
 def _choose(graph: StepGraph, pinned: frozenset[int], boundaries: list[tuple[int, ...]], most: int) -> list[int]:
     """The places to cut.
 
-    A cut is worth the bytes made in the block before it, times those made in the block after it, over the square of
-    its width. The least worthy goes, until all are worth something and there are few enough.
+    The worth of a cut is the bytes made in the block before it, times the bytes made in the block after it, divided by
+    the square of its width. The cut of least worth is removed until every worth is at least 1 and the blocks are few
+    enough.
     """
     size = [s.nbytes for s in graph.storages]
     widths = [sum(size[s] for s in boundary) for boundary in boundaries]
@@ -158,7 +159,7 @@ def _choose(graph: StepGraph, pinned: frozenset[int], boundaries: list[tuple[int
 
 
 def _narrow_places(graph: StepGraph, boundaries: list[tuple[int, ...]], widths: list[int]) -> list[int]:
-    """Local minima of the width; of neighbours of one width those whose boundary the backward pass reads most of."""
+    """Local minima of the width; of neighbours of equal width, those with most boundary bytes read by backward."""
     read = {s for op in graph.ops if op.phase is Phase.BACKWARD for s in op.reads}
     useful = [sum(graph.storages[s].nbytes for s in boundary if s in read) for boundary in boundaries]
     places = [p for p in range(1, len(boundaries)) if boundaries[p] and boundaries[p] != boundaries[p - 1]]
@@ -174,7 +175,7 @@ def _narrow_places(graph: StepGraph, boundaries: list[tuple[int, ...]], widths: 
 
 
 def _counterparts(graph: StepGraph, pinned: frozenset[int], cuts: list[int]) -> list[int]:
-    """For each cut the first backward op that needs something from before it beyond its boundary."""
+    """For each cut, the first backward op that needs a storage made before the cut and not in its boundary."""
     reach: dict[int, int] = {}
     for index, op in enumerate(graph.ops[: graph.loss_index]):
         reach.update((s, index) for s in (*op.reads, *op.writes) if _planned(graph, s, pinned))

@@ -1,7 +1,7 @@
-"""When a stretch of the backward pass can need forward results.
+"""Times at which a stretch of the backward pass can need forward results.
 
-Times are op indices. Within a stretch `[start, end)` a storage may be read directly, or be needed to run ops
-again whose results are read; how early and how late that can happen does not depend on the plan.
+Times are op indices. Within a stretch `[start, end)` a storage may be read directly, or be needed to recompute
+ops whose results are read. The earliest and the latest time of such a need do not depend on the plan.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Needs:
 
     Attributes:
         first_read: by storage, the first backward op of the stretch that reads it.
-        until: by storage, the last instant of the stretch at which it can be of use.
+        until: by storage, the last instant of the stretch at which it can be used.
         latest: by op, the latest instant at which it may first have to be recomputed.
         earliest: by op, the earliest such instant.
     """
@@ -34,7 +34,7 @@ class Needs:
 
 
 def needs_of(graph: StepGraph, start: int, end: int) -> Needs:
-    """Reads the needs of backward ops `start` to `end - 1`."""
+    """Finds the needs of backward ops `start` to `end - 1`."""
     first = np.full(len(graph.storages), -1)
     until = np.full(len(graph.storages), -1)
     for index in range(max(start, graph.loss_index + 1), end):
@@ -70,10 +70,10 @@ def epoch_starts(graph: StepGraph, epochs: int) -> list[int]:
 
     Args:
         graph: the step.
-        epochs: how many stretches.
+        epochs: number of stretches.
 
     Returns:
-        The first op of each, beginning with the loss.
+        The first op of each stretch, beginning with the loss.
     """
     loss, count = graph.loss_index, len(graph.ops)
     weight = np.zeros(count)

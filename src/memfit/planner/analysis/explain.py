@@ -1,4 +1,4 @@
-"""A program in numbers, and in words: what every block of the model saves, what it recomputes, and what that costs."""
+"""A program in numbers and in words: saved and recomputed results of every block of the model, and their cost."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def prediction(graph: StepGraph, timeline: Timeline, *, bound_seconds: float | N
 
     Args:
         graph: the step.
-        timeline: of a program of it.
-        bound_seconds: the least extra seconds any program has, where that is known.
+        timeline: the timeline of a program of the step.
+        bound_seconds: the least extra seconds any program has, if known.
     """
     bound = None
     if bound_seconds is not None and graph.seconds:
@@ -72,8 +72,8 @@ def decisions(graph: StepGraph, program: Program, timeline: Timeline) -> tuple[D
 
     Args:
         graph: the step.
-        program: what runs.
-        timeline: what the simulator says of it.
+        program: the program that runs.
+        timeline: its timeline from the simulator.
 
     Returns:
         One decision for each run of ops of one block.
@@ -117,7 +117,7 @@ def decisions(graph: StepGraph, program: Program, timeline: Timeline) -> tuple[D
 
 
 def _swap_words(graph: StepGraph, ops: Sequence[int], swapped: Mapping[int, Tier]) -> str:
-    """Which results of a block are swapped, how much that is and where to."""
+    """Text for the swapped results of a block: their ops, their bytes and their tiers."""
     away = [(o, s) for o in ops for s in graph.ops[o].writes if s in swapped]
     nbytes = sum(graph.storages[s].nbytes for _, s in away)
     where = ", ".join(dict.fromkeys(str(swapped[s]) for _, s in away))
@@ -125,7 +125,7 @@ def _swap_words(graph: StepGraph, ops: Sequence[int], swapped: Mapping[int, Tier
 
 
 def _recompute_seconds(graph: StepGraph, program: Program) -> dict[int, float]:
-    """For each op the time of its runs after the first."""
+    """For each op, the time of its runs after the first."""
     ran: set[int] = set()
     seconds: dict[int, float] = defaultdict(float)
     for run in program.runs():
@@ -144,12 +144,12 @@ def _recompute_seconds(graph: StepGraph, program: Program) -> dict[int, float]:
 
 
 def binding_place(graph: StepGraph, program: Program, timeline: Timeline) -> str:
-    """Where the peak is, for people."""
+    """The place of the peak, as text for users."""
     if timeline.peak_position >= len(program.instructions):
         return "optimizer.step()"
     position = timeline.peak_position
     while position and program.instructions[position].action is not Action.COMPUTE:
-        position -= 1  # what comes back is there beside the op before
+        position -= 1  # a storage that is swapped in is in memory together with the storages of the op before
     op = graph.ops[program.instructions[position].index]
     widest = live_storages_at(graph, program, timeline.peak_position)[:1]
     beside = f", beside {graph.storages[widest[0]].name}" if widest else ""
@@ -157,7 +157,7 @@ def binding_place(graph: StepGraph, program: Program, timeline: Timeline) -> str
 
 
 def ends_of_runs(graph: StepGraph) -> str:
-    """Forward ops that read whole a result that could be passed on in slices, as text; empty if there are none."""
+    """Forward ops that read whole results that could be passed on in slices, as text; empty if there are none."""
     sliced: set[int] = set()
     ends: Counter[str] = Counter()
     for op in graph.ops:

@@ -1,7 +1,7 @@
-"""The life of every copy of a storage in an order: when it is written, read, and idle.
+"""The lifetime of every copy of a storage in an order: when it is written, read and idle.
 
-`Spans` is what local search looks at. Positions index the order; memory at a position is what is in use while
-that op runs, as the simulator counts it.
+Local search works on `Spans`. Positions index the order; memory at a position is the memory in use while its op runs,
+as the simulator counts it.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Copy:
 
     @property
     def dies(self) -> int:
-        """Position after which it is free."""
+        """Position after which the copy is freed."""
         return self.reads[-1] if self.reads else self.born
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spans:
-    """An order with the lives of what it writes.
+    """An order with the lifetimes of the storages that it writes.
 
     Attributes:
         order: op indices.
@@ -53,7 +53,7 @@ class Spans:
 
 
 def spans_of(graph: StepGraph, order: Sequence[int]) -> Spans:
-    """Reads an order."""
+    """Finds the lifetimes in an order."""
     held = graph.held_to_the_end()
     current: dict[int, tuple[int, list[int]]] = {}
     copies: list[Copy] = []

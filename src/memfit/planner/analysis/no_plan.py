@@ -1,7 +1,7 @@
-"""The error of a search that found nothing: the least budget, and where the step binds there.
+"""The error of a search that found no plan: the least budget, and the op that determines it.
 
-The op at the peak of the leanest program known, its module and the widest tensor beside it tell where a smaller model,
-batch or image would help.
+The op at the peak of the leanest program known, its module and the widest tensor alive with it show where a smaller
+model, batch or image would help.
 
 Known limits: a step graph knows modules, not lines of the user's code.
 """
@@ -32,10 +32,10 @@ def no_plan(
     Args:
         graph: the step.
         program: the program of the least peak that was found.
-        budget_bytes: what it does not fit.
+        budget_bytes: the budget that the program exceeds.
         least_bytes: the least budget that works; None for the program's peak.
         subject: see `memfit.refusals.refusal`.
-        advice: see there.
+        advice: see `memfit.refusals.refusal`.
     """
     timeline = simulate(graph, program)
     return refusal(

@@ -1,9 +1,9 @@
-"""Bounds: what no plan can beat, in time and in memory.
+"""Lower bounds of time and of memory, which no plan can beat.
 
-The relaxed bound on time is the larger of two relaxations, one that knows the loss as the only instant
-(`memfit.planner.bounds.relaxation`) and one that knows several (`memfit.planner.bounds.relaxation_over_time`). Only the
-first one knows swaps and ops of the backward pass that run slice by slice, so it stands alone where the step has tiers
-or is tiled.
+The relaxed bound on time is the larger of two relaxations. One limits memory at the loss only
+(`memfit.planner.bounds.relaxation`), the other at several instants (`memfit.planner.bounds.relaxation_over_time`). Only
+the first one models swaps and backward ops that run slice by slice, so it is used alone where the step has tiers or is
+tiled.
 
 The least peak is bounded by the widest op: its operands, results and workspace, static bytes and the
 gradients produced before it.
@@ -18,7 +18,7 @@ from memfit.planner.bounds.relaxation_over_time import least_seconds_over_time
 __all__ = ["LARGE_STEP", "widest_op_bytes", "relaxed_bound"]
 
 LARGE_STEP = 1000
-"""A step of more ops is large: planning saves time where it can."""
+"""A step of more ops is large: the planners then spend less time where they can."""
 
 
 def relaxed_bound(graph: StepGraph, budget_bytes: int, *, seconds: float = 5.0) -> float:
@@ -31,7 +31,7 @@ def relaxed_bound(graph: StepGraph, budget_bytes: int, *, seconds: float = 5.0) 
             out for a large step.
 
     Returns:
-        The bound, valid when a time limit strikes too.
+        The bound, which is also valid when a time limit is reached.
     """
     held = sum(graph.storages[s].nbytes for s in set(graph.outputs) if not graph.is_free(s))
     room = budget_bytes - graph.static_bytes - held
@@ -47,7 +47,7 @@ def relaxed_bound(graph: StepGraph, budget_bytes: int, *, seconds: float = 5.0) 
 
 
 def widest_op_bytes(graph: StepGraph) -> int:
-    """The widest op in its leanest variant: operands, results, workspace, static bytes, gradients already produced."""
+    """Bytes of the widest op in its leanest variant: operands, results, workspace, static bytes, earlier gradients."""
     held = graph.held_to_the_end()
     produced: set[int] = set()
     wall = graph.static_bytes
@@ -68,7 +68,7 @@ def widest_op_bytes(graph: StepGraph) -> int:
 
 
 def _slice_bytes(graph: StepGraph, op: Op, touched: set[int]) -> int:
-    """Least bytes of an op that runs slice by slice: operands and results cut by samples need not be there whole."""
+    """Least bytes of an op run slice by slice: operands and results cut by samples need not be in memory whole."""
     slices = op.by_slices
     assert slices is not None
     whole = sum(graph.storages[s].nbytes for s in touched if s not in slices.reads and s not in op.writes)

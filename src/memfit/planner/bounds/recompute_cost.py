@@ -1,10 +1,11 @@
-"""Least prices of running ops again, for a bound that no program can beat.
+"""Least prices of recomputing ops, for a bound that no program can beat.
 
-A recomputation costs least over an operand that dies there, or in slices that are passed on, and neither is free: an
-operand that is read later must be made once more, and what backward reads must be put together. On the other hand the
-first run of an op can write over what is recomputed later, and what it saves so is taken off.
+A recomputation costs least if it writes over an operand that dies at it, or if it runs in slices that are passed on.
+Neither is free: an operand that is read later must be recomputed once more, and the slices of a storage that backward
+reads must be put together. On the other hand, the first run of an op can write over an operand that is recomputed
+later, and the time saved in this way is subtracted.
 
-Known limits: what slices are put together in is taken to be memory that was used before.
+Known limits: slices are assumed to be put together in memory that was used before.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ __all__ = ["RerunPrice", "rerun_prices", "run_prices", "saved_by_first_runs"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RerunPrice:
-    """Least times of running an op again.
+    """Least times of recomputing an op.
 
     Attributes:
         alone: by itself.
@@ -37,8 +38,8 @@ class RerunPrice:
 def rerun_prices(graph: StepGraph) -> list[RerunPrice]:
     """Least times to recompute each op, less the time that the first run of a reader saves by writing over the result.
 
-    That is if no op is counted twice, so that making an operand once more belongs to the op that wrote over it.
-    Below zero where fresh memory costs more than recomputing the result.
+    These prices hold if no op is counted twice, so that the price of an op that writes over an operand includes
+    recomputing this operand once more. A price is below zero where fresh memory costs more than recomputing the result.
     """
     return _prices(graph, saved_by_first_runs(graph), once=True)
 
@@ -57,7 +58,7 @@ def _prices(graph: StepGraph, saved: Mapping[int, float], *, once: bool) -> list
         later, slices = op.later, op.later.by_slices
         alone = later.least_seconds
         if later.in_place_seconds is not None:
-            # What is read after any use of the result must then be made once more.
+            # An operand that is read after every use of the result must then be recomputed once more.
             again = (
                 least[producer[s]] if once and last_reader[s] >= latest[index] and 0 <= producer[s] < index else 0.0
                 for s in later.in_place_over
@@ -93,13 +94,13 @@ def _latest_use(graph: StepGraph) -> list[int]:
 
 
 def saved_by_first_runs(graph: StepGraph) -> dict[int, float]:
-    """Time that recomputing an op may save, by op: a first run can write over its result although it is read later."""
+    """By op, time that recomputing it may save: first runs can write over its result although it is read later."""
     last_reader, held = graph.last_readers(), graph.held_to_the_end()
     producer = graph.producers()
     most: dict[int, float] = {}
     for index, op in enumerate(graph.ops):
         if any(last_reader[s] == index and s not in held for s in op.in_place_over):
-            continue  # it writes over that one, and `StepGraph.seconds` knows
+            continue  # it writes over that operand, which `StepGraph.seconds` counts already
         for storage in op.in_place_over:
             saved = op.least_seconds - op.least_seconds_in_place
             most[storage] = max(most.get(storage, 0.0), saved)

@@ -1,10 +1,10 @@
 """Relaxation of the choice of saved storages, for one instant: the loss.
 
-Choose the forward storages kept through the loss, those swapped and the ops to recompute, at least cost, such that
-whatever the backward pass reads is saved, swapped or recomputed, a recomputed op has its operands saved, swapped or
-recomputed, what is saved fits beside what the step holds anyway, and what is swapped has left before the loss and is
-back in time, or compute waits. Working sets and repeated recomputation are ignored, hence it is a lower bound
-(`memfit.planner.bounds.lower_bound`), and a good first guess of what to save.
+The relaxation selects the forward storages saved through the loss, the swapped storages and the ops to recompute, at
+least cost. Every storage that the backward pass reads, and every operand of a recomputed op, is saved, swapped or
+recomputed. Saved storages fit in addition to the memory that the step holds in every plan. Swapped storages have left
+before the loss and are back in time, or compute waits. Working sets and repeated recomputation are ignored, hence the
+result is a lower bound (`memfit.planner.bounds.lower_bound`), and a good first guess of the storages to save.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ __all__ = ["Selection", "add_slices", "backward_reads", "is_optional", "select_s
 
 _MIB = float(1 << 20)
 _DEADLINES = 100
-"""By about so many times of each pass, swaps have to be done; the solver takes longer the more there are."""
+"""Approximate number of deadlines for swaps in each pass; with more deadlines the solver takes longer."""
 
 _PREFERENCE = 1e-13
-"""Seconds a byte that a tier is charged for each one before it in the user's order, where all carry it."""
+"""Seconds per byte charged to a tier for each tier before it in the user's order; this decides where all of them can
+carry the storages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Which storages to save.
+    """The storages to save and to swap, with their cost.
 
     Attributes:
-        saved: forward storages alive at the loss, beside what the caller holds.
-        swapped: forward storages on a tier at the loss, and which.
-        recompute_seconds: time of the ops recomputed for the others, and of what swaps cost.
+        saved: forward storages alive at the loss, without those that the caller holds.
+        swapped: the tier of each forward storage that is on a tier at the loss.
+        recompute_seconds: time of the ops recomputed for the others, and cost of the swaps.
         bound_seconds: no selection within the budget takes less; below zero where recomputing saves time.
     """
 
@@ -62,16 +63,16 @@ def select_saved(
 
     Args:
         graph: the step.
-        room_bytes: for kept storages, beside static bytes and what the caller holds.
-        seconds: time limit of the solver; the bound stays valid when it strikes.
+        room_bytes: memory for saved storages, without static bytes and storages that the caller holds.
+        seconds: time limit of the solver; the bound stays valid when the limit is reached.
         gap: relative gap at which the solver stops.
-        link_share: the share of the rate of links that is counted on.
-        staying: storages that are not to be swapped.
-        overlapping: let recomputation hide transfers back, as it may; the bound needs that, and a choice is better
-            without, since most of it runs when links are idle or memory is full.
+        link_share: share of the link rate that the relaxation assumes.
+        staying: storages that must not be swapped.
+        overlapping: whether recomputation hides transfers back, as it may. The bound needs this; a selection is better
+            without it, since most recomputation runs when links are idle or memory is full.
 
     Returns:
-        The selection, or None if nothing fits. Where the solver finds none in time, it keeps nothing.
+        The selection, or None if nothing fits. If the solver finds none in time, it saves nothing.
     """
     if room_bytes < 0:
         return None
@@ -135,10 +136,10 @@ def select_saved(
 def _add_swaps(
     graph: StepGraph, problem: Milp, movable: Sequence[int], link_share: float
 ) -> tuple[dict[int, dict[Tier, int]], list[int]]:
-    """Adds variables that say what is swapped where, and rows that have compute wait for links.
+    """Adds variables for the swap of each storage to each tier, and rows that make compute wait for links.
 
-    Before the loss, what is made at some time or later has until the loss to leave; after it, what is needed until some
-    time has until then to come back. What does not is waited for.
+    Before the loss, storages made at some time or later must be swapped out by the loss. After it, storages needed
+    before some time must be swapped in by that time. Compute waits for late transfers.
 
     Returns:
         The variables by storage and tier, and those of the waits after the loss.
@@ -172,7 +173,7 @@ def _add_swaps(
 
 
 def _overlap(problem: Milp, waits: Sequence[int], saved_seconds: float) -> None:
-    """Makes the cost the larger of two: all but the waits after the loss, and each of these less what may be saved."""
+    """Makes the cost the maximum of the costs without waits after the loss and of each such wait less saved time."""
     costs = {variable: cost for variable, cost in enumerate(problem.cost) if cost and variable not in waits}
     problem.cost = [0.0] * len(problem.cost)
     seconds = problem.variable(cost=1.0, lower=-np.inf, upper=np.inf, integer=False)
@@ -182,14 +183,14 @@ def _overlap(problem: Milp, waits: Sequence[int], saved_seconds: float) -> None:
 
 
 def _begins(graph: StepGraph) -> list[float]:
-    """When each op begins at the earliest."""
+    """Earliest time at which each op begins."""
     return [0.0, *accumulate(graph.first_seconds())]
 
 
 def add_slices(
     graph: StepGraph, problem: Milp, rerun: Mapping[int, int], prices: Sequence[RerunPrice]
 ) -> dict[int, float]:
-    """Lets ops be recomputed in slices; an op that passes on its result in slices does so to an op that runs in slices.
+    """Lets ops be recomputed in slices; an op can pass on its result in slices only to an op that runs in slices.
 
     Args:
         graph: the step.
@@ -198,7 +199,7 @@ def add_slices(
         prices: of all ops.
 
     Returns:
-        What each new variable adds to the cost, below zero.
+        By new variable, the amount added to the cost, below zero.
     """
     readers: dict[int, list[int]] = {}
     for index in rerun:

@@ -1,16 +1,17 @@
 """Relaxation of the choice of saved storages, for several instants of the backward pass from the loss on.
 
-One instant (`memfit.planner.bounds.relaxation`) does not see that memory is short in the middle of the backward pass
-too, where what was recomputed waits for its readers. Here the backward pass is divided into periods, each of which
-begins at a wide op. A storage is there at the beginning of a period or not, within memory; what the period reads is
-there at its beginning or recomputed in it; and what is there at the end was there at the beginning or recomputed. The
-op at such an instant runs in its leanest variant or, where there is room, in a quicker one.
+A relaxation with one instant (`memfit.planner.bounds.relaxation`) does not see that memory is also short in the middle
+of the backward pass, where recomputed storages wait for their readers. Here the backward pass is divided into periods,
+and each period begins at a wide op. At the beginning of a period each storage is in memory or not, and the storages in
+memory fit. A storage that the period reads is in memory at its beginning or recomputed in it. A storage in memory at
+the end of the period was in memory at its beginning or was recomputed in it. The op at the beginning of a period runs
+in its leanest variant or, where there is room, in a quicker one.
 
-The periods are the leaves of a tree, and what holds of a period is asked of every node: without that, a fraction of an
-operand serves a fraction of a run in each period, and relaxations of integer variables see less the more instants
-they know.
+The periods are the leaves of a tree, and the conditions of a period are required of every node. Without this, a
+fraction of an operand serves a fraction of a recomputation in each period, and relaxations of integer variables become
+weaker with more instants.
 
-Known limits: working sets of recomputed ops are not seen; instants are chosen by width alone.
+Known limits: working sets of recomputed ops are not modelled; instants are chosen by width alone.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ __all__ = ["least_seconds_over_time"]
 _MIB = float(1 << 20)
 _INSTANTS = 8
 _FEW_INSTANTS = 6
-"""With integer variables."""
+"""Number of instants with integer variables."""
 
 
 def least_seconds_over_time(graph: StepGraph, budget_bytes: int, *, integer: bool, seconds: float) -> float:
@@ -41,8 +42,8 @@ def least_seconds_over_time(graph: StepGraph, budget_bytes: int, *, integer: boo
     Args:
         graph: the step.
         budget_bytes: peak of the step.
-        integer: whether storages are there or not, which takes seconds to solve; else parts of them may be there,
-            which takes a fraction of one and sees a little less.
+        integer: whether each storage is in memory whole or not at all, which takes seconds to solve; else a part of it
+            may be in memory, which takes a fraction of a second and gives a slightly weaker bound.
         seconds: time limit of the solver.
 
     Returns:
@@ -56,7 +57,7 @@ def least_seconds_over_time(graph: StepGraph, budget_bytes: int, *, integer: boo
 
 
 class _Trade(NamedTuple):
-    """A variant of an op: its memory beside forward results, and what it takes longer than its quickest variant."""
+    """A variant of an op: its memory without forward results, and its extra time over the quickest variant."""
 
     nbytes: int
     seconds: float
@@ -64,12 +65,12 @@ class _Trade(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Periods:
-    """The backward pass, divided.
+    """The backward pass, divided into periods.
 
     Attributes:
-        starts: the op at whose run each period begins; the first is the loss.
+        starts: the op at which each period begins; the first is the loss.
         reads: by period, the forward storages that its backward ops read and a plan may drop.
-        useful: by period, what is read in it or later, and what that is made of.
+        useful: by period, the storages read in it or later, and the operands to recompute them.
     """
 
     starts: tuple[int, ...]
@@ -89,11 +90,11 @@ def _problem(graph: StepGraph, budget_bytes: int, instants: int, *, integer: boo
         for s in sorted(periods.useful[period])
     }
     each, once = run_prices(graph), rerun_prices(graph)
-    # Two ways to count, both valid: every run at the price of one of many, or the first at the price of an only one.
+    # Two valid ways to count: each recomputation at the price of one of many, or the first at that of a single one.
     cost_of_all: dict[int, float] = {}
 
     def add_node(start: int, stop: int) -> dict[int, int]:
-        """Adds variables that say which ops are recomputed in periods `start` to `stop`, and what they must make."""
+        """Adds variables for the ops recomputed in periods `start` to `stop`, and rows for the storages they make."""
         possible = {producer[s] for s in periods.useful[start] if s not in lasting}
         runs = {op: problem.variable(integer=False) for op in sorted(possible) if graph.ops[op].recomputable}
 
@@ -141,10 +142,10 @@ def _add_memory(
     variants: Mapping[int, Sequence[_Trade]],
     keep: Mapping[tuple[int, int], int],
 ) -> dict[int, float]:
-    """Lets what is there at the start of each period fit, the op there in one of its variants or between two.
+    """Makes the storages at the start of each period fit, with the op there in one of its variants or between two.
 
     Returns:
-        By variable, what it adds to the cost.
+        By variable, the amount added to the cost.
     """
     costs: dict[int, float] = {}
     for period, start in enumerate(periods.starts):
@@ -182,7 +183,7 @@ def _divided(graph: StepGraph, variants: Mapping[int, Sequence[_Trade]], instant
 
 
 def _with_operands(graph: StepGraph, storages: Collection[int]) -> frozenset[int]:
-    """Storages, and all that can be of use to recompute them."""
+    """Storages, and all storages that can be used to recompute them."""
     held, producer, lasting = graph.held_to_the_end(), graph.producers(), graph.lasting()
     found: set[int] = set()
     pending: list[int] = list(storages)
@@ -198,10 +199,10 @@ def _with_operands(graph: StepGraph, storages: Collection[int]) -> frozenset[int
 
 
 def _variants_beside(graph: StepGraph) -> dict[int, list[_Trade]]:
-    """How the loss and each backward op can run: memory beside forward results (static, gradients, its own), and time.
+    """Variants of the loss and of each backward op: memory without forward results (static, gradients, own), and time.
 
-    The time is what it takes longer than `StepGraph.first_seconds`. Of the variants, only those are listed of which no
-    mixture of others takes as little of both, the leanest first.
+    The time is the excess over `StepGraph.first_seconds`. A variant is left out if a mixture of other variants takes no
+    more memory and no more time. The leanest variant comes first.
     """
     held, producer, last = graph.held_to_the_end(), graph.producers(), graph.last_readers()
     outputs = {s for s in graph.outputs if not graph.is_free(s)}
@@ -220,7 +221,7 @@ def _variants_beside(graph: StepGraph) -> dict[int, list[_Trade]]:
         over = graph.storages[op.writes[0]].nbytes if in_place else 0
         variants = [(op.workspace_bytes - over, op.least_seconds_in_place)]
         if op.variants:
-            # Whole, an op that can be chunked cannot write over an operand.
+            # An op that can be chunked cannot write over an operand when it runs whole.
             variants = [
                 (
                     variant.workspace_bytes - over,

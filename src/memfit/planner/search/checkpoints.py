@@ -1,8 +1,8 @@
 """Storages to save at evenly spaced narrow places of the forward pass.
 
-A recomputation cannot reach back beyond a saved checkpoint, so a backward op can bring no more into memory at once
-than the segment between two checkpoints. A selection with checkpoints is a smaller problem with a smaller
-working set; how many checkpoints are best depends on the budget, so several numbers are tried.
+A recomputation does not reach back beyond a saved checkpoint, so the recomputation for one backward op takes at most
+the memory of the segment between two checkpoints. With checkpoints, the selection is a smaller problem with a smaller
+working set. The best number of checkpoints depends on the budget, so several numbers are tried.
 
 Source: the segments of Chen et al. (2016), with the cuts chosen by bytes rather than by count.
 """
@@ -22,8 +22,8 @@ def checkpoints(graph: StepGraph, segments: int, *, most_cuts: int = 400) -> fro
 
     Args:
         graph: the step.
-        segments: number of stretches, about equal in the bytes that backward reads.
-        most_cuts: how many places to choose from.
+        segments: number of segments, about equal in the bytes that backward reads.
+        most_cuts: largest number of places to choose from.
 
     Returns:
         Forward storages to save.

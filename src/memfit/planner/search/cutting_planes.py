@@ -1,22 +1,23 @@
 """Choice of the storages to save, and until when, so that every instant of the backward pass fits.
 
-The first guess (`memfit.planner.bounds.relaxation`) knows one instant, the loss. It often drops a chain of cheap
-storages across many blocks, and running that chain again fills the memory in the middle of the backward pass. Here the
-backward pass is divided into **epochs**. At an epoch's start each storage is there or not, and an op is recomputed
-at most once in each epoch, right before its first use:
+The first guess (`memfit.planner.bounds.relaxation`) limits memory at one instant only, the loss. It often drops a chain
+of cheap storages across many blocks, and recomputing that chain fills the memory in the middle of the backward pass.
+Here the backward pass is divided into **epochs**. At the start of an epoch each storage is in memory or not, and an op
+is recomputed at most once in each epoch, right before the first use of its results:
 
     keep[s, e] + rerun[o, e] >= 1                  if backward reads s, made by o, in epoch e
     keep[s, e] + rerun[p, e] >= rerun[o, e]        if o reads s, made by p
-    keep[s, e + 1] <= keep[s, e] + rerun[o, e]     a storage is carried on or it is gone
+    keep[s, e + 1] <= keep[s, e] + rerun[o, e]     a storage is carried over or it is dropped
 
-Memory is constrained at the instants where it overflows, which are added one round after another. At instant
-`t` of epoch `e` a variable says whether an op has been recomputed by then:
+Memory is constrained at the instants where it overflows; each round adds such instants. At instant `t` of epoch `e` a
+variable says whether an op has been recomputed by then:
 
     ran[o, t] >= 1 - keep[s, e]                    if backward reads s, made by o, in e up to t
     ran[p, t] >= ran[o, t] - keep[s, e]            if o reads s, made by p
-    sum of sizes of what is alive at t  <=  room at t
+    sum of sizes of storages alive at t  <=  room at t
 
-Each round solves, orders, simulates, and takes from the room of instants where the model was too hopeful.
+Each round solves the model, makes an order and simulates it. Then it reduces the room of the instants at which the
+model underestimated the memory.
 
 Idea: Checkmate's formulation (Jain et al., MLSys 2020) with lazy use-site rematerialisation, coarse time and
 cutting planes, which leaves thousands of variables where Checkmate has millions.
@@ -41,11 +42,11 @@ __all__ = ["Candidate", "select_over_time"]
 
 _MIB = float(1 << 20)
 _TINY = 2e-5
-"""Storages below this share of the budget are always kept: they decide nothing and cost variables."""
+"""Storages below this share of the budget are always saved: they decide nothing and would add variables."""
 
 
 _NEAR = 1.005
-"""An overflow below this is left to the polish, which mends it at less cost than another round."""
+"""A peak up to this multiple of the budget is left to the polish, which lowers it at less cost than another round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +60,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Model:
-    """The program under construction; `keep` and `rerun` are indexed by (storage or op, epoch)."""
+    """The mixed-integer program under construction; `keep` and `rerun` are indexed by (storage or op, epoch)."""
 
     problem: Milp
     keep: dict[tuple[int, int], int]
@@ -76,19 +77,19 @@ def select_over_time(
     seconds: float = 2.0,
     gap: float = 2e-3,
 ) -> Iterator[Candidate]:
-    """Finds what to save under a budget.
+    """Selects the storages to save under a budget.
 
     Args:
         graph: the step.
         budget_bytes: peak of the whole step.
-        epochs: into how many the backward pass is divided.
-        forced: storages to save through the loss whatever they cost.
-        rounds: how often to solve.
+        epochs: number of epochs into which the backward pass is divided.
+        forced: storages to save through the loss at any cost.
+        rounds: largest number of solves.
         seconds: time limit of each solve.
         gap: relative gap at which a solve stops.
 
     Yields:
-        A candidate of every round; the later ones fit better.
+        One candidate per round; later candidates fit better.
     """
     starts = epoch_starts(graph, epochs)
     needs = [needs_of(graph, start, end) for start, end in zip(starts, [*starts[1:], len(graph.ops)], strict=True)]
@@ -189,7 +190,7 @@ def _add_epoch(graph: StepGraph, model: _Model, producer: list[int], epoch: int,
 def _memory_row(
     graph: StepGraph, model: _Model, producer: list[int], epoch: int, need: Needs, instant: int, loss: int
 ) -> dict[int, float]:
-    """The sum, in MiB, of what is alive at an instant; adds the variables and rows that say so."""
+    """Terms of the memory alive at an instant, in MiB; adds the variables and rows that these terms need."""
     problem, keep = model.problem, model.keep
     ran: dict[int, int] = {}
     if instant != loss:
@@ -209,7 +210,7 @@ def _memory_row(
             if again is not None:
                 terms[again] = terms.get(again, 0.0) + size
         elif carried is not None:
-            # Not needed in this epoch any more, but in a later one: alive if it is here and carried on.
+            # No longer needed in this epoch, but in a later one: alive if it is in memory and carried over.
             alive = problem.variable(integer=False)
             problem.row({alive: 1.0, variable: -1.0, carried: -1.0}, lower=-1.0)
             if again is not None:
@@ -221,7 +222,7 @@ def _memory_row(
 def _ran_by(
     graph: StepGraph, model: _Model, producer: list[int], epoch: int, need: Needs, instant: int
 ) -> dict[int, int]:
-    """Variables for `op has been recomputed in this epoch by the instant`; ops that cannot have are left out."""
+    """Variables for `op has been recomputed in this epoch by the instant`; ops that cannot have been are left out."""
     problem, keep = model.problem, model.keep
     ran: dict[int, int] = {}
     for (index, e), variable in model.rerun.items():
@@ -240,7 +241,7 @@ def _ran_by(
 
 
 def _dominated(graph: StepGraph) -> set[int]:
-    """Storages never worth keeping: all they are good for is to make another one, not larger, that could be saved."""
+    """Storages never worth saving: their only reader makes results, together not larger, that can be saved instead."""
     readers: dict[int, list[int]] = {}
     for index, op in enumerate(graph.ops):
         for storage in op.reads:
@@ -256,7 +257,7 @@ def _dominated(graph: StepGraph) -> set[int]:
 
 
 def _backward_base(graph: StepGraph) -> NDArray[np.int64]:
-    """By op, memory of everything but forward results while it runs: static, held, gradients, workspace."""
+    """Memory while each op runs, without forward results: static bytes, held storages, gradients, workspace."""
     kinds = (StorageKind.BACKWARD, StorageKind.GRADIENT, StorageKind.TANGENT)
     counted = {i for i, s in enumerate(graph.storages) if s.kind in kinds} | set(graph.outputs)
     program = program_of(graph, range(len(graph.ops)))
@@ -285,7 +286,7 @@ def _tighten(
     budget_bytes: int,
     room: dict[int, float],
 ) -> None:
-    """Adds the instants that overflow, and takes from those that overflow although they are constrained."""
+    """Adds the instants that overflow, and reduces the room of those that overflow although they are constrained."""
     peaks = _peak_by_backward_op(graph, program, bytes_at)
     over = {t: p for t, p in peaks.items() if p > budget_bytes}
     for instant in _local_maxima(over):
@@ -293,7 +294,7 @@ def _tighten(
             room[instant] = float(budget_bytes)
         else:
             room[instant] -= (over[instant] - budget_bytes) / 2
-    # An instant cannot have less than what is there whatever is saved.
+    # The room of an instant cannot be less than the memory that every selection takes at it.
     for instant, room_bytes in room.items():
         room[instant] = max(room_bytes, float(base[instant]))
 

@@ -1,8 +1,8 @@
-"""Better orders from good ones: each is filled for more memory than there is, then spilled to what there is.
+"""Better orders from good ones: each order is filled for more memory than the budget, then spilled to the budget.
 
-Filling takes away the repetitions that cost most; spilling then drops other storages than the first time, all the
-more as their costs are taken a little differently each time. What comes out is rarely worse by much and sometimes
-better, and the better ones are the next to be varied.
+Filling removes the recomputations that cost most. Spilling then drops other storages than the first time, also because
+the cost of each storage is changed a little at random. The new order is rarely much worse and sometimes better, and the
+better orders are varied next.
 
 Idea: iterated local search (Lourenço, Martin and Stützle, 2003).
 """
@@ -19,10 +19,10 @@ from memfit.planner.search.spill_and_fill import fill, spill
 __all__ = ["Pool", "varied"]
 
 _MORE_MEMORY = (0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2)
-"""How much more memory an order is filled for, as a share of the budget."""
+"""Memory above the budget for which an order is filled, as a share of the budget."""
 
 _WHIM = 0.3
-"""Standard deviation of the logarithm of what a storage's cost is multiplied with."""
+"""Standard deviation of the logarithm of the factor of a storage's cost."""
 
 _KEPT = 8
 
@@ -31,20 +31,20 @@ class Pool:
     """The best orders found, the best first.
 
     Attributes:
-        orders: with their time.
+        orders: each with its time.
     """
 
     def __init__(self) -> None:
         self.orders: list[tuple[float, tuple[int, ...]]] = []
 
     def add(self, seconds: float, order: tuple[int, ...]) -> None:
-        """Adds an order unless it is as fast as one of the pool, which then is most likely the same."""
+        """Adds an order unless the pool has an order of the same time, which is most likely the same order."""
         if all(abs(seconds - known) > 1e-9 for known, _ in self.orders):
             self.orders = sorted([*self.orders, (seconds, order)])[:_KEPT]
 
 
 def varied(graph: StepGraph, pool: Pool, budget_bytes: int) -> Iterator[list[int]]:
-    """Orders within the budget made from those of a pool, which may grow meanwhile; no end.
+    """Varies the orders of a pool within the budget, without end; the pool may grow meanwhile.
 
     Args:
         graph: the step.

@@ -1,9 +1,9 @@
-"""Orders from a choice of what to save: everything else is recomputed right before its first use.
+"""Orders for a selection of saved storages: every other storage is recomputed right before its first use.
 
-Between the loss and the end each op is recomputed at most once, and what it makes lives until its last reader;
-given sets to carry on at later places too, at most once between two of these. This is the shape of every
-checkpointing scheme, whatever chose what to save. In a tiled step recomputed results can be forgotten at once instead
-(`tiled_order`).
+Between the loss and the end of the step each op is recomputed at most once, and its results live until their last
+reader. If sets of storages to carry are also given for later places, each op is recomputed at most once between two of
+these places. Every checkpointing scheme has this shape, however its saved storages were selected. In a tiled step,
+recomputed results can be dropped at once instead (`tiled_order`).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ __all__ = ["lazy_order", "missing_cone", "tiled_order"]
 def lazy_order(
     graph: StepGraph, saved: Collection[int], carried: Mapping[int, Collection[int]] | None = None
 ) -> list[int]:
-    """The plain order with forward ops repeated where a storage that is not there is first needed.
+    """The plain order, with forward ops repeated before the first use of a storage that is not in memory.
 
     Args:
         graph: the step.
         saved: forward storages to hold through the loss.
-        carried: by backward op, the only forward storages to hold on to from there; others are dropped and
+        carried: by backward op, the only forward storages that stay in memory from this op on; others are dropped and
             recomputed when needed.
 
     Returns:
@@ -53,16 +53,18 @@ def lazy_order(
 def tiled_order(
     graph: StepGraph, saved: Collection[int], *, forward: bool = False, by_segments: bool = False
 ) -> list[int]:
-    """The plain order; everything that is not kept is recomputed for each fused region of the backward pass.
+    """The plain order; every storage that is not saved is recomputed for each fused region of the backward pass.
 
-    Between two groups nothing of the forward pass is there but what is saved: what is recomputed for a group exists as
-    slices only. A group ends where a sum is read that it makes, as the input's gradient of a batch normalisation does.
+    A group is the ops of one such region. Between two groups, only saved storages of the forward pass are in memory:
+    storages recomputed for a group exist as slices only. A group ends before an op that reads a sum made in the group,
+    such as the op for the input gradient of a batch normalisation.
 
     Args:
         graph: a tiled step (`StepGraph.is_tiled`).
         saved: forward storages to hold through the loss.
-        forward: whether it is so in the forward pass already, where groups end at the statistics of normalisations.
-        by_segments: whether a group also ends where the backward pass comes to what was made before something kept.
+        forward: whether to do the same in the forward pass, where groups end at the statistics of normalisations.
+        by_segments: whether a group also ends where the backward pass reaches an earlier segment of the forward pass;
+            segments end at the ops that make saved storages.
 
     Returns:
         Op indices for `memfit.ir.program.program_of`.
@@ -88,8 +90,8 @@ def tiled_order(
 def _undivided(graph: StepGraph, order: list[int]) -> list[int]:
     """An order in which ops that could be fused follow each other.
 
-    What lies between them, needs nothing of theirs and can only run whole, as the draw of a mask, is moved before
-    them. Such ops keep their order among themselves, so a generator gives each the same numbers.
+    An op between them that needs none of their storages and can only run whole, such as the draw of a mask, is moved
+    before them. Moved ops keep their order among themselves, so a generator gives each op the same numbers.
     """
     if not graph.is_tiled:
         return order
@@ -119,7 +121,7 @@ def _is_apart(op: Op) -> bool:
 
 
 def _forward_in_groups(graph: StepGraph, producer: list[int], saved: Collection[int]) -> list[int]:
-    """The forward ops; slices that are not kept are recomputed for each group."""
+    """The forward ops in order; slices that are not saved are recomputed for each group."""
     forgotten = {
         s
         for op in graph.ops[: graph.loss_index]
@@ -142,7 +144,7 @@ def _forward_in_groups(graph: StepGraph, producer: list[int], saved: Collection[
 
 
 def _end_of_group(graph: StepGraph, start: int) -> int:
-    """The first op from `start` on that cannot be fused with those before it."""
+    """The first op from `start` on that cannot be fused with the ops before it."""
     first = graph.ops[start]
     written: set[int] = set()
     sums: set[int] = set()
@@ -161,14 +163,14 @@ def _end_of_group(graph: StepGraph, start: int) -> int:
 
 
 def _segments_read(graph: StepGraph, producer: list[int], saved: Collection[int]) -> list[int | None]:
-    """For each op the segment that made the last forward result it reads; None if it reads none."""
+    """For each op, the segment of the latest forward result that it reads; None if it reads none."""
     ends, loss = sorted(producer[s] for s in saved), graph.loss_index
     made = (max((p for s in op.reads if 0 <= (p := producer[s]) < loss), default=None) for op in graph.ops)
     return [None if last is None else bisect_left(ends, last) for last in made]
 
 
 def _end_of_segment(segments: list[int | None], start: int) -> int:
-    """The first op from `start` on of which all that it reads was made in an earlier segment than before."""
+    """The first op from `start` on that reads only results of earlier segments than the first op that reads any."""
     now: int | None = None
     for index in range(start, len(segments)):
         segment = segments[index]
@@ -179,7 +181,7 @@ def _end_of_segment(segments: list[int | None], start: int) -> int:
 
 
 def _pinned(graph: StepGraph, producer: list[int]) -> set[int]:
-    """Storages that are in memory through the loss, whatever a plan saves."""
+    """Storages that are in memory through the loss in every plan."""
     pinned = set(graph.held_to_the_end()) | graph.lasting() | {s for s, op in enumerate(producer) if op == -1}
     for op in graph.ops[: graph.loss_index + 1]:
         if not op.recomputable:
@@ -188,12 +190,12 @@ def _pinned(graph: StepGraph, producer: list[int]) -> set[int]:
 
 
 def missing_cone(graph: StepGraph, producer: list[int], storage: int, is_alive: Callable[[int], bool]) -> list[int]:
-    """The ops to run, in order, to have a storage again.
+    """The ops to recompute, in order, to have a storage in memory again.
 
     Args:
         graph: the step.
         producer: `graph.producers()`.
-        storage: what is needed.
+        storage: the storage that is needed.
         is_alive: whether a storage is in memory.
 
     Returns:
@@ -208,6 +210,6 @@ def missing_cone(graph: StepGraph, producer: list[int], storage: int, is_alive: 
         assert graph.ops[index].phase is Phase.FORWARD and graph.ops[index].recomputable
         cone.add(index)
         op = graph.ops[index]
-        # What lasts from the first run on is there.
+        # Results that only the first run of the op makes are still in memory.
         stack.extend(s for s in op.later.reads if s not in op.writes and producer[s] >= 0 and not is_alive(s))
     return sorted(cone)

@@ -1,7 +1,8 @@
-"""The least memory: an order of about the lowest peak this planner can reach.
+"""The least peak: an order of about the lowest peak that this planner can reach.
 
-From orders that keep checkpoints only, storages are spilled towards a target that halves the interval between the
-lowest peak reached and one that could not be. Bounded below by the widest op (`widest_op_bytes`).
+Starts from orders that save checkpoints only, and spills storages towards a target peak. Each target halves the
+interval between the lowest peak reached and a peak that could not be reached. The widest op (`widest_op_bytes`) is the
+lower bound.
 """
 
 from __future__ import annotations
@@ -20,32 +21,32 @@ from memfit.sim.simulator import simulate
 __all__ = ["LEAST_TRIES", "least_budget", "least_order"]
 
 LEAST_TRIES = 12
-"""How often the interval of the least peak is halved; often enough to come near any."""
+"""Number of times the interval of the least peak is halved; enough to come near any least peak."""
 
 _SEGMENTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 _NEAR = 0.004
-"""How close to a limit that was not reached is close enough; less close for a large step."""
+"""Relative width of the interval at which the search stops; `_NEAR_IF_LARGE` for a large step."""
 
 _NEAR_IF_LARGE = 0.01
 _MARGIN = 0.003
 _LONGEST = 6
-"""Orders of more runs than so many times the ops of the step are no plans anyone would want."""
+"""Longest order of a tiled step that can be a useful plan, in multiples of the number of ops of the step."""
 
 _STARTS = 6
-"""So many orders are spilled towards a target; in a tiled step, whose orders are long, only `_STARTS_IF_TILED`."""
+"""Number of orders spilled towards a target; only `_STARTS_IF_TILED` in a tiled step, whose orders are long."""
 
 _STARTS_IF_TILED = 2
 _LEAST_SECONDS = 1.0
-"""Seconds a search gets at least, so that the least budget in an error is about right; small steps need no longer."""
+"""Least time limit of a search, so that the least budget in an error is about right; small steps need no more."""
 
 _ROUNDS = 400_000
-"""Drops that are tried for one target, times the ops of the step: work that takes some seconds."""
+"""Rounds of drops tried for one target, times the number of ops of the step: this work takes some seconds."""
 
 
 def least_budget(graph: StepGraph, order: Sequence[int]) -> int:
-    """The budget to ask for so that an order of `least_order` fits: a little more than its predicted peak.
+    """The budget at which an order of `least_order` fits: a little more than its predicted peak.
 
-    A measured peak that differs in the last percent then still fits.
+    A measured peak that differs a little from the prediction then still fits.
     """
     return int(_peak(graph, order) * (1 + _MARGIN)) + 1024
 
@@ -57,13 +58,14 @@ def least_order(
 
     Args:
         graph: the step.
-        tries: how often the interval is halved.
+        tries: largest number of times the interval is halved.
         enough_bytes: a peak that need not be lowered further.
-        seconds: after so long (a second at least) no further target is tried, after twice that none goes on; four
-            times as long where `enough_bytes` is to be reached, so that what one search found another one finds again.
+        seconds: time (at least one second) after which no further target is tried; after twice this time the current
+            target is given up. Four times as long if `enough_bytes` is given, so that an order that one search found is
+            found again by another.
 
     Returns:
-        A valid order; its simulated peak is the least budget, or enough.
+        A valid order; its simulated peak is the least budget, or low enough.
     """
     begin = time.monotonic()
     seconds = max(_LEAST_SECONDS, 4 * seconds if enough_bytes else seconds)
@@ -95,7 +97,7 @@ def least_order(
 
 
 def _low_starts(graph: StepGraph, until: float) -> list[list[int]]:
-    """Orders of low memory, whatever their time, the lowest first."""
+    """Orders of low peak, regardless of their time, the lowest first."""
     orders: list[list[int]] = []
     for segments in _SEGMENTS:
         orders.append(lazy_order(graph, checkpoints(graph, segments)))

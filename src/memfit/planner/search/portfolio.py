@@ -1,16 +1,17 @@
-"""The planner behind `strategy="auto"`: several searches, one judge.
+"""The planner behind `strategy="auto"`: several searches, judged by one simulator.
 
 1. If the step fits with in-place ops and early frees alone, nothing is recomputed.
-2. Choose what to save by a program over time (`memfit.planner.search.cutting_planes`), with more and more checkpoints.
+2. Select the saved storages with an integer program over time (`memfit.planner.search.cutting_planes`), for several
+   numbers of checkpoints.
 3. Start from rotor schedules of the chain of blocks, for the budget and for more, and from tighter and tighter
    relaxations.
-4. Choose over several epochs, which takes longer and goes lower.
-5. Polish each against the simulator (`memfit.planner.search.spill_and_fill`).
-6. Vary the fastest ones (`memfit.planner.search.iterated_local_search`), and stop as soon as one is near the relaxed
-bound or time is up.
+4. Select over several epochs, which takes longer and reaches lower peaks.
+5. Polish each order against the simulator (`memfit.planner.search.spill_and_fill`).
+6. Vary the fastest orders (`memfit.planner.search.iterated_local_search`), and stop as soon as one is near the relaxed
+   bound or time is up.
 
-Orders are searched for with every op in its leanest variant (`memfit.planner.finalize.variant_selection`). The result
-states the relaxed bound beside it, so a reader sees what better planning could still gain.
+The search runs every op in its leanest variant (`memfit.planner.finalize.variant_selection`). The result also states
+the relaxed bound, so a reader sees how much better planning could still gain.
 """
 
 from __future__ import annotations
@@ -38,28 +39,28 @@ from memfit.sim.simulator import Timeline, simulate
 __all__ = ["CLOSE", "Found", "Moves", "Progress", "auto_order", "find_order"]
 
 CLOSE = 0.01
-"""Stop searching when the extra time is within this share of the step of the bound."""
+"""The search stops when the extra time exceeds the bound by less than this share of the step time."""
 
 _FAR = 0.025
-"""Keep searching longer while it is further than this."""
+"""The search gets more time while the extra time is further from the bound than this share."""
 
 _VERY_FAR = 0.1
-"""The same for a large step, of which one start takes seconds: nearer than this, more time has not paid."""
+"""The same for a large step, where one start takes seconds: nearer than this, more time has not paid off."""
 
 _ON_BOUND = 0.25
-"""Time limit of each solve for the bound, as a share of that of the search."""
+"""Time limit of each solve for the bound, as a share of the time of the search."""
 
 _ON_STARTS = 0.6
-"""Share of the time that is spent on starts, the rest on varying the best."""
+"""Share of the time that is spent on starts; the rest is spent on varying the best orders."""
 
 _IN_VAIN = 50
-"""Stop varying after so many orders that are no faster."""
+"""Varying stops after this number of orders in a row that are no faster."""
 
 _MORE_MEMORY = (1.02, 1.04, 1.07, 1.1, 1.15, 1.3)
-"""Shares of the budget that a start may take: near the wall, dropping what is too much often beats a tight order."""
+"""Shares of the budget that a start may take: near the widest op, spilling a larger order often beats a tight one."""
 
 _IN_SLICES = ((4, 2.0), (2, 1.5), (4, 1.3), (2, 1.15), (1, 1.5), (6, 1.5))
-"""Of a tiled step: numbers of segments, and shares of the budget that what is saved between groups may take."""
+"""For a tiled step: pairs of a number of segments and the share of the budget for which the order is filled."""
 
 Progress = Callable[[str], None]
 
@@ -69,9 +70,9 @@ class Found:
     """A program that fits.
 
     Attributes:
-        order: of its ops, as the search knows it.
-        program: what runs.
-        timeline: what the simulator says of it.
+        order: the order of its ops, as the search knows it.
+        program: the program that runs.
+        timeline: its timeline from the simulator.
         bound_seconds: the least extra seconds any plan can have.
     """
 
@@ -86,9 +87,9 @@ class Moves:
     """Functions and target peak of a search that swaps; see `memfit.planner.offload.search`.
 
     Attributes:
-        ahead: moves what comes back ahead of its use, in an order.
-        finish: makes a program of an order, and asks the simulator.
-        spill_bytes: peak to which orders are spilled, so that room is left for what comes back early.
+        ahead: moves the swap in of each storage ahead of its use, in an order.
+        finish: makes a program of an order and simulates it.
+        spill_bytes: peak to which orders are spilled, so that room is left for storages that are swapped in early.
     """
 
     ahead: Callable[[Sequence[int]], list[int]]
@@ -119,16 +120,16 @@ def find_order(
     Args:
         graph: the step, with times.
         budget_bytes: peak of the step.
-        seconds: roughly how long to search, up to four times that while far from the bound; three quarters of that
-            for a large step, up to twice that while very far.
-        progress: told what is being tried.
-        moves: what to do for swaps, if second runs stand for them.
-        least_tries: how often the interval of the least budget is halved that an error tells.
-        last_resort: whether it is looked for an order of any speed where none is found in time.
-        any_speed: whether it is looked for nothing else, and bounds are not computed.
+        seconds: rough time of the search, up to four times as long while far from the bound. For a large step, three
+            quarters of `seconds`, up to twice `seconds` while very far from the bound.
+        progress: called with the name of each start.
+        moves: functions for swaps, if second runs of ops stand for swaps.
+        least_tries: how often to halve the interval of the least budget, which an error states.
+        last_resort: whether to search for an order of any speed if none is found in time.
+        any_speed: whether to search for an order of any speed only, without bounds.
 
     Returns:
-        The fastest one found.
+        The fastest program found.
 
     Raises:
         BudgetError: if none fits, with the least budget that does.
@@ -146,7 +147,7 @@ def find_order(
 
     bound = 0.0 if any_speed else relaxed_bound(graph, budget_bytes, seconds=_ON_BOUND * seconds)
     if _peak(lean, plain_order(graph)) <= budget_bytes:
-        bound = min(bound, 0.0)  # running nothing again is possible, whatever the solver had time to see
+        bound = min(bound, 0.0)  # a plan without recomputation exists, whatever the solver found in time
         plain = found(plain_order(graph))
         if plain.timeline.peak_bytes <= budget_bytes:
             return plain
@@ -158,7 +159,7 @@ def find_order(
         if moves is not None:
             fitting = moves.ahead(fitting)
         filled = (fill(variants, fitting, budget_bytes) for variants in (lean, quicker(graph, fitting, budget_bytes)))
-        # What is saved may take apart fused ops, and then cost more than it saves.
+        # Saving more storages may split fused regions, and then cost more time than it saves.
         for order in (fitting, *filled):
             other = found(order)
             if other.timeline.peak_bytes > budget_bytes:
@@ -201,7 +202,7 @@ def find_order(
             raise _no_plan(lean, budget_bytes, least)
         tried = (found(order) for order in (fill(lean, least, budget_bytes), least))
         best = next((one for one in tried if one.timeline.peak_bytes <= budget_bytes), None)
-        if best is None:  # with transfers it takes more than the order by itself
+        if best is None:  # with transfers it takes more memory than the order alone
             raise _no_plan(lean, budget_bytes, least, found(least).timeline.peak_bytes)
     return best
 
@@ -219,7 +220,7 @@ def _peak(graph: StepGraph, order: Sequence[int]) -> int:
 def _starts(
     graph: StepGraph, budget_bytes: int, seconds: float, *, rotor_first: bool
 ) -> Iterator[tuple[str, list[int]]]:
-    """Orders to polish, the likeliest and quickest first; where there is time for one only, that is rotor's."""
+    """Orders to polish, the most promising and quickest first; rotor's first if there is time for one only."""
     if rotor_first:
         yield from _rotors(graph, budget_bytes, (1.0,), seconds)
     if graph.is_tiled:
@@ -230,7 +231,7 @@ def _starts(
         for number, candidate in enumerate(selections):
             yield f"{segments} segments", list(candidate.order)
             if segments == 1 and number == 0:
-                # The first selection ignores working sets; where that is too far off, this one is near at once.
+                # The first selection ignores working sets; where it is too far off, the order of rotor is near at once.
                 yield from _rotors(graph, budget_bytes, (1.0,), seconds)
         if segments == 1:
             yield from _rotors(graph, budget_bytes, _MORE_MEMORY, seconds)
@@ -246,7 +247,7 @@ def _starts(
 
 
 def _in_slices(graph: StepGraph, budget_bytes: int) -> Iterator[tuple[str, list[int]]]:
-    """Orders in which next to nothing is saved between fused regions, filled for more than there is."""
+    """Orders that save almost nothing between fused regions: first filled for more than the budget, then not filled."""
     for segments, share in _IN_SLICES:
         order = _sliced(graph, segments)
         yield f"{segments} segments in slices, {share:.0%} of the budget", fill(graph, order, int(share * budget_bytes))
@@ -255,7 +256,7 @@ def _in_slices(graph: StepGraph, budget_bytes: int) -> Iterator[tuple[str, list[
 
 
 def _sliced(graph: StepGraph, segments: int) -> list[int]:
-    """The order for a number of segments that takes less memory, with groups that end with them or not."""
+    """The order of the lower peak for a number of segments: groups also end with segments, or they do not."""
     saved = checkpoints(graph, segments)
     both = (tiled_order(graph, saved, by_segments=by_segments) for by_segments in (True, False))
     return min(both, key=lambda order: _peak(graph, order))
@@ -264,7 +265,7 @@ def _sliced(graph: StepGraph, segments: int) -> list[int]:
 def _rotors(
     graph: StepGraph, budget_bytes: int, shares: Sequence[float], seconds: float
 ) -> Iterator[tuple[str, list[int]]]:
-    """Rotor's orders for shares of the budget; once its table is made, each takes no time."""
+    """Orders of rotor for shares of the budget; once its table is made, each order takes no time."""
     for more in shares:
         order = rotor.fast_order(graph, int(budget_bytes * more), seconds=seconds)
         if order is not None:

@@ -1,7 +1,7 @@
-"""Segment checkpointing: what all strategies share that cut the forward pass and run each part again.
+"""Segment checkpointing: the common part of all strategies that cut the forward pass and recompute each part.
 
-Between two checkpoints nothing is saved. When the backward pass needs the first thing of a segment, the
-segment is recomputed as a whole and stays until its backward is done; that is what `torch.utils.checkpoint` does.
+Between two checkpoints nothing is saved. When the backward pass first needs a storage of a segment, the segment is
+recomputed as a whole and stays in memory until its backward pass is done, as with `torch.utils.checkpoint`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["segment_order", "storages_across"]
 
 
 def storages_across(graph: StepGraph, position: int) -> list[int]:
-    """Forward storages made before forward op `position` that forward ops from there on read."""
+    """Forward storages made before forward op `position` that this op or later forward ops read."""
     made = {s for op in graph.ops[:position] for s in op.writes}
     read = {s for op in graph.ops[position : graph.loss_index + 1] for s in op.reads}
     return sorted(made & read)
@@ -74,7 +74,7 @@ def _needed_of_segment(
     wanted: Collection[int],
     alive: Collection[int],
 ) -> list[int]:
-    """Ops of a segment, and of earlier ones where it reads what is gone, that make all backward reads of it."""
+    """Ops that make all storages of a segment that backward reads, and ops of earlier segments that these ops need."""
     stack = [
         s for o, n in segment_of.items() if n == segment for s in graph.ops[o].writes if s in wanted and s not in alive
     ]
@@ -89,5 +89,5 @@ def _needed_of_segment(
 
 
 def starts_of(blocks: Sequence[Block]) -> list[int]:
-    """First ops of all blocks but the first."""
+    """First ops of all blocks except the first block."""
     return [b.first for b in blocks[1:]]

@@ -1,12 +1,12 @@
-"""Local search on an order, against the simulator: drop what is idle where memory overflows, keep what fits.
+"""Local search on an order, against the simulator: drops storages where memory overflows, keeps storages that fit.
 
-**Spill.** Where an instant is over the budget, a storage that is alive but idle there is dropped after its
-last use before and recomputed right before its next use after it; what has to run for that is the cone of ops
-back to storages alive at that point. The storage with the least seconds per overflowing byte goes first. This
-handles every case alike: forward results kept for backward, recomputed ones used twice, long skips.
+**Spill.** Where an instant exceeds the budget, a storage that is alive but idle at this instant is dropped after its
+last use before it and recomputed right before its next use after it. The recomputation runs the cone of ops back to
+storages that are alive at that point. The storage with the least seconds per overflowing byte is dropped first. This
+handles all cases in the same way: forward results saved for backward, recomputed results used twice, long skips.
 
-**Fill.** Where there is room, a copy stays until the place where it would be recomputed, and the ops that
-recomputed it (and those that only served them) go. The most seconds per byte and instant go first.
+**Fill.** Where there is room, a copy stays until the place where it would be recomputed. The ops that recompute it, and
+ops that only serve them, are removed. Ops with the most seconds per byte and instant are removed first.
 
 Idea: spilling and rematerialisation of register allocators; XLA's HloRematerialization does the first half.
 """
@@ -42,9 +42,9 @@ def spill(
         graph: the step.
         order: any valid order.
         budget_bytes: peak of the step.
-        rounds: how often storages are dropped.
-        whims: by storage, what its cost is multiplied with; 1 if not given.
-        until: when to give up, by the monotonic clock.
+        rounds: largest number of rounds that drop storages.
+        whims: by storage, the factor of its cost; 1 if not given.
+        until: time of the monotonic clock at which to give up.
 
     Returns:
         A valid order within the budget, or None if spilling cannot reach it.
@@ -58,7 +58,7 @@ def spill(
             return list(spans.order)
         worst = int(np.argmax(spans.bytes_at))
         if spans.bytes_at[worst] <= budget_bytes:
-            return None  # optimizer.step() is what does not fit
+            return None  # only optimizer.step() does not fit
         if time.monotonic() > until:
             return None
         changed = _spill_at(graph, spans, producer, worst, budget_bytes, whims)
@@ -75,7 +75,7 @@ def spill(
 
 @dataclass(frozen=True, slots=True)
 class _Drop:
-    """A copy that could be gone from after position `left` to before `right`, if recomputed at `places`."""
+    """A copy that can be absent from after position `left` to before `right`, if it is recomputed at `places`."""
 
     copy: Copy
     left: int
@@ -108,7 +108,7 @@ def _spill_at(
             continue
         seconds = sum(graph.ops[o].recompute_seconds for cone in made for o in cone)
         seconds = max(0.0, seconds - _saved_over(graph, spans, drop, dying))
-        # Recomputing it must not overflow where it was fine.
+        # The recomputation must not overflow at a place that fits now.
         place, transient = drop.places[-1], _transient_bytes(graph, drop.copy.storage, made[-1])
         risk = max(0.0, float(spans.bytes_at[place - 1] + transient - budget_bytes)) / max(1, size)
         whim = 1.0 if whims is None else whims[drop.copy.storage]
@@ -143,7 +143,7 @@ def _saved_over(graph: StepGraph, spans: Spans, drop: _Drop, dying: Mapping[int,
     if drop.copy.storage not in op.in_place_over or op.in_place_seconds is None:
         return 0.0
     if not dying.get(drop.left, set()).isdisjoint(op.in_place_over):
-        return 0.0  # it writes over another one as it is
+        return 0.0  # it already writes over another operand
     return op.seconds - op.in_place_seconds
 
 
@@ -156,10 +156,10 @@ def _transient_bytes(graph: StepGraph, storage: int, cone: list[int]) -> int:
 
 
 def _drops(graph: StepGraph, spans: Spans, producer: list[int], worst: int) -> list[_Drop]:
-    """Copies alive at a position that could be gone from there.
+    """Copies alive at a position that can be dropped there.
 
-    These are the idle ones, one that is read there if the op could write over it were it not read again, and one
-    read there by an op that could take it slice by slice from the op that recomputes it.
+    These are the idle copies; a copy that the op at this position reads, if the op could write over it without a later
+    read; and a copy that this op reads, if the op can take it slice by slice from the op that recomputes it.
     """
     op = graph.ops[spans.order[worst]]
     lasting = graph.lasting()
@@ -195,7 +195,7 @@ def _alive(copies: Sequence[Copy]) -> dict[int, list[tuple[int, int]]]:
 def _cone(
     graph: StepGraph, producer: list[int], storage: int, position: int, lives: dict[int, list[tuple[int, int]]]
 ) -> list[int] | None:
-    """Ops to run before `position` to make a storage again; None if one of them cannot be recomputed."""
+    """Ops to run before `position` to recompute a storage; None if one of them cannot be recomputed."""
 
     def alive(s: int) -> bool:
         if producer[s] < 0 or s not in lives:
@@ -217,7 +217,7 @@ def _cone(
 
 
 def without_unread(graph: StepGraph, order: Sequence[int]) -> list[int]:
-    """Removes repeated ops whose new results nobody reads."""
+    """Removes repeated ops whose new results no op reads."""
     held = graph.held_to_the_end()
     wanted: set[int] = set()
     seen: set[int] = set()
@@ -240,7 +240,7 @@ def without_unread(graph: StepGraph, order: Sequence[int]) -> list[int]:
 
 
 def fill(graph: StepGraph, order: Sequence[int], budget_bytes: int, *, rounds: int = 30) -> list[int]:
-    """Keeps copies that would be recomputed where there is room for them."""
+    """Keeps copies in memory instead of recomputing them, where there is room."""
     spans = spans_of(graph, without_unread(graph, order))
     if spans.timeline.peak_bytes > budget_bytes:
         return list(order)
@@ -251,7 +251,7 @@ def fill(graph: StepGraph, order: Sequence[int], budget_bytes: int, *, rounds: i
             break
         following = spans_of(graph, changed)
         if following.timeline.peak_bytes > budget_bytes:
-            # Fused ops may take more memory apart: keep less at a time.
+            # Fused ops that are split may take more memory: keep fewer copies at a time.
             most = removed // 2
         elif following.timeline.recompute_seconds >= spans.timeline.recompute_seconds:
             break
@@ -261,7 +261,7 @@ def fill(graph: StepGraph, order: Sequence[int], budget_bytes: int, *, rounds: i
 
 
 def _fill_once(graph: StepGraph, spans: Spans, budget_bytes: int, most: int) -> tuple[list[int], int]:
-    """An order with at most so many runs less, and how many those are."""
+    """Removes up to `most` recomputations; returns the new order and the number of recomputations removed."""
     previous: dict[int, Copy] = {}
     before: dict[tuple[int, int], Copy] = {}
     at: dict[int, list[Copy]] = {}

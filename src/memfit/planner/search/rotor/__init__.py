@@ -1,13 +1,14 @@
 """`rotor`: the optimal schedule of a chain of blocks, every block with the option that suits the memory left.
 
 The forward pass is cut into blocks (`memfit.planner.analysis.chain`). A dynamic program decides for every stretch of
-blocks and every amount of memory whether to save something of it and which backward pass to run, or to save only the
-boundary before it and come back later, any number of times. That reaches the lowest budgets, where what is recomputed
-must be dropped and recomputed once more, and stays close to the relaxed bound elsewhere.
+blocks and every amount of memory. Either it saves some storages of the stretch and selects a backward pass, or it saves
+only the boundary before the stretch and recomputes the stretch later, any number of times. This reaches the lowest
+budgets, where recomputed storages must be dropped and recomputed once more, and stays close to the relaxed bound
+elsewhere.
 
-The program works with memory rounded to slots. So the order behind each amount of memory is simulated, from the
-largest amount down, until one fits the budget: time only grows on the way, hence the first that fits is the fastest
-but for what is passed over in strides.
+The dynamic program rounds memory to slots. So the order behind each amount of memory is simulated, from the largest
+amount down, until one order fits the budget. Time only grows on the way, hence the first order that fits is the
+fastest, except for orders that the stride passes over.
 
 Source: Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing for heterogeneous chains: how to train
 deep neural networks with limited memory" (2019); Rockmate (Zhao et al., ICML 2023) for options within blocks.
@@ -37,27 +38,27 @@ _SPAN = 64
 """Most forward ops of a stretch that is planned as a whole."""
 
 _SLOTS = 2000
-"""Slots of the memory that the plain step takes beside static bytes."""
+"""Number of slots of the memory that the plain step takes in addition to static bytes."""
 
 _HOPE = 1.03
-"""How much more memory than there is an order may claim and still turn out to fit."""
+"""Orders are tried up to this multiple of the available memory, since an order may take less than the table says."""
 
 _STRIDE = 8
-"""So many amounts of memory at once are passed over on the way to the first one whose order fits."""
+"""Stride over the amounts of memory on the way to the first amount whose order fits."""
 
 _LOWEST = 8
-"""How many of the lowest orders are simulated to find the least peak."""
+"""Number of the lowest orders that are simulated to find the least peak."""
 
 _PATIENCE, _MORE_PATIENCE, _AT_WALL = 6, 24, 1.5
-"""How many vain attempts at a narrower backward pass end the search; more for budgets up to so many times the widest
-op, where every byte counts."""
+"""Number of failed attempts at a narrower backward pass that ends the search; `_MORE_PATIENCE` for budgets up to
+`_AT_WALL` times the widest op, where every byte counts."""
 
 _NARROW = 0.5
 """Backward passes that take less than this share of the widest op are narrow enough."""
 
 
 def order(graph: StepGraph, budget_bytes: int | None) -> list[int]:
-    """The fastest order of the table that fits the budget; the captured one without a budget.
+    """The fastest order of the table that fits the budget; the plain order if it fits or without a budget.
 
     Raises:
         BudgetError: if none fits, with the least budget that works.
@@ -83,7 +84,7 @@ def fast_order(graph: StepGraph, budget_bytes: int, *, seconds: float = inf) -> 
     Args:
         graph: the step.
         budget_bytes: peak of the step.
-        seconds: after so long, stretches of several blocks that are not priced yet are left out of the table.
+        seconds: time after which stretches of several blocks that are not priced yet are left out of the table.
     """
     if budget_bytes < widest_op_bytes(graph):
         return None
@@ -92,7 +93,7 @@ def fast_order(graph: StepGraph, budget_bytes: int, *, seconds: float = inf) -> 
 
 
 def _first_fitting(graph: StepGraph, table: Table, amounts: Sequence[int], budget_bytes: int) -> list[int] | None:
-    """The order of the first amount that fits, near the first one in strides that does."""
+    """The order of the first amount that fits, searched near the first fitting amount in strides."""
 
     def fitting(slots: int) -> list[int] | None:
         found = in_their_subgraphs(graph, order_at(table, slots))
@@ -104,7 +105,7 @@ def _first_fitting(graph: StepGraph, table: Table, amounts: Sequence[int], budge
 
 
 def least_bytes(graph: StepGraph) -> int:
-    """The least budget for which `order` finds one."""
+    """The least budget for which `order` finds an order."""
     return _peak(graph, least_order(graph))
 
 
@@ -131,7 +132,7 @@ def _amounts(table: Table) -> list[int]:
 
 
 def _is_legal(graph: StepGraph, found: list[int]) -> bool:
-    """Whether no op is recomputed after the backward pass has left its subgraph behind."""
+    """Whether no op is recomputed after the backward pass has left its subgraph."""
     running: int | None = None
     for index in found:
         op = graph.ops[index]
@@ -147,7 +148,7 @@ def _peak(graph: StepGraph, found: Sequence[int]) -> int:
 
 
 def _table(graph: StepGraph, limit_bytes: int, seconds: float = inf) -> Table:
-    """A table that goes at least to a limit; patient where that is near the widest op."""
+    """A table for memory up to a limit at least; with more patience where the limit is near the widest op."""
     slot_bytes = max(1, (_peak(graph, plain_order(graph)) - graph.static_bytes) // _SLOTS)
     at_wall = limit_bytes + graph.static_bytes <= _AT_WALL * widest_op_bytes(graph)
     patience = _MORE_PATIENCE if at_wall else _PATIENCE

@@ -1,15 +1,16 @@
-"""The options to run a few blocks: what to save of them, and in which order to make the rest again.
+"""The options to run a few blocks: which storages to save, and in which order to recompute the others.
 
-**What to save** is the lower hull of (bytes kept, seconds to make the rest again). A point of the hull minimises
-`seconds + price * bytes`, which is a minimum cut: its linear relaxation is integral, so the simplex method finds it.
+**Saved storages**: the sets form the lower hull of (bytes saved, seconds to recompute the rest). A point of the hull
+minimises `seconds + price * bytes`, which is a minimum cut: its linear relaxation is integral, so the simplex method
+finds it.
 
-**In which order**: the backward ops run in their order; what one of them needs and was dropped is made right before
-it and then held until its last use. Where memory peaks, what idles there is dropped after its last use before the
-peak and made once more after it, the cheapest first, peak by peak. Each descent is an option too.
+**Order**: the backward ops run in their order; a dropped storage that one of them needs is recomputed right before this
+op and then held until its last use. Where memory peaks, idle storages are dropped after their last use before the peak
+and recomputed once more after the peak, the cheapest first, peak by peak. Each such descent is an option too.
 
 Idea: the options of Rockmate (Zhao et al., ICML 2023), which solves an integer program for each pair of budgets.
 
-Known limits: what is made for one backward op cannot be dropped and recomputed for the same op.
+Known limits: a storage recomputed for one backward op cannot be dropped and recomputed again for the same op.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from memfit.planner.solver import Milp, Status, solve
 __all__ = ["Backward", "Option", "options_of"]
 
 _SLACK = 1.5
-"""How much higher a descent may leave the peak."""
+"""Largest ratio of the peak after a descent to the peak before it."""
 
 _HULL = 2e-3
-"""How far below the line between two points of the hull a third must be to count."""
+"""Least relative distance of a third point below the line between two points of the hull, so that it counts."""
 
 _BATCH = 32
 """Ratio of the peak to the bytes that a descent drops at once, roughly."""
@@ -56,8 +57,8 @@ class Option:
     """How to run several blocks forward, and from there backward.
 
     Attributes:
-        saved: storages of the run to hold until its backward pass, beside the boundary after it.
-        backwards: from the fastest to the narrowest.
+        saved: storages of the run to hold until its backward pass, in addition to the boundary after it.
+        backwards: backward passes, from the fastest to the narrowest.
     """
 
     saved: frozenset[int]
@@ -70,11 +71,11 @@ def options_of(shape: Shape, narrow: int, patience: int) -> tuple[Option, ...]:
 
     Args:
         shape: the run of blocks.
-        narrow: peak below which a narrower backward pass is not worth looking for.
+        narrow: peak below which no narrower backward pass is searched for.
         patience: descents in a row that may fail to lower the peak.
 
     Returns:
-        Options from the one that keeps most to the one that keeps nothing.
+        Options from the one that saves most to the one that saves nothing.
     """
     options: list[Option] = []
     for saved in reversed(_hull(shape)):
@@ -135,7 +136,7 @@ def _priced(shape: Shape, wanted: set[int], price: float) -> frozenset[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A backward pass in detail: by op its memory and the backward op it serves; by backward op what was alive."""
+    """A backward pass in detail: by op its memory and the backward op it serves; by backward op the live storages."""
 
     backward: Backward
     bytes_at: list[int]
@@ -144,13 +145,13 @@ class _Run:
 
 
 _Drops = frozenset[tuple[int, int]]
-"""Storages to forget after the stage of a backward op; -1 is before the first."""
+"""Pairs of a storage and the stage (of a backward op) after which it is dropped; -1 is before the first stage."""
 
 
 def _backwards(
     shape: Shape, saved: frozenset[int], rivals: list[Backward], *, narrow: int, patience: int
 ) -> list[Backward]:
-    """Backward passes, each slower and narrower than the one before; `rivals` need not be matched."""
+    """Backward passes, each slower and narrower than the one before; ends where one of `rivals` is as good."""
     lasting = _lasting(shape)
     drops: _Drops = frozenset()
     run = _run(shape, saved, drops, lasting)
@@ -180,7 +181,7 @@ def _lasting(shape: Shape) -> frozenset[int]:
 
 
 def _run(shape: Shape, saved: frozenset[int], drops: _Drops, lasting: frozenset[int]) -> _Run:
-    """Runs the backward ops, each after what it needs and nobody holds."""
+    """Runs the backward ops, each after the recomputation of storages that it needs and that are not held."""
     dropped: dict[int, list[int]] = {}
     for s, stage in drops:
         dropped.setdefault(stage, []).append(s)
@@ -204,7 +205,7 @@ def _run(shape: Shape, saved: frozenset[int], drops: _Drops, lasting: frozenset[
 def _descend(
     shape: Shape, saved: frozenset[int], drops: _Drops, lasting: frozenset[int], run: _Run
 ) -> tuple[_Drops, _Run] | None:
-    """Drops what idles at the peak, the cheapest to recompute that does not raise the peak."""
+    """Drops idle storages at the peak, the cheapest to recompute for which the peak stays within `_SLACK`."""
     sequence, peak = run.backward.sequence, run.backward.peak
     position = run.bytes_at.index(peak)
     busy = {*shape.ops[sequence[position]].reads, *shape.ops[sequence[position]].writes, *shape.given}

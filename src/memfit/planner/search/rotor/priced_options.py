@@ -1,8 +1,8 @@
 """Memory and time of each option to run a stretch of the chain, in the bytes and seconds of the step it is part of.
 
-A `Shape` knows nothing of its place. Here its options meet the rest of the step: the memory that is in use at that
-place whatever the plan (outputs, gradients, small results), and whether the stretch runs for the first time or again,
-when ops that nobody needs are left out.
+A `Shape` does not know its place in the step. Here its options are combined with the rest of the step: the memory in
+use at that place in every plan (outputs, gradients, small results), and whether the stretch runs for the first time or
+is recomputed. A recomputation leaves out ops whose results are not needed.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from memfit.planner.search.rotor.shape import Shape, cone, profile, shape_of
 __all__ = ["Pass", "Site", "PricedOption", "site_of"]
 
 _WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""How many blocks a stretch may have."""
+"""Numbers of blocks that a stretch may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricedOption:
-    """An option of blocks `start` to `stop` with one of its backward passes. All bytes are beside static ones.
+    """An option of blocks `start` to `stop` with one of its backward passes. Static bytes are not included.
 
     Attributes:
         start: first block.
         stop: block after the last.
-        saved_bytes: held from its forward to its backward pass.
+        saved_bytes: bytes held from its forward to its backward pass.
         forward: ops of its forward pass when it is recomputed.
         backward: ops of its backward pass.
-        only: ops of both when the stretch is recomputed and its backward pass comes at once.
+        only: ops of both when the stretch is recomputed and its backward pass follows at once.
         first_need: peak of the first forward pass and the backward pass.
         down_need: peak of the backward pass.
-        recompute_rise: peak of the forward pass when it is recomputed, on top of what is in use then.
-        only_rise: peak of `only`, on top of what is in use then.
+        recompute_rise: peak of the forward pass when it is recomputed, on top of the memory in use then.
+        only_rise: peak of `only`, on top of the memory in use then.
         first_seconds: time of forward ops, first forward pass and backward pass.
         recompute_seconds: the same when it is recomputed.
         only_seconds: time of forward ops in `only`.
@@ -61,7 +61,7 @@ class PricedOption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """A forward pass through one block that keeps nothing but the boundary after it.
+    """A forward pass through one block that saves only the boundary after it.
 
     Attributes:
         again: ops when it is recomputed.
@@ -80,14 +80,15 @@ class Pass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """The chain in its place.
+    """The chain with the memory and time of its options in the step.
 
     Attributes:
         chain: the blocks.
-        options: by first block.
-        passes: by block.
-        checkpoint_bytes: by held boundary, by block: bytes of the boundary before that block beyond the held one.
-        forward_base: by block, memory in use at the end of its first forward pass whatever the plan.
+        options: the options by first block.
+        passes: the forward passes by block.
+        checkpoint_bytes: by held boundary, by block: bytes of the boundary before that block without storages of the
+            held boundary.
+        forward_base: by block, memory in use at the end of its first forward pass in every plan.
         backward_base: by block, memory in use when the backward pass of the block before it begins.
     """
 
@@ -106,9 +107,9 @@ def site_of(graph: StepGraph, chain: Chain, *, span: int, narrow: int, patience:
         graph: the step.
         chain: its blocks.
         span: most forward ops of a stretch of several blocks.
-        narrow: memory below which a narrower backward pass is not worth looking for.
-        patience: how many vain attempts at a narrower one end the search.
-        seconds: after so long, stretches of several blocks are left out.
+        narrow: memory below which no narrower backward pass is searched for.
+        patience: number of failed attempts at a narrower backward pass that ends the search.
+        seconds: time after which stretches of several blocks are left out.
     """
     until = time.monotonic() + seconds
     lasts = _last_reads(graph)
@@ -161,7 +162,7 @@ def _last_reads(graph: StepGraph) -> list[int]:
 
 
 def _in_use(graph: StepGraph, chain: Chain) -> list[int]:
-    """Before each op, the bytes beside static ones that no plan changes."""
+    """Before each op, the bytes in use in every plan, without static bytes."""
     counted = [
         s.nbytes if s.kind is not StorageKind.FORWARD or i in chain.pinned else 0 for i, s in enumerate(graph.storages)
     ]

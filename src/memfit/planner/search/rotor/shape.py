@@ -1,8 +1,8 @@
 """Shape of a run of blocks: its ops and storages in a numbering of their own, so that equal runs are solved once.
 
-A `Shape` is a few blocks of the chain cut out of the step: forward ops, backward ops, and which storages come in,
-must go out, or stay behind. It is hashable and knows nothing of the place it was cut from, hence sixteen equal
-residual units are one shape.
+A `Shape` is a few blocks of the chain cut out of the step: forward ops, backward ops, and the storages that come in,
+that must go out, or that stay in the blocks. It is hashable and does not know its place in the step, hence sixteen
+equal residual units are one shape.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Shape:
 
     Attributes:
         ops: forward ops, then backward ops.
-        forward: how many are forward ops.
-        sizes: bytes by storage; 0 for the boundary before the run, which its user pays for.
+        forward: number of forward ops.
+        sizes: bytes by storage; 0 for the boundary before the run, which the user of the shape counts.
         makers: the forward op that writes a storage, -1 for none.
         given: the boundary before the run.
-        out: the boundary after the run, without what was in the boundary before.
+        out: the boundary after the run, without storages of the boundary before the run.
         arriving: backward storages alive before the first backward op.
         leaving: backward storages alive after the last one.
     """
@@ -75,7 +75,7 @@ def shape_of(graph: StepGraph, chain: Chain, lasts: Sequence[int], start: int, s
         return tuple(number[s] for s in kept)
 
     ops = []
-    for index in [*forward, *backward]:  # of a tuple mypy knows no types
+    for index in [*forward, *backward]:  # a list, since mypy infers no types from a tuple
         op = graph.ops[index]
         reads, writes = local(op.reads), local(op.writes)
         over = next((number[s] for s in op.in_place_over if s in number), -1)
@@ -102,9 +102,9 @@ def shape_of(graph: StepGraph, chain: Chain, lasts: Sequence[int], start: int, s
 
 
 def profile(shape: Shape, sequence: Sequence[int], wanted: Collection[int]) -> tuple[list[int], set[int]]:
-    """Memory while each op of a sequence runs, and what must be alive before it.
+    """Memory while each op of a sequence runs, and the storages that must be alive before the sequence.
 
-    The model is that of `memfit.sim.simulator`: operands die at their last read, in place where that is allowed.
+    The model is that of `memfit.sim.simulator`: operands die at their last read; ops run in place where allowed.
 
     Args:
         shape: the run of blocks.
@@ -139,7 +139,7 @@ def profile(shape: Shape, sequence: Sequence[int], wanted: Collection[int]) -> t
 
 
 def cone(shape: Shape, storages: Collection[int], alive: Collection[int]) -> list[int]:
-    """The forward ops to run, in order, to have storages again; those made elsewhere are taken as present."""
+    """The forward ops to recompute for storages, in order; storages made elsewhere are taken as present."""
     ops: set[int] = set()
     stack = [s for s in storages if s not in alive]
     while stack:

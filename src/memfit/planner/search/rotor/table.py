@@ -1,17 +1,17 @@
 """The dynamic program over the chain: least time to run blocks `s` to `t` forward and backward in `m` bytes.
 
     C(s, t, m) = min of
-        an option for blocks s to e - 1:  forward, C(e, t, m - kept), backward
+        an option for blocks s to e - 1:  forward, C(e, t, m - saved), backward
         a checkpoint before block c:      forward from s to c, C(c, t, m - its boundary), C(s, c - 1, m)
 
-The boundary before `s` is paid for outside, and `m` is what is left of the whole budget, so a peak is compared with
-the memory the step uses at that place anyway. Segments that do not end at the last block are recomputed, and `t` says
-what the backward pass holds meanwhile.
+The boundary before `s` is counted outside. `m` is the rest of the whole budget, so a peak that is compared with `m`
+includes the memory that the step uses at that place in every plan. Segments that do not end at the last block are
+recomputed, and `t` determines the memory that the backward pass holds meanwhile.
 
 Idea: Beaumont et al., "Optimal checkpointing for heterogeneous chains" (2019): the optimal persistent schedule, ops
-run as often as need be. New here: options through several blocks at once, and carried storages that are paid once.
+run as often as needed. New here: options through several blocks at once, and carried storages that are counted once.
 
-Known limits: bytes are rounded to slots, so whoever uses an order asks the simulator; a boundary is held until the
+Known limits: bytes are rounded to slots, so each order is simulated before it is used; a boundary is held until the
 segment after it is done.
 """
 
@@ -51,10 +51,10 @@ class Table:
     """Least seconds of forward ops by first block, last block and slots of memory; infinite where nothing fits.
 
     Attributes:
-        site: what was planned.
+        site: the chain that was planned.
         slot_bytes: bytes of a slot.
         cells: the table.
-        columns: the ways from each block.
+        columns: the options from each block.
     """
 
     site: Site
@@ -74,7 +74,7 @@ def fill(site: Site, *, slots: int, slot_bytes: int) -> Table:
 
     Args:
         site: the chain and its options.
-        slots: how much memory to plan for; cells do not depend on it.
+        slots: memory to plan for; the values of cells do not depend on it.
         slot_bytes: bytes of a slot.
     """
     count = len(site.chain.blocks)
@@ -115,7 +115,7 @@ def _columns(options: tuple[PricedOption, ...], slot_bytes: int) -> _OptionColum
 
 
 def _undominated(columns: _OptionColumns) -> _OptionColumns:
-    """Without options that another one of the same blocks beats in memory and time."""
+    """Removes options that another option of the same blocks beats in memory and time."""
     arrays = [getattr(columns, f.name) for f in fields(columns) if f.name not in ("options", "stop")]
     table = np.stack(arrays, axis=1)
     keep = np.ones(len(table), dtype=bool)
@@ -130,7 +130,7 @@ def _undominated(columns: _OptionColumns) -> _OptionColumns:
 
 
 def _rows(table: Table, first: int, last: int, memory: _Ints) -> tuple[_Floats, list[PricedOption | int]]:
-    """Time at each amount of memory for every choice at the head of a segment: an option, or where to checkpoint."""
+    """Time at each amount of memory for every choice at the start of a segment: an option, or a checkpoint."""
     here = table.columns[first]
     running_first = last == len(table.columns) - 1
     base = table.site.backward_base[last + 1]
@@ -167,7 +167,7 @@ def _rows(table: Table, first: int, last: int, memory: _Ints) -> tuple[_Floats, 
 
 
 def _checkpoints(table: Table, first: int, last: int, cuts: _Ints) -> tuple[_Ints, _Ints, _Floats]:
-    """For each place to checkpoint: slots of its boundary, slots and seconds to get there."""
+    """For each place to checkpoint: slots of its boundary, slots and seconds to reach it."""
     site = table.site
     passes = site.passes[first:last]
     saved = (np.array(site.checkpoint_bytes[first], dtype=np.int64)[cuts] + table.slot_bytes // 2) // table.slot_bytes
