@@ -195,7 +195,7 @@ def _alive(copies: Sequence[Copy]) -> dict[int, list[tuple[int, int]]]:
 def _cone(
     graph: StepGraph, producer: list[int], storage: int, position: int, lives: dict[int, list[tuple[int, int]]]
 ) -> list[int] | None:
-    """Ops to run before `position` to recompute a storage; None if one of them cannot be recomputed."""
+    """Ops to run before `position` to recompute a storage; None if one cannot be recomputed or they are over 400."""
 
     def alive(s: int) -> bool:
         if producer[s] < 0 or s not in lives:
