@@ -1,1 +1,1 @@
-"""Pipelining: a step on K devices, M micro-batches at a time, with a plan for each stage."""
+"""Pipelining: a step on K devices in M micro-batches, with a plan for each stage."""

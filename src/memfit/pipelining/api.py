@@ -44,44 +44,45 @@ def pipeline(
     group: dist.ProcessGroup | None = None,
     data_group: dist.ProcessGroup | None = None,
 ) -> Pipeline:
-    """Trains a model in stages, a device each, many micro-batches at a time.
+    """Trains a model as a pipeline: in stages on several devices, several micro-batches at a time.
 
-    With `num_stages` processes (`torchrun --nproc-per-node K`) each runs its part; in a single process all stages run
-    here. The loop is the caller's: `loss = pipe.step(x, target=y); optimizer.step(); optimizer.zero_grad()`.
+    With `num_stages` processes (`torchrun --nproc-per-node K`), each process runs its stages; a single process runs all
+    stages. The caller writes the loop: `loss = pipe.step(x, target=y); optimizer.step(); optimizer.zero_grad()`.
 
     Args:
         model: any module that Dynamo captures as one graph, in training mode.
         args: positional inputs of a whole batch, the same on every process.
         kwargs: keyword inputs.
-        target: what the loss takes beside the output.
-        num_stages: how many devices.
-        num_microbatches: into how many parts the batch is cut along its first axis.
-        budget_per_device: bytes or `"8GiB"`, of every device or a list of one for each; None for as much as it takes.
+        target: second argument of the loss, after the output.
+        num_stages: number of devices.
+        num_microbatches: number of parts into which the batch is cut along its first axis.
+        budget_per_device: bytes or `"8GiB"` for every device, or a list with one budget for each; None for no limit.
         one_device: the stages take turns on this process's one device, and the budget is for all of them together.
         schedule: `"auto"`, or a name of `memfit.pipelining.runtime.engine.SCHEDULES`.
-        checkpoint: `"auto"` for a plan within the budget; or `"never"`, `"always"`, `"except_last"`: what of each
-            micro-batch's forward pass is recomputed.
+        checkpoint: `"auto"` for a plan within the budget; `"never"`, `"always"` or `"except_last"` for the
+            micro-batches whose forward pass is recomputed.
         loss_fn: takes the output, and the target if there is one, and returns a scalar that is a sum or a mean over
-            samples; without it the output's own `loss` is taken.
+            samples; without it the loss is the output's own `loss`.
         optimizer: of the model's parameters; its state counts.
-        batch_norm: `"refuse"` or `"per-microbatch"`, where gradients are not those of the whole batch.
-        tiers: as for `memfit.fit`; what a process may swap there, all micro-batches together.
-        levers: as for `memfit.fit`; `"all"` lets a stage that fits in no other way run slice by slice: gradients up to
-            rounding.
+        batch_norm: `"refuse"`, or `"per-microbatch"` for statistics of each micro-batch: gradients then differ from
+            those of the whole batch.
+        tiers: as for `memfit.fit`; a limit is for all micro-batches of a process together.
+        levers: as for `memfit.fit`; with `"all"`, a stage that fits in no other way runs slice by slice, and its
+            gradients are equal up to rounding.
         prove: run each device's part alone, measure its peak, and correct the plan.
-        search_seconds: roughly how long each search for a stage's plan takes.
-        group: the processes of this pipeline, if they are not all.
-        data_group: those that run the same stage of other replicas, on other batches: all replicas take one plan, and
-            gradients are averaged over them after each step.
+        search_seconds: approximate time of each search for a stage's plan.
+        group: the processes of this pipeline; None for all processes.
+        data_group: the processes that run the same stage in all replicas, each replica on another batch: all replicas
+            use one plan, and gradients are averaged over the replicas after each step.
 
     Returns:
-        The pipeline, planned for batches of this shape; `pipe.plan` says how.
+        The pipeline, planned for batches of this shape; `pipe.plan` is the plan.
 
     Raises:
-        BudgetError: no plan fits; it says how many stages would do.
-        CaptureError: the model cannot be cut, or its gradients would be others.
+        BudgetError: no plan fits; the message names a number of stages that is enough, if one is found.
+        CaptureError: the model cannot be cut, or its gradients would change.
         PipelineError: another process cannot run the plan.
-        SpecError: an argument makes no sense.
+        SpecError: an argument is invalid.
     """
     if num_stages < 1 or num_microbatches < 1:
         raise SpecError(f"num_stages and num_microbatches are at least 1 ({num_stages=}, {num_microbatches=})")

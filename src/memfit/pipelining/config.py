@@ -18,7 +18,7 @@ __all__ = ["LINK_BYTES_PER_SECOND", "POLICIES", "Found", "Question", "StagePlan"
 POLICIES = ("auto", "never", "always", "except_last")
 
 LINK_BYTES_PER_SECOND = 4e9
-"""Assumed speed of a transfer between devices, where it is not known: enough to prefer narrow cuts."""
+"""Assumed speed of transfers between devices, which is not measured; enough to prefer narrow cuts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,20 +26,21 @@ class Question:
     """Requirements for a pipeline.
 
     Attributes:
-        num_devices: how many devices work together.
-        one_device: whether they are all the same one, where stages take turns and the budget is for all of them.
-        num_microbatches: into how many parts the batch is cut.
-        budget_bytes: of each device; None for as much as it takes.
+        num_devices: number of devices.
+        one_device: whether all stages run on one device, take turns there and share one budget.
+        num_microbatches: number of parts into which the batch is cut.
+        budget_bytes: of each device; None for no limit.
         schedule: a name of `SCHEDULES`, or `"auto"`.
-        policy: `"auto"` for plans within the budget, or one of torchgpipe's: what is saved of each micro-batch.
+        policy: `"auto"` for plans within the budget, or a checkpoint policy of torchgpipe.
         optimizer: of the model's parameters; its state counts.
-        trained_bytes: of the model's parameters that receive gradients, for an optimizer that is a number.
-        search_seconds: roughly how long each search for a stage's plan takes.
-        tiers: where stages may swap to.
+        trained_bytes: size of the model's parameters that receive gradients, for an optimizer that is given as a
+            number.
+        search_seconds: approximate time of each search for a stage's plan.
+        tiers: tiers to which stages may swap.
         levers: as for `memfit.fit`.
         allow_batch_norm: whether batch normalisation may take its statistics from each micro-batch.
         prove: run each device's part alone to measure its peak, and correct the plan.
-        in_processes: whether each device has a process of its own; they prove a plan together.
+        in_processes: whether each device has a process of its own; the processes then prove a plan together.
     """
 
     num_devices: int
@@ -60,15 +61,15 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlan:
-    """How one stage runs.
+    """The plan of one stage.
 
     Attributes:
-        stage: its module and what crosses its cuts.
+        stage: its module and the tensors that cross its cuts.
         capture: of its step.
         graph: its profiled step of one micro-batch.
-        planned: the program of each micro-batch, or of all but the last.
-        last: the program of the last micro-batch where that is another one.
-        in_flight: the most micro-batches that are in flight there.
+        planned: the program of each micro-batch, or of all micro-batches but the last.
+        last: the program of the last micro-batch if it differs.
+        in_flight: the largest number of micro-batches in flight at the stage.
     """
 
     stage: Stage
@@ -100,10 +101,10 @@ class Found:
     """A pipeline that fits.
 
     Attributes:
-        schedule: who does what when.
-        cuts: how many calls of the forward graph come before each cut.
-        stages: the plan of each.
-        timeline: of the step, one device a rank.
+        schedule: the order of passes on each device.
+        cuts: for each cut, the number of calls of the forward graph before it.
+        stages: the plan of each stage.
+        timeline: of the step, one rank per device.
         peak_bytes: predicted, of each device.
         counted_twice: see `memfit.planner.pipeline.device_memory.device_peaks`.
     """

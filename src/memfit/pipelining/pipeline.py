@@ -1,8 +1,8 @@
-"""The pipeline as the caller holds it: planned for its first batch, it runs steps on the engine.
+"""The pipeline object of the caller: planned for its first batch, it runs steps on the engine.
 
-In one process all stages run here, one after the other, for tests and for a single device. With as many processes as
-devices (`torchrun`), each runs its own stages, and all call `step` with the same batch: the processes know its shape,
-and take from it what their stages read.
+A single process runs all stages, one after the other, for tests and for a single device. With one process per device
+(`torchrun`), each process runs its own stages, and all processes call `step` with the same batch: each process knows
+the shape of the batch and takes the inputs that its stages read.
 """
 
 from __future__ import annotations
@@ -58,10 +58,11 @@ class _Prepared:
 
 
 class Pipeline:
-    """A model that trains in stages; made by `memfit.pipeline`.
+    """A model that trains in stages; created by `memfit.pipeline`.
 
     The model stays the caller's: its parameters receive the gradients, and an optimizer of them is stepped as usual.
-    With several processes each holds the parameters of its own stages only; `state_dict` gathers them.
+    With several processes, each process holds the parameters of its own stages only; `state_dict` gathers all
+    parameters.
 
     Attributes:
         model: the unmodified module.
@@ -102,7 +103,7 @@ class Pipeline:
         return next(reversed(self._prepared.values())).plan
 
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, target: Any = None) -> PipelinePlan:
-        """Plans for batches of this shape, if that is new; nothing is trained.
+        """Plans for batches of this shape, if the shape is new; trains nothing.
 
         Raises:
             BudgetError: if no plan fits.
@@ -116,14 +117,14 @@ class Pipeline:
 
         Args:
             args: the model's positional inputs, of the whole batch, the same on every process.
-            target: what the loss takes beside the output.
+            target: second argument of the loss, after the output.
             kwargs: the model's keyword inputs.
 
         Returns:
             The loss of the batch, detached, on every process.
 
         Raises:
-            PipelineError: if another process failed; the pipeline cannot be used any more.
+            PipelineError: if another process failed; the pipeline can then no longer be used.
         """
         if self._failed is not None:
             raise PipelineError("this pipeline has failed before and cannot go on; make a new one") from self._failed
@@ -131,7 +132,7 @@ class Pipeline:
         return self._run_together(prepared, flatten_inputs(args, kwargs, target)[0])
 
     def _run_together(self, prepared: _Prepared, leaves: Sequence[Any]) -> torch.Tensor:
-        """A step; if it fails on one process, it ends on all."""
+        """Runs a step; if the step fails on one process, it ends on all processes."""
         try:
             return self._run(prepared, leaves)
         except Exception as error:
@@ -148,17 +149,17 @@ class Pipeline:
             raise
 
     def engine_stages(self) -> list[EngineStage]:
-        """The stages of this process, as the engine drives them for the newest plan."""
+        """The stages that the engine runs in this process for the newest plan."""
         return list(next(reversed(self._prepared.values())).stages.values())
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The whole model's, as it would be without a pipeline; on every process."""
+        """The state of the whole model, the same as without a pipeline; on every process."""
         if not self._prepared:
             return dict(self.model.state_dict())
         return self._any().shared.gathered(self.model)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Loads a whole model's state; each process takes what its stages have.
+        """Loads a whole model's state; each process takes the parameters and buffers of its stages.
 
         Raises:
             RuntimeError: if names or shapes differ.
@@ -169,7 +170,7 @@ class Pipeline:
         self._any().shared.load(self.model, state)
 
     def release(self) -> nn.Module:
-        """Gives every process the whole model again, and forgets the plans; gradients stay where they are.
+        """Gives every process the whole model again, and drops the plans; gradients stay where they are.
 
         Returns:
             The model, to evaluate or train by itself.
@@ -201,7 +202,7 @@ class Pipeline:
         return loss
 
     def _tell_loss(self, prepared: _Prepared, loss: torch.Tensor) -> torch.Tensor:
-        """The last stage's loss, on every process, and the generator as the unpipelined step would leave it."""
+        """The last stage's loss, on every process; sets the generators as an unpipelined step would leave them."""
         source = prepared.plan.schedule.device_of()[prepared.plan.schedule.num_stages - 1]
         told = loss.double()
         dist.broadcast(told, group=self._group, group_src=source)
@@ -213,7 +214,7 @@ class Pipeline:
 
     def _prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> _Prepared:
         leaves, spec = flatten_inputs(args, kwargs, target)
-        # What only this process sees must not have it plan alone: the others would wait.
+        # Settings of this process alone must not start a new plan here: the other processes would wait for it.
         alone = processes.world_size(self._group) == 1
         settings = kernel_settings(self._device.type) if alone else ()
         key = (*pipeline_signature(self.model, leaves), settings)
@@ -258,7 +259,7 @@ class Pipeline:
         raise above_budget(peaks, budgets)
 
     def _planned(self, question: Question, leaves: list[Any], sizes: list[int], spec: Any) -> _Prepared:
-        """Process 0 plans, all build; if one cannot, none does."""
+        """Plans in process 0 and builds in all processes; if one process fails, all fail."""
         parts = cut_batch(leaves, sizes)
         document: Any = None
         error: BaseException | None = None
@@ -288,7 +289,7 @@ class Pipeline:
         return prepared
 
     def _proved(self, prepared: _Prepared, leaves: Sequence[Any]) -> _Prepared:
-        """With several processes: runs the batch, transfers and all, and measures each; the model stays as it was."""
+        """With several processes: runs the batch with transfers and measures each peak; the model stays unchanged."""
         if processes.world_size(self._group) == 1 or not self._question.prove:
             return prepared
         stages = list(prepared.stages.values())
@@ -316,13 +317,13 @@ class Pipeline:
     def _read_losses(
         self, forwards: list[tuple[ForwardGraph, Sequence[Any]]], sizes: Sequence[int], traced: TracedLosses
     ) -> tuple[LossReading, ...]:
-        """For each micro-batch how its loss is read; nothing of a single one, which is the batch."""
+        """How the loss of each micro-batch is read; empty for a single micro-batch, which is the whole batch."""
         if len(sizes) == 1:
             return ()
         each = (sizes[0], sizes[-1])
         readings = [read_loss(traced.of(size, forward)) for size, forward in zip(each, forwards, strict=False)]
         if not all(reading.is_settled for reading in readings):
-            count = 2 if sizes[0] != 2 else 3 if sum(sizes) > 2 else 1  # as process 0 has traced already
+            count = 2 if sizes[0] != 2 else 3 if sum(sizes) > 2 else 1  # process 0 has already traced this number
             other = read_loss(traced.of(count))
             readings = [reading.settled(other, count / size) for reading, size in zip(readings, each, strict=False)]
         return (*[readings[0]] * (len(sizes) - 1), readings[-1])
@@ -334,7 +335,7 @@ class Pipeline:
         losses: tuple[LossReading, ...],
         compiled: Mapping[int, CompiledStage],
     ) -> _Prepared:
-        """Builds the stages and the engine that run the plan; `compiled` are its stages if they are known here."""
+        """Builds the stages and the engine that run the plan; `compiled` holds stages that are compiled already."""
         processes.join()
         device_of_stage = plan.schedule.device_of()
         alone = processes.world_size(self._group) == 1

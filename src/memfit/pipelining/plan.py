@@ -1,7 +1,7 @@
-"""The plan of a pipeline, as it is shown, sent to other processes and printed.
+"""The plan of a pipeline, which is printed and sent to other processes.
 
-It names cuts and programs only; each process cuts the model itself, and runs nothing if what it has differs from what
-was planned. As JSON it is held against a schema, like every plan.
+The plan names cuts and programs only; each process cuts the model itself, and runs nothing if its model differs from
+the planned model. As JSON, the plan is validated against a schema, like every plan.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ __all__ = ["PipelinePlan", "StageProgram", "calls_digest", "decode_pipeline", "e
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageProgram:
-    """How a stage runs a micro-batch.
+    """The program with which a stage runs a micro-batch.
 
     Attributes:
-        digest: of the step it was planned for (`memfit.ir.serialization.graph_digest`).
-        program: of every micro-batch, or of all but the last.
-        last_program: of the last one where that is another.
+        digest: of the step for which it was planned (`memfit.ir.serialization.graph_digest`).
+        program: of every micro-batch, or of all micro-batches but the last.
+        last_program: of the last micro-batch if it differs.
         separated: see `memfit.capture.training_step.Capture`.
-        grid: see there; empty where nothing runs slice by slice that changes the order of sums.
-        in_flight: the most micro-batches that are in flight there.
-        saved_bytes: what is held of each between its passes.
+        grid: see there; empty if no op runs slice by slice with another order of sums.
+        in_flight: the largest number of micro-batches in flight at the stage.
+        saved_bytes: memory that the stage holds for each micro-batch between its passes.
         static_bytes: parameters, gradients, optimizer state, buffers and inputs.
-        peak_bytes: predicted, with all micro-batches that are in flight.
+        peak_bytes: predicted, with all micro-batches in flight.
         forward_seconds: predicted, of one micro-batch.
         backward_seconds: predicted, of one micro-batch, with recomputation.
-        weight_seconds: the part of it that can wait, where the schedule lets it.
-        recompute_seconds: the part of it that is recomputation.
-        begins: the module with which it begins.
+        weight_seconds: the part of the backward pass that can wait, if the schedule allows this.
+        recompute_seconds: the part of the backward pass that is recomputation.
+        begins: the module with which the stage begins.
     """
 
     digest: str
@@ -65,17 +65,17 @@ class PipelinePlan:
 
     Attributes:
         sizes: the samples of each micro-batch.
-        schedule: who does what when.
-        cuts: how many calls of the model come before each cut.
-        calls: digest of what the model calls, in order.
-        stages: how each runs.
-        last_stages: how each runs the last micro-batch, if that has another size.
+        schedule: the order of passes on each device.
+        cuts: for each cut, the number of calls of the model before it.
+        calls: digest of the functions that the model calls, in order.
+        stages: the program of each stage.
+        last_stages: the program of each stage for the last micro-batch, if that has another size.
         takes_random: whether the model draws random numbers.
-        budget_bytes: of each device; None for as much as it takes.
-        step_seconds: predicted, with a device for each.
+        budget_bytes: of each device; None for no limit.
+        step_seconds: predicted time of a step, by the schedule.
         bubble: predicted share of the devices' time in which they wait.
         peak_bytes: predicted, of each device.
-        measured_peak_bytes: of each device, run alone; empty if they were not.
+        measured_peak_bytes: of each device, measured; empty if no peak was measured.
     """
 
     sizes: tuple[int, ...]
@@ -136,7 +136,7 @@ class PipelinePlan:
 
 
 def calls_digest(targets: Sequence[Any]) -> str:
-    """Identifies what a model calls, in order."""
+    """Digest of the functions that a model calls, in order."""
     names = [getattr(target, "__name__", str(target)) for target in targets]
     return hashlib.sha256("\n".join(names).encode()).hexdigest()
 
@@ -221,7 +221,7 @@ def decode_pipeline(document: object) -> PipelinePlan:
     """The plan in a document.
 
     Raises:
-        PlanFileError: if it is none.
+        PlanFileError: if the document is not a pipeline plan.
     """
     validate(document, PIPELINE_SCHEMA)
     assert isinstance(document, dict)

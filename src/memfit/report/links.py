@@ -16,13 +16,13 @@ __all__ = ["Links"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """The links of a device, measured."""
+    """The measured links of a device."""
 
     device: str
     calibrations: tuple[Calibration, ...]
 
     def directions(self) -> Iterator[tuple[str, str, LinkSpeed]]:
-        """Tier, direction and speed of each."""
+        """Tier, direction and speed of each link."""
         for one in self.calibrations:
             yield str(one.tier), "out", one.out
             yield str(one.tier), "in", one.into

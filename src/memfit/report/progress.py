@@ -1,4 +1,4 @@
-"""Progress bars for the callback `(stage, done, total)` that planning and measuring report to."""
+"""Progress bars for the callback `(stage, done, total)`, which planning and measuring call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["progress_bars"]
 
 @contextmanager
 def progress_bars(*, enabled: bool | None = None) -> Iterator[Callable[[str, int, int], None]]:
-    """Shows one bar for each stage while the block runs, on stderr; they vanish with it.
+    """Shows one bar for each stage on stderr while the block runs; the bars vanish at its end.
 
     Args:
         enabled: None shows them if stderr is a terminal; otherwise nothing is written.

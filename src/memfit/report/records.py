@@ -1,7 +1,7 @@
 """Results as plain data for other programs: flat records for CSV, one document for JSON.
 
-Units are in the names, so numbers are raw: bytes, seconds, percent. What does not exist (nothing was measured,
-nothing fits) is an empty cell and a null.
+Names contain units, so numbers are raw: bytes, seconds, percent. A missing value (nothing was measured, no plan fits)
+is an empty cell in CSV and null in JSON.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def csv_text(result: object) -> str:
 
 
 def json_text(result: object) -> str:
-    """The document of a result; numbers JSON has no word for are null."""
+    """The document of a result as JSON; numbers that JSON cannot represent are null."""
     return json.dumps(_finite(document(result)), indent=2, ensure_ascii=False)
 
 
 def document(result: object) -> Record:
-    """Everything a result says, as JSON data."""
+    """The whole content of a result as JSON data."""
     return {**summary(result), "rows": records(result)}
 
 
@@ -56,7 +56,7 @@ def records(result: object) -> list[Record]:
 
 @singledispatch
 def summary(result: object) -> Record:
-    """Fields that stand above the rows of a result."""
+    """Fields of a result outside its rows."""
     raise TypeError(f"{type(result).__name__} cannot be summed up")
 
 

@@ -1,7 +1,7 @@
 """The timeline of a pipeline's schedule, as text and as SVG: a row for each device, time from left to right.
 
-Passes are numbered by micro-batch, in the text backward ones after a `b`, and after a `w` what of them waited, where
-there is room. Both draw predicted times.
+Passes are numbered by micro-batch if there is space. In the text, a `b` marks backward passes, and a `w` marks the
+deferred part of a backward pass. Both forms draw predicted times.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ _COLOURS = {
     Pass.INPUT: ("#f5b041", "#d68910"),
     Pass.WEIGHT: ("#82c99a", "#52a672"),
 }
-"""Of the stages of a device with even and with odd numbers among them."""
+"""Colours of a pass: for a device's stages at even and at odd positions."""
 _LETTERS = {Pass.FORWARD: "", Pass.BACKWARD: "b", Pass.INPUT: "b", Pass.WEIGHT: "w"}
 _FILLS = {Pass.FORWARD: "─", Pass.BACKWARD: "═", Pass.INPUT: "═", Pass.WEIGHT: "┄"}
 _ROW, _LEFT, _WIDTH = 28, 70, 1100
 
 
 def schedule_text(schedule: Schedule, times: Sequence[StageTimes], *, width: int = 100) -> str:
-    """The timeline in so many columns.
+    """The timeline as text.
 
     Args:
-        schedule: who does what.
-        times: of each stage.
+        schedule: the order of passes on each device.
+        times: times of each stage.
         width: columns of the time axis.
 
     Returns:
-        A line for each device, and one that says how long it takes.
+        A line for each device, and a line with the time of the step.
     """
     timeline = simulate_schedule(schedule, times)
     scale = width / timeline.step_seconds if timeline.step_seconds else 0.0

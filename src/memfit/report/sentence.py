@@ -1,4 +1,4 @@
-"""The one sentence each answer ends in."""
+"""The one sentence that ends each answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["sentence"]
 
 @singledispatch
 def sentence(result: object) -> str:
-    """Result in one plain sentence; every number says whether it is predicted or measured."""
+    """The result in one plain sentence; each number is marked as predicted or measured."""
     raise TypeError(f"nothing to say about {type(result).__name__}")
 
 

@@ -1,6 +1,6 @@
-"""Results as tables for people: in colour on a terminal, as plain text elsewhere.
+"""Results as tables for people: in colour on a terminal, otherwise as plain text.
 
-Predicted and measured stand side by side, and every line says which it is.
+Predicted and measured values are side by side, and each is marked.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _MOST_MODULES = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sheet:
-    """A table of words, and what to show where no result says it itself.
+    """A table of text cells; also a result of its own, for tables that no other result type has.
 
     Attributes:
-        title: above it.
-        headers: of the columns.
-        rows: cells.
-        left: columns that are no numbers.
+        title: text above the table.
+        headers: headers of the columns.
+        rows: cells of each row.
+        left: columns of text, which are aligned to the left.
         rules: rows after which a line is drawn.
     """
 
@@ -61,7 +61,7 @@ def show(result: object, console: Console) -> None:
 
 
 def plain_text(result: object) -> str:
-    """A result as text, without colour and as wide as it needs."""
+    """A result as text without colour, as wide as necessary."""
     out = io.StringIO()
     show(result, Console(file=out, width=_WIDE, color_system=None, force_terminal=False))
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).strip("\n")
@@ -96,7 +96,7 @@ def _(result: Comparison) -> list[Sheet]:
 
 
 def _lines(row: Row) -> list[tuple[str, ...]]:
-    """A row of a comparison: what is predicted, and under it what is measured."""
+    """Lines of a row of a comparison: predicted values, and measured values under them."""
     budget = "-" if row.budget_bytes is None else format_bytes(row.budget_bytes)
     head = (str(row.batch) if row.size is None else f"{row.batch} × {row.size}", row.strategy, budget)
     before, plain_seconds = format_bytes(row.plain_peak_bytes), format_seconds(row.plain_seconds)
@@ -127,7 +127,7 @@ def _lines(row: Row) -> list[tuple[str, ...]]:
 
 
 def _swaps(row: Row) -> list[tuple[str, ...]]:
-    """Cells of a row about swaps, where any row swaps: predicted values, and empty cells under them."""
+    """Cells of a row about swaps, if any row swaps: predicted values, and empty cells under them."""
     a, none = row.activations, ("",) * 5
     if not row.out_bytes or a is None:
         return [none, none]
@@ -280,7 +280,7 @@ def _(result: Verification) -> list[Sheet]:
 
 
 def _moved(result: Verification) -> list[Sheet]:
-    """Sheet of the bytes that swaps moved and that tiers held; none if there were no swaps."""
+    """Sheet with the bytes of swaps and of tiers; none if there were no swaps."""
     if not any(result.swapped_planned_bytes):
         return []
     predicted = result.plan.predicted
@@ -308,7 +308,7 @@ def _escaped(cells: Sequence[str]) -> list[str]:
 
 
 def _on_tiers(found: Prediction | Row) -> list[tuple[str, int]]:
-    """The tiers that hold something, and how much."""
+    """The tiers that hold bytes, with the number of bytes."""
     return [(tier, n) for tier, n in (("host", found.host_bytes), ("disk", found.disk_bytes)) if n]
 
 

@@ -1,7 +1,7 @@
-"""The peak of a plain step: counted on fake tensors, or, where its code looks at values, measured in one real step.
+"""The peak of a plain step: counted on fake tensors, or measured in one real step if the model's code reads values.
 
-Numbers read from tensors, masks by index and sorted tokens make sizes that only a run tells. A model whose code does
-so runs while it is captured, too. It is run here where twice the memory that its graph predicts is free.
+Numbers read from tensors, masks by index and sorted tokens lead to sizes that are known only in a run. A model with
+such code also runs while it is captured. Here it runs if twice the memory that its graph predicts is free.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PlainPeak:
     """The peak of a plain step.
 
     Attributes:
-        step_bytes: what it takes beyond what is there before it.
+        step_bytes: peak memory beyond the memory that is in use before the step.
         at: the op at the peak; empty if it was measured.
     """
 
@@ -49,7 +49,7 @@ def plain_peak(
     *,
     predicted_bytes: int,
 ) -> PlainPeak | None:
-    """The peak of a step without optimizer; the model and all that is reachable from it are as before.
+    """The peak of a step without optimizer; the model and all objects reachable from it stay unchanged.
 
     Args:
         model: in training mode.
@@ -57,15 +57,15 @@ def plain_peak(
         kwargs: keyword inputs.
         loss_fn: the user's loss.
         device: of the model.
-        predicted_bytes: what its graph says of the peak.
+        predicted_bytes: peak that its graph predicts.
 
     Returns:
-        None where neither can be done.
+        The peak; None if it can be neither counted nor measured.
     """
     counted = counted_step(model, args, kwargs, loss_fn, device.type)
     if counted is not None:
         return PlainPeak(step_bytes=counted[0], at=counted[1])
-    # A real step of one process among several would wait for the others where it communicates.
+    # A real step of one process among several would wait for the other processes in its collectives.
     among_others = torch.distributed.is_available() and processes.world_size() > 1
     if device.type == "meta" or among_others or 2 * predicted_bytes > free_bytes(device):
         return None
@@ -80,6 +80,6 @@ def plain_peak(
     try:
         with preserved(model, args, kwargs, loss_fn):
             return PlainPeak(step_bytes=measure(step, device=device, repeats=0, start_bytes=0).peak_bytes)
-    except Exception as error:  # of the user's code: what its graph says remains
+    except Exception as error:  # of the user's code: the prediction of the graph remains
         log.info("the plain step does not run: %s: %s", type(error).__name__, error)
         return None

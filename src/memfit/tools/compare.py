@@ -1,10 +1,10 @@
 """Strategies side by side: the same steps, the same simulator, the same runtime, the same measurements.
 
 For every batch size, and size of image or sequence, the step is captured and profiled once. Every strategy plans it
-under every budget, and all plans run in turns with the plain step in one process, so that a drifting machine is fair to
-all of them. A budget nothing fits is a row that says so, not an error.
+under every budget, and all plans run in turns with the plain step in one process, so that a drift of the machine's
+speed affects all of them equally. A budget that no plan fits gives a row that says so, not an error.
 
-Known limits: with an optimizer the measured times include its step, the predicted ones do not.
+Known limits: with an optimizer, the measured times include its step; the predicted times do not.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _IGNORE_BUDGET = frozenset(
         "micro-batch",
     }
 )
-"""Strategies whose order does not depend on the budget, without their parameter."""
+"""Strategies whose order does not depend on the budget; names without parameter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +66,9 @@ class Row:
         batch: samples in the batch.
         size: of an image or a sequence, if several are compared.
         strategy: name of the planner.
-        budget_bytes: peak of the whole step that was asked for; None if the strategy takes no budget.
+        budget_bytes: requested peak of the whole step; None if the strategy takes no budget.
         plain_peak_bytes: predicted peak of the plain step.
-        peak_bytes: predicted peak of the planned step; None if nothing fits, as all that follows.
+        peak_bytes: predicted peak of the planned step; None if no plan fits, like the fields of the plan below.
         measured_plain_peak_bytes: measured peak of the plain step; None if it was not run.
         measured_peak_bytes: measured peak of the planned step; None if it was not run.
         plain_seconds: profiled time of the plain step, op by op.
@@ -76,16 +76,16 @@ class Row:
         measured_plain_seconds: median wall-clock time of the plain step.
         measured_seconds: median wall-clock time of the planned step, run in turns with the plain one.
         recompute_seconds: profiled time of recomputation.
-        out_bytes: swapped out, predicted.
-        in_bytes: swapped in, predicted.
+        out_bytes: bytes swapped out, predicted.
+        in_bytes: bytes swapped in, predicted.
         overlap: share of the links' time during which compute goes on, predicted.
-        stall_seconds: what compute waits for links, predicted.
-        host_bytes: the most on the host.
-        disk_bytes: the most on the disk.
-        bound_overhead: no plan has less overhead, with the tiers it may swap to, as a fraction.
-        activations: how many are kept and how many recomputed.
-        least_bytes: where nothing fits, the least budget that works.
-        error: where nothing fits, why.
+        stall_seconds: time that compute waits for links, predicted.
+        host_bytes: peak on the host.
+        disk_bytes: peak on the disk.
+        bound_overhead: lower bound of the overhead of any plan with these tiers, as a fraction.
+        activations: numbers of activations that are retained, recomputed and swapped.
+        least_bytes: the least budget that works, if no plan fits.
+        error: the reason, if no plan fits.
     """
 
     batch: int
@@ -161,25 +161,25 @@ def compare(
     """Plans and runs a model with several strategies, batch sizes and budgets.
 
     Args:
-        make_example: from a batch size, and a size if there are `sizes`, to a `memfit.zoo.Example`, or to
-            `(model, args)` or `(model, args, kwargs)`.
+        make_example: takes a batch size, and a size if there are `sizes`; returns `(model, args, kwargs)`, a
+            `memfit.zoo.Example` or `(model, args)`.
         strategies: names, see `memfit.strategies.names()`. One that ignores budgets gives one row per batch size.
         batches: batch sizes.
-        sizes: of images or sequences; None for that of the example.
-        budgets: bytes or strings. Here a percentage is one of the plain step's predicted peak, `"40%"` as well
-            as `"40%plain"`, since that is what strategies are compared at. None is no limit.
+        sizes: of images or sequences; None for the size of the example.
+        budgets: bytes or strings. Here a percentage (`"40%"` or `"40%plain"`) refers to the plain step's predicted
+            peak, at which strategies are compared. None is no limit.
         optimizer: makes an optimizer from parameters, such as `torch.optim.AdamW`; its state and step count.
-        levers: what `"auto"` may use, as for `memfit.plan`.
-        tiers: where swapped bytes may go, as for `memfit.plan`.
-        measure: run everything; otherwise only the predictions are filled in.
+        levers: levers that `"auto"` may use, as for `memfit.plan`.
+        tiers: tiers that may hold swapped bytes, as for `memfit.plan`.
+        measure: run all steps; otherwise only the predictions are filled in.
         repeats: timed runs of each step.
-        progress: told how far it is.
+        progress: called with the progress.
 
     Returns:
         One row for each batch size, size, strategy and budget.
 
     Raises:
-        SpecError: if a name, a batch size or a budget makes no sense.
+        SpecError: if a name, a batch size or a budget is invalid.
         CaptureError: if the model cannot be captured.
     """
     _validate(strategies, batches, budgets)
@@ -210,11 +210,11 @@ def budget_bytes(
     Args:
         budget: None, bytes, `"8GiB"`, `"auto"`, or `"40%"` of the plain step's peak (also `"40%plain"`).
         plain_peak_bytes: predicted peak of the plain step.
-        device: whose memory `auto` refers to.
+        device: device to whose memory `auto` refers.
         static_bytes: see `memfit.compiler.stages.resolve_budget`.
 
     Raises:
-        SpecError: if it cannot be understood.
+        SpecError: if the budget cannot be parsed.
     """
     if budget is None or budget == "auto":
         return None if budget is None else resolve_budget(budget, device, static_bytes)
@@ -224,7 +224,7 @@ def budget_bytes(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Bench:
-    """A captured step and everything needed to run it."""
+    """A captured step, with the model, inputs and request to run it."""
 
     model: nn.Module
     args: tuple[Any, ...]
@@ -285,14 +285,14 @@ def _rows_of_step(
 
 
 def _pairs(strategies: Sequence[str], amounts: Sequence[int | None]) -> Iterator[tuple[str, int | None]]:
-    """Each strategy with the budgets it looks at."""
+    """Each strategy with the budgets on which its order depends."""
     for strategy in strategies:
         for amount in [None] if strategy.partition(":")[0] in _IGNORE_BUDGET else amounts:
             yield strategy, amount
 
 
 def _planned(bench: _Bench, row: Row) -> tuple[Row, Plan | None]:
-    """Completes a row with what is predicted."""
+    """Completes a row with predictions."""
     request = replace(bench.request, strategy=row.strategy, budget=row.budget_bytes or _NO_BUDGET)
     try:
         plan = plan_profiled(
@@ -329,7 +329,7 @@ def _with_plan(row: Row, plan: Plan) -> Row:
 def _measured(
     bench: _Bench, planned: Sequence[tuple[Row, Plan | None]], repeats: int, progress: Progress | None
 ) -> list[Row]:
-    """Completes rows with what is measured, as far as the machine has the memory."""
+    """Completes rows with measurements, for all plans that the free memory of the machine allows."""
     device = device_of(bench.model)
     free = free_bytes(device) + bench.graph.static_bytes
     rows = [row for row, _ in planned]
@@ -371,7 +371,7 @@ def _measured(
 
 
 def _proven(bench: _Bench, row: Row, plan: Plan) -> tuple[Row, Callable[[], object]]:
-    """Runs a plan; where the machine takes more than predicted and than the budget, one with less."""
+    """Runs a plan; if the measured peak exceeds the budget, proves and corrects the plan, and runs it again."""
     step = bench.step(plan)
     peak = bench.peak(step)
     if row.budget_bytes is not None and peak > row.budget_bytes:
@@ -382,7 +382,7 @@ def _proven(bench: _Bench, row: Row, plan: Plan) -> tuple[Row, Callable[[], obje
 
 
 def _parts(example: Any) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any, str]:
-    """Model, args, kwargs, loss function and label of what `make_example` returned."""
+    """Model, args, kwargs, loss function and label of the example that `make_example` returned."""
     if isinstance(example, tuple) and len(example) in (2, 3) and isinstance(example[0], nn.Module):
         model, args, *rest = example
         return model, tuple(args), dict(rest[0] if rest else {}), None, type(model).__name__

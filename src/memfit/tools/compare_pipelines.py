@@ -1,8 +1,8 @@
-"""Pipelines side by side, as torchgpipe's authors compare them: stages, micro-batches, checkpointing, systems.
+"""Pipelines side by side, compared as by torchgpipe's authors: stages, micro-batches, checkpointing, systems.
 
-Every system trains the same model in this process on the same batch. memfit is given, cell by cell, the least memory
-that any of the others took, so a faster row is faster at no more memory. Peaks are measured in a run of their own,
-times in turns.
+Every system trains the same model in this process on the same batch. In each cell, memfit's budget is the least memory
+that any other system took, so a faster row of memfit is faster with no more memory. Peaks are measured in separate
+runs, times in turns.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ log = logging.getLogger(__name__)
 
 SYSTEMS = ("memfit", "torchgpipe", "equal-layers")
 _ADAM_BYTES = 12
-"""Of memory for each parameter in the seed's total: itself and two moments."""
+"""Bytes per parameter in the seed's total: the parameter itself and two moments."""
 _TRIES = 3
-"""How often a plan that takes more than predicted is made again for less."""
+"""Largest number of new plans with a smaller budget if a plan takes more than predicted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,18 +53,18 @@ class PipelineRow:
     """One system in one cell.
 
     Attributes:
-        cell: which.
-        system: whose.
+        cell: settings of the run.
+        system: name of the system.
         activation_bytes: measured peak beyond parameters and gradients.
-        total_bytes: that and twelve bytes a parameter, as the seed counts.
-        stage_bytes: predicted peak of each stage alone, where that is known.
-        forward_seconds: median over steps of all forward passes of a step.
-        backward_seconds: the same of backward passes.
-        samples_per_second: of the median step, gradients made into those of the batch.
-        memfit_speedup: how many times as fast memfit's step was, the median over turns of which each runs every
-            system, so that a machine that changes its speed slows all of them; 0 for memfit, and without it.
-        loss: of the last step.
-        note: what else there is to say.
+        total_bytes: activation bytes plus twelve bytes per parameter, as the seed counts.
+        stage_bytes: predicted peak of each stage alone, if known.
+        forward_seconds: time of all forward passes of a step, median over steps.
+        backward_seconds: time of all backward passes of a step, median over steps.
+        samples_per_second: of the median step, including the conversion of gradients to those of the batch.
+        memfit_speedup: step time of this system over that of memfit, median over turns; each turn runs every system, so
+            that a change of the machine's speed affects all of them. 0 for memfit, and in cells without memfit.
+        loss: loss of the last step.
+        note: remarks.
     """
 
     cell: Cell
@@ -82,7 +82,7 @@ class PipelineRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineComparison:
-    """All rows.
+    """The rows of all cells.
 
     Attributes:
         label: the model and its batch.
@@ -93,7 +93,7 @@ class PipelineComparison:
     rows: tuple[PipelineRow, ...]
 
     def ratios(self) -> list[float]:
-        """For each cell how many times as fast memfit was as the fastest of the others."""
+        """For each cell, the step time of the fastest other system over that of memfit."""
         of: dict[Cell, list[float]] = {}
         for row in self.rows:
             of.setdefault(row.cell, []).extend([row.memfit_speedup] if row.memfit_speedup else [])
@@ -111,11 +111,11 @@ def compare_cell(
     """Runs the systems of one cell.
 
     Args:
-        make: gives a model with its input, target and loss, always the same.
+        make: returns a model with its input, target and loss, the same at every call.
         cell: stages, micro-batches, checkpointing.
-        systems: which of `SYSTEMS`.
-        repeats: timed steps of each, in turns.
-        search_seconds: for memfit's plans.
+        systems: names from `SYSTEMS`.
+        repeats: number of timed steps of each system, in turns.
+        search_seconds: search time of memfit's plans.
 
     Returns:
         A row for each system that could run.
@@ -151,7 +151,7 @@ def compare_cell(
         gc.collect()
     passes: dict[str, list[Passes]] = {system: [] for system in ready}
     seconds: dict[str, list[float]] = {system: [] for system in ready}
-    orders = itertools.cycle(itertools.permutations(ready))  # a step finds memory as the one before it left that
+    orders = itertools.cycle(itertools.permutations(ready))  # the state of memory depends on the step before
     for order in itertools.islice(orders, repeats):
         for system in order:
             step, model, *_ = ready[system]
@@ -189,7 +189,7 @@ def _speedup(seconds: Mapping[str, Sequence[float]], system: str) -> float:
 
 
 def _memfit(trial: Trial, most_bytes: int | None, search_seconds: float) -> tuple[Pipeline, baselines.Step]:
-    """The quickest pipeline found that takes no more for activations, and a step of it; if none, one of the least."""
+    """The first pipeline found within `most_bytes` of activations, and its step; if none, one of the least memory."""
     made, step, taken = _tried(trial, search_seconds)
     if most_bytes is None or taken <= most_bytes:
         return made, step
@@ -206,7 +206,7 @@ def _memfit(trial: Trial, most_bytes: int | None, search_seconds: float) -> tupl
 
 
 def _tried(trial: Trial, search_seconds: float, **options: Any) -> tuple[Pipeline, baselines.Step, int]:
-    """A pipeline, a step of it, and what that takes for activations."""
+    """A pipeline, its step, and the step's peak of activations."""
     made = _pipeline(trial, search_seconds, **options)
     step = _step(made, trial)
     return made, step, _activation_peak(step, trial.model, trial.inputs, trial.target)

@@ -1,11 +1,11 @@
-"""The memory a training step will take, from fake tensors and rooflines: no device is needed.
+"""The predicted memory of a training step, from fake tensors and rooflines; no device is needed.
 
 The peak is that of the plain step run on fake tensors, so with the lifetimes that Python, autograd and its engine give;
-what it is made of is told by the graph. On CPU samples say how much workspace kernels take. A model whose code looks at
-values runs one real step for it (`memfit.tools.baseline_peak`). With tiers it also says what swapping can do; their
-links are measured, once for each machine.
+the graph gives the parts of the peak. On CPU, the workspace of kernels comes from samples. A model whose code reads
+values runs one real step (`memfit.tools.baseline_peak`). With tiers, the estimate also includes swapping; the links of
+the tiers are measured, once for each machine.
 
-Known limits: workspaces are not known on other devices, nor of kernels that are not torch's own.
+Known limits: workspaces are not known on other devices, nor for kernels that are not torch's own.
 """
 
 from __future__ import annotations
@@ -45,20 +45,21 @@ class Estimate:
     """Predicted memory of one plain training step, in bytes; the parts are those of its peak and sum to it.
 
     Attributes:
-        label: what was estimated.
+        label: name of the model and its batch.
         parameters: parameters.
         buffers: buffers, inputs, and gradients that exist before the step.
         gradients: gradients of the parameters.
         optimizer: optimizer state from the second step on.
-        activations: forward results the backward pass reads, what code between graph breaks holds included.
+        activations: forward results that the backward pass reads, and tensors that code between graph breaks holds.
         temporaries: everything else.
         peak: highest memory of the step.
-        least: no program that runs whole ops goes below.
+        least: lower bound of the peak of any program that runs whole ops.
         step_seconds: roofline time, good for ratios only.
         by_module: activations by module, largest first.
-        peak_at: op at which the peak is; by the graph, if the peak was measured.
-        measured: whether the peak is that of a real step, since the model's code looks at values.
-        swapping: the step with all swapped that can be, if asked; ops by rooflines, links as measured.
+        peak_at: op at the peak; the op at the peak of the graph if the peak was measured.
+        measured: whether the peak is that of a real step, because the model's code reads values.
+        swapping: the step in which all storages that can be swapped are swapped, if asked for; ops by rooflines, links
+            as measured.
     """
 
     label: str
@@ -78,7 +79,7 @@ class Estimate:
 
     @property
     def basis(self) -> str:
-        """How the peak was found, for people."""
+        """How the peak was found, as text for people."""
         return "measured, as its code looks at values" if self.measured else "predicted, the model was not run"
 
     def by_kind(self) -> tuple[tuple[str, int], ...]:
@@ -104,17 +105,17 @@ def estimate(
     label: str = "",
     tiers: str | None = None,
 ) -> Estimate:
-    """Predicts the memory of a plain training step, without running it unless its code looks at values.
+    """Predicts the memory of a plain training step, without running it unless its code reads values.
 
     Args:
-        model: in training mode; on the meta device if there is no room for it.
+        model: in training mode; may be on the meta device if it does not fit in memory.
         args: positional inputs.
         kwargs: keyword inputs.
         loss_fn: takes the output and returns a scalar.
         optimizer: its state counts.
-        label: what this is, for people.
-        tiers: where bytes could go, such as `"host"` or `"disk"`, whose links are measured if they are not known yet;
-            None to say nothing of swaps.
+        label: name of the model and its batch, for people.
+        tiers: tiers that could hold swapped bytes, such as `"host"` or `"disk"`; their links are measured if they are
+            not known yet. None for an estimate without swaps.
 
     Returns:
         Bytes by kind and by module.
@@ -191,7 +192,7 @@ def _summary(
         else:
             peak, where = after_step, "optimizer.step()"
         room = max(0, peak - parameters - buffers - gradients - state)
-        if activations > room:  # lives are shorter than the graph knows
+        if activations > room:  # lifetimes are shorter than the graph knows
             saved = {module: nbytes * room // activations for module, nbytes in saved.items()}
             activations = sum(saved.values())
     swapping = None

@@ -1,7 +1,7 @@
-"""Counts the ops that run, so that a plan's recomputations can be seen to happen and not only be claimed.
+"""Counts the ops that run, as evidence that the recomputations of a plan really happen.
 
-Known limits: in-place calls count as the op they stand for, all forward batch normalisations as one op; an op
-that autograd itself adds between two graphs (a sum of gradients) counts too.
+Known limits: an in-place call counts as its out-of-place op, all forward batch normalisations as one op; an op that
+autograd itself adds between two graphs (a sum of gradients) counts too.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ __all__ = ["ExecutedOps", "executed_recomputations"]
 
 
 class ExecutedOps(TorchDispatchMode):
-    """While active, counts calls by `op_family`."""
+    """Dispatch mode that counts calls by `op_family` while it is active."""
 
-    # Without these Dynamo would refuse to run compiled code under the mode, and random ops that are replayed
-    # (higher-order operators) could not be counted; it only watches.
+    # Without these attributes, Dynamo would refuse to run compiled code under the mode, and replayed random ops
+    # (higher-order operators) could not be counted; the mode only watches.
     is_infra_mode = classmethod(lambda cls: True)
     supports_higher_order_operators = True
 
@@ -58,7 +58,7 @@ _CALLS = {
     "sums_of_space": ("var_mean", "to_copy", "to_copy", "mul", "mul", "add", "mul", "stack", "new_zeros", "index_add"),
     "statistics_from_sums": ("div", "mul", "sub", "add", "mul", "mul", "add", "mul", "mul", "add"),
 }
-"""Families of what a target of memfit's own calls, `memfit.fxir.call` and `memfit.ops.kernels.batch_norm`."""
+"""Families of the ops that memfit's own targets call (`memfit.fxir.call` and `memfit.ops.kernels.batch_norm`)."""
 
 
 _IN_TILES = {
@@ -68,22 +68,22 @@ _IN_TILES = {
         2: ("div", "mul", "sub", "sub", "mul", "sub", "add"),
     },
 }
-"""Families of the further calls for each tile, by op and number of axes that are cut (`memfit.ops.tiling.rules`)."""
+"""Families of the additional calls for each tile, by op and number of cut axes (`memfit.ops.tiling.rules`)."""
 
 _AT_BORDERS = {"constant_pad_nd", "clamp", "new_zeros", "copy"}
-"""Families that only some tiles call besides, so that these calls cannot be told from recomputed ops."""
+"""Families of additional calls that only some tiles make, which cannot be told from recomputed ops."""
 
 
 def executed_recomputations(counts: Counter[str], graph: StepGraph, program: Program) -> int:
-    """How many ops were recomputed.
+    """The number of ops that were recomputed.
 
     Args:
         counts: of forward and backward pass, the loss not included.
         graph: the step.
-        program: what should have run.
+        program: the program that should have run.
 
     Returns:
-        `len(program.recomputed())` if exactly these ops ran, more or less by the calls that differ.
+        `len(program.recomputed())` if exactly the ops of the program ran, else that plus the difference of calls.
     """
     again = program.recomputed()
     families = {family for i in again for family in _calls(graph.ops[i].later.target)}
@@ -97,7 +97,7 @@ def executed_recomputations(counts: Counter[str], graph: StepGraph, program: Pro
         adds_up = instruction.sliced and op.by_slices is not None and op.by_slices.accumulates
         for family in ("addmm",) if adds_up else _calls(op.target):
             expected[family] += instruction.chunks
-        if instruction.sliced and op.by_slices is not None:  # what slices add up to
+        if instruction.sliced and op.by_slices is not None:  # sums over slices
             expected["add"] += 0 if adds_up else len(op.by_slices.sums) * (instruction.chunks - 1)
             for family in _IN_TILES.get(op.target, {}).get(len(op.by_slices.grid), ()):
                 expected[family] += instruction.chunks

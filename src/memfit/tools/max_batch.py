@@ -1,12 +1,13 @@
 """The largest batch that trains within a budget: found by prediction, confirmed by one run.
 
-The step is captured at two batch sizes; `memfit.planner.analysis.batch_scaling` gives it at any other, so the search
-runs nothing and needs no memory. The size it finds is captured for real, and the search repeated with this third point,
-until the answer stays. Then the step is planned and run once there; where the machine takes more than was predicted,
-the search goes on below. Running out of memory is never how anything is decided here.
+The step is captured at two batch sizes; `memfit.planner.analysis.batch_scaling` interpolates it at other sizes, so the
+search runs nothing and needs no memory. The size that the search finds is captured, and the search is repeated with
+this third point, until the result no longer changes. Then the step is planned and run once at this size; if the
+measured peak exceeds the budget, the search continues with smaller sizes. The search never relies on out-of-memory
+errors.
 
-Known limits: where the model runs other ops at other sizes, every size that is looked at is captured, with inputs
-up to twice those of the largest batch.
+Known limits: if the model runs other ops at other sizes, the search captures every size that it tries, with inputs up
+to twice those of the largest batch.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ _CURVE_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPoint:
-    """One batch size on the way to the largest one, all predicted.
+    """One batch size on the way to the largest one; all values are predicted.
 
     Attributes:
-        batch: samples.
+        batch: number of samples.
         plain_peak_bytes: peak of the plain step.
-        least_peak_bytes: about the least peak the strategy reaches.
-        overhead: extra time of the plan within the budget, as a fraction; None if none was found.
+        least_peak_bytes: approximately the least peak that the strategy reaches.
+        overhead: extra time of the plan within the budget, as a fraction; None if no plan was found.
     """
 
     batch: int
@@ -67,13 +68,13 @@ class BatchSize:
 
     Attributes:
         label: the model.
-        budget_bytes: peak of the whole step that was asked for.
+        budget_bytes: requested peak of the whole step.
         strategy: name of the planner.
-        plain: largest batch of the plain step; 0 if not even the smallest fits.
+        plain: largest batch of the plain step; 0 if the smallest batch does not fit.
         planned: largest batch of the planned step.
         predicted_peak_bytes: peak of the planned step at its largest batch.
-        measured_peak_bytes: the same, measured; None if nothing was run.
-        overhead: predicted extra time of the planned step there, as a fraction.
+        measured_peak_bytes: the same peak, measured; None if nothing was run.
+        overhead: predicted extra time of the planned step at its largest batch, as a fraction.
         curve: batch sizes up to the largest one.
     """
 
@@ -117,25 +118,25 @@ def max_batch(
 
     Args:
         model: in training mode.
-        make_args: from a batch size to the inputs: a tuple of positional ones, a dict of keyword ones, or both
-            as `(tuple, dict)`.
+        make_args: takes a batch size; returns a tuple of positional inputs, a dict of keyword inputs, or both as
+            `(tuple, dict)`.
         budget: peak of the whole step, as for `memfit.plan`.
-        make_loss: from a batch size to a loss function.
+        make_loss: takes a batch size; returns a loss function.
         optimizer: its state and step count.
         strategy: `"auto"`, or a known strategy by name.
-        tiers: where swapped bytes may go, as for `memfit.plan`.
+        tiers: tiers that may hold swapped bytes, as for `memfit.plan`.
         start: smallest batch size to consider.
         limit: largest batch size to consider.
         prove: confirm the result by one run of the planned step.
-        progress: told how far it is.
+        progress: called with the progress.
 
     Returns:
-        The largest plain and planned batch, and the way there.
+        The largest plain and planned batch, and the curve of batch sizes up to them.
 
     Raises:
-        BudgetError: if not even the smallest batch fits, with the least budget that does.
+        BudgetError: if even the smallest batch does not fit, with the least budget that works.
         CaptureError: if the model cannot be captured.
-        SpecError: if an argument makes no sense.
+        SpecError: if an argument is invalid.
     """
     if not 1 <= start <= limit:
         raise SpecError(f"batch sizes go from start to limit, both from 1 on (start: {start}, limit: {limit})")
@@ -178,22 +179,22 @@ def max_batch(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Lowest:
-    """About the lowest a strategy gets.
+    """An order with approximately the least peak of a strategy.
 
     Attributes:
-        order: of ops; None for the step without memfit.
-        placed: where what it swaps goes; second runs of that stand for transfers back.
+        order: order of ops; None for the step without memfit.
+        placed: tiers of the swapped storages; second runs of their ops stand for transfers back.
     """
 
     order: list[int] | None
     placed: Mapping[int, Tier]
 
     def peak_bytes(self, graph: StepGraph) -> int:
-        """Its peak at a batch size at which the step has the same ops."""
+        """Peak of the order at a batch size whose step has the same ops."""
         return _plain_peak(graph) if self.order is None else peak_bytes(leanest(graph), self.order, self.placed)
 
     def fits(self, graph: StepGraph, budget_bytes: int) -> bool:
-        """Whether memory and tiers have room."""
+        """Whether the peak is within the budget and the tiers have space."""
         return has_room(graph, self.placed) and self.peak_bytes(graph) <= budget_bytes
 
 
@@ -243,7 +244,7 @@ class _Steps:
         return scaled(self.captured[below][1], below, self.captured[above][1], above, batch)
 
     def plan(self, batch: int, budget_bytes: int) -> Plan:
-        """Plans, and proves if asked to, the step at a batch size."""
+        """Plans the step at a batch size, and proves the plan if requested."""
         self.capture(batch)
         capture, graph = self.captured[batch]
         args, kwargs, request = self.asked(batch)
@@ -267,7 +268,7 @@ def _inputs(made: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _largest(fits: Callable[[int], bool], start: int, limit: int) -> int:
-    """The largest size from `start` to `limit` that fits, by doubling and halving; 0 if `start` does not."""
+    """The largest size from `start` to `limit` that fits, by doubling and bisection; 0 if `start` does not fit."""
     if not fits(start):
         return 0
     low, step = start, 1
@@ -281,7 +282,7 @@ def _largest(fits: Callable[[int], bool], start: int, limit: int) -> int:
 
 
 def _settled(steps: _Steps, search: Callable[[], int]) -> int:
-    """Repeats a search with a real capture where it ended, until it ends where there is one."""
+    """Repeats a search, each time with a capture at the size it found, until it finds a captured size."""
     found = search()
     for _ in range(_ROUNDS):
         if found == 0 or found in steps.captured:
@@ -310,7 +311,7 @@ def _confirmed(steps: _Steps, budget_bytes: int, known: int, start: int, limit: 
 def _largest_planned(steps: _Steps, budget_bytes: int, known: int, start: int, limit: int) -> int:
     """The largest batch size at which the strategy is predicted to fit.
 
-    Where all sizes are one graph, an order found at one size is an order at all of them, so few are searched for.
+    If all sizes have the same graph, an order found at one size is valid at all sizes, so few orders are searched for.
     """
     strategy = steps.request.strategy
 
@@ -334,10 +335,10 @@ def _largest_planned(steps: _Steps, budget_bytes: int, known: int, start: int, l
 
 
 def _lowest(steps: _Steps, batch: int, budget_bytes: int) -> _Lowest:
-    """About the lowest the strategy gets at a batch size.
+    """An order with approximately the least peak of the strategy at a batch size.
 
     Raises:
-        BudgetError: if the strategy minds budgets and nothing fits.
+        BudgetError: if the strategy respects budgets and no order fits.
     """
     graph, strategy = leanest(steps.at(batch)), steps.request.strategy
     if strategy == "none":
@@ -356,7 +357,7 @@ def _lowest(steps: _Steps, batch: int, budget_bytes: int) -> _Lowest:
 
 
 def _overhead(graph: StepGraph, strategy: str, budget_bytes: int) -> float | None:
-    """Predicted extra time of a plan within the budget, None if there is none."""
+    """Predicted extra time of a plan within the budget; None if there is no plan."""
     try:
         if strategy == "auto":
             return find_program(graph, budget_bytes, seconds=_CURVE_SECONDS).timeline.overhead
@@ -371,7 +372,7 @@ def _plain_peak(graph: StepGraph) -> int:
 
 
 def _powers(start: int, limit: int) -> list[int]:
-    """Start, twice that, and so on up to the limit."""
+    """`start` and its doublings, up to the limit."""
     sizes = [start]
     while sizes[-1] * 2 <= limit:
         sizes.append(sizes[-1] * 2)

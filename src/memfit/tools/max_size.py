@@ -1,11 +1,12 @@
 """The largest image or sequence that trains within a budget: found from a few sizes, confirmed by one run.
 
-How memory grows with size depends on the model (pixels square it, attention may too), so it is not assumed: the least
-peak is planned at two sizes, what lies above parameters and gradients is taken for a power of the size, and the size at
-which that meets the budget is planned next, until no step is left between one that fits and one that does not. Then the
-step is planned and run once there. Running out of memory is never how anything is decided.
+The growth of memory with size depends on the model (it is quadratic in the side of an image, and may be for attention),
+so it is not assumed: the least peak is planned at two sizes, memory above parameters and gradients is fitted by a power
+of the size, and the size at which this power meets the budget is planned next, until a size that fits and one that does
+not are only one step apart. Then the step is planned and run once at the largest size that fits. The search never
+relies on out-of-memory errors.
 
-Known limits: each size that is looked at is captured and its ops are timed, which takes a few times a step of it.
+Known limits: each size that is tried is captured and its ops are timed, which takes the time of a few steps.
 """
 
 from __future__ import annotations
@@ -38,20 +39,20 @@ log = logging.getLogger(__name__)
 
 _FIRST_GROWTH = 2
 _MOST_GROWTH = 4
-"""So many times as large is the next size at most, since the law is only known from smaller ones."""
+"""Largest ratio of the next size to the current one, because the power is fitted only to smaller sizes."""
 
 _PLANS = 3
-"""So often one step less is tried where the plan does not come as low as the least peak says."""
+"""Largest number of sizes to plan, each smaller than the last, if a plan does not reach the least peak."""
 
 Made = tuple[nn.Module, tuple[Any, ...], dict[str, Any], LossFunction | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizePoint:
-    """One size on the way to the largest one, all predicted.
+    """One size on the way to the largest one; all values are predicted.
 
     Attributes:
-        size: pixels of a side, or tokens.
+        size: pixels of a side, or number of tokens.
         plain_peak_bytes: peak of the plain step.
         least_peak_bytes: the least budget that works.
         fixed_bytes: parameters, inputs and gradients.
@@ -69,13 +70,13 @@ class LargestSize:
 
     Attributes:
         label: the model.
-        budget_bytes: peak of the whole step that was asked for.
-        plain: largest size of the plain step; 0 if not even the smallest fits.
+        budget_bytes: requested peak of the whole step.
+        plain: largest size of the plain step; 0 if the smallest size does not fit.
         planned: largest size of the planned step.
         predicted_peak_bytes: peak of the planned step at its largest size.
-        measured_peak_bytes: the same, measured; None if nothing was run.
-        overhead: predicted extra time of the planned step there, as a fraction.
-        curve: the sizes that were looked at.
+        measured_peak_bytes: the same peak, measured; None if nothing was run.
+        overhead: predicted extra time of the planned step at its largest size, as a fraction.
+        curve: the sizes that were tried.
     """
 
     label: str
@@ -115,7 +116,7 @@ def max_size(
     """Finds the largest size of a sample that trains within a budget.
 
     Args:
-        make: from a size to `(model, args, kwargs, loss_fn)`; the model may depend on it.
+        make: takes a size; returns `(model, args, kwargs, loss_fn)`. The model may depend on the size.
         budget: peak of the whole step, as for `memfit.plan`.
         optimizer: makes an optimizer from parameters; its state and step count.
         levers: as for `memfit.plan`; with `"all"` samples run in tiles.
@@ -123,13 +124,13 @@ def max_size(
         step: sizes are `start` plus a multiple of it.
         limit: largest size to consider.
         prove: confirm the result by one run of the planned step.
-        label: what is looked at, for people.
-        progress: told how far it is.
+        label: name of the model, for people.
+        progress: called with the progress.
 
     Raises:
-        BudgetError: if not even the smallest size fits, with the least budget that does.
+        BudgetError: if even the smallest size does not fit, with the least budget that works.
         CaptureError: if the model cannot be captured.
-        SpecError: if an argument makes no sense.
+        SpecError: if an argument is invalid.
     """
     if not (1 <= start <= limit and step >= 1):
         raise SpecError(
@@ -200,13 +201,13 @@ def _least(graph: StepGraph) -> int:
 def _largest(
     bytes_at: Callable[[int], tuple[int, int]], budget_bytes: int, start: int, step: int, limit: int
 ) -> int | None:
-    """The largest size whose peak is within the budget; None if the smallest one's is not.
+    """The largest size whose peak is within the budget; None if there is no such size.
 
     Args:
-        bytes_at: from a size to its peak, and to what of that does not grow much.
+        bytes_at: takes a size; returns its peak, and the part of the peak that hardly grows with the size.
         budget_bytes: for the peak.
         start: the smallest size.
-        step: between sizes.
+        step: difference between neighbouring sizes.
         limit: the largest size.
     """
     most = start + (limit - start) // step * step
@@ -226,7 +227,7 @@ def _largest(
 
 
 def _guess(bytes_at: Callable[[int], tuple[int, int]], budget_bytes: int, one: int, other: int) -> int:
-    """Where the peak meets the budget, if what grows is a power of the size."""
+    """The size at which the peak meets the budget, if the growing part is a power of the size."""
     (peak, fixed), (peak_of_other, fixed_of_other) = bytes_at(one), bytes_at(other)
     grows, grows_of_other = max(1, peak - fixed), max(1, peak_of_other - fixed_of_other)
     power = min(4.0, max(0.5, math.log(grows_of_other / grows) / math.log(other / one)))
@@ -242,7 +243,7 @@ def _confirmed(
     step: int,
     progress: Progress | None,
 ) -> tuple[int, Plan]:
-    """The plan at a size, or a little below where that does not come so low."""
+    """The plan at a size, or at a slightly smaller size if that plan does not fit."""
     for attempt in range(_PLANS):
         model, args, kwargs, loss_fn = make(size)
         try:

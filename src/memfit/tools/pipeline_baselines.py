@@ -1,7 +1,8 @@
-"""Baselines for pipelines: torchgpipe, and PyTorch's engine with as many layers in each stage.
+"""Baselines for pipelines: torchgpipe, and PyTorch's engine with the same number of layers in each stage.
 
-Both run all stages in this process, like the pipeline they are compared with, and take the same micro-batches and loss.
-Checkpointing is theirs: torchgpipe's `except_last`, and `torch.utils.checkpoint` around each stage for the engine.
+Both run all stages in this process, like the pipeline with which they are compared, and take the same micro-batches and
+loss. Each uses its own checkpointing: torchgpipe's `except_last`, and `torch.utils.checkpoint` around each stage for
+the engine.
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ class Trial:
     """Model to train, its batch, and the numbers of stages and micro-batches.
 
     Attributes:
-        model: whose parameters receive gradients.
+        model: the model, whose parameters receive gradients.
         inputs: a batch.
         target: of the batch.
         loss_fn: takes output and target; a mean over samples.
-        num_stages: into how many stages the model is cut.
-        num_microbatches: into how many parts the batch is cut.
+        num_stages: number of stages into which the model is cut.
+        num_microbatches: number of parts into which the batch is cut.
         checkpointed: whether forward passes are recomputed.
     """
 
@@ -70,10 +71,10 @@ class Trial:
 
 
 def torchgpipe(trial: Trial) -> Step:
-    """A step of torchgpipe 0.0.7, its layers balanced by its own measurement.
+    """A step of torchgpipe 0.0.7, with its layers balanced by its own measurement.
 
     Raises:
-        SpecError: if it is not installed, or the model is no list of layers.
+        SpecError: if torchgpipe is not installed, or the model is not a list of layers.
     """
     try:
         from torchgpipe import GPipe
@@ -103,7 +104,7 @@ def torchgpipe(trial: Trial) -> Step:
 
 
 class _Inline(queue.SimpleQueue[Any]):
-    """A worker's queue that does what it is given at once."""
+    """A worker's queue that runs each task at once."""
 
     def __init__(self, results: queue.SimpleQueue[Any]) -> None:
         super().__init__()
@@ -120,9 +121,9 @@ class _Inline(queue.SimpleQueue[Any]):
 
 @contextlib.contextmanager
 def inline_workers() -> Iterator[None]:
-    """Has torchgpipe work in the calling thread, where the profiler sees its memory.
+    """Lets torchgpipe work in the calling thread, where the profiler sees its memory.
 
-    All its devices are the CPU here, and so share one thread anyway.
+    All its devices are the CPU here, so they share one thread anyway.
     """
     module = sys.modules.get("torchgpipe.pipeline")
     if module is None:
@@ -151,10 +152,10 @@ class _Checkpointed(nn.Module):
 
 
 def equal_layers(trial: Trial) -> Step:
-    """A step of PyTorch's engine: its own stages, 1F1B, as many blocks in each.
+    """A step of PyTorch's engine: its own stages, 1F1B, the same number of blocks in each stage.
 
     Raises:
-        SpecError: if the model is no list of layers.
+        SpecError: if the model is not a list of layers.
     """
     processes.join()
     layers = as_sequential(trial.model)
@@ -194,7 +195,7 @@ def equal_layers(trial: Trial) -> Step:
             losses=losses,
             return_outputs=False,
         )
-        for parameter in trial.model.parameters():  # means of equal micro-batches
+        for parameter in trial.model.parameters():  # losses are means of equal micro-batches
             if parameter.grad is not None:
                 parameter.grad.div_(trial.num_microbatches)
         passes.loss = float(torch.stack(losses).mean().detach())
@@ -204,7 +205,7 @@ def equal_layers(trial: Trial) -> Step:
 
 
 def time_passes(stages: Any, passes: Passes) -> None:
-    """Has stages add what their passes take."""
+    """Makes stages add the times of their passes to `passes`."""
     for stage in stages:
         for name, kind in (("forward_one_chunk", "forward_seconds"), ("backward_one_chunk", "backward_seconds")):
             run = getattr(stage, name)

@@ -1,6 +1,6 @@
-"""Models as the list of layers that other pipelines ask for: torchgpipe and cuts by number of layers take nothing else.
+"""Models as lists of layers, the only form that torchgpipe and cuts by number of layers accept.
 
-Parameters are shared with the model, which is left as it is.
+Parameters are shared with the model, which stays unchanged.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ __all__ = ["GPTEmbedding", "as_sequential", "equal_ends"]
 
 
 def equal_ends(layers: nn.Sequential, num_stages: int) -> list[int]:
-    """Where stages end that have as many blocks each.
+    """The ends of stages with the same number of blocks.
 
-    Blocks are the layers of the most frequent kind; what comes before them is in the first stage, what comes after in
-    the last.
+    Blocks are the layers of the most frequent kind; layers before the blocks are in the first stage, layers after them
+    in the last.
     """
     kinds = [type(layer) for layer in layers]
     blocks = [place for place, kind in enumerate(kinds) if kind is max(kinds, key=kinds.count)]
@@ -43,16 +43,16 @@ class GPTEmbedding(nn.Module):
 
 
 def as_sequential(model: nn.Module) -> nn.Sequential:
-    """The layers of a GPT of this package or of torchvision's ResNets, one after the other.
+    """The layers of this package's GPT or of a torchvision ResNet, one after the other.
 
     Raises:
-        SpecError: if the model is another one.
+        SpecError: if the model is of another class.
     """
     if isinstance(model, GPT):
         return nn.Sequential(GPTEmbedding(model), *model.blocks, model.norm, model.head)
     if type(model).__name__ == "ResNet" and hasattr(model, "layer4"):
         parts: Any = model
-        stem = nn.Sequential(parts.conv1, parts.bn1, parts.relu, parts.maxpool)  # its ReLU writes over what it reads
+        stem = nn.Sequential(parts.conv1, parts.bn1, parts.relu, parts.maxpool)  # its ReLU writes over its operand
         blocks = [block for layer in (parts.layer1, parts.layer2, parts.layer3, parts.layer4) for block in layer]
         return nn.Sequential(stem, *blocks, parts.avgpool, nn.Flatten(1), parts.fc)
     raise SpecError(

@@ -1,6 +1,6 @@
-"""One step of a training loop as a callable, what it rests on in memory, and how to run it for a number.
+"""One step of a training loop as a callable, its resident memory, and measurements of its peak and time.
 
-`compare`, `verify` and the demo run plain and planned steps; they must run the same thing.
+`compare`, `verify` and the demo run plain and planned steps; all must run the same step.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ def training_step(
     loss_fn: LossFunction | None = None,
     optimizer: OptimizerLike | None = None,
 ) -> Callable[[], torch.Tensor | None]:
-    """A step: forward, loss, backward, `optimizer.step()` if there is one, gradients set to None.
+    """A step: forward, loss, backward, `optimizer.step()` if there is an optimizer, gradients set to None.
 
     Args:
         call: the model's call, plain or planned.
-        model: whose parameters receive gradients.
+        model: the model, whose parameters receive gradients.
         args: positional inputs.
         kwargs: keyword inputs.
         loss_fn: as for `memfit.plan`.
-        optimizer: of the model's parameters.
+        optimizer: optimizer of the model's parameters.
 
     Returns:
         A callable that runs one step and returns the loss, detached, if there is one.
@@ -77,9 +77,10 @@ def resident_bytes(
 
 
 def step_peak(step: Callable[[], object], device: torch.device, resident: Callable[[], int], *, warmup: int = 1) -> int:
-    """Measured peak of a step, of which `resident()` is there before; other tensors of the process do not count.
+    """Measured peak of a step, including the `resident()` bytes before it; other tensors of the process do not count.
 
-    After a warm-up the step may run more than once, until it compiles nothing; without one it runs exactly once.
+    After a warm-up, the measured step may run more than once, until it compiles nothing; without warm-up it runs
+    exactly once.
     """
     for _ in range(warmup):
         step()
@@ -98,18 +99,18 @@ def interleaved_seconds(
     repeats: int = 3,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[float]:
-    """Median wall-clock time of each step, run in turns so that a drifting machine is fair to all.
+    """Median wall-clock time of each step, run in turns so that a drift of the machine's speed affects all equally.
 
     Args:
-        steps: what to time, each already run once.
+        steps: steps to time, each already run once.
         device: where they run.
-        repeats: least number of turns; there are more, up to 50, where that takes less than half a second.
-        progress: told how many of the least runs are done.
+        repeats: least number of turns; there are more, up to 50, until the timed steps take half a second.
+        progress: called with the number of runs that are done, out of the least number.
     """
     seconds: list[list[float]] = [[] for _ in steps]
     turns, spent = 0, 0.0
     while turns < repeats or (spent < _SHORT_SECONDS and turns < _MOST_TURNS):
-        # Every other turn goes backwards: who runs after whom must not matter.
+        # Every other turn runs in reverse order: the order of the steps must not matter.
         for index in range(len(steps)) if turns % 2 == 0 else reversed(range(len(steps))):
             if progress is not None:
                 progress(min(turns, repeats) * len(steps), repeats * len(steps))

@@ -1,12 +1,12 @@
-"""Proof that a planned step is the plain step: the same bits, within the budget, run as planned.
+"""Proof that a planned step equals the plain step: the same bits, within the budget, run as planned.
 
-Two copies of the model take the same steps, one plain, one planned, from the same state: weights, buffers,
-inputs, random generator. After each step the loss, every gradient, every buffer, every updated parameter and
-the random state are compared bit by bit; a plan that tiles may differ by rounding (`memfit.compiler.tolerance`). The
-first step warms both up and creates the optimizer's state.
+Two copies of the model run the same steps, one plain, one planned, from the same state: weights, buffers, inputs,
+random generator. After each step the loss, every gradient, every buffer, every updated parameter and the random state
+are compared bit by bit; a plan that tiles may differ by rounding (`memfit.compiler.tolerance`). The first step warms up
+both copies and creates the optimizer's state.
 
-Known limits: there must be room for two copies of parameters and optimizer state beside the model, and for a plan that
-tiles for a third one in float64, with all its activations.
+Known limits: memory is needed for the model and two more copies of parameters and optimizer state, and, for a plan that
+tiles, for a third copy in float64, with all its activations.
 """
 
 from __future__ import annotations
@@ -46,16 +46,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One tensor of both steps.
+    """Comparison of one tensor of the plain step and the planned step.
 
     Attributes:
         kind: `loss`, `output`, `gradient`, `buffer`, `parameter` or `random state`.
-        name: which one.
-        step: after which step.
-        equal: whether every bit is.
+        name: name of the tensor.
+        step: number of the step after which it was compared.
+        equal: whether all bits are equal.
         max_difference: largest absolute difference; 0.0 if equal.
-        within_rounding: whether the plan tiles and the difference is no more than rounding
-        (`memfit.compiler.tolerance`).
+        within_rounding: whether the plan tiles and the difference is only rounding (`memfit.compiler.tolerance`).
     """
 
     kind: str
@@ -72,15 +71,16 @@ class Verification:
 
     Attributes:
         plan: the plan that ran.
-        steps: how many steps were compared.
-        checks: one for each tensor and step.
+        steps: number of compared steps.
+        checks: one check for each tensor and step.
         plain_peak_bytes: measured peak of the plain step.
-        peak_bytes: measured peak of the planned step, the highest of all.
-        recomputes_planned: ops the plan recomputes.
-        recomputes_executed: ops that were recomputed.
-        swapped_planned_bytes: what the plan moves, out and in.
-        swapped_executed_bytes: what was moved, out and in.
-        difference: the first op in which the planned step is another one, where bits differ and it could be found.
+        peak_bytes: measured peak of the planned step, the highest of all its runs.
+        recomputes_planned: number of ops that the plan recomputes.
+        recomputes_executed: number of ops that were recomputed.
+        swapped_planned_bytes: bytes that the plan swaps out and in.
+        swapped_executed_bytes: bytes that were swapped out and in.
+        difference: the first op in which the planned step differs from the plain step, if bits differ and the op was
+            found.
     """
 
     plan: Plan
@@ -96,12 +96,12 @@ class Verification:
 
     @property
     def differing(self) -> tuple[Check, ...]:
-        """The checks that found different bits, or for a plan that tiles more than rounding."""
+        """The checks that found different bits, or, for a plan that tiles, a difference larger than rounding."""
         return tuple(check for check in self.checks if not check.equal and not check.within_rounding)
 
     @property
     def rounded(self) -> tuple[Check, ...]:
-        """The checks of a plan that tiles that found a difference, but no more than rounding."""
+        """The checks of a plan that tiles that found a difference within rounding."""
         return tuple(check for check in self.checks if not check.equal and check.within_rounding)
 
     @property
@@ -111,7 +111,7 @@ class Verification:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing differs, the budget is kept and the plan was executed as it is."""
+        """Whether nothing differs, the peak is within the budget and the plan was executed exactly."""
         executed = (self.recomputes_executed, self.swapped_executed_bytes)
         planned = (self.recomputes_planned, self.swapped_planned_bytes)
         return not self.differing and self.fits and executed == planned
@@ -128,23 +128,23 @@ def verify(
     optimizer: OptimizerLike | None = None,
     progress: Progress | None = None,
 ) -> Verification:
-    """Runs plain and planned steps from identical state and compares them bit by bit, or up to rounding if it tiles.
+    """Runs plain and planned steps from identical state; compares them bit by bit, or up to rounding for a tiled plan.
 
     Args:
-        model: in training mode; neither run nor changed, copies of it are.
+        model: in training mode; copies of it run, and it stays unchanged.
         args: positional inputs.
         kwargs: keyword inputs.
-        request: what to plan, or a plan.
-        steps: how many steps to compare after the first one.
+        request: a request for a plan, or a plan.
+        steps: number of steps to compare after the first one.
         loss_fn: as for `memfit.plan`; needed only for a plan from a file.
         optimizer: as for `memfit.plan`; needed only for a plan from a file.
-        progress: told how far it is.
+        progress: called with the progress.
 
     Returns:
-        Every comparison, the measured peaks and what was executed.
+        Every comparison, the measured peaks, and the executed recomputations and swaps.
 
     Raises:
-        MemfitError: what planning or applying the plan raises.
+        MemfitError: errors of planning or of applying the plan.
     """
     inputs = dict(kwargs or {})
     plan = _plan(model, args, inputs, request, loss_fn, optimizer, progress)
@@ -168,12 +168,12 @@ def verify(
                 _set_random_state(device, random_state)
                 try:
                     reference.step(device)
-                except RuntimeError as error:  # a loss with tensors of its own, say
+                except RuntimeError as error:  # such as a loss with tensors of its own
                     log.info("no step in float64 to compare with: %s", error)
                     reference = None
             _set_random_state(device, random_state)
             measured = planned.step(device)
-            if number and not measured.compiled:  # what compiling takes for a moment is not the step's
+            if number and not measured.compiled:  # memory for compilation is not part of the step
                 peak = max(peak, measured.peak_bytes)
             found = planned.results(device)
             compared = _compare(number, expected, found)
@@ -211,7 +211,7 @@ def verify(
 
 
 def _explained(model: nn.Module, plain: _Runner, planned: _Runner, device: torch.device) -> Difference | None:
-    """Where a first step of both parts, taken from the model's state."""
+    """The first difference of a first step of both copies from the model's state."""
     random_state = _random_state(device)
 
     def step_of(runner: _Runner) -> list[torch.Tensor]:
@@ -234,7 +234,7 @@ _Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class _Runner:
-    """A copy of the model and its optimizer that takes steps and shows what they left behind."""
+    """A copy of the model and its optimizer that runs steps and returns their results."""
 
     def __init__(
         self,
@@ -251,7 +251,7 @@ class _Runner:
         self.prepare()
 
     def prepare(self) -> None:
-        """Puts gradients and inputs back to what they were; a step may add to the ones and write on the others."""
+        """Restores gradients and inputs, since a step may add to gradients and write over inputs."""
         self.loss: torch.Tensor | None = None
         self.outputs: list[torch.Tensor] = []
         for parameter, gradient in zip(self.model.parameters(), self.gradients, strict=True):
@@ -259,7 +259,7 @@ class _Runner:
         self.args, self.kwargs = _copied(self.original)
 
     def step(self, device: torch.device) -> Measurement:
-        """Takes one step and measures it."""
+        """Runs one step and measures it."""
         self.prepare()
         return measure(self._run, device=device, warmup=0, repeats=0, start_bytes=self._resident(device))
 
@@ -279,7 +279,7 @@ class _Runner:
         return resident_bytes(self.model, self.args, self.kwargs, self.optimizer, device)
 
     def results(self, device: torch.device) -> dict[tuple[str, str], torch.Tensor]:
-        """Copies of everything a step leaves behind."""
+        """Copies of all results and states after a step."""
         found: dict[tuple[str, str], torch.Tensor] = {}
         if self.loss is not None:
             found["loss", "loss"] = self.loss
@@ -300,7 +300,7 @@ class _Runner:
         return {key: tensor.detach().clone() for key, tensor in found.items()}
 
     def count(self) -> Counter[str]:
-        """Takes one more step and counts the ops of its forward and backward pass, the loss left out."""
+        """Runs one more step and counts the ops of its forward and backward pass, without the loss."""
         self.prepare()
         executed = ExecutedOps()
         with executed:
@@ -328,7 +328,7 @@ def _reference(
     kwargs: dict[str, Any],
     plan: Plan,
 ) -> _Runner | None:
-    """The plain step in float64 for a plan that tiles; None where that is the step."""
+    """The plain step in float64 for a plan that tiles; None for other plans, or if the model is in float64 already."""
     assert plan.planned is not None
     if not plan.is_tiled or any(p.dtype is torch.float64 for p in model.parameters()):
         return None
@@ -345,7 +345,7 @@ def _up_to_rounding(
     found: dict[tuple[str, str], torch.Tensor],
     exact: dict[tuple[str, str], torch.Tensor],
 ) -> list[Check]:
-    """The checks, with those marked that found rounding only."""
+    """The checks; those whose difference is only rounding are marked."""
     gradients, wide = ({k: t for k, t in of.items() if k[0] == "gradient"} for of in (expected, exact))
     own = own_rounding(gradients, wide)
     if own is None:
@@ -398,7 +398,7 @@ def _compare(
 
 
 def _copied(inputs: _Inputs) -> _Inputs:
-    """Copies of the tensors; what was one tensor is one again, since a plan is for inputs of which that is known."""
+    """Copies of the tensors; a tensor that occurs twice stays one tensor, as a plan is for known aliases of inputs."""
     copies: dict[int, torch.Tensor] = {}
 
     def copied(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Models by name, with a batch to train them on, and a little real data.
 
-`build("torchvision:resnet50", batch=16)` is the model, its inputs and its loss; `photo_crops` and `text_windows` are
-endless batches of data that is already installed, `whole_photographs` two images of it. Importing this imports torch
-and nothing larger.
+`build("torchvision:resnet50", batch=16)` returns the model, its inputs and its loss; `photo_crops` and `text_windows`
+yield endless batches of data that is already installed, `whole_photographs` returns two of its images. An import of
+this package imports torch and nothing larger.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Real data that is already there: two photographs of scikit-learn and the text of the standard library.
+"""Real data that is already installed: two photographs of scikit-learn and the text of the standard library.
 
 Random inputs cannot show that a fitted model still learns. These streams can, without a download: crops of two
-photographs, to be told apart, and bytes of English text, to be continued.
+photographs, to be classified, and bytes of English text, to be continued.
 
-Known limits: the text differs between Python versions, so losses compare only under one; the photographs are
-427×640 pixels.
+Known limits: the text differs between Python versions, so losses are comparable only under one version; the photographs
+are 427×640 pixels.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def photo_crops(*, batch: int, size: int, seed: int = 0) -> Iterator[tuple[Tenso
     """Endless batches of random crops of scikit-learn's two sample photographs, a temple and a flower.
 
     Args:
-        batch: crops in a batch.
+        batch: number of crops in a batch.
         size: height and width of a crop in pixels, at most 427.
-        seed: of places and labels.
+        seed: seed of places and labels.
 
     Yields:
         Crops, float32 [batch, 3, size, size], each channel normalised over both photographs to mean 0 and standard
-        deviation 1, and which photograph each is from, int64 [batch].
+        deviation 1, and the index of the photograph of each crop, int64 [batch].
 
     Raises:
         SpecError: if scikit-learn is missing, or the crops are larger than the photographs.
@@ -47,14 +47,14 @@ def photo_crops(*, batch: int, size: int, seed: int = 0) -> Iterator[tuple[Tenso
 
 
 def whole_photographs(*, multiple: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Scikit-learn's two sample photographs, as large as they are or larger.
+    """Scikit-learn's two sample photographs, in their own size or scaled.
 
     Args:
-        multiple: height and width are made multiples of it by cutting the border off.
-        scale: by which both are scaled, bilinearly.
+        multiple: height and width are cut at the border to multiples of this number.
+        scale: factor by which both photographs are scaled, bilinearly.
 
     Returns:
-        Photographs, float32 [2, 3, height, width], normalised as crops are, and which is which, one-hot [2, 2].
+        Photographs, float32 [2, 3, height, width], normalised like the crops, and their labels, one-hot [2, 2].
 
     Raises:
         SpecError: if scikit-learn is missing.
@@ -70,12 +70,12 @@ def text_windows(*, batch: int, length: int, seed: int = 0) -> Iterator[tuple[Te
     """Endless batches of windows of English text, byte by byte; the vocabulary is 256.
 
     Args:
-        batch: windows in a batch.
-        length: bytes in a window.
-        seed: of their places.
+        batch: number of windows in a batch.
+        length: number of bytes in a window.
+        seed: seed of their places.
 
     Yields:
-        Bytes, int64 [batch, length], and the byte after each, int64 [batch, length].
+        Bytes, int64 [batch, length], and the byte after each byte, int64 [batch, length].
 
     Raises:
         SpecError: if the window is longer than the text.
@@ -88,7 +88,7 @@ def text_windows(*, batch: int, length: int, seed: int = 0) -> Iterator[tuple[Te
 
 @cache
 def standard_library_text() -> Tensor:
-    """The sources of Python's help topics and of `this`, uint8 [bytes], about 700 thousand of them.
+    """The sources of Python's help topics and of `this`, uint8 [bytes], about 700 thousand bytes.
 
     Raises:
         SpecError: if this Python was installed without its sources.

@@ -1,7 +1,7 @@
 """Example that is built from a spec: a model with one batch to train it on.
 
-Everything here draws from torch's CPU generator, which `memfit.zoo.build` seeds and afterwards puts back, so the
-same spec and seed give the same weights, inputs and labels on every device.
+All random numbers here come from torch's CPU generator, whose state `memfit.zoo.build` seeds and afterwards restores,
+so the same spec and seed give the same weights, inputs and labels on every device.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Request:
 
     Attributes:
         title: the spec in words, such as `torchvision resnet50`.
-        name: the part of the spec between the source and the options.
-        options: what stands after the `?`.
+        name: part of the spec between the source and the options.
+        options: options after the `?`.
         batch: samples in a batch.
         shape: of one sample, without the batch; `None` for the model's own.
         dtype: of parameters, buffers and floating inputs.
-        device: where they are.
+        device: device of the parameters, buffers and inputs.
         seed: of weights, inputs and labels.
     """
 
@@ -69,7 +69,7 @@ class Example:
         args: positional arguments of `model`; the batch is the first dimension of each.
         kwargs: keyword arguments of `model`.
         loss_fn: from the output of `model` to a scalar; `None` where `output.loss` is the loss.
-        label: for people, such as `torchvision resnet50 · 16×3×224×224 float32`.
+        label: text for people, such as `torchvision resnet50 · 16×3×224×224 float32`.
     """
 
     model: nn.Module
@@ -79,7 +79,7 @@ class Example:
     label: str = ""
 
     def loss_and_target(self) -> tuple[Callable[..., Tensor] | None, Any]:
-        """The loss with its target apart, where that is a keyword of a `partial`, as in this package; else as it is."""
+        """The loss and its target apart, if the target is a keyword of a `partial`; else the loss alone."""
         if isinstance(self.loss_fn, partial) and "target" in self.loss_fn.keywords:
             given, function = dict(self.loss_fn.keywords), self.loss_fn.func
             target = given.pop("target")
@@ -94,7 +94,7 @@ def finish(
     kwargs: Mapping[str, Tensor] | None = None,
     loss_fn: Callable[[Any], Tensor] | None = None,
 ) -> Example:
-    """Moves the model where it was asked for, puts it in train mode and writes the label."""
+    """Moves the model to the requested device and dtype, puts it in train mode and writes the label."""
     label = f"{request.title} · {as_text(args[0].shape)} {str(request.dtype).removeprefix('torch.')}"
     model = model.to(device=request.device, dtype=request.dtype).train()
     return Example(model=model, args=args, kwargs=dict(kwargs or {}), loss_fn=loss_fn, label=label)
@@ -106,12 +106,12 @@ def as_text(shape: tuple[int, ...]) -> str:
 
 
 def sample_shape(request: Request, default: tuple[int, ...], axes: str) -> tuple[int, ...]:
-    """The shape of one sample: what was asked for, else the default.
+    """The shape of one sample: the requested shape, else the default.
 
     Args:
-        request: what was asked for.
+        request: request for the example.
         default: the model's own shape.
-        axes: their names, such as `C×H×W`.
+        axes: names of its axes, such as `C×H×W`.
 
     Raises:
         SpecError: if the number of dimensions is wrong.
@@ -133,7 +133,7 @@ def token_batch(request: Request, length: int, vocabulary: int) -> Tensor:
 
 
 def class_targets(request: Request, classes: int, *sites: int) -> Tensor:
-    """Uniform class labels, int64 [batch, *sites]: one for each sample, or for each of its pixels."""
+    """Uniform class labels, int64 [batch, *sites]: one for each sample, or one for each pixel of a sample."""
     return torch.randint(classes, (request.batch, *sites)).to(request.device)
 
 
@@ -144,10 +144,10 @@ def classifier(request: Request, model: nn.Module, shape: tuple[int, ...], class
 
 
 def language_model(request: Request, model: nn.Module, *, vocabulary: int, positions: int) -> Example:
-    """An example that predicts each next token; as many tokens as there are positions unless asked otherwise.
+    """An example that predicts each next token; a sample has one token per position unless a shape is requested.
 
     Raises:
-        SpecError: if more tokens are asked for than there are positions.
+        SpecError: if more tokens are requested than the model has positions.
     """
     (length,) = sample_shape(request, (positions,), "T")
     if length > positions:
@@ -161,7 +161,7 @@ def language_model(request: Request, model: nn.Module, *, vocabulary: int, posit
 
 
 def classifier_loss(output: Any, *, target: Tensor) -> Tensor:
-    """Mean cross-entropy, with the auxiliary heads some models have while training.
+    """Mean cross-entropy, with the auxiliary heads that some models have during training.
 
     Weights of the auxiliary heads: GoogLeNet 0.3 each (Szegedy et al. 2015, section 5), Inception v3 0.4 and
     segmentation models 0.5 (torchvision's training references).

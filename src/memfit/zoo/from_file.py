@@ -1,11 +1,11 @@
 """A model from the user's own file: `train.py:make_model`, `train.py:make_model?width=64`.
 
-The factory gets what it has parameters for: `batch`, `shape`, `dtype`, `device`, `seed` and the options after the
-`?`. It returns a module, `(module, args)`, `(module, args, kwargs)` or a whole `Example`; the file can import what
-lies beside it.
+The factory gets the arguments for which it has parameters: `batch`, `shape`, `dtype`, `device`, `seed` and the options
+after the `?`. It returns a module, `(module, args)`, `(module, args, kwargs)` or a whole `Example`; the file can import
+modules from its own folder.
 
-Known limits: what the factory returns is moved to the device and otherwise taken as it is: dtype and train mode
-are the factory's business.
+Known limits: the returned model and inputs are moved to the device and otherwise used unchanged; the factory must set
+dtype and train mode.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def make(request: Request) -> Example:
         request: `name` is `path/to/file.py:factory`.
 
     Raises:
-        SpecError: if there is no such file or function, an option is not one of its parameters, or it returns
-            something else than described above. What the user's code raises passes through.
+        SpecError: if there is no such file or function, an option is not one of its parameters, or it returns something
+            other than described above. Errors of the user's code pass through.
     """
     path, _, name = request.name.rpartition(":")
     file = Path(path).expanduser().resolve()

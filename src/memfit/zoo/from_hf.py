@@ -1,8 +1,8 @@
 """Models of transformers, from their configuration alone: `hf:gpt2`, `hf:gpt2?n_layer=6&n_embd=256`.
 
-The name is a model type (`gpt2`, `llama`, `bert`, `t5`, `vit`), not a repository of the hub: nothing is downloaded.
-The options are fields of its configuration; `head` picks what the model is trained for, and with `loss_only=true` it
-returns the loss without the logits, which then need not exist whole.
+The name is a model type (`gpt2`, `llama`, `bert`, `t5`, `vit`), not a repository of the hub: nothing is downloaded. The
+options are fields of its configuration; `head` picks the task for which the model is trained, and with `loss_only=true`
+the model returns the loss without the logits, which then need not exist whole.
 
 Known limits: text and image-classification models with one input; the defaults of a configuration can be large
 (`hf:llama` has 6.7 billion parameters).
@@ -38,7 +38,7 @@ def make(request: Request) -> Example:
     """Builds a transformers model with random weights; its own `output.loss` is the loss.
 
     Raises:
-        SpecError: if transformers, the model type, the head or an option is missing or has no such value.
+        SpecError: if transformers is missing, or the model type, the head, an option or its value is unknown.
     """
     auto = require("transformers.models.auto", extra="hf")
     known = auto.configuration_auto.CONFIG_MAPPING_NAMES
@@ -59,14 +59,14 @@ def make(request: Request) -> Example:
     found = mapping[type(config)]
     model = (found[0] if isinstance(found, tuple) else found)(config)
     if head == "causal-lm" and getattr(model, "loss_type", None) is None:
-        model.loss_type = "ForCausalLM"  # else the same one is taken with a warning, at which Dynamo breaks the graph
+        model.loss_type = "ForCausalLM"  # else the same loss is used with a warning, at which Dynamo breaks the graph
     if request.options.get("loss_only") is True:
         model = _LossOnly(model)
     return finish(request, model, (inputs,), {"labels": labels})
 
 
 class _LossOnly(nn.Module):
-    """Returns the loss and nothing else, so that nobody holds the projection onto the vocabulary."""
+    """Returns the loss and nothing else, so that nothing holds the projection onto the vocabulary."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def _config(request: Request, config_class: Any) -> Any:
 
 
 def _default_head(request: Request, config: Any, modeling: Any) -> str:
-    """Head that a model type is mostly trained for; an encoder's masked-word objective gives way to classification."""
+    """The usual head of a model type; for an encoder, classification comes before the masked-word objective."""
     order = ["seq2seq-lm", "causal-lm", "masked-lm", "image-classification", "sequence-classification"]
     if not getattr(config, "is_encoder_decoder", False):
         order.remove("seq2seq-lm")

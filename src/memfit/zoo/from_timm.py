@@ -16,7 +16,7 @@ __all__ = ["make"]
 
 
 def make(request: Request) -> Example:
-    """Builds a timm model with random weights, for the input size timm states for it unless asked otherwise.
+    """Builds a timm model with random weights, for timm's input size of the model unless a shape is requested.
 
     Raises:
         SpecError: if timm or the model is missing.

@@ -1,8 +1,9 @@
 """`zoo:gpt` and `zoo:seed-gpt2`: a plain GPT with dropout.
 
-Dropout in every block makes it the model on which recomputation has to replay the random stream. `zoo:gpt` is
-small, its vocabulary of 256 fits the bytes of `memfit.zoo.text_windows`; `zoo:seed-gpt2` is what torchgpipe was
-measured on: 12 layers, width 768, 128 positions, vocabulary 3000 and an output layer of its own, 89,762,304 parameters.
+With dropout in every block, it is the model on which recomputation has to replay the random stream. `zoo:gpt` is small,
+and its vocabulary of 256 fits the bytes of `memfit.zoo.text_windows`; `zoo:seed-gpt2` is the model on which torchgpipe
+was measured: 12 layers, width 768, 128 positions, vocabulary 3000 and an output layer of its own, 89,762,304
+parameters.
 
 Source: Radford et al. 2019 (normalisation before each half of a block, GELU, learned positions, weights of standard
 deviation 0.02). Its record states the sizes; the dropout is not recorded, so it is GPT-2's 0.1.
@@ -60,7 +61,8 @@ class GPT(nn.Module):
         positions: longest sequence.
         vocabulary: tokens.
         dropout: probability, in attention, after both halves of a block and after the embedding.
-        tied: whether the output layer is the token embedding; it has no bias either way.
+        tied: whether the output layer shares its weight with the token embedding; the output layer has no bias in both
+            cases.
     """
 
     def __init__(
@@ -131,7 +133,7 @@ def make_seed_gpt2(
     dropout: float = 0.1,
     tied: bool = False,
 ) -> Example:
-    """The GPT-2 that torchgpipe was measured on."""
+    """The GPT-2 on which torchgpipe was measured."""
     return make_gpt(
         request,
         layers=layers,

@@ -6,11 +6,11 @@ of window 2), then linear layers to 32 and 10. Source: the widths of its program
 before and 355 after the pools are 2900 MiB at batch 16 of 256×256×1 (measured: 2909.8), the 10.8 million parameters
 are 41.3 MiB (measured: gradients of 39.4).
 
-A max-pool of window 1 hands on a copy, which TensorFlow holds beside its input. It is written as an average-pool of
-window 1 here: the same values and the same two maps held, without the int64 indices of torch's max-pool, which
+A max-pool of window 1 returns a copy, which TensorFlow holds in addition to its input. Here it is an average-pool of
+window 1: it gives the same values and holds the same two maps, without the int64 indices of torch's max-pool, which
 would double the memory of the original.
 
-Known limits: the last pool does hold indices (40 MiB at batch 16).
+Known limits: the last pool holds indices (40 MiB at batch 16).
 """
 
 from __future__ import annotations

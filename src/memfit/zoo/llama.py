@@ -1,11 +1,11 @@
 """`zoo:llama`: a small Llama-style decoder: RMSNorm, rotary positions, SwiGLU, grouped keys and values, no bias.
 
-Without dropout a step has no random op, and its cheap pointwise ops (norms, rotations, gates) hold much memory:
-recomputing them is nearly free.
+Without dropout, a step has no random op. Its cheap pointwise ops (norms, rotations, gates) hold much memory, and their
+recomputation is nearly free.
 
 Source: Touvron et al. 2023; rotary positions Su et al. 2021; grouped attention Ainslie et al. 2023.
 
-Known limits: in a low precision the table of rotations is rounded like every other buffer.
+Known limits: in a low precision, the table of rotations is rounded like every other buffer.
 """
 
 from __future__ import annotations

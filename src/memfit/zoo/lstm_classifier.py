@@ -1,8 +1,8 @@
 """`zoo:lstm-classifier`: embedding, LSTM, one class for a sequence.
 
-A recurrent step is a long chain of small equal ops. `nn.LSTM` is one opaque call to Dynamo, which refuses it unless
+A recurrent step is a long chain of small equal ops. `nn.LSTM` is one opaque call for Dynamo, which refuses it unless
 `torch._dynamo.config.allow_rnn` is set (torch 2.15), so the captured graph breaks there; `?unrolled=true` writes the
-same recurrence out as `nn.LSTMCell` calls, one graph without a break.
+same recurrence as `nn.LSTMCell` calls, which form one graph without a break.
 
 Source: Hochreiter and Schmidhuber 1997, as in `nn.LSTM`.
 
@@ -51,7 +51,7 @@ class LSTMClassifier(nn.Module):
         width: features of a token and of the state.
         layers: of the LSTM.
         dropout: probability, between layers.
-        unrolled: whether to write the recurrence out.
+        unrolled: whether to write the recurrence as a loop over cells.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ def mlp(*, features: int, width: int, layers: int, classes: int) -> nn.Sequentia
 
 
 def make_mlp(request: Request, *, width: int = 1024, layers: int = 4, classes: int = 10) -> Example:
-    """The network with vectors and labels; the shape says how many features, 784 by default."""
+    """The network with vectors and labels; the shape gives the number of features, 784 by default."""
     shape = sample_shape(request, (784,), "F")
     model = mlp(features=shape[0], width=width, layers=layers, classes=classes)
     return classifier(request, model, shape, classes)

@@ -1,6 +1,6 @@
 """The zoo's own models by name: `zoo:unet`, `zoo:gpt?layers=6&width=256`.
 
-A maker takes the request and, as keyword-only parameters with defaults, the options the spec may set.
+A maker takes the request and, as keyword-only parameters with defaults, the options that the spec may set.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Options of a spec, written after its `?`: `layers=6&dropout=0.1&tied=false`.
 
-A typing mistake must not silently measure another model, so every key is checked against what the model takes,
+A typing mistake must not silently measure another model, so every key is checked against the options of the model,
 every value against the type of the default, and an error names the close matches.
 
 Known limits: values are scalars (int, float, bool, str); nothing is percent-decoded.
@@ -25,10 +25,10 @@ def parse_query(text: str) -> dict[str, Option]:
     """Reads `key=value&key=value`.
 
     Args:
-        text: what stands after the `?`; may be empty.
+        text: the text after the `?`; may be empty.
 
     Returns:
-        Each value as the first of int, float, bool (`true`, `false`) or str that it reads as.
+        Each value as the first type that can parse it: int, float, bool (`true`, `false`) or str.
 
     Raises:
         SpecError: if a part is not `key=value`, or a key comes twice.
@@ -45,7 +45,7 @@ def parse_query(text: str) -> dict[str, Option]:
 
 
 def unknown(what: str, word: str, known: Collection[str]) -> SpecError:
-    """The error for a name that is not there, with the names it may have meant."""
+    """The error for an unknown name, with similar known names."""
     close = difflib.get_close_matches(word, known, n=4, cutoff=0.5)
     if close:
         return SpecError(f"unknown {what} {word!r}; did you mean {' or '.join(close)}?")

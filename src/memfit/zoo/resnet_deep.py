@@ -1,6 +1,6 @@
-"""`zoo:resnet-deep`: ResNet-200, the deepest model that OME was measured on; torchvision does not have it.
+"""`zoo:resnet-deep`: ResNet-200, the deepest model on which OME was measured; torchvision does not have it.
 
-Bottleneck stages of 3, 24, 36 and 3 blocks out of torchvision's own parts; other depths by options.
+Bottleneck stages of 3, 24, 36 and 3 blocks from torchvision's own parts; other depths by options.
 
 Source: He et al. 2016 (identity mappings) for the stages; the blocks are torchvision's (stride in the 3×3
 convolution, normalisation after each convolution), as in its ResNet-50.

@@ -1,10 +1,10 @@
 """A model by one string, with a batch to train it on.
 
-Benchmarks, tests, the command line and bug reports all have to name a model; one string does it everywhere:
+Benchmarks, tests, the command line and bug reports all name a model by the same kind of string:
 
-- `torchvision:resnet50`, `timm:vit_small_patch16_224`, `hf:gpt2`: somebody else's model, random weights;
-- `zoo:unet`: one of ours;
-- `train.py:make_model`: the user's own;
+- `torchvision:resnet50`, `timm:vit_small_patch16_224`, `hf:gpt2`: a model of another package, random weights;
+- `zoo:unet`: a model of this package;
+- `train.py:make_model`: a model of the user;
 - `hf:gpt2?n_layer=6&n_embd=256`: any of them with options.
 
 Nothing is downloaded, and torchvision, timm and transformers are imported when a spec first needs them.
@@ -47,22 +47,22 @@ def build(
 ) -> Example:
     """Builds a model, one batch of inputs and a loss.
 
-    Weights, inputs and labels depend on the seed alone, not on the device; torch's random state is left as it was.
+    Weights, inputs and labels depend on the seed alone, not on the device; torch's random state stays unchanged.
 
     Args:
-        spec: what to build, as described above.
+        spec: the model to build, as described above.
         batch: samples in the batch.
         shape: of one sample: (C, H, W) for images, (C, T, H, W) for videos, (T,) for tokens; `None` for the
             model's own.
         dtype: of parameters, buffers and floating inputs.
-        device: where they are; `"meta"` builds shapes without memory.
+        device: device of the parameters, buffers and inputs; `"meta"` builds shapes without memory.
         seed: of weights, inputs and labels.
 
     Returns:
         The example, with the model in train mode.
 
     Raises:
-        SpecError: if the spec names nothing that can be built, with the names it may have meant.
+        SpecError: if nothing can be built from the spec; the message has similar known names.
     """
     source, name, query = _split(spec)
     request = Request(
@@ -99,7 +99,7 @@ def _split(spec: str) -> tuple[str, str, str]:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Seeds the CPU generator alone, where everything here is drawn, and puts its state back."""
+    """Seeds only the CPU generator, from which all random numbers here come, and restores its state."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         yield
@@ -107,7 +107,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 @contextmanager
 def _refusals(title: str) -> Iterator[None]:
-    """Says which spec it was when a library refuses an option or a shape."""
+    """Adds the spec to the error when a library refuses an option or a shape."""
     try:
         yield
     except MemfitError:

@@ -1,7 +1,7 @@
 """`zoo:unet`: a U-Net with BatchNorm, one label for each pixel.
 
-Its skips are long and wide: the first map, the largest, is read again at the very end, so no place cuts the network
-in two with little in between.
+Its skips are long and wide: the first map, which is the largest, is read again at the end, so no cut of the network is
+narrow.
 
 Source: Ronneberger, Fischer and Brox 2015; here the convolutions are padded, so that the output has the size of the
 input, and have BatchNorm instead of a bias.
@@ -42,7 +42,7 @@ class UNet(nn.Module):
         channels: of the image.
         classes: labels of a pixel.
         width: features at full resolution; they double at each level.
-        depth: how often the image is halved.
+        depth: number of times that the image is halved.
     """
 
     def __init__(self, *, channels: int = 3, classes: int = 2, width: int = 64, depth: int = 4) -> None:

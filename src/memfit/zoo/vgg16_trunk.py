@@ -1,11 +1,11 @@
-"""`zoo:vgg16-trunk`: the convolutions of VGG16 over a huge image, as tiled convolution was measured on it.
+"""`zoo:vgg16-trunk`: the convolutions of VGG16 over a huge image, the model on which tiled convolution was measured.
 
-Almost all its memory is a few feature maps of the full image, which is what tiling by height and width is for.
-13 convolutions without bias, each with a ReLU, and 5 max-pools; the whole remaining map is averaged, then a linear
-layer 512 → 1024 without bias and a softmax; the loss is the mean squared error.
+Almost all its memory is a few feature maps of the full image; tiling by height and width is for such models. 13
+convolutions without bias, each with a ReLU, and 5 max-pools; the whole remaining map is averaged, then a linear layer
+512 → 1024 without bias and a softmax; the loss is the mean squared error.
 
 Source: Simonyan and Zisserman 2015, configuration D; the sizes are those of the record (512² … 4096², batch 1). The
-record does not say what the target was; here it is the one-hot vector of a random class.
+record does not state the target; here it is the one-hot vector of a random class.
 """
 
 from __future__ import annotations

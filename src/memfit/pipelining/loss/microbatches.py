@@ -1,9 +1,9 @@
 """Cuts the inputs of a step into micro-batches.
 
-The batch is the first axis of the first tensor. Every tensor whose first axis is as long is cut along it; all else,
-such as positions or a mask that all samples share, goes whole to each micro-batch.
+The batch is the first axis of the first tensor. Every tensor with a first axis of the same length is cut along this
+axis; all other inputs, such as positions or a mask that all samples share, go whole to each micro-batch.
 
-Known limits: a shared tensor that happens to be as long as the batch is cut.
+Known limits: a shared tensor whose first axis happens to have the length of the batch is cut.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def batch_size(leaves: Sequence[Any]) -> int:
 
 
 def sizes_of(batch: int, num_microbatches: int) -> list[int]:
-    """The samples of each micro-batch: all alike but the last, which takes what is left.
+    """The number of samples of each micro-batch: equal for all but the last, which takes the rest.
+
+    Rounding up may leave fewer micro-batches than asked for: nine samples in six become five micro-batches.
 
     Raises:
         SpecError: if there are fewer samples than micro-batches.
@@ -47,7 +49,7 @@ def sizes_of(batch: int, num_microbatches: int) -> list[int]:
 
 
 def cut_batch(leaves: Sequence[Any], sizes: Sequence[int]) -> list[tuple[Any, ...]]:
-    """For each micro-batch the leaves of its inputs, views of the batch's."""
+    """The leaves of the inputs of each micro-batch, as views of the batch's leaves."""
     cut = with_samples(leaves)
     parts = [
         list(leaf.split(list(sizes))) if place in cut else [leaf] * len(sizes) for place, leaf in enumerate(leaves)
@@ -56,7 +58,7 @@ def cut_batch(leaves: Sequence[Any], sizes: Sequence[int]) -> list[tuple[Any, ..
 
 
 def with_samples(leaves: Sequence[Any]) -> frozenset[int]:
-    """Places of the leaves that have a sample a row."""
+    """Places of the leaves with one row per sample."""
     batch = batch_size(leaves)
     return frozenset(
         place

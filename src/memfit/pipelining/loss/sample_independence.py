@@ -1,17 +1,17 @@
-"""Refuses models whose samples are not independent: in micro-batches they would train to something else.
+"""Refuses models whose samples are not independent: micro-batches would change how they train.
 
 Batch normalisation in training mode takes its statistics from the micro-batch. It is found in the graph, and refused
-unless the caller says that this is meant. What else couples samples is found in two ways:
+unless the caller allows it. Other ops that couple samples are found in two ways:
 
-- *By shapes.* The ops of model and loss are traced for two numbers of samples. Whatever is computed from samples is as
-  long as there are samples, but for what the loss adds up and counts; a result that stays as it is was made of all of
-  them together (a mean over the batch, the share of tokens that an expert gets), and one that grows along two axes
-  compares them (a contrastive loss). However little such a term weighs, it is found.
-- *By trying.* What moves between samples leaves no trace in shapes. So without dropout the loss of some samples must
-  be made of those of two halves of them.
+- *By shapes.* The ops of model and loss are traced for two numbers of samples. Every result that depends on samples
+  grows with the number of samples along one axis, except the sums and counts of the loss. A result that does not grow
+  is computed from all samples together (a mean over the batch, the share of tokens that an expert gets), and a result
+  that grows along two axes compares samples (a contrastive loss). Such a term is found even if its weight is small.
+- *By trying.* Shapes do not show values that move between samples. So, without dropout, the loss of some samples must
+  be the weighted sum of the losses of their two halves.
 
-Known limits: shapes tell nothing where a model computes something else for another number of samples, as in a Python
-loop over them; the trial is not made where the model draws random numbers by itself, or the batch is a single sample.
+Known limits: shapes show nothing if a model runs other ops for another number of samples, as in a Python loop over
+samples; the trial is skipped if the model itself draws random numbers, or if the batch is a single sample.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["check_halves", "refuse_batch_norm", "refuse_mixing"]
 log = logging.getLogger(__name__)
 
 _RELATIVE = 1e-3
-"""Of the loss, by how much the sum over halves may be off in float32; coupled samples change it by far more."""
+"""Allowed difference of the sum over halves, relative to the loss, in float32; coupled samples change it far more."""
 
 _DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout}
 
@@ -76,16 +76,16 @@ _ONLY_SHAPED = {
     *(_aten.new_zeros.default, _aten.new_ones.default, _aten.new_full.default, _aten.new_empty.default),
     *(_aten.rand_like.default, _aten.randn_like.default),
 }
-"""They look at nothing of their operand but its shape."""
+"""Ops that read only the shape of their operand."""
 
 
 def refuse_mixing(few: TracedLoss, more: TracedLoss, samples: Collection[int]) -> None:
-    """Refuses a model in which a result is made of several samples, beside the loss.
+    """Refuses a model in which a result other than the loss is computed from several samples.
 
     Args:
         few: model and loss for some samples.
-        more: the same for another number of them.
-        samples: leaves of the inputs that have a sample a row.
+        more: model and loss for another number of samples.
+        samples: leaves of the inputs with one row per sample.
 
     Raises:
         CaptureError: naming the op.
@@ -118,7 +118,7 @@ def refuse_mixing(few: TracedLoss, more: TracedLoss, samples: Collection[int]) -
 
 
 def _read_by_loss(loss: fx.Node) -> set[fx.Node]:
-    """The ops of whose values a loss is made."""
+    """The ops whose values a loss depends on."""
     read: set[fx.Node] = set()
     waiting = [loss]
     while waiting:
@@ -135,7 +135,7 @@ def _is_floating(node: fx.Node) -> bool:
 
 
 class _WithoutDropout(TorchFunctionMode):
-    """Dropout lets everything pass."""
+    """Mode in which dropout passes its input through."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -152,15 +152,15 @@ class _WithoutDropout(TorchFunctionMode):
 def check_halves(
     model: nn.Module, loss_of: Callable[[], torch.Tensor], losses_of_halves: Callable[[], list[torch.Tensor]]
 ) -> None:
-    """Tries whether a loss is made of those of two halves of its samples. Leaves the model as it was.
+    """Checks by a trial that a loss is the sum of the losses of two halves of its samples. Leaves the model unchanged.
 
     Args:
-        model: whose buffers and random numbers are restored.
-        loss_of: runs model and loss on some samples.
-        losses_of_halves: runs them on each half, weighted.
+        model: the model, whose buffers and random state are restored.
+        loss_of: runs model and loss on some samples, and returns their loss.
+        losses_of_halves: runs model and loss on each half, and returns the weighted losses.
 
     Raises:
-        CaptureError: if it is not.
+        CaptureError: if the loss is not that sum.
     """
     with preserved(model), torch.no_grad(), _WithoutDropout():
         state = torch.get_rng_state()

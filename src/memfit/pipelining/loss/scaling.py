@@ -1,10 +1,12 @@
 """Weights of the losses of micro-batches, such that the weighted losses add up to the loss of the batch.
 
-A loss that is a sum over samples counts once. A mean counts by the share of what it is a mean of: samples, or targets
-that are not ignored, or their class weights. Which one it is, is read off the graph of the loss; what a mean divides by
-must depend on inputs alone. Anything else would change with the number of micro-batches and is refused.
+A loss that is a sum over samples has weight 1. A mean has the micro-batch's share of its divisor as its weight: the
+number of samples, or of targets that are not ignored, or the sum of their class weights. The kind of loss is read from
+its graph; the divisor of a mean must depend on inputs alone. Any other loss would change with the number of
+micro-batches and is refused.
 
-Training loops long got this wrong: a mean over the tokens of each micro-batch weighs tokens of short sequences more.
+Training loops got this wrong for a long time: a mean over the tokens of each micro-batch gives tokens of short
+sequences more weight.
 """
 
 from __future__ import annotations
@@ -38,26 +40,26 @@ class Kind(StrEnum):
     """Kind of a part of a loss."""
 
     SUM = "sum"
-    """Over samples: it counts once."""
+    """Sum over samples: its weight is 1."""
 
     MEAN = "mean"
-    """Over samples, or in proportion to them."""
+    """Mean over samples, or over a number in proportion to them."""
 
     COUNTED = "counted"
-    """Divided by something that is counted from the inputs."""
+    """Divided by a count that is computed from the inputs."""
 
     CONSTANT = "constant"
-    """Does not depend on the inputs."""
+    """Independent of the inputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One of the parts that a loss adds.
+    """One of the terms that a loss adds.
 
     Attributes:
-        kind: what it is.
-        scale: what it is multiplied by, where that is a number in the graph; that may be the size of the batch.
-        count: of a micro-batch, from the operands of the graph, what it is divided by.
+        kind: sum, mean, counted or constant.
+        scale: its factor, if that is a number in the graph; the number may be the size of the batch.
+        count: from the operands of the graph for a micro-batch to the divisor.
     """
 
     kind: Kind
@@ -72,11 +74,11 @@ _REFUSED = (
 
 
 class _Reader:
-    """Reads the parts of a loss.
+    """Reads the parts of a loss from its graph.
 
     Attributes:
         parts: of the loss.
-        totals: the ops in which it is added up, and those that count what it is divided by.
+        totals: the ops that add up the loss, and the ops that compute its divisors.
     """
 
     def __init__(self, traced: TracedLoss) -> None:
@@ -93,7 +95,7 @@ class _Reader:
         self.parts = self.read(traced.loss)
 
     def read(self, node: Any) -> list[Part]:
-        """Reads the parts that a scalar is made of."""
+        """Reads the parts that add up to a scalar."""
         if not isinstance(node, fx.Node) or node not in self.of_inputs:
             return [Part(kind=Kind.CONSTANT)]
         self.totals.add(node)
@@ -185,7 +187,7 @@ class _Reader:
 
 
 def _reduction(node: fx.Node) -> int | None:
-    """How a loss of PyTorch's own adds up what it makes of each element; None if the op is none."""
+    """The reduction of an op that is a loss of PyTorch; None if the op is not such a loss."""
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
         return None
     arguments = node.target._schema.arguments
@@ -200,17 +202,17 @@ def _is_scalar(node: fx.Node) -> bool:
 
 
 def _scaled(parts: list[Part], by: Any) -> list[Part]:
-    """Parts multiplied by a number; a tensor that is the same for all inputs changes nothing that is told here."""
+    """Parts multiplied by a number; a tensor that is the same for all inputs changes nothing in them."""
     return [replace(part, scale=part.scale * by) for part in parts] if isinstance(by, int | float) else parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossReading:
-    """How the loss of micro-batches of one size is read.
+    """The parts of the loss of micro-batches of one size.
 
     Attributes:
-        parts: what it adds.
-        names: for each leaf of the inputs its placeholder in the graph of the loss.
+        parts: the terms that it adds.
+        names: for each leaf of the inputs, its placeholder in the graph of the loss.
         states: the model's tensors, by their placeholders.
     """
 
@@ -220,20 +222,20 @@ class LossReading:
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing in it could be the size of the batch."""
+        """Whether no number in it could be the size of the batch."""
         return all(part.scale == 1.0 or part.kind is Kind.CONSTANT for part in self.parts)
 
     def settled(self, other: LossReading, times: float) -> LossReading:
-        """Tells by the loss of another number of samples which numbers are the size of the batch.
+        """Finds the numbers that are the size of the batch, by comparison with the loss of another number of samples.
 
-        `cross_entropy(o, y, reduction="sum") / len(y)` is a mean, though the graph has a number there.
+        `cross_entropy(o, y, reduction="sum") / len(y)` is a mean, although the graph has a number for `len(y)`.
 
         Args:
-            other: the same loss, of `times` as many samples.
-            times: how many times as many.
+            other: the same loss, for `times` times as many samples.
+            times: number of samples of `other` over that of this loss.
 
         Raises:
-            CaptureError: if a number changes with the size in another way.
+            CaptureError: if a number depends on the size in another way.
         """
         if len(self.parts) != len(other.parts):
             raise CaptureError(_REFUSED.format("it is another one for another number of samples"))
@@ -254,17 +256,17 @@ def _settled(part: Part, changes: float, times: float) -> Part:
 
 
 def read_loss(traced: TracedLoss) -> LossReading:
-    """Reads what the loss adds.
+    """Reads the terms that the loss adds.
 
     Raises:
-        CaptureError: if the loss is no sum and no mean over samples.
+        CaptureError: if the loss is neither a sum nor a mean over samples.
     """
     names = {leaf: node.name for leaf, node in traced.leaves.items()}
     return LossReading(parts=tuple(_Reader(traced).parts), names=names, states=traced.states)
 
 
 def totals(traced: TracedLoss) -> frozenset[fx.Node]:
-    """The ops in which the loss is added up, and those that count what it is divided by.
+    """The ops that add up the loss, and the ops that compute its divisors.
 
     Raises:
         CaptureError: see `read_loss`.
@@ -276,15 +278,15 @@ def loss_shares(losses: Sequence[LossReading], parts: Sequence[Sequence[Any]], s
     """Weight of each micro-batch's loss in the loss of the batch.
 
     Args:
-        losses: for each micro-batch how the loss is read, settled.
-        parts: for each the leaves of its inputs.
-        sizes: the samples of each.
+        losses: for each micro-batch the parts of its loss, settled.
+        parts: for each micro-batch the leaves of its inputs.
+        sizes: the number of samples of each micro-batch.
 
     Returns:
-        One weight each; all 1 for a sum.
+        One weight for each micro-batch; all 1 for a sum.
 
     Raises:
-        CaptureError: if the loss of the batch is not made of those of its micro-batches.
+        CaptureError: if the loss of the batch is not a weighted sum of the losses of its micro-batches.
     """
     operands = [
         {**loss.states, **{name: part[place] for place, name in loss.names.items()}}
@@ -300,7 +302,7 @@ def loss_shares(losses: Sequence[LossReading], parts: Sequence[Sequence[Any]], s
         elif kind is Kind.COUNTED:
             counts = [float(part.count(here)) for part, here in zip(of_each, operands, strict=True) if part.count]
             found.append(_shares(counts))
-        else:  # it counts once in all, whatever the shares, as long as they add up to one
+        else:  # a constant counts once if the shares add up to one
             found.append([])
     shares = next((one for one in found if one), _shares([float(size) for size in sizes]))
     for other in found:

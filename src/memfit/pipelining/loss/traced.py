@@ -1,7 +1,7 @@
-"""A model and its loss as ops, for micro-batches of one size: what the loss is made of is read off them.
+"""A model and its loss as ops, for micro-batches of one size; the parts of the loss are read from these ops.
 
-The forward graph has calls as they are written; these may hide anything. Traced once more with fake tensors they are
-ops, of which it is known what they do. Nothing runs.
+The forward graph has calls as they are written, and a call may hide any op. A second trace with fake tensors turns the
+calls into ops with known meaning. Nothing runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TracedLoss:
 
     Attributes:
         graph: a placeholder for each of the model's tensors and the inputs.
-        leaves: for leaves of the inputs their placeholders.
+        leaves: for each leaf of the inputs, its placeholder.
         states: the model's tensors, by the names of their placeholders.
     """
 
@@ -43,7 +43,7 @@ class TracedLoss:
         return found
 
     def trained(self) -> frozenset[str]:
-        """Names of the placeholders of what receives a gradient."""
+        """Names of the placeholders of tensors that receive a gradient."""
         return frozenset(name for name, tensor in self.states.items() if tensor.requires_grad)
 
 
@@ -55,8 +55,8 @@ class TracedLosses:
         model: the model.
         loss_fn: the loss.
         leaves: the inputs of the batch.
-        spec: how leaves make up the inputs.
-        known: what is traced, by the number of samples.
+        spec: the tree of the inputs, to put the leaves together.
+        known: traced losses, by the number of samples.
     """
 
     model: nn.Module
@@ -66,7 +66,7 @@ class TracedLosses:
     known: dict[int, TracedLoss] = field(default_factory=dict)
 
     def of(self, samples: int, forward: tuple[ForwardGraph, Sequence[Any]] | None = None) -> TracedLoss:
-        """Model and loss on the first samples of the batch, or as they are traced on as many others (`forward`)."""
+        """Model and loss on the first samples of the batch, or as traced on the same number of others (`forward`)."""
         if samples not in self.known:
             self.known[samples] = trace_loss(*(forward or self._first(samples)))
         return self.known[samples]

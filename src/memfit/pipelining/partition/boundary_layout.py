@@ -1,9 +1,9 @@
-"""Tensors that cross a cut as they lie in memory, and gradients that lie otherwise than what they are gradients of.
+"""The layout of tensors that cross a cut, and of gradients with other strides than their tensors.
 
-Kernels look at strides, so a gradient that comes back has to be laid out as it would be without the cut. A compiled
-backward pass takes gradients laid out as its results are. Where these differ (a transposition between two layers
-does that), a stage returns its result flat, as the row of numbers that its memory is, takes the gradient as such a
-row, and reads that in the order in which the gradient lies. Both are views, so nothing is copied.
+Kernels depend on strides, so a gradient must have the same layout as without the cut. A compiled backward pass takes
+gradients in the layout of the stage's results. If the two layouts differ (because of a transposition between two
+layers, for example), a stage returns its result flat, as one row in memory order, takes the gradient as such a row, and
+reads the row in the order of the gradient's layout. Both are views, so nothing is copied.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def same_layout(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether two strides of a shape mean the same places in memory."""
+    """Whether two strides of a shape give the same places in memory."""
     return all(a == b for size, a, b in zip(shape, one, other, strict=True) if size > 1)
 
 
@@ -37,7 +37,7 @@ def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def flattened(tensor: torch.Tensor, gradient_stride: Sequence[int]) -> torch.Tensor:
-    """A dense tensor as the row of its memory; the gradient that comes back is read in the order of other strides."""
+    """A dense tensor as one row in memory order; its gradient, also a row, is read in the order of other strides."""
     flat: torch.Tensor = _Flattened.apply(tensor, _outermost_first(gradient_stride))
     return flat
 

@@ -1,7 +1,8 @@
 """Cost of each call of the forward graph, read from the profiled step of the whole model.
 
-AOTAutograd tells for each op of its graph which call it comes from, and gives an op of the backward pass the number of
-the forward op that it differentiates. Ops without a number, sums of gradients, count with the op before them.
+AOTAutograd records for each op of its graph the call from which the op comes, and gives an op of the backward pass the
+sequence number of the forward op that it differentiates. Ops without a number (sums of gradients) count with the op
+before them.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ def call_costs(forward: ForwardGraph, capture: Capture, graph: StepGraph) -> lis
 
     Args:
         forward: the model and its loss.
-        capture: of all of it as one stage.
+        capture: of the whole model as one stage.
         graph: its profiled step.
 
     Returns:
-        One for each of `forward.calls`.
+        One cost for each of `forward.calls`.
     """
     of = _calls_of(capture)
     names = [node.name for node in forward.calls]
@@ -64,7 +65,7 @@ def call_costs(forward: ForwardGraph, capture: Capture, graph: StepGraph) -> lis
 
 
 def often_used(forward: ForwardGraph) -> frozenset[str]:
-    """Parameters that train and that more than two calls read: where cuts lie tells how their gradients add up."""
+    """Trained parameters that more than two calls read: the cuts decide in which order their gradients are added."""
     uses = Counter(name for names in _states_of(forward).values() for name in names)
     return frozenset(name for name, count in uses.items() if count > 2 and forward.tensors[name].requires_grad)
 
@@ -77,7 +78,7 @@ def _states_of(forward: ForwardGraph) -> Mapping[str, frozenset[str]]:
 
 
 def _calls_of(capture: Capture) -> dict[int, str]:
-    """For each op of the step the call of the forward graph it belongs to."""
+    """For each op of the step, the call of the forward graph to which it belongs."""
     found: dict[int, str] = {}
     by_number: dict[int, str] = {}
     last: str | None = None

@@ -1,12 +1,12 @@
-"""Where a forward graph may be cut into stages, and what crosses each cut.
+"""The places where a forward graph may be cut into stages, and the tensors that cross each cut.
 
-A cut is a place between two calls. Every tensor made before it and read after it crosses; a tensor that is read
-further down is handed on by the stages between (the engine sends to the next stage only). Tensors made of nothing but
-constants, such as positions or a causal mask, do not cross: each stage that reads one makes it.
+A cut is a place between two calls. Every tensor that is produced before the cut and read after it crosses the cut; if
+only a later stage reads the tensor, the stages between hand it on (the engine sends to the next stage only). Tensors
+computed from constants only, such as positions or a causal mask, do not cross: each stage that reads one computes it.
 
-A place is no cut where that would not be exact or not be possible: inside `no_grad` or autocast, where something that
-crosses or its gradient is not dense in memory, where it is no tensor or shares memory with a tensor that crosses too or
-is written over later; and between calls that touch a buffer which the step writes over.
+A place is not a cut if a cut there is not exact or not possible: inside `no_grad` or autocast; if a value that crosses
+is not a tensor, is not dense in memory, has a gradient that is not dense, shares memory with another tensor that
+crosses, or is written over later; and between calls that touch a buffer which the step writes over.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OPERATORS_IN_PLACE = frozenset(
     {operator.setitem, operator.delitem}
     | {getattr(operator, name) for name in dir(operator) if name.startswith("i") and hasattr(operator, name[1:])}
 )
-"""`x[i] = y`, `x += y` and their kin."""
+"""`x[i] = y`, `x += y` and similar operators."""
 
 _REPEATABLE = frozenset(
     (
@@ -44,7 +44,7 @@ _REPEATABLE = frozenset(
         *("to", "float", "bool", "int", "long", "type_as", "masked_fill", "where", "cumsum", "cat", "stack", "repeat"),
     )
 )
-"""Names of calls that give the same every time."""
+"""Names of calls that give the same result every time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +52,10 @@ class Cut:
     """A place between two calls.
 
     Attributes:
-        position: how many calls come before it.
-        crossing: the tensors that cross, in the order in which they are made.
-        nbytes: their size.
-        gradient_strides: of the gradients of those of them that receive one.
+        position: number of calls before it.
+        crossing: the tensors that cross, in the order in which they are produced.
+        nbytes: size of these tensors.
+        gradient_strides: strides of the gradients of these tensors, for those that receive a gradient.
     """
 
     position: int
@@ -65,7 +65,7 @@ class Cut:
 
 
 def find_cuts(forward: ForwardGraph) -> list[Cut]:
-    """All places at which a forward graph may be cut, in order."""
+    """All cuts of a forward graph that are possible, in order."""
     calls = forward.calls
     place = {node: index for index, node in enumerate(calls)}
     constant = constant_calls(forward)
@@ -97,12 +97,13 @@ def find_cuts(forward: ForwardGraph) -> list[Cut]:
 
 
 def constant_calls(forward: ForwardGraph) -> frozenset[fx.Node]:
-    """Calls of which every stage that reads them may make its own: no input, parameter or random number has a part.
+    """Calls that each stage may compute for itself: they depend on no input, parameter or random number.
 
-    Only calls that are known to give the same every time are; any other crosses, which is always right.
+    Only calls that are known to give the same result every time are constant; other results cross, which is always
+    right.
     """
     constant: set[fx.Node] = set()
-    shared = _written_over(forward.calls)  # what is written over is not the same for every reader
+    shared = _written_over(forward.calls)  # a storage that is written over is not the same for every reader
     for node in forward.calls:
         value = node.meta.get("example_value")
         if not isinstance(value, torch.Tensor) or value.requires_grad or _name(node) not in _REPEATABLE:
@@ -113,7 +114,7 @@ def constant_calls(forward: ForwardGraph) -> frozenset[fx.Node]:
 
 
 def _is_unneeded(node: fx.Node) -> bool:
-    """Whether a call that gives nothing to anybody may be anywhere: it counts uses, checks, or is left over."""
+    """Whether a call without users may be at any place: it counts API uses, asserts, or is a leftover."""
     return _name(node) in ("log_api_usage_once", "assert") or _name(node) in _REPEATABLE
 
 
@@ -122,14 +123,14 @@ def _name(node: fx.Node) -> str:
 
 
 def _gradient_strides(forward: ForwardGraph) -> dict[fx.Node, tuple[int, ...]]:
-    """How the gradients of calls' results are laid out in memory.
+    """The strides of the gradients of calls' results.
 
-    Dynamo's fake tensors know how they were made, so a fake backward pass tells.
+    Dynamo's fake tensors have autograd graphs, so a fake backward pass gives the strides.
     """
     loss = forward.loss.meta["example_value"]
     made = {node: node.meta.get("example_value") for node in forward.calls}
     values = {n: v for n, v in made.items() if isinstance(v, torch.Tensor) and v.requires_grad}
-    # Formulas of gradients make tensors of their own, zeros say; these must be fake too.
+    # Formulas of gradients create tensors of their own, such as zeros; these must be fake too.
     with detect_fake_mode(loss) or nullcontext(), strides_of_kernels():
         gradients = torch.autograd.grad(loss, list(values.values()), allow_unused=True, retain_graph=True)
     found = zip(values, gradients, strict=True)
@@ -141,7 +142,7 @@ def _can_cross(value: Any) -> bool:
 
 
 def _written_over(calls: Sequence[fx.Node]) -> dict[int, int]:
-    """For storages that a call writes over the last such call."""
+    """For each storage that calls write over, the last of these calls."""
     last: dict[int, int] = {}
     for index, node in enumerate(calls):
         for written in _written(node):
@@ -164,7 +165,7 @@ def _written(node: fx.Node) -> list[fx.Node]:
 
 
 def _touching(forward: ForwardGraph, written_over: Mapping[int, int]) -> list[tuple[int, int]]:
-    """The first and the last call that touch a buffer which the step writes over: they need the same copy of it."""
+    """The first and last call that touch a buffer which the step writes over: both need the same copy of the buffer."""
     buffers = {node.meta["example_value"].untyped_storage()._cdata for node in forward.states} & set(written_over)
     touched: dict[int, list[int]] = {}
     for index, node in enumerate(forward.calls):
@@ -176,7 +177,7 @@ def _touching(forward: ForwardGraph, written_over: Mapping[int, int]) -> list[tu
 
 
 def _closed(calls: Sequence[fx.Node]) -> list[bool]:
-    """For each position whether it lies between calls that switch something on and off, autograd or autocast say."""
+    """For each position, whether it is between calls that switch a mode on and off, such as autograd or autocast."""
     closed = [False] * (len(calls) + 1)
     depth = 0
     grad_enabled = True
@@ -190,7 +191,7 @@ def _closed(calls: Sequence[fx.Node]) -> list[bool]:
         elif name in ("_set_grad_enabled", "set_grad_enabled"):
             grad_enabled = bool(node.args[0])
         elif not node.users and not _written(node) and not _is_unneeded(node):
-            unknown.append(index)  # it gives nothing to anybody, so it is there for what it changes
+            unknown.append(index)  # nothing reads its result, so it is there for a side effect
         closed[index + 1] = depth > 0 or not grad_enabled
     if unknown:
         closed[unknown[0] + 1 : unknown[-1] + 1] = [True] * (unknown[-1] - unknown[0])

@@ -1,10 +1,10 @@
 """The forward pass of a whole model and its loss as one graph of calls, which can be cut into stages.
 
 Dynamo traces the unmodified module with fake tensors, on one micro-batch; nothing runs. Its graph has one placeholder
-for each parameter, buffer and input, and calls at the level at which the model was written, so a part of it is a module
-again, which can be captured and planned like any other.
+for each parameter, buffer and input, and calls at the level of the model's source code, so a part of the graph is again
+a module, which can be captured and planned like any other module.
 
-Known limits: the model and its loss must be one graph; what breaks it is named.
+Known limits: the model and its loss must be one graph; an error names the code that breaks the graph.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class ForwardGraph:
 
     Attributes:
         graph: placeholders, calls and one output: the loss.
-        states: for placeholders of parameters, buffers and other tensors of the model their names; a tensor that has
-            several names has the first.
-        tensors: the tensors of those names.
-        inputs: for placeholders of inputs their places among the leaves of `flatten_inputs`.
+        states: for each placeholder of a parameter, buffer or other tensor of the model, the tensor's name; the first
+            name if a tensor has several.
+        tensors: the tensors with those names.
+        inputs: for each placeholder of an input, its place among the leaves of `flatten_inputs`.
     """
 
     graph: fx.Graph
@@ -83,21 +83,21 @@ def loss_of(
 
 
 def flatten_inputs(args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """All inputs of a step as a list of leaves, and how to put them together again."""
+    """All inputs of a step as a list of leaves, and the tree to put them together again."""
     return pytree.tree_flatten((list(args), dict(kwargs), target))
 
 
 def capture_forward(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, loss_fn: PipelineLoss | None
 ) -> ForwardGraph:
-    """Traces model and loss. Changes nothing.
+    """Traces a model and its loss; leaves the model unchanged.
 
     Args:
         model: in training mode.
         args: positional inputs of one micro-batch.
         kwargs: keyword inputs.
-        target: what the loss takes beside the output, None for nothing.
-        loss_fn: the loss; without it the output's own `loss` is taken.
+        target: second argument of the loss, after the output; None if the loss takes only the output.
+        loss_fn: the loss; without it the loss is the output's own `loss`.
 
     Returns:
         The graph.

@@ -1,10 +1,10 @@
-"""Cuts a forward graph into stages: modules that take what crosses one cut and return what crosses the next.
+"""Cuts a forward graph into stages: modules that take the tensors of one cut and return the tensors of the next cut.
 
-A stage shares the model's own parameters and buffers, under their names in the model, so an optimizer or a
-`state_dict` of the model goes on working. Stages read the step's inputs themselves; only what the model computes
-crosses. A tensor that only passes through a stage is not given to its module: the engine hands it on. One that is read
-and passes through is copied by the module, as its last call, so that gradients from further down are the first to be
-added, as they would be.
+A stage shares the model's own parameters and buffers, under their names in the model, so an optimizer or a `state_dict`
+of the model still works. Stages read the step's inputs directly; only results of the model's calls cross cuts. A tensor
+that only passes through a stage is not given to its module: the engine hands it on. A tensor that the stage reads and
+also hands on is copied by the module, as its last call, so that gradients from later stages are added first, as in the
+unpipelined step.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Crossing:
     """A tensor that crosses a cut.
 
     Attributes:
-        name: of the call that makes it.
+        name: of the call that produces it.
         shape: its sizes.
-        stride: its strides; it is dense.
+        stride: its strides; the tensor is dense.
         dtype: of its elements.
-        requires_grad: whether a gradient comes back.
-        gradient_stride: the strides of that.
+        requires_grad: whether it receives a gradient.
+        gradient_stride: strides of its gradient.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Crossing:
 
     @property
     def is_flat(self) -> bool:
-        """Whether a stage returns it, and takes its gradient, as a row of numbers.
+        """Whether a stage returns the tensor, and takes its gradient, as one row in memory order.
 
         See `memfit.pipelining.partition.boundary_layout`.
         """
@@ -54,15 +54,15 @@ class Crossing:
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """Size of the tensor in bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def empty(self, device: torch.device) -> torch.Tensor:
-        """Memory for it."""
+        """Allocates memory for the tensor."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
     def empty_gradient(self, device: torch.device) -> torch.Tensor:
-        """Memory for its gradient."""
+        """Allocates memory for the gradient."""
         return torch.empty_strided(self.shape, self.gradient_stride, dtype=self.dtype, device=device)
 
 
@@ -72,14 +72,14 @@ class Stage:
 
     Attributes:
         index: its place, from 0.
-        module: takes the `taken` ones of `arriving`, then the `leaves` of the step's inputs; returns the ones of
-            `leaving` that are not handed on, flat where they are so, or of the last stage the loss.
-        arriving: what crosses the cut before it.
-        leaving: what crosses the cut after it.
-        taken: places in `arriving` of what the module takes.
-        handed_on: for each of `leaving` its place in `arriving` if it only passes through, else None.
-        leaves: places among the leaves of the step's inputs of what the module takes.
-        states: names of the parameters, buffers and other tensors of the model that it has.
+        module: takes the tensors of `arriving` at `taken`, then the `leaves` of the step's inputs; returns the tensors
+            of `leaving` that are not handed on, flattened if `is_flat`; the module of the last stage returns the loss.
+        arriving: tensors that cross the cut before it.
+        leaving: tensors that cross the cut after it.
+        taken: places in `arriving` of the tensors that the module takes.
+        handed_on: for each tensor of `leaving`, its place in `arriving` if it only passes through, else None.
+        leaves: places of the module's inputs among the leaves of the step's inputs.
+        states: names of the model's parameters, buffers and other tensors that the stage reads.
     """
 
     index: int
@@ -97,10 +97,10 @@ def cut_into_stages(forward: ForwardGraph, cuts: Sequence[Cut]) -> list[Stage]:
 
     Args:
         forward: the model and its loss.
-        cuts: one less than there are stages, in order.
+        cuts: one fewer than stages, in order.
 
     Returns:
-        The stages, which together do what the forward graph does.
+        The stages, which together compute the forward graph.
     """
     calls = forward.calls
     constant = constant_calls(forward)
@@ -116,7 +116,7 @@ def cut_into_stages(forward: ForwardGraph, cuts: Sequence[Cut]) -> list[Stage]:
 
 
 def example_inputs(stage: Stage, leaves: Sequence[Any], device: torch.device) -> list[Any]:
-    """Example inputs of a stage's module, with newly allocated tensors in place of those that arrive."""
+    """Example inputs of a stage's module, with newly allocated tensors in place of the arriving ones."""
     taken = []
     for place in stage.taken:
         crossing = stage.arriving[place]
@@ -166,7 +166,7 @@ def _stage(
 
 
 def _returned(graph: fx.Graph, made: fx.Node, crossing: Crossing) -> fx.Node:
-    """Node that a stage's graph returns for a tensor that leaves, flattened where its crossing is flat."""
+    """Node that a stage's graph returns for a tensor that leaves, flattened if its crossing is flat."""
     if not crossing.is_flat:
         return made
     flat = graph.call_function(flattened, (made, crossing.gradient_stride))
@@ -176,7 +176,7 @@ def _returned(graph: fx.Graph, made: fx.Node, crossing: Crossing) -> fx.Node:
 
 
 def _with_constants(own: Sequence[fx.Node], made: set[fx.Node], arriving: set[fx.Node]) -> list[fx.Node]:
-    """A stage's calls and the constant ones they read, in an order in which each comes after what it reads."""
+    """A stage's calls and the constant calls they read, in an order in which each call comes after its operands."""
     order: dict[fx.Node, None] = {}
 
     def visit(node: fx.Node) -> None:

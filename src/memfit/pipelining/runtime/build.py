@@ -1,7 +1,7 @@
-"""From the plan of a pipeline to the stages that one process runs.
+"""Builds the stages that one process runs from the plan of a pipeline.
 
-Every process traces and cuts the model itself, and compares what it gets with what was planned before anything runs.
-The process that planned goes on with what it captured for that.
+Every process traces and cuts the model itself, and compares the stages with the planned ones before anything runs. The
+process that planned uses the captures that it made for planning.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _MEND = "; give every process the same model, loss and shapes of inputs, or make
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledStage:
-    """Compiled calls that run a stage, one for each micro-batch.
+    """Compiled calls that run one stage, a call for each micro-batch.
 
     Attributes:
-        each: for each micro-batch the stage, made for its size, and what runs its module by its plan.
-        later: where these leave the second parts of backward passes.
+        each: for each micro-batch, the stage for its size and the call that runs the module by its plan.
+        later: list to which these calls add the second parts of backward passes.
     """
 
     each: tuple[tuple[Stage, StageCall], ...]
@@ -69,14 +69,14 @@ def capture_stages(
     mine: Sequence[int],
     device: torch.device,
 ) -> dict[int, CompiledStage]:
-    """Captures stages as they were captured when they were planned, and compiles them.
+    """Captures stages in the same way as for planning, and compiles them.
 
     Args:
-        plan: what to run.
-        forwards: model and loss as traced on the first micro-batch, with its inputs; and on the last one, if that has
+        plan: the plan to run.
+        forwards: model and loss, traced on the first micro-batch, with its inputs; and on the last one, if it has
             another size.
         mine: the stages that this process runs.
-        device: where.
+        device: device on which the stages run.
 
     Returns:
         The stages, by number.
@@ -97,10 +97,11 @@ def capture_stages(
 
 
 def compile_stage(sizes: Sequence[tuple[Stage, Capture, StageProgram]], num_microbatches: int) -> CompiledStage:
-    """Compiles a stage; nothing runs before its first micro-batch.
+    """Compiles a stage; runs nothing before the first micro-batch.
 
     Args:
-        sizes: stage, capture and program for the size of all micro-batches; and for that of the last, if it is another.
+        sizes: stage, capture and program for the size of the micro-batches; and for the size of the last one, if it
+            differs.
         num_microbatches: of a batch.
     """
     runs: list[tuple[Stage, StageCall]] = []
@@ -119,12 +120,12 @@ def engine_stages(
     stream: RandomStream | None,
     group: dist.ProcessGroup | None = None,
 ) -> dict[int, EngineStage]:
-    """Stages as the engine drives them.
+    """The stages that the engine runs.
 
     Args:
-        plan: what to run.
+        plan: the plan to run.
         compiled: the stages that run here, by number.
-        device: where.
+        device: device on which the stages run.
         stream: of random numbers.
         group: the processes of the pipeline; None for all.
     """
@@ -138,10 +139,10 @@ def engine_stages(
 def _capture_planned(
     plan: PipelinePlan, stage: Stage, program: StageProgram, leaves: Sequence[Any], device: torch.device
 ) -> Capture:
-    """Captures a stage as it was captured when it was planned.
+    """Captures a stage in the same way as for planning.
 
     Raises:
-        PlanMismatchError: if it is another step.
+        PlanMismatchError: if the captured step is not the planned one.
     """
     args = example_inputs(stage, leaves, device)
     separate: Mapping[str, None] = dict.fromkeys(program.separated)

@@ -1,8 +1,8 @@
 """Runs a schedule on PyTorch's pipelining engine.
 
 The engine executes any order of passes and transfers (`_PipelineScheduleRuntime`, private but the same since torch
-2.10); it gets the one that memory was planned for. Schedules beyond GPipe and 1F1B are the engine's own: their orders
-are asked of its classes.
+2.10); it gets the order for which memory was planned. Schedules other than GPipe and 1F1B are the engine's own: their
+orders come from its classes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SCHEDULES = {
     "interleaved-zero-bubble": 2,
     "zero-bubble-v": 2,
 }
-"""Names of schedules and how many stages a device has."""
+"""Names of schedules, each with the number of stages per device."""
 
 _ENGINE = {
     "interleaved-1f1b": "Interleaved1F1B",
@@ -60,11 +60,11 @@ def make_schedule(name: str, num_devices: int, num_microbatches: int) -> Schedul
 
     Args:
         name: one of `SCHEDULES`.
-        num_devices: how many devices work together.
-        num_microbatches: into how many parts the batch is cut.
+        num_devices: number of devices.
+        num_microbatches: number of parts into which the batch is cut.
 
     Raises:
-        SpecError: if there is none of that name, or it cannot do with so few micro-batches.
+        SpecError: if there is no schedule of that name, or it cannot run this number of micro-batches.
     """
     if name == "gpipe":
         return gpipe(num_devices, num_microbatches)
@@ -109,7 +109,7 @@ def _from_engine(name: str, num_devices: int, num_microbatches: int, per_device:
 
 
 def runtime(schedule: Schedule, stages: Sequence[_PipelineStageBase], *, loss_fn: Any = None) -> Any:
-    """The engine, ready to run a schedule with this process's stages; losses are weighted unless a loss is given."""
+    """The engine, ready to run a schedule with this process's stages; weights the losses unless `loss_fn` is given."""
     logging.getLogger(engine.__name__).setLevel(logging.CRITICAL)  # it logs whole schedules with an error that we raise
     made = engine._PipelineScheduleRuntime(
         list(stages), schedule.num_microbatches, loss_fn=_weighted, scale_grads=False
@@ -124,7 +124,7 @@ def runtime(schedule: Schedule, stages: Sequence[_PipelineStageBase], *, loss_fn
 
 
 def _as_engine_writes(task: Task) -> str:
-    """Such as `2F0`, or `2RECV_B0` for what the backward pass takes."""
+    """A task in the engine's notation, such as `2F0`, or `2RECV_B0` for the receive of a backward pass."""
     if isinstance(task, Action):
         return str(task)
     kind = "SEND" if isinstance(task, Send) else "RECV"
@@ -139,15 +139,15 @@ def step_microbatches(
 
     Args:
         made: the engine of `runtime`.
-        stages: this process's.
+        stages: of this process.
         leaves: for each micro-batch the leaves of the step's inputs.
-        weights: for each micro-batch what its loss counts.
+        weights: for each micro-batch the weight of its loss.
 
     Returns:
         The weighted losses, if this process has the last stage.
     """
     losses: list[torch.Tensor] = []
-    # A step that failed leaves its losses and transfers behind, and the engine would go on with them.
+    # A failed step leaves its losses and transfers behind, and the engine would use them in the next step.
     for left in (made._internal_losses, made.fwd_recv_ops, made.bwd_recv_ops):
         left.clear()
     for stage in stages:

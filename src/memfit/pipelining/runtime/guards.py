@@ -1,8 +1,8 @@
-"""Properties that a pipeline was planned for and that a caller may change between two steps.
+"""Properties on which a pipeline's plan depends and which a caller may change between two steps.
 
-Stages run without Dynamo, and so without its guards. So what the model's code may look at is compared at every step:
-which modules and parameters there are, what is frozen, hooks, training mode, plain attributes such as a dropout's
-probability, autocast. A model that changed is planned anew.
+Stages run without Dynamo, so without its guards. Therefore each step compares the properties that the model's code may
+read: its modules and parameters, frozen parameters, hooks, training mode, plain attributes such as a dropout's
+probability, autocast. A changed model is planned again.
 
 Known limits: values inside lists and dicts of a module, and globals, are not compared.
 """
@@ -19,7 +19,7 @@ from torch import nn
 __all__ = ["pipeline_signature"]
 
 _PLAIN = (bool, int, float, str, type(None))
-_OWN = frozenset({dict, OrderedDict, set})  # of what every module has, sorted out quickly
+_OWN = frozenset({dict, OrderedDict, set})  # types of attributes that every module has, skipped quickly
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -44,7 +44,7 @@ def pipeline_signature(model: nn.Module, leaves: Sequence[Any]) -> tuple[Any, ..
 
 
 def _of_module(module: nn.Module) -> tuple[Any, ...]:
-    """Written for speed: a network has hundreds of modules, and a step may take milliseconds."""
+    """Properties of one module. Written for speed: a network has hundreds of modules, a step may take milliseconds."""
     attributes = vars(module)
     plain = [item for item in attributes.items() if type(item[1]) not in _OWN and isinstance(item[1], _PLAIN)]
     hooks = [len(attributes[name]) for name in _HOOKS if name in attributes]

@@ -1,6 +1,6 @@
-"""Runs one device's part of a schedule alone, with made-up tensors in place of what other devices send.
+"""Runs one device's part of a schedule alone, with made-up tensors in place of the tensors from other devices.
 
-So the peak of every device can be measured where there is only one, exactly and before any training step.
+So the peak of every device can be measured on a single device, exactly and before any training step.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ def run_alone(
     leaves: Sequence[Sequence[Any]],
     weights: Sequence[torch.Tensor],
 ) -> None:
-    """Runs what a device does in a step.
+    """Runs the passes of one device in a step.
 
     Args:
-        order: what it does, in order.
-        stages: its stages by number.
+        order: tasks of the device, in order.
+        stages: stages of the device, by number.
         leaves: for each micro-batch the leaves of the step's inputs.
-        weights: for each micro-batch what its loss counts.
+        weights: for each micro-batch the weight of its loss.
     """
     losses: dict[int, torch.Tensor] = {}
     for stage in stages.values():
@@ -65,7 +65,7 @@ def run_alone(
 
 
 def _receive(stage: EngineStage, taker: Action) -> None:
-    """Makes something up for a pass that takes what another device sends; random states are those there are."""
+    """Makes up the tensors that a pass takes from another device; random states are the current ones."""
     part, _ = stage.runs[taker.microbatch]
     room: Sequence[torch.Tensor | None]
     if taker.what is Pass.FORWARD:

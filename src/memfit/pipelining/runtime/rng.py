@@ -1,8 +1,9 @@
-"""Which random numbers a micro-batch gets: the same whatever the schedule, and however many stages there are.
+"""Random numbers of a micro-batch: the same for every schedule and every number of stages.
 
-The state of the generator travels with a micro-batch from stage to stage, as one more tensor that crosses the cuts. So
-its dropout masks are those of the unpipelined model run on that micro-batch. A single micro-batch starts from the
-generator as it is, and leaves it as the unpipelined step would; several start from seeds drawn from it.
+The state of the generator goes with a micro-batch from stage to stage, as one more tensor that crosses the cuts. So the
+dropout masks of a micro-batch are those of the unpipelined model run on it. A single micro-batch starts from the
+current state of the generator, and leaves the same state as the unpipelined step; several micro-batches start from
+seeds drawn from the generator.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ class RandomStream:
     """The random numbers of the steps of one process.
 
     Args:
-        device: whose generator is used.
-        num_microbatches: of a step.
+        device: device whose generator is used.
+        num_microbatches: number of micro-batches of a step.
     """
 
     def __init__(self, device: torch.device, num_microbatches: int) -> None:
@@ -46,9 +47,9 @@ class RandomStream:
             torch.set_rng_state(state)
 
     def share(self, source: int, group: dist.ProcessGroup | None = None) -> None:
-        """Leaves the generator of every process as it is on one: a step of one micro-batch draws from it.
+        """Sets the generator of every process to the state of one process: a step of one micro-batch draws from it.
 
-        With several, the first stage has drawn seeds, and its generator counts.
+        With several micro-batches, the first stage has drawn the seeds, so its generator is the source.
         """
         state = self.state().to(self.device)
         dist.broadcast(state, group=group, group_src=source if self.num_microbatches == 1 else 0)
@@ -68,11 +69,11 @@ class RandomStream:
 
         Args:
             microbatch: its number.
-            arrived: the state that came with it; None at the first stage.
+            arrived: the state that arrived with the micro-batch; None at the first stage.
             last: whether this is the last stage.
 
         Yields:
-            A list that holds the state afterwards, when it is over.
+            A list that holds the new state after the pass.
         """
         before = self.state()
         if arrived is not None:

@@ -1,14 +1,15 @@
-"""Messages that a process has sent to others, held until they have arrived.
+"""Messages that a process has sent to other processes, held until they have arrived.
 
-A send takes as long as the receiver lets it, and what is sent stays in memory until then. Were it let go when it
-happens to have arrived, the peak of a step would be another each time. So a message is held through the pass that
-follows it, unless that one takes the answer, and before anything more is received or run the process waits until it has
-arrived. What a device holds is then a matter of its schedule alone, and can be planned and proved.
+The receiver decides how long a send takes, and the sent tensors stay in memory until it ends. If a message were freed
+at the moment when it happens to arrive, the peak would differ from step to step. So a message is held through the pass
+that follows it, unless this pass takes the answer to the message; before the process receives or runs anything more, it
+waits until the message has arrived. The memory of a device then depends on its schedule alone, and can be planned and
+proved.
 
-Nobody waits for ever (`memfit.planner.pipeline.schedule.with_transfers`): a send and its receive are put into the
-orders of two processes at one moment, and a process waits here only before what comes later in its own.
+There is no deadlock (`memfit.planner.pipeline.schedule.with_transfers`): a send and its receive are put into the orders
+of two processes at one moment, and a process waits here only before later tasks of its own order.
 
-Known limits: never run with NCCL, where only the stream waits.
+Known limits: it has never been run with NCCL, where only the stream waits.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ class _Message:
     """Message in flight.
 
     Attributes:
-        after: how many passes had begun when it was sent.
+        after: number of passes that had begun when it was sent.
         answer: stage and micro-batch of the backward pass that takes the receiver's answer; None if there is none.
-        tensors: what was sent.
-        sends: what tells that it has arrived.
+        tensors: the sent tensors.
+        sends: requests to wait for until the message has arrived.
     """
 
     after: int
@@ -42,7 +43,7 @@ class _Message:
     sends: Sequence[dist.Work]
 
     def wait(self) -> None:
-        """Waits until it has arrived."""
+        """Waits until the message has arrived."""
         for send in self.sends:
             send.wait()
 
@@ -65,26 +66,26 @@ class Outbox:
         """Sends dense tensors, as rows of memory.
 
         Args:
-            tensors: what is sent.
-            rank: to whom, by its number among all processes.
+            tensors: the tensors to send.
+            rank: the receiver, by its global rank.
             group: the pipeline's processes; None for the default group.
-            answer: stage and micro-batch of the backward pass for which the receiver sends something back.
+            answer: stage and micro-batch of the backward pass that takes the receiver's answer.
         """
         sends = [dist.P2POp(dist.isend, in_memory_order(tensor), rank, group) for tensor in tensors]
-        # As the engine posts receives: with NCCL both sides must take the same way.
+        # Posted in the same way as the engine posts receives: NCCL requires this of both sides.
         self._hold(tensors, engine._batch_p2p(sends), answer)
 
     def hold(self, tensors: Sequence[torch.Tensor], *, answer: tuple[int, int] | None = None) -> None:
-        """Holds tensors as long as if they were sent."""
+        """Holds tensors for as long as a send would hold them."""
         self._hold(tensors, (), answer)
 
     def begin_pass(self) -> None:
-        """Counts a pass, which finds only what was sent after the last one."""
+        """Counts a pass; at its start, only messages sent after the previous pass began are still held."""
         self.let_go()
         self._passes += 1
 
     def let_go(self, answer: tuple[int, int] | None = None) -> None:
-        """Waits for what was sent before the last pass, and for that to which there is an answer now; then drops it."""
+        """Waits for messages sent before the last pass, and for the one that is answered now; then drops them."""
         left = []
         for message in self._messages:
             if message.after < self._passes or (answer is not None and message.answer == answer):
@@ -94,13 +95,13 @@ class Outbox:
         self._messages = left
 
     def finish(self) -> None:
-        """Waits until everything has arrived."""
+        """Waits until all messages have arrived."""
         for message in self._messages:
             message.wait()
         self.clear()
 
     def clear(self) -> None:
-        """Forgets a step that did not end."""
+        """Drops the messages of a step that did not end."""
         self._messages = []
 
     def _hold(

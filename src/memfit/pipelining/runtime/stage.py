@@ -1,13 +1,13 @@
-"""A stage as PyTorch's pipelining engine drives it: what it receives, runs, sends and holds.
+"""A stage for PyTorch's pipelining engine: it receives, runs, sends and holds tensors.
 
-The engine's schedules call a stage for each micro-batch; its own `PipelineStage` holds memory that a plan cannot
-afford: receive buffers for all micro-batches of all time, and every result it sent until the backward pass. Here a
-buffer exists from the moment it is received into, a result is held until it has arrived
-(`memfit.pipelining.runtime.send_queue`), and what autograd needs is what the stage's plan keeps. Only the data is
-handled here; who does what when is up to the engine.
+The engine's schedules call a stage for each micro-batch; the engine's own `PipelineStage` holds memory that a plan
+cannot afford: receive buffers for all micro-batches during the whole step, and every sent result until the backward
+pass. Here a receive buffer exists only from the start of its receive, a result is held until it has arrived
+(`memfit.pipelining.runtime.send_queue`), and autograd saves only the tensors that the stage's plan saves. This module
+handles the data only; the engine decides the order of passes.
 
-What crosses a cut and only passes through a stage never enters its module, and is held no longer than what it sends;
-neither is its gradient.
+A tensor that only passes through a stage never enters its module, and is held no longer than the stage's own sent
+results. The same is true of its gradient.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from memfit.runtime.deferred_backward import Later
 __all__ = ["EngineStage"]
 
 StageCall = Callable[..., Any]
-"""Takes what the stage's module takes, and returns what that does."""
+"""A call with the arguments and results of the stage's module."""
 
 
 class _Root(torch.autograd.Function):
-    """One scalar from which the backward pass of a stage starts, so that nobody holds the results or their gradients.
+    """The scalar from which a stage's backward pass starts, so that nothing else holds the results or their gradients.
 
-    `waiting` is filled with the gradients right before; autograd then owns them, and frees each after its last use.
+    `waiting` is filled with the gradients just before the backward pass; autograd then owns them, and frees each
+    gradient after its last use.
     """
 
     @staticmethod
@@ -50,7 +51,7 @@ class _Root(torch.autograd.Function):
 
 
 class _InFlight:
-    """Tensors that a stage holds of a micro-batch in flight, between its passes."""
+    """Tensors that a stage holds for a micro-batch in flight, between its passes."""
 
     __slots__ = ("arrived", "root", "waiting")
 
@@ -69,13 +70,13 @@ class EngineStage(_PipelineStageBase):
     """A stage of the pipeline.
 
     Args:
-        runs: for each micro-batch the stage, made for its size, and what runs its module by its plan.
-        num_stages: of the pipeline.
-        device: on which it runs.
-        outbox: for what the stages of this process send.
-        group: of the pipeline's processes; None for the default one.
-        random_stream: which random numbers each micro-batch gets; None if the model takes none.
-        later: where `runs` leave the second parts of backward passes (`memfit.runtime.deferred_backward`).
+        runs: for each micro-batch, the stage for its size and the call that runs the module by its plan.
+        num_stages: number of stages of the pipeline.
+        device: device on which the stage runs.
+        outbox: outbox for all stages of this process.
+        group: group of the pipeline's processes; None for the default group.
+        random_stream: random numbers of each micro-batch; None if the model draws none.
+        later: list to which `runs` add the second parts of backward passes (`memfit.runtime.deferred_backward`).
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class EngineStage(_PipelineStageBase):
         self.to_return: dict[int, tuple[torch.Tensor | None, ...]] = {}
         self.in_flight: dict[int, _InFlight] = {}
 
-    # What the engine prepares for stages of its own: nothing is needed, as everything is known before.
+    # Hooks in which the engine prepares its own stages: nothing to do here, as shapes and buffers are known before.
 
     def _prepare_forward_infra(self, num_microbatches: int, *rest: Any, **more: Any) -> Any:
         self.chunks = num_microbatches
@@ -115,11 +116,11 @@ class EngineStage(_PipelineStageBase):
         return ()
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        connects = self.group_size > 1 and dist.get_backend(self.group) != "gloo"  # which is connected from the start
+        connects = self.group_size > 1 and dist.get_backend(self.group) != "gloo"  # gloo is connected from the start
         return super()._get_init_p2p_neighbors_ops() if connects else []
 
     def clear_runtime_states(self) -> None:
-        """Forgets a step that did not end."""
+        """Drops the state of a step that did not end."""
         for held in (self.arriving, self.to_send, self.returning, self.to_return, self.in_flight, self.deferred):
             held.clear()
         self.later.clear()
@@ -129,13 +130,13 @@ class EngineStage(_PipelineStageBase):
     # Transfers.
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Makes room for what arrives and asks for it."""
+        """Allocates buffers for arriving results, and returns the ops that receive into them."""
         if self.is_first:
             return []
         return [self._receive(t, self.stage_index - 1) for t in self.room_for_results(fwd_chunk_id)]
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Sends what leaves; nothing is left for the engine to do."""
+        """Sends the results; nothing is left for the engine to do."""
         if not self.is_last:
             to = self._rank_of(self.stage_index + 1)
             sent = self.to_send.pop(fwd_chunk_id)
@@ -143,7 +144,7 @@ class EngineStage(_PipelineStageBase):
         return []
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Makes room for gradients and asks for them."""
+        """Allocates buffers for gradients, and returns the ops that receive into them."""
         if self.is_last or not self.has_backward:
             return []
         room = self.room_for_gradients(bwd_chunk_id)
@@ -157,29 +158,29 @@ class EngineStage(_PipelineStageBase):
         return []
 
     def room_for_results(self, microbatch: int) -> Sequence[torch.Tensor]:
-        """Makes room for what arrives."""
+        """Allocates buffers for arriving results."""
         self.outbox.let_go()
         stage, _ = self.runs[microbatch]
         self.arriving[microbatch] = (*(c.empty(self.device) for c in stage.arriving), *self.random_states())
         return self.arriving[microbatch]
 
     def room_for_gradients(self, microbatch: int) -> Sequence[torch.Tensor | None]:
-        """Makes room for the gradients of what left, none where none is needed."""
+        """Allocates buffers for the gradients of sent results; None for a result without gradient."""
         self.outbox.let_go(answer=(self.stage_index, microbatch))
         stage, _ = self.runs[microbatch]
         self.returning[microbatch] = [c.empty_gradient(self.device) if c.requires_grad else None for c in stage.leaving]
         return self.returning[microbatch]
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        """Takes what leaves the stage before, on the same device."""
+        """Takes the results of the previous stage, on the same device."""
         self.arriving[mb_index] = tuple(t.detach() for t in prev_stage_outputs)
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[torch.Tensor | None, ...]:
-        """Gradients for the stage before, on the same device."""
+        """Gradients for the previous stage, on the same device."""
         return self.to_return.pop(mb_index)
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int) -> None:
-        """Takes gradients from the stage after, on the same device."""
+        """Takes gradients from the next stage, on the same device."""
         self.returning[mb_index] = list(next_stage_bwd_outputs)
 
     def _receive(self, tensor: torch.Tensor, source: int) -> dist.P2POp:
@@ -190,7 +191,7 @@ class EngineStage(_PipelineStageBase):
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
     def random_states(self) -> list[torch.Tensor]:
-        """Room for the random state that travels with a micro-batch, if one does."""
+        """Buffer for the random state that goes with a micro-batch; empty if the model draws no random numbers."""
         return [] if self.random_stream is None else [self.random_stream.state().to(self.device)]
 
     # Compute.
@@ -238,7 +239,7 @@ class EngineStage(_PipelineStageBase):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """Runs the backward pass of a micro-batch, or the part of it that the stage before waits for."""
+        """Runs the backward pass of a micro-batch, or the part for which the previous stage waits."""
         if not self.has_backward:
             return
         self.outbox.begin_pass()
@@ -257,7 +258,7 @@ class EngineStage(_PipelineStageBase):
         if root is not None:
             root.backward()
         if self.is_last:
-            loss.detach_()  # the engine keeps all losses, and with their graphs it would keep what arrived
+            loss.detach_()  # the engine keeps all losses; their graphs would keep the arrived tensors
         if not self.is_first:
             self.to_return[bwd_chunk_id] = _gradients(stage, held.arrived, passing, self.device)
         self.deferred[bwd_chunk_id] = list(self.later)
@@ -266,7 +267,7 @@ class EngineStage(_PipelineStageBase):
             self._run_deferred(bwd_chunk_id)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """Runs what is left of the backward pass of a micro-batch."""
+        """Runs the deferred part of the backward pass of a micro-batch."""
         self.outbox.begin_pass()
         self._run_deferred(bwd_chunk_id)
 
@@ -276,7 +277,7 @@ class EngineStage(_PipelineStageBase):
 
 
 def _shaped(result: torch.Tensor, crossing: Crossing) -> torch.Tensor:
-    """Tensor that a stage returned or passed on, in the layout that the next stage takes."""
+    """A tensor that a stage returned or handed on, in the layout that the next stage takes."""
     if result.dim() != len(crossing.shape):
         return result.detach().as_strided(crossing.shape, crossing.stride)
     if same_layout(crossing.shape, result.stride(), crossing.stride):
@@ -285,12 +286,12 @@ def _shaped(result: torch.Tensor, crossing: Crossing) -> torch.Tensor:
 
 
 def _as_returned(gradient: torch.Tensor | None, crossing: Crossing) -> torch.Tensor | None:
-    """A gradient as the backward pass of what was returned takes it."""
+    """A gradient in the form that the backward pass of the returned tensor takes: flat if the crossing is flat."""
     return in_memory_order(gradient) if crossing.is_flat and gradient is not None else gradient
 
 
 def _differentiated(stage: Stage) -> list[int]:
-    """Places in what leaves of what the module made and a gradient comes back for."""
+    """Places among the leaving tensors of those that the module computes and that receive a gradient."""
     leaving = zip(stage.leaving, stage.handed_on, strict=True)
     return [place for place, (crossing, handed) in enumerate(leaving) if crossing.requires_grad and handed is None]
 
@@ -301,7 +302,7 @@ def _gradients(
     passing: Sequence[torch.Tensor | None],
     device: torch.device,
 ) -> tuple[torch.Tensor | None, ...]:
-    """For each tensor that arrived its gradient: zeros where none reached it, as the stage before waits for it."""
+    """The gradient of each arrived tensor: zeros if no gradient reached it, as the previous stage waits for one."""
     gradients: list[torch.Tensor | None] = []
     through = dict(zip(stage.handed_on, passing, strict=True))
     for place, (tensor, crossing) in enumerate(zip(arrived, stage.arriving, strict=True)):
@@ -315,7 +316,7 @@ def _gradients(
 
 
 def _laid_out(tensor: torch.Tensor, crossing: Crossing) -> torch.Tensor:
-    """The gradient with the strides that the other side expects."""
+    """The gradient with the strides that the previous stage expects."""
     if same_layout(crossing.shape, tensor.stride(), crossing.gradient_stride):
         return tensor
     return crossing.empty_gradient(tensor.device).copy_(tensor)

@@ -1,11 +1,11 @@
-"""Which process holds which parameters: gradients of shared ones, the whole model's state, and what is let go.
+"""The parameters that each process holds: gradients of shared parameters, the whole model's state, freed memory.
 
-A parameter that stages of several processes use (tied weights) has a copy in each. After a step its gradients are added
-in the order in which the unpipelined backward pass makes them, from the last stage to the first, and all copies get the
-sum, so that all stay the same under the same optimizer.
+A parameter that stages of several processes use (tied weights) has a copy in each of these processes. After a step, its
+gradients are added in the order in which the unpipelined backward pass produces them, from the last stage to the first,
+and all copies get the sum, so that all copies stay equal under the same optimizer.
 
-Known limits: gradients that are added up over several steps are set aside during each, for parameters that stages
-share, and a gradient that is not contiguous is copied to be sent; that memory is not planned.
+Known limits: for parameters that stages share, gradients accumulated over several steps are set aside during each step,
+and a gradient that is not contiguous is copied to be sent; this memory is not planned.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from memfit.pipelining.partition.stages import Stage
 __all__ = ["SharedStates", "share_out"]
 
 _AT_ONCE_BYTES = 1 << 20
-"""Of a shared parameter's gradient."""
+"""Size of the chunks in which a shared parameter's gradient is sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedStates:
-    """Who holds what.
+    """The processes that hold each parameter and buffer.
 
     Attributes:
-        holders: for each parameter and buffer that a stage uses the processes of those stages, in the order of stages.
-        several: names of those that several stages use.
-        before: their gradients from before the step in flight.
+        holders: for each parameter and buffer that a stage uses, the processes of its stages, in the order of stages.
+        several: names of the parameters and buffers that several stages use.
+        before: their gradients from before the current step.
         group: the processes of the pipeline; None for all.
     """
 
@@ -43,13 +43,13 @@ class SharedStates:
     group: dist.ProcessGroup | None = None
 
     def begin(self, model: nn.Module) -> None:
-        """Sets gradients of shared parameters aside: what stages add up is that of this step alone."""
+        """Sets gradients of shared parameters aside, so that stages add up the gradients of this step alone."""
         for name, parameter in self._shared(model):
             if parameter.grad is not None:
                 self.before[name], parameter.grad = parameter.grad, None
 
     def drop_gradients(self, model: nn.Module) -> int:
-        """Forgets gradients of shared parameters, as a step finds them that adds to none; returns their bytes."""
+        """Drops gradients of shared parameters, as before a step without earlier gradients; returns their bytes."""
         nbytes = 0
         for _, parameter in self._shared(model):
             nbytes += 0 if parameter.grad is None else parameter.grad.untyped_storage().nbytes()
@@ -57,12 +57,12 @@ class SharedStates:
         return nbytes
 
     def give_back(self, model: nn.Module) -> None:
-        """After a step that failed: gradients of shared parameters are what they were before it."""
+        """After a failed step: restores the gradients of shared parameters from before it."""
         for name, parameter in self._shared(model):
             parameter.grad = self.before.pop(name, None)
 
     def add_gradients(self, model: nn.Module) -> None:
-        """Adds this step's gradients of shared parameters over the processes that hold them, and those before it."""
+        """Adds gradients of shared parameters over their processes, then the gradients from before this step."""
         for name, parameter in self._shared(model):
             if len(self.holders[name]) > 1 and processes.world_size(self.group) > 1:
                 self._add(parameter, self.holders[name])
@@ -71,7 +71,7 @@ class SharedStates:
                 parameter.grad = before.add_(parameter.grad) if parameter.grad is not None else before
 
     def keep_own(self, model: nn.Module) -> None:
-        """Lets go of the memory of parameters that only other processes use; they keep their shape."""
+        """Frees the memory of parameters that only other processes use; the parameters keep their shape."""
         if processes.world_size(self.group) == 1:
             return
         for name, parameter in model.named_parameters():
@@ -114,7 +114,7 @@ class SharedStates:
         return found
 
     def load(self, model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-        """Takes from a whole model's state what this process holds.
+        """Loads the tensors that this process holds from a whole model's state.
 
         Raises:
             RuntimeError: if names or shapes differ.
@@ -131,7 +131,7 @@ class SharedStates:
                     tensor.copy_(state[key])
 
     def _shared(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-        """Parameters that several stages use, one of this process among them."""
+        """Parameters that several stages use, at least one of them in this process."""
         here = processes.rank(self.group)
         return [
             (name, parameter)
@@ -142,7 +142,7 @@ class SharedStates:
         ]
 
     def _add(self, parameter: nn.Parameter, holders: Sequence[int]) -> None:
-        """Sums from the last holder to the first, and sends the sum back; in chunks, as no room is planned for it."""
+        """Sums from the last holder to the first, and sends the sum back; in chunks, as no memory is planned for it."""
         place = holders.index(processes.rank(self.group))
         total = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         parameter.grad = total = total.contiguous()
@@ -163,7 +163,7 @@ class SharedStates:
 def share_out(
     stages: Sequence[Stage], device_of: Mapping[int, int], group: dist.ProcessGroup | None = None
 ) -> SharedStates:
-    """Who holds what, given the device of each stage."""
+    """The processes that hold each parameter and buffer, given the device of each stage."""
     holders: dict[str, dict[int, None]] = {}
     for stage in stages:
         for name in stage.states:

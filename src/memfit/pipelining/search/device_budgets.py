@@ -1,4 +1,4 @@
-"""Budgets of the devices of a pipeline, which need not be equal: in bytes, a number for each device."""
+"""Budgets of the devices of a pipeline, in bytes, one number for each device; the budgets may differ."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ Amount = int | str
 def resolve_budgets(
     asked: Amount | Sequence[Amount] | None, num_devices: int, device: torch.device
 ) -> tuple[int, ...] | None:
-    """The bytes of each device; None where no budget is asked for.
+    """The budget of each device in bytes; None if no budget is given.
 
     Raises:
-        SpecError: if a budget cannot be understood, or there is not one for each device.
+        SpecError: if a budget cannot be parsed, or a list does not have one budget for each device.
     """
     if asked is None:
         return None
@@ -47,7 +47,7 @@ def resolve_budgets(
 
 
 def shares(budgets: Sequence[int] | None, schedule: Schedule) -> list[int | None]:
-    """Of its device's budget, what each stage may take."""
+    """The share of its device's budget that each stage may take."""
     device_of = schedule.device_of()
     stages_on = list(device_of.values())
     return [
@@ -57,27 +57,27 @@ def shares(budgets: Sequence[int] | None, schedule: Schedule) -> list[int | None
 
 
 def scaled(budgets: Sequence[int], largest: int) -> tuple[int, ...]:
-    """Budgets in the same proportion, of which the largest is so large."""
+    """Budgets in the same proportion, scaled so that the largest is `largest`."""
     most = max(budgets)
     return tuple(-(-budget * largest // most) for budget in budgets)
 
 
 def extended(budgets: Sequence[int] | None, num_devices: int) -> tuple[int, ...] | None:
-    """Budgets of more devices; those that come in are like the smallest."""
+    """Budgets for more devices; added devices have the smallest budget."""
     if budgets is None:
         return None
     return (*budgets, *[min(budgets)] * (num_devices - len(budgets)))
 
 
 def fits(peaks: Sequence[int], budgets: Sequence[int]) -> bool:
-    """Whether no device takes more than its budget."""
+    """Whether no peak exceeds the budget of its device."""
     return all(peak <= budget for peak, budget in zip(peaks, budgets, strict=True))
 
 
 def corrected(
     targets: Sequence[int], budgets: Sequence[int], predicted: Sequence[int], measured: Sequence[int]
 ) -> tuple[int, ...]:
-    """With what to plan again where devices took more than their budgets: less by what the prediction missed."""
+    """Budgets for the next plan if devices took more than their budgets: lower by the error of the prediction."""
     return tuple(
         target - (real - min(planned, budget) if real > budget else 0)
         for target, budget, planned, real in zip(targets, budgets, predicted, measured, strict=True)
@@ -97,7 +97,7 @@ def above_budget(peaks: Sequence[int], budgets: Sequence[int]) -> BudgetError:
 
 
 def budget_text(budgets: Sequence[int]) -> str:
-    """As people read it, such as `8.0 GiB a device`."""
+    """Budgets as text for people, such as `8.0 GiB a device`."""
     if len(set(budgets)) == 1:
         return f"{format_bytes(budgets[0])} a device"
     return ", ".join(f"{format_bytes(one)} for device {device}" for device, one in enumerate(budgets))

@@ -1,7 +1,7 @@
-"""Makes the plan of a pipeline: checks that micro-batches give the same gradients, searches, and proves on the machine.
+"""Plans a pipeline: checks that micro-batches give the same gradients, searches for a plan, and proves it by a run.
 
-The proof runs each device's part of the schedule alone with made-up tensors, and measures its peak. Where the machine
-takes more than the budget, the difference is taken from what the search may use, and it searches again.
+The proof runs each device's part of the schedule alone with made-up tensors, and measures its peak. If a measured peak
+exceeds the budget, the budget of the search is lowered by the difference, and the search runs again.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ __all__ = ["PROVING_RUNS", "Made", "make_pipeline_plan", "resident_bytes"]
 log = logging.getLogger(__name__)
 
 PROVING_RUNS = 3
-"""How often a plan is corrected."""
+"""The largest number of plans that are made and proved, each corrected after the one before it."""
 
 Forwards = Sequence[tuple[ForwardGraph, Sequence[Any]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
-    """A plan, and what the process that made it goes on with.
+    """A plan, and the compiled stages of the process that made the plan.
 
     Attributes:
         plan: for batches of one shape.
@@ -81,15 +81,15 @@ def make_pipeline_plan(
         forwards: model and loss, traced on the first micro-batch, with its inputs; and on the last, if that is smaller.
         leaves: the inputs of the batch.
         sizes: the samples of each micro-batch.
-        question: what is asked.
+        question: requirements for the pipeline.
         device: of the model.
         loss_fn: the loss.
-        spec: how leaves make up the inputs.
-        traced: model and loss as ops.
-        fixed: a plan whose cuts and schedule are fixed, if the model is cut already.
+        spec: the tree of the inputs, to put the leaves together.
+        traced: the model and its loss as ops.
+        fixed: a plan whose cuts and schedule the new plan must have, if the model is cut already.
 
     Raises:
-        BudgetError: if nothing fits.
+        BudgetError: if no plan fits.
         CaptureError: if gradients would change.
     """
     forward, part = forwards[0]
@@ -108,7 +108,7 @@ def make_pipeline_plan(
         last = () if len(forwards) == 1 else plan_cuts(*forwards[1], found.schedule, found.cuts, asked, device).stages
         plan = _plan(forward, found, last, sizes, question)
         made = Made(plan=plan, compiled=_compiled(plan, found.stages, last, first_only=question.in_processes))
-        if not question.prove or question.in_processes:  # several processes prove it together, with real transfers
+        if not question.prove or question.in_processes:  # several processes prove it together, with transfers
             return made
         peaks = _measured_peaks(model, made, parts, question, device)
         made = replace(made, plan=replace(plan, measured_peak_bytes=tuple(peaks)))
@@ -123,7 +123,7 @@ def make_pipeline_plan(
 def _compiled(
     plan: PipelinePlan, stages: Sequence[StagePlan], last: Sequence[StagePlan], *, first_only: bool
 ) -> dict[int, CompiledStage]:
-    """The stages as they were captured for the search; of several processes those of the first, which plans."""
+    """The stages, compiled from the captures of the search; with several processes, only the stages of the first."""
     compiled = {}
     for index, device in plan.schedule.device_of().items():
         if first_only and device != 0:
@@ -142,7 +142,7 @@ def _measured_peaks(
     question: Question,
     device: torch.device,
 ) -> list[int]:
-    """The measured peak of each device, run alone. Leaves the model as it was."""
+    """The measured peak of each device, run alone. Leaves the model unchanged."""
     processes.join()
     plan = made.plan
     of = plan.schedule.device_of()
@@ -167,7 +167,7 @@ def _measured_peaks(
 
 
 def resident_bytes(stages: Sequence[EngineStage], part: Sequence[Any], question: Question, device: torch.device) -> int:
-    """Bytes that stages hold all the time: parameters, gradients, optimizer state, buffers and the inputs they read."""
+    """Bytes that stages hold all the time: parameters, gradients, optimizer state, buffers and their inputs."""
     static = [t for s in stages for t in (*s.submod.parameters(), *s.submod.buffers())]
     leaves = [part[place] for stage in stages for place in stage.runs[0][0].leaves]
     parameters = list({id(p): p for s in stages for p in s.submod.parameters() if p.requires_grad}.values())
@@ -188,7 +188,7 @@ def _check_samples(
     loss_fn: Any,
     traced: TracedLosses,
 ) -> None:
-    """Tells by shapes, and on a few samples by trying, whether the loss is made of those of micro-batches."""
+    """Checks, by shapes and by a trial on a few samples, that the losses of micro-batches add up to the loss."""
     batch = batch_size(leaves)
     for size, forward in zip((sizes[0], sizes[-1]), forwards, strict=False):
         traced.of(size, forward)
@@ -197,7 +197,7 @@ def _check_samples(
         args, kwargs, target = spec.unflatten(part)
         return loss_of(model, args, kwargs, target, loss_fn)
 
-    # A single sample is often a case of its own, which tells nothing of others.
+    # A single sample is often a special case, which shows nothing about other numbers of samples.
     few, more = sorted([sizes[0] if sizes[0] > 1 else 2, 3 if sizes[0] <= 2 else 2]) if batch > 2 else (1, 2)
     refuse_mixing(traced.of(few), traced.of(more), with_samples(leaves))
     half = 2 if batch >= 4 else 1

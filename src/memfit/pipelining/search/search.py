@@ -1,11 +1,12 @@
-"""Finds cuts, schedule and the plan of each stage: the plan of a pipeline.
+"""Finds the plan of a pipeline: its cuts, its schedule and the plan of each stage.
 
-Cuts are proposed by times of calls and a guess of what recomputation will take (`memfit.planner.pipeline.partition`),
-and the stages between them are planned (`memfit.pipelining.search.stage_planner`). What a stage takes beyond the guess
-corrects it, and cuts are proposed again, as long as that gets faster. Where nothing fits, the search tells what would.
+Cuts are proposed from times of calls and an estimate of the time for recomputation
+(`memfit.planner.pipeline.partition`), and the stages between them are planned
+(`memfit.pipelining.search.stage_planner`). The planned time of a stage corrects the estimate, and new cuts are
+proposed, for a few rounds. If no plan fits, the search reports budgets and a number of devices that work.
 
-A single micro-batch gets the bits of the unpipelined step: cuts are first sought between which the gradients of a
-parameter with many uses are added up in that step's order.
+A single micro-batch gets the bits of the unpipelined step: the search first tries cuts with which the gradients of a
+parameter with many uses are added up in the order of that step.
 """
 
 from __future__ import annotations
@@ -38,33 +39,33 @@ __all__ = ["asked_schedule", "plan_cuts", "search"]
 log = logging.getLogger(__name__)
 
 _TRIED = ("1f1b", "interleaved-1f1b", "zero-bubble")
-"""By `"auto"`; the first takes the least memory, and any number of micro-batches."""
+"""Schedules that `"auto"` tries; the first takes the least memory, and runs any number of micro-batches."""
 
 _ROUNDS = 3
 _HALVINGS = 4
 _SHORT_SECONDS = 0.5
-"""A search that only tells whether something fits takes no longer."""
+"""Time limit of a search that only decides whether a plan fits."""
 
 
 def search(forward: ForwardGraph, leaves: Sequence[Any], question: Question, device: torch.device) -> Found:
-    """Finds the fastest pipeline that keeps the budget of each device.
+    """Finds the fastest pipeline within the budget of each device.
 
     Args:
         forward: the model and its loss, traced on one micro-batch.
         leaves: the inputs of that micro-batch.
-        question: what is asked.
+        question: requirements for the pipeline.
         device: on which stages are profiled.
 
     Raises:
-        BudgetError: if none fits, with the least budget found to work.
-        SpecError: if the question makes no sense.
+        BudgetError: if no plan fits, with the least budget that was found to work.
+        SpecError: if the requirements are invalid.
     """
     searcher = _Searcher(forward, leaves, question, device)
     names = _schedules(question)
     best: Found | None = None
     failure: BudgetError | None = None
     senseless: SpecError | None = None
-    begin, patience = time.monotonic(), 0.0  # every other schedule gets as long as the first took
+    begin, patience = time.monotonic(), 0.0  # every other schedule gets as much time as the first one took
     for name in names:
         schedule = asked_schedule(name, question)
         searcher.planner.until = None if best is None else time.monotonic() + patience
@@ -96,10 +97,10 @@ def search(forward: ForwardGraph, leaves: Sequence[Any], question: Question, dev
     if best is None:
         assert failure is not None
         searcher.planner.question = replace(question, search_seconds=min(question.search_seconds, _SHORT_SECONDS))
-        searcher.in_order, searcher.planner.any_will_do = frozenset(), True  # what fits at all is asked
+        searcher.in_order, searcher.planner.any_will_do = frozenset(), True  # the question is now only what fits
         enough, least = searcher.enough_stages(), searcher.least_budgets(names[0])
         more = f"; it fits on {enough} devices" if enough else ""
-        why = str(failure)  # of a stage, and of what is left for it: the least budgets are of devices
+        why = str(failure)  # this is about the memory of a stage, the least budgets are of devices
         if failure.binding and question.budget_bytes is not None:
             why = f"no plan fits {budget_text(question.budget_bytes)}; the most is taken by {failure.binding}"
         raise BudgetError(
@@ -122,7 +123,7 @@ def _schedules(question: Question) -> list[str]:
 
 
 def _can_run(name: str, question: Question) -> bool:
-    """The engine's forms of some schedules do not take every number of micro-batches."""
+    """Whether the engine's form of a schedule can run this number of micro-batches."""
     try:
         asked_schedule(name, question)
     except SpecError:
@@ -131,7 +132,7 @@ def _can_run(name: str, question: Question) -> bool:
 
 
 def asked_schedule(name: str, question: Question) -> Schedule:
-    """The schedule of a name for the devices there are.
+    """The schedule with a name, for the devices of the question.
 
     Raises:
         SpecError: see `memfit.pipelining.runtime.engine.make_schedule`.
@@ -148,7 +149,7 @@ def plan_cuts(
     question: Question,
     device: torch.device,
 ) -> Found:
-    """Plans the stages between given cuts, for micro-batches of another size say.
+    """Plans the stages between given cuts, for example for micro-batches of another size.
 
     Raises:
         BudgetError: if a stage does not fit.
@@ -177,12 +178,12 @@ class _Searcher:
 
     @functools.cached_property
     def costs(self) -> list[CallCost]:
-        """Cost of each call, computed from the step of the whole model; given cuts need none."""
+        """Cost of each call, computed from the step of the whole model; not needed for given cuts."""
         return call_costs(self.forward, *self.planner.whole())
 
     @property
     def demand(self) -> Callable[[int, int], Demand]:
-        """Between two places what a stage takes, if it may be one."""
+        """Function from two places to the time and memory of a stage between them."""
         names = self.in_order
         if names not in self._demands:
             self._demands[names] = demands(self.costs, self.places, self.planner.state_bytes, in_order=names)
@@ -190,7 +191,7 @@ class _Searcher:
 
     @property
     def most_stages(self) -> int:
-        """How many stages the model can be cut into."""
+        """The largest number of stages into which the model can be cut."""
         return len(self.places) - 1
 
     def adds_in_order(self, cuts: Sequence[int]) -> bool:
@@ -202,11 +203,11 @@ class _Searcher:
         return all(self.demand(first, last).may_be_stage for first, last in pairwise(ends))
 
     def rank(self, found: Found) -> tuple[bool, float]:
-        """By which plans of several schedules are compared: exactness first, then speed."""
+        """Sort key that compares plans of several schedules: exactness first, then speed."""
         return not self.adds_in_order(found.cuts), found.timeline.step_seconds
 
     def enough_stages(self) -> int | None:
-        """The least number of devices, up to twice as many and two, on which 1F1B fits; None if none is found."""
+        """The least number of devices, up to twice the asked number plus two, on which 1F1B fits; None if none does."""
         asked = self.planner.question
         if asked.one_device:
             return None
@@ -228,10 +229,10 @@ class _Searcher:
         return found
 
     def least_budgets(self, name: str) -> tuple[int, ...]:
-        """About the least budgets, in the asked proportion, with which a plan is found: bisected from what takes none.
+        """Approximately the least budgets, in the asked proportion, that give a plan: bisected from a plan without one.
 
-        A search finds again what it found, so the budgets are told, not what its plan takes: with that much only, the
-        search goes another way.
+        The result is the budgets of a search, not the peaks of its plan: with the same budgets, the search finds the
+        plan again; with the peaks as budgets, it takes another path.
         """
         asked = self.planner.question
         assert asked.budget_bytes is not None
@@ -251,7 +252,7 @@ class _Searcher:
         return scaled(asked.budget_bytes, high)
 
     def _taken_within(self, name: str, budgets: tuple[int, ...] | None, proportion: Sequence[int]) -> int | None:
-        """Within budgets, how large the largest in some proportion must be for what is taken; None if nothing fits."""
+        """The largest budget, of budgets in a proportion, that a plan within `budgets` takes; None if no plan fits."""
         self.planner.question = replace(self.planner.question, budget_bytes=budgets)
         schedule = asked_schedule(name, self.planner.question)
         try:
@@ -261,7 +262,7 @@ class _Searcher:
         return max(-(-peak * max(proportion) // share) for peak, share in zip(peaks, proportion, strict=True))
 
     def best_of(self, schedule: Schedule) -> Found:
-        """The fastest found for one schedule."""
+        """The fastest pipeline found for one schedule."""
         until, in_order = self.planner.until, self.in_order
         try:
             if in_order:
@@ -287,7 +288,8 @@ class _Searcher:
         pressure = [1.0] * schedule.num_stages
         begin = time.monotonic()
         for _ in range(_ROUNDS):
-            # On one device: cuts where least is held if all is saved, and if that does not do, even ones.
+            # On one device: first the cuts with the least memory if everything is saved; after a failure, balanced
+            # cuts.
             proposed = functools.partial(self._propose, schedule, evenly=failure is not None)
             places = proposed(rooms, in_flight, correction, pressure)
             if places is None:
@@ -303,10 +305,10 @@ class _Searcher:
                 found = self.planner.plan(schedule, places)
             except DoesNotFit as error:
                 failure = error.cause if failure is None or error.cause.least_bytes < failure.least_bytes else failure
-                pressure[error.stage] *= 0.85  # plan with less memory there, so that the stage gets smaller
+                pressure[error.stage] *= 0.85  # estimate with less memory there, so that the stage gets smaller
                 continue
             if best is None and self.planner.until is None:
-                self.planner.until = 2 * time.monotonic() - begin  # other cuts get as long as it took to find these
+                self.planner.until = 2 * time.monotonic() - begin  # other cuts get as much time as these took
             if best is None or found.timeline.step_seconds < best.timeline.step_seconds:
                 best = found
             if self.planner.any_will_do:

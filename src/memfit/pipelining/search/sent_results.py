@@ -1,7 +1,8 @@
-"""The captured step of a stage, whose results are gone before gradients come back.
+"""The captured step of a stage, whose results are freed before their gradients arrive.
 
-A loop holds what a model returned while it makes the loss and its gradients. A stage hands its results to the engine,
-which sends them to the next stage and drops them: between its passes a stage holds only what its backward pass reads.
+A training loop holds the model's output while it computes the loss and its gradients. A stage hands its results to the
+engine, which sends them to the next stage and drops them: between its passes, a stage holds only the tensors that its
+backward pass reads.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ __all__ = ["handing_over"]
 
 
 def handing_over(capture: Capture) -> Capture:
-    """The step with an op in front of the loss up to which results are held, instead of the loss itself."""
+    """The step with a hand-over op before the loss; results are held until this op instead of until the loss."""
     graph = capture.graph
     at = graph.loss_index
     loss = graph.ops[at]
@@ -40,5 +41,5 @@ def handing_over(capture: Capture) -> Capture:
 
 
 def _held(graph: StepGraph) -> tuple[int, ...]:
-    """Gradients that came back and are held to the end, as in any step."""
+    """Gradients of the stage's outputs (tangents) that are held to the end of the step, as in any step."""
     return tuple(s for s in graph.outputs if graph.storages[s].kind is StorageKind.TANGENT)

@@ -11,7 +11,7 @@ __all__ = ["returning", "with_deferred"]
 
 
 def with_deferred(capture: Capture) -> Capture:
-    """The step with the gradients of weights last, which then can wait."""
+    """The step with the gradients of weights last, so that their ops can be deferred."""
     order = deferred_last(capture.graph)
     count = len(deferrable(capture.graph))
     return replace(
@@ -23,8 +23,8 @@ def with_deferred(capture: Capture) -> Capture:
 
 
 def returning(capture: Capture) -> frozenset[int]:
-    """The storages of those inputs of a stage that a gradient is handed back for."""
-    (subgraph,) = capture.subgraphs.subgraphs  # whose storages are those of the step
+    """The storages of a stage's inputs whose gradients the stage hands back."""
+    (subgraph,) = capture.subgraphs.subgraphs  # its storages are those of the step
     reading = subgraph.reading
     return frozenset(
         reading.storage_of[node]

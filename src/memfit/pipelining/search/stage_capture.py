@@ -1,4 +1,4 @@
-"""The steps of stages, captured and profiled, and what parameters take of a device."""
+"""Captured and profiled steps of stages, and the memory of parameters on a device."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from memfit.pipelining.search.split_backward import with_deferred
 __all__ = ["accumulation_of", "capture_stage", "deferring", "passing_bytes", "state_bytes"]
 
 _SCALAR_BYTES = 16
-"""Bytes that the engine holds for each micro-batch beside tensors that cross cuts: its loss, and the root of its
-backward pass."""
+"""Bytes that the engine holds for each micro-batch, without crossing tensors: its loss and the root of its backward."""
 
 
 def capture_stage(
@@ -35,15 +34,15 @@ def capture_stage(
     grid: tuple[int, ...] = (),
     before: Capture | None = None,
 ) -> tuple[Capture, StepGraph]:
-    """Captures and profiles a stage's step of one micro-batch, as the engine runs it.
+    """Captures and profiles the step that the engine runs for one micro-batch of a stage.
 
     Args:
         stage: of the model.
-        leaves: tensors of the first micro-batch.
-        question: budget and the rest.
-        device: where it runs.
-        grid: the step in tiles of a grid; empty for none.
-        before: a capture of the stage, perhaps in other tiles; its trace serves again.
+        leaves: inputs of the first micro-batch.
+        question: requirements for the pipeline.
+        device: device on which the stage runs.
+        grid: grid of tiles of the step; empty for none.
+        before: an earlier capture of the stage, perhaps with another grid; its trace is used again.
     """
     parameters = [p for p in stage.module.parameters() if p.requires_grad]
     whole = question.optimizer
@@ -64,12 +63,12 @@ def capture_stage(
 
 
 def passing_bytes(stage: Stage) -> int:
-    """Of what arrives at a stage, what its module does not take."""
+    """Bytes of arriving tensors that the stage's module does not take."""
     return sum(c.nbytes for place, c in enumerate(stage.arriving) if place not in stage.taken)
 
 
 def accumulation_of(num_microbatches: int) -> Accumulate:
-    """How a stage adds its gradients: those of one micro-batch are the unpipelined step's to the bit."""
+    """How a stage adds up gradients: those of a single micro-batch equal the unpipelined step's bit for bit."""
     return Accumulate.AS_MADE if num_microbatches > 1 else Accumulate.WHOLE
 
 
@@ -80,7 +79,7 @@ def deferring(capture: Capture, graph: StepGraph) -> tuple[Capture, StepGraph]:
 
 
 def state_bytes(forward: ForwardGraph, question: Question, device: torch.device) -> Mapping[str, int]:
-    """By name what a parameter or buffer takes with its gradient and its share of the optimizer's state."""
+    """Bytes of each parameter or buffer by name, with its gradient and its share of the optimizer's state."""
     optimizer = question.optimizer
     of_optimizer = 0.0
     if optimizer is not None:

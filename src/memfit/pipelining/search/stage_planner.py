@@ -1,8 +1,8 @@
 """Plans the stages between given cuts, each within the budget of its device.
 
-Every stage is captured and planned like any step, with as many micro-batches in flight as the schedule has there
-(`memfit.planner.pipeline.stage_plan`), and with the share of its device's budget that the other stages there leave it
-(`memfit.planner.pipeline.memory_split`); the schedule is then simulated with the planned times.
+Every stage is captured and planned like any step, for the number of micro-batches that the schedule has in flight at
+the stage (`memfit.planner.pipeline.stage_plan`), and with the part of its device's budget that the other stages of the
+device leave (`memfit.planner.pipeline.memory_split`); the schedule is then simulated with the planned times.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from memfit.units import format_bytes
 __all__ = ["StagePlanner"]
 
 _ROUNDS = 3
-"""How often what backward passes in two parts take too much is taken from what stages may plan with."""
+"""Rounds in which the memory that split backward passes take above the budget is subtracted from the stages' budget."""
 
 _BRIEF = 0.2
-"""Of a search's time, what is enough to compare what stages may keep."""
+"""Fraction of a search's time that is enough to compare limits of saved bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +48,11 @@ class _Asked:
     """Requirements for the plan of a stage.
 
     Attributes:
-        policy: what is saved, see `memfit.pipelining.config.Question`.
-        room_bytes: what a micro-batch may take; None for as much as it does.
-        saved_limit_bytes: what may be saved of it between its passes; None for any number.
-        in_flight: the most micro-batches that are in flight there.
-        is_brief: whether it is only compared by.
+        policy: checkpoint policy, see `memfit.pipelining.config.Question`.
+        room_bytes: memory that a micro-batch may take; None for no limit.
+        saved_limit_bytes: bytes that may be saved for it between its passes; None for no limit.
+        in_flight: the largest number of micro-batches in flight at the stage.
+        is_brief: whether the plan is only for a comparison of limits.
     """
 
     policy: str
@@ -63,14 +63,14 @@ class _Asked:
 
 
 class StagePlanner:
-    """Plans stages, and remembers what it captured and planned.
+    """Plans stages, and caches their captures and plans.
 
     Attributes:
-        question: what is asked; its budgets may change from plan to plan.
-        places: where a cut is possible, in order, with the beginning and the end.
-        state_bytes: by name what a parameter or buffer takes.
-        until: when, by `time.monotonic`, no more is tried than what is needed; None for never.
-        any_will_do: whether the first plan that fits is as good as the fastest.
+        question: requirements for the pipeline; its budgets may change from plan to plan.
+        places: places of possible cuts, in order, with the beginning and the end.
+        state_bytes: bytes of each parameter or buffer, by name.
+        until: time, by `time.monotonic`, after which only necessary plans are tried; None for never.
+        any_will_do: whether the first plan that fits is enough.
     """
 
     def __init__(self, forward: ForwardGraph, leaves: Sequence[Any], question: Question, device: torch.device) -> None:
@@ -87,7 +87,7 @@ class StagePlanner:
             *(CutPlace(position=cut.position, nbytes=cut.nbytes) for cut in self._cuts),
             CutPlace(position=len(forward.calls), nbytes=0),
         ]
-        self._captures: dict[tuple[int, ...], tuple[Capture, StepGraph]] = {}  # by ends, and a grid
+        self._captures: dict[tuple[int, ...], tuple[Capture, StepGraph]] = {}  # by ends and grid
         self._deferred: dict[tuple[int, ...], tuple[Capture, StepGraph]] = {}
         self._planned: dict[tuple[Any, ...], tuple[PlannedStage, PlannedStage | None]] = {}
 
@@ -99,14 +99,14 @@ class StagePlanner:
         return made
 
     def is_late(self) -> bool:
-        """Whether no more is to be tried than what is needed."""
+        """Whether only necessary plans are to be tried from now on."""
         return self.until is not None and time.monotonic() > self.until
 
     def plan(self, schedule: Schedule, places: Sequence[int]) -> Found:
         """Plans every stage between cuts at places.
 
         Raises:
-            DoesNotFit: if one of them does not.
+            DoesNotFit: if one of the stages does not fit.
         """
         stages = self._stages(places)
         plans = self._with_last(schedule, self._plans(schedule, stages, places))
@@ -120,10 +120,10 @@ class StagePlanner:
         )
 
     def _plans(self, schedule: Schedule, stages: Sequence[Stage], places: Sequence[int]) -> list[StagePlan]:
-        """Plans of stages that keep the budgets of their devices.
+        """Plans of stages within the budgets of their devices.
 
-        Where backward passes are split, what stages hold between the parts is known only afterwards; what that takes
-        too much is taken from what they may plan with.
+        With split backward passes, the memory that stages hold between the two parts is known only after planning;
+        memory above the budget is then subtracted from the stages' budget.
         """
         whole, taken = self.question.budget_bytes, [0] * len(schedule.orders)
         for _ in range(_ROUNDS):
@@ -205,7 +205,7 @@ class StagePlanner:
     def _in_tiles(
         self, stage: Stage, ends: tuple[int, int], schedule: Schedule, asked: _Asked, failure: BudgetError
     ) -> StagePlan:
-        """In tiles as coarse as the budget allows; of all that fail the error of the one that takes the least."""
+        """Plans a stage in the coarsest tiles that fit; if none fit, raises the error with the least memory."""
         capture, graph = self._captures[ends]
         assert asked.room_bytes is not None
         for grid in grids(capture, asked.room_bytes - graph.static_bytes - graph.gradient_bytes):
@@ -219,7 +219,7 @@ class StagePlanner:
         raise failure
 
     def _captured(self, stage: Stage, key: tuple[int, ...], schedule: Schedule) -> tuple[Capture, StepGraph]:
-        """The step of a stage between two ends, perhaps in tiles of the grid that follows these."""
+        """The step of a stage; `key` holds its two ends, and the grid of its tiles if there is one."""
         if key not in self._captures:
             ends, grid = key[:2], key[2:]
             before = self._captures[ends][0] if grid else None
@@ -232,7 +232,7 @@ class StagePlanner:
         return self._deferred[key]
 
     def _with_last(self, schedule: Schedule, plans: Sequence[StagePlan]) -> list[StagePlan]:
-        """The plans with nothing recomputed for the last micro-batch, as far as that fits beside what all save."""
+        """The plans, without recomputation for the last micro-batch in the stages where this still fits."""
         plans, budgets = list(plans), self.question.budget_bytes
         if self.question.policy != "auto" or budgets is None or schedule.num_microbatches == 1:
             return plans
@@ -263,7 +263,7 @@ class StagePlanner:
 
     def _plan_stage(self, stage: Stage, capture: Capture, graph: StepGraph, asked: _Asked) -> StagePlan:
         traffic = _traffic(stage, capture, graph, in_flight=asked.in_flight)
-        # Blocks of a model are alike, and so are stages made of as many of them.
+        # Blocks of a model are alike, so stages with the same number of blocks are alike too.
         alike = graph_digest(graph), graph.static_bytes, traffic, asked
         if alike not in self._planned:
             self._planned[alike] = self._planned_as(graph, traffic, asked)
@@ -275,7 +275,7 @@ class StagePlanner:
     def _planned_as(
         self, graph: StepGraph, traffic: Traffic, asked: _Asked
     ) -> tuple[PlannedStage, PlannedStage | None]:
-        """The plan of each micro-batch, and of the last where that is another."""
+        """The plan of each micro-batch, and the plan of the last one if it differs."""
         room = asked.room_bytes
         if asked.policy == "auto" and room is not None:
             planned = plan_stage(
