@@ -74,8 +74,8 @@ def test_the_plain_step_may_run_something_else() -> None:
     assert decode_graph(encode_graph(graph)) == graph
 
 
-@pytest.mark.parametrize(("handed_on", "over", "seconds"), [({2}, None, 1.0), ((), None, 1.25), ((), 1, 1.125)])
-def test_slices_are_put_together_at_a_price(handed_on: set[int], over: int | None, seconds: float) -> None:
+@pytest.mark.parametrize(("passed_on", "over", "seconds"), [({2}, None, 1.0), ((), None, 1.25), ((), 1, 1.125)])
+def test_slices_are_put_together_at_a_price(passed_on: set[int], over: int | None, seconds: float) -> None:
     op = replace(ACTIVATION, by_slices=SLICES)
-    assert fused_seconds([op], handed_on, [over]) == [seconds]
+    assert fused_seconds([op], passed_on, [over]) == [seconds]
     assert decode_graph(encode_graph(step(op))) == step(op)

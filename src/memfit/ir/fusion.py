@@ -211,19 +211,19 @@ def fuse(graph: StepGraph, run: Run) -> tuple[Fusion, int, float]:
     return fusion, _fused_bytes(graph, run, over), seconds
 
 
-def fused_seconds(ops: Sequence[Op], handed_on: Collection[int], over: Sequence[int | None]) -> list[float]:
+def fused_seconds(ops: Sequence[Op], passed_on: Collection[int], over: Sequence[int | None]) -> list[float]:
     """Time of each op in a fused region, without the time for tiers, in seconds.
 
     Args:
         ops: as they run.
-        handed_on: storages that exist as slices only.
+        passed_on: storages that exist as slices only.
         over: for each op the storage whose memory its first result takes over, if any.
     """
     found: list[float] = []
     for op, taken, spread in zip(ops, over, spreads(ops), strict=True):
         assert op.by_slices is not None
         seconds = op.by_slices.seconds * spread.work
-        if op.writes[0] not in handed_on:
+        if op.writes[0] not in passed_on:
             seconds += op.by_slices.copy_seconds if taken is None else op.by_slices.copy_over_seconds
         found.append(seconds)
     return found
@@ -259,11 +259,11 @@ def bytes_beside(graph: StepGraph, ops: Sequence[Op], freed: Sequence[Sequence[i
 def linked(run: Run) -> list[tuple[int, int]]:
     """Parts of a run, of two and more ops, cut where only storages needed after the run anyway are passed on."""
     born = {s: place for place, op in enumerate(run.ops) for s in op.writes}
-    handed_on = [False] * len(run.ops)
+    passed_on = [False] * len(run.ops)
     for place, dead in enumerate(run.dying_as_one()):
         for storage in dead:
-            handed_on[born.get(storage, place) : place] = [True] * (place - born.get(storage, place))
-    stops = [place + 1 for place, on in enumerate(handed_on) if not on]
+            passed_on[born.get(storage, place) : place] = [True] * (place - born.get(storage, place))
+    stops = [place + 1 for place, on in enumerate(passed_on) if not on]
     return [(first, stop) for first, stop in zip([0, *stops], stops, strict=False) if stop - first > 1]
 
 

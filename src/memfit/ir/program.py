@@ -55,8 +55,8 @@ class Instruction:
     """One step of a program: `index` is an op for `COMPUTE`, else a storage.
 
     An op runs in `chunks`, and its first result takes the memory of storage `over` if there is one. A `sliced` op runs
-    slice by slice, and a `fused` instruction belongs to the same fused region as the next instruction
-    (`memfit.ir.fusion`). A storage is swapped out to a `tier`, or lives there.
+    slice by slice; `chunks` is then the number of slices. A `fused` instruction belongs to the same fused region as the
+    next instruction (`memfit.ir.fusion`). A storage is swapped out to a `tier`, or lives there.
     """
 
     action: Action

@@ -96,18 +96,18 @@ def streams(graph: StepGraph, op: Op) -> bool:
     return any(graph.storages[s].stream is not None for s in (*op.reads, *op.writes))
 
 
-def slices_moving(graph: StepGraph, ops: Sequence[Op], handed_on: Collection[int]) -> tuple[list[int], list[int]]:
+def slices_moving(graph: StepGraph, ops: Sequence[Op], passed_on: Collection[int]) -> tuple[list[int], list[int]]:
     """The storages that a fused region reads from tiers, and the storages that it writes to tiers.
 
     Args:
         graph: a streaming step.
         ops: as they run.
-        handed_on: results that nothing reads after the region.
+        passed_on: results that nothing reads after the region.
     """
     written = {s for op in ops for s in op.writes}
     read = dict.fromkeys(s for op in ops for s in op.reads if s not in written)
     into = [s for s in read if graph.storages[s].stream is not None]
-    out = [s for op in ops for s in op.writes if s not in handed_on and graph.storages[s].stream is not None]
+    out = [s for op in ops for s in op.writes if s not in passed_on and graph.storages[s].stream is not None]
     return into, out
 
 
@@ -127,9 +127,9 @@ def waited_seconds(graph: StepGraph, into: Sequence[int], out: Sequence[int], se
     return taken, max(0.0, busy - seconds - taken)
 
 
-def bytes_in_flight(graph: StepGraph, ops: Sequence[Op], handed_on: Collection[int]) -> int:
+def bytes_in_flight(graph: StepGraph, ops: Sequence[Op], passed_on: Collection[int]) -> int:
     """Bytes of the slices in flight in a fused region."""
-    into, out = slices_moving(graph, ops, handed_on)
+    into, out = slices_moving(graph, ops, passed_on)
     slices = ops[0].by_slices
     if slices is None or not (into or out):
         return 0

@@ -87,15 +87,15 @@ class Cutting:
         sampling = None if batch is None else sampling_of(call, batch)
         if batch is None or sampling is None or not (first or _own_their_memory(sampling, batch)):
             return None
-        handed_on = [node for node, axis in sampling.operands.items() if self._has_samples(node, batch, axis)]
-        if not self._are_handed_on(call, handed_on):
+        passed_on = [node for node, axis in sampling.operands.items() if self._has_samples(node, batch, axis)]
+        if not self._are_passed_on(call, passed_on):
             return None
         return BySlices(
             batch=batch,
             samples=self.samples[batch],
             seconds=0.0,
             workspace_bytes=0,
-            reads=tuple(dict.fromkeys(self.storage_of[node] for node in handed_on)),
+            reads=tuple(dict.fromkeys(self.storage_of[node] for node in passed_on)),
             sums=sums,
             first=first,
             accumulates=accumulates(call),
@@ -103,7 +103,7 @@ class Cutting:
 
     def _tiling(self, call: fx.Node | Call) -> Tiling | None:
         tiling = tiling_of(call, len(self.grid)) if self.grid else None
-        if tiling is None or not self._are_handed_on(call, set(filter(self._looks_as_made, tiling.operands))):
+        if tiling is None or not self._are_passed_on(call, set(filter(self._looks_as_made, tiling.operands))):
             return None
         large = all(n >= _LEAST_EXTENT * tiles for n, tiles in zip(tiling.extents, self.grid, strict=True))
         return tiling if large else None
@@ -116,10 +116,10 @@ class Cutting:
         """Whether a node is the result that its memory was made for, or a view with the same layout."""
         return looks_alike(node.meta["val"], self.base_of(node).meta["val"])
 
-    def _are_handed_on(self, call: fx.Node | Call, handed_on: Collection[fx.Node]) -> bool:
+    def _are_passed_on(self, call: fx.Node | Call, passed_on: Collection[fx.Node]) -> bool:
         """Whether no storage that the call reads in slices is also read whole."""
-        whole = {self.storage_of.get(node) for node in call.all_input_nodes if node not in handed_on}
-        return whole.isdisjoint(self.storage_of[node] for node in handed_on)
+        whole = {self.storage_of.get(node) for node in call.all_input_nodes if node not in passed_on}
+        return whole.isdisjoint(self.storage_of[node] for node in passed_on)
 
 
 def cutting(

@@ -51,7 +51,7 @@ class LocalInstruction:
     """Runs op `index` of the subgraph, optionally `recomputed`, `over` the memory of a storage, or in `chunks`.
 
     `save_state` and `replay` serve recomputed random ops, `from_statistics` recomputed batch normalisations. A `sliced`
-    op runs slice by slice, and a `fused` one runs together with the next instruction; its results in `handed_on` exist
+    op runs slice by slice, and a `fused` one runs together with the next instruction; its results in `passed_on` exist
     as slices only. One half of a call (`memfit.planner.finalize.merge_conv_backward`) may run `with_next`, its other
     half.
     """
@@ -65,7 +65,7 @@ class LocalInstruction:
     replay: bool = False
     fused: bool = False
     sliced: bool = False
-    handed_on: tuple[int, ...] = ()
+    passed_on: tuple[int, ...] = ()
     with_next: bool = False
 
 
@@ -200,7 +200,7 @@ class Emitter:
             FusedOp(
                 op=self.reading.ops[instruction.index],
                 from_statistics=instruction.from_statistics,
-                handed_on=instruction.handed_on,
+                passed_on=instruction.passed_on,
                 over=instruction.over,
             )
             for instruction in instructions

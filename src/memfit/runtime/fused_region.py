@@ -30,13 +30,13 @@ class FusedOp:
     Attributes:
         op: the op; it has `by_slices`.
         from_statistics: whether the call that replaces the op at recomputation runs.
-        handed_on: storages among its results that nothing reads after the region, so that they exist as slices only.
+        passed_on: storages among its results that nothing reads after the region, so that they exist as slices only.
         over: the storage whose memory its first result takes over, if any.
     """
 
     op: JointOp
     from_statistics: bool
-    handed_on: tuple[int, ...]
+    passed_on: tuple[int, ...]
     over: int | None
 
     @property
@@ -128,10 +128,10 @@ def fused_call(reading: JointReading, ops: Sequence[FusedOp], tier_resident: Col
             operands[base, None] = graph.placeholder(f"operand_{len(operands)}")
         if fused.over is not None:
             over[fused.writes[0]] = position[fused.over]
-    handed_on = {s for fused in ops for s in fused.handed_on}
+    passed_on = {s for fused in ops for s in fused.passed_on}
     sums = {s for fused in ops if fused.op.by_slices is not None for s in fused.op.by_slices.sums}
     written = {s for fused in ops for s in fused.writes}
-    results = tuple(s for s in made if s in written and s not in handed_on)
+    results = tuple(s for s in made if s in written and s not in passed_on)
     into: dict[int, int] = {}
     taken = set(streams)
     for place, storage in enumerate(results):

@@ -87,7 +87,7 @@ def subgraph_programs(capture: Capture, program: Program) -> tuple[SubgraphProgr
     seen: set[int] = set()
     leaving: set[int] = set()
     written_back: list[set[int]] = [set() for _ in range(count)]
-    fused, handed_on = _fused(program)
+    fused, passed_on = _fused(program)
     local = _local_storages(capture)
     held = [frozenset(numbers[s] for s in graph.outputs if s in numbers) for numbers in local]
     subgraph_of = {s: op.subgraph for op in graph.ops for s in op.writes}
@@ -131,7 +131,7 @@ def subgraph_programs(capture: Capture, program: Program) -> tuple[SubgraphProgr
             replay=random and index in seen,
             fused=fused[position],
             sliced=instruction.sliced,
-            handed_on=tuple(local[op.subgraph][s] for s in handed_on[position]),
+            passed_on=tuple(local[op.subgraph][s] for s in passed_on[position]),
             with_next=_runs_with_next(capture, instruction, following),
         )
         seen.add(index)
@@ -194,14 +194,14 @@ def _accumulation(reading: JointReading) -> Accumulate | None:
 def _fused(program: Program) -> tuple[list[bool], list[list[int]]]:
     """For each op in order, whether it is fused with the next op, and the storages that are freed within its region."""
     fused: list[bool] = []
-    handed_on: list[list[int]] = []
+    passed_on: list[list[int]] = []
     for run in program.runs():
         computes = sum(i.action is Action.COMPUTE for i in run)
         fused += [place < computes - 1 for place in range(computes)]
-        handed_on += [[] for _ in range(computes)]
+        passed_on += [[] for _ in range(computes)]
         if computes and len(run) > 1:
-            handed_on[-1] = [i.index for i in run if i.action is Action.FREE]
-    return fused, handed_on
+            passed_on[-1] = [i.index for i in run if i.action is Action.FREE]
+    return fused, passed_on
 
 
 def _local_storages(capture: Capture) -> list[dict[int | None, int]]:

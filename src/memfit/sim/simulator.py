@@ -116,15 +116,15 @@ def simulate(graph: StepGraph, program: Program, *, wait: bool = True) -> Timeli
             computes = [i for i in run if i.action is Action.COMPUTE]
             together = [ops[i.index].later if i.index in ran else ops[i.index] for i in computes]
             runs += len(together)
-            handed_on = {i.index for i in run if i.action is Action.FREE}
-            live += sum(sizes[s] for op in together for s in op.writes if s not in handed_on)
+            passed_on = {i.index for i in run if i.action is Action.FREE}
+            live += sum(sizes[s] for op in together for s in op.writes if s not in passed_on)
             live -= sum(sizes[i.over] for i in computes if i.over is not None)
             bytes_at += [live + nbytes for nbytes in _slices(graph, run, together)]
-            seconds = fused_seconds(together, handed_on, [i.over for i in computes])
+            seconds = fused_seconds(together, passed_on, [i.over for i in computes])
             lanes.now += sum(seconds)
-            _stream(graph, together, handed_on, lanes, sum(seconds))
+            _stream(graph, together, passed_on, lanes, sum(seconds))
             recompute_seconds += sum(took for i, took in zip(computes, seconds, strict=True) if i.index in ran)
-            freed = handed_on | {i.over for i in run}
+            freed = passed_on | {i.over for i in run}
             alive.update(s for op in together for s in op.writes)
             alive.difference_update(s for s in freed if s is not None)
             ran.update(i.index for i in computes)
@@ -227,9 +227,9 @@ def _wait(
             leaving.discard(gone)
 
 
-def _stream(graph: StepGraph, ops: Sequence[Op], handed_on: Collection[int], lanes: Lanes, seconds: float) -> None:
+def _stream(graph: StepGraph, ops: Sequence[Op], passed_on: Collection[int], lanes: Lanes, seconds: float) -> None:
     """Counts the bytes that fused ops move to tiers and back, slice by slice, and the extra time for moving them."""
-    into, out = slices_moving(graph, ops, handed_on)
+    into, out = slices_moving(graph, ops, passed_on)
     taken, waited = waited_seconds(graph, into, out, seconds)
     lanes.now += taken + waited
     for storage in (*into, *out):

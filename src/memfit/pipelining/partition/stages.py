@@ -2,9 +2,9 @@
 
 A stage shares the model's own parameters and buffers, under their names in the model, so an optimizer or a `state_dict`
 of the model still works. Stages read the step's inputs directly; only results of the model's calls cross cuts. A tensor
-that only passes through a stage is not given to its module: the engine hands it on. A tensor that the stage reads and
-also hands on is copied by the module, as its last call, so that gradients from later stages are added first, as in the
-unpipelined step.
+that only passes through a stage is not given to its module: the engine sends it to the next stage. A tensor that the
+stage reads and also sends to the next one is copied by the module, as its last call, so that gradients from later
+stages are added first, as in the unpipelined step.
 """
 
 from __future__ import annotations
@@ -73,11 +73,12 @@ class Stage:
     Attributes:
         index: its place, from 0.
         module: takes the tensors of `arriving` at `taken`, then the `leaves` of the step's inputs; returns the tensors
-            of `leaving` that are not handed on, flattened if `is_flat`; the module of the last stage returns the loss.
+            of `leaving` that do not pass through, flattened if `is_flat`; the module of the last stage returns the
+            loss.
         arriving: tensors that cross the cut before it.
         leaving: tensors that cross the cut after it.
         taken: places in `arriving` of the tensors that the module takes.
-        handed_on: for each tensor of `leaving`, its place in `arriving` if it only passes through, else None.
+        passed_through: for each tensor of `leaving`, its place in `arriving` if it only passes through, else None.
         leaves: places of the module's inputs among the leaves of the step's inputs.
         states: names of the model's parameters, buffers and other tensors that the stage reads.
     """
@@ -87,7 +88,7 @@ class Stage:
     arriving: tuple[Crossing, ...]
     leaving: tuple[Crossing, ...]
     taken: tuple[int, ...]
-    handed_on: tuple[int | None, ...]
+    passed_through: tuple[int | None, ...]
     leaves: tuple[int, ...]
     states: tuple[str, ...]
 
@@ -159,7 +160,7 @@ def _stage(
         arriving=tuple(arriving.values()),
         leaving=tuple(leaving.values()),
         taken=tuple(places[node] for node in taken),
-        handed_on=tuple(None if node in copies else places[node] for node in leaving),
+        passed_through=tuple(None if node in copies else places[node] for node in leaving),
         leaves=tuple(forward.inputs[node] for node in inputs),
         states=tuple(dict.fromkeys(forward.states[node] for node in states)),
     )

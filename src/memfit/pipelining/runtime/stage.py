@@ -221,7 +221,7 @@ class EngineStage(_PipelineStageBase):
             self.in_flight[fwd_chunk_id] = _InFlight(arrived, None, [])
             return output
         made = iter(output)
-        leaving = [next(made) if place is None else arrived[place] for place in stage.handed_on]
+        leaving = [next(made) if place is None else arrived[place] for place in stage.passed_through]
         waiting: list[torch.Tensor | None] = []
         roots = [leaving[place] for place in _differentiated(stage)]
         root = _Root.apply(waiting, *roots) if self.has_backward and roots else None
@@ -253,7 +253,7 @@ class EngineStage(_PipelineStageBase):
             held.waiting.extend(
                 _as_returned(gradients[place], stage.leaving[place]) for place in _differentiated(stage)
             )
-        passing = [None if place is None else g for place, g in zip(stage.handed_on, gradients, strict=True)]
+        passing = [None if place is None else g for place, g in zip(stage.passed_through, gradients, strict=True)]
         gradients.clear()
         if root is not None:
             root.backward()
@@ -277,7 +277,7 @@ class EngineStage(_PipelineStageBase):
 
 
 def _shaped(result: torch.Tensor, crossing: Crossing) -> torch.Tensor:
-    """A tensor that a stage returned or handed on, in the layout that the next stage takes."""
+    """A tensor that a stage returned or passed through, in the layout that the next stage takes."""
     if result.dim() != len(crossing.shape):
         return result.detach().as_strided(crossing.shape, crossing.stride)
     if same_layout(crossing.shape, result.stride(), crossing.stride):
@@ -292,7 +292,7 @@ def _as_returned(gradient: torch.Tensor | None, crossing: Crossing) -> torch.Ten
 
 def _differentiated(stage: Stage) -> list[int]:
     """Places among the leaving tensors of those that the module computes and that receive a gradient."""
-    leaving = zip(stage.leaving, stage.handed_on, strict=True)
+    leaving = zip(stage.leaving, stage.passed_through, strict=True)
     return [place for place, (crossing, handed) in enumerate(leaving) if crossing.requires_grad and handed is None]
 
 
@@ -304,7 +304,7 @@ def _gradients(
 ) -> tuple[torch.Tensor | None, ...]:
     """The gradient of each arrived tensor: zeros if no gradient reached it, as the previous stage waits for one."""
     gradients: list[torch.Tensor | None] = []
-    through = dict(zip(stage.handed_on, passing, strict=True))
+    through = dict(zip(stage.passed_through, passing, strict=True))
     for place, (tensor, crossing) in enumerate(zip(arrived, stage.arriving, strict=True)):
         own = through.get(place)
         if tensor is not None:

@@ -1,7 +1,7 @@
 """Plans a pipeline: checks that micro-batches give the same gradients, searches for a plan, and proves it by a run.
 
 The proof runs each device's part of the schedule alone with made-up tensors, and measures its peak. If a measured peak
-exceeds the budget, the budget of the search is lowered by the difference, and the search runs again.
+exceeds the budget, the search is repeated with a budget that is lower by the difference.
 """
 
 from __future__ import annotations

@@ -206,7 +206,7 @@ def add_slices(
         for storage in graph.ops[index].later.reads:
             readers.setdefault(storage, []).append(index)
     in_slices: dict[int, list[int]] = {}
-    handed_on: dict[int, int] = {}
+    passed_on: dict[int, int] = {}
     costs: dict[int, float] = {}
     for index, variable in rerun.items():
         price = prices[index]
@@ -217,9 +217,9 @@ def add_slices(
         costs |= less
         in_slices[index] = [*less]
         if not price.is_read_whole and price.slices < price.alone:
-            handed_on[index] = in_slices[index][-1]
+            passed_on[index] = in_slices[index][-1]
         problem.row({variable: 1.0, **dict.fromkeys(less, -1.0)}, lower=0.0)
-    for index, variable in handed_on.items():
+    for index, variable in passed_on.items():
         taken = [v for s in graph.ops[index].later.writes for r in readers.get(s, ()) for v in in_slices.get(r, ())]
         problem.row({variable: -1.0, **dict.fromkeys(taken, 1.0)}, lower=0.0)
     return costs

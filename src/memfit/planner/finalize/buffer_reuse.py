@@ -90,12 +90,12 @@ def _put_together(
     graph: StepGraph, run: Sequence[Instruction], start: int, ran: Collection[int], held: Collection[int]
 ) -> Iterator[tuple[int, Instruction, Op]]:
     """Recomputed ops of a run that may put their first result together in a reused buffer: place, instruction, op."""
-    handed_on = {i.index for i in run if i.action is Action.FREE}
+    passed_on = {i.index for i in run if i.action is Action.FREE}
     for position, instruction in enumerate(run, start):
         if instruction.action is Action.COMPUTE and instruction.index in ran and instruction.over is None:
             op = graph.ops[instruction.index].later
             ours = not any(s in held or (op.by_slices and s in op.by_slices.sums) for s in op.writes)
-            if op.by_slices and op.writes[0] not in handed_on and ours:
+            if op.by_slices and op.writes[0] not in passed_on and ours:
                 yield position, instruction, op
 
 

@@ -14,7 +14,7 @@ __all__ = ["deferrable", "deferred_last"]
 
 
 def deferrable(graph: StepGraph) -> frozenset[int]:
-    """The backward ops that no gradient handed on by the step needs; none if the step hands on no gradient."""
+    """The backward ops that no gradient returned by the step needs; none if the step returns no gradient."""
     needed = {s for s, storage in enumerate(graph.storages) if storage.kind is StorageKind.GRADIENT}
     if not needed:
         return frozenset()
