@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from memfit.errors import BudgetError, ProgramError
 from memfit.ir.graph import Op, Phase, StepGraph, Storage, StorageKind, Variant
-from memfit.ir.program import Program, plain_order, program_of
+from memfit.ir.program import Action, Program, plain_order, program_of
 from memfit.ir.serialization import decode_graph, decode_program, encode_graph, encode_program
 from memfit.planner.bounds.lower_bound import widest_op_bytes
 from memfit.planner.finalize.variant_selection import leanest, program_within, quicker
@@ -50,6 +50,28 @@ def test_each_run_gets_the_quickest_variant_there_is_room_for(budget: int | None
     # Elsewhere there is room: the first op is far from the peak.
     assert program.instructions[0].chunks == 4
     assert simulate(graph, program).peak_bytes <= max(budget or 0, 410)
+
+
+@pytest.mark.parametrize(("budget", "in_place_seconds", "over"), [(1000, 1.5, None), (None, 1.5, 2), (1000, 0.5, 2)])
+def test_an_op_writes_over_its_operand_where_that_is_faster_or_room_is_short(
+    budget: int | None, in_place_seconds: float, over: int | None
+) -> None:
+    sizes = {"static": 100, "forward": 100, "tangent": 0, "gradient": 0}
+    kinds = ("static", "forward", "forward", "forward", "tangent", "gradient")
+    storages = tuple(Storage(name=f"s{i}", nbytes=sizes[k], kind=StorageKind(k)) for i, k in enumerate(kinds))
+    costs = {"in_place_over": (2,), "in_place_seconds": in_place_seconds}
+    ops = (
+        Op(name="first", target="f", phase=Phase.FORWARD, reads=(0,), writes=(1,), seconds=1.0),
+        Op(name="second", target="g", phase=Phase.FORWARD, reads=(1,), writes=(2,), seconds=1.0),
+        Op(name="third", target="h", phase=Phase.FORWARD, reads=(2,), writes=(3,), seconds=1.0, **costs),
+        Op(name="loss", target="loss", phase=Phase.LOSS, reads=(3,), writes=(4,)),
+        Op(name="back", target="k", phase=Phase.BACKWARD, reads=(1, 3, 4), writes=(5,), seconds=1.0),
+    )
+    graph = StepGraph(ops=ops, storages=storages, static_bytes=100)
+    program = program_within(graph, plain_order(graph), budget)
+    check(graph, program)
+    assert next(i.over for i in program.instructions if i.action is Action.COMPUTE and i.index == 2) == over
+    assert simulate(graph, program).overhead <= (0.0 if budget else 0.5 / 4)
 
 
 def test_plain_steps_run_whole_and_are_what_time_is_compared_with() -> None:

@@ -127,7 +127,9 @@ def _one_by_one(graph: StepGraph, lean: StepGraph, order: Sequence[int], limit: 
         best = min(variants, key=lambda variant: variant.seconds, default=given.variant(given.chunks))
         made = replace(instruction, chunks=best.chunks)
         frees = instructions[start + 1 : stop]
-        if op.variants and best.chunks == 1 and over is not None:
+        # Writing over the operand can be slower: it then runs apart where there is room.
+        slower = given.run_seconds(best.chunks, in_place=True) > given.run_seconds(best.chunks, in_place=False)
+        if over is not None and best.chunks == 1 and (op.variants or (slower and beside <= room - op.workspace_bytes)):
             made, frees = replace(made, over=None), (Instruction(Action.FREE, over), *frees)
         created = sum(graph.storages[s].nbytes for s in op.writes) - beside
         found.append(

@@ -121,6 +121,9 @@ def _least_order(graph: StepGraph) -> tuple[int, ...]:
         limit += limit // 4 + 1
     found = [plain_order(graph), *(in_their_subgraphs(graph, order_at(table, slots)) for slots in amounts[:_LOWEST])]
     lowest = min((one for one in found if _is_legal(graph, one)), key=lambda one: _peak(graph, one))
+    # The order of a larger amount may take less than the table says: `order` must find nothing below the least peak.
+    while (lower := fast_order(graph, _peak(graph, lowest) - 1)) is not None:
+        lowest = lower
     return tuple(lowest)
 
 
