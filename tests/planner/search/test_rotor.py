@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -59,27 +58,35 @@ def test_an_order_that_takes_less_than_the_table_says_counts_for_the_least_peak(
     sizes = {5: 3, 6: 3, 7: 8, 8: 8, 9: 3, 10: 8, 11: 8, 12: 4, 13: 8, 14: 100, 15: 8, 16: 100, 18: 8, 19: 8, 21: 100}
     sizes |= {22: 8, 23: 8, 24: 4, 25: 8, 26: 8, 27: 8, 28: 3, 29: 3, 30: 8, 31: 3}
     storages = tuple(Storage(name=f"s{i}", nbytes=sizes.get(i, 0), kind=StorageKind(k)) for i, k in enumerate(kinds))
-    normalise = Op(name="1", target="normalise", phase=Phase.FORWARD, reads=(0, 4, 5), writes=(3,))
-    forward = (
-        replace(normalise, name="0", target="mm", reads=(0,), writes=(2,)),
-        replace(normalise, target="norm", reads=(0,), writes=(3, 4, 5), recompute_as=normalise),
-        *(
-            Op(name=str(i), target="mm", phase=Phase.FORWARD, reads=reads, writes=writes, recomputable=i not in (2, 4))
-            for i, (reads, writes) in enumerate(
-                [((5, 3, 0), (6, 7, 8)), ((6, 7), (9,)), ((7, 9), (10,)), ((8, 10), (11, 12)), ((11, 12), (13, 14, 15))]
-                + [((14, 15), (16, 17))],
-                start=2,
-            )
-        ),
-    )
-    backward = [((20,), (21, 22)), ((19, 21, 22, 11, 12), (23, 24)), ((23, 24), (25, 26)), ((26, 7, 9, 10), (27, 28))]
-    backward += [((28, 6, 7), (29, 30)), ((29, 27, 30, 18, 25, 5), (31, 32))]
+    normalise = Op(name="again", target="norm", phase=Phase.FORWARD, reads=(0, 4, 5), writes=(3,))
+    touched: list[tuple[Phase, int, tuple[int, ...], tuple[int, ...]]] = [  # phase, subgraph, reads, writes
+        (Phase.FORWARD, 0, (0,), (2,)),
+        (Phase.FORWARD, 0, (0,), (3, 4, 5)),
+        (Phase.FORWARD, 0, (5, 3, 0), (6, 7, 8)),
+        (Phase.FORWARD, 0, (6, 7), (9,)),
+        (Phase.FORWARD, 0, (7, 9), (10,)),
+        (Phase.FORWARD, 1, (8, 10), (11, 12)),
+        (Phase.FORWARD, 1, (11, 12), (13, 14, 15)),
+        (Phase.FORWARD, 1, (14, 15), (16, 17)),
+        (Phase.LOSS, 0, (8, 13, 17), (18, 19, 20)),
+        (Phase.BACKWARD, 1, (20,), (21, 22)),
+        (Phase.BACKWARD, 1, (19, 21, 22, 11, 12), (23, 24)),
+        (Phase.BACKWARD, 1, (23, 24), (25, 26)),
+        (Phase.BACKWARD, 0, (26, 7, 9, 10), (27, 28)),
+        (Phase.BACKWARD, 0, (28, 6, 7), (29, 30)),
+        (Phase.BACKWARD, 0, (29, 27, 30, 18, 25, 5), (31, 32)),
+    ]
+    ops = [
+        Op(
+            **{"name": str(i), "target": "mm", "phase": phase, "subgraph": subgraph, "reads": reads, "writes": writes},
+            seconds=0.75 if i == 5 else 0.0,
+            recomputable=i not in (2, 4),
+            recompute_as=normalise if i == 1 else None,
+        )
+        for i, (phase, subgraph, reads, writes) in enumerate(touched)
+    ]
     graph = StepGraph(
-        ops=(
-            *(replace(op, seconds=0.75 if op.name == "5" else 0.0) for op in forward),
-            Op(name="loss", target="loss", phase=Phase.LOSS, reads=(8, 13, 17), writes=(18, 19, 20)),
-            *(Op(name=str(r), target="mm", phase=Phase.BACKWARD, reads=r, writes=w) for r, w in backward),
-        ),
+        ops=tuple(ops),
         storages=storages,
         outputs=(8, 13, 17),
     )
