@@ -57,6 +57,15 @@ def test_draws_come_before_the_run_they_would_divide_in_their_order(kept: tuple[
         assert draws == list(range(len(draws)))
 
 
+def test_a_draw_of_an_earlier_subgraph_waits_for_the_backward_pass_of_the_later_one() -> None:
+    graph = step()
+    later = {"b", "draw b", "masked b", "masked b back"}
+    graph = replace(graph, ops=tuple(replace(op, subgraph=int(op.name in later)) for op in graph.ops))
+    order = lazy_order(graph, {3, 5})
+    assert order.count(1) == 2  # the draw of the first subgraph is recomputed
+    check(graph, program_of(graph, order))
+
+
 def test_draws_in_another_order_are_other_numbers() -> None:
     graph = step()
     with pytest.raises(ProgramError, match="draws other numbers"):

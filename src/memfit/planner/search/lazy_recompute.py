@@ -91,7 +91,8 @@ def _undivided(graph: StepGraph, order: list[int]) -> list[int]:
     """An order in which ops that could be fused follow each other.
 
     An op between them that needs none of their storages and can only run whole, such as the draw of a mask, is moved
-    before them. Moved ops keep their order among themselves, so a generator gives each op the same numbers.
+    before them. Moved ops keep their order among themselves, so a generator gives each op the same numbers. An op of
+    an earlier subgraph is not moved, since it runs after the backward pass of this one.
     """
     if not graph.is_tiled:
         return order
@@ -107,7 +108,7 @@ def _undivided(graph: StepGraph, order: list[int]) -> list[int]:
             undivided.append(index)
             written.update(op.writes)
             read.update(op.reads)
-        elif _is_apart(op) and (written | read).isdisjoint((*op.reads, *op.writes)):
+        elif _is_apart(op) and op.subgraph >= first.subgraph and (written | read).isdisjoint((*op.reads, *op.writes)):
             undivided.insert(start, index)
             start += 1
         else:
