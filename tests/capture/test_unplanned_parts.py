@@ -317,3 +317,36 @@ def test_code_that_reads_a_number_may_take_more_memory_with_others(told: list[st
     memfit.fit(model, (torch.randn(4, 8),), budget="1GiB", loss_fn=loss_of, search_seconds=0.5)
     (line,) = told
     assert "a number is read from a tensor in 2 (" in line and "other data may take more memory" in line
+
+
+class ReadsBetween(nn.Module):
+    """Plain code reads the result of a convolution, and passes a new tensor on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1))
+        self.after = nn.Conv2d(8, 8, 3, padding=1)
+
+    @torch.compiler.disable
+    def plain(self, x: torch.Tensor) -> torch.Tensor:
+        return x.cos()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        lying = self.before[0](x).to(memory_format=torch.channels_last).contiguous()
+        result: torch.Tensor = self.after(self.plain(self.before[1](lying))).relu()
+        return result
+
+
+def test_a_tiled_part_makes_whole_what_plain_code_reads() -> None:
+    torch.manual_seed(0)
+    model, x = ReadsBetween().double(), torch.randn(4, 3, 16, 16, dtype=torch.double)
+    loss_of(model(x)).backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    options = {"levers": "all", "exact": "rounding", "loss_fn": loss_of, "search_seconds": 0.2}
+    with pytest.raises(memfit.BudgetError) as least:
+        memfit.fit(model, (x,), budget=1, **options)
+    memfit.fit(model, (x,), budget=least.value.least_bytes, **options)
+    loss_of(model(x)).backward()
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-7)

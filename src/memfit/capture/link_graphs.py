@@ -91,6 +91,10 @@ def join(
         (replace(op, recomputable=False, recompute_as=None) if crossing.intersection(op.writes) else op, joint)
         for op, joint in forward
     ]
+    # Plain code between subgraphs reads an output that no later subgraph reads, so the first run makes it whole.
+    leaving = {numbers[i][s] for i, p in enumerate(subgraphs.subgraphs[:-1]) for s in p.reading.output_storages}
+    leaving -= crossing
+    forward = [(_whole_at_first(op) if leaving.intersection(op.writes) else op, joint) for op, joint in forward]
     tangents = tuple(
         dict.fromkeys(
             numbers[i][t]
@@ -129,6 +133,11 @@ def join(
         outputs=tuple(dict.fromkeys((*outputs, *held, *by_loss))),
     )
     return graph, tuple(joint for _, joint in pairs)
+
+
+def _whole_at_first(op: Op) -> Op:
+    """The op, which runs whole the first time; it may be recomputed slice by slice."""
+    return op if op.by_slices is None else replace(op, by_slices=replace(op.by_slices, first=False))
 
 
 def _numbered(subgraphs: Subgraphs) -> tuple[list[Storage], list[dict[int, int]]]:
