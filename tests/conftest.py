@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +15,15 @@ from hypothesis import HealthCheck, settings
 
 from benchmarks.notices import notices
 
-_SHORT = (
-    ("memfit.compiler.stages", "find_program", 0.25),
-    ("memfit.compiler.stages", "relaxed_bound", 0.05),
-    ("memfit.planner.pipeline.stage_plan", "find_program", 0.1),
-    ("memfit.tools.max_batch", "find_program", 0.1),
-)
-"""Searches, where they are called from, and how many seconds they may take in tests."""
-
 # A busy machine is no bug: examples may be slow, only the time of a whole test is limited (pyproject.toml).
 settings.register_profile("memfit", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("memfit")
 
 # Measured costs belong to the tests, not to the user who runs them; all workers share them.
 os.environ["MEMFIT_CACHE"] = str(Path(tempfile.gettempdir()) / f"memfit-tests-{os.getuid()}")
+
+# Most tests are about any plan; how good plans are is tested in tests/planner and measured in benchmarks.
+os.environ["MEMFIT_SEARCH_SECONDS"] = "0.25"
 
 # The same for Dynamo, which looks for garbage after each graph; it reads this when it is imported.
 os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
@@ -43,21 +37,10 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def short_search(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is tested here holds of any plan; how good plans are is measured in benchmarks and in tests/planner."""
+def whole_search(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets searches take their time in tests that ask for it."""
     if request.node.get_closest_marker("full_search") is not None:
-        return
-    for where, name, most in _SHORT:
-        module: Any = sys.modules.get(where)
-        if module is not None:
-            monkeypatch.setattr(module, name, functools.partial(_briefly, getattr(module, name), most))
-
-
-@pytest.fixture(autouse=True)
-def no_hint_of_all_levers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That a budget is too small says also what tiling would need, after another capture; few tests are about that."""
-    if "memfit.compiler.driver" in sys.modules and request.node.get_closest_marker("all_levers") is None:
-        monkeypatch.setattr("memfit.compiler.driver._with_all_levers", lambda error, *_: error)
+        monkeypatch.delenv("MEMFIT_SEARCH_SECONDS", raising=False)
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +66,3 @@ def told() -> Iterator[list[str]]:
     """Texts of the warnings that memfit logs in the test."""
     with notices() as texts:
         yield texts
-
-
-def _briefly(search: Callable[..., Any], most: float, *arguments: Any, seconds: float, **rest: Any) -> Any:
-    return search(*arguments, seconds=min(seconds, most), **rest)

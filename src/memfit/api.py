@@ -69,7 +69,9 @@ def plan(
         strategy: `"auto"`, or the name of a known strategy (`memfit.strategies.names()`).
         levers: `"bitwise"` or a tuple of lever names.
         tiers: tiers that may hold swapped bytes.
-        search_seconds: approximate search time of `"auto"`; up to four times that while far from the lower bound.
+        search_seconds: work of the search of `"auto"`, in seconds of one free core; up to four times that while far
+            from the lower bound. It is counted and not timed, so a busy machine finds the same plan. The variable
+            `MEMFIT_SEARCH_SECONDS` limits it.
         prove: run the plan once to compare its results with the plain step's and the measured peak with the
             predicted one, and correct the plan. Costs two planned steps and at most two plain ones.
         exact: `"bitwise"`: a plan whose results differ from the plain step's is an error; `"rounding"`: such a plan is

@@ -28,6 +28,7 @@ from memfit.compiler.proving import for_least, peak_of, prove, proving_step
 from memfit.compiler.stages import Progress, Request, capture_and_profile, check_request, plan_captured, resolve_budget
 from memfit.errors import BudgetError, ExactnessError, MemfitError
 from memfit.ir.graph import StepGraph
+from memfit.planner.effort import search_limit
 from memfit.planner.offload.streaming_search import least_streaming
 from memfit.refusals import advised, refused
 from memfit.units import format_bytes
@@ -39,6 +40,9 @@ log = logging.getLogger(__name__)
 _LEAST_TRIES = 3
 _MORE = 1.02
 """Factor by which a least budget is raised if no plan is found for it."""
+
+_HINT_SECONDS = 1.0
+"""A search limit below which an error does not look for the budget that tiles need: whoever sets it wants an answer."""
 
 _GOOD_ENOUGH = 0.01
 """If a plan without tiles has less overhead than this, no plan with tiles is made."""
@@ -249,7 +253,8 @@ def _with_all_levers(
 ) -> BudgetError:
     """The error, with the budget from which on tiling fits, if that is lower."""
     capture, graph = step
-    if request.strategy != "auto":
+    seconds = search_limit(request.search_seconds)
+    if request.strategy != "auto" or seconds < _HINT_SECONDS:
         return error
     room = (error.least_bytes - graph.static_bytes - graph.gradient_bytes) // 2
     try:
@@ -257,7 +262,7 @@ def _with_all_levers(
     except MemfitError as failure:  # the first error is the one to report
         log.info("cannot tell from where tiling fits: %s", failure)
         return error
-    least = least_streaming(tiled, seconds=request.search_seconds)
+    least = least_streaming(tiled, seconds=seconds)
     if not tiled.is_tiled or least >= error.least_bytes:
         return error
     advice = f'levers="all", the same gradients up to rounding, fits from {format_bytes(least)} ({least} bytes) on'

@@ -33,6 +33,7 @@ from memfit.planner.analysis.explain import decisions, prediction
 from memfit.planner.analysis.no_plan import no_plan
 from memfit.planner.bounds.lower_bound import relaxed_bound
 from memfit.planner.budget_limit import fitting
+from memfit.planner.effort import search_limit
 from memfit.planner.finalize.variant_selection import leanest
 from memfit.planner.offload.search import find_program
 from memfit.planner.search.min_memory import least_budget, least_order
@@ -78,7 +79,8 @@ class Request:
         prove: whether to run the plan once, compare it with the plain step, and correct it.
         exact: `"bitwise"`, or `"rounding"` to accept a plan whose results differ by rounding.
         label: name of the planned step, for people.
-        search_seconds: roughly how long `"auto"` searches; up to four times that while far from the bound.
+        search_seconds: work of the search of `"auto"`, in nominal seconds; up to four times that while far from the
+            bound.
         any_speed: whether `"auto"` takes any plan that fits, instead of a fast one.
         accumulate: how gradients of parameters are added to `.grad` when made; None to add them after the backward
             pass.
@@ -299,14 +301,14 @@ def _program(graph: StepGraph, request: Request, budget_bytes: int) -> tuple[Pro
     timeline = simulate(graph, program)
     if timeline.peak_bytes > budget_bytes:
         lean = leanest(graph)
-        least = least_budget(lean, least_order(lean, seconds=request.search_seconds))
+        least = least_budget(lean, least_order(lean, seconds=search_limit(request.search_seconds)))
         raise no_plan(
             *(graph, program, budget_bytes),
             subject=f"program of strategy {strategy!r}",
             advice=f"strategy 'auto' fits from {format_bytes(least)} ({least} bytes) on",
         )
     fitting(graph, program, budget_bytes)
-    return program, relaxed_bound(graph, timeline.peak_bytes, seconds=2.0)
+    return program, relaxed_bound(graph, timeline.peak_bytes, seconds=search_limit(2.0))
 
 
 def fingerprint(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, str | int | list[Any]]:

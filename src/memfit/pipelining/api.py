@@ -70,7 +70,7 @@ def pipeline(
         levers: as for `memfit.fit`; with `"all"`, a stage that fits in no other way runs slice by slice, and its
             gradients are equal up to rounding.
         prove: run each device's part alone, measure its peak, and correct the plan.
-        search_seconds: approximate time of each search for a stage's plan.
+        search_seconds: work of each search for a stage's plan, in seconds of one free core.
         group: the processes of this pipeline; None for all processes.
         data_group: the processes that run the same stage in all replicas, each replica on another batch: all replicas
             use one plan, and gradients are averaged over the replicas after each step.

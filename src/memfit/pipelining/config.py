@@ -35,7 +35,7 @@ class Question:
         optimizer: of the model's parameters; its state counts.
         trained_bytes: size of the model's parameters that receive gradients, for an optimizer that is given as a
             number.
-        search_seconds: approximate time of each search for a stage's plan.
+        search_seconds: work of each search for a stage's plan, in seconds of one free core.
         tiers: tiers to which stages may swap.
         levers: as for `memfit.fit`.
         allow_batch_norm: whether batch normalisation may take its statistics from each micro-batch.

@@ -4,12 +4,15 @@ A status other than optimal is a value, not an exception: the incumbent and the 
 caller checks the result with the simulator. The caller also scales bytes, so that coefficients stay within a few orders
 of magnitude.
 
+Limits are nominal seconds (`memfit.planner.effort`), so a solve ends at the same point on every machine. A linear
+program is limited by its pivots. HiGHS does not say how many pivots a mixed-integer solve has done, but it asks at
+fixed points of its search whether to go on, and these questions are counted.
+
 Source: HiGHS, https://highs.dev, through `highspy`.
 """
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -17,11 +20,26 @@ import highspy
 import numpy as np
 from numpy.typing import NDArray
 
+from memfit.planner.effort import Effort, clock_limit
+
 __all__ = ["Milp", "Solution", "Status", "solve"]
 
 
 _FEASIBLE_POINT = 2
 """HiGHS's `SolutionStatus.kSolutionStatusFeasible`."""
+
+_START_SECONDS, _START_SECONDS_PER_TERM = 1e-3, 1e-5
+"""Nominal seconds to build and presolve a program: fixed, and for each coefficient that is not zero."""
+
+_LINEAR_PIVOT_SECONDS = 4e-9
+"""Nominal seconds of a pivot of a linear program, for each coefficient that is not zero."""
+
+_INTEGER_PIVOT_SECONDS = 1e-7
+"""The same for a mixed-integer program, with its cuts and heuristics."""
+
+_ROOT_SECONDS, _TREE_SECONDS = 6e-6, 6e-7
+"""Nominal seconds between two questions of HiGHS whether to go on, for each coefficient that is not zero: at the root
+with its cuts and heuristics, and at the other nodes."""
 
 
 class Status(StrEnum):
@@ -74,30 +92,60 @@ class Milp:
         self.row_upper.append(upper)
 
 
-def solve(problem: Milp, *, seconds: float, gap: float = 1e-3, dive: bool = False) -> Solution:
+def solve(
+    problem: Milp, *, seconds: float, gap: float = 1e-3, dive: bool = False, effort: Effort | None = None
+) -> Solution:
     """Solves a program.
 
     Args:
         problem: the program to solve.
-        seconds: time limit.
+        seconds: limit in nominal seconds.
         gap: relative gap at which to stop.
         dive: whether to search for a first point by rounding relaxations. This takes a fraction of a second and keeps
-            the solver from ending a short time limit with a poor point.
+            the solver from ending a short solve with a poor point.
+        effort: counts the work.
 
     Returns:
         The best point found and a bound.
     """
-    begin = time.monotonic()
-    start = _dive(problem, deadline=begin + seconds / 3) if dive else None
+    own = Effort(effort)
+    start = _dive(problem, seconds / 3, own) if dive else None
     engine = _engine(problem, integer=True)
-    engine.setOptionValue("time_limit", max(0.05, seconds - (time.monotonic() - begin)))
+    _limit(engine, problem, seconds - own.seconds)
     engine.setOptionValue("mip_rel_gap", gap)
     if start is not None:
         point = highspy.HighsSolution()
         point.col_value = list(start)
         engine.setSolution(point)
     engine.run()
+    _charge(engine, problem, own)
     return _solution(engine)
+
+
+def _limit(engine: highspy.Highs, problem: Milp, seconds: float) -> None:
+    """Limits a solve to nominal seconds."""
+    terms = max(1, len(problem.indices))
+    engine.setOptionValue("time_limit", clock_limit(max(0.0, seconds)))
+    if not any(problem.integer):
+        engine.setOptionValue("simplex_iteration_limit", max(100, int(seconds / (_LINEAR_PIVOT_SECONDS * terms))))
+        return
+    left = seconds / terms
+
+    def ask(event: highspy.HighsCallbackEvent) -> None:
+        nonlocal left
+        left -= _TREE_SECONDS if event.data_out.mip_node_count > 0 else _ROOT_SECONDS
+        if left < 0:
+            event.interrupt()
+
+    engine.cbMipInterrupt += ask
+
+
+def _charge(engine: highspy.Highs, problem: Milp, effort: Effort) -> None:
+    """Counts the work of a solve."""
+    terms = len(problem.indices)
+    a_pivot = (_INTEGER_PIVOT_SECONDS if any(problem.integer) else _LINEAR_PIVOT_SECONDS) * terms
+    pivots = max(0, engine.getInfo().simplex_iteration_count)
+    effort.charge(_START_SECONDS + _START_SECONDS_PER_TERM * terms + a_pivot * pivots)
 
 
 def _engine(problem: Milp, *, integer: bool) -> highspy.Highs:
@@ -123,12 +171,13 @@ def _engine(problem: Milp, *, integer: bool) -> highspy.Highs:
     return engine
 
 
-def _dive(problem: Milp, deadline: float) -> NDArray[np.float64] | None:
+def _dive(problem: Milp, seconds: float, effort: Effort) -> NDArray[np.float64] | None:
     """Rounds the relaxation step by step and solves again after each step; None if this finds no point."""
     engine = _engine(problem, integer=False)
+    limit = effort.seconds + seconds
     free = [i for i, flag in enumerate(problem.integer) if flag and problem.lower[i] < problem.upper[i]]
-    values = _relaxed(engine)
-    while time.monotonic() < deadline:
+    values = _relaxed(engine, problem, effort)
+    while not effort.exceeds(limit):
         if values is None:
             return None
         fractional = [i for i in free if 1e-6 < values[i] < 1 - 1e-6]
@@ -137,30 +186,31 @@ def _dive(problem: Milp, deadline: float) -> NDArray[np.float64] | None:
             return values
         likely = [i for i in fractional[: max(1, len(fractional) // 4)] if values[i] >= 0.5] or fractional[:1]
         batch = dict.fromkeys(likely, 1.0) | {i: 0.0 for i in fractional if values[i] < 0.1}
-        values = _fixed(engine, problem, batch)
+        values = _fixed(engine, problem, batch, effort)
         if values is None:
             batch = {fractional[0]: 1.0}
-            values = _fixed(engine, problem, batch)
+            values = _fixed(engine, problem, batch, effort)
         if values is None:
             batch = {fractional[0]: 0.0}
-            values = _fixed(engine, problem, batch)
+            values = _fixed(engine, problem, batch, effort)
         free = [i for i in free if i not in batch]
     return None
 
 
-def _fixed(engine: highspy.Highs, problem: Milp, batch: dict[int, float]) -> NDArray[np.float64] | None:
+def _fixed(engine: highspy.Highs, problem: Milp, batch: dict[int, float], effort: Effort) -> NDArray[np.float64] | None:
     """Fixes variables and solves; frees them again if that is infeasible."""
     for i, value in batch.items():
         engine.changeColBounds(i, value, value)
-    values = _relaxed(engine)
+    values = _relaxed(engine, problem, effort)
     if values is None:
         for i in batch:
             engine.changeColBounds(i, problem.lower[i], problem.upper[i])
     return values
 
 
-def _relaxed(engine: highspy.Highs) -> NDArray[np.float64] | None:
+def _relaxed(engine: highspy.Highs, problem: Milp, effort: Effort) -> NDArray[np.float64] | None:
     engine.run()
+    effort.charge(_LINEAR_PIVOT_SECONDS * len(problem.indices) * max(0, engine.getInfo().simplex_iteration_count))
     if engine.getModelStatus() != highspy.HighsModelStatus.kOptimal:
         return None
     return np.array(engine.getSolution().col_value)

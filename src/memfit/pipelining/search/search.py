@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -65,10 +64,11 @@ def search(forward: ForwardGraph, leaves: Sequence[Any], question: Question, dev
     best: Found | None = None
     failure: BudgetError | None = None
     senseless: SpecError | None = None
-    begin, patience = time.monotonic(), 0.0  # every other schedule gets as much time as the first one took
+    planner = searcher.planner
+    begin, patience = planner.effort.seconds, 0.0  # every other schedule gets as much work as the first one took
     for name in names:
         schedule = asked_schedule(name, question)
-        searcher.planner.until = None if best is None else time.monotonic() + patience
+        planner.until_seconds = None if best is None else planner.effort.seconds + patience
         try:
             found = searcher.best_of(schedule)
         except SpecError as error:
@@ -82,12 +82,12 @@ def search(forward: ForwardGraph, leaves: Sequence[Any], question: Question, dev
                 break  # the others take more memory
             continue
         if best is None:
-            patience = time.monotonic() - begin
+            patience = planner.effort.seconds - begin
         if best is None or searcher.rank(found) < searcher.rank(best):
             best = found
     if best is None and failure is None:
         raise senseless or SpecError(f"no schedule runs {question.num_microbatches} micro-batches; take another number")
-    searcher.planner.until = None
+    planner.until_seconds = None
     if best is not None and not searcher.adds_in_order(best.cuts):
         log.warning(
             "gradients of %s are added up in another order than unpipelined, so they are equal to rounding only; fewer "
@@ -96,8 +96,8 @@ def search(forward: ForwardGraph, leaves: Sequence[Any], question: Question, dev
         )
     if best is None:
         assert failure is not None
-        searcher.planner.question = replace(question, search_seconds=min(question.search_seconds, _SHORT_SECONDS))
-        searcher.in_order, searcher.planner.any_will_do = frozenset(), True  # the question is now only what fits
+        planner.question = replace(question, search_seconds=min(question.search_seconds, _SHORT_SECONDS))
+        searcher.in_order, planner.any_will_do = frozenset(), True  # the question is now only what fits
         enough, least = searcher.enough_stages(), searcher.least_budgets(names[0])
         more = f"; it fits on {enough} devices" if enough else ""
         why = str(failure)  # this is about the memory of a stage, the least budgets are of devices
@@ -263,7 +263,7 @@ class _Searcher:
 
     def best_of(self, schedule: Schedule) -> Found:
         """The fastest pipeline found for one schedule."""
-        until, in_order = self.planner.until, self.in_order
+        until, in_order = self.planner.until_seconds, self.in_order
         try:
             if in_order:
                 with contextlib.suppress(BudgetError, SpecError):
@@ -271,7 +271,7 @@ class _Searcher:
                 self.in_order = frozenset()
             return self._best_of(schedule)
         finally:
-            self.planner.until, self.in_order = until, in_order
+            self.planner.until_seconds, self.in_order = until, in_order
 
     def _best_of(self, schedule: Schedule) -> Found:
         if schedule.num_stages > self.most_stages:
@@ -286,7 +286,7 @@ class _Searcher:
         tried: set[tuple[int, ...]] = set()
         correction = [1.0] * schedule.num_stages
         pressure = [1.0] * schedule.num_stages
-        begin = time.monotonic()
+        begin = self.planner.effort.seconds
         for _ in range(_ROUNDS):
             # On one device: first the cuts with the least memory if everything is saved; after a failure, balanced
             # cuts.
@@ -307,8 +307,9 @@ class _Searcher:
                 failure = error.cause if failure is None or error.cause.least_bytes < failure.least_bytes else failure
                 pressure[error.stage] *= 0.85  # estimate with less memory there, so that the stage gets smaller
                 continue
-            if best is None and self.planner.until is None:
-                self.planner.until = 2 * time.monotonic() - begin  # other cuts get as much time as these took
+            if best is None and self.planner.until_seconds is None:
+                # Other cuts get as much work as these took.
+                self.planner.until_seconds = 2 * self.planner.effort.seconds - begin
             if best is None or found.timeline.step_seconds < best.timeline.step_seconds:
                 best = found
             if self.planner.any_will_do:

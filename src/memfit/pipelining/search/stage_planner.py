@@ -8,7 +8,6 @@ device leave (`memfit.planner.pipeline.memory_split`); the schedule is then simu
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +26,7 @@ from memfit.pipelining.partition.stages import Stage, cut_into_stages
 from memfit.pipelining.search.device_budgets import fits
 from memfit.pipelining.search.split_backward import returning
 from memfit.pipelining.search.stage_capture import capture_stage, deferring, passing_bytes, state_bytes
+from memfit.planner.effort import Effort
 from memfit.planner.pipeline.device_memory import device_peaks
 from memfit.planner.pipeline.memory_split import DoesNotFit, rooms, share_budget
 from memfit.planner.pipeline.partition import CutPlace
@@ -39,8 +39,11 @@ __all__ = ["StagePlanner"]
 _ROUNDS = 3
 """Rounds in which the memory that split backward passes take above the budget is subtracted from the stages' budget."""
 
+_CAPTURE_SECONDS = 3e-3
+"""Nominal seconds to capture a stage, for each op of its step."""
+
 _BRIEF = 0.2
-"""Fraction of a search's time that is enough to compare limits of saved bytes."""
+"""Fraction of a search's work that is enough to compare limits of saved bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,13 +72,15 @@ class StagePlanner:
         question: requirements for the pipeline; its budgets may change from plan to plan.
         places: places of possible cuts, in order, with the beginning and the end.
         state_bytes: bytes of each parameter or buffer, by name.
-        until: time, by `time.monotonic`, after which only necessary plans are tried; None for never.
+        effort: counts the work of all searches for plans of stages, and of their captures.
+        until_seconds: the effort, in nominal seconds, after which only necessary plans are tried; None for no limit.
         any_will_do: whether the first plan that fits is enough.
     """
 
     def __init__(self, forward: ForwardGraph, leaves: Sequence[Any], question: Question, device: torch.device) -> None:
         self.question = question
-        self.until: float | None = None
+        self.effort = Effort()
+        self.until_seconds: float | None = None
         self.any_will_do = False
         self.state_bytes = state_bytes(forward, question, device)
         self._forward = forward
@@ -100,7 +105,7 @@ class StagePlanner:
 
     def is_late(self) -> bool:
         """Whether only necessary plans are to be tried from now on."""
-        return self.until is not None and time.monotonic() > self.until
+        return self.until_seconds is not None and self.effort.exceeds(self.until_seconds)
 
     def plan(self, schedule: Schedule, places: Sequence[int]) -> Found:
         """Plans every stage between cuts at places.
@@ -225,6 +230,7 @@ class StagePlanner:
             before = self._captures[ends][0] if grid else None
             made = capture_stage(stage, self._leaves, self.question, self._device, grid=grid, before=before)
             self._captures[key] = made
+            self.effort.charge(_CAPTURE_SECONDS * len(made[1].ops))
         if not schedule.splits_backward:
             return self._captures[key]
         if key not in self._deferred:
@@ -283,6 +289,7 @@ class StagePlanner:
                 saved_limit_bytes=asked.saved_limit_bytes,
                 seconds=self.question.search_seconds * (_BRIEF if asked.is_brief else 1.0),
                 last_resort=not asked.is_brief,
+                effort=self.effort,
             )
             return planned, None
         plan = plan_never if asked.policy in ("auto", "never") else plan_always

@@ -14,6 +14,7 @@ from __future__ import annotations
 from memfit.ir.graph import Op, StepGraph
 from memfit.planner.bounds.relaxation import select_saved
 from memfit.planner.bounds.relaxation_over_time import least_seconds_over_time
+from memfit.planner.effort import Effort
 
 __all__ = ["LARGE_STEP", "widest_op_bytes", "relaxed_bound"]
 
@@ -21,28 +22,30 @@ LARGE_STEP = 1000
 """A step of more ops is large: the planners then spend less time where they can."""
 
 
-def relaxed_bound(graph: StepGraph, budget_bytes: int, *, seconds: float = 5.0) -> float:
+def relaxed_bound(graph: StepGraph, budget_bytes: int, *, seconds: float = 5.0, effort: Effort | None = None) -> float:
     """Least extra seconds any program takes within a budget; infinite if none fits.
 
     Args:
         graph: the step, with times.
         budget_bytes: peak of the step.
-        seconds: time limit of each of three solves; the last one, which takes most of the time and adds least, is left
-            out for a large step.
+        seconds: limit of each of three solves in nominal seconds; the last one, which takes most of the time and adds
+            least, is left out for a large step.
+        effort: counts the work.
 
     Returns:
-        The bound, which is also valid when a time limit is reached.
+        The bound, which is also valid when a limit is reached.
     """
     held = sum(graph.storages[s].nbytes for s in set(graph.outputs) if not graph.is_free(s))
     room = budget_bytes - graph.static_bytes - held
-    selection = select_saved(graph, room, seconds=seconds, overlapping=bool(graph.tiers))
+    selection = select_saved(graph, room, seconds=seconds, overlapping=bool(graph.tiers), effort=effort)
     if selection is None:
         return float("inf")
     if graph.tiers or graph.is_tiled:
         return selection.bound_seconds
-    later = least_seconds_over_time(graph, budget_bytes, integer=False, seconds=seconds)
+    later = least_seconds_over_time(graph, budget_bytes, integer=False, seconds=seconds, effort=effort)
     if later > selection.bound_seconds and len(graph.ops) <= LARGE_STEP:
-        later = max(later, least_seconds_over_time(graph, budget_bytes, integer=True, seconds=seconds))
+        whole = least_seconds_over_time(graph, budget_bytes, integer=True, seconds=seconds, effort=effort)
+        later = max(later, whole)
     return max(selection.bound_seconds, later)
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from memfit.ir.graph import Phase, StepGraph, StorageKind
 from memfit.ir.tiers import Tier, slot_bytes
 from memfit.planner.bounds.recompute_cost import RerunPrice, rerun_prices, saved_by_first_runs
+from memfit.planner.effort import Effort
 from memfit.planner.offload.model import swappable
 from memfit.planner.solver import Milp, Status, solve
 
@@ -58,18 +59,20 @@ def select_saved(
     link_share: float = 1.0,
     staying: Collection[int] = (),
     overlapping: bool = False,
+    effort: Effort | None = None,
 ) -> Selection | None:
     """Solves the relaxation for a number of bytes that may be saved.
 
     Args:
         graph: the step.
         room_bytes: memory for saved storages, without static bytes and storages that the caller holds.
-        seconds: time limit of the solver; the bound stays valid when the limit is reached.
+        seconds: limit of the solver in nominal seconds; the bound stays valid when the limit is reached.
         gap: relative gap at which the solver stops.
         link_share: share of the link rate that the relaxation assumes.
         staying: storages that must not be swapped.
         overlapping: whether recomputation hides transfers back, as it may. The bound needs this; a selection is better
             without it, since most recomputation runs when links are idle or memory is full.
+        effort: counts the work.
 
     Returns:
         The selection, or None if nothing fits. If the solver finds none in time, it saves nothing.
@@ -112,7 +115,7 @@ def select_saved(
         problem.cost[variable] = less
     if overlapping:
         _overlap(problem, waits, sum(saved_by_first_runs(graph).values()))
-    solution = solve(problem, seconds=seconds, gap=gap)
+    solution = solve(problem, seconds=seconds, gap=gap, effort=effort)
     if solution.status is Status.INFEASIBLE:
         return None
     if solution.status is Status.UNKNOWN:

@@ -26,6 +26,7 @@ import numpy as np
 from memfit.ir.graph import StepGraph
 from memfit.planner.bounds.recompute_cost import rerun_prices, run_prices, saved_by_first_runs
 from memfit.planner.bounds.relaxation import add_slices, is_optional
+from memfit.planner.effort import Effort
 from memfit.planner.solver import Milp, Status, solve
 
 __all__ = ["least_seconds_over_time"]
@@ -36,7 +37,9 @@ _FEW_INSTANTS = 6
 """Number of instants with integer variables."""
 
 
-def least_seconds_over_time(graph: StepGraph, budget_bytes: int, *, integer: bool, seconds: float) -> float:
+def least_seconds_over_time(
+    graph: StepGraph, budget_bytes: int, *, integer: bool, seconds: float, effort: Effort | None = None
+) -> float:
     """Least extra seconds any recompute-only program takes within a budget.
 
     Args:
@@ -44,13 +47,14 @@ def least_seconds_over_time(graph: StepGraph, budget_bytes: int, *, integer: boo
         budget_bytes: peak of the step.
         integer: whether each storage is in memory whole or not at all, which takes seconds to solve; else a part of it
             may be in memory, which takes a fraction of a second and gives a slightly weaker bound.
-        seconds: time limit of the solver.
+        seconds: limit of the solver in nominal seconds.
+        effort: counts the work.
 
     Returns:
         A bound, below zero where recomputing saves time; minus infinity if the solver found none in time.
     """
     problem = _problem(graph, budget_bytes, _FEW_INSTANTS if integer else _INSTANTS, integer=integer)
-    solution = solve(problem, seconds=seconds, gap=5e-3)
+    solution = solve(problem, seconds=seconds, gap=5e-3, effort=effort)
     if integer or solution.status is Status.INFEASIBLE:
         return solution.bound
     return solution.objective if solution.status is Status.OPTIMAL else -np.inf

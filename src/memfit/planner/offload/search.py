@@ -15,7 +15,6 @@ Idea: POFO (Beaumont et al., NeurIPS 2021), which removes about a third of the o
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -26,6 +25,7 @@ from memfit.ir.tiers import Tier
 from memfit.planner.bounds.lower_bound import relaxed_bound
 from memfit.planner.bounds.relaxation import select_saved
 from memfit.planner.budget_limit import fitting
+from memfit.planner.effort import Effort, search_limit
 from memfit.planner.finalize.variant_selection import leanest, program_within
 from memfit.planner.offload.model import placed_on_tiers, swappable, swapping_step
 from memfit.planner.offload.streaming_search import find_streaming
@@ -52,18 +52,20 @@ def find_program(
     least_tries: int = LEAST_TRIES,
     last_resort: bool = True,
     any_speed: bool = False,
+    effort: Effort | None = None,
 ) -> Found:
     """Finds a fast program within a budget, with swaps where the step has tiers.
 
     Args:
         graph: the step, with times and links.
         budget_bytes: peak of the step.
-        seconds: approximate time of the search without swaps, see `find_order`; with tiers the whole search takes up to
-            twice as long.
+        seconds: work of the search without swaps in nominal seconds, see `find_order`; with tiers the whole search
+            takes up to twice as much.
         progress: called with a line of text for each attempt.
         least_tries: see `find_order`; for a step without tiers.
         last_resort: see `find_order`; for a step without tiers.
         any_speed: whether any program that fits is good enough.
+        effort: counts the work.
 
     Returns:
         The fastest program found; its bound is for plans that may swap if the step has tiers.
@@ -73,11 +75,12 @@ def find_program(
     """
     found = _search(
         *(graph, budget_bytes),
-        seconds=seconds,
+        seconds=search_limit(seconds),
         progress=progress,
         least_tries=least_tries,
         last_resort=last_resort,
         any_speed=any_speed,
+        effort=Effort(effort),
     )
     return replace(found, timeline=fitting(graph, found.program, budget_bytes))
 
@@ -91,10 +94,13 @@ def _search(
     least_tries: int,
     last_resort: bool,
     any_speed: bool,
+    effort: Effort,
 ) -> Found:
     """The search of `find_program`; its result is not judged yet."""
     if graph.is_tiled and graph.tiers:
-        return find_streaming(graph, budget_bytes, seconds=seconds, progress=progress, any_speed=any_speed)
+        return find_streaming(
+            *(graph, budget_bytes), seconds=seconds, progress=progress, any_speed=any_speed, effort=effort
+        )
     alone = replace(graph, tiers=())
     if not graph.tiers:
         return find_order(
@@ -104,31 +110,35 @@ def _search(
             least_tries=least_tries,
             last_resort=last_resort,
             any_speed=any_speed,
+            effort=effort,
         )
-    bound = 0.0 if any_speed else relaxed_bound(alone, budget_bytes, seconds=seconds / 8)
+    bound = 0.0 if any_speed else relaxed_bound(alone, budget_bytes, seconds=seconds / 8, effort=effort)
     found: list[Found] = []
     errors: list[BudgetError] = []
-    without_seconds: float | None = None  # time of the search without swaps
+    without_seconds: float | None = None  # work of the search without swaps
 
     def fastest() -> float:
         return min((one.timeline.step_seconds for one in found), default=float("inf"))
 
     def search_without() -> None:
         nonlocal without_seconds
-        begin = time.monotonic()
+        begin = effort.seconds
         try:
-            found.append(find_order(alone, budget_bytes, seconds=seconds, progress=progress, any_speed=any_speed))
+            one = find_order(
+                *(alone, budget_bytes), seconds=seconds, progress=progress, any_speed=any_speed, effort=effort
+            )
+            found.append(one)
         except BudgetError as error:
             errors.append(error)
-        without_seconds = time.monotonic() - begin
+        without_seconds = effort.seconds - begin
 
     if bound < CLOSE * graph.seconds:
         search_without()
     near = graph.seconds + max(0.0, bound) + CLOSE * graph.seconds
-    rounds = () if any_speed or fastest() < near else _rounds(graph, budget_bytes, seconds, progress)
-    begin = time.monotonic()
+    rounds = () if any_speed or fastest() < near else _rounds(graph, budget_bytes, seconds, progress, effort)
+    begin = effort.seconds
     for number, one in enumerate(rounds, 1):
-        round_seconds = (time.monotonic() - begin) / number
+        round_seconds = (effort.seconds - begin) / number
         found += [] if one is None else [one]
         if without_seconds is None and fastest() > graph.seconds + bound:
             search_without()
@@ -140,16 +150,18 @@ def _search(
     if not found:
         everything = placed_on_tiers(graph, swappable(graph))
         try:
-            found.append(_with(graph, everything, budget_bytes, seconds, progress, any_speed=any_speed))
+            found.append(_with(graph, everything, budget_bytes, seconds, progress, effort, any_speed=any_speed))
         except BudgetError as error:
             raise min([*errors, error], key=lambda e: e.least_bytes) from None
     best = min(found, key=lambda one: one.timeline.step_seconds)
     if any_speed:
         return best
-    return replace(best, bound_seconds=relaxed_bound(graph, budget_bytes, seconds=seconds / 8))
+    return replace(best, bound_seconds=relaxed_bound(graph, budget_bytes, seconds=seconds / 8, effort=effort))
 
 
-def _rounds(graph: StepGraph, budget_bytes: int, seconds: float, progress: Progress | None) -> Iterator[Found | None]:
+def _rounds(
+    graph: StepGraph, budget_bytes: int, seconds: float, progress: Progress | None, effort: Effort
+) -> Iterator[Found | None]:
     """Plans that may swap the storages that each round chooses; None for a choice with which no plan fits.
 
     A storage is not swapped in later rounds if a plan waits for it longer than its recomputation takes.
@@ -160,12 +172,14 @@ def _rounds(graph: StepGraph, budget_bytes: int, seconds: float, progress: Progr
     seen: list[Mapping[int, Tier]] = [{}]
     staying: set[int] = set()
     for share in _LINK_SHARES:
-        chosen = select_saved(graph, room, seconds=seconds / 8, gap=1e-2, link_share=share, staying=staying)
+        chosen = select_saved(
+            *(graph, room), seconds=seconds / 8, gap=1e-2, link_share=share, staying=staying, effort=effort
+        )
         if chosen is None or chosen.swapped in seen:
             continue
         seen.append(chosen.swapped)
         try:
-            found = _with(graph, chosen.swapped, budget_bytes, seconds / 8, progress)
+            found = _with(graph, chosen.swapped, budget_bytes, seconds / 8, progress, effort)
         except BudgetError:
             # The choice depends on the budget, so the least budget of this choice need not work when it is requested.
             yield None
@@ -181,6 +195,7 @@ def _with(
     budget_bytes: int,
     seconds: float,
     progress: Progress | None,
+    effort: Effort,
     *,
     any_speed: bool = False,
 ) -> Found:
@@ -203,4 +218,6 @@ def _with(
         return moved, simulate(graph, moved)
 
     moves = Moves(ahead=ahead, finish=finish, spill_bytes=int(budget_bytes * _SPILLED))
-    return find_order(swapping, budget_bytes, seconds=seconds, progress=progress, moves=moves, any_speed=any_speed)
+    return find_order(
+        *(swapping, budget_bytes), seconds=seconds, progress=progress, moves=moves, any_speed=any_speed, effort=effort
+    )

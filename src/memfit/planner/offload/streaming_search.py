@@ -11,7 +11,6 @@ are chosen afterwards, with the order as it is.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -21,10 +20,11 @@ from memfit.ir.program import Action, Instruction, Program
 from memfit.ir.streaming import streamable, streaming_step
 from memfit.ir.tiers import Tier
 from memfit.planner.bounds.lower_bound import relaxed_bound
+from memfit.planner.effort import Effort
 from memfit.planner.finalize.variant_selection import leanest, program_within
 from memfit.planner.offload.model import placed_on_tiers
 from memfit.planner.search.min_memory import least_budget, least_order
-from memfit.planner.search.portfolio import CLOSE, Found, Progress, find_order
+from memfit.planner.search.portfolio import CLOSE, JUDGED, Found, Progress, find_order
 from memfit.sim.simulator import Timeline, simulate
 
 __all__ = ["find_streaming", "least_streaming"]
@@ -37,15 +37,17 @@ def find_streaming(
     seconds: float = 8.0,
     progress: Progress | None = None,
     any_speed: bool = False,
+    effort: Effort | None = None,
 ) -> Found:
     """Finds a fast program of a tiled step within a budget, with storages on tiers where that helps.
 
     Args:
         graph: a tiled step, with times and links.
         budget_bytes: peak of the step.
-        seconds: approximate time of each of two searches, see `find_order`.
+        seconds: work of each of two searches in nominal seconds, see `find_order`.
         progress: called with a line of text for each attempt.
         any_speed: whether any program that fits is good enough.
+        effort: counts the work.
 
     Returns:
         The fastest program found; its bound is for plans that may place any storage on tiers.
@@ -53,15 +55,17 @@ def find_streaming(
     Raises:
         BudgetError: if no program fits, with the least budget that works.
     """
+    effort = effort or Effort()
     found: list[Found] = []
     errors: list[BudgetError] = []
     alone = replace(graph, tiers=())
     placed = _everything(graph)
     away = {s: replace(storage, nbytes=0) for s, storage in enumerate(graph.storages) if s in placed}
     elsewhere = replace(alone, storages=tuple(away.get(s, x) for s, x in enumerate(graph.storages)))
-    bound = 0.0 if any_speed else relaxed_bound(elsewhere, budget_bytes, seconds=seconds / 8)
+    bound = 0.0 if any_speed else relaxed_bound(elsewhere, budget_bytes, seconds=seconds / 8, effort=effort)
     try:
-        found.append(find_order(alone, budget_bytes, seconds=seconds, progress=progress, any_speed=any_speed))
+        one = find_order(*(alone, budget_bytes), seconds=seconds, progress=progress, any_speed=any_speed, effort=effort)
+        found.append(one)
     except BudgetError as error:
         errors.append(error)
     if any_speed and found:
@@ -70,8 +74,10 @@ def find_streaming(
     if placed and all(one.timeline.step_seconds > near for one in found):
         try:
             moving = streaming_step(graph, placed)
-            moved = find_order(moving, budget_bytes, seconds=seconds, progress=progress, any_speed=any_speed)
-            found.append(_with_room(graph, moved, placed, budget_bytes, seconds))
+            moved = find_order(
+                *(moving, budget_bytes), seconds=seconds, progress=progress, any_speed=any_speed, effort=effort
+            )
+            found.append(_with_room(graph, moved, placed, budget_bytes, seconds, effort))
         except BudgetError as error:
             errors.append(error)
     if not found:
@@ -84,7 +90,7 @@ def least_streaming(graph: StepGraph, *, seconds: float = 8.0) -> int:
 
     Args:
         graph: a tiled step.
-        seconds: approximate time of each of two searches, see `least_order`.
+        seconds: work of each of two searches in nominal seconds, see `least_order`.
     """
     steps = [graph, streaming_step(graph, _everything(graph))] if graph.tiers else [graph]
     return min(least_budget(lean, least_order(lean, seconds=seconds)) for lean in map(leanest, steps))
@@ -96,14 +102,17 @@ def _everything(graph: StepGraph) -> dict[int, Tier]:
     return placed_on_tiers(graph, able, in_slices=True)
 
 
-def _with_room(graph: StepGraph, moved: Found, placed: Mapping[int, Tier], budget_bytes: int, seconds: float) -> Found:
+def _with_room(
+    graph: StepGraph, moved: Found, placed: Mapping[int, Tier], budget_bytes: int, seconds: float, effort: Effort
+) -> Found:
     """The same order with storages in memory for which there is room; searches for about `seconds`."""
-    begin = time.monotonic()
+    own = Effort(effort)
     away = dict(placed)
     best = _program(graph, moved.order, away, budget_bytes)
     for group in _halves(_by_stall(graph, best[1], away)):
-        if time.monotonic() - begin > seconds:
+        if own.exceeds(seconds):
             break
+        own.charge_ops(JUDGED * len(moved.order))
         if not away.keys() >= set(group):
             continue
         fewer = {s: tier for s, tier in away.items() if s not in group}

@@ -17,6 +17,7 @@ from memfit.errors import BudgetError
 from memfit.ir.graph import Op, Phase, StepGraph, StorageKind
 from memfit.ir.program import Action, Program, plain_order
 from memfit.ir.tiers import TierLinks
+from memfit.planner.effort import Effort
 from memfit.planner.finalize.variant_selection import program_within
 from memfit.planner.offload.search import find_program
 from memfit.planner.pipeline.device_memory import StageMemory
@@ -91,6 +92,7 @@ def plan_stage(
     saved_limit_bytes: int | None = None,
     seconds: float = 2.0,
     last_resort: bool = True,
+    effort: Effort | None = None,
 ) -> PlannedStage:
     """The fastest plan found for a stage.
 
@@ -100,8 +102,9 @@ def plan_stage(
         traffic: micro-batches in flight and transfers of the stage.
         saved_limit_bytes: bytes that may be saved of it between its passes, on top of received bytes; None for no
             limit.
-        seconds: approximate time of the search.
-        last_resort: whether to look for a plan of any speed if none is found in that time.
+        seconds: work of the search in nominal seconds.
+        last_resort: whether to look for a plan of any speed if the search finds none.
+        effort: counts the work.
 
     Raises:
         BudgetError: if no plan fits; its least budget is an upper estimate if saved bytes are limited.
@@ -120,7 +123,11 @@ def plan_stage(
     limited = graph if saved_limit_bytes is None else _limited(graph, budget_bytes, saved_limit_bytes)
     try:
         found = find_program(
-            *(limited, budget_bytes), seconds=seconds, least_tries=_LEAST_TRIES, last_resort=last_resort
+            *(limited, budget_bytes),
+            seconds=seconds,
+            least_tries=_LEAST_TRIES,
+            last_resort=last_resort,
+            effort=effort,
         )
     except BudgetError:
         always = plan_always(graph, budget_bytes, traffic)  # a short search may miss it

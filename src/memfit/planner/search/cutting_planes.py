@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from memfit.ir.graph import Phase, StepGraph, StorageKind
 from memfit.ir.program import Action, Program, program_of
 from memfit.planner.analysis.demand import Needs, epoch_starts, needs_of
+from memfit.planner.effort import Effort
 from memfit.planner.search.lazy_recompute import lazy_order
 from memfit.planner.solver import Milp, Status, solve
 from memfit.sim.simulator import simulate
@@ -76,6 +77,7 @@ def select_over_time(
     rounds: int = 16,
     seconds: float = 2.0,
     gap: float = 2e-3,
+    effort: Effort | None = None,
 ) -> Iterator[Candidate]:
     """Selects the storages to save under a budget.
 
@@ -85,21 +87,24 @@ def select_over_time(
         epochs: number of epochs into which the backward pass is divided.
         forced: storages to save through the loss at any cost.
         rounds: largest number of solves.
-        seconds: time limit of each solve.
+        seconds: limit of each solve in nominal seconds.
         gap: relative gap at which a solve stops.
+        effort: counts the work.
 
     Yields:
         One candidate per round; later candidates fit better.
     """
     starts = epoch_starts(graph, epochs)
     needs = [needs_of(graph, start, end) for start, end in zip(starts, [*starts[1:], len(graph.ops)], strict=True)]
+    effort = effort or Effort()
     base = _backward_base(graph)
     room: dict[int, float] = {graph.loss_index: float(budget_bytes)}
     for _ in range(rounds):
-        saved = _solve(graph, starts, needs, base, room, budget_bytes, forced, seconds, gap)
+        saved = _solve(graph, starts, needs, base, room, budget_bytes, forced, seconds, gap, effort)
         if saved is None:
             break
         order = lazy_order(graph, saved[0], dict(zip(starts[1:], saved[1:], strict=True)))
+        effort.charge_ops(2 * len(order))
         program = program_of(graph, order)
         timeline = simulate(graph, program)
         yield Candidate(
@@ -120,6 +125,7 @@ def _solve(
     forced: Collection[int],
     seconds: float,
     gap: float,
+    effort: Effort,
 ) -> list[frozenset[int]] | None:
     model = _Model(problem=Milp(), keep={}, rerun={})
     producer = graph.producers()
@@ -154,7 +160,7 @@ def _solve(
         epoch = max(e for e, start in enumerate(starts) if start <= instant or e == 0)
         terms = _memory_row(graph, model, producer, epoch, needs[epoch], instant, graph.loss_index)
         model.problem.row(terms, upper=(room_bytes - float(base[instant]) - fixed) / _MIB)
-    solution = solve(model.problem, seconds=seconds, gap=gap, dive=len(room) > 1)
+    solution = solve(model.problem, seconds=seconds, gap=gap, dive=len(room) > 1, effort=effort)
     if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):
         return None
     chosen: list[set[int]] = [set(always) for _ in needs]

@@ -14,6 +14,7 @@ import random
 from collections.abc import Iterator
 
 from memfit.ir.graph import StepGraph
+from memfit.planner.effort import Effort
 from memfit.planner.search.spill_and_fill import fill, spill
 
 __all__ = ["Pool", "varied"]
@@ -43,13 +44,14 @@ class Pool:
             self.orders = sorted([*self.orders, (seconds, order)])[:_KEPT]
 
 
-def varied(graph: StepGraph, pool: Pool, budget_bytes: int) -> Iterator[list[int]]:
+def varied(graph: StepGraph, pool: Pool, budget_bytes: int, effort: Effort | None = None) -> Iterator[list[int]]:
     """Varies the orders of a pool within the budget, without end; the pool may grow meanwhile.
 
     Args:
         graph: the step.
         pool: orders to start from, at least one.
         budget_bytes: peak of the step.
+        effort: counts the work.
 
     Yields:
         Orders that are spilled to the budget and not filled.
@@ -57,7 +59,7 @@ def varied(graph: StepGraph, pool: Pool, budget_bytes: int) -> Iterator[list[int
     rng = random.Random(0)
     while True:
         _, order = pool.orders[min(int(rng.expovariate(0.6)), len(pool.orders) - 1)]
-        more = fill(graph, order, int(budget_bytes * (1 + rng.choice(_MORE_MEMORY))))
+        more = fill(graph, order, int(budget_bytes * (1 + rng.choice(_MORE_MEMORY))), effort=effort)
         whims = [math.exp(rng.gauss(0, _WHIM)) for _ in graph.storages]
-        fitting = spill(graph, more, budget_bytes, whims=whims)
+        fitting = spill(graph, more, budget_bytes, whims=whims, effort=effort)
         yield fitting if fitting is not None else list(order)

@@ -7,12 +7,12 @@ lower bound.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from memfit.ir.graph import StepGraph
 from memfit.ir.program import program_of
 from memfit.planner.bounds.lower_bound import LARGE_STEP, widest_op_bytes
+from memfit.planner.effort import Effort
 from memfit.planner.search.checkpoints import checkpoints
 from memfit.planner.search.lazy_recompute import lazy_order, tiled_order
 from memfit.planner.search.spill_and_fill import spill
@@ -52,7 +52,12 @@ def least_budget(graph: StepGraph, order: Sequence[int]) -> int:
 
 
 def least_order(
-    graph: StepGraph, *, tries: int = LEAST_TRIES, enough_bytes: int = 0, seconds: float = 8.0
+    graph: StepGraph,
+    *,
+    tries: int = LEAST_TRIES,
+    enough_bytes: int = 0,
+    seconds: float = 8.0,
+    effort: Effort | None = None,
 ) -> list[int]:
     """An order of about the least peak.
 
@@ -60,16 +65,17 @@ def least_order(
         graph: the step.
         tries: largest number of times the interval is halved.
         enough_bytes: a peak that need not be lowered further.
-        seconds: time (at least one second) after which no further target is tried; after twice this time the current
-            target is given up. Four times as long if `enough_bytes` is given, so that an order that one search found is
+        seconds: nominal seconds (at least one) after which no further target is tried; after twice as many the current
+            target is given up. Four times as many if `enough_bytes` is given, so that an order that one search found is
             found again by another.
+        effort: counts the work.
 
     Returns:
         A valid order; its simulated peak is the least budget, or low enough.
     """
-    begin = time.monotonic()
+    own = Effort(effort)
     seconds = max(_LEAST_SECONDS, 4 * seconds if enough_bytes else seconds)
-    starts = _low_starts(graph, begin + seconds)
+    starts = _low_starts(graph, own, seconds)
     best = starts[0]
     high = _peak(graph, best)
     low = widest_op_bytes(graph)
@@ -78,14 +84,16 @@ def least_order(
     rounds = min(400, _ROUNDS // len(graph.ops))
 
     def reach(target: int) -> list[int] | None:
-        until = begin + 2 * seconds
-        spilled = (spill(graph, start, target, rounds=rounds, until=until) for start in [best, *starts[:count]])
+        spilled = (
+            spill(graph, start, target, rounds=rounds, effort=own, seconds=2 * seconds)
+            for start in [best, *starts[:count]]
+        )
         return next((order for order in spilled if order is not None), None)
 
     if low < enough_bytes < high and (reached := reach(enough_bytes)) is not None:
         return reached
     for _ in range(tries):
-        if high <= enough_bytes or high - low < near * high or time.monotonic() - begin > seconds:
+        if high <= enough_bytes or high - low < near * high or own.exceeds(seconds):
             break
         target = (high + low) // 2
         reached = reach(target)
@@ -96,12 +104,13 @@ def least_order(
     return best
 
 
-def _low_starts(graph: StepGraph, until: float) -> list[list[int]]:
+def _low_starts(graph: StepGraph, effort: Effort, seconds: float) -> list[list[int]]:
     """Orders of low peak, regardless of their time, the lowest first."""
     orders: list[list[int]] = []
     for segments in _SEGMENTS:
         orders.append(lazy_order(graph, checkpoints(graph, segments)))
-        if time.monotonic() > until:
+        effort.charge_ops(2 * len(orders[-1]))
+        if effort.exceeds(seconds):
             break
     if graph.is_tiled:
         sliced = (
@@ -111,7 +120,8 @@ def _low_starts(graph: StepGraph, until: float) -> list[list[int]]:
         )
         for order in sliced:
             orders += [order] if len(order) <= _LONGEST * len(graph.ops) else []
-            if time.monotonic() > until:
+            effort.charge_ops(2 * len(order))
+            if effort.exceeds(seconds):
                 break
     return sorted(orders, key=lambda order: _peak(graph, order))
 

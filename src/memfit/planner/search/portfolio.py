@@ -16,7 +16,6 @@ the relaxed bound, so a reader sees how much better planning could still gain.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +25,7 @@ from memfit.ir.program import Program, plain_order, program_of
 from memfit.planner.analysis.no_plan import no_plan
 from memfit.planner.bounds.lower_bound import LARGE_STEP, relaxed_bound, widest_op_bytes
 from memfit.planner.bounds.relaxation import select_saved
+from memfit.planner.effort import Effort
 from memfit.planner.finalize.variant_selection import leanest, program_within, quicker
 from memfit.planner.search import rotor
 from memfit.planner.search.checkpoints import checkpoints
@@ -36,7 +36,7 @@ from memfit.planner.search.min_memory import LEAST_TRIES, least_budget, least_or
 from memfit.planner.search.spill_and_fill import fill, spill
 from memfit.sim.simulator import Timeline, simulate
 
-__all__ = ["CLOSE", "Found", "Moves", "Progress", "auto_order", "find_order"]
+__all__ = ["CLOSE", "JUDGED", "Found", "Moves", "Progress", "auto_order", "find_order"]
 
 CLOSE = 0.01
 """The search stops when the extra time exceeds the bound by less than this share of the step time."""
@@ -55,6 +55,9 @@ _ON_STARTS = 0.6
 
 _IN_VAIN = 50
 """Varying stops after this number of orders in a row that are no faster."""
+
+JUDGED = 6
+"""Work to choose the variants of an order and to judge it, in multiples of the simulation of the order."""
 
 _MORE_MEMORY = (1.02, 1.04, 1.07, 1.1, 1.15, 1.3)
 """Shares of the budget that a start may take: near the widest op, spilling a larger order often beats a tight one."""
@@ -114,19 +117,21 @@ def find_order(
     least_tries: int = LEAST_TRIES,
     last_resort: bool = True,
     any_speed: bool = False,
+    effort: Effort | None = None,
 ) -> Found:
     """Finds a fast order within a budget; swaps nothing.
 
     Args:
         graph: the step, with times.
         budget_bytes: peak of the step.
-        seconds: rough time of the search, up to four times as long while far from the bound. For a large step, three
-            quarters of `seconds`, up to twice `seconds` while very far from the bound.
+        seconds: work of the search in nominal seconds, up to four times as much while far from the bound. For a large
+            step, three quarters of `seconds`, up to twice `seconds` while very far from the bound.
         progress: called with the name of each start.
         moves: functions for swaps, if second runs of ops stand for swaps.
         least_tries: how often to halve the interval of the least budget, which an error states.
         last_resort: whether to search for an order of any speed if none is found in time.
         any_speed: whether to search for an order of any speed only, without bounds.
+        effort: counts the work.
 
     Returns:
         The fastest program found.
@@ -134,7 +139,7 @@ def find_order(
     Raises:
         BudgetError: if none fits, with the least budget that does.
     """
-    begin = time.monotonic()
+    own = Effort(effort)
     lean, is_large = leanest(graph), len(graph.ops) > LARGE_STEP
 
     def within(order: Sequence[int]) -> tuple[Program, Timeline]:
@@ -142,10 +147,11 @@ def find_order(
         return program, simulate(graph, program)
 
     def found(order: Sequence[int]) -> Found:
+        own.charge_ops(JUDGED * len(order))
         program, timeline = (moves.finish if moves else within)(order)
         return Found(order=tuple(order), program=program, timeline=timeline, bound_seconds=bound)
 
-    bound = 0.0 if any_speed else relaxed_bound(graph, budget_bytes, seconds=_ON_BOUND * seconds)
+    bound = 0.0 if any_speed else relaxed_bound(graph, budget_bytes, seconds=_ON_BOUND * seconds, effort=own)
     if _peak(lean, plain_order(graph)) <= budget_bytes:
         bound = min(bound, 0.0)  # a plan without recomputation exists, whatever the solver found in time
         plain = found(plain_order(graph))
@@ -158,7 +164,9 @@ def find_order(
         nonlocal best
         if moves is not None:
             fitting = moves.ahead(fitting)
-        filled = (fill(variants, fitting, budget_bytes) for variants in (lean, quicker(graph, fitting, budget_bytes)))
+        own.charge_ops(JUDGED / 2 * len(fitting))
+        both = (lean, quicker(graph, fitting, budget_bytes))
+        filled = (fill(variants, fitting, budget_bytes, effort=own) for variants in both)
         # Saving more storages may split fused regions, and then cost more time than it saves.
         for order in (fitting, *filled):
             other = found(order)
@@ -172,20 +180,20 @@ def find_order(
         patience = seconds if gap < _FAR else 4 * seconds
         if is_large:
             patience = 0.75 * seconds if best is None or gap < _VERY_FAR else 2 * seconds
-        return gap < CLOSE or time.monotonic() - begin > share * patience
+        return gap < CLOSE or own.exceeds(share * patience)
 
     in_one_try = any_speed or budget_bytes < widest_op_bytes(graph)
     rotor_first = is_large and moves is not None
-    for name, start in () if in_one_try else _starts(lean, budget_bytes, seconds, rotor_first=rotor_first):
+    for name, start in () if in_one_try else _starts(lean, budget_bytes, seconds, own, rotor_first=rotor_first):
         if progress is not None:
             progress(name)
-        fitting = spill(lean, start, budget_bytes if moves is None else moves.spill_bytes)
+        fitting = spill(lean, start, budget_bytes if moves is None else moves.spill_bytes, effort=own)
         if fitting is not None:
             try_filled(fitting)
         if time_is_up(_ON_STARTS if pool.orders else 1.0):
             break
     in_vain = 0
-    for fitting in varied(lean, pool, budget_bytes) if pool.orders else ():
+    for fitting in varied(lean, pool, budget_bytes, own) if pool.orders else ():
         if time_is_up(1.0) or in_vain == _IN_VAIN:
             break
         before = best
@@ -197,10 +205,11 @@ def find_order(
             tries=least_tries,
             enough_bytes=budget_bytes if last_resort else 0,
             seconds=seconds,
+            effort=own,
         )
         if _peak(lean, least) > budget_bytes:
             raise _no_plan(lean, budget_bytes, least)
-        tried = (found(order) for order in (fill(lean, least, budget_bytes), least))
+        tried = (found(order) for order in (fill(lean, least, budget_bytes, effort=own), least))
         best = next((one for one in tried if one.timeline.peak_bytes <= budget_bytes), None)
         if best is None:  # with transfers it takes more memory than the order alone
             raise _no_plan(lean, budget_bytes, least, found(least).timeline.peak_bytes)
@@ -218,56 +227,63 @@ def _peak(graph: StepGraph, order: Sequence[int]) -> int:
 
 
 def _starts(
-    graph: StepGraph, budget_bytes: int, seconds: float, *, rotor_first: bool
+    graph: StepGraph, budget_bytes: int, seconds: float, effort: Effort, *, rotor_first: bool
 ) -> Iterator[tuple[str, list[int]]]:
     """Orders to polish, the most promising and quickest first; rotor's first if there is time for one only."""
     if rotor_first:
-        yield from _rotors(graph, budget_bytes, (1.0,), seconds)
+        yield from _rotors(graph, budget_bytes, (1.0,), seconds, effort)
     if graph.is_tiled:
-        yield from _in_slices(graph, budget_bytes)
+        yield from _in_slices(graph, budget_bytes, effort)
     for segments in (1, 6, 3, 12, 20):
         forced = checkpoints(graph, segments)
-        selections = select_over_time(graph, budget_bytes, forced=forced, rounds=8, seconds=1.5, gap=5e-3)
+        selections = select_over_time(
+            *(graph, budget_bytes), forced=forced, rounds=8, seconds=1.5, gap=5e-3, effort=effort
+        )
         for number, candidate in enumerate(selections):
             yield f"{segments} segments", list(candidate.order)
             if segments == 1 and number == 0:
                 # The first selection ignores working sets; where it is too far off, the order of rotor is near at once.
-                yield from _rotors(graph, budget_bytes, (1.0,), seconds)
+                yield from _rotors(graph, budget_bytes, (1.0,), seconds, effort)
         if segments == 1:
-            yield from _rotors(graph, budget_bytes, _MORE_MEMORY, seconds)
+            yield from _rotors(graph, budget_bytes, _MORE_MEMORY, seconds, effort)
     room = budget_bytes - graph.static_bytes
     for share in (0.95, 0.8, 0.6, 0.4, 0.3, 0.2, 0.1):
-        selection = select_saved(graph, int(room * share), seconds=0.5)
+        selection = select_saved(graph, int(room * share), seconds=0.5, effort=effort)
         if selection is not None:
+            effort.charge_ops(len(graph.ops))
             yield f"keep {share:.0%} of what fits", lazy_order(graph, selection.saved)
     for epochs, segments in ((8, 1), (5, 1), (8, 6), (12, 1)):
         forced = checkpoints(graph, segments)
-        for candidate in select_over_time(graph, budget_bytes, epochs=epochs, forced=forced, seconds=4.0, gap=2e-2):
+        for candidate in select_over_time(
+            *(graph, budget_bytes), epochs=epochs, forced=forced, seconds=4.0, gap=2e-2, effort=effort
+        ):
             yield f"{epochs} epochs, {segments} segments", list(candidate.order)
 
 
-def _in_slices(graph: StepGraph, budget_bytes: int) -> Iterator[tuple[str, list[int]]]:
+def _in_slices(graph: StepGraph, budget_bytes: int, effort: Effort) -> Iterator[tuple[str, list[int]]]:
     """Orders that save almost nothing between fused regions: first filled for more than the budget, then not filled."""
     for segments, share in _IN_SLICES:
-        order = _sliced(graph, segments)
-        yield f"{segments} segments in slices, {share:.0%} of the budget", fill(graph, order, int(share * budget_bytes))
+        order = _sliced(graph, segments, effort)
+        filled = fill(graph, order, int(share * budget_bytes), effort=effort)
+        yield f"{segments} segments in slices, {share:.0%} of the budget", filled
     for segments in (4, 2, 1):
-        yield f"{segments} segments in slices", _sliced(graph, segments)
+        yield f"{segments} segments in slices", _sliced(graph, segments, effort)
 
 
-def _sliced(graph: StepGraph, segments: int) -> list[int]:
+def _sliced(graph: StepGraph, segments: int, effort: Effort) -> list[int]:
     """The order of the lower peak for a number of segments: groups also end with segments, or they do not."""
     saved = checkpoints(graph, segments)
-    both = (tiled_order(graph, saved, by_segments=by_segments) for by_segments in (True, False))
+    both = [tiled_order(graph, saved, by_segments=by_segments) for by_segments in (True, False)]
+    effort.charge_ops(2 * sum(map(len, both)))
     return min(both, key=lambda order: _peak(graph, order))
 
 
 def _rotors(
-    graph: StepGraph, budget_bytes: int, shares: Sequence[float], seconds: float
+    graph: StepGraph, budget_bytes: int, shares: Sequence[float], seconds: float, effort: Effort
 ) -> Iterator[tuple[str, list[int]]]:
     """Orders of rotor for shares of the budget; once its table is made, each order takes no time."""
     for more in shares:
-        order = rotor.fast_order(graph, int(budget_bytes * more), seconds=seconds)
+        order = rotor.fast_order(graph, int(budget_bytes * more), seconds=seconds, effort=effort)
         if order is not None:
             yield f"rotor with {more:.0%} of the budget", order
 

@@ -13,7 +13,6 @@ Idea: spilling and rematerialisation of register allocators; XLA's HloRematerial
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,8 +22,12 @@ from numpy.typing import NDArray
 
 from memfit.ir.graph import Phase, StepGraph, StorageKind
 from memfit.planner.analysis.live_ranges import Copy, Spans, spans_of
+from memfit.planner.effort import Effort
 
 __all__ = ["fill", "spill"]
+
+_ROUND = 1.5
+"""Work of a round that spills or fills, in multiples of the simulation of the order."""
 
 
 def spill(
@@ -34,7 +37,8 @@ def spill(
     *,
     rounds: int = 400,
     whims: Sequence[float] | None = None,
-    until: float = float("inf"),
+    effort: Effort | None = None,
+    seconds: float = float("inf"),
 ) -> list[int] | None:
     """Drops idle storages until the simulated peak is within the budget.
 
@@ -44,11 +48,13 @@ def spill(
         budget_bytes: peak of the step.
         rounds: largest number of rounds that drop storages.
         whims: by storage, the factor of its cost; 1 if not given.
-        until: time of the monotonic clock at which to give up.
+        effort: counts the work.
+        seconds: effort at which to give up, in nominal seconds.
 
     Returns:
         A valid order within the budget, or None if spilling cannot reach it.
     """
+    effort = effort or Effort()
     spans = spans_of(graph, order)
     producer = graph.producers()
     stuck = 0
@@ -59,7 +65,8 @@ def spill(
         worst = int(np.argmax(spans.bytes_at))
         if spans.bytes_at[worst] <= budget_bytes:
             return None  # only optimizer.step() does not fit
-        if time.monotonic() > until:
+        effort.charge_ops(_ROUND * len(spans.order))
+        if effort.exceeds(seconds):
             return None
         changed = _spill_at(graph, spans, producer, worst, budget_bytes, whims)
         if changed is None:
@@ -239,13 +246,18 @@ def without_unread(graph: StepGraph, order: Sequence[int]) -> list[int]:
     return saved
 
 
-def fill(graph: StepGraph, order: Sequence[int], budget_bytes: int, *, rounds: int = 30) -> list[int]:
-    """Keeps copies in memory instead of recomputing them, where there is room."""
+def fill(
+    graph: StepGraph, order: Sequence[int], budget_bytes: int, *, rounds: int = 30, effort: Effort | None = None
+) -> list[int]:
+    """Keeps copies in memory instead of recomputing them, where there is room; `effort` counts the work."""
+    effort = effort or Effort()
+    effort.charge_ops(_ROUND * len(order))
     spans = spans_of(graph, without_unread(graph, order))
     if spans.timeline.peak_bytes > budget_bytes:
         return list(order)
     most = len(order)
     for _ in range(rounds):
+        effort.charge_ops(_ROUND * len(spans.order))
         changed, removed = _fill_once(graph, spans, budget_bytes, most)
         if removed == 0:
             break

@@ -27,6 +27,7 @@ from memfit.ir.program import in_their_subgraphs, plain_order, program_of
 from memfit.planner.analysis.chain import cut_chain
 from memfit.planner.analysis.no_plan import no_plan
 from memfit.planner.bounds.lower_bound import widest_op_bytes
+from memfit.planner.effort import Effort
 from memfit.planner.search.rotor.priced_options import Site, site_of
 from memfit.planner.search.rotor.table import Table, fill, order_at
 from memfit.sim.simulator import simulate
@@ -78,25 +79,34 @@ def order(graph: StepGraph, budget_bytes: int | None) -> list[int]:
     )
 
 
-def fast_order(graph: StepGraph, budget_bytes: int, *, seconds: float = inf) -> list[int] | None:
+def fast_order(
+    graph: StepGraph, budget_bytes: int, *, seconds: float = inf, effort: Effort | None = None
+) -> list[int] | None:
     """The fastest order of the table that fits, None if none does.
 
     Args:
         graph: the step.
         budget_bytes: peak of the step.
-        seconds: time after which stretches of several blocks that are not priced yet are left out of the table.
+        seconds: nominal seconds after which stretches of several blocks that are not priced yet are left out of the
+            table.
+        effort: counts the work, of the table once.
     """
     if budget_bytes < widest_op_bytes(graph):
         return None
     table = _table(graph, int((budget_bytes - graph.static_bytes) * _HOPE), seconds)
-    return _first_fitting(graph, table, _amounts(table)[::-1], budget_bytes)
+    effort = effort or Effort()
+    effort.charge_once(("rotor", table.cells.shape, table.slot_bytes), table.effort_seconds)
+    return _first_fitting(graph, table, _amounts(table)[::-1], budget_bytes, effort)
 
 
-def _first_fitting(graph: StepGraph, table: Table, amounts: Sequence[int], budget_bytes: int) -> list[int] | None:
+def _first_fitting(
+    graph: StepGraph, table: Table, amounts: Sequence[int], budget_bytes: int, effort: Effort
+) -> list[int] | None:
     """The order of the first amount that fits, searched near the first fitting amount in strides."""
 
     def fitting(slots: int) -> list[int] | None:
         found = in_their_subgraphs(graph, order_at(table, slots))
+        effort.charge_ops(len(found))
         return found if _is_legal(graph, found) and _peak(graph, found) <= budget_bytes else None
 
     reached = next((n for n in range(0, len(amounts), _STRIDE) if fitting(amounts[n]) is not None), len(amounts))

@@ -7,7 +7,6 @@ is recomputed. A recomputation leaves out ops whose results are not needed.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
@@ -15,10 +14,14 @@ from math import inf
 from memfit.ir.graph import StepGraph, StorageKind
 from memfit.ir.program import Action, plain_order, program_of
 from memfit.planner.analysis.chain import Chain
+from memfit.planner.effort import Effort
 from memfit.planner.search.rotor.options import options_of
 from memfit.planner.search.rotor.shape import Shape, cone, profile, shape_of
 
 __all__ = ["Pass", "Site", "PricedOption", "site_of"]
+
+_RUNS, _RUNS_SAVED = 1.5, 1.0
+"""Work to price an option, and to choose a set of saved storages, in simulations of the stretch."""
 
 _WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Numbers of blocks that a stretch may have."""
@@ -90,6 +93,7 @@ class Site:
             held boundary.
         forward_base: by block, memory in use at the end of its first forward pass in every plan.
         backward_base: by block, memory in use when the backward pass of the block before it begins.
+        effort_seconds: work of pricing, in nominal seconds.
     """
 
     chain: Chain
@@ -98,6 +102,7 @@ class Site:
     checkpoint_bytes: tuple[tuple[int, ...], ...]
     forward_base: tuple[int, ...]
     backward_base: tuple[int, ...]
+    effort_seconds: float = 0.0
 
 
 def site_of(graph: StepGraph, chain: Chain, *, span: int, narrow: int, patience: int, seconds: float = inf) -> Site:
@@ -109,9 +114,9 @@ def site_of(graph: StepGraph, chain: Chain, *, span: int, narrow: int, patience:
         span: most forward ops of a stretch of several blocks.
         narrow: memory below which no narrower backward pass is searched for.
         patience: number of failed attempts at a narrower backward pass that ends the search.
-        seconds: time after which stretches of several blocks are left out.
+        seconds: nominal seconds after which stretches of several blocks are left out.
     """
-    until = time.monotonic() + seconds
+    effort, shapes_seen = Effort(), set[Shape]()
     lasts = _last_reads(graph)
     in_use = _in_use(graph, chain)
     blocks = chain.blocks
@@ -120,14 +125,20 @@ def site_of(graph: StepGraph, chain: Chain, *, span: int, narrow: int, patience:
     shapes = [shape_of(graph, chain, lasts, start, start + 1) for start in range(len(blocks))]
     options: list[list[PricedOption]] = [[] for _ in blocks]
     for start, stop in _stretches(graph, chain, span):
-        if stop > start + 1 and time.monotonic() > until:
+        if stop > start + 1 and effort.exceeds(seconds):
             break
         shape = shapes[start] if stop == start + 1 else shape_of(graph, chain, lasts, start, stop)
-        options[start] += _priced_options(
+        priced = _priced_options(
             *(shape, chain, start, stop),
             *(max(forward_base[start:stop]), backward_base[stop]),
             *(narrow, patience),
         )
+        options[start] += priced
+        saved = len({option.forward for option in priced})
+        # Options of the same shape are cached.
+        runs = _RUNS_SAVED * saved + _RUNS * len(priced) if shape not in shapes_seen else len(priced)
+        effort.charge_ops(runs * len(shape.ops))
+        shapes_seen.add(shape)
     return Site(
         chain=chain,
         options=tuple(map(tuple, options)),
@@ -135,6 +146,7 @@ def site_of(graph: StepGraph, chain: Chain, *, span: int, narrow: int, patience:
         checkpoint_bytes=_checkpoint_bytes(graph, chain),
         forward_base=forward_base,
         backward_base=backward_base,
+        effort_seconds=effort.seconds,
     )
 
 

@@ -26,6 +26,9 @@ from memfit.planner.search.rotor.priced_options import PricedOption, Site
 
 __all__ = ["Table", "fill", "order_at"]
 
+_SECONDS_PER_SLOT = 8e-6
+"""Nominal seconds of a cell of the table."""
+
 _Ints = NDArray[np.int64]
 _Floats = NDArray[np.float64]
 
@@ -55,12 +58,14 @@ class Table:
         slot_bytes: bytes of a slot.
         cells: the table.
         columns: the options from each block.
+        effort_seconds: work of the options and of the table, in nominal seconds.
     """
 
     site: Site
     slot_bytes: int
     cells: _Floats
     columns: tuple[_OptionColumns, ...]
+    effort_seconds: float = 0.0
 
     @property
     def whole(self) -> _Floats:
@@ -80,7 +85,13 @@ def fill(site: Site, *, slots: int, slot_bytes: int) -> Table:
     count = len(site.chain.blocks)
     cells = np.full((count + 1, count, slots), np.inf)
     columns = tuple(_undominated(_columns(options, slot_bytes)) for options in site.options)
-    table = Table(site=site, slot_bytes=slot_bytes, cells=cells, columns=columns)
+    table = Table(
+        site=site,
+        slot_bytes=slot_bytes,
+        cells=cells,
+        columns=columns,
+        effort_seconds=site.effort_seconds + _SECONDS_PER_SLOT * slots * count * (count + 1) / 2,
+    )
     memory = np.arange(slots)
     for last in range(count):
         for first in range(last, -1, -1):
