@@ -46,6 +46,6 @@ def test_a_linear_program_stops_at_its_pivots() -> None:
 
 
 def test_the_solver_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    """HiGHS 1.16.0 prints its version when it is made, before it can be told not to; so `pyproject.toml` excludes it."""
+    """HiGHS 1.16.0 prints its version when it is made, before it is told not to; `pyproject.toml` excludes it."""
     assert solve(hard_problem(), seconds=0.02).status is Status.FEASIBLE
     assert capfd.readouterr() == ("", "")

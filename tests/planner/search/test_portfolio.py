@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -63,25 +62,17 @@ def test_a_plan_explains_itself() -> None:
     assert all(row.reason for row in rows)
 
 
-@pytest.mark.parametrize(("share", "tried"), [(0.25, 1), (0.2, 2)])
+@pytest.mark.parametrize(("share", "is_very_far"), [(0.25, False), (0.2, True)])
 def test_a_large_step_gets_a_second_start_where_the_first_is_very_far(
-    share: float, tried: int, monkeypatch: pytest.MonkeyPatch
+    share: float, is_very_far: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where every start takes longer than the usual search."""
-    seconds = 0.0
-    names: list[str] = []
-
-    def slow_start(name: str) -> None:
-        nonlocal seconds
-        names.append(name)
-        seconds += 5.0
-
     monkeypatch.setattr("memfit.planner.search.portfolio.LARGE_STEP", 10)
-    monkeypatch.setattr("memfit.planner.search.portfolio.time", SimpleNamespace(monotonic=lambda: seconds))
     graph = even_chain([8] * 40)
     budget = int(judged(graph, plain_order(graph)).peak_bytes * share)
-    find_order(graph, budget, seconds=8.0, progress=slow_start)
-    assert len(names) == tried
+    names: list[str] = []
+    # The first start takes more work than the usual search of a large step, and less than that of one that is very far.
+    find_order(graph, budget, seconds=0.5, progress=names.append)
+    assert (len(names) > 1) == is_very_far
 
 
 @settings(max_examples=40)
