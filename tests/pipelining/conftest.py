@@ -1,19 +1,14 @@
-"""Short searches."""
+"""Short searches: a pipeline plans each stage several times."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from memfit.pipelining.search import search, stage_planner
+from memfit.pipelining.search import search
 
 
 @pytest.fixture(autouse=True)
-def short_stage_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    def briefly(*args: Any, seconds: float, **rest: Any) -> Any:
-        return plan_stage(*args, seconds=min(seconds, 0.05), **rest)
-
-    plan_stage = stage_planner.plan_stage
-    monkeypatch.setattr(stage_planner, "plan_stage", briefly)
+def short_stage_search(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.node.get_closest_marker("full_search") is None:
+        monkeypatch.setenv("MEMFIT_SEARCH_SECONDS", "0.05")
     monkeypatch.setattr(search, "_ROUNDS", 2)
