@@ -20,6 +20,8 @@ def busy() -> Iterator[None]:
 
     thread = threading.Thread(target=work)
     thread.start()
-    yield
-    done.set()
-    thread.join()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
