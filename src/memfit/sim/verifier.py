@@ -10,7 +10,8 @@ holds more than its limit.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 
 from memfit.errors import ProgramError
 from memfit.ir.graph import Op, Phase, StepGraph, StorageKind
@@ -28,6 +29,35 @@ _VERBS = {
 }
 
 
+@dataclass(slots=True, kw_only=True)
+class _Run:
+    """A run of the program, as far as it has been checked.
+
+    Attributes:
+        graph: the step.
+        held: storages that the caller holds at the end.
+        static: storages that exist before the step.
+        tier_resident: storages that live on tiers.
+        alive: storages that are in memory now.
+        ran: ops that have run.
+        recomputed: forward ops that have run after the loss.
+        past_loss: whether the loss has run.
+        last_drawn: the last op that drew random numbers, -1 before the first.
+        subgraph: the subgraph that the backward pass has reached, -1 before it.
+    """
+
+    graph: StepGraph
+    held: frozenset[int]
+    static: frozenset[int]
+    tier_resident: Set[int]
+    alive: set[int] = field(default_factory=set)
+    ran: set[int] = field(default_factory=set)
+    recomputed: list[int] = field(default_factory=list)
+    past_loss: bool = False
+    last_drawn: int = -1
+    subgraph: int = -1
+
+
 def check(graph: StepGraph, program: Program) -> None:
     """Checks a program against its step.
 
@@ -38,107 +68,129 @@ def check(graph: StepGraph, program: Program) -> None:
     Raises:
         ProgramError: naming the instruction and the rule it breaks.
     """
-    storages = graph.storages
-    held = graph.held_to_the_end()
-    static = {i for i, s in enumerate(storages) if s.kind is StorageKind.STATIC}
-    alive: set[int] = set()
-    ran: set[int] = set()
-    past_loss = False
-    drawn = -1
-    subgraph_running = -1
-    rerun: list[int] = []  # forward ops that ran after the loss
     sliced = _check_sliced(graph, program)
     _check_swaps(graph, program)
-    tier_resident = _check_streams(graph, program)
+    run = _Run(
+        graph=graph,
+        held=graph.held_to_the_end(),
+        static=frozenset(i for i, s in enumerate(graph.storages) if s.kind is StorageKind.STATIC),
+        tier_resident=_check_streams(graph, program),
+    )
     for position, instruction in enumerate(program.instructions):
-        index = instruction.index
         where = f"instruction {position}"
-        if instruction.action is not Action.COMPUTE:
-            verb = _VERBS[instruction.action]
-            if not 0 <= index < len(storages):
-                raise ProgramError(f"{where} {verb} storage {index}, but the step has {len(storages)} storages")
-            name = storages[index].name
-            if instruction.action is Action.STREAM:
-                continue
-            if instruction.action is Action.SWAP_IN:
-                if index in alive:
-                    raise ProgramError(f"{where} {verb} {name}, which is still alive")
-                alive.add(index)
-                continue
-            if index not in alive:
-                raise ProgramError(f"{where} {verb} {name}, which is not alive")
-            if instruction.action is Action.SWAP_OUT:
-                continue
-            if index in held:
-                raise ProgramError(f"{where} frees {name}, which belongs to the caller")
-            alive.discard(index)
-            continue
-        if not 0 <= index < len(graph.ops):
-            raise ProgramError(f"{where} runs op {index}, but the step has {len(graph.ops)} ops")
-        op = graph.ops[index].later if index in ran else graph.ops[index]
-        if position not in sliced and not tier_resident.isdisjoint((*op.reads, *op.writes)):
-            raise ProgramError(f"{where}: {op.name} runs whole, but not all it touches is in memory")
-        if position not in sliced and instruction.chunks not in {
-            op.chunks,
-            *(variant.chunks for variant in op.variants),
-        }:
-            raise ProgramError(f"{where}: {op.name} cannot run in {instruction.chunks} chunks with the same bits")
-        for storage in op.reads:
-            if storage not in static and storage not in alive:
-                raise ProgramError(f"{where}: {op.name} reads {storages[storage].name}, which is not alive")
-        if op.phase is Phase.FORWARD and index in ran and not op.recomputable:
-            raise ProgramError(f"{where}: {op.name} is recomputed, but doing so is not exact")
-        if op.random_state_bytes and index not in ran:
-            if index < drawn:
-                raise ProgramError(
-                    f"{where}: {op.name} draws other numbers, since it runs after {graph.ops[drawn].name}"
-                )
-            drawn = index
-        if op.phase is not Phase.FORWARD and index in ran:
-            raise ProgramError(f"{where}: {op.phase} op {op.name} runs twice")
-        if op.phase is Phase.FORWARD and past_loss and index not in ran:
-            raise ProgramError(f"{where}: {op.name} runs for the first time after the loss")
-        if op.phase is Phase.BACKWARD:
-            if not past_loss:
-                raise ProgramError(f"{where}: backward op {op.name} runs before the loss")
-            subgraph_running = op.subgraph
-            for early in (graph.ops[i] for i in rerun if graph.ops[i].subgraph < op.subgraph):
-                raise ProgramError(
-                    f"{where}: {early.name} of subgraph {early.subgraph} ran again before the backward pass of "
-                    f"subgraph {op.subgraph} ended"
-                )
-        past_loss = past_loss or op.phase is Phase.LOSS
-        if past_loss and op.phase is Phase.FORWARD and -1 < subgraph_running < op.subgraph:
-            raise ProgramError(
-                f"{where}: {op.name} of subgraph {op.subgraph} is recomputed after the backward pass "
-                f"reached subgraph {subgraph_running}"
-            )
-        if past_loss and op.phase is Phase.FORWARD:
-            rerun.append(index)
-        over = instruction.over
-        if over is not None and position in sliced:
-            if over not in alive or over in tier_resident or op.writes[0] in tier_resident:
-                raise ProgramError(f"{where}: {op.name} runs over {storages[over].name}, which is not in memory")
-            alive.discard(over)
-        elif over is not None:
-            if op.variants and instruction.chunks == 1:
-                raise ProgramError(f"{where}: {op.name} cannot run in place as a whole")
-            if over not in op.in_place_over or over in held or over in static or over not in alive:
-                raise ProgramError(f"{where}: {op.name} cannot run in place")
-            if storages[over].nbytes != storages[op.writes[0]].nbytes:
-                raise ProgramError(f"{where}: {op.name} overwrites a storage of another size")
-            alive.discard(over)
-        for storage in op.writes:
-            if storage in alive and storage not in held:
-                raise ProgramError(f"{where}: {op.name} writes {storages[storage].name}, which is still alive")
-            alive.add(storage)
-        ran.add(index)
-    missing = [op.name for i, op in enumerate(graph.ops) if i not in ran]
+        if instruction.action is Action.COMPUTE:
+            _check_compute(run, instruction, where, sliced=position in sliced)
+        else:
+            _check_storage(run, instruction, where)
+    missing = [op.name for i, op in enumerate(graph.ops) if i not in run.ran]
     if missing:
         raise ProgramError(f"{len(missing)} ops never run, the first is {missing[0]}")
-    left = alive - held
+    left = run.alive - run.held
     if left:
-        raise ProgramError(f"{len(left)} storages are never freed, the first is {storages[min(left)].name}")
+        raise ProgramError(f"{len(left)} storages are never freed, the first is {graph.storages[min(left)].name}")
+
+
+def _check_storage(run: _Run, instruction: Instruction, where: str) -> None:
+    """Checks an instruction that frees or moves a storage."""
+    index, action, storages = instruction.index, instruction.action, run.graph.storages
+    verb = _VERBS[action]
+    if not 0 <= index < len(storages):
+        raise ProgramError(f"{where} {verb} storage {index}, but the step has {len(storages)} storages")
+    name = storages[index].name
+    if action is Action.SWAP_IN:
+        if index in run.alive:
+            raise ProgramError(f"{where} {verb} {name}, which is still alive")
+        run.alive.add(index)
+    elif action is not Action.STREAM and index not in run.alive:
+        raise ProgramError(f"{where} {verb} {name}, which is not alive")
+    if action is Action.FREE:
+        if index in run.held:
+            raise ProgramError(f"{where} frees {name}, which belongs to the caller")
+        run.alive.discard(index)
+
+
+def _check_compute(run: _Run, instruction: Instruction, where: str, *, sliced: bool) -> None:
+    """Checks an instruction that runs an op."""
+    graph, index = run.graph, instruction.index
+    if not 0 <= index < len(graph.ops):
+        raise ProgramError(f"{where} runs op {index}, but the step has {len(graph.ops)} ops")
+    op = graph.ops[index].later if index in run.ran else graph.ops[index]
+    if not sliced:
+        _check_whole(run, op, instruction, where)
+    for storage in op.reads:
+        if storage not in run.static and storage not in run.alive:
+            raise ProgramError(f"{where}: {op.name} reads {graph.storages[storage].name}, which is not alive")
+    _check_repetition(run, op, index, where)
+    if op.phase is Phase.BACKWARD:
+        _check_backward(run, op, where)
+    run.past_loss = run.past_loss or op.phase is Phase.LOSS
+    if run.past_loss and op.phase is Phase.FORWARD:
+        if -1 < run.subgraph < op.subgraph:
+            raise ProgramError(
+                f"{where}: {op.name} of subgraph {op.subgraph} is recomputed after the backward pass "
+                f"reached subgraph {run.subgraph}"
+            )
+        run.recomputed.append(index)
+    if instruction.over is not None:
+        _check_in_place(run, op, instruction, where, sliced=sliced)
+        run.alive.discard(instruction.over)
+    for storage in op.writes:
+        if storage in run.alive and storage not in run.held:
+            raise ProgramError(f"{where}: {op.name} writes {graph.storages[storage].name}, which is still alive")
+        run.alive.add(storage)
+    run.ran.add(index)
+
+
+def _check_whole(run: _Run, op: Op, instruction: Instruction, where: str) -> None:
+    """Checks an op that runs whole or in chunks, not slice by slice."""
+    if not run.tier_resident.isdisjoint((*op.reads, *op.writes)):
+        raise ProgramError(f"{where}: {op.name} runs whole, but not all it touches is in memory")
+    if instruction.chunks not in {op.chunks, *(variant.chunks for variant in op.variants)}:
+        raise ProgramError(f"{where}: {op.name} cannot run in {instruction.chunks} chunks with the same bits")
+
+
+def _check_repetition(run: _Run, op: Op, index: int, where: str) -> None:
+    """Checks that an op may run now: for the first time, or once more; notes that it drew random numbers."""
+    again, is_forward = index in run.ran, op.phase is Phase.FORWARD
+    if is_forward and again and not op.recomputable:
+        raise ProgramError(f"{where}: {op.name} is recomputed, but doing so is not exact")
+    if op.random_state_bytes and not again:
+        if index < run.last_drawn:
+            earlier = run.graph.ops[run.last_drawn].name
+            raise ProgramError(f"{where}: {op.name} draws other numbers, since it runs after {earlier}")
+        run.last_drawn = index
+    if not is_forward and again:
+        raise ProgramError(f"{where}: {op.phase} op {op.name} runs twice")
+    if is_forward and run.past_loss and not again:
+        raise ProgramError(f"{where}: {op.name} runs for the first time after the loss")
+
+
+def _check_backward(run: _Run, op: Op, where: str) -> None:
+    """Checks that the backward pass may reach the subgraph of an op, and notes that it has."""
+    if not run.past_loss:
+        raise ProgramError(f"{where}: backward op {op.name} runs before the loss")
+    run.subgraph = op.subgraph
+    for early in (run.graph.ops[i] for i in run.recomputed if run.graph.ops[i].subgraph < op.subgraph):
+        raise ProgramError(
+            f"{where}: {early.name} of subgraph {early.subgraph} ran again before the backward pass of "
+            f"subgraph {op.subgraph} ended"
+        )
+
+
+def _check_in_place(run: _Run, op: Op, instruction: Instruction, where: str, *, sliced: bool) -> None:
+    """Checks an op that writes over an operand, or slice by slice over a dead storage."""
+    over, storages = instruction.over, run.graph.storages
+    assert over is not None
+    if sliced:
+        if over not in run.alive or not run.tier_resident.isdisjoint((over, op.writes[0])):
+            raise ProgramError(f"{where}: {op.name} runs over {storages[over].name}, which is not in memory")
+        return
+    if op.variants and instruction.chunks == 1:
+        raise ProgramError(f"{where}: {op.name} cannot run in place as a whole")
+    if over not in op.in_place_over or over in run.held or over in run.static or over not in run.alive:
+        raise ProgramError(f"{where}: {op.name} cannot run in place")
+    if storages[over].nbytes != storages[op.writes[0]].nbytes:
+        raise ProgramError(f"{where}: {op.name} overwrites a storage of another size")
 
 
 def _check_swaps(graph: StepGraph, program: Program) -> None:
