@@ -1,7 +1,17 @@
-"""The command line: one file per command, each with `prepare_parser(parser)` and `run(args) -> int`.
+"""The command line of memfit: one module for each command.
 
-Exit codes: 0 fits (for `verify` and `demo`: and every bit is equal), 1 does not fit (or not equal), 2 bad input,
-3 an error that memfit does not know, 130 interrupted.
+The module of a command has two functions. `prepare_parser(parser)` adds the options, and `run(args)` runs the command
+and returns its exit code. The docstring of the module is the help text of the command; its first line is also in
+`memfit --help`.
+
+Exit codes:
+
+- 0: success. If the command has a budget, the step fits; for `compare`, at least one row fits. For `verify` and `demo`,
+  the results are also equal: bit by bit, or up to rounding for a step with tiles.
+- 1: the step does not fit or runs out of memory, or the results differ.
+- 2: bad input, or another error of memfit or of the operating system, such as a file that cannot be written.
+- 3: an error that memfit does not know, or the reader of stdout has exited.
+- 130: interrupted.
 """
 
 from __future__ import annotations
@@ -37,9 +47,9 @@ FITS, DOES_NOT_FIT, BAD_INPUT, UNKNOWN_ERROR, INTERRUPTED = 0, 1, 2, 3, 130
 _DESCRIPTION = "Makes a PyTorch training step fit the memory you have: one budget in bytes, the same gradients."
 _EPILOG = """\
 exit codes:
-  0    fits; for verify and demo: and every bit is equal
-  1    does not fit (the least budget that works is printed), or not equal
-  2    bad input: an argument, a model that cannot be captured, a damaged plan file
+  0    fits; for verify and demo also: every bit is equal (in tiles: all but rounding)
+  1    does not fit (the least budget that works is printed), out of memory, or not equal
+  2    bad input: an argument, a model that cannot be captured, a damaged plan file; a file that cannot be written
   3    an error memfit does not know; -v shows where
   130  interrupted
 """
@@ -47,17 +57,17 @@ _LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line.
+    """Runs the command line. Errors are written to stderr and not raised.
 
     Args:
-        argv: arguments without the program's name; None takes those of the process.
+        argv: arguments without the program's name; None for the arguments of the process.
 
     Returns:
         The exit code.
     """
     try:
         args = _parser().parse_args(argv)
-    except SystemExit as stop:  # argparse: 0 after --help, 2 after a mistake
+    except SystemExit as stop:  # of argparse: 0 after --help, 2 after a mistake
         return int(stop.code or 0)
     logging.basicConfig(level=_LEVELS[min(args.verbose, 2)], format="%(name)s: %(message)s", stream=sys.stderr)
     try:
@@ -66,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("memfit: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output went away, such as `head`; nothing more can be said.
+        # The reader of stdout, such as `head`, has exited. Python flushes stdout at exit, which would fail once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return UNKNOWN_ERROR
     except Exception as error:

@@ -1,7 +1,7 @@
-"""Measure what swapping costs on this machine: each link, both directions, alone and beside compute.
+"""Measures the cost of swaps on this machine: each tier, both directions, alone and in parallel with compute.
 
-The numbers are kept per machine, and plans that may swap use them. Planning measures what is not known yet, so this
-command is for looking at the numbers and for measuring them again, on a quiet machine.
+The results are stored for this machine, and plans that may swap use them. Planning itself measures a tier that was not
+measured before. So this command is needed only to see the results, or to measure them again while the machine is idle.
 """
 
 from __future__ import annotations
@@ -15,14 +15,22 @@ __all__ = ["prepare_parser", "run"]
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
-    """Adds the options."""
+    """Adds the options of `memfit calibrate`."""
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1 (default: cpu)")
     parser.add_argument("--tiers", metavar="NAME,...", help="host, disk (default: disk, on CUDA host and disk)")
     add_output(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Calibrates."""
+    """Measures the tiers, stores the results and writes them.
+
+    Returns:
+        0.
+
+    Raises:
+        SpecError: if there is no CUDA device or no such tier, or the results cannot be written.
+        SwapError: if a tier cannot be used.
+    """
     import torch
 
     from memfit.errors import SpecError

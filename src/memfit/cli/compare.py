@@ -1,9 +1,10 @@
-"""Runs several strategies at several batch sizes, sizes of samples and budgets and prints one table.
+"""Runs several strategies at several batch sizes, sample sizes and budgets, and prints one table.
 
-Peak and time before and after, predicted and measured, what is recomputed and how many activations are kept.
-All plans of a batch size run in turns with the plain step in one process. A budget that a strategy cannot
-keep is a row that says so. Here a percentage is one of the plain step's predicted peak. `memfit compare pipeline` is
-another table (`memfit.cli.compare_pipeline`).
+A row shows the peak and the time of the plain step and of the planned step, predicted and measured. It also shows the
+time of recomputation and the numbers of saved and recomputed activations. All planned steps of one batch and sample
+size are timed in turns with the plain step, in one process. If no plan of a strategy fits a budget, the row says so. In
+this command, a budget in percent refers to the plain step's predicted peak. `memfit compare pipeline` compares
+pipelines and prints another table.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _BUDGETS = "80%,60%,40%"
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
-    """Adds the options."""
+    """Adds the options of `memfit compare`, also those of `memfit compare pipeline`."""
     add_model(parser, batch=False)
     compare_pipeline.prepare_parser(parser)
     parser.add_argument("--batch", type=whole_numbers, default=(8,), metavar="N,N,...", help="batch sizes (default: 8)")
@@ -57,7 +58,15 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compares; does not fit only if nothing does."""
+    """Compares the strategies and writes the table.
+
+    Returns:
+        0 if at least one row fits, else 1; always 0 for `compare pipeline`.
+
+    Raises:
+        MemfitError: errors of `memfit.compare`.
+        SpecError: if two models are given, or the table cannot be written.
+    """
     if args.model == "pipeline":
         return compare_pipeline.run(args)
     if args.of is not None:

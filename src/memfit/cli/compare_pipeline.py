@@ -1,6 +1,7 @@
-"""`memfit compare pipeline [MODEL]`: a table of memfit, torchgpipe and PyTorch's engine cut by layers.
+"""`memfit compare pipeline [MODEL]`: compares memfit, torchgpipe, and PyTorch's engine with equal stages.
 
-All stages run in this process, on the same batch. Needs torchgpipe (pip install 'memfit[bench]') for its rows.
+The engine gets the same number of layers in each stage. Every system trains on the same batch, and all stages run in
+this process. torchgpipe must be installed (pip install 'memfit[bench]'), unless `--systems` leaves it out.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _MODEL = "zoo:seed-gpt2?dropout=0.0"
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `compare` that only pipelines have."""
+    """Adds the options of `memfit compare` that apply to pipelines only."""
     parser.add_argument("of", nargs="?", metavar="MODEL", help=f"after `pipeline`: the model (default: {_MODEL})")
     for name, default in (("--stages", "1,2,4"), ("--microbatches", "1,2,4,8,16,32,64")):
         parser.add_argument(
@@ -31,7 +32,17 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compares pipelines."""
+    """Compares the systems for each number of stages, number of micro-batches and checkpoint mode.
+
+    A combination with more micro-batches than samples is left out.
+
+    Returns:
+        0.
+
+    Raises:
+        MemfitError: if a system cannot run the model.
+        SpecError: if an option is invalid, or torchgpipe is compared and not installed.
+    """
     from memfit.tools.compare_pipelines import SYSTEMS, Cell, PipelineComparison, compare_cell
 
     check_output(args)

@@ -1,9 +1,10 @@
-"""Trains ResNet-50 on two photographs, plain and at 40 % of the plain step's peak, and compares.
+"""Trains ResNet-50 on two photographs, plain and at 40 % of the plain step's peak, and compares the losses.
 
-Random weights, a few steps with SGD and momentum on crops of scikit-learn's two sample photographs (which one is
-it?). Both runs start from the same weights and see the same crops, so both loss curves must be the same bits.
-Needs torchvision and scikit-learn (pip install 'memfit[demo]') and a few minutes on two cores. `memfit demo tile` is
-another one (`memfit.cli.demo_tile`).
+The weights are random. The inputs are crops of scikit-learn's two sample photographs, and the model learns to tell the
+photographs apart. Both runs take a few steps with SGD and momentum. They start from the same weights and see the same
+crops, so their losses must be equal bit by bit. The demo needs torchvision and scikit-learn (pip install
+'memfit[demo]'), and takes a few minutes on two cores. `memfit demo tile` is another demo: it trains VGG-16's trunk on
+whole photographs, in tiles.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ if TYPE_CHECKING:
 __all__ = ["prepare_parser", "run"]
 
 _PEAK_STEP = 1
-"""The step whose peak is measured: the second one, in which the optimizer's state exists."""
+"""Index of the step whose peak is measured: the second step, because the first step makes the optimizer's state."""
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
-    """Adds the options; none is needed."""
+    """Adds the options of `memfit demo`, also those of `memfit demo tile`; all are optional."""
     parser.add_argument(
         "what",
         nargs="?",
@@ -57,7 +58,15 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(slots=True)
 class _Run:
-    """A model in training and what was seen of it."""
+    """A model in training, with its losses and measurements.
+
+    Attributes:
+        model: plain or fitted.
+        optimizer: of the model's parameters.
+        losses: loss of each step.
+        seconds: wall-clock time of each step from the third on.
+        peak_bytes: measured peak of the second step; 0 before that step.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -66,7 +75,14 @@ class _Run:
     peak_bytes: int = 0
 
     def train(self, x: Tensor, y: Tensor) -> None:
-        """One step; the peak of one of them is measured, the time of the others."""
+        """Runs one step.
+
+        The first step warms up. The second step is measured for its peak, later steps for their time.
+
+        Args:
+            x: crops, float32 [batch, 3, size, size].
+            y: index of the photograph of each crop, int64 [batch].
+        """
         from memfit.capture.training_step import device_of
         from memfit.tools.training_loop import resident_bytes, step_peak, training_step
 
@@ -90,7 +106,16 @@ class _Run:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains twice."""
+    """Trains the model with the plain step and with a planned step, and prints tables of losses and costs.
+
+    Returns:
+        0 if all losses are equal and the measured peak is within the budget, else 1. With `tile`, the exit code of
+        `memfit.cli.demo_tile.run`.
+
+    Raises:
+        MemfitError: errors of `memfit.fit`.
+        SpecError: if there are fewer than three steps, or the model cannot be built.
+    """
     if args.steps < 3:
         raise SpecError(f"the demo needs a step to warm up, one to measure and one to time (steps: {args.steps})")
     if args.what == "tile":

@@ -1,9 +1,11 @@
 """Trains VGG-16's trunk on whole photographs, upscaled until the plain step would need eight times the budget.
 
-Random weights, a few steps with SGD on scikit-learn's two sample photographs, one at a time (which one is it?). First
-at full resolution, plain and within the budget: the losses must be equal up to rounding. Then within the same budget
-at the first scale at which the plain step is predicted to need the wanted multiple of it; that one is not run. Needs
-scikit-learn (pip install 'memfit[demo]') and some minutes on two cores.
+The weights are random. The inputs are scikit-learn's two sample photographs, one in each step, and the model learns to
+tell them apart. All runs take a few steps with SGD. The first two runs are at full resolution, or at `--scale`: one
+with the plain step, and one with a planned step within the budget. Their losses must be equal up to rounding. The third
+run has a planned step within the same budget, at the first scale at which the plain step is predicted to need `--times`
+times the budget. The plain step is not run at this scale. The demo needs scikit-learn (pip install 'memfit[demo]'), and
+takes some minutes on two cores.
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ if TYPE_CHECKING:
 __all__ = ["prepare_parser", "run"]
 
 _TOLERANCE = 1e-4
-"""Relative, of the losses of a few steps in float32."""
+"""Largest relative difference that counts as rounding, for the losses of a few steps in float32."""
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
-    """Adds the options; none is needed."""
+    """Adds the options of `memfit demo tile`; all are optional."""
     parser.add_argument("--tile-budget", default="300MiB", metavar="BYTES", help="with `tile` (default: 300MiB)")
     parser.add_argument(
         "--scale",
@@ -51,7 +53,13 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """Some steps and what was seen of them."""
+    """Losses and measurements of one run.
+
+    Attributes:
+        losses: loss of each step.
+        step_seconds: median wall-clock time of the steps from the third on.
+        peak_bytes: measured peak of the second step.
+    """
 
     losses: list[float]
     step_seconds: float
@@ -59,7 +67,16 @@ class _Run:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains at full resolution twice, upscaled once."""
+    """Trains twice at full resolution and once on the upscaled photographs, and prints tables of losses and costs.
+
+    Returns:
+        0 if the losses at full resolution are equal up to rounding, and the measured peaks of both planned steps are
+        within the budget; else 1.
+
+    Raises:
+        MemfitError: errors of `memfit.fit`.
+        SpecError: if the budget is invalid, or scikit-learn is missing.
+    """
     from memfit.api import fit, plan_of
     from memfit.report.progress import progress_bars
     from memfit.zoo import whole_photographs
@@ -115,7 +132,14 @@ def _loss_of(target: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def _scale(labels: Tensor, first: float, budget: int, times: int) -> float:
-    """The first scale, in quarters, at which the plain step needs so many times the budget by rooflines."""
+    """The first scale at which the plain step is predicted to need a multiple of the budget.
+
+    Args:
+        labels: one-hot labels of the photographs, float32 [2, 2].
+        first: the first scale to try; each next scale is larger by 0.25.
+        budget: in bytes.
+        times: ratio of the plain step's peak to the budget.
+    """
     from memfit.tools.estimate import estimate
     from memfit.zoo import whole_photographs
 
@@ -129,7 +153,18 @@ def _scale(labels: Tensor, first: float, budget: int, times: int) -> float:
 
 
 def _train(model: nn.Module, images: Tensor, labels: Tensor, steps: int, stage: str, progress: Progress) -> _Run:
-    """Steps on the photographs in turns; the peak of the first one is measured, the time of the others."""
+    """Runs steps on the photographs in turns, one photograph in each step.
+
+    The first step warms up. The second step is measured for its peak, later steps for their time.
+
+    Args:
+        model: plain or fitted.
+        images: float32 [2, 3, height, width].
+        labels: one-hot labels of the photographs, float32 [2, 2].
+        steps: number of steps, at least 3.
+        stage: name of the run, for `progress`.
+        progress: called with the progress.
+    """
     import torch
 
     from memfit.tools.training_loop import resident_bytes, step_peak, training_step

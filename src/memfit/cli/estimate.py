@@ -1,8 +1,10 @@
-"""Estimates the peak memory of a plain training step; nothing is run.
+"""Estimates the peak memory of a plain training step without running it.
 
-Fake tensors and rooflines only: parameters, gradients, optimizer, activations and temporaries at the peak of
-the step, and the activations by module. With --tiers also what swapping can do there, by links measured once. With
---budget the exit code says whether the plain step fits.
+The step is traced on fake tensors. The result is the memory of parameters, gradients, optimizer state, activations and
+temporaries at the peak, and the activations of each module. There is one exception: if the code of the model reads
+values of tensors, memfit runs the model, and measures the peak of one plain step if enough memory is free. With
+--tiers, the result also shows the peak and the transfers of a step that swaps all it can; the links of a tier are
+measured once for each machine. With --budget, the exit code says whether the plain step fits.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ __all__ = ["prepare_parser", "run"]
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
-    """Adds the options."""
+    """Adds the options of `memfit estimate`."""
     add_model(parser)
     add_budget(parser, required=False, plain=False)
     add_tiers(parser)
@@ -25,7 +27,17 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Estimates."""
+    """Estimates the memory of the plain step and writes it.
+
+    If this machine has no CUDA device, `--device cuda` is replaced by the meta device.
+
+    Returns:
+        0 if there is no budget or the predicted peak is within it, else 1.
+
+    Raises:
+        MemfitError: errors of `memfit.estimate`.
+        SpecError: if an option is invalid, or the results cannot be written.
+    """
     import torch
 
     from memfit.api import estimate

@@ -1,7 +1,8 @@
 """Finds the largest batch that trains within a budget.
 
-Found by prediction from captures at a few batch sizes, confirmed by one run of the planned step. Prints the
-way there: the plain step's peak, about the least a plan reaches, and the plan's extra time.
+The step is captured at a few batch sizes and predicted at the others. A run of the planned step confirms the result.
+The table shows some batch sizes up to the largest one. For each of them it has the plain step's peak, the approximate
+least peak of a plan, and the extra time of a plan within the budget, all predicted.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ __all__ = ["prepare_parser", "run"]
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
-    """Adds the options."""
+    """Adds the options of `memfit max-batch`."""
     add_model(parser, batch=False)
     add_budget(parser, plain=False)
     add_strategy(parser)
@@ -37,7 +38,16 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Searches."""
+    """Searches for the largest batch and writes the result.
+
+    Returns:
+        0.
+
+    Raises:
+        BudgetError: if not even the smallest batch fits.
+        MemfitError: other errors of `memfit.max_batch`.
+        SpecError: if an option is invalid, or the results cannot be written.
+    """
     from dataclasses import replace
 
     from memfit.report.progress import progress_bars

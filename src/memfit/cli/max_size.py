@@ -1,7 +1,8 @@
 """Finds the largest image or sequence that trains within a budget.
 
-Sizes are pixels of a side for models that take C×H×W samples, else tokens. Found from plans at a few sizes, confirmed
-by one run of the planned step.
+The size of an image is its height and width in pixels, for models that take C×H×W samples. The size of a sequence is
+its number of tokens. The step is captured and its least peak is predicted at a few sizes. A run of the planned step
+confirms the result.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ __all__ = ["prepare_parser", "run"]
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
-    """Adds the options."""
+    """Adds the options of `memfit max-size`."""
     add_model(parser)
     add_budget(parser, plain=False)
     add_levers(parser)
@@ -41,7 +42,16 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Searches."""
+    """Searches for the largest size and writes the result.
+
+    Returns:
+        0.
+
+    Raises:
+        BudgetError: if not even the smallest size fits.
+        MemfitError: other errors of `memfit.max_size`.
+        SpecError: if an option is invalid, or the results cannot be written.
+    """
     from memfit.report.progress import progress_bars
     from memfit.tools.max_size import max_size
 

@@ -1,6 +1,6 @@
-"""Options that commands share, and what their values mean.
+"""Options that several commands share, and functions that turn their values into models and optimizers.
 
-Torch is imported when a value is first used, so that `memfit --help` answers at once.
+Torch is imported when such a function is called, so that `memfit --help` answers at once.
 """
 
 from __future__ import annotations
@@ -39,11 +39,16 @@ _OPTIMIZERS = {
     "sgd": ("SGD", {"lr": 0.01}),
     "momentum": ("SGD", {"lr": 0.01, "momentum": 0.9}),
 }
-"""Names that are not just a class of `torch.optim` with its defaults."""
+"""Class of `torch.optim` and arguments of some names. Any other name is a class of `torch.optim` with its defaults."""
 
 
 def add_model(parser: argparse.ArgumentParser, *, batch: bool = True) -> None:
-    """MODEL and how to build it."""
+    """Adds MODEL, `--shape`, `--dtype`, `--device` and `--optimizer`.
+
+    Args:
+        parser: parser of the command.
+        batch: whether to add `--batch` too, as one number.
+    """
     parser.add_argument("model", metavar="MODEL", help=_MODEL)
     if batch:
         parser.add_argument(
@@ -66,7 +71,13 @@ def add_model(parser: argparse.ArgumentParser, *, batch: bool = True) -> None:
 
 
 def add_budget(parser: argparse.ArgumentParser, *, required: bool = True, plain: bool = True) -> None:
-    """--budget."""
+    """Adds `--budget`.
+
+    Args:
+        parser: parser of the command.
+        required: whether the option must be given.
+        plain: whether the help text mentions budgets such as `40%plain`.
+    """
     text = "peak of the whole step: bytes, 8GiB, 8GB, 60%% (of the device), auto (what is free)"
     if plain:
         text += ", or 40%%plain (of the plain step's predicted peak)"
@@ -74,12 +85,12 @@ def add_budget(parser: argparse.ArgumentParser, *, required: bool = True, plain:
 
 
 def add_strategy(parser: argparse.ArgumentParser) -> None:
-    """--strategy."""
+    """Adds `--strategy`, as one name."""
     parser.add_argument("--strategy", default="auto", metavar="NAME", help="auto, or a known strategy (default: auto)")
 
 
 def add_tiers(parser: argparse.ArgumentParser) -> None:
-    """--tiers."""
+    """Adds `--tiers`."""
     parser.add_argument(
         "--tiers",
         metavar="NAME,...",
@@ -88,7 +99,7 @@ def add_tiers(parser: argparse.ArgumentParser) -> None:
 
 
 def add_levers(parser: argparse.ArgumentParser) -> None:
-    """--levers."""
+    """Adds `--levers`."""
     parser.add_argument(
         "--levers",
         default="bitwise",
@@ -98,7 +109,7 @@ def add_levers(parser: argparse.ArgumentParser) -> None:
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
-    """--json and --csv."""
+    """Adds `--json` and `--csv`; without a path, their value is `-`."""
     for kind in ("json", "csv"):
         parser.add_argument(
             f"--{kind}",
@@ -110,12 +121,18 @@ def add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def build_example(args: argparse.Namespace, batch: int, *, device: str | None = None) -> Example:
-    """The model of the command line with one batch.
+    """Builds the model of the command line, with one batch of inputs.
 
     Args:
         args: parsed options of `add_model`.
-        batch: samples.
-        device: where to build it instead of `--device`.
+        batch: samples in the batch.
+        device: device of the model and the inputs; None for that of `--device`.
+
+    Returns:
+        The model, its inputs and its loss.
+
+    Raises:
+        SpecError: if an option is invalid, or the model cannot be built.
     """
     import torch
 
@@ -131,7 +148,20 @@ def build_example(args: argparse.Namespace, batch: int, *, device: str | None = 
 
 
 def example_of_size(args: argparse.Namespace, batch: int, size: int) -> Example:
-    """The same with samples of a size: the height and width of images, the tokens of sequences."""
+    """Builds the model of the command line as `build_example` does, with samples of a given size.
+
+    Args:
+        args: parsed options of `add_model`; unchanged when the function returns.
+        batch: samples in the batch.
+        size: length of each axis of a sample after the first, such as height and width of an image in pixels; for
+            samples with one axis, its length, such as a number of tokens.
+
+    Returns:
+        The model, its inputs and its loss.
+
+    Raises:
+        SpecError: as `build_example`.
+    """
     import torch
     from torch.utils import _pytree as pytree
 
@@ -147,10 +177,16 @@ def example_of_size(args: argparse.Namespace, batch: int, size: int) -> Example:
 
 
 def optimizer_factory(name: str) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None:
-    """Function that makes the optimizer of this name from parameters; None for `none`.
+    """Returns a function that makes an optimizer from parameters.
+
+    Args:
+        name: `none`, a name of `_OPTIMIZERS` or a class of `torch.optim`, in upper or lower case.
+
+    Returns:
+        The function; None for `none`. It raises `SpecError` if the optimizer cannot be made from these parameters.
 
     Raises:
-        SpecError: if there is no such optimizer, or it needs more than parameters.
+        SpecError: if there is no such optimizer.
     """
     import torch
 
@@ -179,7 +215,12 @@ def optimizer_factory(name: str) -> Callable[[Iterable[nn.Parameter]], torch.opt
 
 
 def whole_number(text: str) -> int:
-    """A number from 1 on."""
+    """Parses a whole number.
+
+    Raises:
+        ArgumentTypeError: if the number is less than 1.
+        ValueError: if the text is not a whole number; argparse reports both errors to the user.
+    """
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"a whole number from 1 on is needed, not {text}")
@@ -187,10 +228,15 @@ def whole_number(text: str) -> int:
 
 
 def whole_numbers(text: str) -> tuple[int, ...]:
-    """Numbers from 1 on, separated by commas or `x`."""
+    """Parses whole numbers that are separated by commas or `x`.
+
+    Raises:
+        ArgumentTypeError: as `whole_number`.
+        ValueError: as `whole_number`.
+    """
     return tuple(whole_number(part) for part in text.replace("x", ",").split(","))
 
 
 def words(text: str) -> tuple[str, ...]:
-    """Words separated by commas."""
+    """Splits text at commas; empty words are left out."""
     return tuple(filter(None, (part.strip() for part in text.split(","))))

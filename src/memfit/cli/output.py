@@ -1,7 +1,7 @@
-"""Where the results go: tables and the last sentence to people, JSON and CSV to programs.
+"""Output of the commands: tables and a last sentence for people, JSON and CSV for programs.
 
-Stdout belongs to whoever asked for it: with `--json` or `--csv` and no path it carries nothing else, and the
-sentence goes to stderr.
+With `--json` or `--csv` without a path, stdout has only that document, so that a program can read it. Then no table is
+written, and the sentence goes to stderr.
 """
 
 from __future__ import annotations
@@ -16,13 +16,17 @@ from memfit.errors import BudgetError, SpecError
 __all__ = ["check_output", "emit", "report_error", "write_text"]
 
 _WIDE = 240
+"""Width of tables in columns if stdout is not a terminal."""
 
 
 def check_output(args: argparse.Namespace) -> None:
-    """Refuses what cannot be written, before hours of work.
+    """Checks the output options before the work, which may take hours. It does not check permissions.
+
+    Args:
+        args: parsed options of `add_output`, and `--save` if the command has it.
 
     Raises:
-        SpecError: if JSON and CSV both go to stdout, or a folder is missing.
+        SpecError: if JSON and CSV both go to stdout, or the folder of a file does not exist.
     """
     paths = [getattr(args, kind, None) for kind in ("json", "csv")]
     if paths == ["-", "-"]:
@@ -33,12 +37,15 @@ def check_output(args: argparse.Namespace) -> None:
 
 
 def emit(result: object, args: argparse.Namespace, *, last: str | None = None) -> None:
-    """Writes a result the ways the options ask for, and the sentence it ends in.
+    """Writes a result in the formats of the options, and one sentence after it.
 
     Args:
-        result: anything `memfit.report` knows.
+        result: an object of a type that `memfit.report` can format.
         args: parsed options of `add_output`.
-        last: the sentence; by default the one of the result.
+        last: the sentence; None for `memfit.report.sentence.sentence(result)`.
+
+    Raises:
+        SpecError: if a file cannot be written.
     """
     from rich.console import Console
 
@@ -57,7 +64,12 @@ def emit(result: object, args: argparse.Namespace, *, last: str | None = None) -
 
 
 def report_error(error: Exception, args: argparse.Namespace) -> None:
-    """One line on stderr, and a document where JSON was asked for."""
+    """Writes an error as one line on stderr, and as a JSON document if `--json` is given.
+
+    Args:
+        error: the error; a `BudgetError` is reported with its least budget in bytes.
+        args: parsed options of the command.
+    """
     message = " ".join(str(error).split()) or "no message"
     if isinstance(error, BudgetError):
         least = "" if str(error.least_bytes) in message else f" (least budget: {error.least_bytes} bytes)"
@@ -76,11 +88,15 @@ def report_error(error: Exception, args: argparse.Namespace) -> None:
         try:
             write_text(path, json.dumps(facts, indent=2, ensure_ascii=False))
         except SpecError:
-            pass  # that the file cannot be written is what is being reported
+            pass  # stderr has the first error, which is the important one
 
 
 def write_text(path: str, text: str) -> None:
-    """Writes to a file, or to stdout for `-`.
+    """Writes text to a file, or to stdout, with exactly one line break at its end.
+
+    Args:
+        path: path of the file, or `-` for stdout.
+        text: the text.
 
     Raises:
         SpecError: if the file cannot be written.

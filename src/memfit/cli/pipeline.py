@@ -1,7 +1,8 @@
-"""Plans a pipeline: where to cut the model, in which order devices work, and what each stage saves and recomputes.
+"""Plans a pipeline: the cuts of the model, the schedule of the devices, and the plan of each stage.
 
-The model is traced on one micro-batch, its ops are timed here, and each device's part is run alone once to measure its
-peak. All stages run in this process; to train, start as many processes as stages (docs/guide.md).
+The model is traced on one micro-batch, and its ops are timed on this machine. The part of each device then runs alone,
+so that its peak is measured. This command runs all stages in one process; to train, start one process for each device
+(docs/guide.md).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ __all__ = ["prepare_parser", "run"]
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
-    """Adds the options."""
+    """Adds the options of `memfit pipeline`."""
     add_model(parser)
     parser.add_argument("--stages", type=whole_number, required=True, metavar="K", help="devices, a stage each")
     parser.add_argument("--microbatches", type=whole_number, required=True, metavar="M", help="parts of the batch")
@@ -54,7 +55,16 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plans and draws."""
+    """Plans the pipeline, and writes the plan and the timeline of its schedule.
+
+    Returns:
+        0.
+
+    Raises:
+        BudgetError: if no plan fits.
+        MemfitError: other errors of `memfit.pipeline`.
+        SpecError: if an option is invalid, or a file cannot be written.
+    """
     import memfit
     from memfit.pipelining.plan import encode_pipeline
     from memfit.report.schedule import schedule_svg, schedule_text

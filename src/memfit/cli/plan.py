@@ -1,7 +1,8 @@
-"""Plans a training step within a budget, proves it by one run, and prints it as pseudo-code.
+"""Plans a training step within a budget, proves the plan by a run, and prints it as pseudo-code.
 
-The step is captured, its ops are timed on the device, the plan is made, run once and corrected if the machine
-takes more than predicted. --save writes it as JSON for memfit.Plan.load and for verify --plan.
+memfit captures the step, times its ops on the device and makes a plan. Then it runs the plan and compares the results
+with those of the plain step. If the measured peak exceeds the budget, the plan is corrected and run again. --save
+writes the plan as JSON, for memfit.Plan.load and for verify --plan.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ __all__ = ["prepare_parser", "run"]
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
-    """Adds the options."""
+    """Adds the options of `memfit plan`."""
     add_model(parser)
     add_budget(parser)
     add_strategy(parser)
@@ -28,7 +29,17 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plans."""
+    """Plans the step, saves the plan if asked to, and writes it.
+
+    Returns:
+        0 if the plan fits, else 1.
+
+    Raises:
+        BudgetError: if no plan fits.
+        MemfitError: other errors of `memfit.plan`.
+        SpecError: if an option is invalid, or the results cannot be written.
+        OSError: if the plan cannot be saved.
+    """
     from memfit.report.progress import progress_bars
 
     check_output(args)

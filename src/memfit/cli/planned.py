@@ -1,7 +1,7 @@
-"""From the options of a command to a plan: capture, budget, plan, proof.
+"""Makes a plan from the options of a command: capture, budget, plan, proof.
 
-A budget of `40%plain` refers to a peak that is known only once the step is captured and profiled; hence this
-road beside `memfit.plan`, made of the same stones.
+A budget such as `40%plain` refers to the plain step's peak, which is known only after the step is captured and
+profiled. `memfit.plan` does not accept such a budget, so this module calls the functions behind it.
 """
 
 from __future__ import annotations
@@ -23,16 +23,19 @@ __all__ = ["plan_example"]
 def plan_example(
     example: Example, args: argparse.Namespace, *, prove: bool = True, progress: Progress | None = None
 ) -> Plan:
-    """Plans the step of an example as the options ask for.
+    """Plans the training step of an example within the budget of the command line.
 
     Args:
-        example: what to plan.
-        args: parsed options of `add_model`, `add_budget` and `add_strategy`.
-        prove: run the plan once.
-        progress: told how far it is.
+        example: model, inputs and loss of the step.
+        args: parsed options of `add_model`, `add_budget`, `add_strategy`, `add_tiers` and `add_levers`.
+        prove: whether to run the plan, compare its results with the plain step's, and correct it, as `memfit.plan`.
+        progress: called with the progress.
+
+    Returns:
+        The plan.
 
     Raises:
-        MemfitError: what `memfit.plan` raises.
+        MemfitError: errors of `memfit.plan`.
     """
     from memfit.capture.training_step import device_of
     from memfit.compiler import driver, stages
@@ -54,7 +57,7 @@ def plan_example(
     if not args.budget.endswith("plain"):
         return driver.make_plan(model, inputs, kwargs, request, progress=progress)
     device = device_of(model)
-    compare.budget_bytes(args.budget, 1 << 40, device, 0)  # a mistake is told before the work
+    compare.budget_bytes(args.budget, 1 << 40, device, 0)  # reports a mistake before the capture
     _, graph = stages.capture_and_profile(model, inputs, kwargs, request, progress=progress)
     nbytes = compare.budget_bytes(args.budget, simulate_plain(graph).peak_bytes, device, graph.static_bytes)
     assert nbytes is not None

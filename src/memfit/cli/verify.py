@@ -1,7 +1,8 @@
-"""Runs plain and planned steps from the same state and compares them bit by bit, tiled ones up to rounding.
+"""Runs plain and planned steps from the same state and compares them bit by bit, tiled steps up to rounding.
 
-Loss, every gradient, every buffer, every updated parameter and the random state after the step; the measured
-peak against the budget; the recomputations that ran against the planned ones. Exit code 0 only if all agree.
+After each step, it compares the loss, every gradient, every buffer, every updated parameter and the random state. It
+also compares the measured peak with the budget, and the executed recomputations and swaps with those of the plan. The
+exit code is 0 only if all agree.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ __all__ = ["prepare_parser", "run"]
 
 
 def prepare_parser(parser: argparse.ArgumentParser) -> None:
-    """Adds the options."""
+    """Adds the options of `memfit verify`."""
     add_model(parser)
     add_budget(parser, required=False)
     add_strategy(parser)
@@ -41,7 +42,15 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Verifies."""
+    """Verifies a plan from a file, or a new plan for a budget, and writes the result.
+
+    Returns:
+        0 if the verification passed, else 1.
+
+    Raises:
+        MemfitError: errors of planning, of the plan file or of running the plan.
+        SpecError: if not exactly one of `--budget` and `--plan` is given, or the results cannot be written.
+    """
     from memfit.compiler.plan import Plan
     from memfit.report.progress import progress_bars
     from memfit.tools.verify import verify
