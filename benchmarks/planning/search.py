@@ -1,4 +1,4 @@
-"""What counted work means by the clock: one search twice, alone and beside a busy thread.
+"""Counted work of searches next to the clock: each search twice, alone and beside a busy thread.
 
 python -m benchmarks.planning.search --only resnet50,gpt2-6 --budgets 50,35
 """
@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import argparse
 import gc
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
+from benchmarks.busy import busy
 from benchmarks.report import Report
 from benchmarks.subject import Case, Subject, case_of
 from memfit.errors import BudgetError
@@ -61,7 +59,7 @@ def main(arguments: list[str] | None = None) -> None:
         for share in options.budgets.split(","):
             budget = graph.static_bytes + int((plain - graph.static_bytes) * float(share) / 100)
             found, work, seconds = _search(graph, budget, options.seconds)
-            with _busy():
+            with busy():
                 again, work_again, beside = _search(graph, budget, options.seconds)
             same = (found and found.program) == (again and again.program) and work == work_again
             report.add(
@@ -81,24 +79,6 @@ def _search(graph: StepGraph, budget: int, seconds: float) -> tuple[Found | None
     except BudgetError:
         pass  # no plan fits; finding that out is work too
     return found, effort.seconds, time.perf_counter() - begin
-
-
-@contextmanager
-def _busy() -> Iterator[None]:
-    """Another thread of this process that takes about half of the time."""
-    done = threading.Event()
-
-    def work() -> None:
-        while not done.is_set():
-            sum(range(1000))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
 
 
 if __name__ == "__main__":

@@ -6,13 +6,13 @@ import time
 
 import pytest
 
+from benchmarks.busy import busy
 from memfit.errors import SpecError
 from memfit.ir.program import plain_order, program_of
 from memfit.planner.effort import Effort, clock_limit, search_limit
 from memfit.planner.offload.search import find_program
 from memfit.planner.search.min_memory import least_order
 from memfit.sim.simulator import simulate
-from tests.planner.busy import busy
 from tests.strategies.builders import residual
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+
 import numpy as np
 import pytest
 
+from benchmarks.busy import busy
 from memfit.planner.effort import Effort
 from memfit.planner.solver import Milp, Status, solve
-from tests.planner.busy import busy
 
 
 def hard_problem() -> Milp:
@@ -43,6 +45,34 @@ def test_a_linear_program_stops_at_its_pivots() -> None:
         problem.row({i: float(rng.random()) for i in items}, upper=20.0)
     assert solve(problem, seconds=0.05).status is Status.UNKNOWN
     assert solve(problem, seconds=60.0).status is Status.OPTIMAL
+
+
+@pytest.mark.parametrize("seconds", [1e6, float("inf")])
+@pytest.mark.parametrize("integer", [False, True])
+def test_a_small_program_may_have_any_limit(seconds: float, integer: bool) -> None:
+    problem = Milp()
+    first, second = (problem.variable(cost=-1.0, integer=integer) for _ in range(2))
+    problem.row({first: 1.0, second: 1.0}, upper=1.0)
+    solution = solve(problem, seconds=seconds)
+    assert (solution.status, solution.objective) == (Status.OPTIMAL, -1.0)
+
+
+def test_an_interrupt_ends_a_solve() -> None:
+    """Python code runs while HiGHS solves, so the interrupt arrives there and must pass through it."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                solve(hard_problem(), seconds=60.0, gap=0.0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+    assert solve(hard_problem(), seconds=0.02).status is Status.FEASIBLE
 
 
 def test_the_solver_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:

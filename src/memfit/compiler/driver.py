@@ -42,7 +42,7 @@ _MORE = 1.02
 """Factor by which a least budget is raised if no plan is found for it."""
 
 _HINT_SECONDS = 1.0
-"""A search limit below which an error does not look for the budget that tiles need: whoever sets it wants an answer."""
+"""Nominal seconds of a search below which an error leaves out the budget that tiles need: that is another search."""
 
 _GOOD_ENOUGH = 0.01
 """If a plan without tiles has less overhead than this, no plan with tiles is made."""
@@ -253,8 +253,7 @@ def _with_all_levers(
 ) -> BudgetError:
     """The error, with the budget from which on tiling fits, if that is lower."""
     capture, graph = step
-    seconds = search_limit(request.search_seconds)
-    if request.strategy != "auto" or seconds < _HINT_SECONDS:
+    if request.strategy != "auto" or search_limit(request.search_seconds) < _HINT_SECONDS:
         return error
     room = (error.least_bytes - graph.static_bytes - graph.gradient_bytes) // 2
     try:
@@ -262,7 +261,7 @@ def _with_all_levers(
     except MemfitError as failure:  # the first error is the one to report
         log.info("cannot tell from where tiling fits: %s", failure)
         return error
-    least = least_streaming(tiled, seconds=seconds)
+    least = least_streaming(tiled, seconds=request.search_seconds)
     if not tiled.is_tiled or least >= error.least_bytes:
         return error
     advice = f'levers="all", the same gradients up to rounding, fits from {format_bytes(least)} ({least} bytes) on'

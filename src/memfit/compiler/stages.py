@@ -301,7 +301,7 @@ def _program(graph: StepGraph, request: Request, budget_bytes: int) -> tuple[Pro
     timeline = simulate(graph, program)
     if timeline.peak_bytes > budget_bytes:
         lean = leanest(graph)
-        least = least_budget(lean, least_order(lean, seconds=search_limit(request.search_seconds)))
+        least = least_budget(lean, least_order(lean, seconds=request.search_seconds))
         raise no_plan(
             *(graph, program, budget_bytes),
             subject=f"program of strategy {strategy!r}",

@@ -34,8 +34,11 @@ _START_SECONDS, _START_SECONDS_PER_TERM = 1e-3, 1e-5
 _LINEAR_PIVOT_SECONDS = 4e-9
 """Nominal seconds of a pivot of a linear program, for each coefficient that is not zero."""
 
+_MOST_PIVOTS = 2**31 - 1
+"""The largest limit of pivots that HiGHS takes."""
+
 _INTEGER_PIVOT_SECONDS = 1e-7
-"""The same for a mixed-integer program, with its cuts and heuristics."""
+"""Nominal seconds of a pivot of a mixed-integer program, with its cuts and heuristics, for each such coefficient."""
 
 _ROOT_SECONDS, _TREE_SECONDS = 6e-6, 6e-7
 """Nominal seconds between two questions of HiGHS whether to go on, for each coefficient that is not zero: at the root
@@ -127,7 +130,8 @@ def _limit(engine: highspy.Highs, problem: Milp, seconds: float) -> None:
     terms = max(1, len(problem.indices))
     engine.setOptionValue("time_limit", clock_limit(max(0.0, seconds)))
     if not any(problem.integer):
-        engine.setOptionValue("simplex_iteration_limit", max(100, int(seconds / (_LINEAR_PIVOT_SECONDS * terms))))
+        pivots = seconds / (_LINEAR_PIVOT_SECONDS * terms)
+        engine.setOptionValue("simplex_iteration_limit", int(min(max(100.0, pivots), _MOST_PIVOTS)))
         return
     left = seconds / terms
 

@@ -39,7 +39,7 @@ __all__ = ["StagePlanner"]
 _ROUNDS = 3
 """Rounds in which the memory that split backward passes take above the budget is subtracted from the stages' budget."""
 
-_CAPTURE_SECONDS = 3e-3
+_CAPTURE_SECONDS = 6e-3
 """Nominal seconds to capture a stage, for each op of its step."""
 
 _BRIEF = 0.2
@@ -99,8 +99,12 @@ class StagePlanner:
     def whole(self) -> tuple[Capture, StepGraph]:
         """The step of the whole model, as one stage."""
         (stage,) = cut_into_stages(self._forward, [])
-        made = capture_stage(stage, self._leaves, self.question, self._device)
-        self._captures[0, len(self.places) - 1] = made
+        return self._keep((0, len(self.places) - 1), capture_stage(stage, self._leaves, self.question, self._device))
+
+    def _keep(self, key: tuple[int, ...], made: tuple[Capture, StepGraph]) -> tuple[Capture, StepGraph]:
+        """Caches a capture, and counts its work."""
+        self._captures[key] = made
+        self.effort.charge(_CAPTURE_SECONDS * len(made[1].ops))
         return made
 
     def is_late(self) -> bool:
@@ -229,8 +233,7 @@ class StagePlanner:
             ends, grid = key[:2], key[2:]
             before = self._captures[ends][0] if grid else None
             made = capture_stage(stage, self._leaves, self.question, self._device, grid=grid, before=before)
-            self._captures[key] = made
-            self.effort.charge(_CAPTURE_SECONDS * len(made[1].ops))
+            self._keep(key, made)
         if not schedule.splits_backward:
             return self._captures[key]
         if key not in self._deferred:

@@ -24,7 +24,7 @@ from memfit.planner.effort import Effort
 from memfit.planner.finalize.variant_selection import leanest, program_within
 from memfit.planner.offload.model import placed_on_tiers
 from memfit.planner.search.min_memory import least_budget, least_order
-from memfit.planner.search.portfolio import CLOSE, JUDGED, Found, Progress, find_order
+from memfit.planner.search.portfolio import CLOSE, PROGRAM_WORK, Found, Progress, find_order
 from memfit.sim.simulator import Timeline, simulate
 
 __all__ = ["find_streaming", "least_streaming"]
@@ -112,7 +112,7 @@ def _with_room(
     for group in _halves(_by_stall(graph, best[1], away)):
         if own.exceeds(seconds):
             break
-        own.charge_ops(JUDGED * len(moved.order))
+        own.charge_ops(PROGRAM_WORK * len(moved.order))
         if not away.keys() >= set(group):
             continue
         fewer = {s: tier for s, tier in away.items() if s not in group}

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from memfit.ir.graph import StepGraph
 from memfit.ir.program import program_of
 from memfit.planner.bounds.lower_bound import LARGE_STEP, widest_op_bytes
-from memfit.planner.effort import Effort
+from memfit.planner.effort import Effort, search_limit
 from memfit.planner.search.checkpoints import checkpoints
 from memfit.planner.search.lazy_recompute import lazy_order, tiled_order
 from memfit.planner.search.spill_and_fill import spill
@@ -74,7 +74,7 @@ def least_order(
         A valid order; its simulated peak is the least budget, or low enough.
     """
     own = Effort(effort)
-    seconds = max(_LEAST_SECONDS, 4 * seconds if enough_bytes else seconds)
+    seconds = max(_LEAST_SECONDS, (4 if enough_bytes else 1) * search_limit(seconds))
     starts = _low_starts(graph, own, seconds)
     best = starts[0]
     high = _peak(graph, best)

@@ -36,7 +36,7 @@ from memfit.planner.search.min_memory import LEAST_TRIES, least_budget, least_or
 from memfit.planner.search.spill_and_fill import fill, spill
 from memfit.sim.simulator import Timeline, simulate
 
-__all__ = ["CLOSE", "JUDGED", "Found", "Moves", "Progress", "auto_order", "find_order"]
+__all__ = ["CLOSE", "PROGRAM_WORK", "Found", "Moves", "Progress", "auto_order", "find_order"]
 
 CLOSE = 0.01
 """The search stops when the extra time exceeds the bound by less than this share of the step time."""
@@ -56,7 +56,7 @@ _ON_STARTS = 0.6
 _IN_VAIN = 50
 """Varying stops after this number of orders in a row that are no faster."""
 
-JUDGED = 6
+PROGRAM_WORK = 6
 """Work to choose the variants of an order and to judge it, in multiples of the simulation of the order."""
 
 _MORE_MEMORY = (1.02, 1.04, 1.07, 1.1, 1.15, 1.3)
@@ -147,7 +147,7 @@ def find_order(
         return program, simulate(graph, program)
 
     def found(order: Sequence[int]) -> Found:
-        own.charge_ops(JUDGED * len(order))
+        own.charge_ops(PROGRAM_WORK * len(order))
         program, timeline = (moves.finish if moves else within)(order)
         return Found(order=tuple(order), program=program, timeline=timeline, bound_seconds=bound)
 
@@ -164,7 +164,7 @@ def find_order(
         nonlocal best
         if moves is not None:
             fitting = moves.ahead(fitting)
-        own.charge_ops(JUDGED / 2 * len(fitting))
+        own.charge_ops(PROGRAM_WORK / 2 * len(fitting))
         both = (lean, quicker(graph, fitting, budget_bytes))
         filled = (fill(variants, fitting, budget_bytes, effort=own) for variants in both)
         # Saving more storages may split fused regions, and then cost more time than it saves.

@@ -26,7 +26,7 @@ from memfit.planner.effort import Effort
 
 __all__ = ["fill", "spill"]
 
-_ROUND = 1.5
+_ROUND_WORK = 1.5
 """Work of a round that spills or fills, in multiples of the simulation of the order."""
 
 
@@ -65,7 +65,7 @@ def spill(
         worst = int(np.argmax(spans.bytes_at))
         if spans.bytes_at[worst] <= budget_bytes:
             return None  # only optimizer.step() does not fit
-        effort.charge_ops(_ROUND * len(spans.order))
+        effort.charge_ops(_ROUND_WORK * len(spans.order))
         if effort.exceeds(seconds):
             return None
         changed = _spill_at(graph, spans, producer, worst, budget_bytes, whims)
@@ -251,13 +251,13 @@ def fill(
 ) -> list[int]:
     """Keeps copies in memory instead of recomputing them, where there is room; `effort` counts the work."""
     effort = effort or Effort()
-    effort.charge_ops(_ROUND * len(order))
+    effort.charge_ops(_ROUND_WORK * len(order))
     spans = spans_of(graph, without_unread(graph, order))
     if spans.timeline.peak_bytes > budget_bytes:
         return list(order)
     most = len(order)
     for _ in range(rounds):
-        effort.charge_ops(_ROUND * len(spans.order))
+        effort.charge_ops(_ROUND_WORK * len(spans.order))
         changed, removed = _fill_once(graph, spans, budget_bytes, most)
         if removed == 0:
             break

@@ -20,7 +20,7 @@ from memfit.planner.search.rotor.shape import Shape, cone, profile, shape_of
 
 __all__ = ["Pass", "Site", "PricedOption", "site_of"]
 
-_RUNS, _RUNS_SAVED = 1.5, 1.0
+_OPTION_WORK, _SAVED_WORK = 1.5, 1.0
 """Work to price an option, and to choose a set of saved storages, in simulations of the stretch."""
 
 _WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -136,7 +136,7 @@ def site_of(graph: StepGraph, chain: Chain, *, span: int, narrow: int, patience:
         options[start] += priced
         saved = len({option.forward for option in priced})
         # Options of the same shape are cached.
-        runs = _RUNS_SAVED * saved + _RUNS * len(priced) if shape not in shapes_seen else len(priced)
+        runs = _SAVED_WORK * saved + _OPTION_WORK * len(priced) if shape not in shapes_seen else len(priced)
         effort.charge_ops(runs * len(shape.ops))
         shapes_seen.add(shape)
     return Site(
