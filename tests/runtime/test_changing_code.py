@@ -56,6 +56,17 @@ class Effects(Turning):
         return self.b(torch.tanh(self.a(self.norm(x))))
 
 
+class Weighed(Turning):
+    """Weights of samples that no gradient reaches, which are made another way with an attribute."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = x.sin()
+        if self.turned:
+            weights = (x.unsqueeze(2) * x.unsqueeze(1)).cos().sum(2)
+        torch._dynamo.graph_break()
+        return self.b(torch.tanh(self.a(self.norm(x * weights))))
+
+
 class Masked(nn.Module):
     """Masks rows at random, by NumPy's generator, as speech models of transformers do."""
 
@@ -115,6 +126,23 @@ def test_a_step_of_which_nothing_can_be_captured_runs_plainly(told: list[str]) -
         assert_same_steps(plain, fitted, seed)
     assert "nothing of the model can be captured" in " ".join(told)
     assert "runs plainly" in " ".join(told)
+
+
+def test_a_part_without_gradients_that_changes_is_told(told: list[str]) -> None:
+    torch.manual_seed(0)
+    plain = Weighed()
+    fitted = copy.deepcopy(plain)
+    memfit.fit(fitted, (X,), budget="1GiB", loss_fn=square, search_seconds=0.2)
+    assert_same_steps(plain, fitted, 0)
+    assert not any("another way" in text for text in told)
+    plain.turned = fitted.turned = True
+    assert_same_steps(plain, fitted, 1)
+    assert sum("another way" in text for text in told) == 1
+    assert_same_steps(plain, fitted, 2)  # planned again
+    plain.turned = fitted.turned = False
+    for seed in (3, 4):
+        assert_same_steps(plain, fitted, seed)
+    assert sum("another way" in text for text in told) == 2  # each time that it is planned again
 
 
 def test_random_numbers_of_numpy_are_numpys() -> None:

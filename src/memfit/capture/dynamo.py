@@ -220,6 +220,7 @@ def _capture(
     is_read = read is not None  # Dynamo keeps the backend, which must not hold `read` and with it the inputs
     later = fake and is_read  # one graph is traced after the loss is read, when all facts for tracing are known
     lying: dict[int, Strides] = {}
+    without_gradients = set[str]()
 
     def trace_anew(graph: DynamoGraph, around: Surroundings) -> Traced | None:
         traced = trace(graph, around, reader, keep=not gathered())
@@ -256,6 +257,7 @@ def _capture(
         if traced is None:
             if fake:
                 raise nothing_reached(model)
+            without_gradients.add(graph.key)
             return calling_after(views, gm.forward)
         weights = weights_made(gm, inputs, held)
         key, number = graph.key, len(graphs)
@@ -332,6 +334,7 @@ def _capture(
                 call=call,
                 decisions=() if decisions is None else decisions,
                 traces=of_call,
+                without_gradients=without_gradients,
             ),
         )
     if read is None or not captured:

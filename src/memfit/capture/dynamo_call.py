@@ -15,7 +15,7 @@ a graph break, a graph that the capture did not reach is compiled for the plan t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -132,6 +132,8 @@ class DynamoCall:
         decisions: branches that the call was compiled for (`memfit.capture.values.decisions`).
         traces: traces of its graphs. The function that Dynamo received for a graph must not hold them: Dynamo keeps the
             function of a graph after a break as long as the code of the module, and traces hold parameters.
+        without_gradients: keys of the graphs that no gradient reaches. They run as plain code, and their memory is part
+            of the prediction.
     """
 
     model: nn.Module
@@ -139,6 +141,7 @@ class DynamoCall:
     call: Callable[..., Any]
     decisions: Sequence[Decision] = ()
     traces: Mapping[DynamoGraph, Sequence[Trace]] = field(default_factory=dict)
+    without_gradients: Set[str] = frozenset()
 
     def __deepcopy__(self, memo: object) -> DynamoCall:
         return self  # the compiled code calls this module, not a copy

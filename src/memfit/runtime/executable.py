@@ -231,7 +231,7 @@ def compile_planned(
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         if not in_subgraphs and reads_numbers(gm):
             if call_has_begun():  # behind a graph break
-                return _plainly(gm)
+                return _straying(gm.forward)
             raise unplanned(_begin(gm))
         numbers_by_numpy(gm)
         gm, inputs, views = returned_views_first(gm, inputs)
@@ -330,7 +330,10 @@ def compile_planned(
                 )
             split.clear()
             call = calling_with_each_once(call, repeated)
-            return noting_forward(call, subgraph, _PASS.get) if digest else call
+            if digest:
+                return noting_forward(call, subgraph, _PASS.get)
+            seen = not in_subgraphs or followed is None or key in followed.without_gradients
+            return call if seen else _straying(call)
 
         def planned(run: int) -> Callable[..., Any] | None:
             with contextlib.suppress(_UnplannedGraphError):
@@ -353,7 +356,7 @@ def compile_planned(
         if not made and (begun or (of is not None and in_subgraphs)):
             call_numpy(gm)
             attach_outputs(gm, cut)
-            return _plainly(gm)
+            return _straying(gm.forward)
         if not made:
             raise unplanned(_begin(gm))
         if by_run:
@@ -391,14 +394,14 @@ def _begin(gm: fx.GraphModule) -> str:
     return next((f" (it begins at {line})" for line in lines if line), "")
 
 
-def _plainly(gm: fx.GraphModule) -> Callable[..., Any]:
-    """Makes a call that runs an unplanned graph as plain code and marks its pass as strayed."""
+def _straying(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a call that marks its pass as strayed: its graph was not planned and runs as plain code."""
 
     def run(*operands: Any) -> Any:
         here = _PASS.get()
         if here is not None:
             here.strayed = True
-        return gm.forward(*operands)
+        return call(*operands)
 
     return run
 

@@ -167,7 +167,7 @@ class Fitted:
             else (f"ran planned graphs {here.executed} times, where its plan has {call.subgraphs} runs")
         )
         self._tell(
-            f"strayed {again}",
+            f"strayed {self.strayed[key] if again else 'too often'}",
             f"{what}, with the same bits and other memory than planned: its code took another way than when it was "
             "planned; "
             + ("it is planned again at its next call" if again else "it changes too often to be planned again"),
