@@ -78,13 +78,15 @@ def inside(rank: int, world: int, as_view: bool) -> None:
     assert memfit.fit(parallel, (images(rank),), budget=budget, loss_fn=loss_fn, search_seconds=0.1) is parallel
     assert memfit.plan_of(parallel).decisions
 
+    x = images(rank)
+
     def step() -> None:
         for parameter in inner.parameters():
             parameter.grad = None
-        loss_fn(parallel(images(rank))).backward()
+        loss_fn(parallel(x)).backward()
 
     step()
-    start = storage_bytes([*inner.parameters(), images(rank)], "cpu") + buckets
+    start = storage_bytes([*inner.parameters(), x], "cpu") + buckets
     held = sum(p.nbytes for p in inner.parameters()) if as_view else 0
     peak = measure(step, warmup=1, repeats=0, start_bytes=start).peak_bytes
     assert peak - held <= budget

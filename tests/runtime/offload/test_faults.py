@@ -46,7 +46,7 @@ def loss_fn(output: torch.Tensor) -> torch.Tensor:
 def least_budget() -> int:
     """What the step needs that swaps all it can."""
     with pytest.raises(memfit.BudgetError) as found:
-        memfit.plan(Residual(), (X,), budget="1MiB", loss_fn=loss_fn, tiers="disk", strategy="swap", prove=False)
+        memfit.plan(Residual(), (X,), budget="1KiB", loss_fn=loss_fn, tiers="disk", strategy="swap", prove=False)
     return found.value.least_bytes
 
 
