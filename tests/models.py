@@ -10,7 +10,7 @@ from torch.nn import functional
 class Residual(nn.Module):
     """Convolutions, batch normalisation, in-place activations, a residual stream."""
 
-    def __init__(self, width: int = 8, blocks: int = 4) -> None:
+    def __init__(self, width: int = 8, blocks: int = 2) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, width, 3, padding=1)
         self.blocks = nn.ModuleList(

@@ -103,14 +103,14 @@ def test_the_loss_is_that_of_the_whole_batch(reduction: str) -> None:
 @pytest.mark.full_search
 def test_tight_budgets_cut_single_samples() -> None:
     """What no recomputation reaches, in a model without space or statistics, with dropout."""
-    example = build("zoo:gpt?layers=1&width=64&heads=4", batch=8, shape=(256,))
+    example = build("zoo:gpt?layers=1&width=64&heads=4", batch=4, shape=(128,))
     args, loss = tuple(example.args), example.loss_fn
     with pytest.raises(memfit.BudgetError) as bitwise:
-        memfit.plan(example.model, args, budget=1, loss_fn=loss, search_seconds=0.5, prove=False)
+        memfit.plan(example.model, args, budget=1, loss_fn=loss, search_seconds=0.2, prove=False)
     with pytest.raises(memfit.BudgetError) as tiled:
-        memfit.plan(example.model, args, budget=1, loss_fn=loss, levers="all", search_seconds=0.5, prove=False)
+        memfit.plan(example.model, args, budget=1, loss_fn=loss, levers="all", search_seconds=0.2, prove=False)
     assert tiled.value.least_bytes < 0.9 * bitwise.value.least_bytes
-    asked = replace(request("auto", loss, tiled.value.least_bytes), search_seconds=0.5)
+    asked = replace(request("auto", loss, tiled.value.least_bytes), search_seconds=0.2)
     result = verify(example.model, args, {}, asked, loss_fn=loss)
     assert result.plan.is_tiled and not result.differing and result.fits
     assert result.recomputes_executed == result.recomputes_planned

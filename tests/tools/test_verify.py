@@ -44,7 +44,7 @@ def request_for(
 MODELS = [
     ("zoo:mlp?width=64&layers=8", 4096, (16,), 0.75, "auto"),
     ("zoo:gpt?layers=2&width=32&heads=2", 8, (64,), 0.75, "auto"),  # dropout
-    ("torchvision:resnet18?num_classes=4", 16, (3, 32, 32), 1.2, "every-block"),  # batch normalisation
+    ("torchvision:resnet18?num_classes=4", 16, (3, 32, 32), 1.3, "every-block"),  # batch normalisation
     ("zoo:lstm-classifier?width=16&layers=1&unrolled=true&dropout=0.0", 64, (4,), 0.9, "auto"),
 ]
 

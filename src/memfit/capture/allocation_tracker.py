@@ -7,13 +7,13 @@ allocator. Kernel workspace is not visible here; `memfit.profiling.memory` sees 
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["LiveBytes"]
+__all__ = ["LiveBytes", "parts_of"]
 
 
 class LiveBytes(TorchDispatchMode):
@@ -65,3 +65,16 @@ class LiveBytes(TorchDispatchMode):
 def _has_storage(value: Any) -> bool:
     """Whether a value is a tensor with one storage; a sparse tensor is counted by its indices and values."""
     return isinstance(value, torch.Tensor) and value.layout is torch.strided
+
+
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors with a storage that a tensor consists of."""
+    if tensor.layout is torch.strided:
+        return [tensor]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor.values(), cast(Any, tensor).offsets()] if tensor.is_nested else []

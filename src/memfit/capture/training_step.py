@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
+from memfit.capture.allocation_tracker import parts_of
 from memfit.capture.distributed.fsdp import is_sharded, local, without_gathering
 from memfit.capture.dynamo import capture_subgraphs
 from memfit.capture.failures import left_to_plain_code
@@ -107,22 +108,9 @@ def device_of(model: nn.Module) -> torch.device:
 def storage_bytes(tensors: Sequence[Any], device_type: str) -> int:
     """Bytes of the tensors' distinct storages on one device type; a distributed tensor counts with its local shard."""
     held = [local(t) for t in tensors if isinstance(t, torch.Tensor) and t.device.type == device_type]
-    held = [part for t in held for part in _parts_of(t)]
+    held = [part for t in held for part in parts_of(t)]
     sizes = {t.untyped_storage()._cdata: int(t.untyped_storage().nbytes()) for t in held}
     return sum(sizes.values())
-
-
-def _parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors with a storage that a tensor consists of."""
-    if tensor.layout is torch.strided:
-        return [tensor]
-    if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return [tensor.values(), cast(Any, tensor).offsets()] if tensor.is_nested else []
 
 
 def capture_step(

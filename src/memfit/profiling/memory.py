@@ -20,10 +20,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
-from memfit.capture.allocation_tracker import LiveBytes
+from memfit.capture.allocation_tracker import LiveBytes, parts_of
 
 __all__ = ["Measurement", "allocation_peak", "live_tensor_bytes", "measure", "quiet_profiler", "steady"]
 
@@ -36,7 +37,8 @@ class Measurement:
 
     Attributes:
         peak_bytes: highest memory during the step, including memory that was in use before.
-        compiled: whether Dynamo compiled in the run with this peak; compilation takes memory of its own for a moment.
+        compiled: whether something was compiled in the run with this peak; compilation takes memory of its own for a
+            moment.
         start_bytes: memory in use when the step began.
         reserved_bytes: highest memory that CUDA's caching allocator held; equals `peak_bytes` on CPU.
         step_seconds: median time of a step.
@@ -75,7 +77,7 @@ def measure(
     device = torch.device(device)
     for _ in range(warmup):
         step()
-    before = _frames_compiled()
+    before = _compilations()
     torch.clear_autocast_cache()  # an autocast region of the caller caches casts of weights; a step makes them
     if device.type == "cuda":
         peak, start, reserved = _cuda_peak(step, device)
@@ -87,7 +89,7 @@ def measure(
         start = live_tensor_bytes(device.type) if start_bytes is None else start_bytes
         with _nothing_collected():
             peak = reserved = start + allocation_peak(step)
-    compiled = _frames_compiled() > before
+    compiled = _compilations() > before
     seconds = []
     for _ in range(repeats):
         _synchronize(device)
@@ -121,9 +123,9 @@ def steady(measure_step: Callable[[], Measurement]) -> Measurement:
     return measured
 
 
-def _frames_compiled() -> int:
-    """The number of frames that Dynamo has tried to compile in this process."""
-    return counters["frames"]["total"]
+def _compilations() -> int:
+    """How often Dynamo compiled a frame or AOTAutograd a graph; a plan may compile a graph late that Dynamo knows."""
+    return counters["frames"]["total"] + counters["aot_autograd"]["total"]
 
 
 def allocation_peak(run: Callable[[], object]) -> int:
@@ -164,22 +166,24 @@ def quiet_profiler() -> None:
 
 def live_tensor_bytes(device_type: str) -> int:
     """Bytes of the distinct storages of all tensors alive in this process on one device type."""
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _live(device_type)}.values())
+    parts = [part for tensor in _live(device_type) for part in parts_of(tensor)]
+    return sum({part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}.values())
 
 
 def largest_tensors(count: int = 8) -> str:
     """Shapes, dtypes and devices of the largest tensors alive, for error messages."""
-    tensors = sorted(_live(None), key=lambda t: -t.untyped_storage().nbytes())
+    tensors = sorted(_live(None), key=lambda t: -sum(part.untyped_storage().nbytes() for part in parts_of(t)))
     return ", ".join(f"{tuple(t.shape)} {t.dtype} {t.device}" for t in tensors[:count])
 
 
 def _live(device_type: str | None) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     for thing in gc.get_objects():
-        # Subclasses other than parameters (fake, functional tensors) have no memory of their own.
-        if type(thing) in (torch.Tensor, torch.nn.Parameter) and not torch._is_functional_tensor(thing):
-            if device_type is None or thing.device.type == device_type:
-                found.append(thing)
+        # Subclasses other than parameters (fake tensors) have no memory of their own, nor have wrappers.
+        if type(thing) not in (torch.Tensor, torch.nn.Parameter) or torch._is_functional_tensor(thing):
+            continue
+        if not is_functorch_wrapped_tensor(thing) and (device_type is None or thing.device.type == device_type):
+            found.append(thing)
     return found
 
 

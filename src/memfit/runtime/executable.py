@@ -274,6 +274,8 @@ def compile_planned(
             subgraph.summed = {
                 p: named(inputs[p]) for p in terms.keys() - repeated.keys() - accumulated - frozenset(casts)
             }
+            subgraph.casts = bool(casts)
+            subgraph.uses = {place: uses[place] for place in subgraph.summed}
             return_each_term(joint, num_fwd_outputs, repeated)
             subgraph.reached = _reached(joint, num_fwd_outputs, by_autograd)
             subgraph.lying = {place: s for place, s in strides_of_gradients(joint.graph).items() if len(s) > 1}
@@ -291,7 +293,7 @@ def compile_planned(
                 raise _UnplannedGraphError("a graph was not planned")
             place = own_runs[run] if by_run else of_graph[digest][run]
             program, swapper = programs[place], swappers[place]
-            if cut or subgraph.assumed or (subgraph.autocast is not None and not in_subgraphs):
+            if cut or subgraph.assumed or ((subgraph.autocast is not None or subgraph.uses) and not in_subgraphs):
                 aligned = len(subgraph.reached) == len(by_autograd)
                 subgraph.whole = whole_graph(gm, cut, reading, aligned=aligned)
             return lower(

@@ -145,8 +145,7 @@ class Fitted:
         return self._run(model, key, another, args, kwargs)
 
     def _run(self, model: nn.Module, key: Signature, call: PlannedCall, args: Any, kwargs: Any) -> Any:
-        planned = self.plans[key].planned
-        here = self.loops.begin(key, type(model).__name__, () if planned is None else planned.capture.summed)
+        here = self.loops.begin(key, type(model).__name__)
         output = call.recorded(here, args, kwargs)
         self.loops.add(here)
         if call.strayed(here):

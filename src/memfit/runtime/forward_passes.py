@@ -22,6 +22,7 @@ from torch.autograd.graph import get_gradient_edge
 from memfit.capture.eager.backward_autocast import autocast_is_on
 from memfit.capture.gradients.tangents import Strides, strides_without_overlap
 from memfit.errors import SecondDerivativeError
+from memfit.runtime.gradient_terms import Terms, with_edges
 from memfit.runtime.unused_outputs import Begun, WholeGraph, with_anchor
 
 __all__ = ["CompiledSubgraph", "Pass", "SubgraphPass", "in_flight", "noting_backward", "noting_forward"]
@@ -44,7 +45,9 @@ class Pass:
         regions: collects the signatures of passes whose backward pass ran inside an autocast region against the plan
             (True), or outside of it against the plan (False).
         apart: collects the signatures of passes whose gradients are to be returned use by use.
+        rounded: collects the signatures of passes whose gradients were added up in another order than in eager mode.
         turned: collects the signature of the first pass in which a gradient had another layout than planned.
+        shares_casts: whether the pass begins in an autocast region in which other passes wait for their backward pass.
         executed: number of subgraphs that ran by the plan.
         waiting: number of subgraphs whose backward pass has not run.
         strayed: whether a subgraph ran as plain code because it was not planned.
@@ -57,7 +60,9 @@ class Pass:
     narrowed: dict[Any, frozenset[int]] = field(default_factory=dict)
     regions: set[tuple[Any, bool]] = field(default_factory=set)
     apart: set[Any] = field(default_factory=set)
+    rounded: set[Any] = field(default_factory=set)
     turned: set[Any] = field(default_factory=set)
+    shares_casts: bool = False
     executed: int = 0
     waiting: int = 0
     strayed: bool = False
@@ -81,6 +86,9 @@ class CompiledSubgraph:
         repeated: number of repeated inputs, one for each further use of an input; if the graph is recomputed, the first
             use gets the whole gradient.
         summed: by place among the inputs, the names of the inputs whose gradients are sums over several uses.
+        uses: by place among these inputs, the number of their uses.
+        alone: whether a backward pass of the loop has run and was that of one forward pass.
+        casts: whether autocast casts weights in the graph.
         whole: the graph, to recompute it if a cut output gets a gradient or the autocast region differs; None if
             neither can happen.
     """
@@ -95,7 +103,14 @@ class CompiledSubgraph:
     settled: bool = False
     repeated: int = 0
     summed: Mapping[int, str] = field(default_factory=dict)
+    uses: Mapping[int, int] = field(default_factory=dict)
+    alone: bool = False
+    casts: bool = False
     whole: WholeGraph | None = None
+
+    def may_be_shared(self) -> bool:
+        """Whether the loop may run other forward passes before the backward pass, which matters for sums."""
+        return bool(self.uses) and not self.alone and not self.in_subgraphs and self.whole is not None
 
     def told_apart(self) -> bool:
         """Whether it matters which outputs got a gradient."""
@@ -117,6 +132,7 @@ class SubgraphPass:
         without: outputs planned with a gradient that got none in the current backward pass, the first of the loop.
         otherwise: whether the current backward pass runs in another autocast region than planned.
         sums: by place among the inputs, address and version of each gradient that is a sum.
+        terms: gradients to return use by use; None if the inputs of the run have one edge each.
     """
 
     of: Pass
@@ -129,6 +145,27 @@ class SubgraphPass:
     without: frozenset[int] = frozenset()
     otherwise: bool = False
     sums: dict[int, tuple[int, int]] = field(default_factory=dict)
+    terms: Terms | None = None
+
+    def tell_of_casts(self) -> None:
+        """Warns, once, that eager casts weights once for all passes of an autocast region."""
+        told = (self.of.key, "casts")
+        if told not in self.of.rounded:
+            self.of.rounded.add(told)
+            log.warning(
+                "several forward passes before a backward pass run in one autocast region: PyTorch casts weights once "
+                "for all of them and adds up their gradients in half precision, a planned pass casts its own, so these "
+                "gradients are equal to the plain step's up to rounding; give each pass its own region, or call the "
+                "model once on all inputs put together"
+            )
+
+    def together(self) -> bool:
+        """Whether other passes share the backward pass and the gradients can be returned use by use."""
+        if self.terms is None or self.nothing:
+            return False
+        shared = self.of.key in self.of.apart
+        self.subgraph.alone = self.subgraph.alone or not shared
+        return shared and self.begun is not None and self.begun.can_recompute()
 
     def watch(self, operands: Sequence[Any]) -> None:
         """Registers hooks on the gradients of inputs for which the graph adds up the gradients of several uses.
@@ -154,8 +191,9 @@ class SubgraphPass:
             handle.remove()
         mine, whole = self.sums.get(place), gradients[output]
         alone = mine is None or not isinstance(whole, torch.Tensor) or _identity(whole) == mine
-        if alone or self.of.key is None or self.of.key in self.of.apart:
+        if alone or self.of.key is None or self.of.key in self.of.rounded:
             return
+        self.of.rounded.add(self.of.key)
         self.of.apart.add(self.of.key)
         log.warning(
             "other code adds to the gradient of %s in the same backward pass, and the plan adds up those of several "
@@ -169,7 +207,7 @@ class SubgraphPass:
         self.missing = frozenset(o for o, place in self.subgraph.places.items() if absent[place])
         self.nothing = all(absent) and not self.arrived
         self.without = self._without()
-        if self.arrived or self.without:
+        if self.arrived or self.without or self.together():
             self.others = self._by_output(gradients)
 
     def _without(self) -> frozenset[int]:
@@ -262,7 +300,12 @@ class SubgraphPass:
                 "is recomputed without a plan, with the same bits and over the budget, and the next one is planned "
                 "with all outputs; pass the loss you really use, memfit.fit(..., loss_fn=...)"
             )
-        return begun.gradients(arrived, in_autocast=inside)
+        gradients, terms = begun.gradients(
+            arrived, in_autocast=inside, apart=() if self.terms is None else self.subgraph.uses
+        )
+        if self.terms is not None:
+            self.terms.update(terms)
+        return gradients
 
 
 def in_flight(passes: list[weakref.ref[Pass]]) -> list[Pass]:
@@ -279,20 +322,25 @@ def noting_forward(
 
     def run(*operands: Any) -> Any:
         here = current()
-        unsettled = subgraph.assumed or (subgraph.autocast is not None and not subgraph.settled)
-        asked = subgraph.whole is not None and (subgraph.whole.cut or (unsettled and here and here.key is not None))
+        in_loop = here is not None and here.key is not None
+        shared = in_loop and subgraph.may_be_shared()
+        unsettled = in_loop and (subgraph.assumed or (subgraph.autocast is not None and not subgraph.settled))
+        asked = subgraph.whole is not None and (subgraph.whole.cut or unsettled or shared)
         begun = Begun.now(subgraph.whole, operands) if subgraph.whole is not None and asked else None
-        outputs = call(*operands)
+        terms: Terms | None = {} if shared else None
+        outputs = call(*(operands if terms is None else with_edges(operands, subgraph.uses, terms)))
         node = None if here is None else _node_of(outputs, subgraph.places)
         if here is None or node is None:
             return outputs
         here.executed += 1
         here.waiting += 1
-        record = SubgraphPass(here, subgraph)
+        record = SubgraphPass(here, subgraph, terms=terms)
         setattr(node, _RECORD, record)
         _refuse_second_derivatives(type(node))
         record.watch(operands)
-        if subgraph.told_apart():
+        if here.shares_casts and subgraph.casts:
+            record.tell_of_casts()
+        if subgraph.told_apart() or shared:
             node.register_prehook(record.note)
         if subgraph.autocast is not None:
             node.register_prehook(record.note_autocast)
@@ -401,7 +449,7 @@ def noting_backward(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], A
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             record.of.waiting -= 1
         kept = torch._C._autograd._get_current_graph_task_keep_graph()
-        if record.arrived or record.otherwise or record.without:
+        if record.arrived or record.otherwise or record.without or record.together():
             operands.clear()
             gradients = record.recompute() + (None,) * record.subgraph.repeated
             record.begun = record.begun if kept else None

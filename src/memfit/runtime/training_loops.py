@@ -10,8 +10,8 @@ Idea: gradient caching (Gao et al., 2021, GradCache) treats such losses by a sec
 loop stays unchanged and the passes share the budget.
 
 Autograd adds up the gradients of all uses of a parameter in all passes one after the other. So the next plan returns
-the gradient of each use separately (`memfit.capture.gradients.shared_inputs`); until then, the warning names the
-parameters whose gradients are rounded differently.
+the gradient of each use separately (`memfit.capture.gradients.shared_inputs`); passes that have run already are
+recomputed (`memfit.runtime.gradient_terms`).
 
 Known limits: the first step with more passes than planned may exceed the budget. All passes of one signature have one
 plan.
@@ -22,9 +22,11 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from memfit.compiler.plan import Plan
 from memfit.errors import BudgetError
@@ -41,7 +43,6 @@ __all__ = ["Loops", "TogetherError", "held_bytes"]
 log = logging.getLogger(__name__)
 
 _MOST_TRIES = 5
-_NAMED = 3
 _CLOSE_ENOUGH = 0.05
 """Share of the budget by which the room set aside for other passes may exceed the bytes that they hold."""
 
@@ -70,6 +71,7 @@ class Loops:
         narrowed: see `Pass`.
         regions: see `Pass`.
         apart: signatures whose calls are planned with gradients use by use, because other code adds to them.
+        rounded: see `Pass`.
         turned: see `Pass`.
         differentiated_twice: signatures whose calls run as plain code because they are differentiated twice.
     """
@@ -81,20 +83,20 @@ class Loops:
     narrowed: dict[Signature, frozenset[int]] = field(default_factory=dict)
     regions: set[tuple[Signature, bool]] = field(default_factory=set)
     apart: set[Signature] = field(default_factory=set)
+    rounded: set[Signature] = field(default_factory=set)
     turned: set[Signature] = field(default_factory=set)
     differentiated_twice: set[Signature] = field(default_factory=set)
 
-    def begin(self, key: Signature, name: str, summed: Sequence[str] = ()) -> Pass:
+    def begin(self, key: Signature, name: str) -> Pass:
         """A record for a forward pass that is about to run; notes the other passes in flight.
 
         Args:
             key: signature of the pass.
             name: of the module.
-            summed: names of the parameters for which the pass itself adds up the gradients of several uses.
         """
         others = in_flight(self.passes)
         if others:
-            self._note(Counter([key, *(one.key for one in others)]), name, summed)
+            self._note(Counter([key, *(one.key for one in others)]), name)
         return Pass(
             key=key,
             refused=self.differentiated_twice,
@@ -102,7 +104,9 @@ class Loops:
             narrowed=self.narrowed,
             regions=self.regions,
             apart=self.apart,
+            rounded=self.rounded,
             turned=self.turned,
+            shares_casts=bool(others) and _in_autocast_region(),
         )
 
     def add(self, here: Pass) -> None:
@@ -160,13 +164,7 @@ class Loops:
             **more,
         )
 
-    def _note(self, together: Counter[Signature], name: str, summed: Sequence[str]) -> None:
-        rounded = ""
-        if summed:
-            rounded = (
-                f"; until then gradients of {_some(summed)} are equal to the plain step's up to rounding, as each pass "
-                "adds up those of its uses first"
-            )
+    def _note(self, together: Counter[Signature], name: str) -> None:
         for key in together:
             others = together - Counter([key])
             known = self.beside.get(key, Counter())
@@ -175,10 +173,9 @@ class Loops:
                 self.apart.add(key)
                 log.warning(
                     "%s makes %d forward passes before a backward pass; this step may take more than the budget, the "
-                    "next one is planned for as many%s",
+                    "next one is planned for as many",
                     name,
                     together.total(),
-                    rounded,
                 )
 
     def plan(self, key: Signature, planned: Callable[[int], Plan], name: str, plans: Mapping[Signature, Plan]) -> Plan:
@@ -259,9 +256,11 @@ class Loops:
         ) from failure
 
 
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+def _in_autocast_region() -> bool:
+    """Whether an autocast region is open; one that is switched off keeps the casts of the regions in it, too."""
+    depth = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return depth > 1 and torch.is_autocast_cache_enabled()
 
 
 def held_bytes(plan: Plan) -> int:

@@ -16,7 +16,7 @@ is an error.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from memfit.capture.dynamo_graph import attach_outputs
 from memfit.errors import PlanMismatchError
 from memfit.fxir.joint import JointReading
 from memfit.ir.graph import Phase
+from memfit.runtime.gradient_terms import Terms, collect_terms
 
 __all__ = ["Begun", "WholeGraph", "whole_graph", "with_anchor"]
 
@@ -114,12 +115,18 @@ class Begun:
         versions = zip(self.versions, self.after, _versions(self.inputs), strict=True)
         return self.whole.call is not None and not any(before == after != now for before, after, now in versions)
 
-    def gradients(self, arrived: Mapping[int, torch.Tensor], *, in_autocast: bool) -> tuple[torch.Tensor | None, ...]:
+    def gradients(
+        self, arrived: Mapping[int, torch.Tensor], *, in_autocast: bool, apart: Collection[int] = ()
+    ) -> tuple[tuple[torch.Tensor | None, ...], Terms]:
         """The gradient of each input from all outputs that got a gradient, by plain autograd.
 
         Args:
             arrived: gradients by output.
             in_autocast: whether the backward pass runs inside the region of the forward pass.
+            apart: places of the inputs whose gradients are wanted use by use.
+
+        Returns:
+            The gradients, and the terms of those that are wanted use by use.
 
         Raises:
             PlanMismatchError: if the graph cannot be recomputed.
@@ -140,6 +147,7 @@ class Begun:
         ]
         with torch.enable_grad(), self._as_before():
             outputs = call(*leaves)
+        terms = collect_terms((outputs[place] for place in arrived), leaves, apart)
         wanted = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         with self._region() if in_autocast else contextlib.nullcontext():
             found = torch.autograd.grad(
@@ -149,7 +157,7 @@ class Begun:
                 allow_unused=True,
             )
         made = dict(zip(wanted, found, strict=True))
-        return tuple(made.get(i) for i in range(len(leaves)))
+        return tuple(made.get(i) for i in range(len(leaves))), terms
 
     @contextlib.contextmanager
     def _region(self) -> Iterator[None]:

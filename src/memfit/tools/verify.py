@@ -147,11 +147,18 @@ def verify(
         MemfitError: errors of planning or of applying the plan.
     """
     inputs = dict(kwargs or {})
-    plan = _plan(model, args, inputs, request, loss_fn, optimizer, progress)
-    assert plan.planned is not None
-    loss_fn, optimizer = plan.planned.request.loss_fn, plan.planned.request.whole_optimizer
     device = device_of(model)
-    plain, planned = _Runner(model, optimizer, args, inputs, loss_fn), _Runner(model, optimizer, args, inputs, loss_fn)
+    if isinstance(request, Request):
+        loss_fn, optimizer = request.loss_fn, request.whole_optimizer
+        planned = _Runner(model, optimizer, args, inputs, loss_fn)
+        mine = replace(request, optimizer=planned.optimizer)
+        plan = make_plan(planned.model, args, inputs, mine, progress=progress, keep_call=True)
+    else:
+        plan = _known(request, model, args, inputs, loss_fn, optimizer)
+        assert plan.planned is not None
+        loss_fn, optimizer = plan.planned.request.loss_fn, plan.planned.request.whole_optimizer
+        planned = _Runner(model, optimizer, args, inputs, loss_fn)
+    plain = _Runner(model, optimizer, args, inputs, loss_fn)
     plan.apply(planned.model)
     reference = _reference(model, optimizer, args, inputs, plan)
     checks: list[Check] = []
@@ -197,7 +204,7 @@ def verify(
         if any(not check.equal and not check.within_rounding for check in checks):
             difference = _explained(model, plain, planned, device)
     return Verification(
-        plan=ran,
+        plan=_for_original(ran, optimizer),
         steps=steps + 1,
         checks=tuple(checks),
         plain_peak_bytes=plain_peak,
@@ -362,27 +369,28 @@ def _up_to_rounding(
     return [marked(check) for check in checks]
 
 
-def _plan(
+def _for_original(plan: Plan, optimizer: OptimizerLike | None) -> Plan:
+    """The plan of a copy, for the model itself; it no longer keeps the copy alive."""
+    assert plan.planned is not None
+    request = replace(plan.planned.request, optimizer=optimizer)
+    return replace(plan, planned=replace(plan.planned, capture=plan.planned.capture.without_call(), request=request))
+
+
+def _known(
+    plan: Plan,
     model: nn.Module,
     args: Sequence[Any],
     kwargs: dict[str, Any],
-    request: Request | Plan,
     loss_fn: LossFunction | None,
     optimizer: OptimizerLike | None,
-    progress: Progress | None,
 ) -> Plan:
-    if isinstance(request, Request):
-        return make_plan(model, args, kwargs, request, progress=progress)
-    if request.planned is not None:
-        return request
-    again = Request(
-        budget=request.budget_bytes,
-        loss_fn=loss_fn,
-        optimizer=optimizer,
-        strategy=request.strategy,
-        label=request.label,
+    """The plan with its capture; the step of a plan from a file is captured again."""
+    if plan.planned is not None:
+        return plan
+    request = Request(
+        budget=plan.budget_bytes, loss_fn=loss_fn, optimizer=optimizer, strategy=plan.strategy, label=plan.label
     )
-    return verified(request, model, args, kwargs, again)
+    return verified(plan, model, args, kwargs, request)
 
 
 def _compare(

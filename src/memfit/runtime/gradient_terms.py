@@ -1,0 +1,92 @@
+"""Gradients of the uses of an input, returned term by term where a loop turns out to run several forward passes.
+
+A planned pass adds up the gradients of all uses of a parameter and returns one sum. Where several passes share a
+backward pass, eager adds up the terms of all passes one after the other, which rounds differently. Whether another pass
+follows is known only after the first one has run.
+
+Idea: until the loop is known, an input with several uses enters the graph through a node that has one edge per use to
+the input. If a second pass begins before the backward pass, both passes are recomputed as plain code, as a graph with a
+cut output is (`memfit.runtime.unused_outputs`). Hooks on the nodes of the plain code collect the terms in the order in
+which autograd makes them, and the node returns one term per edge. So autograd adds them up in eager's order. Later
+steps are planned use by use (`memfit.capture.gradients.shared_inputs`).
+
+Known limits: a graph that cannot be recomputed returns sums, and so does a graph between graph breaks, since the inputs
+of the recomputation would stay in memory for longer than planned. A notice tells it. With `create_graph=True` the sum
+is returned.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+
+from memfit.capture.gradients.autograd_graph import nodes_behind
+
+__all__ = ["Terms", "collect_terms", "with_edges"]
+
+Terms = dict[int, list[torch.Tensor]]
+"""Gradients of the single uses of inputs, by place of the input, in the order in which autograd makes them."""
+
+
+def with_edges(operands: Sequence[Any], uses: Mapping[int, int], terms: Terms) -> tuple[Any, ...]:
+    """The operands of a graph; those with several uses get one edge of the autograd graph for each use.
+
+    Args:
+        operands: inputs of the graph.
+        uses: number of uses, by place.
+        terms: is filled before the edges are used, with the gradients to return on them; for other inputs the gradient
+            that arrives is returned on the first edge.
+    """
+    taken = list(operands)
+    for place, times in uses.items():
+        value = operands[place]
+        if type(value) in (torch.Tensor, nn.Parameter) and value.requires_grad:
+            taken[place] = _Edges.apply(terms, place, *[value] * times)
+    return tuple(taken)
+
+
+def collect_terms(outputs: Iterable[Any], leaves: Sequence[Any], places: Iterable[int]) -> Terms:
+    """Terms of the gradients of some leaves, filled while autograd runs backward through the outputs.
+
+    Args:
+        outputs: results of plain code.
+        leaves: inputs of the plain code, leaves of the autograd graph.
+        places: of the leaves whose terms are wanted.
+    """
+    terms: Terms = {place: [] for place in places if isinstance(leaves[place], torch.Tensor)}
+    targets = {get_gradient_edge(leaves[p]).node: p for p in terms if leaves[p].requires_grad}
+    for node in nodes_behind(outputs):
+        found = {index: targets[to] for index, (to, _) in enumerate(node.next_functions) if to in targets}
+        if found:
+            node.register_hook(functools.partial(_collect, terms, found))
+    return terms
+
+
+def _collect(terms: Terms, found: Mapping[int, int], gradients: Sequence[Any], _: Any) -> None:
+    for index, place in found.items():
+        if gradients[index] is not None:
+            terms[place].append(gradients[index])
+
+
+class _Edges(torch.autograd.Function):
+    """A view of a tensor, with several edges to it."""
+
+    @staticmethod
+    def forward(ctx: Any, terms: Terms, place: int, *same: torch.Tensor) -> torch.Tensor:
+        ctx.terms, ctx.place, ctx.edges = terms, place, len(same)
+        return same[0].view_as(same[0])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        known = ctx.terms.pop(ctx.place, None)
+        # A gradient that may be differentiated is handed on as it is, since the terms have no graph behind them.
+        returned = known if known and not torch.is_grad_enabled() else list(gradients)
+        first, rest = returned[: ctx.edges - 1], returned[ctx.edges - 1 :]
+        if len(rest) > 1:  # more terms than uses were counted
+            rest = [functools.reduce(torch.add, rest)]
+        return None, None, *first, *rest, *[None] * (ctx.edges - len(first) - len(rest))

@@ -1,0 +1,145 @@
+"""Gradients of weights with several uses, where several forward passes share a backward pass: eager's order of sums."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import memfit
+from memfit.capture.gradients.autograd_graph import nodes_behind
+
+X = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
+
+
+class Recurrent(nn.Module):
+    """A cell that runs four times; its weights have four uses and its biases too."""
+
+    def __init__(self, *, counts: bool = False) -> None:
+        super().__init__()
+        self.stem, self.cell, self.counts = nn.Linear(16, 12), nn.GRUCell(12, 12), counts
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.counts:
+            self.calls.add_(1)  # a graph that reads what it overwrites cannot be recomputed
+        x = nn.functional.dropout(self.stem(x), 0.2)
+        state = torch.zeros_like(x)
+        for _ in range(4):
+            state = self.cell(x + state, state)
+        return state + self.calls if self.counts else state
+
+
+class Halves(nn.Module):
+    """A part under autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(16, 24), nn.Linear(24, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            made = self.two(torch.tanh(self.one(x)))
+        return x + made.float()
+
+
+def square(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+def fitted(model: nn.Module) -> tuple[nn.Module, nn.Module]:
+    twin = copy.deepcopy(model)
+    memfit.fit(model, (X,), budget="1GiB", loss_fn=square, search_seconds=0.05)
+    return model, twin
+
+
+def equal(model: nn.Module, twin: nn.Module) -> bool:
+    return all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def both(model: nn.Module) -> None:
+    (square(model(X)) + 2 * square(model(X + 1))).backward()
+
+
+def one_of_two(model: nn.Module) -> None:
+    first, second = square(model(X)), square(model(X + 1))
+    (first if first > 0 else second).backward()
+
+
+def with_penalty(model: nn.Module) -> None:
+    penalty = model.cell.weight_hh.square().sum()
+    (square(model(X)) + square(model(X + 1)) + penalty).backward()
+
+
+def twice_backward(model: nn.Module) -> None:
+    loss = square(model(X)) + square(model(X - 1))
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def with_respect_to_some(model: nn.Module) -> None:
+    loss = square(model(X)) + square(model(X - 1))
+    parameters = list(model.parameters())
+    for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+        parameter.grad = gradient
+
+
+@pytest.mark.parametrize("step", [both, one_of_two, with_penalty, twice_backward, with_respect_to_some])
+def test_the_first_step_of_several_passes_has_the_bits_of_eager(
+    step: Callable[[nn.Module], None], told: list[str]
+) -> None:
+    torch.manual_seed(0)
+    model, twin = fitted(Recurrent())
+    for seed in range(3):
+        for m in (model, twin):
+            torch.manual_seed(seed)
+            m.zero_grad()
+            step(m)
+        assert equal(model, twin), seed
+    assert sum("forward passes before a backward pass" in text for text in told) == 1
+    assert not any("up to rounding" in text for text in told)
+
+
+def test_where_the_graph_cannot_be_recomputed_rounding_is_told_and_the_next_step_is_exact(told: list[str]) -> None:
+    torch.manual_seed(0)
+    model, twin = fitted(Recurrent(counts=True))
+    for seed in range(2):
+        for m in (model, twin):
+            torch.manual_seed(seed)
+            m.zero_grad()
+            both(m)
+        if seed == 0:
+            for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+                torch.testing.assert_close(p.grad, q.grad)
+    assert equal(model, twin)
+    assert sum("up to rounding" in text for text in told) == 1
+
+
+def test_a_loop_of_single_passes_pays_for_edges_in_its_first_step_only() -> None:
+    torch.manual_seed(0)
+    model, _ = fitted(Recurrent())
+    for number in range(3):
+        model.zero_grad()
+        loss = square(model(X))
+        assert any(type(node).__name__ == "_EdgesBackward" for node in nodes_behind([loss])) == (number == 0)
+        loss.backward()
+
+
+def test_casts_that_passes_of_one_region_share_are_told(told: list[str]) -> None:
+    torch.manual_seed(0)
+    model, twin = fitted(Halves())
+    for m in (model, twin):
+        both(m)  # each pass has its own region
+    assert equal(model, twin) and not any("casts weights once" in text for text in told)
+    for _ in range(2):
+        for m in (model, twin):
+            m.zero_grad()
+            with torch.autocast("cpu", enabled=False):
+                loss = square(m(X)) + 2 * square(m(X + 1))
+            loss.backward()
+    assert sum("casts weights once" in text for text in told) == 1
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=0.02, atol=1e-3)
