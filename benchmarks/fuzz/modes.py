@@ -52,9 +52,9 @@ _ALL = (
     Mode(name="fp16", autocast=torch.float16, shares=(0.7, 0.0)),
     Mode(name="pure-bf16", dtype=torch.bfloat16, shares=(0.7, 0.0)),
     Mode(name="channels-last", channels_last=True, shares=(0.7, 0.0)),
-    Mode(name="accumulate", micro_batches=2, shares=(0.8, 0.6)),
-    Mode(name="hooks", hooks=True, shares=(0.8, 0.6)),
-    Mode(name="twice", forwards=2, shares=(0.8, 0.6)),
+    Mode(name="accumulate", micro_batches=2, shares=(0.8, 0.0)),
+    Mode(name="hooks", hooks=True, shares=(1.2, 0.8)),
+    Mode(name="twice", forwards=2, shares=(1.2, 0.8)),
 )
 
 MODES = MappingProxyType({mode.name: mode for mode in _ALL})
