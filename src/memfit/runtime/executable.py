@@ -62,12 +62,13 @@ from memfit.ops.accumulation import Accumulate
 from memfit.passes.read_joint import read_joint
 from memfit.runtime.boxed_call import boxed
 from memfit.runtime.deferred_backward import Later
-from memfit.runtime.forward_passes import CompiledSubgraph, Pass, noting_backward, noting_forward
+from memfit.runtime.forward_passes import CompiledSubgraph, Pass
 from memfit.runtime.grad_accumulation import accumulation
 from memfit.runtime.lowering import lower
 from memfit.runtime.offload.backend import SwapSpace
 from memfit.runtime.offload.engine import Swapper
 from memfit.runtime.offload.spaces import open_spaces
+from memfit.runtime.pass_records import noting_backward, noting_forward
 from memfit.runtime.subgraph_program import SubgraphProgram, reading_digest, subgraph_programs
 from memfit.runtime.unused_outputs import whole_graph
 

@@ -45,7 +45,7 @@ def step(model: nn.Module) -> torch.Tensor:
 def fitted(strategy: str = "swap", **options: Any) -> tuple[nn.Module, nn.Module]:
     """A fitted model that swaps, and its plain twin."""
     torch.manual_seed(0)
-    model = Residual()
+    model = Residual(blocks=4)
     twin = copy.deepcopy(model)
     budget = options.pop("budget", None) or least_budget(strategy)
     options = {"tiers": "disk", "search_seconds": 0.5, "strategy": strategy, **options}
@@ -58,7 +58,7 @@ def fitted(strategy: str = "swap", **options: Any) -> tuple[nn.Module, nn.Module
 def least_budget(strategy: str) -> int:
     """What a strategy needs that swaps all it can."""
     with pytest.raises(memfit.BudgetError) as found:
-        memfit.plan(Residual(), (X,), budget="1KiB", loss_fn=loss_fn, tiers="disk", strategy=strategy, prove=False)
+        memfit.plan(Residual(blocks=4), (X,), budget="1KiB", loss_fn=loss_fn, tiers="disk", strategy=strategy, prove=False)
     return found.value.least_bytes
 
 
@@ -149,7 +149,7 @@ def test_a_tier_that_is_full_says_so_and_the_model_goes_on(spaces: list[DiskSpac
 
 
 def test_limits_are_kept() -> None:
-    model, budget, options = Residual(), least_budget("swap"), {"loss_fn": loss_fn, "prove": False}
+    model, budget, options = Residual(blocks=4), least_budget("swap"), {"loss_fn": loss_fn, "prove": False}
     free = memfit.plan(model, (X,), budget=budget, tiers="disk", strategy="swap", **options)
     limit = simulate(free.planned.graph, free.program).out_bytes // 2
     budget = int(0.8 * free.predicted.plain_peak_bytes)
@@ -226,7 +226,7 @@ def test_a_plan_file_that_swaps(tmp_path: Any, same_step: SameStep) -> None:
 
 @pytest.mark.parametrize("tiers", ["host", "tape", "disk,disk", "disk:much", ""])
 def test_tiers_that_make_no_sense(tiers: str) -> None:
-    model = Residual()
+    model = Residual(blocks=4)
     with pytest.raises(SpecError, match=r"tiers|disk|budget"):
         memfit.fit(model, (X,), budget="1GiB", loss_fn=loss_fn, tiers=tiers)
     assert model._compiled_call_impl is None
@@ -234,4 +234,4 @@ def test_tiers_that_make_no_sense(tiers: str) -> None:
 
 def test_swapping_strategies_need_a_tier() -> None:
     with pytest.raises(SpecError, match="needs a tier to swap to; pass tiers='disk'"):
-        memfit.plan(Residual(), (X,), budget="1GiB", loss_fn=loss_fn, strategy="swap")
+        memfit.plan(Residual(blocks=4), (X,), budget="1GiB", loss_fn=loss_fn, strategy="swap")
