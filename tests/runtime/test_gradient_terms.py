@@ -18,15 +18,17 @@ X = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
 class Recurrent(nn.Module):
     """A cell that runs four times; its weights have four uses and its biases too."""
 
-    def __init__(self, *, counts: bool = False) -> None:
+    def __init__(self, *, counts: bool = False, breaks: bool = False) -> None:
         super().__init__()
-        self.stem, self.cell, self.counts = nn.Linear(16, 12), nn.GRUCell(12, 12), counts
+        self.stem, self.cell, self.counts, self.breaks = nn.Linear(16, 12), nn.GRUCell(12, 12), counts, breaks
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.counts:
             self.calls.add_(1)  # a graph that reads what it overwrites cannot be recomputed
         x = nn.functional.dropout(self.stem(x), 0.2)
+        if self.breaks:
+            torch._dynamo.graph_break()
         state = torch.zeros_like(x)
         for _ in range(4):
             state = self.cell(x + state, state)
@@ -100,6 +102,18 @@ def test_the_first_step_of_several_passes_has_the_bits_of_eager(
             step(m)
         assert equal(model, twin), seed
     assert sum("forward passes before a backward pass" in text for text in told) == 1
+    assert not any("up to rounding" in text for text in told)
+
+
+def test_passes_of_subgraphs_have_the_bits_of_eager_too(told: list[str]) -> None:
+    torch.manual_seed(0)
+    model, twin = fitted(Recurrent(breaks=True))
+    for seed in range(2):
+        for m in (model, twin):
+            torch.manual_seed(seed)
+            m.zero_grad()
+            both(m)
+        assert equal(model, twin), seed
     assert not any("up to rounding" in text for text in told)
 
 

@@ -294,7 +294,7 @@ def compile_planned(
                 raise _UnplannedGraphError("a graph was not planned")
             place = own_runs[run] if by_run else of_graph[digest][run]
             program, swapper = programs[place], swappers[place]
-            if cut or subgraph.assumed or ((subgraph.autocast is not None or subgraph.uses) and not in_subgraphs):
+            if cut or subgraph.assumed or subgraph.uses or (subgraph.autocast is not None and not in_subgraphs):
                 aligned = len(subgraph.reached) == len(by_autograd)
                 subgraph.whole = whole_graph(gm, cut, reading, aligned=aligned)
             return lower(

@@ -10,9 +10,9 @@ cut output is (`memfit.runtime.unused_outputs`). Hooks on the nodes of the plain
 which autograd makes them, and the node returns one term per edge. So autograd adds them up in eager's order. Later
 steps are planned use by use (`memfit.capture.gradients.shared_inputs`).
 
-Known limits: a graph that cannot be recomputed returns sums, and so does a graph between graph breaks, since the inputs
-of the recomputation would stay in memory for longer than planned. A notice tells it. With `create_graph=True` the sum
-is returned.
+Known limits: a graph that cannot be recomputed returns sums, which a notice tells. With `create_graph=True` the sum is
+returned. Until the loop is known, a graph between graph breaks keeps its inputs until its backward pass, also those
+that the plan would free earlier.
 """
 
 from __future__ import annotations

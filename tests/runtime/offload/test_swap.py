@@ -58,7 +58,9 @@ def fitted(strategy: str = "swap", **options: Any) -> tuple[nn.Module, nn.Module
 def least_budget(strategy: str) -> int:
     """What a strategy needs that swaps all it can."""
     with pytest.raises(memfit.BudgetError) as found:
-        memfit.plan(Residual(blocks=4), (X,), budget="1KiB", loss_fn=loss_fn, tiers="disk", strategy=strategy, prove=False)
+        memfit.plan(
+            Residual(blocks=4), (X,), budget="1KiB", loss_fn=loss_fn, tiers="disk", strategy=strategy, prove=False
+        )
     return found.value.least_bytes
 
 
