@@ -110,7 +110,7 @@ class CompiledSubgraph:
 
     def may_be_shared(self) -> bool:
         """Whether the loop may run other forward passes before the backward pass, which matters for sums."""
-        return bool(self.uses) and not self.alone and self.whole is not None
+        return bool(self.uses) and not self.alone and not self.repeated and self.whole is not None
 
     def told_apart(self) -> bool:
         """Whether it matters which outputs got a gradient."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,10 +28,28 @@ from torch.autograd.graph import get_gradient_edge
 
 from memfit.capture.gradients.autograd_graph import nodes_behind
 
-__all__ = ["Terms", "collect_terms", "with_edges"]
+__all__ = ["Parts", "Terms", "collect_terms", "with_edges"]
 
-Terms = dict[int, list[torch.Tensor]]
-"""Gradients of the single uses of inputs, by place of the input, in the order in which autograd makes them."""
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parts:
+    """The gradient of an input, whole and use by use.
+
+    Attributes:
+        terms: gradients of the single uses, in the order in which autograd makes them.
+        whole: address and version of their sum.
+    """
+
+    terms: list[torch.Tensor]
+    whole: tuple[int, int]
+
+    def is_whole(self, gradient: torch.Tensor | None) -> bool:
+        """Whether a gradient is the sum of the terms and nothing was added to it."""
+        return bool(self.terms) and gradient is not None and (gradient.data_ptr(), gradient._version) == self.whole
+
+
+Terms = dict[int, Parts]
+"""By place of an input, its gradient use by use."""
 
 
 def with_edges(operands: Sequence[Any], uses: Mapping[int, int], terms: Terms) -> tuple[Any, ...]:
@@ -45,12 +64,14 @@ def with_edges(operands: Sequence[Any], uses: Mapping[int, int], terms: Terms) -
     taken = list(operands)
     for place, times in uses.items():
         value = operands[place]
-        if type(value) in (torch.Tensor, nn.Parameter) and value.requires_grad:
+        if type(value) is nn.Parameter and value.requires_grad:
             taken[place] = _Edges.apply(terms, place, *[value] * times)
     return tuple(taken)
 
 
-def collect_terms(outputs: Iterable[Any], leaves: Sequence[Any], places: Iterable[int]) -> Terms:
+def collect_terms(
+    outputs: Iterable[Any], leaves: Sequence[Any], places: Iterable[int]
+) -> dict[int, list[torch.Tensor]]:
     """Terms of the gradients of some leaves, filled while autograd runs backward through the outputs.
 
     Args:
@@ -58,7 +79,7 @@ def collect_terms(outputs: Iterable[Any], leaves: Sequence[Any], places: Iterabl
         leaves: inputs of the plain code, leaves of the autograd graph.
         places: of the leaves whose terms are wanted.
     """
-    terms: Terms = {place: [] for place in places if isinstance(leaves[place], torch.Tensor)}
+    terms: dict[int, list[torch.Tensor]] = {place: [] for place in places if isinstance(leaves[place], torch.Tensor)}
     targets = {get_gradient_edge(leaves[p]).node: p for p in terms if leaves[p].requires_grad}
     for node in nodes_behind(outputs):
         found = {index: targets[to] for index, (to, _) in enumerate(node.next_functions) if to in targets}
@@ -67,7 +88,9 @@ def collect_terms(outputs: Iterable[Any], leaves: Sequence[Any], places: Iterabl
     return terms
 
 
-def _collect(terms: Terms, found: Mapping[int, int], gradients: Sequence[Any], _: Any) -> None:
+def _collect(
+    terms: Mapping[int, list[torch.Tensor]], found: Mapping[int, int], gradients: Sequence[Any], _: Any
+) -> None:
     for index, place in found.items():
         if gradients[index] is not None:
             terms[place].append(gradients[index])
@@ -84,8 +107,10 @@ class _Edges(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         known = ctx.terms.pop(ctx.place, None)
-        # A gradient that may be differentiated is handed on as it is, since the terms have no graph behind them.
-        returned = known if known and not torch.is_grad_enabled() else list(gradients)
+        # A gradient that may be differentiated is handed on as it is, since the terms have no graph behind them. So is
+        # a gradient that other code has added to, such as that of a parameter that the graph returns.
+        taken = known is not None and known.is_whole(gradients[0]) and not torch.is_grad_enabled()
+        returned = known.terms if taken else list(gradients)
         first, rest = returned[: ctx.edges - 1], returned[ctx.edges - 1 :]
         if len(rest) > 1:  # more terms than uses were counted
             rest = [functools.reduce(torch.add, rest)]

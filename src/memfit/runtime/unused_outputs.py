@@ -27,7 +27,7 @@ from memfit.capture.dynamo_graph import attach_outputs
 from memfit.errors import PlanMismatchError
 from memfit.fxir.joint import JointReading
 from memfit.ir.graph import Phase
-from memfit.runtime.gradient_terms import Terms, collect_terms
+from memfit.runtime.gradient_terms import Parts, Terms, collect_terms
 
 __all__ = ["Begun", "WholeGraph", "whole_graph", "with_anchor"]
 
@@ -157,7 +157,12 @@ class Begun:
                 allow_unused=True,
             )
         made = dict(zip(wanted, found, strict=True))
-        return tuple(made.get(i) for i in range(len(leaves))), terms
+        parts = {
+            place: Parts(of, (whole.data_ptr(), whole._version))
+            for place, of in terms.items()
+            if (whole := made.get(place)) is not None and whole.layout is torch.strided
+        }
+        return tuple(made.get(i) for i in range(len(leaves))), parts
 
     @contextlib.contextmanager
     def _region(self) -> Iterator[None]:
