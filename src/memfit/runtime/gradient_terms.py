@@ -10,7 +10,8 @@ cut output is (`memfit.runtime.unused_outputs`). Hooks on the nodes of the plain
 which autograd makes them, and the node returns one term per edge. So autograd adds them up in eager's order. Later
 steps are planned use by use (`memfit.capture.gradients.shared_inputs`).
 
-Known limits: a graph that cannot be recomputed returns sums, which a notice tells. With `create_graph=True` the sum is
+Known limits: a graph that cannot be recomputed returns sums, and so does a graph whose inputs later code of the module
+uses too; a notice tells it. Inputs that are no parameters have one edge. With `create_graph=True` the sum is
 returned. Until the loop is known, a graph between graph breaks keeps its inputs until its backward pass, also those
 that the plan would free earlier.
 """
