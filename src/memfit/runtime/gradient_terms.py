@@ -108,8 +108,8 @@ class _Edges(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         known = ctx.terms.pop(ctx.place, None)
-        # A gradient that may be differentiated is handed on as it is, since the terms have no graph behind them. So is
-        # a gradient that other code has added to, such as that of a parameter that the graph returns.
+        # With create_graph=True the sum is returned, since the terms have no autograd graph. The sum is returned too
+        # where other code has added to it, for example where the graph returns the parameter.
         taken = known is not None and known.is_whole(gradients[0]) and not torch.is_grad_enabled()
         returned = known.terms if taken else list(gradients)
         first, rest = returned[: ctx.edges - 1], returned[ctx.edges - 1 :]
