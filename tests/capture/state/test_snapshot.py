@@ -124,6 +124,23 @@ def test_a_snapshot_is_restored_any_number_of_times() -> None:
         assert all(same(a, b) for a, b in zip(before, told(module), strict=True))
 
 
+def test_a_global_with_the_name_of_an_attribute_is_not_reachable() -> None:
+    """What is not reachable may be changed by others meanwhile, for example by another thread."""
+
+    class Seeing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.SEEN = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.SEEN(x)
+
+    before = len(SEEN)
+    with preserved(Seeing()):
+        SEEN.append(torch.zeros(()))
+    assert len(SEEN) == before + 1
+
+
 def test_what_is_reachable_from_a_loss_is_restored() -> None:
     centre, calls = torch.zeros(3), []
 

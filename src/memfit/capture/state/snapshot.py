@@ -20,6 +20,7 @@ outside installed packages.
 
 from __future__ import annotations
 
+import dis
 import functools
 import logging
 import random
@@ -399,8 +400,10 @@ def _joined(name: str, key: object) -> str:
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    """The names of globals that code and the functions in it use."""
-    yield from code.co_names
+    """The names of globals that code and the functions in it use, and not those of the attributes that it uses."""
+    for instruction in dis.get_instructions(code):
+        if "GLOBAL" in instruction.opname or instruction.opname == "LOAD_NAME":
+            yield instruction.argval
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _names(constant)
