@@ -28,7 +28,8 @@ from memfit.capture.state.snapshot import preserved
 from memfit.errors import BudgetError, LossError, MemfitError, PlanMismatchError, SpecError
 from memfit.ir.serialization import fingerprint_difference, graph_digest
 from memfit.runtime.executable import PlannedCall, compile_program
-from memfit.runtime.forward_passes import Pass
+from memfit.runtime.forward_passes import Pass, in_flight
+from memfit.runtime.held_outputs import HeldOutputs
 from memfit.runtime.input_signature import Signature, signature
 from memfit.runtime.module_state import module_state
 from memfit.runtime.opaque import make_opaque, not_traced, undisturbed
@@ -68,6 +69,7 @@ class Fitted:
         unsigned: a plan from a file that waits for its first call.
         beneath: previous content of the slot: the call that `module.compile()` put there, for calls without a plan.
         loops: the order of the loop's forward and backward passes.
+        held: outputs of earlier passes that the loop still holds.
         latest: the plan that was made last.
         stale: signatures to be planned again, whose plan is used until then.
         strayed: by signature, how often a step did not run as planned.
@@ -84,6 +86,7 @@ class Fitted:
     unsigned: Plan | None = None
     beneath: Callable[..., Any] | None = None
     loops: Loops = field(default_factory=Loops)
+    held: HeldOutputs = field(default_factory=HeldOutputs)
     latest: Plan | None = None
     stale: set[Signature] = field(default_factory=set)
     strayed: Counter[Signature] = field(default_factory=Counter)
@@ -120,7 +123,7 @@ class Fitted:
             return model._call_impl(*args, **kwargs)
         if key in self.plain:
             return model._call_impl(*args, **kwargs)
-        if self.loops.is_otherwise(key, self._planned(key)):
+        if self.loops.is_otherwise(key, self._planned(key)) or self._holds_more(model, key, args, kwargs):
             self.stale.add(key)
         call = self.calls.get(key)
         if call is None or key in self.stale or self.loops.outgrown(key):
@@ -148,9 +151,17 @@ class Fitted:
         here = self.loops.begin(key, type(model).__name__)
         output = call.recorded(here, args, kwargs)
         self.loops.add(here)
+        if self.held.is_looking(key):
+            self.held.remember(model, (args, kwargs), output)
         if call.strayed(here):
             self._told_of_stray(model, key, call, here)
         return output
+
+    def _holds_more(self, model: nn.Module, key: Signature, args: Any, kwargs: Any) -> bool:
+        """Whether the loop holds outputs of the previous pass that the plan has no room for, as found now."""
+        if not self.held.is_looking(key) or in_flight(self.loops.passes):
+            return False
+        return self.held.outgrown(key, model, (args, kwargs), self.plans.get(key))
 
     def _told_of_stray(self, model: nn.Module, key: Signature, call: PlannedCall, here: Pass) -> None:
         """Warns that a step did not run as planned, and marks it to be planned again, a limited number of times."""
@@ -238,8 +249,12 @@ class Fitted:
                 beside_bytes += self.request.beside_bytes
                 return self._made(model, args, kwargs, self._as_the_loop(key, beside_bytes=beside_bytes))
 
+            def beside_outputs(room_bytes: int) -> Plan:
+                name = type(model).__name__
+                return self.loops.plan(key, lambda others: planned(room_bytes + others), name, self.plans)
+
             try:
-                return self.loops.plan(key, planned, type(model).__name__, self.plans)
+                return self.held.plan(key, beside_outputs)
             except BudgetError as error:
                 return self._over_budget(model, key, args, kwargs, error)
 

@@ -1,0 +1,146 @@
+"""Outputs of the previous forward pass that the loop still holds while the next forward pass runs.
+
+In `for x, y in loader: out = model(x)`, the variable `out` refers to the previous output until the next forward pass
+has returned. The output refers to its autograd graph, the graph to the inputs that require a gradient, and these to
+their gradients. A plan that reaches its peak in the forward pass then takes more than the budget.
+
+*Idea*: in the first calls of each signature, weak references to the storages of the previous outputs tell which
+are alive. Where the plan has no room for these, the step is planned again with room (`Request.beside_bytes`), as much
+as its own peak in the forward pass demands.
+
+Known limits: only outputs of the module are seen, not what a loss made of them. Later calls are not looked at.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from memfit.capture.allocation_tracker import parts_of
+from memfit.capture.distributed.fsdp import local
+from memfit.capture.subgraphs import tensors_in
+from memfit.capture.training_step import device_of
+from memfit.compiler.plan import Plan
+from memfit.ir.graph import Phase
+from memfit.ir.program import Action
+from memfit.runtime.input_signature import Signature
+from memfit.sim.simulator import simulate
+from memfit.units import format_bytes
+
+__all__ = ["HeldOutputs"]
+
+log = logging.getLogger(__name__)
+
+_LOOKED_AT = 4
+"""Number of calls of a signature in which the outputs of the previous pass are looked for."""
+
+
+@dataclass(slots=True)
+class HeldOutputs:
+    """Outputs of earlier passes, as far as the loop holds them.
+
+    Attributes:
+        held_bytes: by signature, the most bytes that were alive when such a pass began.
+        looked: by signature, the number of calls that were looked at.
+        outputs: storages of the previous pass's outputs, with their bytes.
+        inputs: storages of its inputs that require a gradient, with their bytes.
+    """
+
+    held_bytes: dict[Signature, int] = field(default_factory=dict)
+    looked: Counter[Signature] = field(default_factory=Counter)
+    outputs: list[tuple[StorageWeakRef, int]] = field(default_factory=list)
+    inputs: list[tuple[StorageWeakRef, int]] = field(default_factory=list)
+
+    def is_looking(self, key: Signature) -> bool:
+        """Whether calls of a signature are still looked at."""
+        return self.looked[key] < _LOOKED_AT
+
+    def remember(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        """Remembers the outputs of a pass that has run."""
+        known = {_cdata(part) for part in _parts(model, (*model.parameters(), *model.buffers()))}
+        given = _parts(model, tensors_in(inputs))
+        known |= {_cdata(part) for part in given}
+        self.outputs = _weak(part for part in _parts(model, tensors_in(output)) if _cdata(part) not in known)
+        self.inputs = _weak(part for part in given if part.requires_grad and part.is_leaf)
+
+    def outgrown(self, key: Signature, model: nn.Module, inputs: Any, plan: Plan | None) -> bool:
+        """Whether the loop holds more than the plan of the pass that is about to run has room for.
+
+        Args:
+            key: signature of the pass.
+            model: the fitted module.
+            inputs: inputs of the pass.
+            plan: its present plan, if it has one.
+        """
+        self.looked[key] += 1
+        alive = [(ref, nbytes) for ref, nbytes in self.outputs if not ref.expired()]
+        if not alive or plan is None:
+            return False
+        here = {_cdata(part) for part in _parts(model, tensors_in(inputs))}
+        # The gradient of an input lives as long as the input.
+        alive += [(ref, 2 * nbytes) for ref, nbytes in self.inputs if not ref.expired()]
+        nbytes = sum({ref.cdata: nbytes for ref, nbytes in alive if ref.cdata not in here}.values())
+        if nbytes <= self.held_bytes.get(key, 0):
+            return False
+        self.held_bytes[key] = nbytes
+        if _forward_peak_bytes(plan) + nbytes <= plan.budget_bytes:
+            return False
+        log.warning(
+            "the loop still holds %s of outputs of the previous forward pass of %s when the next begins (a variable "
+            "refers to them): it is planned again with room for these; `del` them after backward() to get it back",
+            format_bytes(nbytes),
+            type(model).__name__,
+        )
+        return True
+
+    def plan(self, key: Signature, planned: Callable[[int], Plan]) -> Plan:
+        """A plan with room for what the loop holds.
+
+        Args:
+            key: signature of the pass.
+            planned: plans with the given number of bytes taken in addition to the step.
+        """
+        nbytes = self.held_bytes.get(key, 0)
+        plan = planned(0)
+        missing_bytes = _forward_peak_bytes(plan) + nbytes - plan.budget_bytes if nbytes else 0
+        if missing_bytes <= 0:
+            return plan
+        if missing_bytes < nbytes:
+            plan = planned(missing_bytes)
+            if _forward_peak_bytes(plan) - missing_bytes + nbytes <= plan.budget_bytes:
+                return plan
+        return planned(nbytes)
+
+
+def _forward_peak_bytes(plan: Plan) -> int:
+    """The most memory that the planned step takes before its loss."""
+    assert plan.planned is not None
+    graph, program = plan.planned.graph, plan.program
+    bytes_at = simulate(graph, program).bytes_at
+    before_loss = 0
+    for instruction, nbytes in zip(program.instructions, bytes_at, strict=True):
+        if instruction.action is Action.COMPUTE and graph.ops[instruction.index].phase is Phase.LOSS:
+            break
+        before_loss = max(before_loss, nbytes)
+    return before_loss
+
+
+def _parts(model: nn.Module, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The strided tensors on the module's device that the tensors consist of."""
+    device_type = device_of(model).type
+    return [part for t in tensors if t.device.type == device_type for part in parts_of(local(t))]
+
+
+def _cdata(part: torch.Tensor) -> int:
+    return int(part.untyped_storage()._cdata)
+
+
+def _weak(parts: Iterable[torch.Tensor]) -> list[tuple[StorageWeakRef, int]]:
+    return [(StorageWeakRef(part.untyped_storage()), int(part.untyped_storage().nbytes())) for part in parts]
