@@ -316,7 +316,7 @@ def compile_planned(
             subgraph = CompiledSubgraph(in_subgraphs=in_subgraphs, autocast=in_autocast if autocast_is_on() else None)
             if is_last:
                 subgraph.assumed, subgraph.without_gradient = assumed, without_gradient
-            subgraph.repeated = len(repeated_places(repeated))
+            subgraph.repeated = repeated_places(repeated)
             strides = strides_of_runs[min(run, len(strides_of_runs) - 1)]
             around = Surroundings(receive=receive, strides=strides, repeated=repeated)
             # Some versions of AOTAutograd keep the function, and with it the model, among Dynamo's globals.

@@ -21,7 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from memfit.capture.eager.backward_autocast import autocast_is_on
 from memfit.capture.gradients.tangents import Strides, strides_without_overlap
-from memfit.runtime.gradient_terms import Terms
+from memfit.runtime.gradient_terms import Terms, by_use
 from memfit.runtime.unused_outputs import Begun, WholeGraph
 
 __all__ = ["RECORD", "CompiledSubgraph", "Pass", "SubgraphPass", "in_flight"]
@@ -83,8 +83,7 @@ class CompiledSubgraph:
         assumed: outputs that are planned with a gradient by assumption, until a backward pass of the loop has run.
         without_gradient: cut outputs for which the loop, not the loss, decides whether they get a gradient.
         settled: whether a backward pass of the loop has run in the autocast region it was planned for.
-        repeated: number of repeated inputs, one for each further use of an input; if the graph is recomputed, the first
-            use gets the whole gradient.
+        repeated: the place of each input that the graph takes again for a further use.
         summed: by place among the inputs, the names of the inputs whose gradients are sums over several uses.
         uses: by place among these inputs, the number of their uses.
         alone: whether a backward pass of the loop has run and was that of one forward pass.
@@ -101,7 +100,7 @@ class CompiledSubgraph:
     assumed: frozenset[int] = frozenset()
     without_gradient: frozenset[int] = frozenset()
     settled: bool = False
-    repeated: int = 0
+    repeated: Sequence[int] = ()
     summed: Mapping[int, str] = field(default_factory=dict)
     uses: Mapping[int, int] = field(default_factory=dict)
     alone: bool = False
@@ -110,7 +109,7 @@ class CompiledSubgraph:
 
     def may_be_shared(self) -> bool:
         """Whether the loop may run other forward passes before the backward pass, which matters for sums."""
-        return bool(self.uses) and not self.alone and not self.repeated and self.whole is not None
+        return bool(self.uses) and not self.alone and self.whole is not None
 
     def told_apart(self) -> bool:
         """Whether it matters which outputs got a gradient."""
@@ -270,7 +269,10 @@ class SubgraphPass:
         self.arrived[position] = gradient
 
     def recompute(self) -> tuple[torch.Tensor | None, ...]:
-        """The gradients of the inputs from those of all outputs, cut ones included, by a second forward pass."""
+        """The gradients of the inputs from those of all outputs, cut ones included, by a second forward pass.
+
+        Those of inputs that the graph takes again come use by use, the further uses last.
+        """
         begun, arrived, by_cut = self.begun, self.others | self.arrived, frozenset(self.arrived)
         inside = self.otherwise is not bool(self.subgraph.autocast)  # if otherwise, the region that was not planned
         without = self.without
@@ -300,12 +302,12 @@ class SubgraphPass:
                 "is recomputed without a plan, with the same bits and over the budget, and the next one is planned "
                 "with all outputs; pass the loss you really use, memfit.fit(..., loss_fn=...)"
             )
-        gradients, terms = begun.gradients(
-            arrived, in_autocast=inside, apart=() if self.terms is None else self.subgraph.uses
-        )
+        repeated = self.subgraph.repeated
+        apart = {*repeated, *(() if self.terms is None else self.subgraph.uses)}
+        gradients, terms = begun.gradients(arrived, in_autocast=inside, apart=apart)
         if self.terms is not None:
-            self.terms.update(terms)
-        return gradients
+            self.terms.update((place, parts) for place, parts in terms.items() if place not in repeated)
+        return by_use(gradients, terms, repeated)
 
 
 def in_flight(passes: list[weakref.ref[Pass]]) -> list[Pass]:

@@ -10,8 +10,8 @@ cut output is (`memfit.runtime.unused_outputs`). Hooks on the nodes of the plain
 which autograd makes them, and the node returns one term per edge. So autograd adds them up in eager's order. Later
 steps are planned use by use (`memfit.capture.gradients.shared_inputs`).
 
-Known limits: a graph that cannot be recomputed returns sums, and so does a graph whose inputs later code of the module
-uses too; a notice tells it. Inputs that are no parameters have one edge. With `create_graph=True` the sum is
+Known limits: a graph that cannot be recomputed returns sums; a notice tells it. Inputs that are no parameters have one
+edge. With `create_graph=True` the sum is
 returned. Until the loop is known, a graph between graph breaks keeps its inputs until its backward pass, also those
 that the plan would free earlier.
 """
@@ -19,6 +19,7 @@ that the plan would free earlier.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +30,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from memfit.capture.gradients.autograd_graph import nodes_behind
 
-__all__ = ["Parts", "Terms", "collect_terms", "with_edges"]
+__all__ = ["Parts", "Terms", "by_use", "collect_terms", "with_edges"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,6 +98,34 @@ def _collect(
             terms[place].append(gradients[index])
 
 
+def by_use(
+    gradients: Sequence[torch.Tensor | None], terms: Mapping[int, Parts], repeated: Sequence[int]
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of a graph that takes some inputs again, use by use; the further uses come last.
+
+    Args:
+        gradients: the whole gradient of each input.
+        terms: the terms of those that have several.
+        repeated: the place of each input that the graph takes again, once for each further use.
+    """
+    returned, further = list(gradients), []
+    for place, times in Counter(repeated).items():
+        parts = terms.get(place)
+        apart = [returned[place]] if parts is None or not parts.terms else parts.terms
+        returned[place], *rest = _spread(apart, times + 1)
+        further += rest
+    return (*returned, *further)
+
+
+def _spread(terms: Sequence[torch.Tensor | None], edges: int) -> list[torch.Tensor | None]:
+    """A term for each edge, None where there are fewer; the first edge gets the sum of those that are too many."""
+    more = len(terms) - edges + 1
+    if more <= 1:
+        return [*terms, *[None] * (1 - more)]
+    first = functools.reduce(torch.add, [term for term in terms[:more] if term is not None])
+    return [first, *terms[more:]]
+
+
 class _Edges(torch.autograd.Function):
     """A view of a tensor, with several edges to it."""
 
@@ -112,7 +141,4 @@ class _Edges(torch.autograd.Function):
         # where other code has added to it, for example where the graph returns the parameter.
         taken = known is not None and known.is_whole(gradients[0]) and not torch.is_grad_enabled()
         returned = known.terms if taken else list(gradients)
-        first, rest = returned[: ctx.edges - 1], returned[ctx.edges - 1 :]
-        if len(rest) > 1:  # more terms than uses were counted
-            rest = [functools.reduce(torch.add, rest)]
-        return None, None, *first, *rest, *[None] * (ctx.edges - len(first) - len(rest))
+        return None, None, *_spread(returned, ctx.edges)

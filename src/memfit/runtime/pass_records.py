@@ -145,7 +145,7 @@ def noting_backward(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], A
         kept = torch._C._autograd._get_current_graph_task_keep_graph()
         if record.arrived or record.otherwise or record.without or record.together():
             operands.clear()
-            gradients = record.recompute() + (None,) * record.subgraph.repeated
+            gradients = record.recompute()
             record.begun = record.begun if kept else None
             return gradients
         record.begun = record.begun if kept else None

@@ -1,4 +1,4 @@
-"""Has a subgraph return one gradient per use of an input that later code uses as well.
+"""Has a subgraph return one gradient per use of an input that other code uses as well.
 
 Autograd adds up the gradients of a tensor in the order in which its uses run backward, the last use first. A subgraph
 is one node of the autograd graph. If it uses an input twice, it returns the sum of both gradients, and the autograd
@@ -8,9 +8,10 @@ engine adds this sum to the gradient from later code: c + (b + a) instead of (c 
 input, and the engine adds up the gradients of these edges in their order, which is eager's order. No op of the graph
 uses the repeated inputs; the sum that AOTAutograd traced is split, and each term is the gradient of one of the
 repetitions. AOTAutograd marks the additions of the engine, and Dynamo's fake tensors tell their number. The terms take
-more memory than their sum, because each term lives until the backward pass of the subgraph ends. So where no later code
-of the module uses an input, its sum stays. Code that memfit does not see may use the input: another pass of the module,
-or a penalty on its parameters. Once a loop is seen to do so (`memfit.runtime.forward_passes`), all sums are split.
+more memory than their sum, because each term lives until the backward pass of the subgraph ends. So where no other
+code of the module uses an input, its sum stays. Code that memfit does not see may use the input: another pass of the
+module, or a penalty on its parameters. Once a loop is seen to do so (`memfit.runtime.forward_passes`), all sums are
+split.
 
 Known limits: an input that the graph overwrites keeps its sum, and so does an input that is used inside a higher-order
 call, because its uses cannot be counted. The proof compares the bits.
@@ -144,7 +145,7 @@ def calling_with_each_once(call: Callable[..., Any], repeated: Mapping[int, int]
 def shared_inputs(
     graphs: Iterable[tuple[str, Handed, Mapping[int, int]]], ends: Sequence[torch.Tensor]
 ) -> SharedInputs:
-    """The inputs with several uses in a graph that later code uses as well: another graph, or code between graphs.
+    """The inputs with several uses in a graph that other code uses as well: another graph, or code between graphs.
 
     Args:
         graphs: for each graph its key, the outputs that it handed over, and the terms of its inputs
@@ -160,7 +161,7 @@ def shared_inputs(
     for key, handed, terms in graphs:
         for place in terms.keys() & handed.edge_of.keys():
             where = _place_of(*handed.node.next_functions[handed.edge_of[place]])
-            if where in returned or any(when > handed.node._sequence_nr() for when in used.get(where, ())):
+            if where in returned or any(when != handed.node._sequence_nr() for when in used.get(where, ())):
                 shared.setdefault(key, {})[place] = terms[place]
     return shared
 
