@@ -1,12 +1,13 @@
 """Outputs of the previous forward pass that the loop still holds while the next forward pass runs.
 
 In `for x, y in loader: out = model(x)`, the variable `out` refers to the previous output until the next forward pass
-has returned. The output refers to its autograd graph, the graph to the inputs that require a gradient, and these to
-their gradients. A plan that reaches its peak in the forward pass then takes more than the budget.
+has returned. Outputs and losses refer to their autograd graph, the graph to the inputs that require a gradient, and
+these to their gradients; a variable for the loss does so until the next loss is known. A plan that reaches its peak
+before its backward pass then takes more than the budget.
 
 *Idea*: in the first calls of each signature, weak references to the storages of the previous outputs tell which
 are alive. Where the plan has no room for these, the step is planned again with room (`Request.beside_bytes`), as much
-as its own peak in the forward pass demands.
+as its peak before the backward pass demands.
 
 Known limits: only outputs of the module are seen, not what a loss made of them. Later calls are not looked at.
 """
@@ -42,18 +43,55 @@ _LOOKED_AT = 4
 """Number of calls of a signature in which the outputs of the previous pass are looked for."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Held:
+    """What the loop holds of the previous pass.
+
+    Attributes:
+        output_bytes: bytes of its outputs, held until the next forward pass ends.
+        input_bytes: bytes of its inputs that require a gradient, and of these gradients, held until the next loss.
+    """
+
+    output_bytes: int = 0
+    input_bytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """All bytes."""
+        return self.output_bytes + self.input_bytes
+
+    def with_most_of(self, other: _Held) -> _Held:
+        """The larger of each."""
+        return _Held(
+            output_bytes=max(self.output_bytes, other.output_bytes),
+            input_bytes=max(self.input_bytes, other.input_bytes),
+        )
+
+    def missing_bytes(self, plan: Plan, room_bytes: int = 0) -> int:
+        """Bytes that the plan takes above its budget in such a loop, `room_bytes` of which are for what is held."""
+        assert plan.planned is not None
+        graph, program = plan.planned.graph, plan.program
+        held, most = self.nbytes, 0
+        for instruction, nbytes in zip(program.instructions, simulate(graph, program).bytes_at, strict=True):
+            is_loss = instruction.action is Action.COMPUTE and graph.ops[instruction.index].phase is Phase.LOSS
+            most = max(most, nbytes + (self.input_bytes if is_loss else held))
+            if is_loss:
+                break
+        return most - room_bytes - plan.budget_bytes
+
+
 @dataclass(slots=True)
 class HeldOutputs:
     """Outputs of earlier passes, as far as the loop holds them.
 
     Attributes:
-        held_bytes: by signature, the most bytes that were alive when such a pass began.
+        held: by signature, the most that was held when such a pass began.
         looked: by signature, the number of calls that were looked at.
         outputs: storages of the previous pass's outputs, with their bytes.
         inputs: storages of its inputs that require a gradient, with their bytes.
     """
 
-    held_bytes: dict[Signature, int] = field(default_factory=dict)
+    held: dict[Signature, _Held] = field(default_factory=dict)
     looked: Counter[Signature] = field(default_factory=Counter)
     outputs: list[tuple[StorageWeakRef, int]] = field(default_factory=list)
     inputs: list[tuple[StorageWeakRef, int]] = field(default_factory=list)
@@ -80,22 +118,20 @@ class HeldOutputs:
             plan: its present plan, if it has one.
         """
         self.looked[key] += 1
-        alive = [(ref, nbytes) for ref, nbytes in self.outputs if not ref.expired()]
-        if not alive or plan is None:
-            return False
         here = {_cdata(part) for part in _parts(model, tensors_in(inputs))}
+        before = self.held.get(key, _Held())
         # The gradient of an input lives as long as the input.
-        alive += [(ref, 2 * nbytes) for ref, nbytes in self.inputs if not ref.expired()]
-        nbytes = sum({ref.cdata: nbytes for ref, nbytes in alive if ref.cdata not in here}.values())
-        if nbytes <= self.held_bytes.get(key, 0):
+        now = _Held(output_bytes=_alive(self.outputs, here), input_bytes=2 * _alive(self.inputs, here))
+        most = before.with_most_of(now)
+        if most == before or plan is None:
             return False
-        self.held_bytes[key] = nbytes
-        if _forward_peak_bytes(plan) + nbytes <= plan.budget_bytes:
+        self.held[key] = most
+        if most.missing_bytes(plan) <= 0:
             return False
         log.warning(
             "the loop still holds %s of outputs of the previous forward pass of %s when the next begins (a variable "
             "refers to them): it is planned again with room for these; `del` them after backward() to get it back",
-            format_bytes(nbytes),
+            format_bytes(most.nbytes),
             type(model).__name__,
         )
         return True
@@ -107,29 +143,21 @@ class HeldOutputs:
             key: signature of the pass.
             planned: plans with the given number of bytes taken in addition to the step.
         """
-        nbytes = self.held_bytes.get(key, 0)
+        held = self.held.get(key)
         plan = planned(0)
-        missing_bytes = _forward_peak_bytes(plan) + nbytes - plan.budget_bytes if nbytes else 0
-        if missing_bytes <= 0:
+        missing_bytes = 0 if held is None else held.missing_bytes(plan)
+        if held is None or missing_bytes <= 0:
             return plan
-        if missing_bytes < nbytes:
+        if missing_bytes < held.nbytes:
             plan = planned(missing_bytes)
-            if _forward_peak_bytes(plan) - missing_bytes + nbytes <= plan.budget_bytes:
+            if held.missing_bytes(plan, missing_bytes) <= 0:
                 return plan
-        return planned(nbytes)
+        return planned(held.nbytes)
 
 
-def _forward_peak_bytes(plan: Plan) -> int:
-    """The most memory that the planned step takes before its loss."""
-    assert plan.planned is not None
-    graph, program = plan.planned.graph, plan.program
-    bytes_at = simulate(graph, program).bytes_at
-    before_loss = 0
-    for instruction, nbytes in zip(program.instructions, bytes_at, strict=True):
-        if instruction.action is Action.COMPUTE and graph.ops[instruction.index].phase is Phase.LOSS:
-            break
-        before_loss = max(before_loss, nbytes)
-    return before_loss
+def _alive(storages: list[tuple[StorageWeakRef, int]], here: set[int]) -> int:
+    """Bytes of the storages that are alive, without those of the present pass."""
+    return sum({ref.cdata: nbytes for ref, nbytes in storages if not ref.expired() and ref.cdata not in here}.values())
 
 
 def _parts(model: nn.Module, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
