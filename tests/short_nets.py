@@ -1,4 +1,4 @@
-"""Torchvision's networks with each kind of block once or twice, as specs of a file: they compile in a part of the time.
+"""Known networks with each kind of block once or twice, as specs of a file: they compile in a part of the time.
 
 A block more is the same ops once more. What a whole network adds, its length, is what benchmarks measure.
 """
@@ -15,9 +15,9 @@ from torch import nn
 from memfit.zoo import Example
 from memfit.zoo.example import classifier_loss
 
-__all__ = ["MOBILENET", "RESNET", "mobilenet", "resnet"]
+__all__ = ["CONVNEXT", "MOBILENET", "RESNET", "convnext", "mobilenet", "resnet"]
 
-RESNET, MOBILENET = (f"{__file__}:{name}" for name in ("resnet", "mobilenet"))
+RESNET, MOBILENET, CONVNEXT = (f"{__file__}:{name}" for name in ("resnet", "mobilenet", "convnext"))
 """Specs."""
 
 
@@ -32,9 +32,16 @@ def resnet(batch: int, shape: tuple[int, ...], device: torch.device, classes: in
 
 
 def mobilenet(batch: int, shape: tuple[int, ...], device: torch.device, classes: int = 4) -> Example:
-    """MobileNetV2 with a block that does not widen, one that does and halves the image, and one with a skip."""
+    """MobileNetV2 with a block that widens and has a skip, and one that does not widen and halves the image."""
     networks: Any = pytest.importorskip("torchvision.models.mobilenetv2")
-    model = networks.MobileNetV2(num_classes=classes, inverted_residual_setting=[[1, 16, 1, 1], [6, 24, 2, 2]])
+    model = networks.MobileNetV2(num_classes=classes, inverted_residual_setting=[[6, 32, 1, 1], [1, 16, 1, 2]])
+    return classifier(model, batch, shape, device, classes)
+
+
+def convnext(batch: int, shape: tuple[int, ...], device: torch.device, classes: int = 4) -> Example:
+    """ConvNeXt with a block in each stage."""
+    timm: Any = pytest.importorskip("timm")
+    model = timm.create_model("convnext_atto", num_classes=classes, depths=(1, 1, 1, 1))
     return classifier(model, batch, shape, device, classes)
 
 

@@ -145,5 +145,5 @@ def test_same_is_bit_by_bit(dtype: torch.dtype) -> None:
 
 
 def test_estimates_of_random_models(capsys: pytest.CaptureFixture[str]) -> None:
-    assert estimates.main(["--seeds", "77000-77003"]) == 0
-    assert "4 of 4 models within 2 %" in capsys.readouterr().out
+    assert estimates.main(["--seeds", "77000-77001"]) == 0
+    assert "2 of 2 models within 2 %" in capsys.readouterr().out

@@ -13,16 +13,16 @@ from benchmarks.fuzz.modes import MODES
 from benchmarks.fuzz.recipe import choose
 
 SEEDS = {
-    "bitwise": (1001, 1002, 1005, 1014, 1017, 1021, 1025, 1026, 1028, 1029, 1032, 1033),
-    "all": (1202, 1206, 1207),
-    "disk": (1405, 1413, 1414),
-    "bf16": (1602, 1605, 1612),
-    "fp16": (1801, 1813),
+    "bitwise": (1005, 1014, 1017, 1021, 1025, 1030, 1032, 1033, 1089, 1094, 1107, 1117),
+    "all": (1207, 1226, 1252),
+    "disk": (1413, 1414, 1467),
+    "bf16": (1604, 1612, 1661),
+    "fp16": (1814, 1849),
     "pure-bf16": (2001, 2012, 2016),
-    "channels-last": (2203, 2207, 2208, 2215),
-    "accumulate": (2401, 2402, 2406),
-    "hooks": (2601, 2602, 2604, 2606),
-    "twice": (2804, 2805, 2806),
+    "channels-last": (2201, 2202, 2203, 2214, 2262),
+    "accumulate": (2402, 2406, 2427),
+    "hooks": (2601, 2604, 2635),
+    "twice": (2805, 2808, 2818),
 }
 """By mode; forty in all, quick ones of many blocks among those from 1000 on."""
 
@@ -60,8 +60,11 @@ def test_an_auxiliary_loss_that_only_the_loop_adds_settles_within_the_budget() -
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_normalisation_in_chunks_is_viewed_as_its_kernels_result() -> None:
-    """The kernel lays its result out anew, pointwise parts of it would lie as the data, which cannot be viewed so."""
+    """The kernel lays its result out anew, pointwise parts of it would lie as the data, which cannot be viewed so.
+
+    It fits from 69 % of the plain peak on; at 80 % nothing runs in chunks.
+    """
     recipe = choose(71082, MODES["all"])
     assert any(step.block == "batch_norm" for step in recipe.steps), "another seed shows it now"
-    row = compare(recipe, plain_run(recipe), 0.0, search_seconds=0.3)
+    row = compare(recipe, plain_run(recipe), 0.7, search_seconds=0.3)
     assert row["status"] == "ok", row.get("error")

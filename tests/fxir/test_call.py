@@ -35,7 +35,7 @@ def test_same_bits(shape: tuple[int, ...], affine: bool) -> None:
 
 
 def convolutions() -> nn.Sequential:
-    layers = [(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(4)]
+    layers = [(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(3)]
     return nn.Sequential(*(layer for block in layers for layer in block))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memfit.errors import PlanFileError
@@ -70,6 +70,7 @@ def through_text(document: object) -> Any:
 
 
 @given(step_graphs() | sliced_step_graphs(), st.data())
+@settings(max_examples=40)
 def test_steps_and_programs_come_back(graph: StepGraph, data: st.DataObject) -> None:
     back = decode_graph(through_text(encode_graph(graph)))
     assert back == graph

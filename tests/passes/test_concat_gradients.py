@@ -59,17 +59,18 @@ class AllOf(nn.Module):
 
     def __init__(self, length: int) -> None:
         super().__init__()
-        self.of = nn.ModuleDict({name: Concatenation(reader, length) for name, reader in READERS.items()})
+        readers = [*READERS.items()][:: 2 if length else 1]
+        self.of = nn.ModuleDict({name: Concatenation(reader, length) for name, reader in readers})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.stack([concatenation(x) for concatenation in self.of.values()])
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("length", [0, 6])
+@pytest.mark.parametrize("length", [0, 3])
 def test_same_bits(length: int) -> None:
     torch.manual_seed(0)
-    model, x = AllOf(length), torch.randn(4, 3, 33, 31)
+    model, x = AllOf(length), torch.randn(2, 3, 33, 31)
     assert not verify(model, (x,), {}, Request(budget="1GiB", loss_fn=loss_fn, prove=False)).differing
 
 

@@ -67,9 +67,7 @@ def reads_concatenation(graph: StepGraph) -> bool:
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize(
-    ("branches", "bias", "share"), [(2, True, 0.95), (2, False, 0.5), (3, True, 0.5), (3, False, 0.95)]
-)
+@pytest.mark.parametrize(("branches", "bias", "share"), [(2, True, 0.5), (3, False, 0.95)])
 def test_same_bits_and_budget(branches: int, bias: bool, share: float) -> None:
     torch.manual_seed(0)
     model, x = Joined(branches=branches, bias=bias), torch.randn(4, 3, 48, 48)
@@ -86,23 +84,19 @@ def test_same_bits_and_budget(branches: int, bias: bool, share: float) -> None:
     assert result.peak_bytes <= result.plan.budget_bytes
 
 
-def test_the_plain_step_takes_as_much_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plain_step_makes_it_whole_and_takes_as_much_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = Joined(), torch.randn(4, 3, 64, 64)
     _, graph = captured(model, x)
-    monkeypatch.setattr("memfit.profiling.profiler._separable_keys", lambda *_: frozenset())
-    capture, whole = captured(model, x)
-    assert not capture.separated
-    assert simulate_plain(graph).peak_bytes == pytest.approx(simulate_plain(whole).peak_bytes, rel=1e-3)
-
-
-def test_the_plain_step_makes_it_whole() -> None:
-    _, graph = captured(Joined(), torch.randn(4, 3, 64, 64))
     parts = [
         op for op in graph.ops if op.plain_variant is not None and op.target == "aten.convolution_backward.default"
     ]
     assert len(parts) == 2
     assert parts[0].plain_variant is not None and parts[0].plain_variant.seconds > 0.0
     assert parts[1].plain_variant is not None and parts[1].plain_variant.seconds == 0.0
+    monkeypatch.setattr("memfit.profiling.profiler._separable_keys", lambda *_: frozenset())
+    capture, whole = captured(model, x)
+    assert not capture.separated
+    assert simulate_plain(graph).peak_bytes == pytest.approx(simulate_plain(whole).peak_bytes, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -141,8 +135,7 @@ def inside(x: torch.Tensor) -> torch.Tensor:
     return x.repeat(1, 2, 1, 1).split(CHANNELS, 1)[1]
 
 
-@pytest.mark.parametrize("batch", [1, 4])
-@pytest.mark.parametrize("other", [channels_last, inside])
+@pytest.mark.parametrize(("other", "batch"), [(channels_last, 4), (inside, 1), (inside, 4)])
 def test_same_bits_however_operands_lie(other: Callable[[torch.Tensor], torch.Tensor], batch: int) -> None:
     torch.manual_seed(0)
     model, x = Mixed(other), torch.randn(batch, 3, 33, 31)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -22,10 +24,24 @@ from memfit.zoo.gpt import GPT
 from tests.pipelining.models import Case, gradients, plain_step, tokens_loss
 
 
-def wide(batch: int, layers: int = 2) -> Case:
-    model = GPT(layers=layers, width=64, heads=2, positions=32, vocabulary=200, dropout=0.0, tied=False).double()
+def wide(batch: int) -> Case:
+    model = GPT(layers=1, width=64, heads=2, positions=32, vocabulary=200, dropout=0.0, tied=False).double()
     x, y = torch.randint(200, (2, batch, 32))
     return Case(model=model, args=(x,), target=y, loss_fn=tokens_loss)
+
+
+def deep(batch: int, blocks: int = 3) -> Case:
+    """Few ops, which are quickly captured, and results that take more than weights."""
+    parts = [nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32), nn.Tanh()) for _ in range(blocks)]
+    x, y = (torch.randn(batch, 32, dtype=torch.float64) for _ in range(2))
+    return Case(model=nn.Sequential(*parts).double(), args=(x,), target=y, loss_fn=nn.functional.mse_loss)
+
+
+def cheap(batch: int) -> Case:
+    """Most of what it keeps is quickly made again, also where gradients of weights wait."""
+    parts = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Sigmoid(), nn.Tanh()) for _ in range(4)]
+    x, y = (torch.randn(batch, 64, dtype=torch.float64) for _ in range(2))
+    return Case(model=nn.Sequential(*parts).double(), args=(x,), target=y, loss_fn=nn.functional.mse_loss)
 
 
 def plan(case: Case, **options: object) -> memfit.Pipeline:
@@ -34,18 +50,25 @@ def plan(case: Case, **options: object) -> memfit.Pipeline:
 
 
 @functools.cache
-def free_peaks(**options: object) -> tuple[int, ...]:
-    """What devices take of a wide step where nothing runs again."""
-    return plan(wide(16), prove=False, **options).plan.peak_bytes
+def free_peaks(make: Callable[[int], Case], **options: object) -> tuple[int, ...]:
+    """What devices take of a step where nothing runs again."""
+    return plan(make(512), prove=False, **options).plan.peak_bytes
 
 
 @pytest.mark.parametrize(
-    ("stages", "microbatches", "schedule"),
-    [(2, 4, "1f1b"), (3, 3, "gpipe"), (2, 4, "interleaved-1f1b"), (3, 6, "zero-bubble"), (2, 4, "zero-bubble-v")],
+    ("make", "batch", "stages", "microbatches", "schedule"),
+    [
+        (wide, 16, 2, 4, "1f1b"),
+        (deep, 512, 3, 3, "gpipe"),
+        (deep, 512, 2, 4, "interleaved-1f1b"),
+        (deep, 512, 2, 4, "zero-bubble-v"),
+    ],
 )
-def test_devices_take_what_is_predicted(stages: int, microbatches: int, schedule: str) -> None:
+def test_devices_take_what_is_predicted(
+    make: Callable[[int], Case], batch: int, stages: int, microbatches: int, schedule: str
+) -> None:
     torch.manual_seed(0)
-    case = wide(16)
+    case = make(batch)
     optimizer = torch.optim.Adam(case.model.parameters())
     made = plan(case, num_stages=stages, num_microbatches=microbatches, schedule=schedule, optimizer=optimizer).plan
     for predicted, measured in zip(made.peak_bytes, made.measured_peak_bytes, strict=True):
@@ -69,8 +92,7 @@ class Words(nn.Module):
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_wherever_it_is_cut_devices_take_what_is_predicted(checkpoint: str) -> None:
+def test_wherever_it_is_cut_devices_take_what_is_predicted() -> None:
     torch.manual_seed(0)
     model, count = Words().double(), 4
     x, y = torch.randint(600, (2, 8, 24))
@@ -79,7 +101,7 @@ def test_wherever_it_is_cut_devices_take_what_is_predicted(checkpoint: str) -> N
     part = cut_batch(leaves, sizes)[0]
     args, _, target = spec.unflatten(part)
     forward = capture_forward(model, args, {}, target, tokens_loss)
-    question = Question(num_devices=2, num_microbatches=count, schedule="1f1b", policy=checkpoint)
+    question = Question(num_devices=2, num_microbatches=count, schedule="1f1b")
     make = functools.partial(
         *(make_pipeline_plan, model, [(forward, part)], leaves, sizes),
         device=x.device,
@@ -88,11 +110,11 @@ def test_wherever_it_is_cut_devices_take_what_is_predicted(checkpoint: str) -> N
         traced=TracedLosses(model=model, loss_fn=tokens_loss, leaves=leaves, spec=spec),
     )
     free = make(question=replace(question, prove=False)).plan
-    for cut in find_cuts(forward):
-        made = make(question=question, fixed=replace(free, cuts=(cut.position,))).plan
+    for cut, policy in itertools.product(find_cuts(forward), ("never", "always")):
+        made = make(question=replace(question, policy=policy), fixed=replace(free, cuts=(cut.position,))).plan
         assert made.cuts == (cut.position,)
         for predicted, measured in zip(made.peak_bytes, made.measured_peak_bytes, strict=True):
-            assert 0.99 * predicted <= measured <= predicted, cut
+            assert 0.99 * predicted <= measured <= predicted, (cut, policy)
 
 
 class PassedBy(nn.Module):
@@ -101,7 +123,7 @@ class PassedBy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.widen = nn.Linear(16, 512)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(8))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(4))
         self.narrow = nn.Linear(512, 16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -114,7 +136,7 @@ class PassedBy(nn.Module):
 
 @pytest.mark.parametrize(
     ("schedule", "one_device"),
-    [("1f1b", False), ("gpipe", False), ("interleaved-1f1b", False), ("zero-bubble", False), ("1f1b", True)],
+    [("gpipe", False), ("interleaved-1f1b", False), ("1f1b", True)],
 )
 def test_what_only_passes_through_counts_while_it_is_there(schedule: str, one_device: bool) -> None:
     torch.manual_seed(3)
@@ -151,19 +173,21 @@ def test_a_deferred_part_holds_no_graph() -> None:
         traced=TracedLosses(model=model, loss_fn=nn.functional.mse_loss, leaves=leaves, spec=spec),
     )
     free = make(question=replace(question, prove=False)).plan
-    made = make(question=question, fixed=replace(free, cuts=(10, 23))).plan
+    made = make(question=question, fixed=replace(free, cuts=(2, 15))).plan
     for predicted, measured in zip(made.peak_bytes, made.measured_peak_bytes, strict=True):
         assert 0.99 * predicted <= measured <= 1.005 * predicted
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero-bubble"])
-def test_a_budget_is_kept_and_gradients_stay(schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("make", "share", "schedule"), [(deep, 0.8, "1f1b"), (deep, 0.8, "gpipe"), (cheap, 0.9, "zero-bubble")]
+)
+def test_a_budget_is_kept_and_gradients_stay(make: Callable[[int], Case], share: float, schedule: str) -> None:
     torch.manual_seed(1)
-    case = wide(16)
+    case = make(512)
     plain_step(case)
     expected = gradients(case.model)
     options = {"num_stages": 2, "num_microbatches": 4, "schedule": schedule}
-    budget = int(0.8 * max(free_peaks(**options)))
+    budget = int(share * max(free_peaks(make, **options)))
     pipe = plan(case, budget_per_device=budget, **options)
     assert max(pipe.plan.measured_peak_bytes) <= budget
     for predicted, measured in zip(pipe.plan.peak_bytes, pipe.plan.measured_peak_bytes, strict=True):
@@ -176,12 +200,12 @@ def test_a_budget_is_kept_and_gradients_stay(schedule: str) -> None:
 
 def test_each_device_keeps_its_own_budget() -> None:
     torch.manual_seed(1)
-    case = wide(16)
+    case = deep(512)
     plain_step(case)
     expected = gradients(case.model)
     options = {"num_stages": 2, "num_microbatches": 4, "schedule": "1f1b"}
-    for shares in ((0.7, 1.0), (1.3, 0.6)):
-        budgets = [int(share * peak) for share, peak in zip(shares, free_peaks(**options), strict=True)]
+    for shares in ((0.8, 1.0), (1.3, 0.9)):
+        budgets = [int(share * peak) for share, peak in zip(shares, free_peaks(deep, **options), strict=True)]
         pipe = plan(case, budget_per_device=budgets, **options)
         assert pipe.plan.budget_bytes == tuple(budgets)
         assert all(peak <= budget for peak, budget in zip(pipe.plan.measured_peak_bytes, budgets, strict=True))
@@ -194,27 +218,27 @@ def test_each_device_keeps_its_own_budget() -> None:
 
 
 def test_uneven_budgets_that_do_not_fit_are_told_in_their_proportion() -> None:
-    case = wide(4)
+    case = deep(128)
     with pytest.raises(BudgetError, match=r"for device 0, .* for device 1 \(\d+, \d+ bytes\) work") as told:
-        plan(case, num_stages=2, num_microbatches=2, budget_per_device=["300KiB", "200KiB"], schedule="1f1b")
+        plan(case, num_stages=2, num_microbatches=2, budget_per_device=["150KiB", "100KiB"], schedule="1f1b")
     most = told.value.least_bytes
     pipe = plan(case, num_stages=2, num_microbatches=2, budget_per_device=[most, -(-most * 2 // 3)], schedule="1f1b")
     assert pipe.plan.measured_peak_bytes[1] <= -(-most * 2 // 3)
 
 
 def test_one_f_one_b_holds_less_than_gpipe() -> None:
-    peaks = [free_peaks(num_stages=2, num_microbatches=4, schedule=schedule) for schedule in ("1f1b", "gpipe")]
+    peaks = [free_peaks(deep, num_stages=2, num_microbatches=4, schedule=schedule) for schedule in ("1f1b", "gpipe")]
     assert max(peaks[0]) < 0.8 * max(peaks[1])
 
 
 @pytest.mark.full_search
 def test_too_little_memory_is_told_and_nothing_is_lost() -> None:
-    case = wide(4)
+    case = deep(128)
     before = {name: tensor.clone() for name, tensor in case.model.state_dict().items()}
     with pytest.raises(BudgetError) as told:
-        plan(case, num_stages=2, num_microbatches=2, budget_per_device="300KiB")
+        plan(case, num_stages=2, num_microbatches=2, budget_per_device="150KiB")
     assert "bytes) work" in str(told.value)
-    assert told.value.least_bytes > 300 << 10
+    assert told.value.least_bytes > 150 << 10
     plan(case, num_stages=2, num_microbatches=2, budget_per_device=told.value.least_bytes)  # as it says
     assert all(torch.equal(tensor, before[name]) for name, tensor in case.model.state_dict().items())
 
@@ -222,7 +246,7 @@ def test_too_little_memory_is_told_and_nothing_is_lost() -> None:
 @pytest.mark.full_search
 def test_the_least_number_of_devices_is_told_and_works() -> None:
     torch.manual_seed(2)
-    case = wide(8)
+    case = deep(512)
     alone = plan(case, num_stages=1, num_microbatches=4, prove=False).plan.peak_bytes[0]
     budget = int(0.5 * alone)
     with pytest.raises(BudgetError, match=r"it fits on (\d) devices") as told:
@@ -245,9 +269,9 @@ def test_the_least_number_of_devices_is_told_and_works() -> None:
         ({"num_stages": 2, "num_microbatches": 2, "checkpoint": "some"}, "unknown checkpoint policy"),
         ({"num_stages": 2, "num_microbatches": 2, "batch_norm": "some"}, "batch_norm is one of"),
         ({"num_stages": 2, "num_microbatches": 2, "budget_per_device": ["1GiB"]}, "one budget for each device"),
-        ({"num_stages": 500, "num_microbatches": 2}, "can be cut into"),
+        ({"num_stages": 50, "num_microbatches": 2}, "can be cut into"),
     ],
 )
 def test_bad_arguments_are_told(options: dict[str, object], told: str) -> None:
     with pytest.raises(SpecError, match=told):
-        plan(wide(4), **options)
+        plan(deep(4, blocks=1), **options)

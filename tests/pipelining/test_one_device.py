@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -12,24 +14,25 @@ from memfit.pipelining.search import search
 from memfit.pipelining.search.stage_planner import StagePlanner
 from memfit.planner.pipeline.memory_split import DoesNotFit
 from memfit.planner.pipeline.schedule import Schedule
-from tests.pipelining.models import gradients, plain_step
-from tests.pipelining.test_memory import plan, wide
+from tests.pipelining.models import Case, gradients, plain_step
+from tests.pipelining.test_memory import deep, plan, wide
 
 
 @pytest.mark.parametrize(
-    ("stages", "microbatches", "options"),
+    ("make", "batch", "stages", "microbatches", "options"),
     [
-        (3, 1, {}),
-        (3, 4, {}),
-        (4, 4, {"checkpoint": "always"}),
-        (2, 4, {"schedule": "gpipe"}),
-        (2, 3, {"checkpoint": "except_last"}),
+        (deep, 512, 3, 1, {}),
+        (wide, 16, 3, 4, {}),
+        (deep, 512, 4, 4, {"checkpoint": "always"}),
+        (deep, 512, 2, 3, {"schedule": "gpipe", "checkpoint": "except_last"}),
     ],
 )
-def test_all_stages_together_take_what_is_predicted(stages: int, microbatches: int, options: dict[str, str]) -> None:
+def test_all_stages_together_take_what_is_predicted(
+    make: Callable[[int], Case], batch: int, stages: int, microbatches: int, options: dict[str, str]
+) -> None:
     """A tensor that a stage keeps and the next one received counts once; one that waits for the next stage counts."""
     torch.manual_seed(0)
-    made = plan(wide(16), num_stages=stages, num_microbatches=microbatches, one_device=True, **options).plan
+    made = plan(make(batch), num_stages=stages, num_microbatches=microbatches, one_device=True, **options).plan
     assert len(made.schedule.orders) == 1 and len(made.stages) == stages
     (predicted,), (measured,) = made.peak_bytes, made.measured_peak_bytes
     assert 0.99 * predicted <= measured <= 1.01 * predicted
@@ -38,7 +41,7 @@ def test_all_stages_together_take_what_is_predicted(stages: int, microbatches: i
 @pytest.mark.parametrize(("microbatches", "share"), [(1, 0.75), (4, 0.7)])
 def test_the_budget_is_that_of_all_stages_and_gradients_stay(microbatches: int, share: float) -> None:
     torch.manual_seed(1)
-    case = wide(16)
+    case = deep(512)
     plain_step(case)
     expected = gradients(case.model)
     options = {"num_stages": 3, "num_microbatches": microbatches, "one_device": True}
@@ -63,7 +66,7 @@ def test_the_budget_is_that_of_all_stages_and_gradients_stay(microbatches: int, 
 )
 def test_no_device_is_planned_beyond_its_budget(share: float, options: dict[str, object]) -> None:
     """Stages that keep everything of the last micro-batch do so one beside the other."""
-    case = wide(16)
+    case = deep(512)
     options = {"num_stages": 2, "num_microbatches": 4, "prove": False, **options}
     budget = int(share * max(plan(case, **options).plan.peak_bytes))
     made = plan(case, budget_per_device=budget, **options).plan
@@ -72,10 +75,10 @@ def test_no_device_is_planned_beyond_its_budget(share: float, options: dict[str,
 
 
 def test_what_does_not_fit_is_told() -> None:
-    case = wide(4)
+    case = deep(128)
     options = {"num_stages": 2, "num_microbatches": 2, "one_device": True}
     with pytest.raises(BudgetError, match=r"bytes\) work$") as told:
-        plan(case, budget_per_device="300KiB", **options)
+        plan(case, budget_per_device="150KiB", **options)
     made = plan(case, budget_per_device=told.value.least_bytes, **options).plan
     assert made.measured_peak_bytes[0] <= told.value.least_bytes
     with pytest.raises(SpecError, match="one budget for each device"):
@@ -84,7 +87,7 @@ def test_what_does_not_fit_is_told() -> None:
 
 def test_where_least_is_held_does_not_do_even_stages_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cuts that hold least if all is kept may leave a stage too wide to be run again."""
-    case = wide(8)
+    case = deep(64)
     question = Question(num_devices=3, num_microbatches=2, one_device=True, budget_bytes=(10**9,))
     forward = capture_forward(case.model, case.args, {}, case.target, case.loss_fn)
     leaves, _ = flatten_inputs(case.args, {}, case.target)

@@ -96,13 +96,7 @@ def trains_alike(rank: int, world: int, microbatches: int, schedule: str, dropou
 
 @pytest.mark.parametrize(
     ("microbatches", "schedule", "dropout"),
-    [
-        (1, "auto", 0.2),
-        (4, "1f1b", 0.0),
-        (4, "interleaved-1f1b", 0.0),
-        (4, "zero-bubble", 0.0),
-        (4, "zero-bubble-v", 0.0),
-    ],
+    [(1, "zero-bubble", 0.2), (4, "interleaved-1f1b", 0.0), (4, "zero-bubble-v", 0.0)],
 )
 def test_two_processes_train_as_one(microbatches: int, schedule: str, dropout: float, tmp_path: Path) -> None:
     run(trains_alike, 2, tmp_path, microbatches, schedule, dropout)
@@ -119,31 +113,30 @@ def crosses_as_rows(rank: int, world: int) -> None:
 
     for module in (stage_planner, build):
         module.find_cuts = turned  # type: ignore[attr-defined]
-    for microbatches, dtype in ((1, torch.float32), (3, torch.float64)):
-        torch.manual_seed(0)
-        made = CASES["mixer"](6, dtype)
-        plain = plain_step(made)
-        expected = gradients(made.model)
-        pipe = make(made, world, num_microbatches=microbatches)
-        (stage,) = pipe.engine_stages()
-        assert rank == 1 or is_turned(stage.runs[0][0])
-        near = 0 if microbatches == 1 else 1e-12
-        torch.testing.assert_close(pipe.step(*made.args, target=made.target), plain, rtol=near, atol=0)
-        held = {id(p) for p in stage.submod.parameters()}
-        assert 0 < len(held) < len(expected)
-        for name, parameter in made.model.named_parameters():
-            if id(parameter) in held:
-                assert (parameter.grad - expected[name]).abs().max() <= near * expected[name].abs().max(), name
+    torch.manual_seed(0)
+    made = CASES["mixer"](6, torch.float64)
+    plain = plain_step(made)
+    expected = gradients(made.model)
+    pipe = make(made, world, num_microbatches=3)
+    (stage,) = pipe.engine_stages()
+    assert rank == 1 or is_turned(stage.runs[0][0])
+    torch.testing.assert_close(pipe.step(*made.args, target=made.target), plain, rtol=1e-12, atol=0)
+    held = {id(p) for p in stage.submod.parameters()}
+    assert 0 < len(held) < len(expected)
+    for name, parameter in made.model.named_parameters():
+        if id(parameter) in held:
+            assert (parameter.grad - expected[name]).abs().max() <= 1e-12 * expected[name].abs().max(), name
 
 
 def test_gradients_that_lie_otherwise_cross_as_they_lie(tmp_path: Path) -> None:
     run(crosses_as_rows, 2, tmp_path)
 
 
-def keeps_budget(rank: int, world: int, schedule: str) -> None:
-    made = case(0.0, torch.float64)
+def keeps_budget(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    made = gpt(32, torch.float64)  # what it keeps is more than the step of the optimizer takes
     optimizer = torch.optim.Adam(made.model.parameters())
-    options = {"num_microbatches": 4, "schedule": schedule, "optimizer": optimizer}
+    options = {"num_microbatches": 4, "optimizer": optimizer}
     free = make(made, world, **options)
     budget = int(0.93 * max(free.plan.peak_bytes))
     free.release()
@@ -158,15 +151,14 @@ def keeps_budget(rank: int, world: int, schedule: str) -> None:
     assert measured_peak(pipe, made, optimizer) <= budget
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b"])
-def test_budgets_hold_with_real_transfers(schedule: str, tmp_path: Path) -> None:
-    run(keeps_budget, 2, tmp_path, schedule)
+def test_budgets_hold_with_real_transfers(tmp_path: Path) -> None:
+    run(keeps_budget, 2, tmp_path)
 
 
 def ties_a_wide_embedding(rank: int, world: int) -> None:
     """Its gradient is larger than all that a micro-batch takes."""
     torch.manual_seed(0)
-    model = GPT(layers=2, width=32, heads=2, positions=4, vocabulary=20_000, dropout=0.0, tied=True).double()
+    model = GPT(layers=1, width=32, heads=2, positions=4, vocabulary=20_000, dropout=0.0, tied=True).double()
     x, y = torch.randint(20_000, (2, 4, 4))
     made = Case(model=model, args=(x,), target=y, loss_fn=tokens_loss)
     plain_step(made)
@@ -201,7 +193,8 @@ def test_gradients_of_three_holders_are_added(tmp_path: Path) -> None:
 
 
 def fails(rank: int, world: int, where: str) -> None:
-    made = case(0.0, torch.float32)
+    torch.manual_seed(0)
+    made = CASES["twins"](8, torch.float32)
     pipe = make(made, world, num_microbatches=4)
     pipe.step(*made.args, target=made.target)
     if rank == 1:
@@ -262,7 +255,7 @@ def test_a_checkpoint_moves_between_numbers_of_stages(tmp_path: Path) -> None:
     made = case(0.0, torch.float64)
     for parameter in made.model.parameters():
         parameter.data.mul_(1.5)
-    pipe = make(made, 4, num_microbatches=2)
+    pipe = make(made, 3, num_microbatches=2)
     torch.save(pipe.state_dict(), tmp_path / "state.pt")
     run(moves, 2, tmp_path, str(tmp_path / "state.pt"))
 

@@ -16,7 +16,7 @@ from tests.ir.random_graphs import sliced_steps_and_orders
 
 
 @given(sliced_steps_and_orders())
-@settings(max_examples=100)
+@settings(max_examples=40)
 def test_what_is_made_of_an_order_stays_within_what_it_needs(case: tuple[StepGraph, list[int]]) -> None:
     graph, order = case
     lean = leanest(graph)

@@ -36,7 +36,7 @@ def test_the_clock_ends_a_search_that_takes_far_too_long() -> None:
 
 @pytest.mark.parametrize("seconds", [0.05, 0.5])
 def test_the_same_plan_on_a_busy_machine(seconds: float) -> None:
-    graph = residual(12)
+    graph = residual(8)
     least = simulate(graph, program_of(graph, least_order(graph))).peak_bytes
     plain = simulate(graph, program_of(graph, plain_order(graph))).peak_bytes
     budget = least + (plain - least) // 3

@@ -55,17 +55,11 @@ CASES = {
     "kernels of one sample": lambda: image_case(models.Kernels(), 16, batch=1),
     "resnet": lambda: spec_case(short_nets.RESNET, 4, (3, 64, 64)),
     "mobilenet": lambda: spec_case(short_nets.MOBILENET, 2, (3, 64, 64)),
-    "unet": lambda: spec_case("zoo:unet?width=8", 2, (3, 32, 32)),
-    "gpt": lambda: spec_case("zoo:gpt?layers=2&width=64&heads=4&dropout=0.1", 2, (32,)),
-    "llama": lambda: spec_case("zoo:llama?layers=2&width=64&heads=4&vocabulary=100", 2, (32,)),
-    "lstm": lambda: spec_case("zoo:lstm-classifier?unrolled=true", 4, (8,)),
-    "vit": lambda: spec_case("timm:vit_tiny_patch16_224?depth=2", 1, None),
-    "bert": lambda: spec_case(
-        "hf:bert?num_hidden_layers=1&hidden_size=64&num_attention_heads=2&intermediate_size=128&vocab_size=200",
-        2,
-        (32,),
-    ),
-    "gpt2": lambda: spec_case("hf:gpt2?n_layer=1&n_embd=64&n_head=2&vocab_size=200", 2, (32,)),
+    "unet": lambda: spec_case("zoo:unet?width=8&depth=1", 2, (3, 32, 32)),
+    "gpt": lambda: spec_case("zoo:gpt?layers=1&width=64&heads=4&dropout=0.1", 2, (32,)),
+    "llama": lambda: spec_case("zoo:llama?layers=1&width=64&heads=4&vocabulary=100", 2, (32,)),
+    "lstm": lambda: spec_case("zoo:lstm-classifier?unrolled=true", 4, (2,)),
+    "vit": lambda: spec_case("timm:vit_tiny_patch16_224?depth=1", 1, None),
     "t5": lambda: spec_case("hf:t5?num_layers=1&d_model=64&d_kv=32&d_ff=128&num_heads=2&vocab_size=200", 2, (16,)),
 }
 """Model, inputs and loss, on the default device."""

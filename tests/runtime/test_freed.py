@@ -75,7 +75,6 @@ def release(model: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("use", "make"),
     [
-        (fit, whole),
         pytest.param(train, whole, marks=pytest.mark.smoke),
         (plan, whole),
         (estimate, whole),

@@ -135,7 +135,7 @@ def test_the_first_step_of_several_passes_has_the_bits_of_eager(
 ) -> None:
     torch.manual_seed(0)
     model, twin = fitted(Recurrent())
-    for seed in range(3):
+    for seed in range(2):
         assert alike(model, twin, step, seed), seed
     assert sum("forward passes before a backward pass" in text for text in told) == 1
     assert not any("up to rounding" in text for text in told)

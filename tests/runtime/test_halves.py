@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memfit
 
-_CONVOLUTIONS = 6
+_CONVOLUTIONS = 3
 
 
 class Counting(TorchDispatchMode):

@@ -21,7 +21,7 @@ def loss_fn(output: torch.Tensor) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("plans") / "plan.json"
-    model = Residual()
+    model = Residual(blocks=1)
     plain = memfit.plan(model, (X,), budget="1GiB", loss_fn=loss_fn, prove=False).predicted.plain_peak_bytes
     memfit.plan(model, (X,), budget=int(0.75 * plain), loss_fn=loss_fn, search_seconds=0.5).save(path)
     return path
@@ -29,7 +29,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_round_trip_runs_the_same_program(saved: Path) -> None:
     plan = memfit.Plan.load(saved)
-    model = Residual()
+    model = Residual(blocks=1)
     plan.apply(model, loss_fn=loss_fn)
     loss_fn(model(X)).backward()
     assert memfit.plan_of(model).program == plan.program
@@ -48,7 +48,7 @@ def test_another_model_is_refused(saved: Path) -> None:
 
 
 def test_another_shape_is_refused(saved: Path) -> None:
-    model = memfit.Plan.load(saved).apply(Residual(), loss_fn=loss_fn)
+    model = memfit.Plan.load(saved).apply(Residual(blocks=1), loss_fn=loss_fn)
     with pytest.raises(memfit.PlanMismatchError, match=r"inputs.*; make a plan of what is here"):
         model(torch.randn(2, 3, 24, 24))
 
@@ -66,6 +66,6 @@ def test_a_foreign_program_is_never_run(saved: Path, tmp_path: Path) -> None:
     document["program"] = [step for step in document["program"] if step[0] != "f"]
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(document))
-    model = memfit.Plan.load(path).apply(Residual(), loss_fn=loss_fn)
+    model = memfit.Plan.load(path).apply(Residual(blocks=1), loss_fn=loss_fn)
     with pytest.raises(memfit.MemfitError, match=r"never freed|still alive"):
         model(X)

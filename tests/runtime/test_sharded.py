@@ -20,6 +20,8 @@ pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch
 
 _WIDTH = 64
 _SAMPLES = 2048
+_BUDGET = 19 << 20
+"""With which a step of four blocks recomputes, beside the state of its optimizer."""
 
 
 class Block(nn.Module):
@@ -36,10 +38,10 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """Blocks that look alike, so that one compiled graph runs for all, between layers of the root."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int) -> None:
         super().__init__()
         self.first = nn.Linear(_WIDTH, _WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
         self.head = nn.Linear(_WIDTH, 3 * _WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,9 +59,9 @@ def data(rank: int, samples: int = _SAMPLES) -> Tensor:
     return torch.randn(samples, _WIDTH, generator=torch.Generator().manual_seed(rank))
 
 
-def whole() -> Stack:
+def whole(blocks: int = 2) -> Stack:
     torch.manual_seed(0)
-    return Stack()
+    return Stack(blocks)
 
 
 def in_blocks(model: Stack, **options: Any) -> None:
@@ -70,31 +72,23 @@ def in_blocks(model: Stack, **options: Any) -> None:
     fully_shard(model, **options)
 
 
-def with_its_head(model: Stack) -> None:
+def partly_frozen_with_its_head(model: Stack) -> None:
     """An output layer of its own is one of torch's modules, which Dynamo does not look into by itself."""
     from torch.distributed.fsdp import fully_shard
 
+    model.first.requires_grad_(False)
+    model.blocks[1].requires_grad_(False)
     fully_shard(model.head)
     in_blocks(model)
 
 
-def kept_whole(model: Stack) -> None:
-    in_blocks(model, reshard_after_forward=False)
-
-
-def partly_frozen(model: Stack) -> None:
+def kept_whole_or_left_alone(model: Stack) -> None:
+    """Gathered parameters stay until the backward pass; those that FSDP is told to ignore are never gathered."""
     model.first.requires_grad_(False)
-    model.blocks[1].requires_grad_(False)
-    in_blocks(model)
+    in_blocks(model, reshard_after_forward=False, ignored_params=set(model.first.parameters()))
 
 
-def partly_left_alone(model: Stack) -> None:
-    """Parameters that FSDP is told to ignore stay whole, and are never gathered."""
-    model.first.requires_grad_(False)
-    in_blocks(model, ignored_params=set(model.first.parameters()))
-
-
-SHARDINGS = (in_blocks, with_its_head, kept_whole, partly_frozen, partly_left_alone)
+SHARDINGS = (partly_frozen_with_its_head, kept_whole_or_left_alone)
 
 
 def shards(model: nn.Module) -> int:
@@ -110,39 +104,31 @@ def step(model: nn.Module, x: Tensor) -> None:
     loss_fn(model(x)).backward()
 
 
-def fits(rank: int, world: int, shard: Callable[[Stack], None], share: float) -> None:
-    plain, fitted = whole(), whole()
+def fits(rank: int, world: int, shard: Callable[[Stack], None]) -> None:
+    plain, fitted = whole(blocks=4), whole(blocks=4)
     shard(plain)
     shard(fitted)
     x = data(rank)
-    options: Any = {"budget": "2GiB", "loss_fn": loss_fn, "search_seconds": 0.1}
-    ample = memfit.plan(fitted, (x,), **options)
-    assert ample.planned is not None
-    assert ample.planned.graph.static_bytes == shards(fitted) + x.nbytes
-    adam = torch.optim.Adam(fitted.parameters())
-    trained_bytes = sum(held(p).nbytes for p in fitted.parameters() if p.requires_grad)
-    trained_count = sum(p.requires_grad for p in fitted.parameters())
-    with_state = memfit.plan(
-        fitted, (x,), budget="2GiB", loss_fn=loss_fn, optimizer=adam, search_seconds=0.1, prove=False
-    )
-    state_bytes = with_state.predicted.peak_bytes - ample.predicted.peak_bytes
-    assert state_bytes == 2 * trained_bytes + 4 * trained_count  # two averages of each shard, and a count
-    buffers = [s.nbytes for s in ample.planned.graph.storages if s.name.startswith("buffer") and "again" not in s.name]
-    assert sum(buffers) == sum(p.nbytes for p in fitted.parameters() if isinstance(p, DTensor))
-    assert ample.measured_peak_bytes == pytest.approx(ample.predicted.peak_bytes, rel=0.02)
-    budget = int(share * ample.predicted.peak_bytes)
-    assert memfit.fit(fitted, (x,), budget=budget, loss_fn=loss_fn, search_seconds=0.1) is fitted
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (plain, fitted)]
+    trained = {name: p for name, p in fitted.named_parameters() if p.requires_grad}
+    state_bytes = sum(2 * held(p).nbytes + 4 for p in trained.values())  # two averages of each shard, and a count
+    budget = _BUDGET + state_bytes
+    options: Any = {"loss_fn": loss_fn, "optimizer": optimizers[1], "search_seconds": 0.1}
+    assert memfit.fit(fitted, (x,), budget=budget, **options) is fitted
     plan = memfit.plan_of(fitted)
+    assert plan.planned is not None and plan.decisions
+    assert plan.planned.graph.static_bytes == shards(fitted) + x.nbytes + state_bytes
+    buffers = [s.nbytes for s in plan.planned.graph.storages if s.name.startswith("buffer") and "again" not in s.name]
+    assert sum(buffers) == sum(p.nbytes for p in fitted.parameters() if isinstance(p, DTensor))
     assert plan.measured_peak_bytes is not None and plan.measured_peak_bytes <= budget
-    assert plan.program != ample.program  # by time the two may come either way, where slices are quicker than wholes
+    assert plan.measured_peak_bytes == pytest.approx(plan.predicted.peak_bytes, abs=_SAMPLES * _WIDTH * 4)
+    assert budget < 0.7 * plan.predicted.plain_peak_bytes
     assert len({str(plan) for plan in everywhere(plan.program)}) == 1
     counts: dict[str, int] = {}
-    trained = {name: p for name, p in fitted.named_parameters() if p.requires_grad}
     for name, parameter in trained.items():
         parameter.register_post_accumulate_grad_hook(
             lambda _, name=name: counts.update({name: counts.get(name, 0) + 1})
         )
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (plain, fitted)]
     for number in range(3):
         x = data(rank + 2 * number)
         counts.clear()
@@ -168,7 +154,7 @@ def everywhere(value: Any) -> list[Any]:
 @pytest.mark.smoke
 @pytest.mark.parametrize("shard", SHARDINGS)
 def test_gradients_are_those_of_fsdp_within_the_budget(shard: Callable[[Stack], None], tmp_path: Path) -> None:
-    run(fits, 2, tmp_path, shard, 0.75)
+    run(fits, 2, tmp_path, shard)
 
 
 def sums_up_as_one(rank: int, world: int) -> None:
@@ -196,7 +182,6 @@ def refuses_together(rank: int, world: int) -> None:
     in_blocks(model)
     x = data(rank)
     at_rest = [type(p) for p in model.parameters()]
-    ample = memfit.plan(model, (x,), budget="2GiB", loss_fn=loss_fn, search_seconds=0.1)
     with pytest.raises(BudgetError) as told:
         memfit.plan(model, (x,), budget=shards(model) + x.nbytes, loss_fn=loss_fn, search_seconds=0.1)
     assert len(set(everywhere((told.value.least_bytes, str(told.value))))) == 1
@@ -208,7 +193,7 @@ def refuses_together(rank: int, world: int) -> None:
     model.train()
     assert [type(p) for p in model.parameters()] == at_rest
     # It trains on as before, and for inputs of another shape it is planned again.
-    memfit.fit(model, (x,), budget=ample.predicted.peak_bytes, loss_fn=loss_fn, search_seconds=0.1)
+    memfit.fit(model, (x,), budget=told.value.least_bytes, loss_fn=loss_fn, search_seconds=0.1)
     for samples in (_SAMPLES, _SAMPLES // 2):
         model.zero_grad()
         plain = whole()

@@ -22,7 +22,7 @@ class Blocks(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(2))
         self.aux: Any = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

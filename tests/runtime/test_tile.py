@@ -28,8 +28,8 @@ from memfit.sim.simulator import simulate_plain
 from memfit.sim.verifier import check
 from memfit.tools.verify import verify
 from memfit.zoo import build
-from tests.runtime.test_fused_region import channels_last, loss_fn, residual
-from tests.short_nets import RESNET
+from tests.runtime.test_fused_region import loss_fn, residual
+from tests.short_nets import CONVNEXT, RESNET
 
 
 def least_bytes(model: nn.Module, args: tuple[Any, ...], loss: Any) -> tuple[int, int]:
@@ -52,7 +52,7 @@ def tiled_plan(
 @pytest.mark.full_search
 def test_less_memory_and_the_same_gradients() -> None:
     torch.manual_seed(0)
-    model, x = channels_last(), torch.randn(5, 3, 40, 40)
+    model, x = residual(1).to(memory_format=torch.channels_last), torch.randn(5, 3, 40, 40)
     bitwise, tiled = least_bytes(model, (x,), loss_fn)
     assert tiled < 0.95 * bitwise
     request = Request(budget=tiled, loss_fn=loss_fn, levers="all", search_seconds=0.1, prove=False)
@@ -65,21 +65,19 @@ def test_less_memory_and_the_same_gradients() -> None:
     assert result.recomputes_executed == result.recomputes_planned
 
 
-@pytest.mark.parametrize(
-    ("spec", "batch", "shape", "grid"),
-    [
-        pytest.param(RESNET, 6, (3, 64, 64), (1, 1), id="resnet"),
-        ("zoo:unet?width=8", 2, (3, 64, 64), (3, 5)),
-        ("zoo:vgg16-trunk?classes=8", 1, (3, 64, 96), (2, 2)),
-    ],
-)
-def test_known_models(spec: str, batch: int, shape: tuple[int, ...], grid: tuple[int, ...]) -> None:
-    example = build(spec, batch=batch, shape=shape)
+def test_a_plan_file_of_a_tiled_step(tmp_path: Path) -> None:
+    grid = (3, 5)
+    example = build("zoo:unet?width=8&depth=1", batch=2, shape=(3, 64, 64))
     model, args, loss = example.model, tuple(example.args), example.loss_fn
     plan = tiled_plan(model, args, example.kwargs, loss, grid)
     assert any(i.sliced for i in plan.program.instructions)
-    result = verify(model, args, example.kwargs, plan)
+    assert plan.is_tiled and "slice by slice" in str(plan)
+    plan.save(tmp_path / "plan.json")
+    loaded = memfit.Plan.load(tmp_path / "plan.json")
+    assert loaded.grid == grid
+    result = verify(model, args, example.kwargs, loaded, loss_fn=loss)
     assert not result.differing
+    assert result.rounded  # or nothing was summed in another order
     assert result.fits
     assert result.recomputes_executed == result.recomputes_planned
 
@@ -138,7 +136,7 @@ def stacks(draw: st.DrawFn) -> tuple[nn.Module, torch.Tensor, tuple[int, int]]:
     """Convolutions of all kinds with pooling, norms and activations between, on a batch in float64, and a grid."""
     torch.manual_seed(draw(st.integers(0, 9)))
     channels, layers = 3, list[nn.Module]()
-    for _ in range(draw(st.integers(2, 4))):
+    for _ in range(draw(st.integers(2, 3))):
         groups = draw(st.sampled_from([1, channels]))
         out = channels * draw(st.integers(1, 3))
         kernel, stride, dilation = draw(st.sampled_from([1, 2, 3, 5])), draw(st.integers(1, 2)), draw(st.integers(1, 2))
@@ -164,7 +162,7 @@ def stacks(draw: st.DrawFn) -> tuple[nn.Module, torch.Tensor, tuple[int, int]]:
 
 
 @given(stacks())
-@settings(max_examples=10, derandomize=True)
+@settings(max_examples=6, derandomize=True)
 def test_float64_gradients_of_any_stack(case: tuple[nn.Module, torch.Tensor, tuple[int, int]]) -> None:
     model, x, grid = case
     equal_to_rounding(model, (x,), {}, loss_fn, grid)
@@ -174,10 +172,10 @@ def test_float64_gradients_of_any_stack(case: tuple[nn.Module, torch.Tensor, tup
     ("spec", "batch", "shape", "grid"),
     [
         pytest.param(RESNET, 3, (3, 64, 64), (2, 2), id="resnet"),
-        ("zoo:unet?width=8", 3, (3, 32, 32), (1, 1)),
-        ("timm:convnext_atto?num_classes=4", 3, (3, 64, 64), (1, 1)),
+        ("zoo:unet?width=8&depth=1", 3, (3, 32, 32), (1, 1)),
+        pytest.param(CONVNEXT, 3, (3, 64, 64), (1, 1), id="convnext"),
         ("zoo:gpt?layers=2&width=32&heads=2", 5, (24,), (1, 1)),
-        ("zoo:llama?layers=2&width=32&heads=4&kv_heads=2", 1, (24,), (1, 1)),
+        ("zoo:llama?layers=1&width=32&heads=4&kv_heads=2", 1, (24,), (1, 1)),
     ],
 )
 def test_float64_gradients_of_known_models(
@@ -211,7 +209,7 @@ def equal_to_rounding(
 
 def test_the_backward_pass_runs_in_slices_and_adds_up() -> None:
     torch.manual_seed(0)
-    model, x = residual(), torch.randn(5, 3, 40, 40)
+    model, x = residual(1), torch.randn(5, 3, 40, 40)
     _, graph = capture_and_profile(model, (x,), {}, Request(budget=1, loss_fn=loss_fn), grid=(1, 1))
     lean = leanest(graph)
     program = program_of(lean, tiled_order(lean, checkpoints(lean, 1)))
@@ -219,21 +217,6 @@ def test_the_backward_pass_runs_in_slices_and_adds_up() -> None:
     backward = {op.target for op in sliced if op.phase is Phase.BACKWARD}
     assert {"aten.convolution_backward.default", "convolution_input_gradient", "input_gradient_from_sums"} <= backward
     assert {"aten.native_batch_norm_backward.default", "aten.threshold_backward.default"} <= backward
-
-
-def test_a_plan_file_of_a_tiled_step(tmp_path: Path) -> None:
-    grid = (2, 3)
-    torch.manual_seed(0)
-    model, x = channels_last(), torch.randn(5, 3, 40, 40)
-    plan = tiled_plan(model, (x,), {}, loss_fn, grid)
-    assert plan.is_tiled and "slice by slice" in str(plan)
-    plan.save(tmp_path / "plan.json")
-    loaded = memfit.Plan.load(tmp_path / "plan.json")
-    assert loaded.grid == grid
-    result = verify(model, (x,), {}, loaded, loss_fn=loss_fn)
-    assert not result.differing
-    assert result.rounded  # or nothing was summed in another order
-    assert result.fits
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

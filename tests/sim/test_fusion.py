@@ -18,7 +18,7 @@ from tests.sim.machine import run_on_machine
 
 
 @given(sliced_steps_and_orders())
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_ops_that_run_as_one_make_what_they_make_alone(case: tuple[StepGraph, list[int]]) -> None:
     graph, order = case
     program = program_of(graph, order)
@@ -28,7 +28,7 @@ def test_ops_that_run_as_one_make_what_they_make_alone(case: tuple[StepGraph, li
 
 
 @given(sliced_steps_and_orders())
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_running_as_one_never_costs_memory(case: tuple[StepGraph, list[int]]) -> None:
     graph, order = case
     fused, alone = (simulate(graph, program_of(graph, order, fuse=f)) for f in (True, False))

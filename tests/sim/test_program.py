@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from memfit.errors import ProgramError
@@ -78,6 +78,7 @@ def reference(graph: StepGraph, order: list[int], *, in_place: bool) -> tuple[li
 
 
 @given(steps_and_orders(), st.booleans())
+@settings(max_examples=40)
 def test_programs_are_right(case: tuple[StepGraph, list[int]], in_place: bool) -> None:
     graph, order = case
     program = program_of(graph, order, in_place=in_place)
@@ -87,6 +88,7 @@ def test_programs_are_right(case: tuple[StepGraph, list[int]], in_place: bool) -
 
 
 @given(steps_and_orders(), st.booleans())
+@settings(max_examples=40)
 def test_the_simulator_agrees_with_the_reference(case: tuple[StepGraph, list[int]], in_place: bool) -> None:
     graph, order = case
     program = program_of(graph, order, in_place=in_place)
@@ -103,6 +105,7 @@ def test_the_simulator_agrees_with_the_reference(case: tuple[StepGraph, list[int
 
 
 @given(steps_and_orders(), st.booleans())
+@settings(max_examples=40)
 def test_nothing_outlives_its_last_reader(case: tuple[StepGraph, list[int]], in_place: bool) -> None:
     graph, order = case
     program = program_of(graph, order, in_place=in_place)
@@ -125,6 +128,7 @@ def test_nothing_outlives_its_last_reader(case: tuple[StepGraph, list[int]], in_
 
 
 @given(steps_and_orders())
+@settings(max_examples=40)
 def test_running_in_place_never_costs_memory(case: tuple[StepGraph, list[int]]) -> None:
     graph, order = case
     in_place, apart = (simulate(graph, program_of(graph, order, in_place=p)) for p in (True, False))
@@ -135,6 +139,7 @@ def test_running_in_place_never_costs_memory(case: tuple[StepGraph, list[int]]) 
 
 
 @given(steps_and_orders())
+@settings(max_examples=40)
 def test_live_storages_explain_the_bytes(case: tuple[StepGraph, list[int]]) -> None:
     graph, order = case
     plain = replace(graph, ops=tuple(replace(op, random_state_bytes=0, workspace_bytes=0) for op in graph.ops))
@@ -197,6 +202,7 @@ def test_a_chain_by_hand() -> None:
 
 
 @given(steps_and_orders(), st.data())
+@settings(max_examples=40)
 def test_the_specification_refuses_a_dropped_free(case: tuple[StepGraph, list[int]], data: st.DataObject) -> None:
     graph, order = case
     program = program_of(graph, order)
@@ -207,6 +213,7 @@ def test_the_specification_refuses_a_dropped_free(case: tuple[StepGraph, list[in
 
 
 @given(steps_and_orders(), st.data())
+@settings(max_examples=40)
 def test_the_specification_refuses_a_free_too_many(case: tuple[StepGraph, list[int]], data: st.DataObject) -> None:
     graph, order = case
     program = program_of(graph, order)
@@ -217,6 +224,7 @@ def test_the_specification_refuses_a_free_too_many(case: tuple[StepGraph, list[i
 
 
 @given(steps_and_orders(), st.data())
+@settings(max_examples=40)
 def test_the_specification_refuses_a_dropped_op(case: tuple[StepGraph, list[int]], data: st.DataObject) -> None:
     graph, order = case
     program = program_of(graph, order)
@@ -235,6 +243,7 @@ def test_the_specification_refuses_a_dropped_op(case: tuple[StepGraph, list[int]
 
 
 @given(steps_and_orders(), st.data())
+@settings(max_examples=40)
 def test_the_specification_refuses_what_is_computed_twice(
     case: tuple[StepGraph, list[int]], data: st.DataObject
 ) -> None:
@@ -247,6 +256,7 @@ def test_the_specification_refuses_what_is_computed_twice(
 
 
 @given(steps_and_orders(), st.data())
+@settings(max_examples=40)
 def test_the_specification_refuses_a_wrong_order(case: tuple[StepGraph, list[int]], data: st.DataObject) -> None:
     graph, _ = case
     producer = graph.producers()
@@ -260,6 +270,7 @@ def test_the_specification_refuses_a_wrong_order(case: tuple[StepGraph, list[int
 
 
 @given(steps_and_orders(), st.data())
+@settings(max_examples=40)
 def test_the_specification_refuses_a_wrong_in_place_mark(
     case: tuple[StepGraph, list[int]], data: st.DataObject
 ) -> None:

@@ -40,7 +40,7 @@ def steps_with_streams(draw: st.DrawFn) -> tuple[StepGraph, Program]:
 
 
 @given(steps_with_streams())
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_programs_that_stream_are_right(case: tuple[StepGraph, Program]) -> None:
     graph, program = case
     check(graph, program)
@@ -49,6 +49,7 @@ def test_programs_that_stream_are_right(case: tuple[StepGraph, Program]) -> None
 
 
 @given(steps_with_streams())
+@settings(max_examples=40)
 def test_a_program_that_streams_is_one_of_the_streaming_step(case: tuple[StepGraph, Program]) -> None:
     graph, program = case
     placed = program.tier_resident()

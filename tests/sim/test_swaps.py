@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memfit.errors import PlanFileError, ProgramError
@@ -76,6 +76,7 @@ def test_the_peak_is_lower() -> None:
 
 
 @given(steps_with_swaps())
+@settings(max_examples=40)
 def test_programs_with_swaps_are_right(case: tuple[StepGraph, Program]) -> None:
     graph, program = case
     check(graph, program)
@@ -85,6 +86,7 @@ def test_programs_with_swaps_are_right(case: tuple[StepGraph, Program]) -> None:
 
 
 @given(steps_with_swaps())
+@settings(max_examples=40)
 def test_links_only_ever_add_time(case: tuple[StepGraph, Program]) -> None:
     graph, program = case
     timeline, alone = simulate(graph, program), simulate(graph, program, wait=False)
@@ -96,6 +98,7 @@ def test_links_only_ever_add_time(case: tuple[StepGraph, Program]) -> None:
 
 
 @given(steps_with_swaps(), st.data())
+@settings(max_examples=40)
 def test_what_is_left_out_is_noticed(case: tuple[StepGraph, Program], data: st.DataObject) -> None:
     graph, program = case
     moves = [n for n, i in enumerate(program.instructions) if i.action in (Action.SWAP_OUT, Action.SWAP_IN)]

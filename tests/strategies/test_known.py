@@ -34,7 +34,7 @@ def again(graph: StepGraph, order: list[int]) -> list[str]:
 
 
 @given(step_graphs(max_forward=7), st.sampled_from(WITHOUT))
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_orders_are_valid(graph: StepGraph, name: str) -> None:
     found = timeline(graph, find(name)(graph, None))
     assert found.recompute_seconds >= relaxed_bound_or_nothing(graph, found.peak_bytes) - 1e-6
@@ -48,7 +48,7 @@ def relaxed_bound_or_nothing(graph: StepGraph, budget: int) -> float:
 
 
 @given(step_graphs(max_forward=4), st.sampled_from(BUDGETED), st.floats(0, 1))
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_budgets_are_kept(graph: StepGraph, name: str, share: float) -> None:
     budget = int(share * timeline(graph, plain_order(graph)).peak_bytes)
     try:

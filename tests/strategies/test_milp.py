@@ -80,7 +80,7 @@ def in_stages(graph: StepGraph, order: list[int]) -> bool:
 
 
 @given(step_graphs(max_forward=2, exact=True), st.integers(0, 5))
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_equals_brute_force(graph: StepGraph, rank: int) -> None:
     assume(len(choices(graph)) <= 9)
     outcomes = [timeline(graph, order) for order in every_order(graph)]
@@ -124,7 +124,7 @@ def test_no_strategy_is_faster_at_the_same_budget(graph: StepGraph, other: str) 
 
 
 @given(step_graphs(max_forward=4), st.sampled_from(OTHERS), st.floats(0.5, 1))
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_no_strategy_is_faster_on_random_steps(graph: StepGraph, other: str, share: float) -> None:
     plain = timeline(graph, plain_order(graph)).peak_bytes
     try:

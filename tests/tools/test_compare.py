@@ -24,7 +24,7 @@ def small_machine(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.Temp
 
 
 def mlp(batch: int) -> Example:
-    return build("zoo:mlp?width=64&layers=8", batch=batch, shape=(16,))
+    return build("zoo:mlp?width=64&layers=4", batch=batch, shape=(16,))
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +154,7 @@ def test_a_row_fits_by_its_largest_peak() -> None:
 def test_strategies_that_ignore_the_budget_do() -> None:
     example = mlp(64)
     graph = capture_step(example.model, example.args, {}, loss_fn=example.loss_fn).graph
-    parameter = {"sequential": ":3", "openai-collection": ":2,8"}
+    parameter = {"sequential": ":3", "openai-collection": ":2,4"}
     for name in _IGNORE_BUDGET - {"tile", "micro-batch"}:  # which are not told one
         order = strategies.find(name + parameter.get(name, ""))
         assert order(graph, None) == order(graph, 1), name
@@ -221,16 +221,17 @@ def test_swaps_make_room_for_larger_batches(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("memfit.planner.offload.model._LEAST_BYTES", 64)
     monkeypatch.setattr("memfit.runtime.offload.link_benchmark._SECONDS", 0.02)
     budget = 6 << 20  # the buffers of the threads that swap take two of it
-    plain = find_max(budget, strategy="none").planned
     found = {
-        name: find_max(budget, strategy=name, tiers="disk", prove=name == "auto") for name in ("swap", "hybrid", "auto")
+        name: find_max(budget, strategy=name, tiers="disk", prove=name == "auto", start=1024)
+        for name in ("swap", "auto")
     }
+    plain = found["auto"].plain
     for name, result in found.items():
         assert result.planned > 1.2 * plain, name
         assert all(point.least_peak_bytes <= point.plain_peak_bytes + (3 << 20) for point in result.curve), name
     assert 0 < (found["auto"].measured_peak_bytes or 0) <= budget
-    assert found["auto"].planned >= 0.98 * max(found["swap"].planned, found["hybrid"].planned)
-    little = find_max(budget, strategy="swap", tiers="disk:1MiB", prove=False)
+    assert found["auto"].planned >= 0.98 * found["swap"].planned
+    little = find_max(budget, strategy="swap", tiers="disk:1MiB", prove=False, start=1024)
     assert plain <= little.planned < found["swap"].planned
 
 
@@ -255,12 +256,12 @@ class DeeperWhenLarger(nn.Module):
 
 
 def test_a_model_that_changes_with_the_batch_is_captured_at_every_size() -> None:
-    budget = 400_000
+    budget = 100_000
     result = max_batch(
         DeeperWhenLarger(), lambda batch: {"x": torch.randn(batch, 64)}, budget=budget, make_loss=lambda b: total
     )
     assert result.measured_peak_bytes is not None and result.measured_peak_bytes <= budget
-    assert 1 <= result.plain <= result.planned < 1000
+    assert 1 <= result.plain <= result.planned < 100
 
 
 def total(output: torch.Tensor) -> torch.Tensor:

@@ -6,15 +6,15 @@ from memfit.zoo import ZOO_MODELS, build
 from memfit.zoo.lstm_classifier import UnrolledLSTM
 
 SMALL = {
-    "gpt": ("zoo:gpt?layers=2&width=32&heads=4&vocabulary=50", (16,)),
+    "gpt": ("zoo:gpt?layers=1&width=32&heads=4&vocabulary=50", (16,)),
     "keras-cnn": ("zoo:keras-cnn", (1, 16, 16)),
-    "llama": ("zoo:llama?layers=2&width=32&heads=4&vocabulary=50", (16,)),
+    "llama": ("zoo:llama?layers=1&width=32&heads=4&vocabulary=50", (16,)),
     "lstm-classifier": ("zoo:lstm-classifier?width=16", (8,)),
-    "lstm-unrolled": ("zoo:lstm-classifier?width=16&unrolled=true", (8,)),
+    "lstm-unrolled": ("zoo:lstm-classifier?width=16&unrolled=true", (3,)),
     "mlp": ("zoo:mlp?width=16&layers=2", (12,)),
-    "resnet-deep": ("zoo:resnet-deep?stage1=1&stage2=2&stage3=1&stage4=1", (3, 32, 32)),
+    "resnet-deep": ("zoo:resnet-deep?stage1=1&stage2=1&stage3=1&stage4=1", (3, 32, 32)),
     "seed-gpt2": ("zoo:seed-gpt2?layers=1&width=48", (16,)),
-    "unet": ("zoo:unet?width=4", (3, 32, 32)),
+    "unet": ("zoo:unet?width=4&depth=2", (3, 16, 16)),
     "vgg16-trunk": ("zoo:vgg16-trunk", (3, 32, 64)),
 }
 

@@ -69,6 +69,17 @@ KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+class AllOf(nn.Module):
+    """Each kind one after the other, with a layer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of = nn.ModuleDict({name: Dropped(kind) for name, kind in KINDS.items()})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([dropped(x).flatten() for dropped in self.of.values()])
+
+
 def _gradients(model: nn.Module, x: torch.Tensor, loss_fn: Callable[[Any], torch.Tensor]) -> list[torch.Tensor]:
     torch.manual_seed(3)
     output = model(x)
@@ -81,13 +92,12 @@ def _loss(output: torch.Tensor) -> torch.Tensor:
     return output.float().square().mean()
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_captured_step_drops_as_eager_does(kind: str, dtype: torch.dtype) -> None:
+def test_the_captured_step_drops_as_eager_does(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    model = Dropped(KINDS[kind]).to(dtype)
+    model = AllOf().to(dtype)
     plain, x = copy.deepcopy(model), torch.randn(3, 8, 16).to(dtype)
-    memfit.fit(model, (x,), budget="1GiB", loss_fn=_loss)
+    memfit.fit(model, (x,), budget="1GiB", loss_fn=_loss, search_seconds=0.1)
     wanted = _gradients(plain, x, _loss)
     assert all(torch.equal(a, b) for a, b in zip(wanted, _gradients(model, x, _loss), strict=True))
 
@@ -105,14 +115,14 @@ def test_attention_drops_as_eager_does_under_autocast_too(weights: bool) -> None
 
 def test_dropout_runs_again_with_its_numbers() -> None:
     torch.manual_seed(0)
-    layers = [part for _ in range(6) for part in (nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.15))]
+    layers = [part for _ in range(3) for part in (nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.15))]
     model = nn.Sequential(*layers)
     plain, x = copy.deepcopy(model), torch.randn(256, 16)
     with pytest.raises(memfit.BudgetError) as refused:
-        memfit.fit(model, (x,), budget=100, loss_fn=_loss)
+        memfit.fit(model, (x,), budget=100, loss_fn=_loss, search_seconds=0.1)
     least = refused.value.least_bytes
     assert least is not None
-    fitted = memfit.fit(model, (x,), budget=int(least * 1.02), loss_fn=_loss)
+    fitted = memfit.fit(model, (x,), budget=int(least * 1.02), loss_fn=_loss, search_seconds=0.1)
     wanted = _gradients(plain, x, _loss)
     assert all(torch.equal(a, b) for a, b in zip(wanted, _gradients(fitted, x, _loss), strict=True))
 
@@ -126,7 +136,7 @@ def test_a_mask_takes_a_byte_an_element_where_eager_keeps_noise() -> None:
     assert sum(op.node.target is masked for op in reading.ops) == 2
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(
     st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]),
     st.floats(0.001, 0.999),

@@ -70,7 +70,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     shape=strategies.lists(strategies.sampled_from([1, 1, 2, 3]), min_size=2, max_size=4),
     order=strategies.randoms(use_true_random=False),

@@ -26,6 +26,13 @@ class Branching(nn.Module):
         return x - 1
 
 
+def _breaks(model: nn.Module) -> bool:
+    """Whether the plan that a model was fitted to last has graph breaks."""
+    planned = memfit.plan_of(model).planned
+    assert planned is not None
+    return bool(planned.capture.subgraphs.breaks)
+
+
 CONSTANT: dict[str, Callable[[Tensor], Tensor]] = {
     "positions": lambda x: (torch.arange(x.shape[1]).diff() == 1).all(),
     "a mask": lambda x: torch.ones(4, 4).tril().sum() > 100,
@@ -42,8 +49,8 @@ NOT_CONSTANT: dict[str, Callable[[Tensor], Tensor]] = {
 def test_constants_break_nothing(name: str) -> None:
     torch.manual_seed(0)
     model, x = Branching(CONSTANT[name]), torch.randn(3, 8)
-    assert not capture_step(model, (x,), {}, loss_fn=torch.sum).subgraphs.breaks
     memfit.fit(model, (x,), budget="1GiB", loss_fn=torch.sum, search_seconds=0.1)  # proves which way is eager's
+    assert not _breaks(model)
 
 
 @pytest.mark.parametrize("name", NOT_CONSTANT)
@@ -75,9 +82,9 @@ LAST, FIRST = torch.tensor([1, 1, 0]), torch.tensor([0, 1, 1])
 def test_a_branch_on_an_input_breaks_nothing_and_holds_for_its_way_only() -> None:
     torch.manual_seed(0)
     model, x = Masked(), torch.randn(3, 8)
-    assert not capture_step(model, (x,), {"mask": FULL}, loss_fn=torch.sum).subgraphs.breaks
     twin = copy.deepcopy(model)
     memfit.fit(model, (x,), {"mask": FULL}, budget="1GiB", loss_fn=torch.sum, search_seconds=0.1)
+    assert not _breaks(model)
     plans = set()
     with notices() as told:
         for mask in (FULL, LAST, FULL, FIRST, LAST, FIRST, FULL.clone()):
@@ -96,19 +103,6 @@ def test_a_branch_on_an_input_breaks_nothing_and_holds_for_its_way_only() -> Non
     assert len(plans) == 3
 
 
-def test_a_way_that_was_planned_is_not_planned_again() -> None:
-    torch.manual_seed(0)
-    model, x = Masked(), torch.randn(3, 8)
-    memfit.fit(model, (x,), {"mask": FULL}, budget="1GiB", loss_fn=torch.sum, search_seconds=0.1)
-    for mask in (LAST, FIRST):
-        model(x, mask=mask)
-    before = memfit.plan_of(model)
-    for mask in (FULL, LAST, FIRST, FULL):
-        model(x, mask=mask).sum().backward()
-        model.zero_grad()
-    assert memfit.plan_of(model) is before
-
-
 @pytest.mark.parametrize("name", ["written over", "a large buffer", "many turns"])
 def test_a_branch_breaks_the_graph_if_it_is_not_on_the_input_as_given(name: str) -> None:
     class Other(nn.Module):
@@ -121,7 +115,7 @@ def test_a_branch_breaks_the_graph_if_it_is_not_on_the_input_as_given(name: str)
             x = torch.tanh(self.layer(x))
             if name == "written over":
                 mask.view(-1).zero_()
-            while name == "many turns" and mask.sum() < 100:
+            while name == "many turns" and mask.sum() < 60:
                 mask = mask + 1
                 x = x * 1.5
             if (self.mask if name == "a large buffer" else mask).all():
@@ -129,9 +123,9 @@ def test_a_branch_breaks_the_graph_if_it_is_not_on_the_input_as_given(name: str)
             return x * 2
 
     model, x = Other(), torch.randn(3, 8)
-    assert capture_step(model, (x, FULL.clone()), {}, loss_fn=torch.sum).subgraphs.breaks
     twin = copy.deepcopy(model)
     memfit.fit(model, (x, FULL.clone()), budget="1GiB", loss_fn=torch.sum, search_seconds=0.1)
+    assert _breaks(model)
     for mask in (FULL, LAST):
         assert torch.equal(model(x, mask.clone()), twin(x, mask.clone()))
 
@@ -176,8 +170,8 @@ def test_numbers_of_an_input_that_are_only_compared_break_nothing(name: str) -> 
     torch.manual_seed(0)
     model, low, high = Checked(COMPARED[name]), torch.randint(0, 8, (4, 6)), torch.randint(8, 16, (4, 6))
     plain = copy.deepcopy(model)
-    assert not capture_step(model, (low,), {}, loss_fn=torch.sum).subgraphs.breaks
     memfit.fit(model, (low,), budget="1GiB", loss_fn=torch.sum, search_seconds=0.1)
+    assert not _breaks(model)
     for ids in (low, high, low.flip(0), high.flip(0)):
         _assert_same_gradients(plain, model, ids)
     with pytest.raises(AssertionError, match="begin with nought"):
@@ -192,7 +186,7 @@ def test_a_number_that_is_read_in_a_later_call_is_the_plain_one() -> None:
     memfit.fit(model, (ids,), budget="1GiB", loss_fn=torch.sum, search_seconds=0.1)
     model.notes = plain.notes = True
     model.calls = plain.calls = 0
-    for _ in range(7):
+    for _ in range(4):
         _assert_same_gradients(plain, model, ids)
         assert type(model.noted) is float and model.noted == plain.noted and model.calls == plain.calls
 
@@ -206,7 +200,7 @@ def _assert_same_gradients(plain: nn.Module, fitted: nn.Module, *inputs: Tensor)
 
 
 class EachPlace(nn.Module):
-    """Goes one of 64 ways, by which places of a mask are set."""
+    """Goes one of 16 ways, by which places of a mask are set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -214,7 +208,7 @@ class EachPlace(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         x = torch.tanh(self.layer(x))
-        for place in range(6):
+        for place in range(4):
             if mask[place]:
                 x = x * 0.5
         return x
@@ -224,7 +218,7 @@ def test_a_branch_that_goes_many_ways_is_planned_in_subgraphs_from_some_way_on()
     torch.manual_seed(0)
     model, x = EachPlace(), torch.randn(3, 8)
     twin = copy.deepcopy(model)
-    masks = [torch.tensor([number >> place & 1 for place in range(6)]) for number in range(12)]
+    masks = [torch.tensor([number >> place & 1 for place in range(4)]) for number in range(10)]
     memfit.fit(model, (x, masks[0]), budget="1GiB", loss_fn=torch.sum, search_seconds=0.1)
     with notices() as told:
         for mask in [*masks, *masks]:
@@ -254,8 +248,7 @@ def test_a_condition_that_cannot_be_computed_raises_only_where_the_module_does()
     torch.manual_seed(0)
     model, x = Solving(), torch.randn(3, 8)
     memfit.fit(model, (x, torch.eye(2)), budget="1GiB", loss_fn=torch.sum, search_seconds=0.1)
-    planned = memfit.plan_of(model).planned
-    assert planned is not None and not planned.capture.subgraphs.breaks
+    assert not _breaks(model)
     with pytest.raises(torch.linalg.LinAlgError, match="not positive-definite"):
         model(x, -torch.eye(2))
     assert torch.equal(model(x, 2 * torch.eye(2)), 2 * torch.tanh(model.layer(x)))
@@ -310,9 +303,9 @@ NUMBERS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
 def test_sizes_that_are_constants_or_small_buffers_break_nothing(name: str) -> None:
     torch.manual_seed(0)
     model, x = NUMBERS[name]()
-    assert not capture_step(model, (x,), {}, loss_fn=torch.sum).subgraphs.breaks
     twin = copy.deepcopy(model)
     memfit.fit(model, (x,), budget="1GiB", loss_fn=torch.sum, search_seconds=0.1)
+    assert not _breaks(model)
     assert torch.equal(model(x), twin(x))
 
 
@@ -327,7 +320,7 @@ def test_a_broken_graph_goes_on_at_sizes_too() -> None:
             return self.second(self.recurrent(x)[0].permute(1, 2, 0))
 
     torch.manual_seed(0)
-    capture = capture_step(Broken(), (torch.randn(2, 4, 37),), {}, loss_fn=torch.sum)
+    capture = capture_step(Broken(), (torch.randn(2, 4, 13),), {}, loss_fn=torch.sum)
     assert capture.subgraphs.breaks and not capture.subgraphs.plain.modules
 
 
@@ -382,8 +375,8 @@ def test_a_branch_may_look_at_an_input_and_a_small_buffer() -> None:
     torch.manual_seed(0)
     model, x = Limited(), torch.randn(3, 8)
     twin = copy.deepcopy(model)
-    assert not capture_step(model, (x, FULL), {}, loss_fn=torch.sum).subgraphs.breaks
     memfit.fit(model, (x, FULL), budget="1GiB", loss_fn=torch.sum, search_seconds=0.1)
+    assert not _breaks(model)
     few = torch.tensor([1, 0, 0])
     for mask in (FULL, few, FULL, few):
         assert torch.equal(model(x, mask), twin(x, mask))

@@ -13,19 +13,24 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import memfit
-from memfit.capture.training_step import capture_step
 from memfit.capture.values.numpy_code import _ROUNDED_ONE_WAY
 
+
+def of_numbers(x: Tensor) -> Tensor:
+    """A root, a number, places, a range and an exponential."""
+    x = x / np.sqrt(x.shape[-1] + 3)
+    x = x * np.float32(0.3)
+    x = x[torch.as_tensor(np.arange(4))]
+    x = x * torch.as_tensor(np.arange(0.3, 1.0, 0.1)[5])
+    return x * float(np.exp(-0.3))
+
+
 FUNCTIONS: dict[str, tuple[bool, Callable[[Tensor], Tensor]]] = {
-    "root of a number": (True, lambda x: x / np.sqrt(x.shape[-1] + 3)),
-    "a number": (True, lambda x: x * np.float32(0.3)),
-    "places": (True, lambda x: x[torch.as_tensor(np.arange(4))]),
-    "a range of numbers": (True, lambda x: x * torch.as_tensor(np.arange(0.3, 1.0, 0.1)[5])),
+    "numbers": (True, of_numbers),
     "absolute values of complex numbers": (
         False,
         lambda x: x + torch.from_numpy(np.abs(x.detach().numpy().astype(np.complex64) * (1 + 2j))),
     ),
-    "exponential of a number": (True, lambda x: x * float(np.exp(-0.3))),
     "roots": (False, lambda x: x + torch.from_numpy(np.sqrt(np.abs(x.detach().numpy())))),
     "mean": (False, lambda x: x + torch.from_numpy(x.detach().numpy().mean(keepdims=True))),
     "deviation behind a break": (False, lambda x: broken(x) + torch.from_numpy(x.detach().numpy().std(0))),
@@ -76,13 +81,13 @@ def test_bits(name: str) -> None:
     whole, function = FUNCTIONS[name]
     model, x = With(function), torch.randn(33, 16)
     twin = copy.deepcopy(model)
-    assert (len(capture_step(model, (x,), {}, loss_fn=loss_of).subgraphs.subgraphs) == 1) is whole
-    memfit.fit(model, (x,), budget="1MiB", loss_fn=loss_of)
+    planned = memfit.plan_of(memfit.fit(model, (x,), budget="1MiB", loss_fn=loss_of)).planned
+    assert planned is not None and (len(planned.capture.subgraphs.subgraphs) == 1) is whole
     for each in (model, twin):
         loss_of(each(x)).backward()
-    for planned, plain in zip(model.parameters(), twin.parameters(), strict=True):
-        assert planned.grad is not None and plain.grad is not None
-        assert torch.equal(planned.grad, plain.grad)
+    for found, plain in zip(model.parameters(), twin.parameters(), strict=True):
+        assert found.grad is not None and plain.grad is not None
+        assert torch.equal(found.grad, plain.grad)
 
 
 def test_a_graph_that_was_not_planned_calls_numpy() -> None:

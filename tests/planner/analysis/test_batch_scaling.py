@@ -1,7 +1,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memfit.errors import SpecError
@@ -38,6 +38,7 @@ def at_batch(graph: StepGraph, batch: int) -> StepGraph:
 
 
 @given(step_graphs(), st.integers(1, 9), st.integers(1, 9), st.integers(1, 500))
+@settings(max_examples=40)
 def test_a_step_that_is_affine_in_the_batch_is_scaled_exactly(graph: StepGraph, a: int, b: int, batch: int) -> None:
     if a == b:
         return
@@ -51,6 +52,7 @@ def test_a_step_that_is_affine_in_the_batch_is_scaled_exactly(graph: StepGraph, 
 
 
 @given(step_graphs(), st.integers(1, 50))
+@settings(max_examples=40)
 def test_a_program_of_one_size_is_a_program_of_every_size(graph: StepGraph, batch: int) -> None:
     two, four = at_batch(graph, 2), at_batch(graph, 4)
     check(scaled(two, 2, four, 4, batch), plain_program(two))
@@ -67,6 +69,7 @@ def with_first(graph: StepGraph, *, nbytes: int, seconds: float) -> StepGraph:
 
 
 @given(step_graphs(), st.integers(0, 100), st.integers(0, 100), st.integers(1, 100))
+@settings(max_examples=40)
 def test_sizes_are_whole_and_never_negative(graph: StepGraph, small: int, large: int, batch: int) -> None:
     found = scaled(
         with_first(graph, nbytes=small, seconds=small), 3, with_first(graph, nbytes=large, seconds=large), 7, batch
@@ -78,6 +81,7 @@ def test_sizes_are_whole_and_never_negative(graph: StepGraph, small: int, large:
 
 
 @given(step_graphs())
+@settings(max_examples=40)
 def test_only_one_graph_at_two_batch_sizes_can_be_scaled(graph: StepGraph) -> None:
     with pytest.raises(SpecError, match="two different batch sizes"):
         scaled(graph, 2, graph, 2, 8)

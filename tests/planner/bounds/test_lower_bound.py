@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memfit.ir.graph import Op, Phase, StepGraph, Storage, StorageKind, Variant
@@ -55,6 +55,7 @@ def in_slices(draw: st.DrawFn) -> tuple[StepGraph, list[int]]:
 
 
 @given(st.one_of(in_place(), in_slices()))
+@settings(max_examples=40)
 def test_no_program_is_quicker(case: tuple[StepGraph, list[int]]) -> None:
     graph, order = case
     program = program_within(graph, order)
@@ -64,6 +65,7 @@ def test_no_program_is_quicker(case: tuple[StepGraph, list[int]]) -> None:
 
 
 @given(in_place())
+@settings(max_examples=40)
 def test_what_nothing_reads_later_is_written_over_at_its_price(case: tuple[StepGraph, list[int]]) -> None:
     graph, _ = case
     timeline = simulate(graph, program_within(graph, range(len(graph.ops))))

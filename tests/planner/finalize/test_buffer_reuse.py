@@ -17,7 +17,7 @@ from tests.sim.machine import run_on_machine
 
 
 @given(sliced_steps_and_orders())
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_the_values_stay_and_the_peak_and_the_time_do_not_rise(case: tuple[StepGraph, list[int]]) -> None:
     graph, order = case
     program = program_of(graph, order)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memfit.errors import BudgetError, ProgramError
@@ -117,6 +117,7 @@ def test_only_in_chunks_does_an_op_that_can_be_chunked_write_over_its_operand() 
 
 
 @given(sliced_steps_and_orders(), st.sampled_from([0, 100, 300, 10_000]))
+@settings(max_examples=40)
 def test_ops_run_as_one_where_that_is_quicker(case: tuple[StepGraph, list[int]], more: int) -> None:
     graph, order = case
     lean = leanest(graph)

@@ -71,8 +71,7 @@ def again(made: dict[int, Made]) -> float:
     return sum(one.planned.timeline.recompute_seconds for one in made.values())
 
 
-@pytest.mark.parametrize("in_flight", [2, 3, 4])
-@pytest.mark.parametrize("share", [0.9, 0.7, 0.55])
+@pytest.mark.parametrize(("in_flight", "share"), [(2, 0.9), (3, 0.7), (4, 0.55)])
 def test_micro_batches_of_a_stage_share_its_budget(in_flight: int, share: float) -> None:
     schedule, graphs = gpipe(1, in_flight), [stage_of(12, received_bytes=_RECEIVED)]
     lean = always(schedule, graphs)
@@ -86,8 +85,8 @@ def test_micro_batches_of_a_stage_share_its_budget(in_flight: int, share: float)
 
 @settings(max_examples=10, deadline=None)
 @given(
-    lengths=st.lists(st.integers(2, 8), min_size=2, max_size=3),
-    microbatches=st.integers(1, 4),
+    lengths=st.lists(st.integers(2, 5), min_size=2, max_size=3),
+    microbatches=st.integers(1, 3),
     share=st.floats(0.5, 1.1),
     fills=st.booleans(),
 )

@@ -76,7 +76,9 @@ def failing(call: Callable[..., int], error: int, *, after: int = 0) -> Callable
 
 
 @pytest.mark.usefixtures("small_disk")
-def test_a_disk_that_fails(same_step: SameStep, spaces: list[DiskSpace], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails_or_moves_less(
+    same_step: SameStep, spaces: list[DiskSpace], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, twin = fitted()
     for call, after in itertools.product(("pwrite", "preadv"), (0, 3)):
         model.zero_grad()
@@ -89,11 +91,7 @@ def test_a_disk_that_fails(same_step: SameStep, spaces: list[DiskSpace], monkeyp
         twin.load_state_dict(model.state_dict())
         same_step(model, twin, step)
         assert spaces and all(space.reserved_bytes == 0 for space in spaces)
-
-
-@pytest.mark.usefixtures("small_disk")
-def test_short_transfers_are_completed(same_step: SameStep, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, twin = fitted()
+    # Short transfers are completed.
     write, read = os.pwrite, os.preadv
     monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: write(fd, data[:SLOT_ALIGNMENT], offset))
     monkeypatch.setattr(os, "preadv", lambda fd, parts, offset: read(fd, [parts[0][:SLOT_ALIGNMENT]], offset))
