@@ -15,8 +15,9 @@ from hypothesis import HealthCheck, settings
 
 from benchmarks.notices import notices
 
-# A busy machine is no bug: examples may be slow, only the time of a whole test is limited (pyproject.toml).
-settings.register_profile("memfit", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# A busy machine is no bug: examples may be slow, only the time of a whole test is limited (pyproject.toml). Tests whose
+# examples are quick ask for more of them.
+settings.register_profile("memfit", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("memfit")
 
 # Measured costs belong to the tests, not to the user who runs them; all workers share them.
