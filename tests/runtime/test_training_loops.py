@@ -97,3 +97,23 @@ def test_passes_of_other_sizes_run_with_the_least_too(told: list[str]) -> None:
         assert p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad)
     assert peaks[-1] < 0.6 * peaks[0]
     assert [text for text in told if "the least that works for each" in text]
+
+
+def test_what_the_loss_of_each_pass_saves_counts() -> None:
+    """The loss of the first pass is there while the second pass runs."""
+
+    def saving(output: torch.Tensor) -> torch.Tensor:
+        return output.sigmoid().tanh().exp().sigmoid().mean()
+
+    def step_of(model: nn.Module) -> int:
+        model.zero_grad()
+        with LiveBytes() as counter:
+            torch.stack([saving(model(X + number)) for number in range(PASSES)]).sum().backward()
+        return counter.peak
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh())
+    static = sum(p.nbytes for p in model.parameters()) + X.nbytes
+    budget = int(0.95 * (static + step_of(model)))
+    memfit.fit(model, (X,), budget=budget, loss_fn=saving, search_seconds=0.05)
+    assert static + [step_of(model) for _ in range(3)][-1] <= memfit.plan_of(model).budget_bytes == budget

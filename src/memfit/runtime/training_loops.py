@@ -264,11 +264,15 @@ def _in_autocast_region() -> bool:
 
 
 def held_bytes(plan: Plan) -> int:
-    """Bytes that a planned pass holds between its forward and its backward pass, inputs and results included."""
+    """Bytes that a planned pass holds between its forward and its backward pass: inputs, results and its loss included.
+
+    Whether the loop computes a loss for each pass, or one for all, is not known; the former takes more.
+    """
     assert plan.planned is not None
     graph, capture = plan.planned.graph, plan.planned.capture
     made_bytes = simulate(graph, plan.program).forward_end_bytes - graph.static_bytes
-    return max(0, made_bytes) + capture.input_bytes + capture.between_bytes
+    saved_bytes = 0 if capture.loss is None else capture.loss.saved_bytes
+    return max(0, made_bytes) + capture.input_bytes + capture.between_bytes + saved_bytes
 
 
 def _gradient_bytes(plan: Plan) -> int:

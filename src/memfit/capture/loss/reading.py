@@ -47,6 +47,7 @@ class LossReading:
         receives_gradient: for each tensor leaf of the output, or each receiver, whether the loss's gradient reaches it.
         transient_bytes: peak of the loss and its backward pass beyond the outputs, their gradients and the held bytes.
         held_bytes: bytes that the loss holds from then on until the step ends.
+        saved_bytes: bytes that the loss and its autograd graph hold until its backward pass begins.
         kept_bytes: bytes that the loss keeps beyond the step, so that a later step begins with them.
         output_bytes: bytes of the outputs.
         shapes: shapes of the outputs.
@@ -58,6 +59,7 @@ class LossReading:
     transient_bytes: int
     output_bytes: int = 0
     held_bytes: int = 0
+    saved_bytes: int = 0
     kept_bytes: int = 0
     shapes: tuple[tuple[int, ...], ...] = ()
     gradient_strides: tuple[Strides | None, ...] = ()
@@ -89,13 +91,15 @@ class AssumedLoss:
         tensors = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
         reached = {id(t) for t in self.reached(output)}
         nbytes = sum(t.numel() * t.element_size() for t in tensors)
-        transient = nbytes
+        transient = saved = nbytes
         if self.before is not None and self.before.output_bytes:
             transient = -(-self.before.transient_bytes * nbytes // self.before.output_bytes)
+            saved = -(-self.before.saved_bytes * nbytes // self.before.output_bytes)
         shapes = tuple(tuple(t.shape) for t in tensors)
         return LossReading(
             receives_gradient=tuple(id(t) in reached for t in tensors),
             transient_bytes=transient,
+            saved_bytes=saved,
             output_bytes=nbytes,
             shapes=shapes,
             gradient_strides=self._strides(shapes),
@@ -245,6 +249,7 @@ def read_loss(
                 "the loss does not depend on the model's output by differentiable operations, so there is nothing to "
                 f"train; is something detached, or under no_grad ({loss_place(loss_fn)})?"
             )
+        saved_bytes = counter.live
         beyond = leaves_behind([loss])
         with backward_region():
             gradients = _gradients(loss, differentiable, twins)
@@ -266,6 +271,7 @@ def read_loss(
         receives_gradient=tuple(id(t) in lying for t in tensors),
         transient_bytes=max(0, peak - sum(tangents.values()) - held),
         held_bytes=held,
+        saved_bytes=saved_bytes,
         kept_bytes=kept,
         output_bytes=sum(t.numel() * t.element_size() for t in tensors),
         shapes=tuple(tuple(t.shape) for t in tensors),
