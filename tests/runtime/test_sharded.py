@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import memfit
+from benchmarks.notices import notices
 from memfit.errors import BudgetError, CaptureError, PipelineError, PlanMismatchError
 from tests.processes import run
 
@@ -109,6 +110,8 @@ def fits(rank: int, world: int, shard: Callable[[Stack], None]) -> None:
     shard(plain)
     shard(fitted)
     x = data(rank)
+    ample = memfit.plan(fitted, (x,), budget="2GiB", loss_fn=loss_fn, search_seconds=0.1)
+    assert ample.measured_peak_bytes == pytest.approx(ample.predicted.peak_bytes, rel=0.02)
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (plain, fitted)]
     trained = {name: p for name, p in fitted.named_parameters() if p.requires_grad}
     state_bytes = sum(2 * held(p).nbytes + 4 for p in trained.values())  # two averages of each shard, and a count
@@ -230,3 +233,44 @@ def test_a_step_that_cannot_be_planned_runs_plainly_from_shards(tmp_path: Path) 
 
 def test_what_one_process_cannot_do_none_does(tmp_path: Path) -> None:
     run(refuses_together, 2, tmp_path)
+
+
+class Features(nn.Module):
+    """Returns features as well, which are large, so that the forward pass takes the most memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.tanh(self.layer(x))
+        return y, torch.cat([y.detach()] * 64, 1).exp() + 1
+
+
+def first_output(output: tuple[Tensor, Tensor]) -> Tensor:
+    return output[0].square().mean()
+
+
+def holds_outputs_on_one(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    model, x = Features(), torch.randn(256, 16)
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model)
+    options: Any = {"loss_fn": first_output, "search_seconds": 0.1, "prove": False}
+    budget = memfit.plan(model, (x,), budget="1GiB", **options).predicted.peak_bytes
+    memfit.fit(model, (x,), budget=budget, **options)
+    plan, output = memfit.plan_of(model), None
+    with notices() as texts:
+        for _ in range(3):
+            model.zero_grad()
+            output = model(x)
+            first_output(output).backward()
+            output = output if rank == 0 else None
+    assert memfit.plan_of(model) is plan
+    assert everywhere(sum("still holds" in text for text in texts)) == [1, 0]
+
+
+def test_a_process_that_holds_outputs_alone_does_not_plan_alone(tmp_path: Path) -> None:
+    """It would wait for the others forever."""
+    run(holds_outputs_on_one, 2, tmp_path)

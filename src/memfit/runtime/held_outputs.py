@@ -9,7 +9,9 @@ before its backward pass then takes more than the budget.
 are alive. Where the plan has no room for these, the step is planned again with room (`Request.beside_bytes`), as much
 as its peak before the backward pass demands.
 
-Known limits: only outputs of the module are seen, not what a loss made of them. Later calls are not looked at.
+Known limits: only outputs of the module are seen, not what a loss made of them. Later calls are not looked at, and
+their outputs are not remembered. A sharded module is not planned again, because all its processes would have to plan at
+the same step, and each may hold something else; a notice tells it.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memfit.capture.allocation_tracker import parts_of
-from memfit.capture.distributed.fsdp import local
+from memfit.capture.distributed.fsdp import is_sharded, local
 from memfit.capture.subgraphs import tensors_in
 from memfit.capture.training_step import device_of
 from memfit.compiler.plan import Plan
@@ -125,16 +127,21 @@ class HeldOutputs:
         most = before.with_most_of(now)
         if most == before or plan is None:
             return False
-        self.held[key] = most
+        alone = not is_sharded(model)
+        if alone:
+            self.held[key] = most
         if most.missing_bytes(plan) <= 0:
             return False
+        if not alone:
+            self.looked[key] = _LOOKED_AT  # it is told once
         log.warning(
             "the loop still holds %s of outputs of the previous forward pass of %s when the next begins (a variable "
-            "refers to them): it is planned again with room for these; `del` them after backward() to get it back",
+            "refers to them): %s; `del` them after backward()",
             format_bytes(most.nbytes),
             type(model).__name__,
+            "it is planned again with room for these" if alone else "its steps may take that much above the budget",
         )
-        return True
+        return alone
 
     def plan(self, key: Signature, planned: Callable[[int], Plan]) -> Plan:
         """A plan with room for what the loop holds.

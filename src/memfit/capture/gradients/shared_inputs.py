@@ -8,10 +8,11 @@ engine adds this sum to the gradient from later code: c + (b + a) instead of (c 
 input, and the engine adds up the gradients of these edges in their order, which is eager's order. No op of the graph
 uses the repeated inputs; the sum that AOTAutograd traced is split, and each term is the gradient of one of the
 repetitions. AOTAutograd marks the additions of the engine, and Dynamo's fake tensors tell their number. The terms take
-more memory than their sum, because each term lives until the backward pass of the subgraph ends. So where no other
-code of the module uses an input, its sum stays. Code that memfit does not see may use the input: another pass of the
-module, or a penalty on its parameters. Once a loop is seen to do so (`memfit.runtime.forward_passes`), all sums are
-split.
+more memory than their sum, because each term lives until the backward pass of the subgraph ends. So where no other code
+of the module uses an input, its sum stays. Where only earlier code uses it too, the sum would round as in eager, but it
+could not be told from a sum to which code outside of the module added, so it is split. Code that memfit does not see
+may use the input: another pass of the module, or a penalty on its parameters. Once a loop is seen to do so
+(`memfit.runtime.forward_passes`), all sums are split.
 
 Known limits: an input that the graph overwrites keeps its sum, and so does an input that is used inside a higher-order
 call, because its uses cannot be counted. The proof compares the bits.
