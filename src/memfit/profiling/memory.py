@@ -18,9 +18,11 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._C._profiler import _EventType
 from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
@@ -129,7 +131,11 @@ def _compilations() -> int:
 
 
 def allocation_peak(run: Callable[[], object]) -> int:
-    """Highest sum of CPU allocations minus frees while `run` runs, in bytes."""
+    """Highest sum of the CPU allocations of `run` minus their frees, in bytes.
+
+    Memory that was there before does not count, nor do its frees: the allocator knows the size of such a block only if
+    another profiler ran when the block was allocated, so the result would depend on earlier measurements.
+    """
     if torch._C._autograd._profiler_enabled():
         # The program is being profiled, and profilers do not nest: count storages, without workspace.
         with LiveBytes("cpu") as counter:
@@ -138,13 +144,30 @@ def allocation_peak(run: Callable[[], object]) -> int:
     quiet_profiler()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False) as recorded:
         run()
+    events = sorted(_allocations(recorded.profiler.kineto_results), key=lambda event: event.start_time_ns)
+    allocated: set[int] = set()
     live = peak = 0
-    results = recorded.profiler.kineto_results
-    events = [e for e in results.events() if e.name() == "[memory]"]
     for event in events:
-        live += event.nbytes()
+        block = event.extra_fields
+        if block.alloc_size > 0:
+            allocated.add(block.ptr)
+        elif block.ptr in allocated:
+            allocated.remove(block.ptr)
+        else:
+            continue
+        live += block.alloc_size
         peak = max(peak, live)
     return peak
+
+
+def _allocations(results: Any) -> Iterator[Any]:
+    """The allocations and frees of a profile, with their addresses."""
+    waiting = list(reversed(results.experimental_event_tree()))
+    while waiting:
+        event = waiting.pop()
+        waiting.extend(reversed(event.children))
+        if event.tag == _EventType.Allocation and event.extra_fields.device.type == "cpu":
+            yield event
 
 
 @contextlib.contextmanager
