@@ -24,7 +24,7 @@ settings.load_profile("memfit")
 os.environ["MEMFIT_CACHE"] = str(Path(tempfile.gettempdir()) / f"memfit-tests-{os.getuid()}")
 
 # Most tests are about any plan; how good plans are is tested in tests/planner and measured in benchmarks.
-os.environ["MEMFIT_SEARCH_SECONDS"] = "0.25"
+os.environ["MEMFIT_SEARCH_SECONDS"] = "0.1"
 
 # The same for Dynamo, which looks for garbage after each graph; it reads this when it is imported.
 os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
