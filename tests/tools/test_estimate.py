@@ -147,6 +147,32 @@ class Unpooled(nn.Module):
         return nn.functional.max_unpool1d(pooled, places, 2) * bags.mean()
 
 
+class Rays(nn.Module):
+    """Gradients of products look at values, and two views of gradients meet, which autograd adds up in new memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.density, self.colour = nn.Linear(16, 64), nn.Linear(64, 1), nn.Linear(64, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.layer(x).relu()
+        passing = torch.exp(-self.density(hidden)[..., 0].relu()).cumprod(-1)
+        return (passing[..., None] * self.colour(hidden)).sum(1)
+
+
+class Extremes(nn.Module):
+    """Their gradients look at values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.layer(x)
+        picked = hidden.take(torch.arange(50)).sum()
+        return hidden.prod(-1) * hidden.T.max() + hidden.median() * picked
+
+
 PLAIN: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
     "a local variable": lambda: (Local(), torch.randn(32, 64)),
     "sizes from values": lambda: (Valued(), torch.randn(48, 64)),
@@ -165,6 +191,8 @@ PLAIN: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
     ),
     "a fused layer": lambda: (Recurrent(), torch.randn(4, 12, 16)),
     "kernels that read places": lambda: (Unpooled(), torch.randn(64, 4, 16)),
+    "gradients of rays": lambda: (Rays(), torch.randn(16, 24, 16)),
+    "gradients of extremes": lambda: (Extremes(), torch.randn(64, 16)),
     "an encoder": lambda: (nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), torch.randn(4, 24, 32)),
 }
 

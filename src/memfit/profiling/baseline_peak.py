@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from memfit.capture.eager.fake_kernels import rules_of_kernels
 from memfit.capture.eager.fake_strides import strides_of_kernels
+from memfit.capture.eager.no_decomposition import gradients_of_eager
 from memfit.capture.loss.memory import LossBytes
 from memfit.capture.loss.reading import LossFunction, backward_of
 from memfit.capture.state.detached_inputs import detached
@@ -37,7 +38,9 @@ __all__ = ["counted_step"]
 
 log = logging.getLogger(__name__)
 
-_IN_PLACE = frozenset((torch.ops.aten.add.Tensor, torch.ops.aten.scatter.src, torch.ops.aten.scatter_add.default))
+_aten = torch.ops.aten
+
+_IN_PLACE = frozenset((_aten.add.Tensor, _aten.scatter.src, _aten.scatter_add.default, _aten.put.default))
 """Calls that gradient computation makes under a dispatch mode, and runs in place over the first operand without one."""
 
 
@@ -64,7 +67,12 @@ def counted_step(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     held = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     try:
-        with preserved(model, args, kwargs, loss_fn, values=False), rules_of_kernels(), strides_of_kernels():
+        with (
+            preserved(model, args, kwargs, loss_fn, values=False),
+            rules_of_kernels(),
+            strides_of_kernels(),
+            gradients_of_eager(),
+        ):
             fakes: dict[str, torch.Tensor] = {name: mode.from_tensor(tensor) for name, tensor in held.items()}
             for name, tensor in held.items():
                 if tensor.grad is not None:
@@ -134,12 +142,13 @@ def _is_in_place(func: Any, args: Sequence[Any]) -> bool:
     """Whether autograd writes over the first operand if no mode is active: it adds up and scatters gradients in place.
 
     If another reference holds that operand, the autograd engine does not add in place, and the next op shows that. A
-    formula of autograd that adds two tensors of one shape looks the same, but few formulas do.
+    view shares its storage with its base, so the engine does not add into a view. A formula of autograd that adds two
+    tensors of one shape looks the same, but few formulas do.
     """
     if func not in _IN_PLACE or torch._C._current_graph_task_id() == -1:
         return False
     one, other = args[0], args[1]
-    if func is not torch.ops.aten.add.Tensor:
+    if func is not _aten.add.Tensor:
         return True
     alike = isinstance(other, torch.Tensor) and one.shape == other.shape and one.dtype == other.dtype
-    return alike and any(torch.ops.aten.is_non_overlapping_and_dense.default(t) for t in (one, other))
+    return alike and any(_aten.is_non_overlapping_and_dense.default(t) and not t._is_view() for t in (one, other))

@@ -53,6 +53,7 @@ _TAKING_INDICES = {
 }
 """More ops that can run with zeros for integers: indices along an axis, classes, or plain numbers."""
 
+_KNOWN = ("aten", "memfit")
 _FEW, _MORE = 2, 4
 _MOST_FLOPS = 2e11
 _MOST_BYTES = 1 << 30
@@ -74,8 +75,8 @@ class SampledWorkspace:
         return self._asked(cost_key(call), call.target, values, {}, flops_of(call), call.meta.get("val"))
 
     def of_values(self, target: object, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
-        """Workspace bytes of any op of torch's own, called with fake tensors."""
-        if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or target.is_view:
+        """Workspace bytes of an op of torch's or memfit's own, called with fake tensors."""
+        if not isinstance(target, torch._ops.OpOverload) or target.namespace not in _KNOWN or target.is_view:
             return 0
         key = f"{target}({','.join(_described(v) for v in (*args, *kwargs.items()))})"
         return self._asked(key, target, tuple(args), kwargs, flops_of_values(target, args, kwargs, result), result)

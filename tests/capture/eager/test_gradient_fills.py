@@ -30,10 +30,10 @@ SELECTING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "masked_fill": lambda a, b: a.masked_fill(b > 0, 0.5) * b,
 }
 
-KNOWN = {"max", "min", "median", "nanmedian", "masked_select"}
-"""Of all elements, or of as many as a mask has: their gradients are contiguous in eager, whatever the data."""
+KNOWN = {"masked_select"}
+"""Its gradient is contiguous in eager, whatever the data."""
 
-ELSEWHERE = {"prod", "masked_fill"}
+ELSEWHERE = {"prod", "max", "min", "median", "nanmedian", "masked_fill"}
 """They are ops of their own in a trace; see test_gradients_on_values.py and test_masked_fills.py."""
 
 

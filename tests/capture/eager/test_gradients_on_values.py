@@ -1,4 +1,4 @@
-"""Products have eager's gradients, whether a factor is zero or not."""
+"""Products and extremes have eager's gradients, whether a factor is zero or not and however many elements are equal."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import memfit
+import memfit.capture.eager.gradients_on_values  # registers the ops
 from memfit.bits import same_bits
 
 
@@ -34,8 +36,15 @@ class Product(nn.Module):
         lambda h: h.where(h > 0.1, 0).prod(),
         lambda h: h.where(h > 0.1, 0).prod(-1),
         lambda h: h.where(h > 0.1, 0).T.cumprod(-2),
+        lambda h: h.max() * h,
+        lambda h: h.T.max() + h.transpose(0, 1).relu().min(),
+        lambda h: h.unflatten(1, (3, 4)).movedim(1, 0).median() * h,
+        lambda h: h.where(h > 0.1, torch.nan).T.nanmedian() * h,
     ],
-    ids=["all", "axis", "transposed", "wider", "running", "all, zeros", "axis, zeros", "running, zeros"],
+    ids=[
+        *("all", "axis", "transposed", "wider", "running", "all, zeros", "axis, zeros", "running, zeros"),
+        *("maximum", "permuted, equal", "permuted median", "median without NaN"),
+    ],
 )
 def test_bits_of_eager(product: Callable[[Tensor], Tensor]) -> None:
     torch.manual_seed(1)
@@ -46,3 +55,19 @@ def test_bits_of_eager(product: Callable[[Tensor], Tensor]) -> None:
         model(x).square().mean().backward()
     for p, q in zip(plain.parameters(), fitted.parameters(), strict=True):
         assert p.grad is not None and q.grad is not None and same_bits(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("name", ["prod", "max", "min", "median", "nanmedian"])
+def test_gradients_lie_as_in_eager(name: str) -> None:
+    """Of permuted data with equal elements, on real tensors and on fake ones."""
+    data = torch.randint(1, 3, (4, 5, 6)).double().permute(2, 0, 1).requires_grad_()
+    result = getattr(torch, name)(data)
+    (eager,) = torch.autograd.grad(result, data, torch.tensor(3.0, dtype=torch.float64))
+    op = getattr(torch.ops.memfit, f"{name}_gradient")
+    operands = (torch.tensor(3.0, dtype=torch.float64), data.detach(), result.detach())
+    more = (None,) if name == "prod" else ()
+    made = op(*operands, *more)
+    assert same_bits(made, eager) and made.stride() == eager.stride()
+    mode = FakeTensorMode()
+    fake = op(*(mode.from_tensor(operand) for operand in operands), *more)
+    assert fake.stride() == eager.stride() and fake.dtype == eager.dtype

@@ -1,14 +1,15 @@
 """Computes gradients whose formula looks at values by eager's own formula, while a graph is made.
 
-Eager autograd divides a product by its factors if none of them is zero, and uses a longer formula if one is. For fake
-tensors, which have no values, autograd always uses a longer formula, which has different bits and takes more memory. So
-here the gradients of `prod` and `cumprod` are separate ops, whose kernels call autograd on the real tensors.
+Eager autograd divides a product by its factors if none of them is zero, and uses a longer formula if one is; it shares
+the gradient of a maximum among the elements that are equal to it, and asks first whether the maximum is NaN. For fake
+tensors, which have no values, autograd always uses a longer formula, which has other bits or another layout and takes
+other memory. So here these gradients are separate ops, whose kernels call autograd on the real tensors.
 
 *Idea*: ours; the ops are those whose backward formulas in PyTorch check whether a tensor is a subclass and then compute
-differently (`prod_backward` and `cumprod_backward` of its `FunctionsManual.cpp`).
+differently (`prod_backward`, `cumprod_backward` and `evenly_distribute_backward` of its `FunctionsManual.cpp`).
 
-Known limits: the kernel recomputes the forward result, since autograd accepts no other. Gradients have the layout of
-the data, while eager's longer formula makes contiguous ones. Second derivatives are not available.
+Known limits: the kernel recomputes the forward result, since autograd accepts no other. Gradients of products have the
+layout of the data, while eager's longer formula makes contiguous ones. Second derivatives are not available.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from torch._C import DispatchKey
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from memfit.capture.eager.python_kernels import kernels_in_place
 
@@ -39,32 +41,51 @@ def asking_autograd() -> Iterator[None]:
         yield
 
 
-def _gradient_of(forward: torch._ops.OpOverload, name: str, settings: str) -> torch._ops.OpOverload:
-    """Defines the op for the gradient of a forward op, which takes the data and these settings."""
+def _gradient_of(
+    forward: torch._ops.OpOverload, name: str, settings: str = "", *, has_data_layout: bool = True
+) -> torch._ops.OpOverload:
+    """Defines the op for the gradient of a forward op.
+
+    Args:
+        forward: takes the data and settings.
+        name: of the op.
+        settings: the schema of the forward op's settings.
+        has_data_layout: whether the gradient lies as the data does, and not contiguous, if kernels run on a CPU.
+    """
 
     def kernel(gradient: torch.Tensor, data: torch.Tensor, result: torch.Tensor, *more: Any) -> torch.Tensor:
-        with asking_autograd():
-            leaf = data.detach().requires_grad_()
-            (made,) = torch.autograd.grad(_called(forward, leaf, more), leaf, gradient)
-        wanted = torch.empty_like(data)
-        return made if made.stride() == wanted.stride() else wanted.copy_(made)
+        leaf = data.detach().requires_grad_()
+
+        def pack(saved: torch.Tensor) -> torch.Tensor | None:
+            return saved if saved.data_ptr() == leaf.data_ptr() else None
+
+        # The recomputed result is freed at once: the formula reads the one that is there.
+        with asking_autograd(), saved_tensors_hooks(pack, lambda kept: result if kept is None else kept):
+            made = get_gradient_edge(_called(forward, leaf, more))
+            (found,) = torch.autograd.grad((made,), leaf, gradient)
+        wanted = fake(gradient, data, result, *more)
+        return found if found.stride() == wanted.stride() else wanted.copy_(found)
 
     def fake(gradient: torch.Tensor, data: torch.Tensor, result: torch.Tensor, *more: Any) -> torch.Tensor:
-        return torch.empty_like(data)
+        as_data = has_data_layout or data.device.type == "cuda"
+        return torch.empty_like(data) if as_data else data.new_empty(data.shape)
 
-    _LIBRARY.define(f"{name}(Tensor gradient, Tensor data, Tensor result, {settings}) -> Tensor")
+    _LIBRARY.define(f"{name}(Tensor gradient, Tensor data, Tensor result{settings and ', '}{settings}) -> Tensor")
     _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"memfit::{name}", fake, lib=_LIBRARY)
-    made: torch._ops.OpOverload = getattr(torch.ops.memfit, name).default
-    return made
+    op: torch._ops.OpOverload = getattr(torch.ops.memfit, name).default
+    return op
 
 
 def _called(forward: torch._ops.OpOverload, data: torch.Tensor, settings: tuple[Any, ...]) -> torch.Tensor:
-    """The forward op's result; its last setting, the dtype of the result, is passed by keyword."""
+    """The forward op's result; if the op has a dtype, it is the last setting and is passed by keyword."""
+    if forward not in _DTYPED:
+        return forward(data, *settings)  # type: ignore[no-any-return]
     *places, dtype = settings
-    made: torch.Tensor = forward(data, *places, dtype=dtype)
-    return made
+    return forward(data, *places, dtype=dtype)  # type: ignore[no-any-return]
 
+
+_DTYPED = frozenset((_aten.prod.default, _aten.prod.dim_int, _aten.cumprod.default))
 
 _GRADIENTS = {
     _aten.prod.default: _gradient_of(_aten.prod.default, "prod_gradient", "ScalarType? dtype"),
@@ -72,6 +93,14 @@ _GRADIENTS = {
         _aten.prod.dim_int, "prod_along_gradient", "int dim, bool keepdim, ScalarType? dtype"
     ),
     _aten.cumprod.default: _gradient_of(_aten.cumprod.default, "cumprod_gradient", "int dim, ScalarType? dtype"),
+} | {
+    forward: _gradient_of(forward, f"{name}_gradient", has_data_layout=False)
+    for name, forward in (
+        ("max", _aten.max.default),
+        ("min", _aten.min.default),
+        ("median", _aten.median.default),
+        ("nanmedian", _aten.nanmedian.default),
+    )
 }
 """The gradient op of each forward op."""
 
@@ -93,15 +122,18 @@ class _Recorded(torch.autograd.Function):
 
 
 def gradients_on_values() -> AbstractContextManager[None]:
-    """While active, `prod` and `cumprod` are recorded with gradients that look at values as in eager mode."""
+    """While active, these ops are recorded with gradients that look at values as in eager mode."""
     return kernels_in_place({forward: _recorded(forward) for forward in _GRADIENTS}, DispatchKey.Autograd)
 
 
 def _recorded(forward: torch._ops.OpOverload) -> Callable[..., torch.Tensor]:
-    defaults = [argument.default_value for argument in forward._schema.arguments[1:-1]]
+    defaults = [argument.default_value for argument in forward._schema.arguments[1:] if argument.name != "dtype"]
 
     def recorded(data: torch.Tensor, *places: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
-        made: torch.Tensor = _Recorded.apply(data, forward, (*places, *defaults[len(places) :], dtype))
+        settings = (*places, *defaults[len(places) :])
+        if forward in _DTYPED:
+            settings = (*settings, dtype)
+        made: torch.Tensor = _Recorded.apply(data, forward, settings)
         return made
 
     return recorded

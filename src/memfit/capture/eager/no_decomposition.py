@@ -16,7 +16,7 @@ too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 
@@ -24,6 +24,7 @@ import torch
 import torch._decomp
 import torch._refs
 from torch._C import DispatchKey
+from torch._dispatch.python import enable_python_dispatcher
 
 from memfit.capture.eager.backward_autocast import traced_backward
 from memfit.capture.eager.composites import composites_of_eager
@@ -32,10 +33,10 @@ from memfit.capture.eager.fake_strides import strides_of_kernels
 from memfit.capture.eager.gradient_fills import fills_in_gradients
 from memfit.capture.eager.gradients_on_values import gradients_on_values
 from memfit.capture.eager.masked_fills import masked_fills_of_eager
-from memfit.capture.eager.quantiles import quantiles_of_eager
+from memfit.capture.eager.quantiles import no_quantiles, quantiles_of_eager
 from memfit.capture.eager.random_fills import draws_kept, filled_as_in_eager
 
-__all__ = ["as_in_eager"]
+__all__ = ["as_in_eager", "gradients_of_eager"]
 
 _KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
@@ -69,20 +70,42 @@ _CONTEXTS = (
 @contextmanager
 def as_in_eager() -> Iterator[None]:
     """While active, calls are traced as the kernels that eager PyTorch runs."""
+    with _without_python_kernels(_NEEDED), ExitStack() as around:
+        for context in _CONTEXTS:
+            around.enter_context(context())
+        yield
+
+
+@contextmanager
+def gradients_of_eager() -> Iterator[None]:
+    """While active, calls on fake tensors take as much memory as in eager mode, also for gradients, outside of a trace.
+
+    Calls whose memory depends on values raise NotImplementedError.
+    """
+    with (
+        enable_python_dispatcher(),
+        _without_python_kernels(frozenset()),
+        gradients_on_values(),
+        no_quantiles(),
+        masked_fills_of_eager(),
+    ):
+        yield
+
+
+@contextmanager
+def _without_python_kernels(needed: Set[str]) -> Iterator[None]:
+    """While active, torch's own ops have no Python kernels, except for the needed ones."""
     aside = [
         (overload, key, overload.py_kernels.pop(key))
         for overload in _overloads(_how_many_known())
-        if overload.py_kernels
+        if overload.py_kernels and overload.overloadpacket.__name__ not in needed
         for key in _KEYS
         if key in overload.py_kernels
     ]
     for overload, _, _ in aside:
         overload._dispatch_cache.clear()
     try:
-        with ExitStack() as around:
-            for context in _CONTEXTS:
-                around.enter_context(context())
-            yield
+        yield
     finally:
         for overload, key, kernel in aside:
             overload.py_kernels[key] = kernel
@@ -101,7 +124,7 @@ def _overloads(known: int) -> tuple[torch._ops.OpOverload, ...]:
     return tuple(
         overload
         for packet in list(vars(torch.ops.aten).values())
-        if isinstance(packet, torch._ops.OpOverloadPacket) and packet.__name__ not in _NEEDED
+        if isinstance(packet, torch._ops.OpOverloadPacket)
         for overload in list(vars(packet).values())
         if isinstance(overload, torch._ops.OpOverload)
     )

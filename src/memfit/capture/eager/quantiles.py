@@ -23,7 +23,7 @@ from torch._C import DispatchKey
 from memfit.capture.eager.gradients_on_values import asking_autograd
 from memfit.capture.eager.python_kernels import kernels_in_place
 
-__all__ = ["quantiles_of_eager"]
+__all__ = ["no_quantiles", "quantiles_of_eager"]
 
 _aten = torch.ops.aten
 _KEY = DispatchKey.CompositeImplicitAutograd
@@ -91,6 +91,16 @@ def quantiles_of_eager() -> AbstractContextManager[None]:
     for packet in (_aten.quantile, _aten.nanquantile):
         kernels |= {packet.default: _recorded(packet.default), packet.scalar: _recorded(packet.scalar)}
     return kernels_in_place(kernels, _KEY)
+
+
+def no_quantiles() -> AbstractContextManager[None]:
+    """While active, quantiles raise: PyTorch sorts fake tensors, which takes more memory than its partial sorting."""
+    packets = (_aten.quantile, _aten.nanquantile)
+    return kernels_in_place(dict.fromkeys((op for p in packets for op in (p.default, p.scalar)), _unknown), _KEY)
+
+
+def _unknown(*_: Any, **__: Any) -> None:
+    raise NotImplementedError("a quantile looks at values")
 
 
 def _recorded(called: torch._ops.OpOverload) -> Callable[..., torch.Tensor]:
