@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.compiler.driver import plan_profiled
+from memfit.compiler.driver import Step, plan_profiled
 from memfit.compiler.proving import lowered
 from memfit.compiler.stages import Request, capture_and_profile
 from memfit.refusals import advised, refusal, refused
@@ -63,17 +63,27 @@ def test_an_error_about_another_budget_keeps_its_facts() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["rotor", "knapsack", "milp", "mu-two", "every-block", "sqrt"])
-def test_a_strategy_that_does_not_fit_says_from_where_on_what_binds_and_what_else_may(name: str) -> None:
+@pytest.fixture(scope="module")
+def captured() -> tuple[nn.Module, Step]:
+    """A model, captured and profiled."""
     model = Layers(3)
+    return model, capture_and_profile(model, (X,), {}, Request(budget=1))
+
+
+@pytest.mark.parametrize("name", ["rotor", "knapsack", "milp", "mu-two", "every-block", "sqrt"])
+def test_a_strategy_that_does_not_fit_says_from_where_on_what_binds_and_what_else_may(
+    name: str, captured: tuple[nn.Module, Step]
+) -> None:
+    model, step = captured
+    request = Request(budget="1MiB", strategy=name, prove=False, search_seconds=0.1)
     with pytest.raises(memfit.BudgetError) as caught:
-        memfit.plan(model, (X,), budget="1MiB", strategy=name, prove=False, search_seconds=0.1)
+        plan_profiled(model, (X,), {}, step, request, 1 << 20)
     error = caught.value
     told = str(error)
     assert told.startswith(f"no {error.subject} fits 1.0 MiB; the least budget that works is ") and repr(name) in told
     assert f"{format_bytes(error.least_bytes)} ({error.least_bytes} bytes), set by layers." in told
     assert "strategy 'auto'" in error.advice and told.endswith(error.advice)
-    plan = memfit.plan(model, (X,), budget=error.least_bytes, strategy=name, prove=False, search_seconds=0.1)
+    plan = plan_profiled(model, (X,), {}, step, request, error.least_bytes)
     assert plan.predicted.peak_bytes <= error.least_bytes
 
 

@@ -59,6 +59,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tile.seed000", description=__doc__)
+    parser.add_argument("--model", default="zoo:vgg16-trunk", metavar="SPEC", help="for images of three channels")
     parser.add_argument("--sizes", default="512,1024", help="pixels of a side")
     parser.add_argument("--grids", default="1x1,2x2,4x4", help="of fixed tiles")
     parser.add_argument("--shares", default="50,35", help="budgets of memfit, in percent of the plain peak, besides")
@@ -69,7 +70,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _table(report: Report, table: Table, device: torch.device, size: int, options: argparse.Namespace) -> None:
-    example = build("zoo:vgg16-trunk", batch=1, shape=(3, size, size), device=device)
+    example = build(options.model, batch=1, shape=(3, size, size), device=device)
     calls: list[tuple[str, Callable[..., Any], Plan | None, int]] = []
 
     def added(name: str, call: Callable[..., Any], plan: Plan | None = None) -> int:

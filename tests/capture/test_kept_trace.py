@@ -25,7 +25,7 @@ _TRACED, _FOLLOWED = "aot_trace_joint_graph", "_compile.compile_inner"  # torch 
 
 def _model() -> nn.Sequential:
     torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.1), nn.LayerNorm(32)) for _ in range(3)]
+    blocks = [nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.1), nn.LayerNorm(32)) for _ in range(2)]
     return nn.Sequential(*blocks)
 
 
@@ -78,7 +78,7 @@ def test_the_graphs_of_a_broken_step_are_traced_for_the_capture_only() -> None:
     expected = _step(copy.deepcopy(model), inputs)
     asked = Request(budget=1, loss_fn=_loss, search_seconds=0.1)
     capture, graph = capture_and_profile(model, (inputs,), {}, asked)
-    assert len(capture.subgraphs.subgraphs) == 3
+    assert len(capture.subgraphs.subgraphs) == 2
     plain_bytes, least_bytes = simulate_plain(graph).peak_bytes, widest_op_bytes(graph)
     before = _followed(), _traced()
     for share in (0.6, 1.0):

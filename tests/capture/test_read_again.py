@@ -26,10 +26,10 @@ _DYNAMO, _AOT = "_compile.compile_inner", "aot_trace_joint_graph"  # torch times
 class _Growing(nn.Module):
     """Convolutions of what was concatenated before, whose weights' gradients may be made part by part."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 2) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Conv2d(3 + 4 * n, 4, 3, padding=1) for n in range(3))
-        self.norms = nn.ModuleList(nn.BatchNorm2d(3 + 4 * n) for n in range(3))
+        self.layers = nn.ModuleList(nn.Conv2d(3 + 4 * n, 4, 3, padding=1) for n in range(layers))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(3 + 4 * n) for n in range(layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer, norm in zip(self.layers, self.norms, strict=True):
@@ -67,7 +67,7 @@ def _by_channels() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any], Any]:
 
 _STEPS = {
     "channels last": _by_channels,
-    "convolutions": lambda: (_Growing(), (torch.randn(4, 3, 16, 16),), {}, _square),
+    "convolutions": lambda: (_Growing(layers=3), (torch.randn(4, 3, 16, 16),), {}, _square),
     "two graphs": lambda: (_Broken(), (torch.randn(4, 3, 16, 16),), {}, _square),
     "language": lambda: _of_zoo("zoo:gpt?layers=1&width=16&heads=2", 2, (8,)),
 }

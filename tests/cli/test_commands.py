@@ -10,11 +10,11 @@ from torch import nn
 
 from memfit.report.records import COMPARISON_COLUMNS
 from memfit.zoo import Example
-from tests.short_nets import RESNET
 
-MODEL = "zoo:mlp?width=64&layers=4"
+MODEL = "zoo:mlp?width=64&layers=3"
 BATCH = ("--batch", 4096, "--shape", "16")
 TRUNK = f"{__file__}:trunk"
+CLASSIFIER = f"{__file__}:classifier"
 IMAGE = ("--shape", "3,32,32")
 
 
@@ -22,6 +22,15 @@ def trunk(batch: int, shape: tuple[int, ...]) -> Example:
     """Two convolutions over images of any size."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())
+    return Example(model=model, args=(torch.randn(batch, *shape),), loss_fn=torch.mean)
+
+
+def classifier(batch: int, shape: tuple[int, ...]) -> Example:
+    """Two convolutions with batch normalisation, and two classes."""
+    layers: list[nn.Module] = []
+    for channels in (shape[0], 16):
+        layers += [nn.Conv2d(channels, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 2))
     return Example(model=model, args=(torch.randn(batch, *shape),), loss_fn=torch.mean)
 
 
@@ -67,7 +76,7 @@ def test_a_plan_is_printed_saved_and_verified(memfit: Callable, tmp_path: Path) 
     assert document["peak_measured_bytes"] <= document["budget_bytes"]
     assert {row["kind"] for row in document["rows"]} == {"loss", "gradient", "random state"}
 
-    other = memfit("verify", "zoo:mlp?width=65&layers=4", *BATCH, "--plan", path)
+    other = memfit("verify", "zoo:mlp?width=65&layers=3", *BATCH, "--plan", path)
     assert other.code == 2 and "PlanMismatchError" in other.err
 
 
@@ -132,19 +141,20 @@ def test_compare_does_not_fit_only_if_nothing_does(memfit: Callable) -> None:
 
 
 def test_max_batch_finds_more_than_plain(memfit: Callable) -> None:
-    found = memfit("max-batch", MODEL, "--shape", "16", "--budget", "1MiB", "--json")
+    model = "zoo:mlp?width=64&layers=2"
+    found = memfit("max-batch", model, "--shape", "16", "--budget", "1MiB", "--json")
     document = json.loads(found.out)
     assert found.code == 0 and found.err.splitlines()[-1].startswith(f"Fits: batch {document['planned']} (")
     assert document["planned"] > document["plain"] > 0
     assert document["measured_peak_bytes"] <= document["budget_bytes"] == 1 << 20
-    table = memfit("max-batch", MODEL, "--shape", "16", "--budget", "2MiB", "--limit", 8, "--no-prove")
+    table = memfit("max-batch", model, "--shape", "16", "--budget", "2MiB", "--limit", 8, "--no-prove")
     assert table.code == 0 and "largest planned" in table.out
 
 
 def test_demo_trains_twice_and_compares(memfit: Callable) -> None:
     pytest.importorskip("sklearn")
     found = memfit(
-        *("demo", "--model", f"{RESNET}?classes=2", "--batch", 64, "--size", 32, "--steps", 3),
+        *("demo", "--model", CLASSIFIER, "--batch", 64, "--size", 32, "--steps", 3),
         *("--percent", 97),
     )
     assert found.code == 0, found.err

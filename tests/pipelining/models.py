@@ -220,6 +220,25 @@ def shifted(batch: int, dtype: torch.dtype) -> Case:
     return Case(model=Shifted().to(dtype), args=(x,), target=y, loss_fn=functional.mse_loss)
 
 
+class Words(nn.Module):
+    """Few ops and tied weights at both ends, which are at different stages; inputs are small beside the rest."""
+
+    def __init__(self, width: int = 96) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(40, width)
+        self.layers = nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(width, width), nn.Tanh())))
+        self.head = nn.Linear(width, 40, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(self.embed(x)))
+
+
+def words(batch: int, dtype: torch.dtype) -> Case:
+    x, y = torch.randint(40, (2, batch, 12))
+    return Case(model=Words().to(dtype), args=(x,), target=y, loss_fn=tokens_loss)
+
+
 def drawn(batch: int, dtype: torch.dtype) -> Case:
     x, y = torch.randn(2, batch, 12, dtype=dtype)
     return Case(model=Drawn().to(dtype), args=(x,), target=y, loss_fn=functional.mse_loss)

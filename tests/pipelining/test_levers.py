@@ -9,9 +9,8 @@ import torch
 
 import memfit
 from memfit.pipelining.plan import decode_pipeline, encode_pipeline
-from memfit.zoo.gpt import GPT
 from tests.pipelining.models import Case, gradients, plain_step, tokens_loss
-from tests.pipelining.test_memory import cheap, free_peaks, plan
+from tests.pipelining.test_memory import TiedHead, cheap, free_peaks, plan
 from tests.small_disk import make_small_disk
 
 
@@ -43,7 +42,7 @@ def test_stages_swap(schedule: str, monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def test_a_stage_that_fits_in_no_other_way_runs_slice_by_slice() -> None:
     """A large vocabulary: the widest ops are far above what else there is."""
     torch.manual_seed(1)
-    model = GPT(layers=1, width=32, heads=2, positions=64, vocabulary=1500, dropout=0.0, tied=False).double()
+    model = TiedHead(vocabulary=1500, width=32).double()
     x, y = torch.randint(1500, (2, 8, 64))
     case = Case(model=model, args=(x,), target=y, loss_fn=tokens_loss)
     plain_step(case)

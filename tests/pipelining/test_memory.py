@@ -30,11 +30,16 @@ def wide(batch: int) -> Case:
     return Case(model=model, args=(x,), target=y, loss_fn=tokens_loss)
 
 
-def deep(batch: int, blocks: int = 3) -> Case:
+def deep(batch: int, blocks: int = 2) -> Case:
     """Few ops, which are quickly captured, and results that take more than weights."""
     parts = [nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32), nn.Tanh()) for _ in range(blocks)]
     x, y = (torch.randn(batch, 32, dtype=torch.float64) for _ in range(2))
     return Case(model=nn.Sequential(*parts).double(), args=(x,), target=y, loss_fn=nn.functional.mse_loss)
+
+
+def deeper(batch: int) -> Case:
+    """For more than two stages."""
+    return deep(batch, blocks=3)
 
 
 def cheap(batch: int) -> Case:
@@ -59,7 +64,7 @@ def free_peaks(make: Callable[[int], Case], **options: object) -> tuple[int, ...
     ("make", "batch", "stages", "microbatches", "schedule"),
     [
         (wide, 16, 2, 4, "1f1b"),
-        (deep, 512, 3, 3, "gpipe"),
+        (deeper, 512, 3, 3, "gpipe"),
         (deep, 512, 2, 4, "interleaved-1f1b"),
         (deep, 512, 2, 4, "zero-bubble-v"),
     ],
@@ -75,14 +80,14 @@ def test_devices_take_what_is_predicted(
         assert 0.98 * predicted <= measured <= 1.01 * predicted
 
 
-class Words(nn.Module):
+class TiedHead(nn.Module):
     """Its head is wide, and what crosses after it too."""
 
-    def __init__(self) -> None:
+    def __init__(self, vocabulary: int, width: int) -> None:
         super().__init__()
-        self.embed = nn.Embedding(600, 64)
-        self.norm = nn.LayerNorm(64)
-        self.head = nn.Linear(64, 600)
+        self.embed = nn.Embedding(vocabulary, width)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary)
         self.head.weight = self.embed.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -94,7 +99,7 @@ class Words(nn.Module):
 @pytest.mark.smoke
 def test_wherever_it_is_cut_devices_take_what_is_predicted() -> None:
     torch.manual_seed(0)
-    model, count = Words().double(), 4
+    model, count = TiedHead(vocabulary=600, width=64).double(), 4
     x, y = torch.randint(600, (2, 8, 24))
     leaves, spec = flatten_inputs((x,), {}, y)
     sizes = sizes_of(len(x), count)
@@ -246,7 +251,7 @@ def test_too_little_memory_is_told_and_nothing_is_lost() -> None:
 @pytest.mark.full_search
 def test_the_least_number_of_devices_is_told_and_works() -> None:
     torch.manual_seed(2)
-    case = deep(512)
+    case = deeper(512)
     alone = plan(case, num_stages=1, num_microbatches=4, prove=False).plan.peak_bytes[0]
     budget = int(0.5 * alone)
     with pytest.raises(BudgetError, match=r"it fits on (\d) devices") as told:

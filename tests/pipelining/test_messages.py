@@ -76,7 +76,7 @@ def takes_the_same_whoever_is_late(rank: int, world: int) -> None:
     run_stage = EngineStage.forward_one_chunk
     for schedule in ("gpipe", "1f1b"):
         EngineStage.forward_one_chunk = run_stage  # type: ignore[method-assign]
-        made = case(0.0, torch.float64)
+        made = case(torch.float64)
         optimizer = torch.optim.SGD(made.model.parameters())
         pipe = make(made, world, num_microbatches=4, schedule=schedule, optimizer=optimizer)
         peaks = []

@@ -15,15 +15,15 @@ from memfit.pipelining.search.stage_planner import StagePlanner
 from memfit.planner.pipeline.memory_split import DoesNotFit
 from memfit.planner.pipeline.schedule import Schedule
 from tests.pipelining.models import Case, gradients, plain_step
-from tests.pipelining.test_memory import deep, plan, wide
+from tests.pipelining.test_memory import deep, deeper, plan, wide
 
 
 @pytest.mark.parametrize(
     ("make", "batch", "stages", "microbatches", "options"),
     [
-        (deep, 512, 3, 1, {}),
+        (deeper, 512, 3, 1, {}),
         (wide, 16, 3, 4, {}),
-        (deep, 512, 4, 4, {"checkpoint": "always"}),
+        (deeper, 512, 4, 4, {"checkpoint": "always"}),
         (deep, 512, 2, 3, {"schedule": "gpipe", "checkpoint": "except_last"}),
     ],
 )
@@ -41,7 +41,7 @@ def test_all_stages_together_take_what_is_predicted(
 @pytest.mark.parametrize(("microbatches", "share"), [(1, 0.75), (4, 0.7)])
 def test_the_budget_is_that_of_all_stages_and_gradients_stay(microbatches: int, share: float) -> None:
     torch.manual_seed(1)
-    case = deep(512)
+    case = deeper(512)
     plain_step(case)
     expected = gradients(case.model)
     options = {"num_stages": 3, "num_microbatches": microbatches, "one_device": True}
@@ -87,7 +87,7 @@ def test_what_does_not_fit_is_told() -> None:
 
 def test_where_least_is_held_does_not_do_even_stages_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cuts that hold least if all is kept may leave a stage too wide to be run again."""
-    case = deep(64)
+    case = deeper(64)
     question = Question(num_devices=3, num_microbatches=2, one_device=True, budget_bytes=(10**9,))
     forward = capture_forward(case.model, case.args, {}, case.target, case.loss_fn)
     leaves, _ = flatten_inputs(case.args, {}, case.target)

@@ -11,7 +11,8 @@ from torch.nn import functional
 
 from memfit.compiler.stages import Request, capture_and_profile, plan_captured
 from memfit.tools.verify import verify
-from tests.runtime.cases import CASES, check_bits_and_budget
+from tests.models import Residual
+from tests.runtime.cases import CASES, check_bits_and_budget, image_case
 
 SMOKE = ("residual", "tied", "frozen", "broken", "layouts", "kernels", "kernels of one sample")
 TWICE = ("residual", "broken")
@@ -30,7 +31,7 @@ def test_bits_and_budget(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def residual() -> tuple[Any, ...]:
     """A model, its inputs and its loss, captured and profiled."""
-    model, args, kwargs, loss_fn = CASES["residual"]()
+    model, args, kwargs, loss_fn = image_case(Residual(blocks=1), 24)
     return model, args, kwargs, loss_fn, *capture_and_profile(model, args, kwargs, Request(budget=1, loss_fn=loss_fn))
 
 
@@ -44,7 +45,7 @@ def test_every_strategy_runs_exactly(strategy: str, residual: tuple[Any, ...]) -
 
 
 def test_autocast_is_exact() -> None:
-    model, args, kwargs, loss_fn = CASES["residual"]()
+    model, args, kwargs, loss_fn = image_case(Residual(blocks=1), 24)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         request = Request(budget="1GiB", loss_fn=loss_fn, strategy="every-block", prove=False)
         result = verify(model, args, kwargs, request)

@@ -148,20 +148,15 @@ def test_a_changed_module_is_planned_anew() -> None:
     assert same_gradients(model, twin)
 
 
-def test_planning_changes_nothing() -> None:
+def test_planning_changes_nothing_and_a_plan_holds_no_inputs() -> None:
     torch.manual_seed(0)
-    model = Residual(blocks=1)
+    model, x = Residual(blocks=1), X.clone()
     before = copy.deepcopy(model.state_dict())
     state = torch.get_rng_state()
-    memfit.plan(model, (X,), budget="1GiB", loss_fn=loss_fn)
+    made = memfit.plan(model, (x,), budget="1GiB", loss_fn=loss_fn)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
     assert all(p.grad is None for p in model.parameters())
-
-
-def test_a_plan_holds_no_inputs() -> None:
-    model, x = Residual(blocks=1), torch.randn(4, 3, 24, 24)
-    made = memfit.plan(model, (x,), budget="1GiB", loss_fn=loss_fn)
     gone = weakref.ref(x)
     del x
     gc.collect()
@@ -259,7 +254,7 @@ def test_planning_inside_a_profiler() -> None:
 
 
 def test_a_model_with_graph_breaks_can_be_planned_often() -> None:
-    """Dynamo gives up on code it compiled eight times and runs it plainly: the budget would not hold."""
+    """Dynamo gives up on code it compiled so often and runs it plainly: the budget would not hold."""
 
     class Cut(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -268,8 +263,9 @@ def test_a_model_with_graph_breaks_can_be_planned_often() -> None:
             return super().forward(x)
 
     model, x = Cut(4, 4), torch.randn(3, 4)
-    for _ in range(9):
-        made = memfit.plan(model, (x,), budget="1GiB", loss_fn=torch.sum, prove=False)
+    for _ in range(3):
+        with torch._dynamo.config.patch(recompile_limit=2):  # eight, if nobody says otherwise
+            made = memfit.plan(model, (x,), budget="1GiB", loss_fn=torch.sum, prove=False)
         assert made.planned is not None and len(made.planned.capture.subgraphs.subgraphs) == 2
 
 

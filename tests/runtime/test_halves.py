@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memfit
 
-_CONVOLUTIONS = 3
+_CONVOLUTIONS = 2
 
 
 class Counting(TorchDispatchMode):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -51,7 +53,9 @@ def loop_bytes(model: nn.Module, x: Tensor, *, steps: int, deletes: bool) -> lis
     return peaks
 
 
-def least_bytes(model: nn.Module, x: Tensor) -> int:
+@functools.cache
+def least_bytes(*, requires_grad: bool = False) -> int:
+    model, x = made(requires_grad=requires_grad)
     with pytest.raises(memfit.BudgetError) as least:
         memfit.fit(model, (x,), budget=1, loss_fn=square, search_seconds=0.05)
     return least.value.least_bytes
@@ -60,7 +64,7 @@ def least_bytes(model: nn.Module, x: Tensor) -> int:
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_outputs_of_the_previous_step_count(requires_grad: bool, told: list[str]) -> None:
     model, x = made(requires_grad=requires_grad)
-    budget = least_bytes(model, x) + 2_000_000
+    budget = least_bytes(requires_grad=requires_grad) + 2_000_000
     memfit.fit(model, (x,), budget=budget, loss_fn=square, search_seconds=0.05)
     _, _, *later = loop_bytes(model, x, steps=4, deletes=False)
     assert max(later) <= budget == memfit.plan_of(model).budget_bytes
@@ -70,7 +74,7 @@ def test_outputs_of_the_previous_step_count(requires_grad: bool, told: list[str]
 
 def test_outputs_that_are_deleted_do_not(told: list[str]) -> None:
     model, x = made()
-    budget = least_bytes(model, x) + 2_000_000
+    budget = least_bytes() + 2_000_000
     memfit.fit(model, (x,), budget=budget, loss_fn=square, search_seconds=0.05)
     plan = memfit.plan_of(model)
     assert max(loop_bytes(model, x, steps=4, deletes=True)) <= budget
@@ -79,7 +83,7 @@ def test_outputs_that_are_deleted_do_not(told: list[str]) -> None:
 
 def test_where_they_do_not_fit_it_is_told_and_training_goes_on(told: list[str]) -> None:
     model, x = made()
-    budget = least_bytes(model, x)
+    budget = least_bytes()
     memfit.fit(model, (x,), budget=budget, loss_fn=square, search_seconds=0.05)
     loop_bytes(model, x, steps=3, deletes=False)
     assert ["still holds" in text or "takes more than its budget" in text for text in told] == [True, True]

@@ -86,7 +86,7 @@ class Disturbed(nn.Module):
 
     def __init__(self, disturbed_run: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
         self.runs, self.disturbed_run = itertools.count(1), disturbed_run
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 import types
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -70,9 +71,10 @@ def _strides(tensor: Tensor) -> list[int]:
     return list(tensor.stride()) if tensor.numel() else []
 
 
-def _faked(tensor: Tensor) -> Tensor:
-    """Like the tensor, made while fake tensors are."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+def _faked(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
+    """Like the tensor."""
+    meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return FakeTensor(mode, meta, torch.device("cpu"))
 
 
 class Compared(TorchDispatchMode):
@@ -96,8 +98,8 @@ class Compared(TorchDispatchMode):
         if call in self.tried:
             return func(*args, **(kwargs or {}))
         self.tried.add(call)
-        with _disable_current_modes(), self.mode:
-            fakes = pytree.tree_map_only(Tensor, _faked, (args, kwargs or {}))
+        with _disable_current_modes():
+            fakes = pytree.tree_map_only(Tensor, functools.partial(_faked, self.mode), (args, kwargs or {}))
         made = func(*args, **(kwargs or {}))
         with _disable_current_modes(), self.mode:
             try:

@@ -56,7 +56,7 @@ def shared(
         if tries is not None:
             tries.append(stage)
         asked = traffic(schedule, stage)
-        return Made(plan_stage(graphs[stage], room, asked, saved_limit_bytes=limit, seconds=0.05))
+        return Made(plan_stage(graphs[stage], room, asked, saved_limit_bytes=limit, seconds=0.02))
 
     (order,) = schedule.orders
     least = {s: one.planned.saved_bytes for s, one in always(schedule, graphs).items()}

@@ -40,7 +40,7 @@ def test_chain_is_planned_optimally(budget: int) -> None:
 
 def test_more_memory_is_never_slower() -> None:
     graph = chain(16)
-    times = [find_order(graph, budget, seconds=0.5).timeline.recompute_seconds for budget in range(60, 201, 20)]
+    times = [find_order(graph, budget, seconds=0.2).timeline.recompute_seconds for budget in range(60, 201, 20)]
     assert times == sorted(times, reverse=True)
     assert times[-1] == 0
 

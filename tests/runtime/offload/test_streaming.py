@@ -52,11 +52,11 @@ class Turned(nn.Module):
 class Normalised(nn.Module):
     """Residual blocks with batch normalisation, whose gradients wait for each other whole."""
 
-    def __init__(self, width: int = 16) -> None:
+    def __init__(self, width: int = 16, blocks: int = 1) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, width, 3, padding=1)
-        self.convolutions = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1) for _ in range(2))
-        self.norms = nn.ModuleList(nn.BatchNorm2d(width) for _ in range(2))
+        self.convolutions = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1) for _ in range(blocks))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(width) for _ in range(blocks))
         self.head = nn.Linear(width, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
