@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -17,10 +18,16 @@ import torch.multiprocessing as mp
 
 __all__ = ["run"]
 
-_PRELOADED = ("memfit.api", "memfit.pipelining.pipeline", "torch._dynamo", "torch.distributed.tensor", "torch.testing")
+_PRELOADED = (
+    *("memfit.api", "memfit.pipelining.api", "memfit.pipelining.pipeline"),
+    *("torch._dynamo.repro.after_dynamo", "torch._inductor.debug", "torch.export._trace"),
+    *("torch.distributed.tensor", "torch.testing"),
+)
 
 
 def start(rank: int, body: Callable[..., None], world: int, rendezvous: str, args: tuple[Any, ...]) -> None:
+    gc.freeze()  # as in tests/conftest.py
+    gc.set_threshold(100_000, 50, 100)
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.FileStore(rendezvous, world)
