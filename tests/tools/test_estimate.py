@@ -234,6 +234,13 @@ def test_a_call_with_a_large_result_is_not_made_to_learn_its_workspace() -> None
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 512 << 10
 
 
+def test_casts_that_a_region_around_the_step_caches_count() -> None:
+    model, x = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)), torch.randn(32, 64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = memfit.estimate(model, (x,), loss_fn=_loss)
+        assert found.peak == pytest.approx(_measured(model, x, _loss), rel=0.02)
+
+
 def test_an_estimate_leaves_no_trace() -> None:
     model, x = Kept(), torch.randn(64, 32)
     model.last = before = torch.zeros(1)

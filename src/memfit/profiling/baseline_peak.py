@@ -84,6 +84,7 @@ def counted_step(
 
             workspace = SampledWorkspace()
             for _ in range(2):
+                torch.clear_autocast_cache()  # a region around the step caches casts of weights; a step makes them
                 counter = _PlainBytes(mode, device_type, workspace)
                 with mode, counter:
                     step()
