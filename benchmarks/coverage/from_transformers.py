@@ -26,7 +26,7 @@ RULES: tuple[tuple[str, int], ...] = (
     (r".*heads?$|encoder_attention_heads|decoder_attention_heads|n_head", 4),
     (r"(head_dim|d_kv|kv_channels|attention_head_size|qk_nope_head_dim|v_head_dim|qk_rope_head_dim|qk_head_dim)$", 8),
     (r"vocab_size(_.*)?$|.*_vocab_size$", VOCABULARY),
-    (r"(num_|n_)?(.*_)?(layers?|blocks|hidden_layers)$|num_.*_layers|n_layer|depth", 2),
+    (r"(num_|n_)?(.*_)?(layers?|blocks|hidden_layers)$|num_.*_layers|num_layers_per_.*|n_layer|depth", 2),
     (r".*(intermediate_size|ffn_dim|ffn_hidden_size|d_ff|n_inner|mlp_dim|d_inner)$", 40),
     (
         r"(hidden_size|d_model|dim|n_embd|embed_dim|embedding_size|projection_dim|hidden_dim|.*_hidden_size|.*_embed_dim|d_embed|width)$",
