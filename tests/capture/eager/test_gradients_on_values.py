@@ -71,3 +71,28 @@ def test_gradients_lie_as_in_eager(name: str) -> None:
     mode = FakeTensorMode()
     fake = op(*(mode.from_tensor(operand) for operand in operands), *more)
     assert fake.stride() == eager.stride() and fake.dtype == eager.dtype
+
+
+@pytest.mark.parametrize("name", ["prod", "max"])
+def test_an_autocast_region_around_the_backward_pass_changes_nothing(name: str) -> None:
+    data = (torch.rand(50, dtype=torch.bfloat16) + 0.5).requires_grad_()
+    result = getattr(torch, name)(data)
+    (eager,) = torch.autograd.grad(result, data, torch.ones_like(result))
+    more = (None,) if name == "prod" else ()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        made = getattr(torch.ops.memfit, f"{name}_gradient")(
+            torch.ones_like(result), data.detach(), result.detach(), *more
+        )
+    assert same_bits(made, eager)
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda h: h * torch.func.grad(lambda t: t.max() * t.prod())(h.detach()),
+        lambda h: torch.func.vmap(lambda t: t.median() * t.prod())(h) * h.max(),
+    ],
+    ids=["gradient", "map"],
+)
+def test_transforms_in_the_forward_pass(product: Callable[[Tensor], Tensor]) -> None:
+    test_bits_of_eager(product)

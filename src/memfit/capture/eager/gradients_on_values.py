@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 from torch._C import DispatchKey
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-from memfit.capture.eager.python_kernels import kernels_in_place
+from memfit.capture.eager.python_kernels import kernels_in_place, without_kernel
 
 __all__ = ["asking_autograd", "gradients_on_values"]
 
@@ -59,12 +60,16 @@ def _gradient_of(
         def pack(saved: torch.Tensor) -> torch.Tensor | None:
             return saved if saved.data_ptr() == leaf.data_ptr() else None
 
-        # The recomputed result is freed at once: the formula reads the one that is there.
-        with asking_autograd(), saved_tensors_hooks(pack, lambda kept: result if kept is None else kept):
+        def unpack(kept: torch.Tensor | None) -> torch.Tensor:
+            return result if kept is None else kept
+
+        # The recomputed result is freed at once: the formula reads the one that is there. Autocast would save a copy
+        # of the data, which `pack` would take for the result.
+        with torch.autocast(data.device.type, enabled=False), asking_autograd(), saved_tensors_hooks(pack, unpack):
             made = get_gradient_edge(_called(forward, leaf, more))
             (found,) = torch.autograd.grad((made,), leaf, gradient)
-        wanted = fake(gradient, data, result, *more)
-        return found if found.stride() == wanted.stride() else wanted.copy_(found)
+        strides = fake(gradient, data.to("meta"), result, *more).stride()
+        return found if found.stride() == strides else found.new_empty_strided(found.shape, strides).copy_(found)
 
     def fake(gradient: torch.Tensor, data: torch.Tensor, result: torch.Tensor, *more: Any) -> torch.Tensor:
         as_data = has_data_layout or data.device.type == "cuda"
@@ -130,6 +135,9 @@ def _recorded(forward: torch._ops.OpOverload) -> Callable[..., torch.Tensor]:
     defaults = [argument.default_value for argument in forward._schema.arguments[1:] if argument.name != "dtype"]
 
     def recorded(data: torch.Tensor, *places: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+        if is_functorch_wrapped_tensor(data):  # transforms of torch.func have rules for the op itself
+            with without_kernel(forward, DispatchKey.Autograd):
+                return _called(forward, data, (*places, dtype) if forward in _DTYPED else places)
         settings = (*places, *defaults[len(places) :])
         if forward in _DTYPED:
             settings = (*settings, dtype)
