@@ -15,7 +15,19 @@ import memfit
 ROOT = Path(memfit.__file__).parent
 ROOMS = (
     *("errors", "units", "ir", "sim", "refusals", "planner", "strategies"),
-    *("bits", "device_memory", "fxir", "ops", "passes", "distributed", "capture", "profiling", "runtime", "compiler"),
+    *(
+        "torch_compat",
+        "bits",
+        "device_memory",
+        "fxir",
+        "ops",
+        "passes",
+        "distributed",
+        "capture",
+        "profiling",
+        "runtime",
+        "compiler",
+    ),
     *("pipelining", "zoo", "tools", "report", "api", "cli"),
 )
 """Rooms, lowest first: each imports from those before it only."""
@@ -64,6 +76,20 @@ def test_what_plans_and_judges_imports_no_torch(room: str) -> None:
     for path in sources(room):
         for name in imports(path):
             assert name.partition(".")[0] not in {"torch", "torchvision", "transformers", "timm"}, f"{path}: {name}"
+
+
+@pytest.mark.smoke
+def test_private_interfaces_of_torch_are_imported_in_one_place() -> None:
+    for path in ROOT.rglob("*.py"):
+        if path.parent.name == "torch_compat":
+            continue
+        tree = ast.parse(path.read_text())
+        chains = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        for name in (*imports(path), *chains):
+            first, *rest = name.split(".")
+            if first == "torch" and rest[:1] != ["ops"]:
+                private = [part for part in rest if part.startswith("_") and not part.startswith("__")]
+                assert not private, f"{path} takes {name} from torch itself"
 
 
 @pytest.mark.parametrize("door", sorted(STILL_OPEN))

@@ -15,10 +15,10 @@ from memfit.compiler.plan import Plan
 from memfit.compiler.stages import Progress, Request
 from memfit.profiling.memory import Measurement, measure
 from memfit.runtime.fitted_module import fitted_call, release
-from memfit.runtime.opaque import forget_compiled
 from memfit.tools.compare import BatchSize, Comparison, compare, max_batch
 from memfit.tools.estimate import Estimate, estimate
 from memfit.tools.max_size import max_size
+from memfit.torch_compat.compiler import forget_compiled_code
 
 __all__ = [
     "BatchSize",
@@ -138,7 +138,7 @@ def fit(
         search_seconds=search_seconds,
         checkpointing=checkpointing,
     )
-    forget_compiled()
+    forget_compiled_code()  # compiled code of the caller may contain the module
     made = make_plan(model, given_args(args), dict(kwargs or {}), request, progress=progress, keep_call=True)
     return made.apply(model)
 

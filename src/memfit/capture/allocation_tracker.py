@@ -10,8 +10,8 @@ import weakref
 from typing import Any, cast
 
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from memfit.torch_compat.core import TorchDispatchMode, pytree
 
 __all__ = ["LiveBytes", "parts_of"]
 

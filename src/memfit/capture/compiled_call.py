@@ -15,9 +15,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._C._dynamo.eval_frame import reset_code
-from torch._dynamo.external_utils import wrap_inline
-from torch.utils import _pytree as pytree
 
 from memfit.capture.checkpoints import without_checkpoints
 from memfit.capture.eager.compiler_queries import eager_answers
@@ -29,6 +26,8 @@ from memfit.capture.own_calls import own_call
 from memfit.capture.unplanned_parts import NOTHING_PLAIN, PlainParts
 from memfit.capture.values.branches import decided_branches
 from memfit.capture.values.decisions import Decision
+from memfit.torch_compat.compiler import disable, dynamo_config, dynamo_guards, reset_code, wrap_inline
+from memfit.torch_compat.core import pytree
 
 __all__ = ["call_has_begun", "compile_call"]
 
@@ -36,7 +35,7 @@ _MOST_PLANS = 100_000
 _ALL_GUARDS = {
     name: False
     for name in ("skip_tensor_guards_with_matching_dict_tags", "use_recursive_dict_tags_for_guards")
-    if hasattr(torch._dynamo.config, name)
+    if hasattr(dynamo_config, name)
 }
 """With these options Dynamo skips the guards on a module's tensors while the module's dicts are unchanged, and so
 misses that a parameter needs a gradient from now on (seen in torch 2.11)."""
@@ -76,9 +75,9 @@ def compile_call(
     forwards = _own_forwards(model) if in_subgraphs else []
     modules = dict(model.named_modules())
     left = [modules[name] for name in sorted(plain.modules) if name in modules]
-    forwards += [(vars(m), torch._dynamo.disable(m.forward)) for m in left]
+    forwards += [(vars(m), disable(m.forward)) for m in left]
     if plain.only_children:
-        forwards.append((vars(model), torch._dynamo.disable(model.forward, recursive=False)))
+        forwards.append((vars(model), disable(model.forward, recursive=False)))
     # Where the graph breaks, Dynamo caches subgraphs with the model's own code, which all plans of the model share. At
     # its limit Dynamo would silently run the subgraphs as plain code, without a plan and over the budget.
     limits = {"recompile_limit": _MOST_PLANS, "accumulated_recompile_limit": _MOST_PLANS}
@@ -93,7 +92,7 @@ def compile_call(
     def run(*args: Any, **kwargs: Any) -> Any:
         around = without_checkpoints() if replaced and in_subgraphs else contextlib.nullcontext()
         with (
-            torch._dynamo.config.patch(options),
+            dynamo_config.patch(options),
             own_call(),
             _replaced(forwards),
             around,
@@ -174,7 +173,7 @@ def _guards_not_timed() -> Iterator[None]:
 
     Dynamo flushes caches for this timing, which only its log uses and which takes up to a fifth of the capture.
     """
-    names = vars(torch._dynamo.guards)
+    names = vars(dynamo_guards)
     timed = names["profile_guard_manager"]
     names["profile_guard_manager"] = lambda *_: 0.0
     try:

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memfit.capture.allocation_tracker import LiveBytes
 from memfit.capture.checkpoints import refusing_checkpoints, without_checkpoints
@@ -59,6 +58,8 @@ from memfit.capture.values.numpy_code import NumpyCodeError, numbers_by_numpy, r
 from memfit.errors import MemfitError
 from memfit.fxir.module_names import name_modules
 from memfit.fxir.refused import UnplannableGraphError
+from memfit.torch_compat.compiler import BackendCompilerFailed, TorchDynamoException, Unsupported
+from memfit.torch_compat.core import FakeTensorMode
 
 __all__ = ["capture_subgraphs", "first_lines"]
 
@@ -142,13 +143,13 @@ def capture_subgraphs(
         subgraphs, between_bytes = _in_subgraphs(model, args, kwargs, captured, plain, read)
     except MemfitError:
         raise
-    except (torch._dynamo.exc.TorchDynamoException, RuntimeError, LookupError, TypeError, AssertionError) as error:
+    except (TorchDynamoException, RuntimeError, LookupError, TypeError, AssertionError) as error:
         # Dynamo fails on some code of forward itself; then only the code that forward calls is captured.
         log.info("capturing only what the model's forward pass calls: %s", first_lines(str(error)))
         failure, plain = error, replace(plain, only_children=True)
         try:
             subgraphs, between_bytes = _in_subgraphs(model, args, kwargs, captured, plain, read)
-        except torch._dynamo.exc.TorchDynamoException as second:
+        except TorchDynamoException as second:
             raise explained(second, model) from second
     if not subgraphs.subgraphs and plain.reasons:
         raise left_to_plain_code(model, plain.reasons) from failure
@@ -311,11 +312,11 @@ def _capture(
     try:
         output = call(*args, **kwargs)
         captured, sources, of_call = tuple(subgraphs), tuple(graphs[number] for number in runs), dict(traces)
-    except torch._dynamo.exc.BackendCompilerFailed as error:
+    except BackendCompilerFailed as error:
         if isinstance(error.inner_exception, MemfitError):
             raise error.inner_exception from None
         raise
-    except torch._dynamo.exc.Unsupported as error:
+    except Unsupported as error:
         cause = getattr(error.__cause__, "inner_exception", None)
         if isinstance(cause, MemfitError):
             raise cause from None

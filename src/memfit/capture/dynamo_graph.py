@@ -10,7 +10,8 @@ from typing import Any, cast
 
 import torch
 from torch import fx, nn
-from torch.fx._lazy_graph_module import _make_graph_module
+
+from memfit.torch_compat.core import make_graph_module
 
 __all__ = [
     "accumulated_inputs",
@@ -165,6 +166,6 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
     nodes: dict[fx.Node, fx.Node] = {}
     for node in gm.graph.nodes:
         nodes[node] = graph.node_copy(node, nodes.__getitem__)
-    copy = _make_graph_module(gm, graph)
+    copy = make_graph_module(gm, graph)
     copy.meta = dict(gm.meta)
     return copy

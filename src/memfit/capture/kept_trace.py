@@ -20,9 +20,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch._functorch.aot_autograd as aot
-
 from memfit.capture.dynamo_graph import copied
+from memfit.torch_compat.compiler import aot
 
 __all__ = ["KeptTrace", "traced_once"]
 

@@ -20,6 +20,7 @@ from memfit.capture.subgraphs import Operand, Subgraph, Subgraphs
 from memfit.fxir.joint import JointOp, JointReading
 from memfit.fxir.marks import HALF_OF, is_tangent
 from memfit.ir.graph import Op, Phase, StepGraph, Storage, StorageKind
+from memfit.torch_compat.core import OpOverload
 
 __all__ = ["join"]
 
@@ -316,7 +317,7 @@ def _op(op: JointOp, number: dict[int, int], subgraph: int, device_type: str) ->
     target = op.node.target
     made = Op(
         name=op.node.name if subgraph == 0 else f"{op.node.name}@{subgraph}",
-        target=str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target)),
+        target=str(target) if isinstance(target, OpOverload) else getattr(target, "__name__", str(target)),
         module=op.module,
         phase=op.phase,
         subgraph=subgraph,

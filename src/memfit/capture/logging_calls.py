@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import torch
+from memfit.torch_compat.compiler import dynamo_config
 
 __all__ = ["logs_left_out"]
 
@@ -35,7 +35,7 @@ def logs_left_out(*, all_calls: bool = False) -> dict[str, Any]:
     methods = vars(logging.Logger)
     names = [name for name in methods if name.endswith("_once")]
     left_out = _Functions(methods[name] for name in (*names, *(_LEVELS if all_calls else ())))
-    config = torch._dynamo.config
+    config = dynamo_config
     option = "ignore_logging_functions" if hasattr(config, "ignore_logging_functions") else "ignore_logger_methods"
     left_out.update(getattr(config, option), (warnings.warn,) if all_calls else ())
     return {option: left_out}

@@ -15,9 +15,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch._dynamo import decorators, trace_rules
-from torch._dynamo.variables import ConstantVariable
-from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from memfit.torch_compat.compiler import ConstantVariable, TorchInGraphFunctionVariable, decorators, trace_rules
 
 __all__ = ["marks_left_out"]
 

@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from memfit.capture.gradients.tangents import Strides
+from memfit.torch_compat.core import HigherOrderOperator
 
 __all__ = ["Handed", "handed_over", "has_tensor_hooks", "lay_out_anew", "without_tensor_hooks"]
 
@@ -141,4 +142,4 @@ def _layout(value: torch.Tensor, strides: Strides | None) -> tuple[Any, ...] | N
 
 
 def _is_hook(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() == "register_hook"
+    return isinstance(node.target, HigherOrderOperator) and node.target.name() == "register_hook"

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge
-from torch.utils import _pytree as pytree
 
 from memfit.capture.distributed.fsdp import Gathered
 from memfit.capture.dynamo_call import DynamoCall
@@ -21,6 +20,7 @@ from memfit.capture.subgraph_boundaries import Handed
 from memfit.capture.traced_graph import JointTrace
 from memfit.capture.unplanned_parts import NOTHING_PLAIN, PlainParts
 from memfit.fxir.joint import JointReading
+from memfit.torch_compat.core import pytree
 
 __all__ = [
     "Operand",

@@ -20,15 +20,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NoReturn
 
-import torch._functorch.aot_autograd as aot
 from torch import fx
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch._aot_autograd import graph_compile
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from memfit.capture.eager.no_decomposition import as_in_eager
 from memfit.capture.gradients.tangents import Strides, laid_out_as_made
 from memfit.capture.kept_trace import KeptTrace, traced_once
+from memfit.torch_compat.compiler import aot, aot_autograd, graph_compile
+from memfit.torch_compat.core import use_lazy_graph_module
 
 __all__ = ["hand_over_joint", "trace_joint"]
 
@@ -60,7 +58,7 @@ def trace_joint(
         kept: the kept joint graph, if this same graph was traced before with gradients of these strides.
         keep: is called with the trace that another call takes as `kept`.
     """
-    settings = as_in_eager(), laid_out_as_made(strides), _use_lazy_graph_module(True), _without_texts()
+    settings = as_in_eager(), laid_out_as_made(strides), use_lazy_graph_module(True), _without_texts()
     with ExitStack() as around:
         for setting in (*settings, traced_once(kept=kept, keep=keep)):
             around.enter_context(setting)

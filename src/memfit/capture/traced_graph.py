@@ -17,8 +17,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memfit.capture.dynamo_graph import accumulated_inputs, copied, detach_outputs, in_place_nodes
 from memfit.capture.eager.backward_autocast import backward_in_autocast
@@ -37,6 +35,7 @@ from memfit.capture.trace_joint import hand_over_joint
 from memfit.fxir.joint import JointReading
 from memfit.ops.accumulation import Accumulate
 from memfit.passes.read_joint import read_joint
+from memfit.torch_compat.core import FakeTensorMode, TracingContext, tracing
 
 __all__ = [
     "DynamoGraph",

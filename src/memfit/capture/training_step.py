@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils import _pytree as pytree
 
 from memfit.capture.allocation_tracker import parts_of
 from memfit.capture.distributed.fsdp import is_sharded, local, without_gathering
@@ -32,6 +31,7 @@ from memfit.fxir.joint import JointOp
 from memfit.fxir.refused import checkpoint_error
 from memfit.ir.graph import Phase, StepGraph
 from memfit.ops.accumulation import Accumulate
+from memfit.torch_compat.core import pytree
 
 __all__ = ["Capture", "capture_step", "check_step", "device_of", "given_args", "read_again", "storage_bytes"]
 

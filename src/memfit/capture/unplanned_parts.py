@@ -27,12 +27,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memfit.capture.failures import left_to_plain_code
 from memfit.capture.values.decisions import MOST_OF_A_BUFFER
+from memfit.torch_compat.core import OpOverload, TorchDispatchMode, in_func_transform, pytree
 
 __all__ = ["GradientsTakenError", "NOTHING_PLAIN", "PlainParts", "VARYING", "find_plain_parts", "place_of"]
 
@@ -227,7 +226,7 @@ class _GradientsTaken(TorchFunctionMode):
         self.by: dict[str, str] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _TAKING_GRADIENTS and torch._C._functorch.peek_interpreter_stack() is None:
+        if func in _TAKING_GRADIENTS and not in_func_transform():
             name = self.watch.mark(_TAKEN)
             if name is not None:
                 self.by.setdefault(name, f"{_TAKEN} in {name or 'the forward pass of the model itself'} ({place_of()})")
@@ -235,7 +234,7 @@ class _GradientsTaken(TorchFunctionMode):
 
 
 def _shaped_by_data(func: Any, operands: list[torch.Tensor]) -> bool:
-    if not isinstance(func, torch._ops.OpOverload) or _SHAPING not in func.tags:
+    if not isinstance(func, OpOverload) or _SHAPING not in func.tags:
         return False
     if func in (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default):
         return any(t.dtype in _BY_MASK for t in operands[1:])
@@ -243,7 +242,7 @@ def _shaped_by_data(func: Any, operands: list[torch.Tensor]) -> bool:
 
 
 def _sparse_gradient(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    if not isinstance(func, torch._ops.OpOverload):
+    if not isinstance(func, OpOverload):
         return False
     names = [argument.name for argument in func._schema.arguments]
     for name in _SPARSE_GRADIENT:

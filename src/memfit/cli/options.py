@@ -163,7 +163,8 @@ def example_of_size(args: argparse.Namespace, batch: int, size: int) -> Example:
         SpecError: as `build_example`.
     """
     import torch
-    from torch.utils import _pytree as pytree
+
+    from memfit.torch_compat.core import pytree
 
     given = args.shape
     try:

@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from memfit.bits import max_difference, same_bits
 from memfit.capture.eager.backward_autocast import backward_region
@@ -39,6 +38,7 @@ from memfit.compiler.difference import first_difference
 from memfit.compiler.perturbed import perturb
 from memfit.compiler.tolerance import is_within_rounding
 from memfit.errors import CaptureError, ExactnessError
+from memfit.torch_compat.core import pytree
 
 __all__ = ["Proof", "ProvingStep", "StepResult", "compare"]
 

@@ -25,10 +25,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.fxir.op_family import op_family
+from memfit.torch_compat.core import (
+    OpOverload,
+    TorchDispatchMode,
+    autograd_node_number,
+    current_autograd_node,
+    is_functional_tensor,
+    pytree,
+)
 
 __all__ = ["Place", "RecordedOp", "RecordedOps", "RecordedTensor", "fingerprint", "modules_known"]
 
@@ -147,7 +153,7 @@ class RecordedOps(TorchDispatchMode):
         sources = frozenset(self._writer[key] for t in read if (key := _memory(t)) in self._writer)
         result = func(*args, **kwargs)
         made = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
-        inner = next((a for a in args if isinstance(a, torch._ops.OpOverload)), func)
+        inner = next((a for a in args if isinstance(a, OpOverload)), func)
         is_view = _is_view(inner)
         name = str(inner)
         hashes = self._hashes and not is_view and op_family(name) not in _UNWRITTEN
@@ -184,12 +190,12 @@ class RecordedOps(TorchDispatchMode):
 
     def _place(self) -> tuple[Place, bool]:
         """The place of the op that runs now, and whether it runs in a backward pass."""
-        node: Any = torch._C._current_autograd_node()
+        node: Any = current_autograd_node()
         if node is not None:
             found = bisect.bisect_right(self._numbers, node._sequence_nr()) - 1
             return self._places[found] if found >= 0 else Place(), True
         place = Place(self.modules.innermost, _line(sys._getframe(2)))
-        number = torch._C._autograd._get_sequence_nr() - 1
+        number = autograd_node_number()
         if not self._numbers or number > self._numbers[-1]:
             self._numbers.append(number)
             self._places.append(place)
@@ -255,7 +261,7 @@ def fingerprint(tensor: torch.Tensor) -> bytes | None:
     """A hash of a tensor's dtype, size and bits in logical order; None for a tensor without bits of its own."""
     if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
         return None
-    if tensor.is_meta or tensor.is_quantized or torch._is_functional_tensor(tensor):
+    if tensor.is_meta or tensor.is_quantized or is_functional_tensor(tensor):
         return None
     if tensor.numel() and not tensor.untyped_storage().nbytes():  # it is metadata-only, or is freed
         return None

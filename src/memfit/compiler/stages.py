@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from memfit import strategies
 from memfit.capture.checkpoints import CHECKPOINTING
@@ -44,6 +43,7 @@ from memfit.runtime.input_signature import Signature, signature
 from memfit.runtime.offload.tiers import parse_tiers, tier_links
 from memfit.sim.simulator import simulate
 from memfit.sim.verifier import check
+from memfit.torch_compat.core import pytree
 from memfit.units import format_bytes, parse_bytes
 
 __all__ = [

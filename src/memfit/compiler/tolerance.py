@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
+
+from memfit.torch_compat.core import pytree
 
 __all__ = ["in_float64", "in_widest", "is_within_rounding", "own_rounding"]
 

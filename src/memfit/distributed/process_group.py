@@ -49,7 +49,7 @@ Groups: TypeAlias = "Sequence[dist.ProcessGroup | None]"
 def join() -> None:
     """Makes a process group of one process if there is no group; the pipeline engine needs a group."""
     if not dist.is_initialized():
-        from torch._C._distributed_c10d import HashStore  # not in every build of torch
+        from memfit.torch_compat.distributed import HashStore
 
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
 

@@ -20,12 +20,12 @@ import operator
 
 import torch
 from torch import fx
-from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 
 from memfit.fxir.joint import JointStorage
 from memfit.fxir.marks import is_tangent
 from memfit.fxir.signature import tensors_of
 from memfit.ir.graph import StorageKind
+from memfit.torch_compat.core import InputMutationAOTOutput
 
 __all__ = ["find_storages", "forward_nodes", "overwritten_inputs", "tuple_reads", "written_inputs"]
 

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from memfit.fxir.call import Call
+from memfit.torch_compat.core import OpOverload
 
 __all__ = ["cost_key", "describe", "tensors_of"]
 
@@ -15,7 +16,7 @@ __all__ = ["cost_key", "describe", "tensors_of"]
 def cost_key(node: fx.Node | Call) -> str:
     """Key of the properties that the cost of a call depends on: op, shapes, strides, dtypes, constants."""
     target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         target = str(node.target)
     named = [f"{k}={describe(v)}" for k, v in sorted(node.kwargs.items())]
     return f"{target}({','.join([*(describe(a) for a in node.args), *named])})"

@@ -22,10 +22,10 @@ from typing import Any, cast
 
 import torch
 from torch import fx
-from torch._guards import detect_fake_mode
 
 from memfit.fxir.call import Call
 from memfit.ops.kernels.batch_norm import cudnn_batch_norm, cudnn_batch_norm_updating
+from memfit.torch_compat.core import detect_fake_mode
 
 __all__ = ["NORMS", "from_statistics", "lies_as", "normalise", "normalise_over_data", "without_statistics"]
 

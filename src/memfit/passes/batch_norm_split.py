@@ -17,12 +17,12 @@ from typing import Any, cast
 
 import torch
 from torch import fx
-from torch._guards import detect_fake_mode
 
 from memfit.fxir.call import Call
 from memfit.fxir.marks import PLAIN_CALL
 from memfit.ops.kernels.batch_norm import input_gradient_from_sums, statistics_from_sums, sums_of_data
 from memfit.ops.recompute import lies_as, normalise
+from memfit.torch_compat.core import detect_fake_mode
 
 __all__ = ["split_batch_norm", "split_batch_norm_backward"]
 

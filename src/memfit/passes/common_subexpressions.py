@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import detect_fake_mode
+
+from memfit.torch_compat.core import OpOverload, detect_fake_mode
 
 __all__ = ["merge_repeated"]
 
@@ -56,7 +57,7 @@ def _memory(node: fx.Node) -> int | None:
 def _is_pure(node: fx.Node) -> bool:
     target = node.target
     # Only torch's own ops say whether they are random.
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or _memory(node) is None:
+    if not isinstance(target, OpOverload) or target.namespace != "aten" or _memory(node) is None:
         return False
     return not (node.is_impure() or target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags)
 

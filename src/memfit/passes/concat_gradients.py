@@ -23,10 +23,10 @@ from typing import Any, cast
 
 import torch
 from torch import fx
-from torch._guards import detect_fake_mode
 
 from memfit.fxir.marks import PLAIN_NBYTES, is_view
 from memfit.ops.kernels.convolution import convolution_input_gradient, convolution_input_slices, takes_input_shape_only
+from memfit.torch_compat.core import detect_fake_mode
 
 __all__ = ["Cuts", "copy_out_late_slices", "separate_input_slices"]
 

@@ -22,11 +22,11 @@ from typing import Any, cast
 
 import torch
 from torch import fx
-from torch._guards import detect_fake_mode
 
 from memfit.fxir.call import Call
 from memfit.fxir.marks import PLAIN_CALL, PLAIN_NBYTES, returned_storages, storage_key
 from memfit.fxir.signature import cost_key, describe
+from memfit.torch_compat.core import detect_fake_mode
 
 __all__ = [
     "is_of_concatenation",

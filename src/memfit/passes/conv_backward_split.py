@@ -31,7 +31,6 @@ from typing import Any, cast
 
 import torch
 from torch import fx
-from torch._guards import detect_fake_mode
 
 from memfit.fxir.marks import (
     HALF_OF,
@@ -52,6 +51,7 @@ from memfit.ops.kernels.convolution import (
 )
 from memfit.ops.kernels.dropout import masked, masked_over_data
 from memfit.ops.recompute import NORMS, normalise, normalise_over_data
+from memfit.torch_compat.core import detect_fake_mode
 
 __all__ = [
     "IN_PLACE",

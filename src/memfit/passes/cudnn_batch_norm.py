@@ -18,10 +18,10 @@ from typing import Any, cast
 
 import torch
 from torch import fx
-from torch._guards import detect_fake_mode
 
 from memfit.fxir.marks import original
 from memfit.ops.kernels.batch_norm import cudnn_batch_norm, cudnn_batch_norm_backward, cudnn_batch_norm_updating
+from memfit.torch_compat.core import cudnn_batch_norm_reserve_bytes, cudnn_takes_batch_norm, detect_fake_mode
 
 __all__ = ["take_cudnn_batch_norm"]
 
@@ -68,8 +68,7 @@ def _takes_cudnn(args: tuple[Any, ...]) -> bool:
         if not training:
             return False
         running_mean, running_var = weight, bias  # Python's binding takes tensors only, C++ also accepts none
-    choice = torch._C._select_batch_norm_backend(data, weight, bias, running_mean, running_var, training, eps)
-    return bool(choice == torch._C._BatchNormBackend.Cudnn)  # type: ignore[attr-defined]
+    return cudnn_takes_batch_norm(data, weight, bias, running_mean, running_var, training, eps)
 
 
 def _is_read_here_only(buffer: fx.Node) -> bool:
@@ -79,7 +78,7 @@ def _is_read_here_only(buffer: fx.Node) -> bool:
 def _reserve(args: tuple[Any, ...]) -> torch.Tensor:
     """A fake tensor of the reserve's size."""
     data = args[0].meta["val"]
-    nbytes = torch._C._get_cudnn_batch_norm_reserve_space_size(data, args[5])  # type: ignore[attr-defined]
+    nbytes = cudnn_batch_norm_reserve_bytes(data, args[5])
     with detect_fake_mode(data) or nullcontext():
         return torch.empty(nbytes, dtype=torch.uint8, device=data.device)
 

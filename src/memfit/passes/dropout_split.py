@@ -17,12 +17,12 @@ from typing import Any, cast
 
 import torch
 from torch import fx
-from torch._guards import detect_fake_mode
 
 from memfit.fxir.call import Call
 from memfit.fxir.marks import PLAIN_CALL, PLAIN_NBYTES
 from memfit.ops.kernels.dropout import drawn, kept_scale, masked
 from memfit.passes.conv_backward_split import metadata_only_attribute
+from memfit.torch_compat.core import detect_fake_mode
 
 __all__ = ["mask_by_bytes", "split_dropout"]
 

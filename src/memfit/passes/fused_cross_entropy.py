@@ -25,11 +25,11 @@ from typing import Any, cast
 
 import torch
 from torch import fx
-from torch._guards import detect_fake_mode
 
 from memfit.fxir.call import Call
 from memfit.fxir.marks import PLAIN_CALL, is_tangent, is_view, original
 from memfit.ops.kernels.row_products import PRODUCTS, SUM, product_over_rows, share_of_mean
+from memfit.torch_compat.core import detect_fake_mode
 
 __all__ = ["RUNS_ONCE", "rewrite_by_rows"]
 

@@ -25,7 +25,6 @@ from typing import Any, cast
 
 import torch
 from torch import fx
-from torch._guards import detect_fake_mode
 
 from memfit.fxir.call import Call
 from memfit.fxir.marks import PLAIN_CALL
@@ -37,6 +36,7 @@ from memfit.ops.kernels.group_norm import (
     scaled_and_shifted,
     sums_of_space,
 )
+from memfit.torch_compat.core import detect_fake_mode
 
 __all__ = ["split_group_norm"]
 

@@ -19,7 +19,6 @@ from typing import cast
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
 from memfit.fxir.alias_analysis import find_storages, forward_nodes, overwritten_inputs, tuple_reads
@@ -49,6 +48,7 @@ from memfit.passes.fused_cross_entropy import RUNS_ONCE, rewrite_by_rows
 from memfit.passes.group_norm_split import split_group_norm
 from memfit.passes.sum_before_cast import sum_before_casting
 from memfit.passes.used_views import take_out
+from memfit.torch_compat.core import OpOverload, pytree
 
 __all__ = ["is_random", "read_joint", "result_index"]
 
@@ -355,7 +355,7 @@ def result_index(base: fx.Node) -> int:
 def is_random(node: fx.Node) -> bool:
     """Whether running the node advances a random generator."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     names = [argument.name for argument in target._schema.arguments]
     for name in ("dropout_p", "p", "dropout"):

@@ -22,8 +22,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from memfit.capture.eager.fake_kernels import rules_of_kernels
 from memfit.capture.eager.fake_strides import strides_of_kernels
@@ -33,6 +31,7 @@ from memfit.capture.loss.reading import LossFunction, backward_of
 from memfit.capture.state.detached_inputs import detached
 from memfit.capture.state.snapshot import preserved
 from memfit.profiling.sampled_workspace import SampledWorkspace
+from memfit.torch_compat.core import FakeTensor, FakeTensorMode, in_backward_pass, pytree
 
 __all__ = ["counted_step"]
 
@@ -146,7 +145,7 @@ def _is_in_place(func: Any, args: Sequence[Any]) -> bool:
     view shares its storage with its base, so the engine does not add into a view. A formula of autograd that adds two
     tensors of one shape looks the same, but few formulas do.
     """
-    if func not in _IN_PLACE or torch._C._current_graph_task_id() == -1:
+    if func not in _IN_PLACE or not in_backward_pass():
         return False
     one, other = args[0], args[1]
     if func is not _aten.add.Tensor:

@@ -20,6 +20,7 @@ from torch import fx
 
 from memfit.ir.graph import StepGraph
 from memfit.profiling.synthetic_inputs import operands_of
+from memfit.torch_compat.core import clear_cublas_workspaces
 
 __all__ = ["library_bytes"]
 
@@ -48,7 +49,7 @@ def _keeps_memory(calls: Sequence[fx.Node], device: torch.device) -> bool:
     convolutions = [call for call in calls if "convolution" in str(call.target)]
     if not convolutions:
         return False
-    torch._C._cuda_clearCublasWorkspaces()
+    clear_cublas_workspaces()
     before = torch.cuda.memory_allocated(device)
     for call in convolutions:
         try:
@@ -62,7 +63,7 @@ def _keeps_memory(calls: Sequence[fx.Node], device: torch.device) -> bool:
 
 @lru_cache
 def _cublas_bytes(device: torch.device) -> int:
-    torch._C._cuda_clearCublasWorkspaces()
+    clear_cublas_workspaces()
     before = torch.cuda.memory_allocated(device)
     with torch.enable_grad():
         data = torch.ones(32, 32, device=device, requires_grad=True)

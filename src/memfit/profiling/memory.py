@@ -21,12 +21,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch._C._profiler import _EventType
-from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
 from memfit.capture.allocation_tracker import LiveBytes, parts_of
+from memfit.torch_compat.compiler import counters
+from memfit.torch_compat.core import (
+    EventType,
+    clear_cublas_workspaces,
+    is_functional_tensor,
+    is_functorch_wrapped_tensor,
+    profiler_is_on,
+)
 
 __all__ = ["Measurement", "allocation_peak", "live_tensor_bytes", "measure", "quiet_profiler", "steady"]
 
@@ -136,7 +141,7 @@ def allocation_peak(run: Callable[[], object]) -> int:
     Memory that was there before does not count, nor do its frees: the allocator knows the size of such a block only if
     another profiler ran when the block was allocated, so the result would depend on earlier measurements.
     """
-    if torch._C._autograd._profiler_enabled():
+    if profiler_is_on():
         # The program is being profiled, and profilers do not nest: count storages, without workspace.
         with LiveBytes("cpu") as counter:
             run()
@@ -166,7 +171,7 @@ def _allocations(results: Any) -> Iterator[Any]:
     while waiting:
         event = waiting.pop()
         waiting.extend(reversed(event.children))
-        if event.tag == _EventType.Allocation and event.extra_fields.device.type == "cpu":
+        if event.tag == EventType.Allocation and event.extra_fields.device.type == "cpu":
             yield event
 
 
@@ -203,7 +208,7 @@ def _live(device_type: str | None) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     for thing in gc.get_objects():
         # Subclasses other than parameters (fake tensors) have no memory of their own, nor have wrappers.
-        if type(thing) not in (torch.Tensor, torch.nn.Parameter) or torch._is_functional_tensor(thing):
+        if type(thing) not in (torch.Tensor, torch.nn.Parameter) or is_functional_tensor(thing):
             continue
         if not is_functorch_wrapped_tensor(thing) and (device_type is None or thing.device.type == device_type):
             found.append(thing)
@@ -216,7 +221,7 @@ def _cuda_peak(step: Callable[[], object], device: torch.device) -> tuple[int, i
     torch.cuda.empty_cache()
     # The workspace that cuBLAS allocates at its first call and keeps belongs to the step: the first step below
     # allocates it, and the second one has it.
-    torch._C._cuda_clearCublasWorkspaces()
+    clear_cublas_workspaces()
     start = torch.cuda.memory_allocated(device)
     step()
     torch.cuda.synchronize(device)

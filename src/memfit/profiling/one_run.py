@@ -9,6 +9,7 @@ import torch
 
 from memfit.ir.graph import Variant
 from memfit.profiling.memory import allocation_peak
+from memfit.torch_compat.core import gpu_idle
 
 __all__ = ["equal", "measured", "timed"]
 
@@ -29,7 +30,7 @@ def timed(run: Callable[[], object], device: torch.device) -> float:
     """Seconds of one run; on CUDA the device waits until the host has had time to launch all kernels."""
     if device.type == "cuda":
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(_HEAD_START_CYCLES)
+        gpu_idle(_HEAD_START_CYCLES)
         begin.record()
         result = run()
         end.record()

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import flop_registry
 from memfit.fxir.call import Call
 from memfit.fxir.signature import tensors_of
 from memfit.ops.kernels.convolution import convolution_input_gradient, convolution_input_slices
+from memfit.torch_compat.core import OpOverload
 
 __all__ = ["flops_of", "flops_of_values", "roofline_seconds"]
 
@@ -49,7 +50,7 @@ def flops_of(node: fx.Node | Call) -> float:
 
 def flops_of_values(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> float:
     """FLOPs of a call with fake tensors, as torch counts them; 0 where it does not."""
-    count = flop_registry.get(target.overloadpacket) if isinstance(target, torch._ops.OpOverload) else None
+    count = flop_registry.get(target.overloadpacket) if isinstance(target, OpOverload) else None
     if count is None:
         return 0.0
     try:

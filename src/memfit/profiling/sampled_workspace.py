@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from memfit.capture.eager.fake_strides import TAKING_INDICES, reads_by_index
 from memfit.capture.eager.kernel_samples import kernels_only
@@ -28,6 +27,7 @@ from memfit.fxir.signature import cost_key
 from memfit.ops.kernels.convolution import convolution_input_gradient
 from memfit.profiling.memory import allocation_peak
 from memfit.profiling.roofline import flops_of, flops_of_values
+from memfit.torch_compat.core import OpOverload, pytree
 
 __all__ = ["SampledWorkspace"]
 
@@ -76,7 +76,7 @@ class SampledWorkspace:
 
     def of_values(self, target: object, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
         """Workspace bytes of an op of torch's or memfit's own, called with fake tensors."""
-        if not isinstance(target, torch._ops.OpOverload) or target.namespace not in _KNOWN or target.is_view:
+        if not isinstance(target, OpOverload) or target.namespace not in _KNOWN or target.is_view:
             return 0
         key = f"{target}({','.join(_described(v) for v in (*args, *kwargs.items()))})"
         return self._asked(key, target, tuple(args), kwargs, flops_of_values(target, args, kwargs, result), result)
@@ -104,7 +104,7 @@ def _workspace_bytes(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
     tensors = [t for t in pytree.tree_leaves((args, dict(kwargs))) if isinstance(t, torch.Tensor)]
     if not tensors or any(t.device.type != "cpu" or t.layout is not torch.strided for t in tensors):
         return 0
-    if isinstance(target, torch._ops.OpOverload) and reads_by_index(target, tensors):
+    if isinstance(target, OpOverload) and reads_by_index(target, tensors):
         if target.overloadpacket not in TAKING_INDICES | _TAKING_INDICES:
             return 0
     rows = _SAMPLED.get(target)

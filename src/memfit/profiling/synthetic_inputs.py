@@ -21,6 +21,7 @@ from torch import fx
 from memfit.fxir.call import Call
 from memfit.fxir.marks import METADATA_ONLY_PREFIX
 from memfit.ops.kernels.convolution import make_metadata_only
+from memfit.torch_compat.core import OpOverload
 
 __all__ = ["operand_values", "operands_of"]
 
@@ -106,7 +107,7 @@ def _on_host(node: fx.Node | Call) -> set[object]:
     """Operands that are on the CPU although tracing places them on the device: the seeds of efficient attention."""
     if node.target not in _SEEDS_ON_HOST:
         return set()
-    names = [argument.name for argument in cast(torch._ops.OpOverload, node.target)._schema.arguments]
+    names = [argument.name for argument in cast(OpOverload, node.target)._schema.arguments]
     return {node.args[names.index(name)] for name in ("philox_seed", "philox_offset")}
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.graph import _BoxedCodeGen
 
 from memfit.errors import OutOfMemoryError
 from memfit.profiling.memory import largest_tensors
@@ -21,6 +20,7 @@ from memfit.runtime.dispatch import call_cheaply
 from memfit.runtime.emitter import OVERWRITTEN
 from memfit.runtime.lowering import attach_metadata_only
 from memfit.runtime.offload.graph_calls import forget_side_effects
+from memfit.torch_compat.core import BoxedCodeGen, backward_keeps_graph
 
 __all__ = ["boxed"]
 
@@ -40,7 +40,7 @@ def boxed(gm: fx.GraphModule, describe: Callable[[], str], later: Later | None) 
     if later is not None and any(node.meta.get(LATER) for node in gm.graph.nodes):
         forward = in_two(gm, later)
     else:
-        gm.graph.set_codegen(_BoxedCodeGen())
+        gm.graph.set_codegen(BoxedCodeGen())
         gm.recompile()
         forward = gm.forward
 
@@ -48,7 +48,7 @@ def boxed(gm: fx.GraphModule, describe: Callable[[], str], later: Later | None) 
         first = operands[:_TOLD]
         shapes = [tuple(t.shape) for t in first if isinstance(t, torch.Tensor) and t.dim() > 0]
         del first
-        if overwritten and torch._C._autograd._get_current_graph_task_keep_graph():
+        if overwritten and backward_keeps_graph():
             # backward(retain_graph=True): saved tensors must outlive this pass, so copies are overwritten.
             log.warning("retain_graph takes more memory than the plan, which writes over saved tensors")
             for position in overwritten:

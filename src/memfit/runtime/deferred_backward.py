@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.graph import _BoxedCodeGen
+
+from memfit.torch_compat.core import BoxedCodeGen
 
 __all__ = ["LATER", "Later", "in_two"]
 
@@ -63,6 +64,6 @@ def in_two(module: fx.GraphModule, later: Later) -> Callable[[list[Any]], Any]:
 
 
 def _boxed(module: fx.GraphModule, graph: fx.Graph) -> Callable[[list[Any]], Any]:
-    graph.set_codegen(_BoxedCodeGen())
+    graph.set_codegen(BoxedCodeGen())
     forward: Callable[[list[Any]], Any] = fx.GraphModule(module, graph).forward
     return forward

@@ -25,8 +25,6 @@ from typing import Any, cast
 
 import torch
 from torch import fx
-from torch._guards import detect_fake_mode
-from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 
 from memfit.fxir.call import Call
 from memfit.fxir.joint import JointOp, JointReading
@@ -39,6 +37,7 @@ from memfit.runtime.fused_region import FusedOp, fused_call
 from memfit.runtime.grad_accumulation import Accumulation
 from memfit.runtime.offload.engine import Swapper
 from memfit.runtime.offload.graph_calls import SwapCalls, keep_unread
+from memfit.torch_compat.core import detect_fake_mode, run_and_save_rng_state, run_with_rng_state
 
 __all__ = ["OVERWRITTEN", "Emitter", "LocalInstruction", "LocalMove", "Move"]
 

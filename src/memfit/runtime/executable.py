@@ -19,7 +19,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from memfit.capture.compiled_call import call_has_begun, compile_call
@@ -32,7 +31,7 @@ from memfit.capture.dynamo_graph import (
     graph_key,
     reads_numbers,
 )
-from memfit.capture.eager.backward_autocast import autocast_is_on, backward_in_autocast, planning_backward
+from memfit.capture.eager.backward_autocast import backward_in_autocast, planning_backward
 from memfit.capture.eager.cast_weights import cast_once
 from memfit.capture.gradients.gradient_reach import reached_by_autograd, reached_in_joint
 from memfit.capture.gradients.returned_views import calling_after, returned_views_first
@@ -71,6 +70,8 @@ from memfit.runtime.offload.spaces import open_spaces
 from memfit.runtime.pass_records import noting_backward, noting_forward
 from memfit.runtime.subgraph_program import SubgraphProgram, reading_digest, subgraph_programs
 from memfit.runtime.unused_outputs import whole_graph
+from memfit.torch_compat.compiler import Unsupported
+from memfit.torch_compat.core import autocast_is_on
 
 __all__ = ["PlannedCall", "compile_planned", "compile_program"]
 
@@ -375,7 +376,7 @@ def compile_planned(
         def run_followed(*args: Any, **kwargs: Any) -> Any:
             try:
                 return followed.run(plan, args, kwargs)
-            except torch._dynamo.exc.Unsupported as error:  # the code has changed and would break the graph now
+            except Unsupported as error:  # the code has changed and would break the graph now
                 if in_subgraphs:
                     raise
                 reason = next(iter(str(error).splitlines()), "")

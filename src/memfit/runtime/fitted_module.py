@@ -37,6 +37,7 @@ from memfit.runtime.plain_calls import nothing_to_train, transformed
 from memfit.runtime.training_loops import Loops, TogetherError
 from memfit.runtime.variants import Variants, decides
 from memfit.sim.verifier import check
+from memfit.torch_compat.compiler import TorchDynamoException
 from memfit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ class Fitted:
             return model._call_impl(*args, **kwargs)
         try:
             return self._run(model, key, call, args, kwargs)
-        except (torch._dynamo.exc.TorchDynamoException, PlanMismatchError) as error:
+        except (TorchDynamoException, PlanMismatchError) as error:
             failure = getattr(error, "inner_exception", error)
             if not isinstance(failure, PlanMismatchError):
                 if isinstance(failure, MemfitError):

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from memfit.capture.eager.backward_autocast import autocast_is_on
 from memfit.capture.gradients.tangents import Strides, strides_without_overlap
 from memfit.runtime.gradient_terms import Terms, by_use
 from memfit.runtime.unused_outputs import Begun, WholeGraph
+from memfit.torch_compat.core import autocast_is_on
 
 __all__ = ["RECORD", "CompiledSubgraph", "Pass", "SubgraphPass", "in_flight"]
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from memfit.ops.kernels.settings import kernel_settings
 from memfit.runtime.module_state import ModuleState, module_state
+from memfit.torch_compat.core import pytree
 
 __all__ = ["Signature", "signature"]
 

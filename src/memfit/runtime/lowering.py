@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from memfit.fxir.joint import JointReading
 from memfit.fxir.marks import METADATA_ONLY_PREFIX, is_tangent
@@ -23,6 +21,7 @@ from memfit.runtime.deferred_backward import LATER
 from memfit.runtime.emitter import Emitter, LocalInstruction, LocalMove
 from memfit.runtime.grad_accumulation import Accumulation
 from memfit.runtime.offload.engine import Swapper
+from memfit.torch_compat.core import SavedForBackwardsAOTOutput, unset_fake_temporarily
 
 __all__ = ["attach_metadata_only", "lower"]
 

@@ -19,11 +19,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch._dynamo.decorators import skip
 
 from memfit.capture.own_calls import in_own_call
+from memfit.torch_compat.compiler import skip
+from memfit.torch_compat.core import saved_tensor_hooks_aside
 
-__all__ = ["forget_compiled", "make_opaque", "not_traced", "undisturbed"]
+__all__ = ["make_opaque", "not_traced", "undisturbed"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _REPLACED = "_memfit_replaced"
@@ -32,8 +33,7 @@ _REPLACED = "_memfit_replaced"
 def make_opaque(slot_type: type) -> None:
     """Makes Dynamo call modules through the slot if the slot holds a `slot_type`; a second call has no effect."""
     try:
-        from torch._dynamo.variables import UserFunctionVariable
-        from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
+        from memfit.torch_compat.compiler import UnspecializedNNModuleVariable, UserFunctionVariable
     except ImportError:  # torch's private modules were rearranged
         return
     variable: Any = UnspecializedNNModuleVariable
@@ -60,13 +60,6 @@ def make_opaque(slot_type: type) -> None:
     variable.call_function = call_function
 
 
-def forget_compiled() -> None:
-    """Makes Dynamo compile its code anew, since compiled code may contain a module that is fitted now."""
-    forget = getattr(torch._dynamo, "reset_code_caches", None)
-    if forget is not None:
-        forget()
-
-
 def not_traced(function: _Function) -> _Function:
     """Keeps Dynamo out of a function's own code; Dynamo still traces the functions that it calls."""
     marked: Any = skip(function)
@@ -77,14 +70,5 @@ def not_traced(function: _Function) -> _Function:
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
     """Disables, while planning, the caller's hooks on saved tensors and the caller's anomaly detection."""
-    autograd: Any = torch._C._autograd
-    hooks = []
-    while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
-        hooks.append(top)
-        autograd._pop_saved_tensors_default_hooks()
-    try:
-        with torch.autograd.set_detect_anomaly(False):
-            yield
-    finally:
-        for pack, unpack in reversed(hooks):
-            autograd._push_saved_tensors_default_hooks(pack, unpack)
+    with saved_tensor_hooks_aside(), torch.autograd.set_detect_anomaly(False):
+        yield

@@ -18,6 +18,7 @@ from memfit.errors import SecondDerivativeError
 from memfit.runtime.forward_passes import RECORD, CompiledSubgraph, Pass, SubgraphPass
 from memfit.runtime.gradient_terms import Terms, with_edges
 from memfit.runtime.unused_outputs import Begun, with_anchor
+from memfit.torch_compat.core import backward_keeps_graph, current_autograd_node
 
 __all__ = ["noting_backward", "noting_forward"]
 
@@ -136,13 +137,13 @@ def noting_backward(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], A
 
     @functools.wraps(call)
     def run(operands: list[Any]) -> Any:
-        node = torch._C._current_autograd_node()
+        node = current_autograd_node()
         record: SubgraphPass | None = getattr(node, RECORD, None)
         if record is None:
             return call(operands)
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
+        if not backward_keeps_graph():
             record.of.waiting -= 1
-        kept = torch._C._autograd._get_current_graph_task_keep_graph()
+        kept = backward_keeps_graph()
         if record.arrived or record.otherwise or record.without or record.together():
             operands.clear()
             gradients = record.recompute()

@@ -11,25 +11,20 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
-from torch.utils import _pytree as pytree
 
 from memfit.runtime.module_state import ModuleState
+from memfit.torch_compat.core import in_func_transform, op_calls_traced, pytree
 
 __all__ = ["nothing_to_train", "transformed"]
 
 
 def transformed() -> str | None:
     """Name of the transform or tracer that acts on the current call; None for a call of an ordinary step."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if in_func_transform():
         return "a transform of torch.func"
     if forward_ad._current_level >= 0:
         return "forward-mode differentiation"
-    if torch._C._get_tracing_state() is not None:
-        return "torch.jit.trace"
-    keys = torch._C._TorchDispatchModeKey
-    if torch._C._get_dispatch_mode(keys.FAKE) or torch._C._get_dispatch_mode(keys.PROXY):
-        return "a tracer with fake tensors"
-    return None
+    return op_calls_traced()
 
 
 def nothing_to_train(state: ModuleState, args: Any, kwargs: Any) -> bool:

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from memfit.capture.training_step import Capture
 from memfit.fxir.joint import JointReading
@@ -30,6 +29,7 @@ from memfit.ir.streaming import tier_bytes
 from memfit.ops.accumulation import Accumulate
 from memfit.runtime.emitter import LocalInstruction, LocalMove, Move
 from memfit.runtime.offload.engine import Slot
+from memfit.torch_compat.core import pytree
 
 __all__ = ["SubgraphProgram", "subgraph_programs", "reading_digest"]
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from memfit.capture.values.decisions import Decision
 from memfit.runtime.executable import PlannedCall
 from memfit.runtime.input_signature import Signature
+from memfit.torch_compat.core import pytree
 
 __all__ = ["Variants", "decides"]
 

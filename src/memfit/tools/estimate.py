@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from memfit import strategies
 from memfit.capture.distributed.ddp import unwrapped
@@ -35,6 +34,7 @@ from memfit.profiling.profiler import with_rooflines
 from memfit.runtime.offload.tiers import tier_links
 from memfit.sim.simulator import live_storages_at, simulate, simulate_plain
 from memfit.tools.baseline_peak import PlainPeak, plain_peak
+from memfit.torch_compat.core import pytree
 from memfit.units import format_bytes
 
 __all__ = ["Estimate", "estimate"]

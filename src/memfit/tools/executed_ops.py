@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from memfit.fxir.op_family import op_family
 from memfit.ir.graph import StepGraph
 from memfit.ir.program import Action, Program, as_they_run
+from memfit.torch_compat.core import OpOverload, TorchDispatchMode
 
 __all__ = ["ExecutedOps", "executed_recomputations"]
 
@@ -32,7 +30,7 @@ class ExecutedOps(TorchDispatchMode):
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        inner = next((a for a in args if isinstance(a, torch._ops.OpOverload)), func)
+        inner = next((a for a in args if isinstance(a, OpOverload)), func)
         self.counts[op_family(str(inner))] += 1
         return func(*args, **(kwargs or {}))
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from memfit.capture.loss.reading import LossFunction, backward_of
 from memfit.capture.optimizer.unwrapped import OptimizerLike, stated_bytes, steppable
 from memfit.capture.training_step import storage_bytes
 from memfit.profiling.memory import Measurement, measure, steady
+from memfit.torch_compat.core import pytree
 
 __all__ = ["interleaved_seconds", "resident_bytes", "step_peak", "training_step"]
 

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from memfit.bits import max_difference, same_bits
 from memfit.capture.eager.backward_autocast import backward_region
@@ -38,6 +37,7 @@ from memfit.profiling.memory import Measurement, measure, steady
 from memfit.runtime.fitted_module import fitted_call, verified
 from memfit.tools.executed_ops import ExecutedOps, executed_recomputations
 from memfit.tools.training_loop import resident_bytes
+from memfit.torch_compat.core import pytree
 
 __all__ = ["Check", "Verification", "verify"]
 

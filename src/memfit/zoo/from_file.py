@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from memfit.errors import SpecError
+from memfit.torch_compat.core import pytree
 from memfit.zoo.example import Example, Request, as_text, random_batch
 from memfit.zoo.query import unknown
 
@@ -109,7 +109,7 @@ def _as_example(request: Request, made: object) -> Example:
 
 
 def _to(tree: Any, device: torch.device) -> Any:
-    return tree_map_only(Tensor, lambda tensor: tensor.to(device), tree)
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), tree)
 
 
 def _label(request: Request, args: tuple[Any, ...]) -> str:

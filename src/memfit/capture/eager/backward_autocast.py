@@ -19,9 +19,10 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 
 import torch
-import torch._functorch.config
 
-__all__ = ["autocast_is_on", "backward_in_autocast", "backward_region", "planning_backward", "traced_backward"]
+from memfit.torch_compat.core import autocast_devices, autocast_is_on, functorch_config
+
+__all__ = ["backward_in_autocast", "backward_region", "planning_backward", "traced_backward"]
 
 _INSIDE: ContextVar[bool] = ContextVar("memfit_backward_in_autocast", default=False)
 
@@ -41,17 +42,12 @@ def planning_backward(*, in_autocast: bool) -> Iterator[None]:
         _INSIDE.reset(token)
 
 
-def autocast_is_on() -> bool:
-    """Whether an autocast region is active, for any device."""
-    return bool(torch._C._is_any_autocast_enabled())
-
-
 @contextmanager
 def backward_region() -> Iterator[None]:
     """Context of a trial backward pass: outside of every autocast region, unless the pass is planned inside."""
     with ExitStack() as around:
         if autocast_is_on() and not _INSIDE.get():
-            for kind in torch._C._autocast_supported_devices():
+            for kind in autocast_devices():
                 if hasattr(torch, kind) and torch.is_autocast_enabled(kind):
                     around.enter_context(torch.autocast(kind, enabled=False))
         yield
@@ -60,5 +56,5 @@ def backward_region() -> Iterator[None]:
 @contextmanager
 def traced_backward() -> Iterator[None]:
     """While active, AOTAutograd traces backward passes with the planned autocast state."""
-    with torch._functorch.config.patch(backward_pass_autocast="same_as_forward" if _INSIDE.get() else "off"):
+    with functorch_config.patch(backward_pass_autocast="same_as_forward" if _INSIDE.get() else "off"):
         yield

@@ -24,8 +24,13 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch._dynamo import trace_rules
-from torch._dynamo.variables.torch import TorchInGraphFunctionVariable, tracing_state_functions
+
+from memfit.torch_compat.compiler import (
+    ConstantVariable,
+    TorchInGraphFunctionVariable,
+    trace_rules,
+    tracing_state_functions,
+)
 
 __all__ = ["eager_answers"]
 
@@ -54,7 +59,7 @@ def eager_answers() -> Iterator[None]:
         theirs = saved[variable.value]
         if theirs is not None and (args or kwargs or _asks_to_be_traced(tx, variable.value)):
             return theirs(variable, tx, *args, **kwargs)
-        return torch._dynamo.variables.ConstantVariable.create(False)
+        return ConstantVariable.create(False)
 
     _put(handlers, dict.fromkeys(saved, answer))
     _put(rules, dict.fromkeys(saved_rules, TorchInGraphFunctionVariable))

@@ -18,9 +18,9 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 
 import torch
-from torch._C import DispatchKey
 
 from memfit.capture.eager.python_kernels import kernels_in_place
+from memfit.torch_compat.core import DispatchKey
 
 __all__ = ["composites_of_eager"]
 

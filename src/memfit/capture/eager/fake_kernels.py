@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._subclasses import fake_impls
-from torch._subclasses.fake_tensor import FakeTensorMode
+
+from memfit.torch_compat.core import FakeTensorMode, fake_impls
 
 __all__ = ["grouped_product_layout", "rules_of_kernels"]
 

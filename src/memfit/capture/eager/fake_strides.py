@@ -33,14 +33,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._dispatch.python import no_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils import _pytree as pytree
-from torch.utils._mode_utils import no_dispatch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit.capture.eager.kernel_samples import made_by_kernel, real_like, sizes_to_try, smaller_numbers, strides_alike
 from memfit.ops.kernels.settings import kernel_settings
+from memfit.torch_compat.core import (
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    disable_current_modes,
+    make_contiguous_strides_for,
+    no_dispatch,
+    no_python_dispatcher,
+    pytree,
+)
 
 __all__ = ["TAKING_INDICES", "reads_by_index", "strides_of_kernels"]
 
@@ -174,7 +179,7 @@ class _Asked:
     def _ask(
         self,
         mode: FakeTensorMode,
-        func: torch._ops.OpOverload,
+        func: OpOverload,
         arguments: Sequence[Any],
         spec: pytree.TreeSpec,
         results: Sequence[Any],
@@ -201,7 +206,7 @@ class _Asked:
     def _faked(
         self,
         mode: FakeTensorMode,
-        func: torch._ops.OpOverload,
+        func: OpOverload,
         arguments: Sequence[Any],
         spec: pytree.TreeSpec,
         sizes: Mapping[int, int],
@@ -247,7 +252,7 @@ def _viewed(mode: FakeTensorMode, made: Any, func: Any, viewed: Any, shape: Sequ
     """A fake view with the strides that torch's own code gives it, also along axes of one element."""
     if not (_is_known(viewed) and _is_known(made)) or _is_upright(viewed):
         return made
-    with _disable_current_modes(), no_dispatch(), no_python_dispatcher():
+    with disable_current_modes(), no_dispatch(), no_python_dispatcher():
         like = torch.empty_strided(viewed.shape, viewed.stride(), dtype=viewed.dtype, device="meta")
         strides = func(like, shape).stride()
     if strides == made.stride():
@@ -258,14 +263,14 @@ def _viewed(mode: FakeTensorMode, made: Any, func: Any, viewed: Any, shape: Sequ
 
 def _makes_tensors(func: Any) -> bool:
     """Whether a function is one of torch's own ops and makes new tensors, not views or tensors that existed before."""
-    if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten" or func.is_view:
+    if not isinstance(func, OpOverload) or func.namespace != "aten" or func.is_view:
         return False
     schema = func._schema
     told = torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags
     return not told and any("Tensor" in str(r.type) and r.alias_info is None for r in schema.returns)
 
 
-def reads_by_index(func: torch._ops.OpOverload, operands: Sequence[torch.Tensor]) -> bool:
+def reads_by_index(func: OpOverload, operands: Sequence[torch.Tensor]) -> bool:
     """Whether integers among the operands may be indices, which some kernels do not check."""
     return torch.Tag.pointwise not in func.tags and any(
         not (t.dtype.is_floating_point or t.dtype.is_complex or t.dtype is torch.bool) for t in operands
@@ -291,7 +296,7 @@ def _is_upright(tensor: torch.Tensor) -> bool:
 
     Kernels use the strides along such axes to guess whether an image is channels last.
     """
-    return tensor.stride() == torch._prims_common.make_contiguous_strides_for(tensor.shape)
+    return tensor.stride() == make_contiguous_strides_for(tensor.shape)
 
 
 def _key(value: Any) -> Any:

@@ -17,9 +17,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch._C import DispatchKey
 
 from memfit.capture.eager.python_kernels import kernels_in_place, without_kernel
+from memfit.torch_compat.core import DispatchKey, current_autograd_node
 
 __all__ = ["fills_in_gradients"]
 
@@ -30,7 +30,7 @@ _FILLING = ("Maximum", "Minimum", "Fmax", "Fmin", "Clamp")
 
 
 def _filled(data: torch.Tensor, mask: torch.Tensor, value: float) -> Any:
-    node = torch._C._current_autograd_node()
+    node = current_autograd_node()
     axes = list(range(data.dim()))
     if node is not None and node.name().startswith(_FILLING):
         axes.sort(key=data.stride().__getitem__, reverse=True)

@@ -19,11 +19,16 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch._C import DispatchKey
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from memfit.capture.eager.python_kernels import kernels_in_place, without_kernel
+from memfit.torch_compat.core import (
+    AutoDispatchBelowAutograd,
+    DispatchKey,
+    ExcludeDispatchKeyGuard,
+    OpOverload,
+    is_functorch_wrapped_tensor,
+)
 
 __all__ = ["asking_autograd", "gradients_on_values"]
 
@@ -38,13 +43,11 @@ def asking_autograd() -> Iterator[None]:
     with ExitStack() as around:
         around.enter_context(torch.enable_grad())
         for key in (DispatchKey.AutogradFunctionality, DispatchKey.ADInplaceOrView):
-            around.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
+            around.enter_context(ExcludeDispatchKeyGuard(key, False))
         yield
 
 
-def _gradient_of(
-    forward: torch._ops.OpOverload, name: str, settings: str = "", *, has_data_layout: bool = True
-) -> torch._ops.OpOverload:
+def _gradient_of(forward: OpOverload, name: str, settings: str = "", *, has_data_layout: bool = True) -> OpOverload:
     """Defines the op for the gradient of a forward op.
 
     Args:
@@ -78,11 +81,11 @@ def _gradient_of(
     _LIBRARY.define(f"{name}(Tensor gradient, Tensor data, Tensor result{settings and ', '}{settings}) -> Tensor")
     _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"memfit::{name}", fake, lib=_LIBRARY)
-    op: torch._ops.OpOverload = getattr(torch.ops.memfit, name).default
+    op: OpOverload = getattr(torch.ops.memfit, name).default
     return op
 
 
-def _called(forward: torch._ops.OpOverload, data: torch.Tensor, settings: tuple[Any, ...]) -> torch.Tensor:
+def _called(forward: OpOverload, data: torch.Tensor, settings: tuple[Any, ...]) -> torch.Tensor:
     """The forward op's result; if the op has a dtype, it is the last setting and is passed by keyword."""
     if forward not in _DTYPED:
         return forward(data, *settings)  # type: ignore[no-any-return]
@@ -114,8 +117,8 @@ class _Recorded(torch.autograd.Function):
     """A forward op that autograd records with its op of `_GRADIENTS`."""
 
     @staticmethod
-    def forward(ctx: Any, data: torch.Tensor, forward: torch._ops.OpOverload, settings: tuple[Any, ...]) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
+    def forward(ctx: Any, data: torch.Tensor, forward: OpOverload, settings: tuple[Any, ...]) -> Any:
+        with AutoDispatchBelowAutograd():
             result = _called(forward, data, settings)
         ctx.save_for_backward(data, result)
         ctx.op, ctx.settings = _GRADIENTS[forward], settings
@@ -131,7 +134,7 @@ def gradients_on_values() -> AbstractContextManager[None]:
     return kernels_in_place({forward: _recorded(forward) for forward in _GRADIENTS}, DispatchKey.Autograd)
 
 
-def _recorded(forward: torch._ops.OpOverload) -> Callable[..., torch.Tensor]:
+def _recorded(forward: OpOverload) -> Callable[..., torch.Tensor]:
     defaults = [argument.default_value for argument in forward._schema.arguments[1:] if argument.name != "dtype"]
 
     def recorded(data: torch.Tensor, *places: Any, dtype: torch.dtype | None = None) -> torch.Tensor:

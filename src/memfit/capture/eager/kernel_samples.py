@@ -17,10 +17,15 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch._dispatch.python import no_python_dispatcher
-from torch.utils import _pytree as pytree
-from torch.utils._mode_utils import no_dispatch
-from torch.utils._python_dispatch import _disable_current_modes
+
+from memfit.torch_compat.core import (
+    AutoDispatchBelowAutograd,
+    OpOverload,
+    disable_current_modes,
+    no_dispatch,
+    no_python_dispatcher,
+    pytree,
+)
 
 __all__ = [
     "is_dense_layout",
@@ -155,8 +160,8 @@ def kernels_only(*, random: bool = False, cuda: Sequence[int] = ()) -> Iterator[
         cuda: GPUs whose generators are restored too.
     """
     with ExitStack() as aside:
-        aside.enter_context(_disable_current_modes())
-        for context in (no_dispatch(), no_python_dispatcher(), torch._C._AutoDispatchBelowAutograd()):
+        aside.enter_context(disable_current_modes())
+        for context in (no_dispatch(), no_python_dispatcher(), AutoDispatchBelowAutograd()):
             aside.enter_context(context)
         if random:
             aside.enter_context(torch.random.fork_rng(devices=list(cuda)))
@@ -164,7 +169,7 @@ def kernels_only(*, random: bool = False, cuda: Sequence[int] = ()) -> Iterator[
 
 
 def made_by_kernel(
-    func: torch._ops.OpOverload, arguments: Sequence[Any], spec: pytree.TreeSpec, sizes: Mapping[int, int], number: int
+    func: OpOverload, arguments: Sequence[Any], spec: pytree.TreeSpec, sizes: Mapping[int, int], number: int
 ) -> Any:
     """Calls the kernel with real operands that look like those of a fake call.
 

@@ -16,9 +16,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch._C import DispatchKey
 
 from memfit.capture.eager.python_kernels import kernels_in_place
+from memfit.torch_compat.core import AutoDispatchBelowAutograd, DispatchKey
 
 __all__ = ["masked_fills_of_eager"]
 
@@ -44,7 +44,7 @@ class _Filled(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, data: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
+        with AutoDispatchBelowAutograd():
             result = _aten.masked_fill.Tensor(data, mask, value)
         ctx.save_for_backward(mask)
         return result

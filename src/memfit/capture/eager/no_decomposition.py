@@ -21,10 +21,6 @@ from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 
 import torch
-import torch._decomp
-import torch._refs
-from torch._C import DispatchKey
-from torch._dispatch.python import enable_python_dispatcher
 
 from memfit.capture.eager.backward_autocast import traced_backward
 from memfit.capture.eager.composites import composites_of_eager
@@ -35,6 +31,7 @@ from memfit.capture.eager.gradients_on_values import gradients_on_values
 from memfit.capture.eager.masked_fills import masked_fills_of_eager
 from memfit.capture.eager.quantiles import no_quantiles, quantiles_of_eager
 from memfit.capture.eager.random_fills import draws_kept, filled_as_in_eager
+from memfit.torch_compat.core import DispatchKey, OpOverload, OpOverloadPacket, enable_python_dispatcher
 
 __all__ = ["as_in_eager", "gradients_of_eager"]
 
@@ -115,16 +112,16 @@ def _without_python_kernels(needed: Set[str]) -> Iterator[None]:
 def _how_many_known() -> int:
     """How many attributes torch's own ops have: attributes are added as overloads are first used, and stay."""
     packets = vars(torch.ops.aten).values()
-    return sum(len(vars(packet)) for packet in packets if isinstance(packet, torch._ops.OpOverloadPacket))
+    return sum(len(vars(packet)) for packet in packets if isinstance(packet, OpOverloadPacket))
 
 
 @lru_cache(maxsize=1)
-def _overloads(known: int) -> tuple[torch._ops.OpOverload, ...]:
+def _overloads(known: int) -> tuple[OpOverload, ...]:
     """Torch's own ops that Python code has used or registered kernels for; other ops have no Python kernels."""
     return tuple(
         overload
         for packet in list(vars(torch.ops.aten).values())
-        if isinstance(packet, torch._ops.OpOverloadPacket)
+        if isinstance(packet, OpOverloadPacket)
         for overload in list(vars(packet).values())
-        if isinstance(overload, torch._ops.OpOverload)
+        if isinstance(overload, OpOverload)
     )

@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch._C import DispatchKey
+from memfit.torch_compat.core import DispatchKey, OpOverload
 
 __all__ = ["kernels_in_place", "without_kernel"]
 
 
 @contextmanager
-def kernels_in_place(kernels: Mapping[torch._ops.OpOverload, Callable[..., Any]], key: DispatchKey) -> Iterator[None]:
+def kernels_in_place(kernels: Mapping[OpOverload, Callable[..., Any]], key: DispatchKey) -> Iterator[None]:
     """While active, ops run the given kernels at a dispatch key; earlier kernels are restored afterwards."""
     before = {op: op.py_kernels.get(key) for op in kernels}
     try:
@@ -34,7 +33,7 @@ def kernels_in_place(kernels: Mapping[torch._ops.OpOverload, Callable[..., Any]]
 
 
 @contextmanager
-def without_kernel(op: torch._ops.OpOverload, key: DispatchKey) -> Iterator[None]:
+def without_kernel(op: OpOverload, key: DispatchKey) -> Iterator[None]:
     """While active, an op runs its own kernel; for a Python kernel that calls the op that it replaces."""
     kernel = op.py_kernels.pop(key)
     op._dispatch_cache.clear()

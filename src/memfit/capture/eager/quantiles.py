@@ -18,10 +18,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch._C import DispatchKey
 
 from memfit.capture.eager.gradients_on_values import asking_autograd
 from memfit.capture.eager.python_kernels import kernels_in_place
+from memfit.torch_compat.core import AutoDispatchBelowAutograd, DispatchKey, OpOverload
 
 __all__ = ["no_quantiles", "quantiles_of_eager"]
 
@@ -72,7 +72,7 @@ class _Quantile(torch.autograd.Function):
     def forward(
         ctx: Any, data: torch.Tensor, q: torch.Tensor, dim: int | None, keepdim: bool, interpolation: str, op: Any
     ) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
+        with AutoDispatchBelowAutograd():
             # `decompose` would look up the kernel registered here and call this function again.
             result = op._op_dk(_KEY, data, q, dim, keepdim, interpolation=interpolation)
         ctx.save_for_backward(data, q)
@@ -87,7 +87,7 @@ class _Quantile(torch.autograd.Function):
 
 def quantiles_of_eager() -> AbstractContextManager[None]:
     """While active, quantiles are recorded with gradients that look at values as in eager mode."""
-    kernels: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
+    kernels: dict[OpOverload, Callable[..., Any]] = {}
     for packet in (_aten.quantile, _aten.nanquantile):
         kernels |= {packet.default: _recorded(packet.default), packet.scalar: _recorded(packet.scalar)}
     return kernels_in_place(kernels, _KEY)
@@ -103,7 +103,7 @@ def _unknown(*_: Any, **__: Any) -> None:
     raise NotImplementedError("a quantile looks at values")
 
 
-def _recorded(called: torch._ops.OpOverload) -> Callable[..., torch.Tensor]:
+def _recorded(called: OpOverload) -> Callable[..., torch.Tensor]:
     op = (
         _aten.quantile.default
         if called in (_aten.quantile.default, _aten.quantile.scalar)

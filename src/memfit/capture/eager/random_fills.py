@@ -19,16 +19,20 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any, cast
 
 import torch
-import torch._inductor.config
-from torch._C import DispatchKey
-from torch._dispatch.python import no_python_dispatcher
-from torch.utils import _pytree as pytree
-from torch.utils._mode_utils import no_dispatch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit.capture.eager.kernel_samples import is_dense_layout, real_like, sizes_to_try
 from memfit.capture.eager.python_kernels import kernels_in_place
 from memfit.errors import CaptureError
+from memfit.torch_compat.compiler import inductor_config
+from memfit.torch_compat.core import (
+    AutoDispatchBelowAutograd,
+    DispatchKey,
+    OpOverload,
+    disable_current_modes,
+    no_dispatch,
+    no_python_dispatcher,
+    pytree,
+)
 
 __all__ = ["draws_kept", "filled_as_in_eager"]
 
@@ -44,16 +48,16 @@ def draws_kept() -> AbstractContextManager[None]:
 
     AOTAutograd drops them as dead code unless Inductor is told to draw the numbers that eager mode draws.
     """
-    return cast(AbstractContextManager[None], torch._inductor.config.patch(fallback_random=True))
+    return cast(AbstractContextManager[None], inductor_config.patch(fallback_random=True))
 
 
-def _random_fills() -> list[torch._ops.OpOverload]:
+def _random_fills() -> list[OpOverload]:
     names = ("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_")
     packets = [getattr(torch.ops.aten, name) for name in names]
     return [getattr(packet, overload) for packet in packets for overload in packet.overloads() if overload != "out"]
 
 
-def _traced(op: torch._ops.OpOverload) -> Callable[..., Any]:
+def _traced(op: OpOverload) -> Callable[..., Any]:
     def traced(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         with no_python_dispatcher():
             if tensor.is_contiguous() or tensor.numel() < 2:
@@ -65,7 +69,7 @@ def _traced(op: torch._ops.OpOverload) -> Callable[..., Any]:
     return traced
 
 
-def _fill(op: torch._ops.OpOverload, tensor: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _fill(op: OpOverload, tensor: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     in_memory = sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True)
     numbers_only = not any(isinstance(a, torch.Tensor) for a in pytree.tree_leaves((args, kwargs)))
     if _draws_alike(op, tensor, args, kwargs, tuple(range(tensor.dim()))):
@@ -81,7 +85,7 @@ def _fill(op: torch._ops.OpOverload, tensor: torch.Tensor, args: tuple[Any, ...]
 
 
 def _draws_alike(
-    op: torch._ops.OpOverload, tensor: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any], axes: Sequence[int]
+    op: OpOverload, tensor: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any], axes: Sequence[int]
 ) -> bool:
     """Whether the functional op, on a view with the axes in this order, draws the same numbers as the in-place op."""
     told = op._schema.arguments[1 + len(args) :]
@@ -89,8 +93,8 @@ def _draws_alike(
     arguments, spec = pytree.tree_flatten(((*args, *defaults), dict(kwargs)))
     sizes = next(sizes_to_try([tensor]))
     with ExitStack() as aside:
-        aside.enter_context(_disable_current_modes())
-        for context in (no_dispatch(), torch._C._AutoDispatchBelowAutograd()):
+        aside.enter_context(disable_current_modes())
+        for context in (no_dispatch(), AutoDispatchBelowAutograd()):
             aside.enter_context(context)
         devices = [] if tensor.device.type != "cuda" else [tensor.device.index or 0]
         aside.enter_context(torch.random.fork_rng(devices=devices))
@@ -117,7 +121,7 @@ def _argument(argument: Any, sizes: Mapping[int, int]) -> Any:
     return None if isinstance(argument, torch.Generator) else argument
 
 
-def _functional(op: torch._ops.OpOverload) -> Callable[..., torch.Tensor]:
+def _functional(op: OpOverload) -> Callable[..., torch.Tensor]:
     name = op._schema.name.removeprefix("aten::").removesuffix("_")
     packet = getattr(torch.ops.aten, "normal_functional" if name == "normal" else name)
     overload = "p" if (name, op._overloadname) == ("bernoulli", "float") else op._overloadname

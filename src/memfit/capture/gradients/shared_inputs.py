@@ -26,13 +26,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import TracingContext
-from torch._subclasses.fake_tensor import FakeTensor
 
 from memfit.capture.dynamo_graph import outputs_of
 from memfit.capture.gradients.autograd_graph import nodes_behind
 from memfit.capture.subgraph_boundaries import Handed
 from memfit.fxir.alias_analysis import written_inputs
+from memfit.torch_compat.core import FakeTensor, TracingContext
 
 __all__ = [
     "SharedInputs",

@@ -26,13 +26,18 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch._functorch.aot_autograd as aot
-import torch._functorch.config
 from torch import fx
-from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput, PlainAOTOutput, TangentAOTInput
-from torch._subclasses.fake_tensor import FakeTensor
 
 from memfit.capture.eager.backward_autocast import backward_region
+from memfit.torch_compat.compiler import aot
+from memfit.torch_compat.core import (
+    FakeTensor,
+    GradAOTOutput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+    functorch_config,
+)
 
 __all__ = [
     "GradientStrides",
@@ -161,9 +166,9 @@ def laid_out_as_made(strides: Mapping[int, Strides]) -> Iterator[None]:
 def _as_the_outputs() -> AbstractContextManager[Any]:
     """Has AOTAutograd assume that gradients have the strides of their outputs, where torch has that option."""
     name = "guess_tangent_strides_as_outputs"
-    if not hasattr(torch._functorch.config, name):
+    if not hasattr(functorch_config, name):
         return nullcontext()
-    made: AbstractContextManager[Any] = torch._functorch.config.patch(name, True)
+    made: AbstractContextManager[Any] = functorch_config.patch(name, True)
     return made
 
 

@@ -19,10 +19,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils import _pytree as pytree
 
 from memfit.capture.allocation_tracker import LiveBytes
+from memfit.torch_compat.core import OpOverload, pytree, storage_references, unset_fake_temporarily
 
 __all__ = ["LossBytes", "uses"]
 
@@ -48,9 +47,7 @@ class LossBytes(LiveBytes):
 
     def _whole_bytes(self, func: Any, args: Any, kwargs: dict[str, Any]) -> int:
         """Bytes of a result of one number if its storage stays as large as the op's operands; else 0."""
-        if not isinstance(func, torch._ops.OpOverload) or not any(
-            a.name == "reduction" for a in func._schema.arguments
-        ):
+        if not isinstance(func, OpOverload) or not any(a.name == "reduction" for a in func._schema.arguments):
             return 0
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if not tensors or max(t.numel() for t in tensors) < 2:
@@ -70,11 +67,9 @@ class LossBytes(LiveBytes):
 
 def uses(tensors: Sequence[torch.Tensor]) -> dict[int, tuple[int, int]]:
     """By storage, the number of tensors that refer to it, and its bytes; empty if torch cannot count references."""
-    count = getattr(torch._C, "_storage_Use_Count", None)
-    if count is None:
-        return {}
     storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
-    return {key: (int(count(key)), int(storage.nbytes())) for key, storage in storages.items()}
+    counted = {key: (storage_references(storage), int(storage.nbytes())) for key, storage in storages.items()}
+    return {key: (count, nbytes) for key, (count, nbytes) in counted.items() if count is not None}
 
 
 def _keeps_its_size(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from memfit.capture.loss.reading import AssumedLoss, LossFunction, LossReading, loss_name, read_loss
 from memfit.capture.state.snapshot import preserved
 from memfit.errors import CaptureError, LossError
+from memfit.torch_compat.core import pytree
 
 __all__ = ["loss_reading", "not_reaching"]
 

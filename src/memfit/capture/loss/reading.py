@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from memfit.capture.eager.backward_autocast import backward_region
 from memfit.capture.eager.fake_strides import strides_of_kernels
@@ -23,6 +22,7 @@ from memfit.capture.gradients.tangents import Strides, strides_without_overlap
 from memfit.capture.loss.memory import LossBytes, uses
 from memfit.errors import CaptureError
 from memfit.fxir.user_lines import user_line
+from memfit.torch_compat.core import pytree
 
 __all__ = [
     "AssumedLoss",

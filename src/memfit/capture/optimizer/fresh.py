@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 from torch.optim import optimizer as _torch_optimizer
-from torch.utils import _pytree as pytree
 
 from memfit.capture.optimizer.unwrapped import inner_optimizers
+from memfit.torch_compat.core import pytree
 
 __all__ = ["all_optimizers", "fresh_optimizer", "hooks_aside", "stepper", "steps_apart"]
 

@@ -24,14 +24,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from memfit.capture.allocation_tracker import LiveBytes
 from memfit.capture.distributed.fsdp import local
 from memfit.capture.optimizer.fresh import all_optimizers, fresh_optimizer, hooks_aside, stepper, steps_apart
 from memfit.capture.optimizer.unwrapped import OptimizerLike, stated_bytes, unwrapped_optimizer
 from memfit.errors import SpecError
+from memfit.torch_compat.core import FakeTensorMode, pytree
 
 __all__ = ["OptimizerCost", "OptimizerPart", "optimizer_cost", "part_of", "trained_bytes"]
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
+
+from memfit.torch_compat.core import pytree
 
 __all__ = ["DetachedInputs", "detached"]
 

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from memfit.capture.distributed.fsdp import local
+from memfit.torch_compat.core import set_version
 
 __all__ = ["TensorState", "bytes_of", "differs", "noted", "restore_tensor"]
 
@@ -132,7 +133,7 @@ def restore_tensor(state: TensorState) -> None:
             log.warning("planning wrote to %s, and cannot take it back: %s", state.name, why)
         is_back = state.alias is not None and (state.copy is not None or state.alias.numel() == 0)
         if held is not None and is_back and state.version not in (None, held._version):
-            torch._C._autograd._unsafe_set_version_counter((held,), (state.version,))
+            set_version(held, state.version)
     if tensor.is_leaf and tensor.requires_grad != state.requires_grad:
         tensor.requires_grad_(state.requires_grad)
     if (tensor.is_leaf or tensor.retains_grad) and tensor.grad is not state.gradient:

@@ -22,12 +22,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._dynamo import symbolic_convert
-from torch._dynamo.variables import ConstantVariable, ListVariable, TensorVariable, TupleVariable
-from torch._dynamo.variables.tensor import SymNodeVariable
-from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
 from memfit.capture.values.decisions import Decision, Given, decided
+from memfit.torch_compat.compiler import (
+    ConstantVariable,
+    ListVariable,
+    SymNodeVariable,
+    TensorVariable,
+    TorchInGraphFunctionVariable,
+    TupleVariable,
+    symbolic_convert,
+)
 
 __all__ = ["decided_branches"]
 

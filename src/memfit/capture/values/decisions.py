@@ -21,11 +21,9 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._dynamo.guards import install_guard
-from torch._guards import Guard
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
+
+from memfit.torch_compat.compiler import install_guard
+from memfit.torch_compat.core import Guard, disable_current_modes, pytree, unset_fake_temporarily
 
 __all__ = ["MOST_OF_A_BUFFER", "Decision", "Given", "decided"]
 
@@ -106,7 +104,7 @@ def decided(node: fx.Node, given: Given, *, is_number: bool = False) -> torch.Te
     if any(number not in inputs and not _is_small(t, given) for number, t in enumerate(real)):
         return None
     try:
-        with _disable_current_modes(), unset_fake_temporarily(), torch.no_grad():
+        with disable_current_modes(), unset_fake_temporarily(), torch.no_grad():
             code, compute = _function(node, calls, found)
             now = [t if number in inputs else t.detach().clone() for number, t in enumerate(real)]
             made = compute(*now)

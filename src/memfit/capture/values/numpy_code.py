@@ -22,11 +22,11 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import fx
-from torch._dynamo.utils import numpy_method_wrapper, numpy_operator_wrapper, numpy_to_tensor_wrapper
-from torch.utils import _pytree as pytree
 
 from memfit.fxir.refused import UnplannableGraphError
 from memfit.fxir.user_lines import user_line
+from memfit.torch_compat.compiler import numpy_method_wrapper, numpy_operator_wrapper, numpy_to_tensor_wrapper
+from memfit.torch_compat.core import pytree
 
 __all__ = ["NumpyCodeError", "call_numpy", "numbers_by_numpy", "refuse_rounding_numpy"]
 

@@ -23,7 +23,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._prims_common import suggest_memory_format
+
+from memfit.torch_compat.core import suggest_memory_format
 
 __all__ = [
     "backward_in_chunks",

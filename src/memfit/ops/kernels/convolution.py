@@ -11,7 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._prims_common import suggest_memory_format
+
+from memfit.torch_compat.core import conv_backend, suggest_memory_format
 
 __all__ = [
     "convolution_input_gradient",
@@ -72,7 +73,7 @@ def takes_input_shape_only(data: torch.Tensor, weight: torch.Tensor, bias_sizes:
     # A one-dimensional convolution runs as a two-dimensional one of a view, and a view needs memory.
     if data.dim() < 4 or not _takes_metadata_only(data, weight):
         return False
-    backend = str(torch._C._select_conv_backend(data, weight, None, *rest, bias_sizes)).rpartition(".")[2]
+    backend = conv_backend(data, weight, None, *rest, bias_sizes)
     # torch has no name in Python for the transposed kernel of oneDNN.
     return backend in _WITHOUT_INPUT or (backend == "???" and rest[3] and data.device.type == "cpu")
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from memfit.torch_compat.core import unset_fake_temporarily
 
 __all__ = ["drawn", "kept_scale", "masked", "masked_over_data"]
 

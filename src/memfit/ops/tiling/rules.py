@@ -23,7 +23,6 @@ from typing import Any, cast
 
 import torch
 from torch import fx
-from torch._prims_common import suggest_memory_format
 
 from memfit.fxir.call import Call
 from memfit.fxir.layout import is_alone, nodes_of
@@ -41,6 +40,7 @@ from memfit.ops.recompute import normalise
 from memfit.ops.tiling.resize import resized, resized_backward
 from memfit.ops.tiling.rule import Tiling, extents_of, starts_of
 from memfit.ops.tiling.window import SPACE, Tile, Window, cropped, inside, padded, read_by, touching
+from memfit.torch_compat.core import suggest_memory_format
 
 __all__ = ["reaches_of", "tiling_of"]
 

@@ -23,6 +23,7 @@ from torch import fx, nn
 
 from memfit.errors import CaptureError
 from memfit.pipelining.loss.traced import TracedLoss
+from memfit.torch_compat.core import OpOverload
 
 __all__ = ["Kind", "LossReading", "Part", "loss_shares", "read_loss", "totals"]
 
@@ -188,7 +189,7 @@ class _Reader:
 
 def _reduction(node: fx.Node) -> int | None:
     """The reduction of an op that is a loss of PyTorch; None if the op is not such a loss."""
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
+    if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
         return None
     arguments = node.target._schema.arguments
     given: dict[str, Any] = dict(zip((argument.name for argument in arguments), node.args, strict=False))

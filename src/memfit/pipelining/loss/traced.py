@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from memfit.pipelining.loss.microbatches import first_samples
 from memfit.pipelining.partition.forward_graph import ForwardGraph, PipelineLoss, capture_forward
 from memfit.pipelining.partition.stages import cut_into_stages
+from memfit.torch_compat.core import make_fx
 
 __all__ = ["TracedLoss", "TracedLosses", "trace_loss"]
 

@@ -19,13 +19,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import detect_fake_mode
-from torch.utils import _pytree as pytree
 
 from memfit.capture.dynamo_graph import is_in_place
 from memfit.capture.eager.fake_strides import strides_of_kernels
 from memfit.pipelining.partition.boundary_layout import is_dense
 from memfit.pipelining.partition.forward_graph import ForwardGraph
+from memfit.torch_compat.core import OpOverload, detect_fake_mode, pytree
 
 __all__ = ["Cut", "constant_calls", "find_cuts"]
 
@@ -157,7 +156,7 @@ def _written(node: fx.Node) -> list[fx.Node]:
     written: list[Any] = pytree.tree_leaves(node.kwargs.get("out"))
     if is_in_place(node) or node.target in _OPERATORS_IN_PLACE:
         written += node.args[:1]
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         arguments = node.target._schema.arguments
         given = dict(zip((a.name for a in arguments), node.args, strict=False)) | node.kwargs
         written += [given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]

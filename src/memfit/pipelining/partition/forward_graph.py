@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
 from memfit.capture.compiled_call import compile_call
 from memfit.capture.dynamo import first_lines
@@ -23,6 +22,8 @@ from memfit.capture.logging_calls import logs_left_out
 from memfit.capture.loss.reading import scalar_loss
 from memfit.capture.state.snapshot import preserved
 from memfit.errors import CaptureError
+from memfit.torch_compat.compiler import TorchDynamoException, dynamo_config
+from memfit.torch_compat.core import pytree
 
 __all__ = ["ForwardGraph", "PipelineLoss", "capture_forward", "flatten_inputs", "loss_of"]
 
@@ -121,10 +122,10 @@ def capture_forward(
     try:
         with (
             preserved(model, args, kwargs, target, loss_fn, values=False),
-            torch._dynamo.config.patch(logs_left_out(all_calls=True)),
+            dynamo_config.patch(logs_left_out(all_calls=True)),
         ):
             loss = compile_call(whole, backend, fullgraph=True)(list(args), dict(kwargs), target)
-    except torch._dynamo.exc.TorchDynamoException as error:
+    except TorchDynamoException as error:
         if "no loss" in str(error):
             raise CaptureError(
                 "a pipeline needs a scalar loss: pass loss_fn, or let the model return one as `output.loss`"

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch.distributed.pipelining import schedules as engine
-from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from memfit.errors import SpecError
 from memfit.pipelining.runtime.stage import EngineStage
@@ -27,6 +26,7 @@ from memfit.planner.pipeline.schedule import (
     one_forward_one_backward,
     with_transfers,
 )
+from memfit.torch_compat.distributed import PipelineStageBase
 
 __all__ = ["SCHEDULES", "make_schedule", "runtime", "step_microbatches"]
 
@@ -108,7 +108,7 @@ def _from_engine(name: str, num_devices: int, num_microbatches: int, per_device:
     return Schedule(name=name, num_stages=num_stages, num_microbatches=num_microbatches, orders=orders)
 
 
-def runtime(schedule: Schedule, stages: Sequence[_PipelineStageBase], *, loss_fn: Any = None) -> Any:
+def runtime(schedule: Schedule, stages: Sequence[PipelineStageBase], *, loss_fn: Any = None) -> Any:
     """The engine, ready to run a schedule with this process's stages; weights the losses unless `loss_fn` is given."""
     logging.getLogger(engine.__name__).setLevel(logging.CRITICAL)  # it logs whole schedules with an error that we raise
     made = engine._PipelineScheduleRuntime(

@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from memfit.pipelining.partition.boundary_layout import in_memory_order, same_layout
 from memfit.pipelining.partition.stages import Crossing, Stage
 from memfit.pipelining.runtime.rng import RandomStream
 from memfit.pipelining.runtime.send_queue import Outbox
 from memfit.runtime.deferred_backward import Later
+from memfit.torch_compat.distributed import PipelineStageBase
 
 __all__ = ["EngineStage"]
 
@@ -66,7 +66,7 @@ class _InFlight:
         self.waiting = waiting
 
 
-class EngineStage(_PipelineStageBase):
+class EngineStage(PipelineStageBase):
     """A stage of the pipeline.
 
     Args:

@@ -24,6 +24,7 @@ from memfit.errors import SwapError
 from memfit.ir.tiers import Tier, slot_bytes
 from memfit.runtime.offload.backend import SwapSpace, Transfer
 from memfit.runtime.offload.slice_stream import MovingSlices, SliceLayout
+from memfit.torch_compat.core import backward_keeps_graph
 
 __all__ = ["Slot", "Swapper"]
 
@@ -180,7 +181,7 @@ class Swapper:
 
     def end(self, ticket: torch.Tensor) -> None:
         """Ends the step and frees its place on the tiers, unless the graph is retained for another backward pass."""
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
+        if not backward_keeps_graph():
             self._abandon(int(ticket))
             self._give_back()
 

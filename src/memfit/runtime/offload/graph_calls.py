@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from memfit.fxir.layout import outer_axis
 from memfit.ir.slicing import BySlices
 from memfit.runtime.offload.engine import Swapper
 from memfit.runtime.offload.slice_stream import MovingSlices, SliceLayout
+from memfit.torch_compat.core import detect_fake_mode, impure_functions, unset_fake_temporarily
 
 __all__ = ["SwapCalls", "forget_side_effects", "keep_unread"]
 
@@ -104,7 +103,7 @@ def forget_side_effects(graph: fx.Graph) -> None:
     """Removes the functions of a compiled graph from FX's global set of functions to keep."""
     for node in graph.nodes:
         if getattr(node.target, "__name__", "").startswith(_PREFIX):
-            fx.node._side_effectful_functions.discard(node.target)
+            impure_functions().discard(node.target)
 
 
 def _layout(value: torch.Tensor, cut: BySlices) -> SliceLayout:
