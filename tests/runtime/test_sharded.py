@@ -111,7 +111,7 @@ def fits(rank: int, world: int, shard: Callable[[Stack], None]) -> None:
     shard(fitted)
     x = data(rank)
     ample = memfit.plan(fitted, (x,), budget="2GiB", loss_fn=loss_fn, search_seconds=0.1)
-    assert ample.measured_peak_bytes == pytest.approx(ample.predicted.peak_bytes, rel=0.02)
+    assert ample.measured_peak_bytes == pytest.approx(ample.predicted.peak_bytes, rel=0.005)
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (plain, fitted)]
     trained = {name: p for name, p in fitted.named_parameters() if p.requires_grad}
     state_bytes = sum(2 * held(p).nbytes + 4 for p in trained.values())  # two averages of each shard, and a count
@@ -120,7 +120,7 @@ def fits(rank: int, world: int, shard: Callable[[Stack], None]) -> None:
     assert memfit.fit(fitted, (x,), budget=budget, **options) is fitted
     plan = memfit.plan_of(fitted)
     assert plan.planned is not None and plan.decisions
-    assert plan.planned.graph.static_bytes == shards(fitted) + x.nbytes + state_bytes
+    assert plan.planned.graph.static_bytes == shards(fitted) + 2 * x.nbytes + state_bytes  # `first` is plain code
     buffers = [s.nbytes for s in plan.planned.graph.storages if s.name.startswith("buffer") and "again" not in s.name]
     assert sum(buffers) == sum(p.nbytes for p in fitted.parameters() if isinstance(p, DTensor))
     assert plan.measured_peak_bytes is not None and plan.measured_peak_bytes <= budget

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import logging
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch import fx, nn
 from memfit.capture.allocation_tracker import LiveBytes
 from memfit.capture.checkpoints import refusing_checkpoints, without_checkpoints
 from memfit.capture.compiled_call import compile_call
-from memfit.capture.distributed.fsdp import gathering, is_sharded
+from memfit.capture.distributed.fsdp import gathering, is_sharded, local
 from memfit.capture.dynamo_call import DynamoCall, made_while_running, running_plan
 from memfit.capture.dynamo_graph import graph_key, outputs_of, reads_numbers, returned_inputs, weights_made
 from memfit.capture.failures import explained, left_to_plain_code, nothing_captured, nothing_reached, quiet
@@ -188,12 +188,31 @@ def _in_subgraphs(
                 for t in tensors_in(subgraph.outputs)
             }
             if is_sharded(model):  # `memfit.capture.distributed.fsdp_hooks` counts the memory of its hooks
-                return subgraphs, 0
+                return subgraphs, _made_between_bytes(model, args, kwargs, subgraphs, returned)
             return subgraphs, max(0, live[0] - sum(returned.values()))
     except NumpyCodeError:  # in a graph after the first break
         if plain.numpy:
             raise
     return _in_subgraphs(model, args, kwargs, captured, replace(plain, numpy=True), read)
+
+
+def _made_between_bytes(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    subgraphs: Subgraphs,
+    returned: Collection[int],
+) -> int:
+    """Bytes of the subgraphs' inputs that plain code made, for example a frozen layer; `returned` are storages."""
+    held = [local(t) for t in (*model.parameters(), *model.buffers(), *tensors_in((args, kwargs)))]
+    known = {*returned, *(t.untyped_storage()._cdata for t in held)}
+    made = {}
+    for subgraph in subgraphs.subgraphs:
+        gathered = {parameter for unit in subgraph.gathered for parameter in unit.parameters}
+        for tensor in tensors_in(subgraph.inputs):
+            if id(tensor) not in gathered and tensor.untyped_storage()._cdata not in known:
+                made[tensor.untyped_storage()._cdata] = int(tensor.untyped_storage().nbytes())
+    return sum(made.values())
 
 
 def _capture(
