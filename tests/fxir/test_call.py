@@ -11,7 +11,8 @@ from torch import nn
 from memfit.capture.training_step import capture_step
 from memfit.compiler.stages import Request, capture_and_profile
 from memfit.ir.graph import Phase
-from memfit.ops.recompute import from_statistics, normalise, normalise_over_data
+from memfit.ops.kernels.batch_norm import normalise, normalise_over_data
+from memfit.ops.recompute import from_statistics
 from memfit.profiling.benchmark import Costs, recompute_costs
 from memfit.tools.verify import verify
 from memfit.zoo import build

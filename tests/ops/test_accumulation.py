@@ -9,7 +9,7 @@ from torch import nn
 import memfit
 from memfit.capture.training_step import capture_step
 from memfit.ir.graph import StorageKind
-from memfit.ops.accumulation import ADDING, Accumulate
+from memfit.ops.accumulation import Accumulate, adding
 from memfit.profiling.cost_cache import open_cache
 from memfit.profiling.profiler import profile_ops
 
@@ -35,7 +35,7 @@ _VOCABULARY, _WIDTH = 600, 64
 def test_what_is_added_is_the_result(target: Any, operands: tuple[Any, ...]) -> None:
     before = torch.randn(7, 3, dtype=torch.float64)
     total = before.clone()
-    ADDING[target](total, *operands)
+    adding(target)(total, *operands)
     torch.testing.assert_close(total, before + target(*operands), rtol=1e-14, atol=1e-14)
 
 
@@ -46,7 +46,7 @@ def test_what_is_written_over_memory_that_was_never_set_is_the_result(target: An
     if target is not _aten.mm.default:
         operands = (torch.randn(6, 3, dtype=dtype), torch.randperm(7)[:6], 7, -1, False)
     total = torch.full((7, 3), torch.nan, dtype=dtype)
-    ADDING[target](total, *operands, beta=0)
+    adding(target)(total, *operands, beta=0)
     torch.testing.assert_close(total, target(*operands))
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any, cast
+
 import pytest
 import torch
 from torch import fx, nn
 
 from memfit.ops.chunking import call_in_chunks, candidate_chunks
 from memfit.ops.kernels.convolution import convolution_input_gradient, make_metadata_only
+from memfit.ops.op_rule import Chunks
+from memfit.ops.registry import REGISTERED, rule_of
 from memfit.profiling.benchmark import variants_of
 
 _aten = torch.ops.aten
@@ -94,14 +99,14 @@ def test_what_cannot_run_in_chunks_runs_whole() -> None:
 
 
 def test_parts_with_other_bits_are_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    import memfit.ops.chunking as chunks
-
-    node = large_node()
-    right = chunks._CHUNKED[_aten.convolution_backward.default]
+    node, op = large_node(), _aten.convolution_backward.default
+    rule = rule_of(op)
+    right = rule.chunks
+    assert right is not None
 
     def wrong(*args: object, **kwargs: object) -> object:
         nothing, of_weight, of_bias = right.call(*args, **kwargs)
         return nothing, of_weight.nextafter(of_weight + 1), of_bias
 
-    monkeypatch.setitem(chunks._CHUNKED, _aten.convolution_backward.default, chunks._Chunked(wrong, right.candidates))
+    monkeypatch.setitem(cast(Any, REGISTERED), op, replace(rule, chunks=Chunks(wrong, right.candidates)))
     assert [variant.chunks for variant in variants_of(node, _CPU)] == [1]

@@ -13,8 +13,9 @@ from memfit.errors import CaptureError
 from memfit.ops.chunking import call_in_chunks
 from memfit.ops.kernels.batch_norm import chunks_of, takes_channels
 from memfit.ops.kernels.convolution import convolution_input_gradient, convolution_input_slices, make_metadata_only
-from memfit.passes.conv_backward_split import IN_PLACE
+from memfit.ops.registry import REGISTERED, rule_of
 from memfit.profiling.benchmark import _check_metadata_only
+from memfit.torch_compat.core import OpOverload
 
 _aten = torch.ops.aten
 
@@ -72,7 +73,9 @@ ARGUMENTS = {
 
 @pytest.mark.smoke
 @pytest.mark.parametrize(
-    "target", [t for t in IN_PLACE if isinstance(t, torch._ops.OpOverload) and "norm" not in str(t)], ids=str
+    "target",
+    [t for t, rule in REGISTERED.items() if rule.in_place and isinstance(t, OpOverload) and "norm" not in str(t)],
+    ids=str,
 )
 def test_in_place_calls(target: torch._ops.OpOverload) -> None:
     names = [a.name for a in target._schema.arguments if not a.has_default_value() and not a.kwarg_only]
@@ -82,7 +85,7 @@ def test_in_place_calls(target: torch._ops.OpOverload) -> None:
         values[1] = values[1] > 0
     scalars = ARGUMENTS.get(target._opname, (2.0,) if len(names) > len(tensors) else ())
     expected = target(*values, *scalars)
-    for position, call in IN_PLACE[target].items():
+    for position, call in rule_of(target).in_place.items():
         operands = [v.clone() for v in values]
         result = call(*operands, *scalars)
         assert torch.equal(result, expected)
@@ -100,7 +103,7 @@ def test_batch_norm_over_its_input(shape: tuple[int, ...], channels_last: bool) 
     rest = (torch.randn(channels), torch.randn(channels), torch.randn(channels), torch.rand(channels), True, 0.1, 1e-5)
     expected = norm(x, *rest)
     over = x.clone()
-    result = IN_PLACE[norm][0](over, *rest)
+    result = rule_of(norm).in_place[0](over, *rest)
     assert all(torch.equal(a, b) for a, b in zip(expected, result, strict=True))
     assert result[0].data_ptr() == over.data_ptr()
 
@@ -121,7 +124,7 @@ def test_batch_norm_backward_by_channels(shape: tuple[int, ...], threads: int) -
     backward = _aten.native_batch_norm_backward.default
     chunks = call_in_chunks(backward)(gradient, x, *rest, chunks=chunks_of(x))
     over = gradient.clone()
-    result = IN_PLACE[backward][0](over, x, *rest, chunks=chunks_of(x))
+    result = rule_of(backward).in_place[0](over, x, *rest, chunks=chunks_of(x))
     torch.set_num_threads(before)
     for found in (chunks, result):
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
@@ -147,7 +150,7 @@ def test_numbers_in_place_have_the_bits_of_numbers_in_half_precision() -> None:
         data = torch.randn(999).to(dtype)
         for op in (torch.ops.aten.mul.Scalar, torch.ops.aten.div.Scalar):
             for number in (1.1283791670955126, 0.7, 1 / 3):
-                assert torch.equal(IN_PLACE[op][0](data.clone(), number), op(data, number)), (op, number)
+                assert torch.equal(rule_of(op).in_place[0](data.clone(), number), op(data, number)), (op, number)
 
 
 class _Polar(nn.Module):

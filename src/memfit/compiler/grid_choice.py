@@ -18,10 +18,10 @@ import torch
 
 from memfit.capture.training_step import Capture
 from memfit.fxir.signature import tensors_of
-from memfit.ops.batching.rules import is_pointwise
 from memfit.ops.batching.slices import samples_per_slice
+from memfit.ops.registry import is_pointwise
 from memfit.ops.slicing_plan import batches_alike
-from memfit.ops.tiling.rules import tiling_of
+from memfit.ops.tiling.tiled import tiling_of
 
 __all__ = ["grids"]
 

@@ -24,22 +24,13 @@ import torch
 from torch import fx
 
 from memfit.fxir.call import Call
-from memfit.ops.kernels.batch_norm import cudnn_batch_norm, cudnn_batch_norm_updating
+from memfit.ops.kernels.batch_norm import normalise
+from memfit.ops.registry import rule_of
 from memfit.torch_compat.core import detect_fake_mode
 
-__all__ = ["NORMS", "from_statistics", "lies_as", "normalise", "normalise_over_data", "without_statistics"]
+__all__ = ["from_statistics", "lies_as", "without_statistics"]
 
 _aten = torch.ops.aten
-
-
-NORMS = {
-    _aten._native_batch_norm_legit_functional.default: _aten.native_batch_norm.default,
-    _aten.native_batch_norm.default: _aten.native_batch_norm.default,
-    cudnn_batch_norm: cudnn_batch_norm,
-    cudnn_batch_norm_updating: cudnn_batch_norm,
-    _aten.miopen_batch_norm.default: _aten.miopen_batch_norm.default,
-}
-"""Batch normalisations and the calls that recompute them; operands 3 and 4: running statistics, 5: training flag."""
 
 
 def without_statistics(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
@@ -50,7 +41,7 @@ def without_statistics(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
     Returns:
         Target and arguments, or None if the node is not a batch normalisation in training mode.
     """
-    rerun = NORMS.get(cast(Any, node.target))
+    rerun = rule_of(node.target).recompute_as
     if rerun is None or node.args[5] is not True:
         return None
     data, weight, bias, _, _, *rest = node.args
@@ -92,29 +83,3 @@ def lies_as(target: Callable[..., torch.Tensor], args: tuple[Any, ...], like: to
     values = fx.map_arg(args, lambda node: node.meta["val"])
     with detect_fake_mode(like) or nullcontext():
         return target(*values).stride() == like.stride()
-
-
-def normalise(data: torch.Tensor, *statistics: Any) -> torch.Tensor:
-    """Normalises data with saved statistics: mean and inverse standard deviation, then weight and bias."""
-    shift, scale = _shift_and_scale(data, *statistics)
-    return torch.addcmul(shift, data, scale)
-
-
-def normalise_over_data(data: torch.Tensor, *statistics: Any) -> torch.Tensor:
-    """Normalises as `normalise` does, in place over the data."""
-    shift, scale = _shift_and_scale(data, *statistics)
-    return torch.addcmul(shift, data, scale, out=data)
-
-
-def _shift_and_scale(
-    data: torch.Tensor,
-    mean: torch.Tensor,
-    invstd: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The shift that the kernel adds to the data and the scale that it multiplies by, rounded as the kernel rounds."""
-    scale = invstd if weight is None else invstd * weight
-    shift = torch.addcmul(torch.zeros_like(mean) if bias is None else bias, mean, scale, value=-1)
-    shape = (1, -1, *(1,) * (data.dim() - 2))
-    return shift.view(shape), scale.view(shape)

@@ -20,10 +20,11 @@ from torch import fx
 from memfit.fxir.call import Call
 from memfit.fxir.layout import looks_alike, outer_axis, results_of
 from memfit.ir.slicing import BySlices
-from memfit.ops.batching.rules import Sampling, sampling_of, sums_of
+from memfit.ops.batching.sampling import Sampling, sampling_of
 from memfit.ops.batching.slices import ViewOfSlice, accumulates, samples_per_slice
-from memfit.ops.tiling.rule import Tiling
-from memfit.ops.tiling.rules import reaches_of, tiling_of
+from memfit.ops.registry import sums_of
+from memfit.ops.tiling.tile import Tiling
+from memfit.ops.tiling.tiled import reaches_of, tiling_of
 
 __all__ = ["Cutting", "batches_alike", "cutting"]
 

@@ -3,7 +3,7 @@
 Batch normalisation takes statistics of the whole batch and then normalises the batch with them, so no result exists
 before the whole batch is read; its backward kernel works in the same way. After the split, each half works sample by
 sample: the first half makes sums, the second takes a few numbers per channel. Then each half can run slice by slice
-with the ops before and after it (`memfit.ops.batching.rules`, `memfit.passes.fused_cross_entropy`).
+with the ops before and after it (`memfit.ops.batching.axes`, `memfit.passes.fused_cross_entropy`).
 
 Known limits: training mode, with running statistics, weight and bias.
 """
@@ -20,8 +20,8 @@ from torch import fx
 
 from memfit.fxir.call import Call
 from memfit.fxir.marks import PLAIN_CALL
-from memfit.ops.kernels.batch_norm import input_gradient_from_sums, statistics_from_sums, sums_of_data
-from memfit.ops.recompute import lies_as, normalise
+from memfit.ops.kernels.batch_norm import input_gradient_from_sums, normalise, statistics_from_sums, sums_of_data
+from memfit.ops.recompute import lies_as
 from memfit.torch_compat.core import detect_fake_mode
 
 __all__ = ["split_batch_norm", "split_batch_norm_backward"]

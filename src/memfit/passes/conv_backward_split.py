@@ -27,7 +27,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Container
 from contextlib import nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx
@@ -42,19 +42,16 @@ from memfit.fxir.marks import (
     returned_storages,
     storage_key,
 )
-from memfit.ops.kernels import batch_norm
 from memfit.ops.kernels.convolution import (
     _takes_metadata_only,
     convolution_input_gradient,
     input_gradient_beside_stand_in,
     takes_input_shape_only,
 )
-from memfit.ops.kernels.dropout import masked, masked_over_data
-from memfit.ops.recompute import NORMS, normalise, normalise_over_data
-from memfit.torch_compat.core import detect_fake_mode
+from memfit.ops.registry import rule_of
+from memfit.torch_compat.core import OpOverload, detect_fake_mode
 
 __all__ = [
-    "IN_PLACE",
     "drop_clones",
     "hoist_weight_gradients",
     "metadata_only_attribute",
@@ -66,13 +63,6 @@ __all__ = [
 ]
 
 _aten = torch.ops.aten
-
-_SHAPE_ONLY = {
-    _aten.max_pool2d_with_indices_backward.default: (1,),
-    _aten.avg_pool2d_backward.default: (1,),
-    _aten._adaptive_avg_pool2d_backward.default: (1,),
-}
-"""Ops, each with the indices of operands that it uses only for their shape."""
 
 
 def split_convolution_backward(module: fx.GraphModule, *, rounded: bool = False) -> None:
@@ -210,13 +200,12 @@ def _nbytes(node: fx.Node) -> int:
 
 def metadata_only_shape_operands(module: fx.GraphModule) -> None:
     """Replaces operands that an op uses only for their shape by metadata-only tensors."""
-    for target, positions in _SHAPE_ONLY.items():
-        for node in module.graph.find_nodes(op="call_function", target=target):
-            for position in positions:
-                if not _takes_metadata_only(node.args[position].meta["val"]):
-                    continue
-                with module.graph.inserting_before(node):
-                    node.update_arg(position, metadata_only_attribute(module, node.args[position]))
+    for node in [node for node in module.graph.nodes if isinstance(node.target, OpOverload)]:
+        for position in rule_of(node.target).shape_only:
+            if not _takes_metadata_only(node.args[position].meta["val"]):
+                continue
+            with module.graph.inserting_before(node):
+                node.update_arg(position, metadata_only_attribute(module, node.args[position]))
 
 
 def hoist_weight_gradients(module: fx.GraphModule) -> None:
@@ -250,82 +239,21 @@ def _over_first(target: Any) -> Callable[..., Any]:
     return run
 
 
-def _add_over_second(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    return second.add_(first)
-
-
-def _mul_over_second(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    return second.mul_(first)
-
-
-def _gradient_into(target: Any) -> dict[int, Callable[..., Any]]:
-    """In-place forms of a pointwise backward op: over the gradient that it takes, and over the other operand."""
-
-    def over_gradient(gradient: torch.Tensor, other: torch.Tensor, *rest: Any, **kwargs: Any) -> Any:
-        return target(gradient, other, *rest, **kwargs, grad_input=gradient)
-
-    def over_other(gradient: torch.Tensor, other: torch.Tensor, *rest: Any, **kwargs: Any) -> Any:
-        return target(gradient, other, *rest, **kwargs, grad_input=other)
-
-    for run in (over_gradient, over_other):
-        run.__name__ = run.__qualname__ = f"{target._opname}_{run.__name__}"
-    return {0: over_gradient, 1: over_other}
-
-
-IN_PLACE: dict[Any, dict[int, Any]] = {
-    _aten.relu.default: {0: _aten.relu_.default},
-    _aten.silu.default: {0: _aten.silu_.default},
-    _aten.hardswish.default: {0: _aten.hardswish_.default},
-    _aten.hardtanh.default: {0: _aten.hardtanh_.default},
-    _aten.hardsigmoid.default: {0: _aten.hardsigmoid_.default},
-    _aten.sigmoid.default: {0: _aten.sigmoid_.default},
-    _aten.tanh.default: {0: _aten.tanh_.default},
-    _aten.gelu.default: {0: _aten.gelu_.default},
-    _aten.neg.default: {0: _aten.neg_.default},
-    _aten.add.Tensor: {0: _aten.add_.Tensor, 1: _add_over_second},
-    _aten.sub.Tensor: {0: _aten.sub_.Tensor},
-    _aten.mul.Tensor: {0: _aten.mul_.Tensor, 1: _mul_over_second},
-    _aten.div.Tensor: {0: _aten.div_.Tensor},
-    _aten.div.Scalar: {0: _aten.div_.Scalar},
-    _aten.mul.Scalar: {0: _aten.mul_.Tensor},  # `mul_.Scalar` rounds the number to half precision first
-    _aten.masked_fill.Scalar: {0: _aten.masked_fill_.Scalar},
-    _aten.threshold_backward.default: _gradient_into(_aten.threshold_backward.grad_input),
-    _aten.gelu_backward.default: _gradient_into(_aten.gelu_backward.grad_input),
-    _aten.silu_backward.default: _gradient_into(_aten.silu_backward.grad_input),
-    _aten.tanh_backward.default: _gradient_into(_aten.tanh_backward.grad_input),
-    _aten.sigmoid_backward.default: _gradient_into(_aten.sigmoid_backward.grad_input),
-    _aten.hardtanh_backward.default: _gradient_into(_aten.hardtanh_backward.grad_input),
-    _aten.hardsigmoid_backward.default: _gradient_into(_aten.hardsigmoid_backward.grad_input),
-    _aten._native_batch_norm_legit_functional.default: {0: batch_norm.forward_over_input},
-    normalise: {0: normalise_over_data},
-    masked: {0: masked_over_data},
-    batch_norm.input_gradient_from_sums: {1: batch_norm.input_gradient_over_data},
-    _aten.native_batch_norm_backward.default: {0: batch_norm.backward_over_gradient, 1: batch_norm.backward_over_data},
-}
-"""Ops and, by operand, the call that computes the same result in that operand's storage."""
-
-
 def in_place_arguments(
     node: fx.Node, storages: Any, storage_of: dict[fx.Node, int], written: tuple[int, ...]
 ) -> list[int]:
     """Indices of operands that the node may overwrite: same shape, strides, dtype and storage size as the result."""
-    choices = IN_PLACE.get(node.target)
+    rule = rule_of(node.target)
     value = node.meta.get("val")
     result = value[0] if isinstance(value, list | tuple) else value
-    if choices is None or not written or not isinstance(result, torch.Tensor):
+    if not written or not isinstance(result, torch.Tensor):
         return []
-    if node.target in NORMS and (result.device.type != "cpu" or result.dtype is not torch.float32):
-        return []  # only then is the kernel known to take its statistics before it writes
-    if node.target is _aten.native_batch_norm_backward.default and not batch_norm.takes_channels(
-        node.args, *(cast(fx.Node, a).meta.get("val") for a in node.args[:2])
-    ):
-        return []  # the kernel on the whole tensor writes to new memory
     found: list[int] = []
-    for position in choices:
+    for position in rule.in_place:
         operand = node.args[position] if position < len(node.args) else None
         if not isinstance(operand, fx.Node) or operand not in storage_of:
             continue
-        if choices[position] in (_add_over_second, _mul_over_second) and (node.kwargs or len(node.args) > 2):
+        if rule.in_place_if is not None and not rule.in_place_if(node, position):
             continue
         if _may_overwrite(node, operand, result, storages, storage_of, written[0]):
             found.append(position)

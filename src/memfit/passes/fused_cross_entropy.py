@@ -5,7 +5,7 @@ result; the three tensors of tokens times vocabulary are often the largest of a 
 another token. Two computations of this chain look at all tokens: the mean of the losses, and the weight gradient, a
 matrix product that sums over the tokens. Here the mean becomes a sum and a quotient, and the weight gradient becomes a
 call that can add to the result of other rows, so that the whole chain can run a few rows at a time
-(`memfit.ops.batching.rules`).
+(`memfit.ops.batching.axes`).
 
 The gradient is linear in the gradient of the loss, a single number. So it is computed for a loss gradient of one right
 after the loss, from the same slices, and multiplied by that number in the backward pass: nothing is recomputed. Only
@@ -28,7 +28,8 @@ from torch import fx
 
 from memfit.fxir.call import Call
 from memfit.fxir.marks import PLAIN_CALL, is_tangent, is_view, original
-from memfit.ops.kernels.row_products import PRODUCTS, SUM, product_over_rows, share_of_mean
+from memfit.ops.kernels.row_products import SUM, product_over_rows, share_of_mean
+from memfit.ops.registry import rule_of
 from memfit.torch_compat.core import detect_fake_mode
 
 __all__ = ["RUNS_ONCE", "rewrite_by_rows"]
@@ -102,7 +103,7 @@ def _close_ranks(loss: fx.Node) -> None:
     first = cast(fx.Node, loss.args[0])
     while first.target in _PER_ROW or (first.op == "call_function" and is_view(first)):
         first = cast(fx.Node, first.args[0])
-    if first.target not in PRODUCTS:
+    if not rule_of(first.target).reads_matrix:
         return
     depend, node = {first}, first.next
     while node is not loss:

@@ -31,9 +31,9 @@ from memfit.fxir.user_lines import user_line
 from memfit.ir.graph import Phase, StorageKind
 from memfit.ir.slicing import BySlices
 from memfit.ops.accumulation import can_add
-from memfit.ops.batching.rules import KEEP_BITS
 from memfit.ops.kernels.conv_weight_gemm import separate_weight_products
 from memfit.ops.recompute import from_statistics, without_statistics
+from memfit.ops.registry import rule_of
 from memfit.ops.slicing_plan import cutting
 from memfit.passes import (
     batch_norm_split,
@@ -342,7 +342,7 @@ def _may_keep_bits(op: JointOp) -> bool:
     on_cpu = all(t.device.type == "cpu" for t in tensors_of(op.node))
     call = op.recompute_as or op.node
     # With `alpha`, an op also multiplies, and is rounded once or twice.
-    return op.phase is Phase.FORWARD and on_cpu and call.target in KEEP_BITS and not call.kwargs
+    return op.phase is Phase.FORWARD and on_cpu and rule_of(call.target).slices_keep_bits and not call.kwargs
 
 
 def result_index(base: fx.Node) -> int:

@@ -23,12 +23,12 @@ from memfit.fxir.call import Call
 from memfit.fxir.module_names import module_of
 from memfit.fxir.signature import tensors_of
 from memfit.ir.graph import Variant
-from memfit.ops.accumulation import ADDING
+from memfit.ops.accumulation import adding
 from memfit.ops.chunking import call_in_chunks, candidate_chunks
 from memfit.ops.kernels.convolution import convolution_input_gradient, convolution_input_slices
+from memfit.ops.registry import rule_of
 from memfit.passes.concat_gradients import Cuts
 from memfit.passes.concat_weight_gradients import operands_of_data
-from memfit.passes.conv_backward_split import IN_PLACE
 from memfit.profiling.one_run import equal, measured, timed
 from memfit.profiling.roofline import roofline_seconds
 from memfit.profiling.synthetic_inputs import operand_values, operands_of
@@ -79,7 +79,7 @@ def costs_added(node: fx.Node, device: torch.device) -> Costs:
         args = fx.map_arg(node.args, values.__getitem__)
         (made,) = tensors_of(node)
         total = torch.empty_strided(made.shape, made.stride(), dtype=made.dtype, device=device).zero_()
-        run = functools.partial(ADDING[node.target], total, *args)
+        run = functools.partial(adding(node.target), total, *args)
         _, variant = measured(run, device)
     except (RuntimeError, TypeError, IndexError, ValueError) as error:
         log.info("cannot time %s alone (%s); using its roofline", node.name, error)
@@ -163,14 +163,14 @@ def costs_of(node: fx.Node | Call, over: int | None, device: torch.device) -> Co
         variant = _measured_alike(in_chunks, result, device)
         if variant is not None:
             # A call that can write over an operand mostly does, which avoids touching fresh memory.
-            over_first = IN_PLACE.get(node.target, {}).get(0)
+            over_first = rule_of(node.target).in_place.get(0)
             likely = in_chunks if over_first is None else functools.partial(over_first, *args, chunks=chunks, **kwargs)
             found.append((replace(variant, chunks=chunks), likely))
     del result  # timed runs take the memory of earlier runs, as the ops of a step do
     variants = tuple(replace(variant, seconds=_seconds(run, variant.seconds, device)) for variant, run in found)
     in_place: tuple[Variant, ...] = ()
     if over is not None:
-        overwriting = functools.partial(IN_PLACE[node.target][over], *args, **kwargs)
+        overwriting = functools.partial(rule_of(node.target).in_place[over], *args, **kwargs)
         # This run touches less memory than a run into fresh memory; if it seems slower, the machine was busy.
         seconds = min(variants[0].seconds, _seconds(overwriting, timed(overwriting, device), device))
         in_place = (Variant(chunks=1, seconds=seconds, workspace_bytes=variants[0].workspace_bytes),)

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from memfit.fxir.call import Call
 from memfit.fxir.signature import tensors_of
-from memfit.ops.kernels.convolution import convolution_input_gradient, convolution_input_slices
+from memfit.ops.registry import rule_of
 from memfit.torch_compat.core import OpOverload
 
 __all__ = ["flops_of", "flops_of_values", "roofline_seconds"]
@@ -40,11 +39,9 @@ def flops_of(node: fx.Node | Call) -> float:
     """FLOPs of a call, as torch counts them; 0 where it does not."""
     args: tuple[Any, ...] = fx.map_arg(node.args, lambda n: n.meta.get("val"))
     kwargs = fx.map_arg(node.kwargs, lambda n: n.meta.get("val"))
-    target = node.target
-    if target is convolution_input_slices:
-        target, args = convolution_input_gradient, args[:-1]
-    if target is convolution_input_gradient:
-        target, args = torch.ops.aten.convolution_backward.default, (*args, [True, False, False])
+    target, counted_as = node.target, rule_of(node.target).counted_as
+    if counted_as is not None:
+        target, args = counted_as(args)
     return flops_of_values(target, args, kwargs, node.meta.get("val"))
 
 

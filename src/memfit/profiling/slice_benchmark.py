@@ -22,10 +22,11 @@ from memfit.fxir.call import Call
 from memfit.fxir.layout import results_in, results_of
 from memfit.ir.graph import Variant
 from memfit.ir.slicing import BySlices
-from memfit.ops.batching.rules import sampling_of, sums_of
+from memfit.ops.batching.sampling import sampling_of
 from memfit.ops.batching.slices import accumulates, samples_between
-from memfit.ops.tiling.rule import Tiling
-from memfit.ops.tiling.rules import tiling_of
+from memfit.ops.registry import sums_of
+from memfit.ops.tiling.tile import Tiling
+from memfit.ops.tiling.tiled import tiling_of
 from memfit.ops.tiling.window import SPACE, Tile, narrowed, tiles_of
 from memfit.profiling.one_run import equal, measured, timed
 from memfit.profiling.synthetic_inputs import operand_values

@@ -10,8 +10,6 @@ Known limits: integer operands are zeros unless the op is known to need others.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
 
@@ -21,54 +19,15 @@ from torch import fx
 from memfit.fxir.call import Call
 from memfit.fxir.marks import METADATA_ONLY_PREFIX
 from memfit.ops.kernels.convolution import make_metadata_only
+from memfit.ops.registry import rule_of
 from memfit.torch_compat.core import OpOverload
 
 __all__ = ["operand_values", "operands_of"]
 
-_aten = torch.ops.aten
 _TILE = 1 << 16
 _STARTS = 16
 _STRIDE = 4099
 """Operands repeat the same numbers, each from a different start."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Special:
-    """The operand that holds indices, pivots or marks, and the function that fills it, given it and all arguments."""
-
-    operand: int
-    fill: Callable[[torch.Tensor, tuple[Any, ...]], object]
-
-
-def _places_of_maxima(places: torch.Tensor, args: tuple[Any, ...]) -> None:
-    """Fills in the places of maxima, each in its own window, as in the result of a pooling."""
-    _, pooled, *settings, _ = args
-    data = torch.randn(pooled.shape, dtype=pooled.dtype, device=pooled.device)
-    places.copy_(_aten.max_pool2d_with_indices.default(data, *settings)[1])
-
-
-_SPECIAL: dict[Any, _Special] = {
-    _aten.embedding.default: _Special(
-        operand=1, fill=lambda indices, args: indices.random_(0, max(1, int(args[0].shape[0])))
-    ),
-    _aten.embedding_dense_backward.default: _Special(
-        operand=1, fill=lambda indices, args: indices.random_(0, max(1, int(args[2])))
-    ),
-    _aten.max_pool2d_with_indices_backward.default: _Special(operand=7, fill=_places_of_maxima),
-    _aten.multilabel_margin_loss_backward.default: _Special(operand=4, fill=lambda marks, args: marks.zero_()),
-    _aten.linalg_lu_solve.default: _Special(operand=1, fill=lambda pivots, args: pivots.fill_(1)),
-    _aten.linalg_ldl_solve.default: _Special(operand=1, fill=lambda pivots, args: pivots.fill_(1)),
-    _aten.lu_unpack.default: _Special(operand=1, fill=lambda pivots, args: pivots.fill_(1)),
-}
-
-_SHARES = (_aten.binary_cross_entropy.default, _aten.binary_cross_entropy_backward.default)
-"""Ops that draw no random numbers but accept only numbers between zero and one."""
-
-
-_SEEDS_ON_HOST = (
-    _aten._scaled_dot_product_efficient_attention_backward.default,
-    _aten._efficient_attention_backward.default,
-)
 
 
 def operands_of(node: fx.Node | Call, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -80,9 +39,10 @@ def operands_of(node: fx.Node | Call, device: torch.device) -> tuple[tuple[Any, 
 def operand_values(node: fx.Node | Call, device: torch.device) -> dict[fx.Node, torch.Tensor]:
     """Made-up tensors for the operands."""
     made: dict[fx.Node, torch.Tensor] = {}
-    special = _SPECIAL.get(node.target)
+    rule = rule_of(node.target)
+    special = rule.fill
     special_node = None if special is None or special.operand >= len(node.args) else node.args[special.operand]
-    shares = node.target in _SHARES or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    shares = rule.takes_shares or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     on_host = _on_host(node)
 
     def make(argument: fx.Node) -> None:
@@ -105,7 +65,7 @@ def operand_values(node: fx.Node | Call, device: torch.device) -> dict[fx.Node, 
 
 def _on_host(node: fx.Node | Call) -> set[object]:
     """Operands that are on the CPU although tracing places them on the device: the seeds of efficient attention."""
-    if node.target not in _SEEDS_ON_HOST:
+    if not rule_of(node.target).seeds_on_host:
         return set()
     names = [argument.name for argument in cast(OpOverload, node.target)._schema.arguments]
     return {node.args[names.index(name)] for name in ("philox_seed", "philox_offset")}

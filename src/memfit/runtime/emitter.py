@@ -32,7 +32,7 @@ from memfit.ir.slicing import BySlices
 from memfit.ops.chunking import call_in_chunks
 from memfit.ops.kernels.convolution import convolution_input_gradient, input_half
 from memfit.ops.recompute import without_statistics
-from memfit.passes.conv_backward_split import IN_PLACE
+from memfit.ops.registry import rule_of
 from memfit.runtime.fused_region import FusedOp, fused_call
 from memfit.runtime.grad_accumulation import Accumulation
 from memfit.runtime.offload.engine import Swapper
@@ -248,7 +248,7 @@ class Emitter:
                 target = input_half
             if instruction.over is not None:
                 operands = [self.reading.storage_of.get(a) if isinstance(a, fx.Node) else None for a in call.args]
-                target = IN_PLACE[call.target][operands.index(instruction.over)]
+                target = rule_of(call.target).in_place[operands.index(instruction.over)]
                 self.bases[instruction.over].meta[OVERWRITTEN] = True
             made = self.graph.call_function(target, fx.map_arg(args, self.value), fx.map_arg(kwargs, self.value))
             made.meta = dict(call.meta)

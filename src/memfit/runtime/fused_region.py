@@ -12,10 +12,10 @@ from torch import fx
 from memfit.fxir.call import Call
 from memfit.fxir.joint import JointOp, JointReading
 from memfit.fxir.layout import looks_alike, outer_axis
-from memfit.ops.batching.rules import Sampling, sampling_of
+from memfit.ops.batching.sampling import Sampling, sampling_of
 from memfit.ops.batching.slices import Slice, ViewOfSlice, accumulates, in_slices, view_of_samples
-from memfit.ops.tiling.rule import Tiling
-from memfit.ops.tiling.rules import tiling_of
+from memfit.ops.tiling.tile import Tiling
+from memfit.ops.tiling.tiled import tiling_of
 from memfit.ops.tiling.window import SPACE, Tile, narrowed, tiles_of
 from memfit.passes.read_joint import result_index
 from memfit.runtime.tile_schedule import TiledOp, schedule, within

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.ops.accumulation import ADDING
+from memfit.ops.accumulation import adding
 
 __all__ = ["Accumulation", "accumulation"]
 
@@ -56,7 +56,7 @@ def accumulation(parameter: nn.Parameter) -> Accumulation:
             parameter.grad = torch.empty_like(parameter).copy_(gradient)
 
     def add_made_by(target: Callable[..., torch.Tensor]) -> Callable[..., None]:
-        add_result = ADDING[target]
+        add_result = adding(target)
 
         def made(*operands: Any) -> None:
             if parameter.grad is not None:

@@ -1,7 +1,7 @@
 """Schedule of a fused region, tile after tile: the tile that each op computes for each tile of the run.
 
 The results that stay after the run are cut into disjoint tiles. From these, the tile of each op is found backwards: the
-part that later ops need (`memfit.ops.tiling.rules`). Sums are computed for the op's own tile only, so that no element
+part that later ops need (`memfit.ops.tiling.tiled`). Sums are computed for the op's own tile only, so that no element
 counts twice.
 
 Known limits: values that two tiles need are computed twice, not saved in between.
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from memfit.fxir.call import Call
-from memfit.ops.batching.rules import sums_of
-from memfit.ops.tiling.rule import Tiling
+from memfit.ops.registry import sums_of
+from memfit.ops.tiling.tile import Tiling
 from memfit.ops.tiling.window import Tile, tiles_of
 
 __all__ = ["OpTile", "TiledOp", "schedule", "within"]

@@ -12,6 +12,7 @@ from typing import Any
 from memfit.fxir.op_family import op_family
 from memfit.ir.graph import StepGraph
 from memfit.ir.program import Action, Program, as_they_run
+from memfit.ops.registry import rule_named
 from memfit.torch_compat.core import OpOverload, TorchDispatchMode
 
 __all__ = ["ExecutedOps", "executed_recomputations"]
@@ -34,39 +35,6 @@ class ExecutedOps(TorchDispatchMode):
         self.counts[op_family(str(inner))] += 1
         return func(*args, **(kwargs or {}))
 
-
-_CALLS = {
-    "normalise": ("addcmul", "addcmul"),
-    "gradients_from_products": (
-        *("mul", "sub", "mul", "mul", "sum", "mul", "sub", "pow", "mul", "mul", "neg", "mul", "mul", "mul", "sub"),
-        *("to_copy",) * 4,
-    ),
-    "input_gradient": ("addcmul", "addcmul"),
-    "input_gradient_from_sums": ("sub", "mul", "div", "div", "addcmul", "sub", "mul", "mul"),
-    "masked": ("mul", "mul"),
-    "product_over_rows": ("mm",),
-    "products_over_space": ("mul", "sum", "sum", "stack", "new_zeros", "index_add"),
-    "scale_and_shift": (
-        *("sum", "div", "mul", "sub", "clamp", "add", "rsqrt", "mul", "mul", "sub"),
-        *("to_copy", "to_copy", "stack"),
-    ),
-    "scaled_and_shifted": ("addcmul",),
-    "share_of_mean": ("eq", "div", "where"),
-    "sums_of_data": ("mul", "mul", "add", "mul"),
-    "sums_of_space": ("var_mean", "to_copy", "to_copy", "mul", "mul", "add", "mul", "stack", "new_zeros", "index_add"),
-    "statistics_from_sums": ("div", "mul", "sub", "add", "mul", "mul", "add", "mul", "mul", "add"),
-}
-"""Families of the ops that memfit's own targets call (`memfit.fxir.call` and `memfit.ops.kernels.batch_norm`)."""
-
-
-_IN_TILES = {
-    "aten.max_pool2d_with_indices.default": {1: ("add",), 2: ("div", "mul", "sub", "add", "add", "mul", "add")},
-    "aten.max_pool2d_with_indices_backward.default": {
-        1: ("sub",),
-        2: ("div", "mul", "sub", "sub", "mul", "sub", "add"),
-    },
-}
-"""Families of the additional calls for each tile, by op and number of cut axes (`memfit.ops.tiling.rules`)."""
 
 _AT_BORDERS = {"constant_pad_nd", "clamp", "new_zeros", "copy"}
 """Families of additional calls that only some tiles make, which cannot be told from recomputed ops."""
@@ -97,10 +65,11 @@ def executed_recomputations(counts: Counter[str], graph: StepGraph, program: Pro
             expected[family] += instruction.chunks
         if instruction.sliced and op.by_slices is not None:  # sums over slices
             expected["add"] += 0 if adds_up else len(op.by_slices.sums) * (instruction.chunks - 1)
-            for family in _IN_TILES.get(op.target, {}).get(len(op.by_slices.grid), ()):
+            for family in rule_named(op.target).tile_calls.get(len(op.by_slices.grid), ()):
                 expected[family] += instruction.chunks
     return len(again) + sum(counts[f] - expected[f] for f in families)
 
 
 def _calls(target: str) -> tuple[str, ...]:
-    return _CALLS.get(target, (op_family(target),))
+    calls = rule_named(target).calls
+    return (op_family(target),) if calls is None else calls

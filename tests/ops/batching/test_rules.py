@@ -17,10 +17,11 @@ from memfit.capture.training_step import capture_step
 from memfit.fxir.layout import looks_alike, results_of
 from memfit.fxir.marks import METADATA_ONLY_PREFIX, is_view
 from memfit.ir.slicing import BySlices
-from memfit.ops.batching.rules import sampling_of, sums_of
+from memfit.ops.batching.sampling import sampling_of
 from memfit.ops.batching.slices import ViewOfSlice, samples_between, view_of_samples
 from memfit.ops.kernels.convolution import convolution_input_slices, make_metadata_only
 from memfit.ops.kernels.dropout import masked
+from memfit.ops.registry import sums_of
 from memfit.passes.dropout_split import split_dropout
 from memfit.passes.fused_cross_entropy import rewrite_by_rows
 from memfit.profiling.profiler import _measurement

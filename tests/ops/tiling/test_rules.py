@@ -14,10 +14,10 @@ from torch.utils import _pytree as pytree
 
 from memfit.fxir.call import Call
 from memfit.fxir.marks import METADATA_ONLY_PREFIX
-from memfit.ops.batching.rules import sums_of
+from memfit.ops.kernels.batch_norm import normalise
 from memfit.ops.kernels.convolution import convolution_input_slices, input_gradient_beside_stand_in, make_metadata_only
-from memfit.ops.recompute import normalise
-from memfit.ops.tiling.rules import reaches_of, tiling_of
+from memfit.ops.registry import sums_of
+from memfit.ops.tiling.tiled import reaches_of, tiling_of
 from memfit.ops.tiling.window import bands_of, narrowed, tiles_of
 
 _aten = torch.ops.aten

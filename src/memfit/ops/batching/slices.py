@@ -1,4 +1,4 @@
-"""Runs a fused region, a few samples of the batch at a time (`memfit.ir.fusion`, `memfit.ops.batching.rules`).
+"""Runs a fused region, a few samples of the batch at a time (`memfit.ir.fusion`, `memfit.ops.batching.axes`).
 
 Before a plan relies on slices, the profiler compares the slices of each op with the whole op, for each shape, size of
 slice and alignment in memory: bit by bit, or with the lever `tile` up to rounding.
@@ -21,8 +21,9 @@ from torch import fx
 from memfit.fxir.call import Call
 from memfit.fxir.layout import outer_axis, results_of
 from memfit.ir.slicing import SMALL_SUM_BYTES
-from memfit.ops.batching.rules import sampling_of, sums_of
-from memfit.ops.kernels.row_products import PRODUCTS, product_over_rows
+from memfit.ops.batching.sampling import sampling_of
+from memfit.ops.kernels.row_products import product_over_rows
+from memfit.ops.registry import rule_of, sums_of
 from memfit.ops.tiling.window import Tile, narrowed
 
 __all__ = [
@@ -61,7 +62,7 @@ def samples_per_slice(batches: Mapping[fx.Node | Call, int]) -> dict[int, int]:
     matrices: dict[int, int] = {}
     for call, batch in batches.items():
         results, sums = results_of(call), sums_of(call)
-        if call.target in PRODUCTS:
+        if rule_of(call.target).reads_matrix:
             sampling = sampling_of(call, batch)
             sliced = () if sampling is None else sampling.operands
             whole = [n.meta["val"] for n in call.all_input_nodes if n not in sliced]

@@ -9,7 +9,7 @@ The profiler compares chunks of each shape with the whole kernel before a plan r
 
 With the lever `tile`, the results can also be computed separately. In the forward pass, sums over the batch
 (`sums_of_data`) give the statistics (`statistics_from_sums`), with which the data is normalised sample by sample
-(`memfit.ops.recompute.normalise`). In the backward pass, the sums are the gradients of weight and bias, and the
+(`normalise`). In the backward pass, the sums are the gradients of weight and bias, and the
 gradient of the input is computed from them sample by sample (`input_gradient_from_sums`).
 
 On CUDA, eager PyTorch uses cuDNN's kernels for most inputs (`memfit.passes.cudnn_batch_norm` puts them into the graph).
@@ -36,6 +36,8 @@ __all__ = [
     "forward_over_input",
     "input_gradient_from_sums",
     "input_gradient_over_data",
+    "normalise",
+    "normalise_over_data",
     "chunks_of",
     "statistics_from_sums",
     "sums_of_data",
@@ -284,3 +286,29 @@ def _from_sums(
 
 def _over(per_channel: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return per_channel.view(1, -1, *(1,) * (like.dim() - 2))
+
+
+def normalise(data: torch.Tensor, *statistics: Any) -> torch.Tensor:
+    """Normalises data with saved statistics: mean and inverse standard deviation, then weight and bias."""
+    shift, scale = _shift_and_scale(data, *statistics)
+    return torch.addcmul(shift, data, scale)
+
+
+def normalise_over_data(data: torch.Tensor, *statistics: Any) -> torch.Tensor:
+    """Normalises as `normalise` does, in place over the data."""
+    shift, scale = _shift_and_scale(data, *statistics)
+    return torch.addcmul(shift, data, scale, out=data)
+
+
+def _shift_and_scale(
+    data: torch.Tensor,
+    mean: torch.Tensor,
+    invstd: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The shift that the kernel adds to the data and the scale that it multiplies by, rounded as the kernel rounds."""
+    scale = invstd if weight is None else invstd * weight
+    shift = torch.addcmul(torch.zeros_like(mean) if bias is None else bias, mean, scale, value=-1)
+    shape = (1, -1, *(1,) * (data.dim() - 2))
+    return shift.view(shape), scale.view(shape)

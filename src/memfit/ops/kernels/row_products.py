@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["PRODUCTS", "SUM", "product_over_rows", "share_of_mean"]
-
-_aten = torch.ops.aten
-
+__all__ = ["SUM", "product_over_rows", "share_of_mean"]
 
 SUM = 2
 """The reduction code of losses that stands for a sum; the code of a mean is one less."""
@@ -33,7 +30,3 @@ def product_over_rows(one: torch.Tensor, other: torch.Tensor, total: torch.Tenso
 def share_of_mean(gradient: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """The gradient of a mean divided by the sum of the weights; zero where that sum is zero."""
     return torch.where(weights == 0, 0.0, gradient / weights)
-
-
-PRODUCTS = (_aten.mm.default, _aten.addmm.default, product_over_rows)
-"""Ops that read a matrix, or add to one, for each slice."""

@@ -1,11 +1,11 @@
-"""Resizing of images on tiles, and its gradient (`memfit.ops.tiling.rules`).
+"""Resizing of images, and its gradient.
 
 With an integer factor, every pixel of the result lies at the same position between the same pixels of the operand,
 wherever the tile is, so a tile of the result is the resized tile of the operand. Interpolation between pixels needs one
 more pixel at each edge.
 
-Known limits: no factors that are not integers, and no aligned corners, which make positions depend on the size of the
-image.
+Known limits: tiles for nearest and bilinear resizing only; no factors that are not integers, and no aligned corners,
+which make positions depend on the size of the image.
 """
 
 from __future__ import annotations
@@ -17,13 +17,17 @@ import torch
 from torch import fx
 
 from memfit.fxir.call import Call
-from memfit.ops.tiling.rule import Tiling, extents_of, starts_of
+from memfit.ops.batching.axes import rows
+from memfit.ops.op_rule import Axes, OpRule
+from memfit.ops.tiling.tile import Tiling, extents_of, starts_of
 from memfit.ops.tiling.window import SPACE, Tile, cropped
 
-__all__ = ["resized", "resized_backward"]
+__all__ = ["RULES"]
+
+_aten = torch.ops.aten
 
 
-def resized(*corners: bool) -> Callable[[fx.Node | Call, int], Tiling | None]:
+def _resized_tiles(*corners: bool) -> Callable[[fx.Node | Call, int], Tiling | None]:
     """The rule of resizing; `corners` holds False, the argument for aligned corners, if the kernel interpolates.
 
     Such a kernel needs one more pixel at each edge of a tile, except at the edges of the image.
@@ -50,8 +54,8 @@ def resized(*corners: bool) -> Callable[[fx.Node | Call, int], Tiling | None]:
     return rule
 
 
-def resized_backward(*corners: bool) -> Callable[[fx.Node | Call, int], Tiling | None]:
-    """The rule of the gradient of resizing; see `resized`."""
+def _resized_backward_tiles(*corners: bool) -> Callable[[fx.Node | Call, int], Tiling | None]:
+    """The rule of the gradient of resizing; see `_resized_tiles`."""
 
     def rule(call: fx.Node | Call, axes: int) -> Tiling | None:
         kernel: Any = call.target
@@ -97,3 +101,32 @@ def _beyond(tile: Tile, extents: Sequence[int]) -> Tile:
     return tuple(
         (max(0, start - 1), min(extent, stop + 1)) for (start, stop), extent in zip(tile, extents, strict=True)
     )
+
+
+def _resized_back(call: fx.Node | Call, batch: int) -> Axes | None:
+    gradient, target = cast(fx.Node, call.args[0]), cast(Any, call.target)
+
+    def run(gradient: torch.Tensor, sizes: Any, shape: Sequence[int], *rest: Any) -> Any:
+        return target(gradient, sizes, [gradient.shape[0], *shape[1:]], *rest)
+
+    return Axes({gradient: 0}, 0, run)
+
+
+_KINDS = ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "bicubic2d", "trilinear3d")
+_CORNERS: dict[str, tuple[bool, ...]] = {"nearest2d": (), "bilinear2d": (False,)}
+"""The kinds of which tiles can be made, with the argument for aligned corners."""
+
+
+def _forward(kind: str) -> OpRule:
+    tile = _resized_tiles(*_CORNERS[kind]) if kind in _CORNERS else None
+    return OpRule(batch=rows(0), tile=tile, slices_keep_bits=kind == "nearest2d")
+
+
+def _backward(kind: str) -> OpRule:
+    return OpRule(batch=_resized_back, tile=_resized_backward_tiles(*_CORNERS[kind]) if kind in _CORNERS else None)
+
+
+RULES = {
+    **{getattr(_aten, f"upsample_{kind}").default: _forward(kind) for kind in _KINDS},
+    **{getattr(_aten, f"upsample_{kind}_backward").default: _backward(kind) for kind in _KINDS},
+}
