@@ -14,7 +14,7 @@ from memfit.compiler.driver import make_plan
 from memfit.compiler.plan import Plan
 from memfit.compiler.stages import Progress, Request
 from memfit.profiling.memory import Measurement, measure
-from memfit.runtime.fitted_module import fitted_call, release
+from memfit.runtime.module.fitted_module import fitted_call, release
 from memfit.tools.compare import BatchSize, Comparison, compare, max_batch
 from memfit.tools.estimate import Estimate, estimate
 from memfit.tools.max_size import max_size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,8 +17,7 @@ from memfit.capture.training_step import capture_step
 from memfit.compiler.driver import make_plan
 from memfit.compiler.stages import Request
 from memfit.ir.program import plain_order, program_of
-from memfit.runtime.executable import compile_planned, compile_program
-from memfit.runtime.subgraph_program import subgraph_programs
+from memfit.runtime.executable import compile_program
 
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
 
@@ -84,8 +84,8 @@ def test_a_copy_runs_its_own_code() -> None:
 def test_a_graph_that_is_not_that_of_the_plan_is_told() -> None:
     model, deeper = made(), nn.Sequential(*made(), nn.Tanh())
     captures = [capture_step(module, (X,), {}, loss_fn=square) for module in (model, deeper)]
-    programs = subgraph_programs(captures[1], program_of(captures[1].graph, plain_order(captures[1].graph)))
-    call = compile_planned(model, programs, None, followed=captures[0].subgraphs.call)
+    mixed = replace(captures[1], subgraphs=replace(captures[1].subgraphs, call=captures[0].subgraphs.call))
+    call = compile_program(model, mixed, program_of(mixed.graph, plain_order(mixed.graph)))
     with pytest.raises(memfit.PlanMismatchError):
         call(X)
 
@@ -109,8 +109,8 @@ def test_a_number_behind_a_break_runs_no_code_twice() -> None:
     torch.manual_seed(0)
     model = Counting()
     capture = capture_step(model, (X,), {}, loss_fn=square)
-    programs = subgraph_programs(capture, program_of(capture.graph, plain_order(capture.graph)))
-    call, plain = compile_planned(model, programs, None), copy.deepcopy(model)
+    anew = replace(capture, subgraphs=replace(capture.subgraphs, call=None))
+    call, plain = compile_program(model, anew, program_of(anew.graph, plain_order(anew.graph))), copy.deepcopy(model)
     model.read = plain.read = True
     before = model.calls, plain.calls
     assert torch.equal(call(X), plain(X))

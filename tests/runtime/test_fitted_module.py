@@ -16,7 +16,7 @@ from torch import nn
 import memfit
 from memfit.compiler.stages import Request, capture_and_profile
 from memfit.profiling.cost_cache import CostCache, open_cache
-from memfit.runtime.fitted_module import fitted_call
+from memfit.runtime.module.fitted_module import fitted_call
 from tests.models import Between, Frozen, Residual, Tied
 
 X = torch.randn(8, 3, 24, 24, generator=torch.Generator().manual_seed(0))

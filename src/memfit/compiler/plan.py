@@ -81,7 +81,7 @@ class Plan:
         Raises:
             PlanMismatchError: now or at the first training step, if the plan is for something else.
         """
-        from memfit.runtime.fitted_module import install
+        from memfit.runtime.module.fitted_module import install
 
         return install(model, self, loss_fn=loss_fn, optimizer=optimizer)
 

@@ -34,7 +34,7 @@ from memfit.profiling.library_workspace import library_bytes
 from memfit.profiling.memory import Measurement, measure, steady
 from memfit.refusals import refusal, refused
 from memfit.runtime.executable import PlannedCall, compile_program
-from memfit.runtime.forward_passes import Pass
+from memfit.runtime.loop.forward_passes import Pass
 from memfit.sim.simulator import simulate
 
 __all__ = ["for_least", "lowered", "peak_of", "prove", "proving_step"]

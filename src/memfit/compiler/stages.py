@@ -39,7 +39,7 @@ from memfit.planner.search.min_memory import least_budget, least_order
 from memfit.profiling.cost_cache import CostCache, machine_name, open_cache
 from memfit.profiling.profiler import known_separable, profile_ops, separated
 from memfit.runtime.executable import PlannedCall
-from memfit.runtime.input_signature import Signature, signature
+from memfit.runtime.module.input_signature import Signature, signature
 from memfit.runtime.offload.tiers import parse_tiers, tier_links
 from memfit.sim.simulator import simulate
 from memfit.sim.verifier import check

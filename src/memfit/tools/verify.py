@@ -34,7 +34,7 @@ from memfit.compiler.plan import Plan
 from memfit.compiler.stages import Progress, Request
 from memfit.compiler.tolerance import in_float64, in_widest, is_within_rounding, own_rounding
 from memfit.profiling.memory import Measurement, measure, steady
-from memfit.runtime.fitted_module import fitted_call, verified
+from memfit.runtime.module.fitted_module import fitted_call, verified
 from memfit.tools.executed_ops import ExecutedOps, executed_recomputations
 from memfit.tools.training_loop import resident_bytes
 from memfit.torch_compat.core import pytree

@@ -7,7 +7,7 @@ half precision; and on a CUDA device, gradients of biases are summed in float32.
 loop's.
 
 So backward passes are traced and proved with autocast off. A backward pass that runs inside a region is detected when
-it runs (`memfit.runtime.forward_passes`), and the next call is planned with autocast on in the backward pass.
+it runs (`memfit.runtime.loop.forward_passes`), and the next call is planned with autocast on in the backward pass.
 
 Known limits: the dtype of the region around `backward` is assumed to be the dtype of the forward pass's region.
 """

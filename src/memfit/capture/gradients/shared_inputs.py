@@ -12,7 +12,7 @@ more memory than their sum, because each term lives until the backward pass of t
 of the module uses an input, its sum stays. Where only earlier code uses it too, the sum would round as in eager, but it
 could not be told from a sum to which code outside of the module added, so it is split. Code that memfit does not see
 may use the input: another pass of the module, or a penalty on its parameters. Once a loop is seen to do so
-(`memfit.runtime.forward_passes`), all sums are split.
+(`memfit.runtime.loop.forward_passes`), all sums are split.
 
 Known limits: an input that the graph overwrites keeps its sum, and so does an input that is used inside a higher-order
 call, because its uses cannot be counted. The proof compares the bits.

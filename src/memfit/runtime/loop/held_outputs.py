@@ -33,7 +33,7 @@ from memfit.capture.training_step import device_of
 from memfit.compiler.plan import Plan
 from memfit.ir.graph import Phase
 from memfit.ir.program import Action
-from memfit.runtime.input_signature import Signature
+from memfit.runtime.module.input_signature import Signature
 from memfit.sim.simulator import simulate
 from memfit.units import format_bytes
 

@@ -11,7 +11,7 @@ loop stays unchanged and the passes share the budget.
 
 Autograd adds up the gradients of all uses of a parameter in all passes one after the other. So the next plan returns
 the gradient of each use separately (`memfit.capture.gradients.shared_inputs`); passes that have run already are
-recomputed (`memfit.runtime.gradient_terms`).
+recomputed (`memfit.runtime.loop.gradient_terms`).
 
 Known limits: the first step with more passes than planned may exceed the budget. All passes of one signature have one
 plan.
@@ -30,8 +30,8 @@ import torch
 
 from memfit.compiler.plan import Plan
 from memfit.errors import BudgetError
-from memfit.runtime.forward_passes import Pass, in_flight
-from memfit.runtime.input_signature import Signature
+from memfit.runtime.loop.forward_passes import Pass, in_flight
+from memfit.runtime.module.input_signature import Signature
 from memfit.sim.simulator import simulate
 from memfit.units import format_bytes
 

@@ -6,14 +6,13 @@ follows is known only after the first one has run.
 
 Idea: until the loop is known, an input with several uses enters the graph through a node that has one edge per use to
 the input. If a second pass begins before the backward pass, both passes are recomputed as plain code, as a graph with a
-cut output is (`memfit.runtime.unused_outputs`). Hooks on the nodes of the plain code collect the terms in the order in
-which autograd makes them, and the node returns one term per edge. So autograd adds them up in eager's order. Later
-steps are planned use by use (`memfit.capture.gradients.shared_inputs`).
+cut output is (`memfit.runtime.loop.unused_outputs`). Hooks on the nodes of the plain code collect the terms in the
+order in which autograd makes them, and the node returns one term per edge. So autograd adds them up in eager's order.
+Later steps are planned use by use (`memfit.capture.gradients.shared_inputs`).
 
 Known limits: a graph that cannot be recomputed returns sums; a notice tells it. Inputs that are no parameters have one
-edge. With `create_graph=True` the sum is
-returned. Until the loop is known, a graph between graph breaks keeps its inputs until its backward pass, also those
-that the plan would free earlier.
+edge. With `create_graph=True` the sum is returned. Until the loop is known, a graph between graph breaks keeps its
+inputs until its backward pass, also those that the plan would free earlier.
 """
 
 from __future__ import annotations

@@ -28,14 +28,14 @@ from memfit.capture.state.snapshot import preserved
 from memfit.errors import BudgetError, LossError, MemfitError, PlanMismatchError, SpecError
 from memfit.ir.serialization import fingerprint_difference, graph_digest
 from memfit.runtime.executable import PlannedCall, compile_program
-from memfit.runtime.forward_passes import Pass, in_flight
-from memfit.runtime.held_outputs import HeldOutputs
-from memfit.runtime.input_signature import Signature, signature
-from memfit.runtime.module_state import module_state
-from memfit.runtime.opaque import make_opaque, not_traced, undisturbed
-from memfit.runtime.plain_calls import nothing_to_train, transformed
-from memfit.runtime.training_loops import Loops, TogetherError
-from memfit.runtime.variants import Variants, decides
+from memfit.runtime.loop.forward_passes import Pass, in_flight
+from memfit.runtime.loop.held_outputs import HeldOutputs
+from memfit.runtime.loop.training_loops import Loops, TogetherError
+from memfit.runtime.module.input_signature import Signature, signature
+from memfit.runtime.module.module_state import module_state
+from memfit.runtime.module.opaque import make_opaque, not_traced, undisturbed
+from memfit.runtime.module.plain_calls import nothing_to_train, transformed
+from memfit.runtime.module.variants import Variants, decides
 from memfit.sim.verifier import check
 from memfit.torch_compat.compiler import TorchDynamoException
 from memfit.units import format_bytes

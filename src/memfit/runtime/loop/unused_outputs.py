@@ -27,7 +27,7 @@ from memfit.capture.dynamo_graph import attach_outputs
 from memfit.errors import PlanMismatchError
 from memfit.fxir.joint import JointReading
 from memfit.ir.graph import Phase
-from memfit.runtime.gradient_terms import Parts, Terms, collect_terms
+from memfit.runtime.loop.gradient_terms import Parts, Terms, collect_terms
 
 __all__ = ["Begun", "WholeGraph", "whole_graph", "with_anchor"]
 

@@ -13,6 +13,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,11 +21,11 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from memfit.capture.gradients.tangents import Strides, strides_without_overlap
-from memfit.runtime.gradient_terms import Terms, by_use
-from memfit.runtime.unused_outputs import Begun, WholeGraph
+from memfit.runtime.loop.gradient_terms import Terms, by_use
+from memfit.runtime.loop.unused_outputs import Begun, WholeGraph
 from memfit.torch_compat.core import autocast_is_on
 
-__all__ = ["RECORD", "CompiledSubgraph", "Pass", "SubgraphPass", "in_flight"]
+__all__ = ["CURRENT_PASS", "RECORD", "CompiledSubgraph", "Pass", "SubgraphPass", "in_flight"]
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,10 @@ class Pass:
     waiting: int = 0
     strayed: bool = False
     turns: Counter[str] = field(default_factory=Counter)
+
+
+CURRENT_PASS: ContextVar[Pass | None] = ContextVar("memfit_pass", default=None)
+"""The forward pass that runs now."""
 
 
 @dataclass(slots=True, eq=False)

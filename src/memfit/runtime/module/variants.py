@@ -20,7 +20,7 @@ from torch import nn
 
 from memfit.capture.values.decisions import Decision
 from memfit.runtime.executable import PlannedCall
-from memfit.runtime.input_signature import Signature
+from memfit.runtime.module.input_signature import Signature
 from memfit.torch_compat.core import pytree
 
 __all__ = ["Variants", "decides"]

@@ -9,27 +9,26 @@ Known limits: the node is found by the name of AOTAutograd's class.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from memfit.errors import SecondDerivativeError
-from memfit.runtime.forward_passes import RECORD, CompiledSubgraph, Pass, SubgraphPass
-from memfit.runtime.gradient_terms import Terms, with_edges
-from memfit.runtime.unused_outputs import Begun, with_anchor
+from memfit.runtime.loop.forward_passes import CURRENT_PASS, RECORD, CompiledSubgraph, Pass, SubgraphPass
+from memfit.runtime.loop.gradient_terms import Terms, with_edges
+from memfit.runtime.loop.unused_outputs import Begun, with_anchor
 from memfit.torch_compat.core import backward_keeps_graph, current_autograd_node
 
-__all__ = ["noting_backward", "noting_forward"]
+__all__ = ["in_turn", "noting_backward", "noting_forward", "straying"]
 
 
-def noting_forward(
-    call: Callable[..., Any], subgraph: CompiledSubgraph, current: Callable[[], Pass | None]
-) -> Callable[..., Any]:
+def noting_forward(call: Callable[..., Any], subgraph: CompiledSubgraph) -> Callable[..., Any]:
     """Wraps a compiled graph: each run attaches its record to the autograd node that the run creates."""
 
     def run(*operands: Any) -> Any:
-        here = current()
+        here = CURRENT_PASS.get()
         in_loop = here is not None and here.key is not None
         shared = in_loop and subgraph.may_be_shared()
         unsettled = in_loop and (subgraph.assumed or (subgraph.autocast is not None and not subgraph.settled))
@@ -160,5 +159,36 @@ def noting_backward(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], A
         if not missing or len(results) != len(reached):
             return results
         return tuple(None if of and of <= missing else r for r, of in zip(results, reached, strict=True))
+
+    return run
+
+
+def straying(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a call that marks its pass as strayed: its graph was not planned and runs as plain code."""
+
+    def run(*operands: Any) -> Any:
+        here = CURRENT_PASS.get()
+        if here is not None:
+            here.strayed = True
+        return call(*operands)
+
+    return run
+
+
+def in_turn(variants: Mapping[int, Callable[..., Any]], counted: str) -> Callable[..., Any]:
+    """Makes a call that runs the programs of all runs in turn, for a graph that runs several times in a step.
+
+    Args:
+        variants: compiled calls, by the number of the run.
+        counted: name under which runs are counted: runs of this graph alone, or of all graphs with the same program.
+    """
+
+    def run(*operands: Any) -> Any:
+        here = CURRENT_PASS.get()
+        turns = here.turns if here is not None else Counter[str]()
+        turn = turns[counted]
+        turns[counted] += 1
+        nearest = turn if turn in variants else max(variants)
+        return variants[nearest](*operands)
 
     return run
