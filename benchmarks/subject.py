@@ -11,6 +11,7 @@ import torch
 
 from memfit.bits import same_bits
 from memfit.capture.loss.reading import backward_of
+from memfit.capture.options import CaptureOptions
 from memfit.capture.state.snapshot import preserved
 from memfit.capture.training_step import Capture, capture_step
 from memfit.compiler.plan import Plan
@@ -114,8 +115,7 @@ class Subject:
             *(example.model, example.args, example.kwargs),
             loss_fn=example.loss_fn,
             label=example.label,
-            separate=known_separable(costs),
-            grid=grid,
+            options=CaptureOptions(separate=known_separable(costs), grid=grid),
         )
         captured = time.perf_counter() - begin
         capture = separated(capture, device, costs)

@@ -22,6 +22,7 @@ from benchmarks.fuzz.modes import MODES
 from benchmarks.fuzz.recipe import choose
 from benchmarks.report import Report
 from benchmarks.subject import case_of
+from memfit.capture.options import CaptureOptions
 from memfit.capture.training_step import capture_step, device_of
 from memfit.errors import MemfitError
 from memfit.profiling.cost_cache import CostCache
@@ -113,7 +114,10 @@ def measured_peak(step: Step) -> int:
 def _profiled(step: Step) -> int:
     device = device_of(step.model)
     capture = capture_step(
-        step.model, step.args, step.kwargs, loss_fn=step.loss_fn, optimizer=step.optimizer, separate=lambda _: True
+        *(step.model, step.args, step.kwargs),
+        loss_fn=step.loss_fn,
+        optimizer=step.optimizer,
+        options=CaptureOptions(separate=lambda _: True),
     )
     return simulate_plain(profile_ops(capture, device, CostCache())).peak_bytes
 

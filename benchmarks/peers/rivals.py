@@ -19,7 +19,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
 
-from memfit.capture.compiled_call import compile_call
+from memfit.capture.dynamo.compiled_call import compile_call
 from memfit.tools.sequential_pipeline import GPTEmbedding
 from memfit.zoo.gpt import GPT
 

@@ -19,6 +19,7 @@ from torch import fx
 from benchmarks.report import Report
 from benchmarks.subject import Case, case_of
 from memfit import zoo
+from memfit.capture.options import CaptureOptions
 from memfit.capture.training_step import capture_step
 from memfit.fxir.signature import cost_key, tensors_of
 from memfit.ops.accumulation import Accumulate
@@ -71,7 +72,9 @@ def _row(case: Case, repeats: int) -> tuple[str, ...]:
 
 def _products(example: zoo.Example) -> list[fx.Node]:
     """The calls that a stage of several micro-batches adds as products."""
-    capture = capture_step(example.model, example.args, example.kwargs, accumulate=Accumulate.AS_MADE)
+    capture = capture_step(
+        example.model, example.args, example.kwargs, options=CaptureOptions(accumulate=Accumulate.AS_MADE)
+    )
     return [
         op.node
         for subgraph in capture.subgraphs.subgraphs

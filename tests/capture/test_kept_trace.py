@@ -13,7 +13,7 @@ from torch import nn
 from torch._dynamo.utils import compilation_time_metrics
 
 import memfit
-from memfit.capture.kept_trace import _with_own_containers
+from memfit.capture.dynamo.kept_trace import _with_own_containers
 from memfit.compiler.stages import Request, capture_and_profile, plan_captured
 from memfit.planner.bounds.lower_bound import widest_op_bytes
 from memfit.profiling.memory import allocation_peak

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memfit.capture.logging_calls import logs_left_out
+from memfit.capture.dynamo.logging_calls import logs_left_out
 from memfit.capture.training_step import capture_step
 from memfit.pipelining.partition.forward_graph import capture_forward
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memfit.capture.marked_tensors import marks_left_out
+from memfit.capture.dynamo.marked_tensors import marks_left_out
 from memfit.capture.training_step import capture_step
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch._dynamo.utils import compilation_time_metrics
 
 import memfit
+from memfit.capture.options import CaptureOptions
 from memfit.capture.training_step import Capture, capture_step, read_again
 from memfit.compiler.stages import Request, capture_and_profile
 from memfit.errors import BudgetError
@@ -93,8 +94,9 @@ def test_a_reading_is_that_of_a_new_capture(
     torch.manual_seed(0)
     model, args, kwargs, loss_fn = _STEPS[name]()
 
-    def captured(**ways: Any) -> Capture:
-        return capture_step(copy.deepcopy(model), args, kwargs, loss_fn=loss_fn, accumulate=accumulate, **ways)
+    def captured(**choices: Any) -> Capture:
+        options = CaptureOptions(accumulate=accumulate, **choices)
+        return capture_step(copy.deepcopy(model), args, kwargs, loss_fn=loss_fn, options=options)
 
     once = captured(separate=_everything, grid=(3, 1))
     for grid in grids:

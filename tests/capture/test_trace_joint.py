@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from memfit.capture.trace_joint import hand_over_joint
+from memfit.capture.dynamo.trace_joint import hand_over_joint
 
 
 def handed_over(model: nn.Module, read: Any) -> None:

@@ -111,7 +111,7 @@ def test_experts_are_left_to_plain_code_with_a_notice() -> None:
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("memfit.capture.dynamo")
+    logger = logging.getLogger("memfit.capture.dynamo.capture_subgraphs")
     logger.addHandler(handler)
     try:
         make, inputs = CASES["experts"]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from memfit.capture.options import CaptureOptions
 from memfit.capture.training_step import capture_step
 from memfit.compiler.stages import Request, capture_and_profile
 from memfit.ir.graph import Phase
@@ -64,7 +65,9 @@ def test_parts_of_a_normalisation_are_made_where_they_lie_as_the_whole(
     (subgraph,) = capture_step(model, (x,), {}, loss_fn=loss_fn).subgraphs.subgraphs
     (whole,) = subgraph.reading.module.graph.find_nodes(op="call_function", target=NORM)
     assert (from_statistics(whole) is not None) is made
-    (subgraph,) = capture_step(model, (x,), {}, loss_fn=loss_fn, grid=(2, 2)).subgraphs.subgraphs
+    (subgraph,) = capture_step(
+        model, (x,), {}, loss_fn=loss_fn, options=CaptureOptions(grid=(2, 2))
+    ).subgraphs.subgraphs
     targets = [node.target for node in subgraph.reading.module.graph.nodes]
     assert (normalise in targets, NORM in targets) == (made, not made)
     kernel, parts = whole.meta["val"][0], [n for n in subgraph.reading.module.graph.nodes if n.target is normalise]

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import memfit
+from memfit.capture.options import CaptureOptions
 from memfit.capture.training_step import capture_step
 from memfit.ir.graph import StorageKind
 from memfit.ops.accumulation import Accumulate, adding
@@ -67,7 +68,9 @@ class Words(nn.Module):
 
 def held_gradients(model: nn.Module) -> list[int]:
     """Bytes of the gradients that are made before they are added to what is there."""
-    capture = capture_step(model, (torch.randint(_VOCABULARY, (4, 6)),), {}, accumulate=Accumulate.AS_MADE)
+    capture = capture_step(
+        model, (torch.randint(_VOCABULARY, (4, 6)),), {}, options=CaptureOptions(accumulate=Accumulate.AS_MADE)
+    )
     reading = capture.subgraphs.subgraphs[0].reading
     kinds = [reading.storages[s] for s in reading.accumulated]
     assert all(storage.kind is StorageKind.BACKWARD for storage in kinds)
@@ -87,7 +90,7 @@ def test_what_is_added_is_timed_as_it_runs() -> None:
     model = nn.Sequential(nn.Embedding(20_000, 256), nn.Linear(256, 8))
     seconds = {}
     for how in Accumulate:
-        capture = capture_step(model, (torch.randint(20_000, (2, 8)),), {}, accumulate=how)
+        capture = capture_step(model, (torch.randint(20_000, (2, 8)),), {}, options=CaptureOptions(accumulate=how))
         graph = profile_ops(capture, torch.device("cpu"), open_cache(torch.device("cpu")))
         (seconds[how],) = (op.seconds for op in graph.ops if "embedding_dense_backward" in op.target)
         assert all(op.workspace_bytes < 20_000 * 256 * 4 for op in graph.ops)

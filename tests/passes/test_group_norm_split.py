@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from memfit.capture.options import CaptureOptions
 from memfit.capture.training_step import capture_step
 from memfit.compiler.stages import Request, capture_and_profile, plan_captured
 from memfit.ops.kernels.group_norm import (
@@ -103,5 +104,7 @@ def test_a_step_in_tiles(names: tuple[str, ...], batch: int) -> None:
 
 def test_what_keeps_running_statistics_stays_whole() -> None:
     norm = lambda: nn.InstanceNorm2d(CHANNELS, track_running_stats=True)  # noqa: E731
-    capture = capture_step(model_with(norm), (torch.randn(2, 3, 32, 32),), {}, loss_fn=loss_fn, grid=(2, 2))
+    capture = capture_step(
+        model_with(norm), (torch.randn(2, 3, 32, 32),), {}, loss_fn=loss_fn, options=CaptureOptions(grid=(2, 2))
+    )
     assert not any(op.target == "sums_of_space" for op in capture.graph.ops)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import memfit
-from memfit.capture import compiled_call
+from memfit.capture.dynamo import compiled_call
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
 

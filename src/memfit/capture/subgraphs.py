@@ -11,13 +11,13 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from memfit.capture.distributed.fsdp import Gathered
-from memfit.capture.dynamo_call import DynamoCall
+from memfit.capture.dynamo.dynamo_call import DynamoCall
+from memfit.capture.dynamo.traced_graph import JointTrace
 from memfit.capture.gradients.autograd_graph import edges_behind
 from memfit.capture.gradients.shared_inputs import SharedInputs, shared_inputs
 from memfit.capture.gradients.tangents import GradientStrides, Strides, layouts_between
 from memfit.capture.loss.reading import LossReading
 from memfit.capture.subgraph_boundaries import Handed
-from memfit.capture.traced_graph import JointTrace
 from memfit.capture.unplanned_parts import NOTHING_PLAIN, PlainParts
 from memfit.fxir.joint import JointReading
 from memfit.torch_compat.core import pytree
@@ -75,7 +75,7 @@ class Subgraph:
         took: identities of the inputs, once the inputs are dropped.
         gave: identities of the results, once the results are dropped.
         gathered: the units of a sharded module that were gathered while it ran.
-        key: key of the graph it was made from (`memfit.capture.dynamo_graph.graph_key`); empty for the only graph.
+        key: key of its graph (`memfit.capture.dynamo.dynamo_graph.graph_key`); empty for the only graph.
         terms: by place of an input, the number of terms that its gradient is the sum of, where there are several.
         returned: places of the inputs that it returns.
         weights: places of the outputs that are computed from the module's own tensors alone.

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from memfit.capture.allocation_tracker import parts_of
 from memfit.capture.distributed.fsdp import is_sharded, local, without_gathering
-from memfit.capture.dynamo import capture_subgraphs
+from memfit.capture.dynamo.capture_subgraphs import capture_subgraphs
 from memfit.capture.failures import left_to_plain_code
 from memfit.capture.fx_module import OneGraph
 from memfit.capture.gradients.autograd_graph import leaves_behind
@@ -24,13 +24,12 @@ from memfit.capture.loss.on_values import loss_reading, not_reaching
 from memfit.capture.loss.reading import LossFunction, LossReading
 from memfit.capture.optimizer.state import OptimizerCost, optimizer_cost
 from memfit.capture.optimizer.unwrapped import OptimizerLike
+from memfit.capture.options import DEFAULT_OPTIONS, CaptureOptions
 from memfit.capture.subgraphs import Subgraph, Subgraphs, tensors_in
-from memfit.capture.traced_graph import Reader
 from memfit.errors import CaptureError, SpecError
 from memfit.fxir.joint import JointOp
 from memfit.fxir.refused import checkpoint_error
 from memfit.ir.graph import Phase, StepGraph
-from memfit.ops.accumulation import Accumulate
 from memfit.torch_compat.core import pytree
 
 __all__ = ["Capture", "capture_step", "check_step", "device_of", "given_args", "read_again", "storage_bytes"]
@@ -94,10 +93,6 @@ class Capture:
         return max((subgraph.reading.grid for subgraph in self.subgraphs.subgraphs), default=())
 
 
-def _never(_: str) -> bool:
-    return False
-
-
 def device_of(model: nn.Module) -> torch.device:
     """The device of the first parameter or buffer; without one, the device of a traced part's inputs, or CPU."""
     for tensor in (*model.parameters(), *model.buffers()):
@@ -121,15 +116,7 @@ def capture_step(
     loss_fn: LossFunction | None = None,
     optimizer: OptimizerLike | OptimizerCost | None = None,
     label: str = "",
-    separate: Callable[[str], bool] = _never,
-    grid: tuple[int, ...] = (),
-    accumulate: Accumulate | None = None,
-    cut: bool = True,
-    without_gradient: frozenset[int] = frozenset(),
-    cut_between: bool = False,
-    decide: bool = True,
-    by_use: bool = False,
-    checkpointing: str = "refuse",
+    options: CaptureOptions = DEFAULT_OPTIONS,
 ) -> Capture:
     """Captures one training step without running it (with graph breaks: without saving activations).
 
@@ -140,16 +127,7 @@ def capture_step(
         loss_fn: takes the output, returns a scalar; without it `output.loss` is used where it exists.
         optimizer: the optimizer whose state counts, or its cost.
         label: a name of the step, for people.
-        separate: tells which weight gradients of concatenations are computed part by part, see
-            `memfit.passes.concat_weight_gradients`.
-        grid: for the lever `tile`, see `memfit.passes.read_joint.read_joint`.
-        accumulate: how gradients of parameters are added to `.grad` inside the step; None if autograd adds them.
-        cut: whether outputs that the loss does not use are detached.
-        without_gradient: places of outputs of the last graph that are detached as well.
-        cut_between: whether outputs of earlier graphs that no gradient of the loss reaches are detached.
-        decide: whether branches on inputs are decided at capture; otherwise they break the graph.
-        by_use: see `memfit.capture.dynamo.capture_subgraphs`.
-        checkpointing: see `memfit.capture.dynamo.capture_subgraphs`.
+        options: how the step is captured.
 
     Returns:
         The step graph, and the captured joint op of each of its ops.
@@ -157,10 +135,10 @@ def capture_step(
     Raises:
         CaptureError: if the model is not in training mode, cannot be captured, or its inputs are on another device.
     """
-    check_step(model, args, kwargs, checkpointing=checkpointing)
+    check_step(model, args, kwargs, checkpointing=options.checkpointing)
     device_type = device_of(model).type
     # Processes that share a module must capture it equally often, independent of the data in their batches.
-    decide = decide and not is_sharded(model)
+    options = replace(options, decide=options.decide and not is_sharded(model))
 
     def read(subgraphs: Subgraphs, take_back: Callable[[], None]) -> LossReading:
         receivers = subgraphs.receivers()
@@ -169,21 +147,10 @@ def capture_step(
                 model, args, kwargs, subgraphs.output, loss_fn, device_type, receivers=receivers, take_back=take_back
             )
         last = subgraphs.subgraphs[-1].outputs
-        return not_reaching(found, receivers, [last[place] for place in without_gradient if place < len(last)])
+        return not_reaching(found, receivers, [last[place] for place in options.without_gradient if place < len(last)])
 
     with torch.autograd.set_detect_anomaly(False):  # anomaly detection looks at values, and there are none
-        subgraphs = capture_subgraphs(
-            model,
-            args,
-            kwargs,
-            reader=Reader(separate=separate, grid=grid, accumulate=accumulate, replaced=checkpointing == "replace"),
-            checkpointing=checkpointing,
-            read=read,
-            by_use=by_use,
-            cut=cut,
-            cut_between=cut_between,
-            decide=decide,
-        )
+        subgraphs = capture_subgraphs(model, args, kwargs, options=options, read=read)
     loss = subgraphs.loss
     assert loss is not None
     # A capture outlives the call: it must not hold the inputs or the outputs of the subgraphs.
@@ -223,11 +190,11 @@ def capture_step(
         subgraphs=bare,
         joint_ops=joint_ops,
         gradient_outputs=subgraphs.gradient_outputs,
-        assumed=assumed if cut else frozenset(),
-        without_gradient=without_gradient,
+        assumed=assumed if options.cut else frozenset(),
+        without_gradient=options.without_gradient,
         unreached=subgraphs.unreached,
         cut_between=subgraphs.cut_between,
-        decide=decide,
+        decide=options.decide,
         gradient_strides=subgraphs.gradient_strides,
         shared=subgraphs.shared,
         summed=summed,
@@ -245,7 +212,7 @@ def read_again(
 
     Args:
         capture: the captured step.
-        separate: see `capture_step`.
+        separate: see `CaptureOptions`.
         grid: see `capture_step`.
         device_type: the device type of the model.
     """

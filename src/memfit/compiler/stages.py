@@ -18,6 +18,7 @@ from memfit.capture.distributed.fsdp import is_sharded
 from memfit.capture.loss.reading import LossFunction
 from memfit.capture.optimizer.state import OptimizerPart, optimizer_cost
 from memfit.capture.optimizer.unwrapped import OptimizerLike, check_optimizer
+from memfit.capture.options import CaptureOptions
 from memfit.capture.training_step import Capture, capture_step, check_step, device_of, read_again
 from memfit.compiler.consensus import agreed_program, agreed_start, agreed_step
 from memfit.compiler.plan import Plan
@@ -239,15 +240,17 @@ def _captured(
         loss_fn=request.loss_fn,
         optimizer=optimizer_cost(request.optimizer, device_of(model).type),
         label=request.label,
-        separate=separate,
-        grid=grid,
-        accumulate=request.accumulate,
-        cut=request.cut,
-        without_gradient=request.without_gradient,
-        cut_between=request.cut_between,
-        decide=request.decide,
-        by_use=request.by_use,
-        checkpointing=request.checkpointing,
+        options=CaptureOptions(
+            separate=separate,
+            grid=grid,
+            accumulate=request.accumulate,
+            cut=request.cut,
+            without_gradient=request.without_gradient,
+            cut_between=request.cut_between,
+            decide=request.decide,
+            by_use=request.by_use,
+            checkpointing=request.checkpointing,
+        ),
     )
     static_bytes = capture.graph.static_bytes + request.beside_bytes
     return replace(capture, graph=replace(capture.graph, static_bytes=static_bytes), static_bytes=static_bytes)

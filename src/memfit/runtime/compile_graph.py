@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import fx, nn
 
-from memfit.capture.compiled_call import call_has_begun
-from memfit.capture.dynamo_graph import (
+from memfit.capture.dynamo.compiled_call import call_has_begun
+from memfit.capture.dynamo.dynamo_graph import (
     accumulated_inputs,
     all_but,
     attach_outputs,
@@ -27,6 +27,8 @@ from memfit.capture.dynamo_graph import (
     graph_key,
     reads_numbers,
 )
+from memfit.capture.dynamo.trace_joint import trace_joint
+from memfit.capture.dynamo.traced_graph import DynamoGraph, Surroundings
 from memfit.capture.eager.backward_autocast import planning_backward
 from memfit.capture.eager.cast_weights import cast_once
 from memfit.capture.gradients.gradient_reach import reached_by_autograd, reached_in_joint
@@ -41,8 +43,6 @@ from memfit.capture.gradients.shared_inputs import (
 )
 from memfit.capture.gradients.tangents import strides_of_gradients
 from memfit.capture.gradients.used_views import hand_on_used_views
-from memfit.capture.trace_joint import trace_joint
-from memfit.capture.traced_graph import DynamoGraph, Surroundings
 from memfit.capture.training_step import Capture
 from memfit.capture.values.numpy_code import call_numpy, numbers_by_numpy
 from memfit.errors import PlanMismatchError

@@ -17,8 +17,8 @@ from typing import Any
 
 from torch import nn
 
-from memfit.capture.compiled_call import compile_call
-from memfit.capture.dynamo_call import DynamoCall, RunsGraphs
+from memfit.capture.dynamo.compiled_call import compile_call
+from memfit.capture.dynamo.dynamo_call import DynamoCall, RunsGraphs
 from memfit.capture.eager.backward_autocast import backward_in_autocast
 from memfit.capture.training_step import Capture, device_of
 from memfit.capture.values.decisions import Decision

@@ -23,6 +23,7 @@ from memfit.capture.fx_module import OneGraph
 from memfit.capture.loss.reading import LossFunction
 from memfit.capture.optimizer.state import optimizer_cost
 from memfit.capture.optimizer.unwrapped import OptimizerLike
+from memfit.capture.options import CaptureOptions
 from memfit.capture.training_step import capture_step, device_of, given_args, storage_bytes
 from memfit.errors import SpecError
 from memfit.ir.graph import Phase, StepGraph, StorageKind
@@ -135,7 +136,7 @@ def estimate(
         loss_fn=loss_fn,
         optimizer=optimizer,
         label=label,
-        separate=lambda _: True,
+        options=CaptureOptions(separate=lambda _: True),
     )
     graph = replace(with_rooflines(capture), tiers=links)
     args, kwargs = given_args(args), dict(kwargs or {})

@@ -13,6 +13,7 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
+from memfit.capture.options import CaptureOptions
 from memfit.capture.training_step import capture_step
 from memfit.fxir.layout import looks_alike, results_of
 from memfit.fxir.marks import METADATA_ONLY_PREFIX, is_view
@@ -339,7 +340,9 @@ class Pairs(nn.Module):
 
 
 def test_a_batch_is_of_samples_whatever_else_is_even() -> None:
-    capture = capture_step(Pairs(), (torch.randn(6, 3, 16, 16),), {}, loss_fn=lambda y: y.sum(), grid=(1, 1))
+    capture = capture_step(
+        Pairs(), (torch.randn(6, 3, 16, 16),), {}, loss_fn=lambda y: y.sum(), options=CaptureOptions(grid=(1, 1))
+    )
     activations = [op.by_slices for op in capture.graph.ops if op.target == "aten.relu.default"]
     assert activations and all(slices is not None and slices.batch == 6 for slices in activations)
 

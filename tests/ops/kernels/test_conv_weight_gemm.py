@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import memfit
+from memfit.capture.options import CaptureOptions
 from memfit.capture.training_step import capture_step
 from memfit.ops.accumulation import Accumulate
 from memfit.ops.kernels.conv_weight_gemm import add_weight_product
@@ -53,7 +54,11 @@ def test_what_is_added_is_the_gradient(data: st.DataObject) -> None:
 def added(model: nn.Module, *shape: int) -> set[str]:
     """Parameters of which the gradient is never made by itself."""
     x = torch.randn(shape, dtype=next(model.parameters()).dtype, requires_grad=True)
-    reading = capture_step(model, (x,), {}, accumulate=Accumulate.AS_MADE).subgraphs.subgraphs[0].reading
+    reading = (
+        capture_step(model, (x,), {}, options=CaptureOptions(accumulate=Accumulate.AS_MADE))
+        .subgraphs.subgraphs[0]
+        .reading
+    )
     names = [name for name, _ in model.named_parameters()]
     places = {storage: place for place, storage in enumerate(reading.gradient_of_input) if storage is not None}
     return {names[places[storage]] for storage in reading.added_as_made}
@@ -88,7 +93,9 @@ def test_in_tiles_a_convolution_stays_whole() -> None:
     """Slices of its weight gradient are added to each other, so nothing is gained by making it alone."""
     model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Tanh(), nn.Conv2d(8, 4, 1))
     for grid, sums in (((), 2), ((2, 1, 1), 0)):  # a bias has a sum of its own where the weight has a product
-        capture = capture_step(model, (torch.randn(4, 3, 8, 8),), {}, grid=grid, accumulate=Accumulate.AS_MADE)
+        capture = capture_step(
+            model, (torch.randn(4, 3, 8, 8),), {}, options=CaptureOptions(grid=grid, accumulate=Accumulate.AS_MADE)
+        )
         assert [op.target for op in capture.graph.ops].count("aten.sum.dim_IntList") == sums, grid
 
 
@@ -97,7 +104,7 @@ def test_such_a_product_is_timed_as_it_runs() -> None:
     model = nn.Sequential(nn.Conv2d(512, 512, 1, bias=False), nn.Conv2d(512, 512, 3, padding=1, bias=False))
     seconds: dict[Accumulate, float] = {}
     for how in Accumulate:
-        capture = capture_step(model, (torch.randn(2, 512, 2, 2),), {}, accumulate=how)
+        capture = capture_step(model, (torch.randn(2, 512, 2, 2),), {}, options=CaptureOptions(accumulate=how))
         graph = profile_ops(capture, torch.device("cpu"), open_cache(torch.device("cpu")))
         of_weights = [op for op in graph.ops if op.target.endswith("convolution_backward.default")]
         assert len(of_weights) == 2

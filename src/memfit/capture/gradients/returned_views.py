@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from memfit.capture.dynamo_graph import is_in_place, outputs_of
+from memfit.capture.dynamo.dynamo_graph import is_in_place, outputs_of
 from memfit.capture.gradients.shared_inputs import static_example
 
 __all__ = ["Views", "calling_after", "no_views", "returned_views_first"]

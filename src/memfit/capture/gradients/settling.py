@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from memfit.capture.dynamo_graph import all_but
+from memfit.capture.dynamo.dynamo_graph import all_but
+from memfit.capture.dynamo.traced_graph import DynamoGraph, Surroundings, Traced
 from memfit.capture.gradients.shared_inputs import repeated_places
 from memfit.capture.gradients.tangents import Strides
 from memfit.capture.loss.reading import LossReading
@@ -30,7 +31,6 @@ from memfit.capture.subgraphs import (
     inputs_shared_in,
     unreached_in,
 )
-from memfit.capture.traced_graph import DynamoGraph, Surroundings, Traced
 
 __all__ = ["settled"]
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from memfit.capture.dynamo_graph import outputs_of
+from memfit.capture.dynamo.dynamo_graph import outputs_of
 from memfit.capture.gradients.autograd_graph import nodes_behind
 from memfit.capture.subgraph_boundaries import Handed
 from memfit.fxir.alias_analysis import written_inputs

@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from memfit.capture.dynamo_graph import is_in_place, outputs_of
+from memfit.capture.dynamo.dynamo_graph import is_in_place, outputs_of
 from memfit.ops.kernels.handed_on import handed_on
 
 __all__ = ["hand_on_used_views"]

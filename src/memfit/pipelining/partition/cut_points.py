@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from memfit.capture.dynamo_graph import is_in_place
+from memfit.capture.dynamo.dynamo_graph import is_in_place
 from memfit.capture.eager.fake_strides import strides_of_kernels
 from memfit.pipelining.partition.boundary_layout import is_dense
 from memfit.pipelining.partition.forward_graph import ForwardGraph

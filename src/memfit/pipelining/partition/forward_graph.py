@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from memfit.capture.compiled_call import compile_call
-from memfit.capture.dynamo import first_lines
-from memfit.capture.logging_calls import logs_left_out
+from memfit.capture.dynamo.capture_subgraphs import first_lines
+from memfit.capture.dynamo.compiled_call import compile_call
+from memfit.capture.dynamo.logging_calls import logs_left_out
 from memfit.capture.loss.reading import scalar_loss
 from memfit.capture.state.snapshot import preserved
 from memfit.errors import CaptureError

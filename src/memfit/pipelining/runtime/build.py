@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from memfit.capture.options import CaptureOptions
 from memfit.capture.training_step import Capture, capture_step
 from memfit.errors import PlanMismatchError
 from memfit.ir.program import Program
@@ -148,9 +149,11 @@ def _capture_planned(
     separate: Mapping[str, None] = dict.fromkeys(program.separated)
     captured = capture_step(
         *(stage.module, args, {}),
-        separate=separate.__contains__,
-        grid=program.grid,
-        accumulate=accumulation_of(len(plan.sizes)),
+        options=CaptureOptions(
+            separate=separate.__contains__,
+            grid=program.grid,
+            accumulate=accumulation_of(len(plan.sizes)),
+        ),
     )
     capture = handing_over(captured)
     capture = with_deferred(capture) if plan.schedule.splits_backward else capture

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from memfit.capture.dynamo_graph import attach_outputs
+from memfit.capture.dynamo.dynamo_graph import attach_outputs
 from memfit.errors import PlanMismatchError
 from memfit.fxir.joint import JointReading
 from memfit.ir.graph import Phase

@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 from memfit.capture.distributed.ddp import bucket_bytes, unwrapped
+from memfit.capture.dynamo.own_calls import in_own_call
 from memfit.capture.eager.backward_autocast import planning_backward
 from memfit.capture.failures import explained
 from memfit.capture.loss.reading import AssumedLoss, loss_name
-from memfit.capture.own_calls import in_own_call
 from memfit.capture.state.snapshot import preserved
 from memfit.errors import BudgetError, LossError, MemfitError, PlanMismatchError, SpecError
 from memfit.ir.serialization import fingerprint_difference, graph_digest

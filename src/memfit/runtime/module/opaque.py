@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from memfit.capture.own_calls import in_own_call
+from memfit.capture.dynamo.own_calls import in_own_call
 from memfit.torch_compat.compiler import skip
 from memfit.torch_compat.core import saved_tensor_hooks_aside
 

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from memfit.capture.dynamo_graph import copied
+from memfit.capture.dynamo.dynamo_graph import copied
+from memfit.capture.dynamo.traced_graph import DynamoGraph, Trace, as_dynamo_made, as_it_was
 from memfit.capture.gradients.returned_views import Views, calling_after
 from memfit.capture.gradients.shared_inputs import static_example
-from memfit.capture.traced_graph import DynamoGraph, Trace, as_dynamo_made, as_it_was
 from memfit.capture.values.decisions import Decision
 from memfit.torch_compat.core import FakeTensor
 

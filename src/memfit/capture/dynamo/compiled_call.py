@@ -17,12 +17,12 @@ import torch
 from torch import fx, nn
 
 from memfit.capture.checkpoints import without_checkpoints
+from memfit.capture.dynamo.logging_calls import logs_left_out
+from memfit.capture.dynamo.marked_tensors import marks_left_out
+from memfit.capture.dynamo.own_calls import own_call
 from memfit.capture.eager.compiler_queries import eager_answers
 from memfit.capture.eager.fake_kernels import rules_of_kernels
 from memfit.capture.fx_module import OneGraph
-from memfit.capture.logging_calls import logs_left_out
-from memfit.capture.marked_tensors import marks_left_out
-from memfit.capture.own_calls import own_call
 from memfit.capture.unplanned_parts import NOTHING_PLAIN, PlainParts
 from memfit.capture.values.branches import decided_branches
 from memfit.capture.values.decisions import Decision

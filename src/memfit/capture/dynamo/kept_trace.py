@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from memfit.capture.dynamo_graph import copied
+from memfit.capture.dynamo.dynamo_graph import copied
 from memfit.torch_compat.compiler import aot
 
 __all__ = ["KeptTrace", "traced_once"]

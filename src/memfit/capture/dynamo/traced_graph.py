@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from memfit.capture.dynamo_graph import accumulated_inputs, copied, detach_outputs, in_place_nodes
+from memfit.capture.dynamo.dynamo_graph import accumulated_inputs, copied, detach_outputs, in_place_nodes
+from memfit.capture.dynamo.kept_trace import KeptTrace
+from memfit.capture.dynamo.trace_joint import hand_over_joint
 from memfit.capture.eager.backward_autocast import backward_in_autocast
 from memfit.capture.eager.cast_weights import cast_once
 from memfit.capture.eager.compiler_queries import eager_answers
@@ -30,8 +32,6 @@ from memfit.capture.gradients.shared_inputs import (
     uses_of_inputs,
 )
 from memfit.capture.gradients.tangents import Strides, strides_of_input_gradients
-from memfit.capture.kept_trace import KeptTrace
-from memfit.capture.trace_joint import hand_over_joint
 from memfit.fxir.joint import JointReading
 from memfit.ops.accumulation import Accumulate
 from memfit.passes.read_joint import read_joint
@@ -96,7 +96,7 @@ class DynamoGraph:
     Attributes:
         gm: the graph, which tracing does not change.
         inputs: example inputs.
-        key: key of the graph (`memfit.capture.dynamo_graph.graph_key`); empty for the only graph.
+        key: key of the graph (`memfit.capture.dynamo.dynamo_graph.graph_key`); empty for the only graph.
         gathered: whether units of a sharded module were gathered.
         context: tracing context with the fake tensors: Dynamo's, or a new one if Dynamo did not make the graph.
         grad: whether gradients were recorded.

@@ -6,7 +6,7 @@ graph only.
 
 *Idea*: code is generated when a graph runs for the first time (lazy graph modules, as Inductor uses them). Graphs are
 printed only if the logs are enabled. A capture stops AOTAutograd by an exception once it has read the joint graph,
-which is kept for the plans (`memfit.capture.kept_trace`).
+which is kept for the plans (`memfit.capture.dynamo.kept_trace`).
 
 Known limits: these settings belong to the process, so graphs that another thread compiles meanwhile are not printed.
 """
@@ -22,9 +22,9 @@ from typing import Any, NoReturn
 
 from torch import fx
 
+from memfit.capture.dynamo.kept_trace import KeptTrace, traced_once
 from memfit.capture.eager.no_decomposition import as_in_eager
 from memfit.capture.gradients.tangents import Strides, laid_out_as_made
-from memfit.capture.kept_trace import KeptTrace, traced_once
 from memfit.torch_compat.compiler import aot, aot_autograd, graph_compile
 from memfit.torch_compat.core import use_lazy_graph_module
 
