@@ -338,12 +338,10 @@ def _partition(
         aligned = len(subgraph.reached) == len(graph.by_autograd)
         subgraph.whole = whole_graph(graph.gm, graph.cut, reading, aligned=aligned)
     return lower(
-        *(reading, program.forward, program.backward, program.kept),
-        held=program.held,
+        reading,
+        program,
         swapper=of.swappers[place],
-        tier_resident=program.tier_resident,
         adding={place: accumulation(graph.inputs[place]) for place in graph.accumulated},
-        waits_until=program.waits_until,
     )
 
 

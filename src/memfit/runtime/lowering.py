@@ -8,7 +8,7 @@ and the ticket that stands for tensors that are swapped between the two passes.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,9 +18,10 @@ from memfit.fxir.joint import JointReading
 from memfit.fxir.marks import METADATA_ONLY_PREFIX, is_tangent
 from memfit.ops.kernels.convolution import make_metadata_only
 from memfit.runtime.deferred_backward import LATER
-from memfit.runtime.emitter import Emitter, LocalInstruction, LocalMove
+from memfit.runtime.emitter import Emitter
 from memfit.runtime.grad_accumulation import Accumulation
 from memfit.runtime.offload.engine import Swapper
+from memfit.runtime.subgraph_program import SubgraphProgram
 from memfit.torch_compat.core import SavedForBackwardsAOTOutput, unset_fake_temporarily
 
 __all__ = ["attach_metadata_only", "lower"]
@@ -28,29 +29,19 @@ __all__ = ["attach_metadata_only", "lower"]
 
 def lower(
     reading: JointReading,
-    forward: Sequence[LocalInstruction | LocalMove],
-    backward: Sequence[LocalInstruction | LocalMove],
-    kept: Sequence[int],
-    held: Collection[int],
+    program: SubgraphProgram,
+    *,
     swapper: Swapper | None = None,
-    tier_resident: Collection[int] = (),
     adding: Mapping[int, Accumulation] | None = None,
-    waits_until: int | None = None,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Builds the two graph modules of one subgraph.
 
     Args:
         reading: the subgraph.
-        forward: instructions of the forward pass, in order.
-        backward: instructions of the backward pass, in order.
-        kept: local storages of forward results handed to the backward pass; inputs need not be named.
-        held: local storages of results that the caller holds to the end of the step.
+        program: its program.
         swapper: swaps storages out and in.
-        tier_resident: tier-resident local storages.
         adding: by place of a gradient, the functions that add it to the existing gradient; gradients in memory of their
             own are not returned.
-        waits_until: number of instructions of the backward pass after which the rest can wait
-            (`memfit.runtime.deferred_backward`).
 
     Returns:
         Forward and backward graph modules, with the calling convention of AOTAutograd's partitioners.
@@ -62,14 +53,14 @@ def lower(
     placeholders = joint.graph.find_nodes(op="placeholder")
     primals = [n for n in placeholders if not is_tangent(n)]
 
-    in_forward = Emitter(reading, fx.Graph(), swapper, tier_resident, reading.output_storages)
+    in_forward = Emitter(reading, fx.Graph(), swapper, program.tier_resident, reading.output_storages)
     in_forward.place(primals)
     in_forward.place(joint.graph.find_nodes(op="get_attr"))
-    in_forward.run_all(forward)
+    in_forward.run_all(program.forward)
 
-    in_backward = Emitter(reading, fx.Graph(), swapper, tier_resident, held)
+    in_backward = Emitter(reading, fx.Graph(), swapper, program.tier_resident, program.held)
     in_backward.place(primals)
-    for storage in kept:
+    for storage in program.kept:
         in_backward.place([reading.storages[storage].base], as_inputs=True)
     for index, state in in_forward.states.items():
         in_backward.states[index] = in_backward.graph.placeholder(f"random_state_{index}")
@@ -86,17 +77,17 @@ def lower(
         storage_of_gradient = reading.storage_of.get(gradient)
         if storage_of_gradient is not None and storage_of_gradient in reading.accumulated:
             in_backward.adding.setdefault(storage_of_gradient, []).append((gradient, accumulation))
-    in_backward.run_all(backward[:waits_until])
-    if waits_until is not None:
+    in_backward.run_all(program.backward[: program.waits_until])
+    if program.waits_until is not None:
         for gradient in outputs[count:]:
             if isinstance(gradient, fx.Node) and gradient not in in_backward.awaited_sums():
                 in_backward.value(gradient)
     waited = set(in_backward.graph.nodes)
-    if waits_until is not None:
-        in_backward.run_all(backward[waits_until:])
+    if program.waits_until is not None:
+        in_backward.run_all(program.backward[program.waits_until :])
     if in_backward.calls is not None:
         in_backward.calls.end()
-    if waits_until is not None:
+    if program.waits_until is not None:
         for node in in_backward.graph.nodes:
             node.meta[LATER] = node not in waited and node.op != "get_attr"
     in_backward.graph.call_function(donates_nothing)
@@ -110,10 +101,10 @@ def lower(
     for node in unread:
         in_backward.graph.erase_node(in_backward.placed[node])
 
-    for storage in [s for s in kept if s in in_forward.coming]:
+    for storage in [s for s in program.kept if s in in_forward.coming]:
         in_forward.wait_for(storage)  # storages for the backward graph are swapped in
     saved = [in_forward.placed[n] for n in primals if n not in unread]
-    saved += [in_forward.bases[s] for s in kept]
+    saved += [in_forward.bases[s] for s in program.kept]
     saved += list(in_forward.states.values())
     saved += tickets
     results = [in_forward.value(n) if isinstance(n, fx.Node) else n for n in outputs[:count]]
