@@ -16,7 +16,7 @@ import contextlib
 import hashlib
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -166,7 +166,7 @@ class RecordedOps(TorchDispatchMode):
                 name=name,
                 backward=backward,
                 place=place,
-                results=tuple(recorded(t, hashes=hashes) for t in made),
+                results=tuple(recorded(t, hashes=hashes and not _is_workspace(t, read)) for t in made),
                 sources=sources,
                 is_view=is_view,
                 is_random=torch.Tag.nondeterministic_seeded in getattr(inner, "tags", ()),
@@ -280,6 +280,11 @@ def _memory(tensor: torch.Tensor) -> int:
         return tensor.untyped_storage().data_ptr() or id(tensor)
     except (NotImplementedError, RuntimeError):  # sparse, or a subclass without memory
         return id(tensor)
+
+
+def _is_workspace(made: torch.Tensor, read: Sequence[torch.Tensor]) -> bool:
+    """Whether a result is bytes that a library keeps for the backward pass, some of which it never writes."""
+    return made.dtype is torch.uint8 and bool(read) and all(t.is_floating_point() for t in read)
 
 
 def _is_view(op: Any) -> bool:

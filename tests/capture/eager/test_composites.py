@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -86,3 +87,44 @@ def test_rrelu_is_exact_in_every_layout(layout: torch.memory_format) -> None:
 def test_a_recurrent_layer_alone_is_told_to_have_nothing_to_plan(layer: nn.Module) -> None:
     with pytest.raises(memfit.CaptureError, match=r"can be planned: nn\.(GRU|LSTM|RNN) runs as one kernel"):
         memfit.fit(layer, (torch.randn(3, 2, 4),), budget="1GiB", loss_fn=lambda o: o[0].square().mean())
+
+
+class Spectral(nn.Module):
+    """Scales by values of matrices, of which no gradient is needed, or one is."""
+
+    def __init__(self, values: Callable[[Tensor], Tensor], *, detach: bool) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(24, 24), nn.Linear(24, 24)
+        self.values, self.detach = values, detach
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.before(x).tanh()
+        matrix = y.mT @ y + torch.eye(24)
+        values = self.values(matrix.detach() if self.detach else matrix)
+        return self.after(y * values.mean())
+
+
+VALUES: dict[str, Callable[[Tensor], Tensor]] = {
+    "svdvals": torch.linalg.svdvals,
+    "eigvalsh": torch.linalg.eigvalsh,
+    "eigvalsh of the upper half": lambda matrix: torch.linalg.eigvalsh(matrix, UPLO="U"),
+    "eigvals": lambda matrix: torch.linalg.eigvals(matrix).abs(),
+    "largest singular value": lambda matrix: torch.linalg.matrix_norm(matrix, 2),
+    "nuclear norm": lambda matrix: torch.linalg.matrix_norm(matrix, "nuc"),
+    "condition": torch.linalg.cond,
+}
+
+
+@pytest.mark.parametrize("detach", [True, False])
+@pytest.mark.parametrize("name", VALUES)
+def test_values_of_matrices_come_from_the_kernel_of_eager_mode(name: str, detach: bool) -> None:
+    torch.manual_seed(0)
+    _fitted_steps_are_plain(Spectral(VALUES[name], detach=detach), torch.randn(40, 24))
+
+
+def test_values_of_matrices_without_gradients_have_bits_of_their_own() -> None:
+    """The kernels differ; otherwise the test above would show nothing."""
+    torch.manual_seed(0)
+    y = torch.randn(40, 24)
+    matrix = y.mT @ y
+    assert not torch.equal(torch.linalg.eigvalsh(matrix), torch.linalg.eigvalsh(matrix.clone().requires_grad_()))

@@ -9,18 +9,24 @@ mode.
 Randomized leaky ReLU makes its result and draws its noise in contiguous layout, whatever the layout of its operand; the
 functional op in a graph keeps the operand's layout. So the functional op gets a contiguous operand.
 
+Singular values and eigenvalues come from a kernel that also computes vectors where a gradient may need them, and from
+another one, with other bits, where none does. torch takes every tensor under a mode for one that may need a gradient
+(`isTensorSubclassLike`), and a graph is traced under modes. Here the tensor itself decides, as in eager mode.
+
 Known limits: on CPU only; GPUs have kernels for whole cells. Other chains of in-place ops over parts of rows are not
 recognised; the proof compares the bits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any, cast
 
 import torch
 
 from memfit.capture.eager.python_kernels import kernels_in_place
-from memfit.torch_compat.core import DispatchKey
+from memfit.torch_compat.core import DispatchKey, OpOverload
 
 __all__ = ["composites_of_eager"]
 
@@ -30,7 +36,14 @@ _KEY = DispatchKey.CompositeImplicitAutograd
 
 def composites_of_eager() -> AbstractContextManager[None]:
     """While active, these calls are traced so that rounding and layout are those of eager mode."""
-    return kernels_in_place({_aten.gru_cell.default: _gru_cell, _aten.rrelu.default: _rrelu}, _KEY)
+    kernels: dict[OpOverload, Callable[..., Any]] = {
+        _aten.gru_cell.default: _gru_cell,
+        _aten.rrelu.default: _rrelu,
+        _aten.linalg_svdvals.default: _singular_values,
+        _aten.linalg_eigvalsh.default: _real_eigenvalues,
+        _aten.linalg_eigvals.default: _eigenvalues,
+    }
+    return kernels_in_place(kernels, _KEY)
 
 
 def _gru_cell(
@@ -70,3 +83,23 @@ def _rrelu(
         x = x.contiguous()
     made: torch.Tensor = _aten.rrelu_with_noise.default(x, noise, lower, upper, training, generator)
     return made
+
+
+def _singular_values(matrix: torch.Tensor, *, driver: str | None = None) -> torch.Tensor:
+    _, values, _ = _aten._linalg_svd.default(matrix, False, _may_need_gradient(matrix), driver=driver)
+    return cast(torch.Tensor, values)
+
+
+def _real_eigenvalues(matrix: torch.Tensor, uplo: str = "L") -> torch.Tensor:
+    values, _ = _aten._linalg_eigh.default(matrix, uplo, _may_need_gradient(matrix))
+    return cast(torch.Tensor, values)
+
+
+def _eigenvalues(matrix: torch.Tensor) -> torch.Tensor:
+    if _may_need_gradient(matrix):
+        return cast(torch.Tensor, _aten.linalg_eig.default(matrix)[0])
+    return cast(torch.Tensor, _aten._linalg_eigvals.default(matrix))
+
+
+def _may_need_gradient(tensor: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and tensor.requires_grad
