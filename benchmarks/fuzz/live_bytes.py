@@ -61,7 +61,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _count(self, tensor: torch.Tensor) -> None:
         key = _key(tensor)
-        if key in self._known:
+        if key in self._known or tensor.is_meta:  # tensors on the meta device have a size and no memory
             return
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()

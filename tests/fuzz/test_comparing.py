@@ -119,6 +119,7 @@ def test_live_bytes_counts_what_lives() -> None:
         del a
         c = b * 2
         del b
+        torch.empty(5000, device="meta")  # has a size and no memory
     assert live.peak_bytes == 8000
     assert c.shape == (10, 100)
 
