@@ -53,6 +53,7 @@ from memfit.passes.read_joint import read_joint
 from memfit.runtime.boxed_call import boxed
 from memfit.runtime.deferred_backward import Later
 from memfit.runtime.grad_accumulation import accumulation
+from memfit.runtime.loop.expanded_gradients import taken_whole
 from memfit.runtime.loop.forward_passes import CompiledSubgraph
 from memfit.runtime.loop.pass_records import in_turn, noting_backward, noting_forward, straying
 from memfit.runtime.loop.unused_outputs import whole_graph
@@ -337,12 +338,14 @@ def _partition(
     if graph.cut or subgraph.assumed or subgraph.uses or not is_settled:
         aligned = len(subgraph.reached) == len(graph.by_autograd)
         subgraph.whole = whole_graph(graph.gm, graph.cut, reading, aligned=aligned)
-    return lower(
+    forward, backward = lower(
         reading,
         program,
         swapper=of.swappers[place],
         adding={place: accumulation(graph.inputs[place]) for place in graph.accumulated},
     )
+    subgraph.expandable = taken_whole(backward) if of.swappers[place] is None else {}
+    return forward, backward
 
 
 def _begin(gm: fx.GraphModule) -> str:

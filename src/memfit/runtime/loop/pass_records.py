@@ -49,6 +49,8 @@ def noting_forward(call: Callable[..., Any], subgraph: CompiledSubgraph) -> Call
             record.tell_of_casts()
         if subgraph.told_apart() or shared:
             node.register_prehook(record.note)
+        if subgraph.expandable:
+            node.register_prehook(record.keep_expanded)
         if subgraph.autocast is not None:
             node.register_prehook(record.note_autocast)
         if subgraph.lying and here.key is not None and not here.turned:
@@ -140,6 +142,7 @@ def noting_backward(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], A
         record: SubgraphPass | None = getattr(node, RECORD, None)
         if record is None:
             return call(operands)
+        record.put_expanded(operands)
         if not backward_keeps_graph():
             record.of.waiting -= 1
         kept = backward_keeps_graph()

@@ -1,0 +1,103 @@
+"""A gradient that arrives as one expanded number gives eager's bits, whatever takes it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memfit
+
+
+class Broken(nn.Module):
+    """A graph break before the last layer, and a sum behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.last(x.relu())
+
+
+def mlp(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, width))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "rows": (lambda: mlp(10), (8, 16)),
+    "one number a row": (lambda: mlp(1), (12, 16)),
+    "tokens": (lambda: mlp(7), (4, 6, 16)),
+    "images": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Conv2d(8, 4, 3)), (6, 3, 12, 12)),
+    "normalised": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), (6, 3, 12, 12)),
+    "layer norm": (lambda: nn.Sequential(nn.Linear(16, 12), nn.LayerNorm(12)), (10, 16)),
+    "behind a break": (Broken, (8, 16)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_sum_by_a_factor_has_the_gradients_of_the_plain_step(name: str, dtype: torch.dtype) -> None:
+    make, shape = MODELS[name]
+    torch.manual_seed(0)
+    model = make().to(dtype)
+    plain, x = copy.deepcopy(model), torch.randn(shape, dtype=dtype)
+    loss = lambda out: out.sum() * 0.01  # noqa: E731
+    memfit.fit(model, (x,), budget="1GiB", loss_fn=loss)
+    proof = memfit.plan_of(model).proof
+    assert proof is not None
+    for scale in (1.0, 0.3):
+        for module in (model, plain):
+            module.zero_grad()
+            (loss(module(x)) * scale).backward()
+        for (where, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad), where
+
+
+LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum over the batch": lambda out: (out.sum(0) * torch.linspace(0.1, 0.7, out.shape[-1])).sum(),
+    "sum over the last axis": lambda out: (out.sum(-1).flatten() * torch.arange(out.shape[:-1].numel()) * 0.01).sum(),
+    "one row for all": lambda out: (out * torch.linspace(0.1, 0.7, out.shape[-1])).sum() * 0.3,
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize("name", ["rows", "layer norm", "behind a break"])
+def test_a_gradient_that_repeats_along_some_axes(name: str, loss: Callable[[Tensor], Tensor]) -> None:
+    make, shape = MODELS[name]
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(shape)
+    plain = copy.deepcopy(model)
+    memfit.fit(model, (x,), budget="1GiB", loss_fn=loss)
+    for module in (model, plain):
+        loss(module(x)).backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_another_loss_in_the_loop_takes_gradients_of_its_own() -> None:
+    torch.manual_seed(0)
+    model = mlp(10)
+    plain, x = copy.deepcopy(model), torch.randn(8, 16)
+    memfit.fit(model, (x,), budget="1GiB", loss_fn=lambda out: out.sum() * 0.01)
+    for loss in (torch.square, torch.sin):
+        for module in (model, plain):
+            module.zero_grad()
+            loss(module(x)).mean().backward()
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+    for module in (model, plain):  # the graph runs backward twice
+        module.zero_grad()
+        out = module(x)
+        (out.sum() * 0.01).backward(retain_graph=True)
+        out.square().mean().backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_a_sum_over_a_repeated_number_rounds_otherwise() -> None:
+    """Otherwise the tests above would show nothing."""
+    number = torch.tensor(0.01).expand(8, 10)
+    assert not torch.equal(number.sum(0), number.contiguous().sum(0))
