@@ -12,18 +12,10 @@ import torch
 from torch import fx, nn
 
 from memfit.torch_compat import compiler, distributed
+from tests.torch_compat.checks import Checks
 
-CHECKS: dict[Callable[[], None], tuple[str, ...]] = {}
-
-
-def uses(*names: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """Registers a check of these names."""
-
-    def register(check: Callable[[], None]) -> Callable[[], None]:
-        CHECKS[check] = names
-        return check
-
-    return register
+CHECKS = Checks()
+uses = CHECKS.uses
 
 
 def compiled(function: Callable[..., Any], *, fullgraph: bool = True) -> tuple[Callable[..., Any], list[fx.Graph]]:
@@ -175,4 +167,4 @@ def test_stages_and_stores_of_torch_distributed() -> None:
 
 @pytest.mark.smoke
 def test_each_name_is_checked() -> None:
-    assert {name for names in CHECKS.values() for name in names} == set(compiler.__all__)
+    assert CHECKS.checked() == set(compiler.__all__)

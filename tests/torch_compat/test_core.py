@@ -9,19 +9,11 @@ import torch
 from torch import fx
 
 from memfit.torch_compat import core
+from tests.torch_compat.checks import Checks
 
 aten = torch.ops.aten
-CHECKS: dict[Callable[[], None], tuple[str, ...]] = {}
-
-
-def uses(*names: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """Registers a check of these names."""
-
-    def register(check: Callable[[], None]) -> Callable[[], None]:
-        CHECKS[check] = names
-        return check
-
-    return register
+CHECKS = Checks()
+uses = CHECKS.uses
 
 
 @uses("FakeTensor", "FakeTensorMode", "detect_fake_mode", "unset_fake_temporarily")
@@ -311,4 +303,4 @@ def test_core(check: Callable[[], None]) -> None:
 
 @pytest.mark.smoke
 def test_each_name_is_checked() -> None:
-    assert {name for names in CHECKS.values() for name in names} == set(core.__all__)
+    assert CHECKS.checked() == set(core.__all__)
