@@ -35,6 +35,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "tokens": (lambda: mlp(7), (4, 6, 16)),
     "images": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Conv2d(8, 4, 3)), (6, 3, 12, 12)),
     "normalised": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), (6, 3, 12, 12)),
+    "group norm": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8)), (6, 3, 12, 12)),
     "layer norm": (lambda: nn.Sequential(nn.Linear(16, 12), nn.LayerNorm(12)), (10, 16)),
     "behind a break": (Broken, (8, 16)),
 }
@@ -94,6 +95,54 @@ def test_another_loss_in_the_loop_takes_gradients_of_its_own() -> None:
         out = module(x)
         (out.sum() * 0.01).backward(retain_graph=True)
         out.square().mean().backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+class Turned(nn.Module):
+    """Results that lie as the gradient does are read in another shape behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).transpose(1, 2) * 0.5
+
+
+class Complex(nn.Module):
+    """A view of pairs of numbers, which must lie side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.view_as_complex(self.layer(x).unflatten(-1, (-1, 2)))
+        return torch.view_as_real(z * (1 + 2j)) + 1.0
+
+
+@pytest.mark.parametrize("make", [Turned, Complex])
+@pytest.mark.parametrize("fitted_with", [torch.sum, lambda out: out.square().mean()], ids=["sum", "squares"])
+def test_other_ops_take_the_copy(make: Callable[[], nn.Module], fitted_with: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(4, 6, 16)
+    plain = copy.deepcopy(model)
+    memfit.fit(model, (x,), budget="1GiB", loss_fn=lambda out: fitted_with(out) * 0.01)
+    for module in (model, plain):
+        (module(x).sum() * 0.01).backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_a_gradient_that_a_hook_changes_counts() -> None:
+    torch.manual_seed(0)
+    model, x = mlp(10), torch.randn(8, 16)
+    plain = copy.deepcopy(model)
+    memfit.fit(model, (x,), budget="1GiB", loss_fn=lambda out: out.sum() * 0.01)
+    for module in (model, plain):
+        out = module(x)
+        assert out.grad_fn is not None
+        out.grad_fn.register_prehook(lambda gradients: (gradients[0] * 3,))
+        (out.sum() * 0.01).backward()
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
 
 

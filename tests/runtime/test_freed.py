@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import memfit
 from memfit.capture.dynamo import compiled_call
+from memfit.runtime.executable import compile_program
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
 
@@ -91,6 +92,19 @@ def test_nothing_keeps_a_planned_model(use: Callable[[nn.Module], None], make: C
     del model
     gc.collect()
     assert all(one() is None for one in alive)
+
+
+def test_nothing_keeps_another_model_that_runs_a_plan() -> None:
+    """Its call is compiled anew, and AOTAutograd keeps the compilers of its graphs."""
+    model, other = Breaking(), Breaking()
+    made = memfit.plan(model, (X,), budget="1GiB", loss_fn=loss_of, search_seconds=0.1)
+    assert made.planned is not None
+    call = compile_program(other, made.planned.capture, made.program, describe=made.words())
+    loss_of(call(X)).backward()
+    alive = weakref.ref(other)
+    del other, call
+    gc.collect()
+    assert alive() is None
 
 
 def test_what_dynamo_compiled_goes_with_the_model() -> None:

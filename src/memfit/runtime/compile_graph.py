@@ -53,7 +53,7 @@ from memfit.passes.read_joint import read_joint
 from memfit.runtime.boxed_call import boxed
 from memfit.runtime.deferred_backward import Later
 from memfit.runtime.grad_accumulation import accumulation
-from memfit.runtime.loop.expanded_gradients import taken_whole
+from memfit.runtime.loop.expanded_gradients import sum_as_arrived
 from memfit.runtime.loop.forward_passes import CompiledSubgraph
 from memfit.runtime.loop.pass_records import in_turn, noting_backward, noting_forward, straying
 from memfit.runtime.loop.unused_outputs import whole_graph
@@ -274,12 +274,13 @@ def _compiled(of: Compilation, graph: _Graph, run: int, captured: DynamoGraph | 
     strides = graph.strides[min(run, len(graph.strides) - 1)]
     # Some versions of AOTAutograd keep the function, and with it the model, among Dynamo's globals.
     split = [functools.partial(_partition, of, graph, run, subgraph)]
+    describe, later = of.describe, of.later  # the compilers below are kept too, and must not hold the model
 
     def forward(lowered: fx.GraphModule, operands: Any) -> Callable[..., Any]:
-        return boxed(lowered, of.describe, of.later)
+        return boxed(lowered, describe, later)
 
     def backward(lowered: fx.GraphModule, operands: Any) -> Callable[..., Any]:
-        return noting_backward(boxed(lowered, of.describe, of.later))
+        return noting_backward(boxed(lowered, describe, later))
 
     with planning_backward(in_autocast=of.in_autocast):
         around = Surroundings(receive=graph.receive, strides=strides, repeated=graph.repeated)
@@ -344,7 +345,7 @@ def _partition(
         swapper=of.swappers[place],
         adding={place: accumulation(graph.inputs[place]) for place in graph.accumulated},
     )
-    subgraph.expandable = taken_whole(backward) if of.swappers[place] is None else {}
+    subgraph.summed_as_arrived = sum_as_arrived(backward)
     return forward, backward
 
 

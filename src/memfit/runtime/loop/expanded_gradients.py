@@ -1,92 +1,106 @@
-"""Gradients that arrive with repeated numbers, such as that of `output.sum() / n`, which is one number expanded.
+"""Sums over gradients that arrive with repeated numbers: that of `output.sum() / n` is one number, expanded.
 
 AOTAutograd copies such a gradient to memory of its own, in the layout that the backward graph was traced with. A sum
 over a repeated number may round otherwise than a sum over copies of it, because the kernel adds up in another order, so
 the gradient of a bias would have other bits than in eager mode.
 
-Idea: the backward graph runs op by op, and ops take an operand in any layout. So the gradient that arrived takes the
-place of the copy.
+Idea: ops of the backward graph that add up such a gradient, or a view of it, read the gradient as it arrived. All other
+ops compute the same numbers from the copy, and take it.
 
-Known limits: only where ops of torch take the gradient, whole; slices, chunks and tiles take the copy, as do swapped
-storages. A gradient that repeats along some axes only is copied where the graph takes it in another shape.
+Known limits: sums that run in slices, and sums that a pipeline puts off, read the copy. So does a sum over another
+shape of a gradient that repeats along some axes only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from memfit.fxir.marks import is_tangent, is_view
-from memfit.torch_compat.core import OpOverload, PlainAOTOutput, TangentAOTInput
+from memfit.fxir.marks import is_tangent
+from memfit.torch_compat.core import PlainAOTOutput, TangentAOTInput, current_autograd_node
 
-__all__ = ["Taken", "expanded", "put_in_place", "taken_whole"]
+__all__ = ["RECORD", "repeating", "sum_as_arrived"]
+
+RECORD = "memfit_subgraph_pass"
+"""Name of the attribute of an autograd node that holds the record of its pass."""
 
 _aten = torch.ops.aten
-_RESHAPING = frozenset((_aten.view.default, _aten._unsafe_view.default, _aten.as_strided.default, _aten.view.dtype))
-"""Views that need the strides that they were traced with, unless all elements are one number."""
+_ADDING_UP = (
+    *(_aten.sum.dim_IntList, _aten.sum.default, _aten.convolution_backward.default),
+    _aten.native_batch_norm_backward.default,
+)
+"""Ops that add up their first operand in the layout in which it arrives; their results do not lie as it does."""
+
+_RESHAPING = (_aten.view.default, _aten._unsafe_view.default)
+_VIEWS = (
+    *_RESHAPING,
+    *(_aten.t.default, _aten.transpose.int, _aten.permute.default, _aten.expand.default, _aten.unsqueeze.default),
+)
+
+_View = tuple[Callable[..., torch.Tensor], tuple[Any, ...]]
+"""An op that makes a view, and its arguments behind the tensor."""
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """The operand of a backward graph that is the gradient of an output.
+def sum_as_arrived(backward: fx.GraphModule) -> frozenset[int]:
+    """Has the sums of a backward graph over gradients of outputs read these as they arrived, in place.
 
-    Attributes:
-        position: its position among the operands.
-        reshaped: whether the graph takes it in another shape.
+    Args:
+        backward: a lowered backward graph.
+
+    Returns:
+        The outputs whose gradients are read so.
     """
-
-    position: int
-    reshaped: bool
-
-
-def taken_whole(backward: fx.GraphModule) -> dict[int, Taken]:
-    """By output of the forward pass, its gradient among the operands of a backward graph, if ops of torch take it."""
-    found: dict[int, Taken] = {}
-    for position, node in enumerate(backward.graph.find_nodes(op="placeholder")):
-        desc = node.meta.get("desc")
+    found = set[int]()
+    for node in [n for n in backward.graph.nodes if n.target in _ADDING_UP]:
+        views, source = _views_behind(node.args[0])
+        desc = source.meta.get("desc")
         output = desc.output if isinstance(desc, TangentAOTInput) else None
-        if not is_tangent(node) or not isinstance(output, PlainAOTOutput):
-            continue
-        users = _users_through_views(node)
-        if all(_reads_only(user) for user in users):
-            found[output.idx] = Taken(position, any(user.target in _RESHAPING for user in users))
-    return found
+        if is_tangent(source) and isinstance(output, PlainAOTOutput):
+            node.target = _sum(node.target, output.idx, views)
+            found.add(output.idx)
+    if found:
+        backward.recompile()
+    return frozenset(found)
 
 
-def _users_through_views(node: fx.Node) -> list[fx.Node]:
-    """The nodes that read a value or a view of it, views included."""
-    found = list(node.users)
-    for user in node.users:
-        if user.op == "call_function" and is_view(user):
-            found += _users_through_views(user)
-    return found
+def _views_behind(node: fx.Node) -> tuple[tuple[_View, ...], fx.Node]:
+    """The views through which a value is read, first one first, and the node that they are views of."""
+    views: list[_View] = []
+    while node.target in _VIEWS and not node.kwargs and len(node.all_input_nodes) == 1:
+        views.append((node.target, node.args[1:]))
+        node = node.all_input_nodes[0]
+    return tuple(reversed(views)), node
 
 
-def _reads_only(node: fx.Node) -> bool:
-    """Whether a node is a call of an op of torch that writes nothing."""
-    target = node.target
-    return isinstance(target, OpOverload) and target.namespace == "aten" and not target._schema.is_mutable
+def _sum(add_up: Callable[..., Any], output: int, views: Sequence[_View]) -> Callable[..., Any]:
+    reshapes = any(view in _RESHAPING for view, _ in views)
+
+    def sum_of_gradient(copy: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        record = getattr(current_autograd_node(), RECORD, None)
+        arrived = None if record is None else record.repeating.get(output)
+        if arrived is None or (reshapes and not _is_one_number(arrived)):
+            return add_up(copy, *args, **kwargs)
+        for view, settings in views:
+            arrived = view(arrived, *settings)
+        return add_up(arrived, *args, **kwargs)
+
+    return sum_of_gradient
 
 
-def expanded(gradients: Mapping[int, torch.Tensor], taken: Mapping[int, Taken]) -> dict[int, torch.Tensor]:
-    """The gradients, by output, that repeat numbers and may take the place of their copies."""
-    return {output: g for output, g in gradients.items() if output in taken and _may_replace(g, taken[output])}
+def repeating(gradients: Mapping[int, torch.Tensor], wanted: frozenset[int]) -> dict[int, torch.Tensor]:
+    """The gradients, by output, that repeat numbers along an axis, of the outputs in `wanted`."""
+    return {output: g for output, g in gradients.items() if output in wanted and any(_repeats(g))}
 
 
-def _may_replace(tensor: torch.Tensor, taken: Taken) -> bool:
-    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
-        return False
-    repeats = [stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
-    return any(repeats) and (all(repeats) or not taken.reshaped)
+def _repeats(tensor: torch.Tensor) -> list[bool]:
+    """For each axis with more than one element, whether it repeats numbers."""
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_complex():
+        return []
+    return [stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
 
 
-def put_in_place(operands: list[Any], gradients: Mapping[int, torch.Tensor], taken: Mapping[int, Taken]) -> None:
-    """Replaces copies among the operands of a backward graph by the gradients that arrived, given by output."""
-    for output, gradient in gradients.items():
-        copy = operands[taken[output].position]
-        if isinstance(copy, torch.Tensor) and copy.shape == gradient.shape and copy.dtype is gradient.dtype:
-            operands[taken[output].position] = gradient
+def _is_one_number(tensor: torch.Tensor) -> bool:
+    return all(_repeats(tensor))

@@ -21,7 +21,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from memfit.capture.gradients.tangents import Strides, strides_without_overlap
-from memfit.runtime.loop.expanded_gradients import Taken, expanded, put_in_place
+from memfit.runtime.loop.expanded_gradients import RECORD, repeating
 from memfit.runtime.loop.gradient_terms import Terms, by_use
 from memfit.runtime.loop.unused_outputs import Begun, WholeGraph
 from memfit.torch_compat.core import autocast_is_on
@@ -29,9 +29,6 @@ from memfit.torch_compat.core import autocast_is_on
 __all__ = ["CURRENT_PASS", "RECORD", "CompiledSubgraph", "Pass", "SubgraphPass", "in_flight"]
 
 log = logging.getLogger(__name__)
-
-RECORD = "memfit_subgraph_pass"
-"""The attribute of an autograd node that holds the record of the run that made it."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -94,7 +91,7 @@ class CompiledSubgraph:
         uses: by place among these inputs, the number of their uses.
         alone: whether a backward pass of the loop has run and was that of one forward pass.
         casts: whether autocast casts weights in the graph.
-        expandable: by output, the operand of the backward graph that is its gradient and may repeat numbers.
+        summed_as_arrived: outputs whose gradients are summed up as they arrive, where they repeat numbers.
         whole: the graph, to recompute it if a cut output gets a gradient or the autocast region differs; None if
             neither can happen.
     """
@@ -112,7 +109,7 @@ class CompiledSubgraph:
     uses: Mapping[int, int] = field(default_factory=dict)
     alone: bool = False
     casts: bool = False
-    expandable: Mapping[int, Taken] = field(default_factory=dict)
+    summed_as_arrived: frozenset[int] = frozenset()
     whole: WholeGraph | None = None
 
     def may_be_shared(self) -> bool:
@@ -153,7 +150,7 @@ class SubgraphPass:
     otherwise: bool = False
     sums: dict[int, tuple[int, int]] = field(default_factory=dict)
     terms: Terms | None = None
-    expanded: dict[int, torch.Tensor] = field(default_factory=dict)
+    repeating: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def tell_of_casts(self) -> None:
         """Warns, once, that eager casts weights once for all passes of an autocast region."""
@@ -270,14 +267,9 @@ class SubgraphPass:
             "may round otherwise than in the plain step; pass the loss you really use, memfit.fit(..., loss_fn=...)"
         )
 
-    def keep_expanded(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Called by autograd with the incoming gradients, before AOTAutograd copies those that are expanded."""
-        self.expanded = expanded(self._by_output(gradients), self.subgraph.expandable)
-
-    def put_expanded(self, operands: list[Any]) -> None:
-        """Has the backward graph take the expanded gradients instead of their copies."""
-        found, self.expanded = self.expanded, {}
-        put_in_place(operands, found, self.subgraph.expandable)
+    def keep_repeating(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Called with the gradients that the graph runs backward from, before AOTAutograd copies any."""
+        self.repeating = repeating(self._by_output(gradients), self.subgraph.summed_as_arrived)
 
     def _by_output(self, gradients: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor]:
         return {o: g for o, place in self.subgraph.places.items() if (g := gradients[place]) is not None}

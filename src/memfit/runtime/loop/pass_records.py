@@ -44,13 +44,13 @@ def noting_forward(call: Callable[..., Any], subgraph: CompiledSubgraph) -> Call
         record = SubgraphPass(here, subgraph, terms=terms)
         setattr(node, RECORD, record)
         _refuse_second_derivatives(type(node))
+        if subgraph.summed_as_arrived:
+            _keep_repeating(type(node))
         record.watch(operands)
         if here.shares_casts and subgraph.casts:
             record.tell_of_casts()
         if subgraph.told_apart() or shared:
             node.register_prehook(record.note)
-        if subgraph.expandable:
-            node.register_prehook(record.keep_expanded)
         if subgraph.autocast is not None:
             node.register_prehook(record.note_autocast)
         if subgraph.lying and here.key is not None and not here.turned:
@@ -70,6 +70,28 @@ def _anchored(outputs: Sequence[Any], record: SubgraphPass, begun: Begun, node: 
         arrive = functools.partial(record.arrive, position=position)
         anchored[position] = with_anchor(outputs[position], anchor, arrive)
     return tuple(anchored)
+
+
+def _keep_repeating(node_type: Any) -> None:
+    """Has the backward pass of a compiled graph note the gradients that it takes, after all hooks on them have run."""
+    function = getattr(node_type, "_forward_cls", None)
+    run = getattr(function, "backward", None)
+    if function is None or run is None or getattr(run, RECORD, False):
+        return
+
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        record: SubgraphPass | None = getattr(ctx, RECORD, None)
+        if record is None:
+            return run(ctx, *gradients)
+        boxed = len(gradients) == 1 and isinstance(gradients[0], list)  # newer torch passes one list
+        record.keep_repeating(gradients[0] if boxed else gradients)
+        try:
+            return run(ctx, *gradients)
+        finally:
+            record.repeating = {}
+
+    setattr(backward, RECORD, True)
+    function.backward = staticmethod(backward)
 
 
 def _refuse_second_derivatives(node_type: Any) -> None:
@@ -142,7 +164,6 @@ def noting_backward(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], A
         record: SubgraphPass | None = getattr(node, RECORD, None)
         if record is None:
             return call(operands)
-        record.put_expanded(operands)
         if not backward_keeps_graph():
             record.of.waiting -= 1
         kept = backward_keeps_graph()
