@@ -75,7 +75,7 @@ def test_a_planned_step_is_the_plain_step(
 
 
 def test_convolutions_that_run_again_in_chunks_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memfit.ops.chunking._CHUNK_BYTES", 1 << 19)
+    monkeypatch.setattr("memfit.ops.rules.convolution_chunks._CHUNK_BYTES", 1 << 19)
     monkeypatch.setattr(
         "memfit.planner.finalize.variant_selection.with_spares", lambda graph, program, limit: program
     )  # in slices, that is
