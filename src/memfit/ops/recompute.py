@@ -28,9 +28,12 @@ from memfit.ops.kernels.batch_norm import normalise
 from memfit.ops.registry import rule_of
 from memfit.torch_compat.core import detect_fake_mode
 
-__all__ = ["from_statistics", "lies_as", "without_statistics"]
+__all__ = ["from_statistics", "lies_as", "new_statistics_are_read", "without_statistics"]
 
 _aten = torch.ops.aten
+
+_RUNNING_STATISTICS = (3, 4)
+"""Positions of the new running mean and variance among the results of a batch normalisation."""
 
 
 def without_statistics(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
@@ -46,6 +49,24 @@ def without_statistics(node: fx.Node) -> tuple[Any, tuple[Any, ...]] | None:
         return None
     data, weight, bias, _, _, *rest = node.args
     return rerun, (data, weight, bias, None, None, *rest)
+
+
+def new_statistics_are_read(node: fx.Node) -> bool:
+    """Whether a graph computes with the new running statistics of a batch normalisation, which no recomputation makes.
+
+    Instance normalisation with running statistics averages those of all samples.
+    """
+    if without_statistics(node) is None:
+        return False
+    new = [user for user in node.users if user.target is operator.getitem and user.args[1] in _RUNNING_STATISTICS]
+    return any(_computes_with(user) for one in new for user in one.users)
+
+
+def _computes_with(user: fx.Node) -> bool:
+    """Whether a user of a running statistic depends on it; the backward pass in training mode does not."""
+    if user.op == "output" or user.target is _aten.copy_.default:
+        return False
+    return "batch_norm_backward" not in str(user.target)
 
 
 def from_statistics(node: fx.Node) -> Call | None:

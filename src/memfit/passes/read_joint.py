@@ -32,7 +32,7 @@ from memfit.ir.graph import Phase, StorageKind
 from memfit.ir.slicing import BySlices
 from memfit.ops.accumulation import can_add
 from memfit.ops.kernels.conv_weight_gemm import separate_weight_products
-from memfit.ops.recompute import from_statistics, without_statistics
+from memfit.ops.recompute import from_statistics, new_statistics_are_read, without_statistics
 from memfit.ops.registry import rule_of
 from memfit.ops.slicing_plan import cutting
 from memfit.passes import (
@@ -278,6 +278,8 @@ def _joint_op(
     if any(s in overwritten for s in reads) and without_statistics(node) is None:
         recomputable = False
     again = from_statistics(node) if recomputable else None
+    if again is None and new_statistics_are_read(node):
+        recomputable = False
     arguments = conv_backward_split.in_place_arguments(node, storages, storage_of, written)
     over = {argument: storage_of[cast(fx.Node, node.args[argument])] for argument in arguments}
     ours = {argument: s for argument, s in over.items() if s not in returned}  # not storages that the caller holds
