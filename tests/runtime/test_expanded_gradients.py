@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import memfit
+from memfit.profiling.memory import allocation_peak
 
 
 class Broken(nn.Module):
@@ -29,11 +30,18 @@ def mlp(width: int) -> nn.Module:
     return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, width))
 
 
+_IMAGES = (6, 4, 12, 12)
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "rows": (lambda: mlp(10), (8, 16)),
     "one number a row": (lambda: mlp(1), (12, 16)),
     "tokens": (lambda: mlp(7), (4, 6, 16)),
     "images": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Conv2d(8, 4, 3)), (6, 3, 12, 12)),
+    "one-dimensional": (lambda: nn.Sequential(nn.Conv1d(3, 8, 3), nn.Tanh(), nn.Conv1d(8, 4, 3)), (6, 3, 30)),
+    "volumes": (lambda: nn.Sequential(nn.Conv3d(2, 4, 3), nn.Tanh(), nn.Conv3d(4, 4, 3)), (3, 2, 8, 8, 8)),
+    "grouped": (lambda: nn.Sequential(nn.Conv2d(4, 8, 3, groups=2), nn.Tanh(), nn.Conv2d(8, 4, 3, groups=4)), _IMAGES),
+    "dilated": (lambda: nn.Sequential(nn.Conv2d(4, 8, 3), nn.Tanh(), nn.Conv2d(8, 4, 3, dilation=2)), _IMAGES),
+    "transposed": (lambda: nn.Sequential(nn.Conv2d(4, 8, 3), nn.Tanh(), nn.ConvTranspose2d(8, 4, 3)), _IMAGES),
     "normalised": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)), (6, 3, 12, 12)),
     "group norm": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8)), (6, 3, 12, 12)),
     "layer norm": (lambda: nn.Sequential(nn.Linear(16, 12), nn.LayerNorm(12)), (10, 16)),
@@ -96,6 +104,27 @@ def test_another_loss_in_the_loop_takes_gradients_of_its_own() -> None:
         (out.sum() * 0.01).backward(retain_graph=True)
         out.square().mean().backward()
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d, nn.BatchNorm2d])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_such_a_gradient_takes_no_memory_beyond_its_copy(kind: type[nn.Module], dtype: torch.dtype) -> None:
+    """From the gradient as it arrives, the kernel of a convolution would make a second copy."""
+    torch.manual_seed(0)
+    last = nn.BatchNorm2d(32) if kind is nn.BatchNorm2d else kind(4, 32, 3)
+    first = nn.Conv2d(3, 32 if kind is nn.BatchNorm2d else 4, 3)
+    model, x = nn.Sequential(first, last).to(dtype), torch.randn(4, 3, 40, 40, dtype=dtype)
+    memfit.fit(model, (x,), budget="1GiB", loss_fn=lambda out: out.square().mean())
+
+    def peak_of(gradient: Tensor) -> int:
+        model(x).backward(gradient)
+        output = model(x)
+        model.zero_grad()
+        return allocation_peak(lambda: output.backward(gradient))
+
+    number = torch.tensor(0.01, dtype=dtype).expand_as(model(x))
+    dense = number.contiguous()
+    assert peak_of(number) <= peak_of(dense) + dense.nbytes  # AOTAutograd's copy, which the plan counts
 
 
 class Turned(nn.Module):

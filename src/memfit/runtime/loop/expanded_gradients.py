@@ -1,11 +1,12 @@
-"""Sums over gradients that arrive with repeated numbers: that of `output.sum() / n` is one number, expanded.
+"""Ops that add up a gradient with repeated numbers: that of `output.sum() / n` is one number, expanded to a shape.
 
 AOTAutograd copies such a gradient to memory of its own, in the layout that the backward graph was traced with. A sum
 over a repeated number may round otherwise than a sum over copies of it, because the kernel adds up in another order, so
 the gradient of a bias would have other bits than in eager mode.
 
-Idea: ops of the backward graph that add up such a gradient, or a view of it, read the gradient as it arrived. All other
-ops compute the same numbers from the copy, and take it.
+Idea: an op that adds up such a gradient, or a view of it, reads the gradient as it arrived. All other ops compute the
+same numbers from the copy, and take it. Of a convolution only the bias gradient is such a sum, and the rest is computed
+from the copy: from the gradient as it arrived, the kernel would make a second copy.
 
 Known limits: sums that run in slices, and sums that a pipeline puts off, read the copy. So does a sum over another
 shape of a gradient that repeats along some axes only.
@@ -14,13 +15,13 @@ shape of a gradient that repeats along some axes only.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
 
 from memfit.fxir.marks import is_tangent
-from memfit.torch_compat.core import PlainAOTOutput, TangentAOTInput, current_autograd_node
+from memfit.torch_compat.core import PlainAOTOutput, TangentAOTInput, conv_backend, current_autograd_node
 
 __all__ = ["RECORD", "repeating", "sum_as_arrived"]
 
@@ -28,11 +29,11 @@ RECORD = "memfit_subgraph_pass"
 """Name of the attribute of an autograd node that holds the record of its pass."""
 
 _aten = torch.ops.aten
-_ADDING_UP = (
-    *(_aten.sum.dim_IntList, _aten.sum.default, _aten.convolution_backward.default),
-    _aten.native_batch_norm_backward.default,
-)
+_SUMS = (_aten.sum.dim_IntList, _aten.sum.default, _aten.native_batch_norm_backward.default)
 """Ops that add up their first operand in the layout in which it arrives; their results do not lie as it does."""
+
+_COPYING = ("Mkldnn", "???", "SlowDilated2d", "SlowDilated3d", "SlowTranspose3d")
+"""Backends of convolutions that add up a copy of the gradient themselves. `???` is oneDNN, transposed."""
 
 _RESHAPING = (_aten.view.default, _aten._unsafe_view.default)
 _VIEWS = (
@@ -43,9 +44,12 @@ _VIEWS = (
 _View = tuple[Callable[..., torch.Tensor], tuple[Any, ...]]
 """An op that makes a view, and its arguments behind the tensor."""
 
+_Arrived = Callable[[], torch.Tensor | None]
+"""Returns the view of a gradient as it arrived in the backward pass that runs; None if nothing is repeated there."""
+
 
 def sum_as_arrived(backward: fx.GraphModule) -> frozenset[int]:
-    """Has the sums of a backward graph over gradients of outputs read these as they arrived, in place.
+    """Has the ops of a backward graph that add up gradients of outputs read these as they arrived. Changes the graph.
 
     Args:
         backward: a lowered backward graph.
@@ -54,16 +58,53 @@ def sum_as_arrived(backward: fx.GraphModule) -> frozenset[int]:
         The outputs whose gradients are read so.
     """
     found = set[int]()
-    for node in [n for n in backward.graph.nodes if n.target in _ADDING_UP]:
+    for node in list(backward.graph.nodes):
+        reading = _reading(node)
+        if reading is None:
+            continue
         views, source = _views_behind(node.args[0])
         desc = source.meta.get("desc")
         output = desc.output if isinstance(desc, TangentAOTInput) else None
         if is_tangent(source) and isinstance(output, PlainAOTOutput):
-            node.target = _sum(node.target, output.idx, views)
+            node.target = reading(node.target, _arrived(output.idx, views))
             found.add(output.idx)
     if found:
         backward.recompile()
     return frozenset(found)
+
+
+def _reading(node: fx.Node) -> Callable[[Callable[..., Any], _Arrived], Callable[..., Any]] | None:
+    """The function that has the op of a node read its first operand as it arrived; None for an op that need not."""
+    if node.target in _SUMS:
+        return _whole
+    if node.target is not _aten.convolution_backward.default:
+        return None
+    _, data, weight, bias_sizes, *settings, mask = cast(tuple[Any, ...], node.args)
+    if not mask[2]:
+        return None
+    backend = conv_backend(data.meta["val"], weight.meta["val"], None, *settings, bias_sizes)
+    return None if backend in _COPYING else _bias_only
+
+
+def _whole(op: Callable[..., Any], arrived: _Arrived) -> Callable[..., Any]:
+    def sum_of_gradient(copy: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        gradient = arrived()
+        return op(copy if gradient is None else gradient, *args, **kwargs)
+
+    return sum_of_gradient
+
+
+def _bias_only(op: Callable[..., Any], arrived: _Arrived) -> Callable[..., Any]:
+    def convolution_backward(copy: torch.Tensor, *args: Any) -> Any:
+        gradient = arrived()
+        if gradient is None:
+            return op(copy, *args)
+        *rest, mask = args
+        of_bias = op(gradient, *rest, [False, False, True])[2]
+        of_data, of_weight, _ = op(copy, *rest, [*mask[:2], False]) if any(mask[:2]) else (None, None, None)
+        return of_data, of_weight, of_bias
+
+    return convolution_backward
 
 
 def _views_behind(node: fx.Node) -> tuple[tuple[_View, ...], fx.Node]:
@@ -75,19 +116,19 @@ def _views_behind(node: fx.Node) -> tuple[tuple[_View, ...], fx.Node]:
     return tuple(reversed(views)), node
 
 
-def _sum(add_up: Callable[..., Any], output: int, views: Sequence[_View]) -> Callable[..., Any]:
+def _arrived(output: int, views: Sequence[_View]) -> _Arrived:
     reshapes = any(view in _RESHAPING for view, _ in views)
 
-    def sum_of_gradient(copy: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def arrived() -> torch.Tensor | None:
         record = getattr(current_autograd_node(), RECORD, None)
-        arrived = None if record is None else record.repeating.get(output)
-        if arrived is None or (reshapes and not _is_one_number(arrived)):
-            return add_up(copy, *args, **kwargs)
+        gradient: torch.Tensor | None = None if record is None else record.repeating.get(output)
+        if gradient is None or (reshapes and not all(_repeats(gradient))):
+            return None
         for view, settings in views:
-            arrived = view(arrived, *settings)
-        return add_up(arrived, *args, **kwargs)
+            gradient = view(gradient, *settings)
+        return gradient
 
-    return sum_of_gradient
+    return arrived
 
 
 def repeating(gradients: Mapping[int, torch.Tensor], wanted: frozenset[int]) -> dict[int, torch.Tensor]:
@@ -100,7 +141,3 @@ def _repeats(tensor: torch.Tensor) -> list[bool]:
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_complex():
         return []
     return [stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
-
-
-def _is_one_number(tensor: torch.Tensor) -> bool:
-    return all(_repeats(tensor))
