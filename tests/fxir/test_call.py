@@ -96,6 +96,20 @@ def test_where_the_bits_differ_the_whole_kernel_runs_again(monkeypatch: pytest.M
     assert not result.differing
 
 
+def test_where_the_bits_differ_read_statistics_are_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instance normalisation averages the new running statistics of all samples."""
+    monkeypatch.setattr("memfit.profiling.profiler.recompute_costs", lambda *_: Costs(variants=()))
+    torch.manual_seed(0)
+    norm = nn.InstanceNorm2d(8, track_running_stats=True)
+    model = nn.Sequential(nn.Conv2d(8, 8, 3), norm, nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
+    x = torch.randn(4, 8, 16, 15)
+    graph = capture_and_profile(model, (x,), {}, Request(budget=1, loss_fn=loss_fn))[1]
+    norms = [op for op in graph.ops if "batch_norm" in op.target and "backward" not in op.target]
+    assert norms and not any(op.recomputable for op in norms)
+    result = verify(model, (x,), {}, Request(budget="4MiB", loss_fn=loss_fn, strategy="sequential:2", prove=False))
+    assert not result.differing
+
+
 def test_a_kernel_that_cannot_run_here_is_not_used() -> None:
     model, x = convolutions(), torch.randn(2, 8, 6, 6)
     capture = capture_step(model, (x,), {}, loss_fn=loss_fn)

@@ -22,6 +22,7 @@ from memfit.fxir.signature import cost_key
 from memfit.ir.graph import Op, StepGraph, Variant
 from memfit.ir.slicing import BySlices
 from memfit.ops.chunking import candidate_chunks
+from memfit.ops.recompute import new_statistics_are_read
 from memfit.passes.concat_weight_gradients import is_of_concatenation, is_separable_key, separable_key
 from memfit.profiling.benchmark import Costs, costs_added, costs_of, recompute_costs, whole_if_separable
 from memfit.profiling.cost_cache import CostCache
@@ -242,12 +243,11 @@ def _with_costs(
         # Slices are those of the call that recomputes the op.
         made = _with_variants(op if not again else replace(op, by_slices=None), costs, joint.node)
         if joint.recompute_as is not None and op.recompute_as is not None:
-            made = replace(
-                made,
-                recompute_as=_with_variants(op.recompute_as, again[0], joint.recompute_as)
-                if again[0].variants
-                else None,
-            )
+            if again[0].variants:
+                made = replace(made, recompute_as=_with_variants(op.recompute_as, again[0], joint.recompute_as))
+            else:  # the whole kernel recomputes it, which makes no running statistics
+                recomputable = made.recomputable and not new_statistics_are_read(joint.node)
+                made = replace(made, recompute_as=None, recomputable=recomputable)
         if joint.plain_free:
             made = replace(made, plain_variant=Variant(chunks=1, seconds=0.0, workspace_bytes=0))
         elif joint.plain_call is not None:
