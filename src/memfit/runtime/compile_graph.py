@@ -42,7 +42,7 @@ from memfit.capture.gradients.shared_inputs import (
     uses_of_inputs,
 )
 from memfit.capture.gradients.tangents import strides_of_gradients
-from memfit.capture.gradients.used_views import hand_on_used_views
+from memfit.capture.gradients.used_views import cut_views_without_gradients, hand_on_used_views
 from memfit.capture.training_step import Capture
 from memfit.capture.values.numpy_code import call_numpy, numbers_by_numpy
 from memfit.errors import PlanMismatchError
@@ -171,6 +171,7 @@ def backend(of: Compilation, gm: fx.GraphModule, inputs: Sequence[Any]) -> Calla
             return straying(gm.forward)
         raise of.unplanned(_begin(gm))
     numbers_by_numpy(gm)
+    cut_views_without_gradients(gm)
     gm, inputs, views = returned_views_first(gm, inputs)
     hand_on_used_views(gm)
     return calling_after(views, compile_graph(of, gm, inputs, begun=call_has_begun()))

@@ -107,7 +107,7 @@ def lower(
     saved += [in_forward.bases[s] for s in program.kept]
     saved += list(in_forward.states.values())
     saved += tickets
-    results = [in_forward.value(n) if isinstance(n, fx.Node) else n for n in outputs[:count]]
+    results = _unlinked(reading, in_forward, outputs[:count])
     made = in_forward.graph.output((*results, *saved))
     made.meta["desc"] = [*descriptions[:count], *(SavedForBackwardsAOTOutput(i) for i in range(len(saved)))]
 
@@ -120,6 +120,22 @@ def lower(
         fx.GraphModule(attributes, in_forward.graph, "PlannedForward"),
         fx.GraphModule(attributes, in_backward.graph, "PlannedBackward"),
     )
+
+
+def _unlinked(reading: JointReading, forward: Emitter, outputs: list[Any]) -> list[Any]:
+    """The forward results; those that share another result's storage are no views of it for autograd.
+
+    `y.detach().T` next to `y` would else be a view of `y`, and such a view requires a gradient as soon as `y` does.
+    """
+    storages = [reading.storage_of.get(n) if isinstance(n, fx.Node) else None for n in outputs]
+    results = [forward.value(n) if isinstance(n, fx.Node) else n for n in outputs]
+    for place, storage in enumerate(storages):
+        if storage is None or storages.count(storage) == 1 or outputs[place] is reading.storages[storage].base:
+            continue
+        detached = forward.graph.call_function(torch.ops.aten.detach.default, (results[place],))
+        detached.meta = dict(results[place].meta)
+        results[place] = detached
+    return results
 
 
 def donates_nothing() -> None:

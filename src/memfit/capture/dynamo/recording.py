@@ -35,7 +35,7 @@ from memfit.capture.dynamo.traced_graph import (
 from memfit.capture.failures import nothing_reached
 from memfit.capture.gradients.returned_views import Views, calling_after, returned_views_first
 from memfit.capture.gradients.tangents import Strides, strides_of_outputs
-from memfit.capture.gradients.used_views import hand_on_used_views
+from memfit.capture.gradients.used_views import cut_views_without_gradients, hand_on_used_views
 from memfit.capture.subgraph_boundaries import Handed, handed_over, has_tensor_hooks, without_tensor_hooks
 from memfit.capture.subgraphs import Subgraph
 from memfit.capture.values.numpy_code import numbers_by_numpy, refuse_rounding_numpy
@@ -139,6 +139,7 @@ def record_graph(into: Recording, of: Source, gm: fx.GraphModule, inputs: Sequen
     numbers_by_numpy(gm)
     refuse_rounding_numpy(gm.graph)
     name_modules(gm.graph, of.model)
+    cut_views_without_gradients(gm)
     gm, inputs, views = returned_views_first(gm, inputs)
     hand_on_used_views(gm)
     key = "" if into.fake else graph_key(gm)

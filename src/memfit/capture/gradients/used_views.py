@@ -21,7 +21,26 @@ from torch import fx
 from memfit.capture.dynamo.dynamo_graph import is_in_place, outputs_of
 from memfit.ops.kernels.handed_on import handed_on
 
-__all__ = ["hand_on_used_views"]
+__all__ = ["cut_views_without_gradients", "hand_on_used_views"]
+
+
+def cut_views_without_gradients(gm: fx.GraphModule) -> None:
+    """Detaches outputs of a Dynamo graph that are views made under `torch.no_grad()`.
+
+    Such a view says that it requires a gradient, as the tensor it is a view of does, but has no `grad_fn`, so that no
+    gradient flows through it. AOTAutograd makes the view anew outside of `no_grad`, and passes a gradient on.
+    """
+    (output,) = gm.graph.find_nodes(op="output")
+    cut: dict[fx.Node, fx.Node] = {}
+    for node in outputs_of(gm):
+        value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+        if isinstance(value, torch.Tensor) and value._is_view() and value.requires_grad and value.grad_fn is None:
+            with gm.graph.inserting_before(output):
+                cut[node] = gm.graph.call_method("detach", (node,))
+            cut[node].meta["example_value"] = value.detach()
+    if cut:
+        output.args = (fx.node.map_arg(output.args[0], lambda node: cut.get(node, node)),)
+        gm.recompile()
 
 
 def hand_on_used_views(gm: fx.GraphModule) -> None:
