@@ -21,6 +21,7 @@ from memfit.ops.tiling.tiled import tiling_of
 from memfit.ops.tiling.window import narrowed, tiles_of
 from memfit.profiling.synthetic_inputs import operands_of
 from memfit.torch_compat.core import OpOverload, TorchDispatchMode, pytree
+from tests.op_database import torchs_ops
 
 _aten = torch.ops.aten
 
@@ -73,12 +74,9 @@ class Calls(TorchDispatchMode):
 @pytest.fixture(scope="module")
 def calls() -> Recorded:
     """Arguments of registered ops, from forward and backward passes of the database's samples."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from torch.testing._internal.common_methods_invocations import op_db
     with Calls() as seen, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for op in op_db:
+        for op in torchs_ops():
             functional = op.name.startswith("nn.functional.") and not any(n in op.name for n in _NOT_FUNCTIONAL)
             if not (functional or op.name in _DATABASE) or not op.supports_dtype(torch.float64, "cpu"):
                 continue

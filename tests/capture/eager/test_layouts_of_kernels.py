@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import sys
-import types
-import unittest
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from memfit.capture.eager.fake_strides import strides_of_kernels
+from tests.op_database import torchs_ops
 
 MOST_ELEMENTS = 4_000
 LAYOUTS = ("channels last", "transposed", "batch inside", "repeated", "sliced", "one, near", "one, far")
@@ -32,17 +30,7 @@ VIEWS = (torch.ops.aten.view.default,)
 
 
 def database() -> list[Any]:
-    framework = types.ModuleType("expecttest")  # torch's database imports its test cases, and they this
-    framework.TestCase = unittest.TestCase  # type: ignore[attr-defined]
-    missing = "expecttest" not in sys.modules
-    if missing:
-        sys.modules["expecttest"] = framework
-    try:
-        from torch.testing._internal.common_methods_invocations import op_db
-    finally:
-        if missing:
-            del sys.modules["expecttest"]
-    kept = [op for op in op_db if not any(name in op.name for name in ELSEWHERE)]
+    kept = [op for op in torchs_ops() if not any(name in op.name for name in ELSEWHERE)]
     return sorted(kept, key=lambda op: (op.name, op.variant_test_name))
 
 

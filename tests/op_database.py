@@ -1,0 +1,31 @@
+"""torch's database of ops, with sample inputs of each."""
+
+from __future__ import annotations
+
+import sys
+import types
+import unittest
+import warnings
+from typing import Any
+
+__all__ = ["torchs_ops"]
+
+
+def torchs_ops() -> list[Any]:
+    """The `OpInfo` of each op.
+
+    The database imports torch's own test cases, and these import a test framework that is not needed here.
+    """
+    framework = types.ModuleType("expecttest")
+    framework.TestCase = unittest.TestCase  # type: ignore[attr-defined]
+    missing = "expecttest" not in sys.modules
+    if missing:
+        sys.modules["expecttest"] = framework
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from torch.testing._internal.common_methods_invocations import op_db
+    finally:
+        if missing:
+            del sys.modules["expecttest"]
+    return list(op_db)
