@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from msgspec import structs
 
 from memfit.bits import same_bits
 from memfit.capture.loss.reading import backward_of
@@ -145,7 +146,7 @@ class Subject:
         """
         example = self.example
         request = Request(budget=budget_bytes, loss_fn=example.loss_fn, label=example.label, strategy=strategy)
-        graph = replace(self.graph, tiers=tuple(tiers))
+        graph = structs.replace(self.graph, tiers=tuple(tiers))
         capture = replace(self.capture, graph=graph)
         return plan_captured(example.model, example.args, example.kwargs, capture, graph, request, budget_bytes)
 
@@ -153,7 +154,7 @@ class Subject:
         """A plan that runs a program however much it takes."""
         timeline = simulate(self.graph, program)
         plan = self.plan(self.plain.peak_bytes)
-        predicted = replace(
+        predicted = structs.replace(
             plan.predicted,
             peak_bytes=timeline.peak_bytes,
             step_seconds=timeline.step_seconds,

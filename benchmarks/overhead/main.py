@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 import gc
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 
 from benchmarks.overhead.cases import CASES, EXTRA_BUDGETS, HEADLINE
 from benchmarks.report import Report, Table

@@ -20,7 +20,7 @@ from memfit.capture.state.snapshot import preserved
 from memfit.compiler.plan import Plan
 from memfit.errors import BudgetError
 from memfit.ir.graph import Phase, StepGraph, StorageKind
-from memfit.ir.serialization import Prediction
+from memfit.ir.plan_file import Prediction
 from memfit.ir.tiers import Link, Tier, TierLinks
 from memfit.runtime.offload.tiers import tier_links
 

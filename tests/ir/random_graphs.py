@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from memfit.ir.graph import Op, Phase, StepGraph, Storage, StorageKind
 from memfit.ir.slicing import BySlices

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from memfit.ir.graph import Phase, StepGraph, StorageKind
 from memfit.ir.program import Program, program_of

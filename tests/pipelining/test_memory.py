@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from msgspec import structs
 from torch import nn
 
 import memfit
@@ -116,7 +117,7 @@ def test_wherever_it_is_cut_devices_take_what_is_predicted() -> None:
     )
     free = make(question=replace(question, prove=False)).plan
     for cut, policy in itertools.product(find_cuts(forward), ("never", "always")):
-        made = make(question=replace(question, policy=policy), fixed=replace(free, cuts=(cut.position,))).plan
+        made = make(question=replace(question, policy=policy), fixed=structs.replace(free, cuts=(cut.position,))).plan
         assert made.cuts == (cut.position,)
         for predicted, measured in zip(made.peak_bytes, made.measured_peak_bytes, strict=True):
             assert 0.99 * predicted <= measured <= predicted, (cut, policy)
@@ -178,7 +179,7 @@ def test_a_deferred_part_holds_no_graph() -> None:
         traced=TracedLosses(model=model, loss_fn=nn.functional.mse_loss, leaves=leaves, spec=spec),
     )
     free = make(question=replace(question, prove=False)).plan
-    made = make(question=question, fixed=replace(free, cuts=(2, 15))).plan
+    made = make(question=question, fixed=structs.replace(free, cuts=(2, 15))).plan
     for predicted, measured in zip(made.peak_bytes, made.measured_peak_bytes, strict=True):
         assert 0.99 * predicted <= measured <= 1.005 * predicted
 

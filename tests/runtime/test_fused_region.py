@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import fx, nn
 
 import memfit
@@ -14,7 +14,8 @@ from memfit.compiler.stages import Request, capture_and_profile
 from memfit.fxir.call import Call
 from memfit.ir.fusion import fuse
 from memfit.ir.graph import Op, StepGraph, StorageKind
-from memfit.ir.program import Action, Program, program_of
+from memfit.ir.instructions import Compute, computes_in
+from memfit.ir.program import Program, program_of
 from memfit.ir.slicing import BySlices
 from memfit.ops.batching.slices import Slice, in_slices
 from memfit.planner.finalize.variant_selection import leanest
@@ -73,20 +74,15 @@ def loss_fn(output: torch.Tensor) -> torch.Tensor:
 
 
 def planned_as_one(graph: StepGraph, program: Program) -> list[str]:
-    return [
-        graph.ops[i.index].later.target
-        for run in program.runs()
-        for i in run
-        if run[0].sliced and i.action is Action.COMPUTE
-    ]
+    return [graph.ops[i.op].later.target for run in program.runs() for i in computes_in(run) if i.sliced]
 
 
 def spares_taken(graph: StepGraph, program: Program) -> int:
     """How many results are put together in memory of what no op of their run reads."""
     return sum(
-        run[0].sliced and i.over is not None and all(i.over not in graph.ops[o.index].later.reads for o in computes)
+        i.sliced and i.over is not None and all(i.over not in graph.ops[o.op].later.reads for o in computes)
         for run in program.runs()
-        if (computes := [o for o in run if o.action is Action.COMPUTE])
+        if (computes := computes_in(run))
         for i in computes
     )
 
@@ -177,13 +173,13 @@ def saved_spares(plan: memfit.Plan) -> list[int]:
     rewritten: set[int] = set()
     past_loss = False
     for run in plan.program.runs():
-        computes = [i for i in run if i.action is Action.COMPUTE]
-        past_loss |= any(i.index == graph.loss_index for i in computes)
+        computes = [i for i in run if isinstance(i, Compute)]
+        past_loss |= any(i.op == graph.loss_index for i in computes)
         if past_loss:
-            reads = {s for i in computes for s in graph.ops[i.index].later.reads}
+            reads = {s for i in computes for s in graph.ops[i.op].later.reads}
             over = {i.over for i in computes if i.sliced and i.over is not None} - reads - rewritten
             found += [s for s in over if graph.storages[s].kind is StorageKind.FORWARD]
-            rewritten.update(s for i in computes for s in graph.ops[i.index].writes)
+            rewritten.update(s for i in computes for s in graph.ops[i.op].writes)
     return found
 
 
@@ -196,7 +192,7 @@ def test_retaining_the_graph_keeps_what_would_be_overwritten(strategy: str, monk
         memfit.plan(model, (x,), budget=1000, loss_fn=loss_fn, strategy=strategy, prove=False)
     memfit.fit(model, (x,), budget=refused.value.least_bytes, loss_fn=loss_fn, strategy=strategy)
     plan = memfit.plan_of(model)
-    assert any(i.over is not None for run in plan.program.runs() if run[0].sliced for i in run)
+    assert any(i.over is not None for i in computes_in(plan.program.instructions) if i.sliced)
     assert strategy == "auto" or saved_spares(plan)
     loss = loss_fn(model(x))
     loss.backward(retain_graph=True)

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import memfit
 from memfit.compiler.stages import Request
-from memfit.ir.program import Action
+from memfit.ir.instructions import Compute
 from memfit.tools.verify import verify
 from memfit.zoo import build
 from tests.short_nets import RESNET
@@ -38,7 +38,7 @@ def test_parts_of_the_batch(spec: str, batch: int, shape: tuple[int, ...]) -> No
     assert not result.differing and result.fits
     assert result.recomputes_executed == result.recomputes_planned
     assert result.peak_bytes == pytest.approx(result.plan.predicted.peak_bytes, rel=0.03)
-    chunks = {i.chunks for i in result.plan.program.instructions if i.action is Action.COMPUTE and i.sliced}
+    chunks = {i.chunks for i in result.plan.program.instructions if isinstance(i, Compute) and i.sliced}
     assert 6 in chunks
     assert result.peak_bytes < result.plan.predicted.plain_peak_bytes
 

@@ -16,7 +16,8 @@ import memfit
 from memfit.capture.loss.reading import backward_of
 from memfit.compiler.stages import Request, capture_and_profile, plan_captured
 from memfit.ir.graph import Phase
-from memfit.ir.program import Action, program_of
+from memfit.ir.instructions import Compute, computes_in
+from memfit.ir.program import program_of
 from memfit.ops.batching.slices import Slice, in_slices
 from memfit.ops.kernels.batch_norm import input_gradient_from_sums, input_gradient_over_data
 from memfit.planner.bounds.lower_bound import widest_op_bytes
@@ -70,7 +71,7 @@ def test_a_plan_file_of_a_tiled_step(tmp_path: Path) -> None:
     example = build("zoo:unet?width=8&depth=1", batch=2, shape=(3, 64, 64))
     model, args, loss = example.model, tuple(example.args), example.loss_fn
     plan = tiled_plan(model, args, example.kwargs, loss, grid)
-    assert any(i.sliced for i in plan.program.instructions)
+    assert any(i.sliced for i in computes_in(plan.program.instructions))
     assert plan.is_tiled and "slice by slice" in str(plan)
     plan.save(tmp_path / "plan.json")
     loaded = memfit.Plan.load(tmp_path / "plan.json")
@@ -194,7 +195,7 @@ def equal_to_rounding(
     lean = leanest(graph)
     program = program_of(lean, tiled_order(lean, checkpoints(lean, 1)), in_place=False)
     check(lean, program)
-    assert any(i.sliced for i in program.instructions)
+    assert any(i.sliced for i in computes_in(program.instructions))
     plain = copy.deepcopy(model)
     for call in (compile_program(model, capture, program), plain):
         torch.manual_seed(1)
@@ -213,7 +214,7 @@ def test_the_backward_pass_runs_in_slices_and_adds_up() -> None:
     _, graph = capture_and_profile(model, (x,), {}, Request(budget=1, loss_fn=loss_fn), grid=(1, 1))
     lean = leanest(graph)
     program = program_of(lean, tiled_order(lean, checkpoints(lean, 1)))
-    sliced = [graph.ops[i.index] for i in program.instructions if i.action is Action.COMPUTE and i.sliced]
+    sliced = [graph.ops[i.op] for i in program.instructions if isinstance(i, Compute) and i.sliced]
     backward = {op.target for op in sliced if op.phase is Phase.BACKWARD}
     assert {"aten.convolution_backward.default", "convolution_input_gradient", "input_gradient_from_sums"} <= backward
     assert {"aten.native_batch_norm_backward.default", "aten.threshold_backward.default"} <= backward

@@ -7,7 +7,8 @@ from collections import defaultdict
 from collections.abc import Collection
 
 from memfit.ir.graph import StepGraph, StorageKind
-from memfit.ir.program import Action, Instruction, Program
+from memfit.ir.instructions import Compute, Free, Instruction, Resident, SwapIn, SwapOut, computes_in
+from memfit.ir.program import Program
 from memfit.ir.slicing import SMALL_SUM_BYTES
 from memfit.sim.simulator import simulate
 
@@ -35,21 +36,21 @@ class Machine:
         return self.graph.static_bytes + sum(storages[s].nbytes for s in self.blocks if s not in elsewhere)
 
     def run_alone(self, instruction: Instruction) -> None:
-        if instruction.action is Action.STREAM:
+        if isinstance(instruction, Resident):
             return
-        if instruction.action is Action.FREE:
-            del self.blocks[instruction.index]
+        if isinstance(instruction, Free):
+            del self.blocks[instruction.storage]
             return
-        if instruction.action is Action.SWAP_OUT:
-            self.tiers[instruction.index] = self.blocks[instruction.index]
+        if isinstance(instruction, SwapOut):
+            self.tiers[instruction.storage] = self.blocks[instruction.storage]
             return
-        if instruction.action is Action.SWAP_IN:
-            assert instruction.index not in self.blocks
-            self.blocks[instruction.index] = list(self.tiers[instruction.index])
+        if isinstance(instruction, SwapIn):
+            assert instruction.storage not in self.blocks
+            self.blocks[instruction.storage] = list(self.tiers[instruction.storage])
             return
-        op = self.graph.ops[instruction.index]
-        op = op.later if instruction.index in self.ran else op
-        self.ran.add(instruction.index)
+        op = self.graph.ops[instruction.op]
+        op = op.later if instruction.op in self.ran else op
+        self.ran.add(instruction.op)
         assert self.tier_resident.isdisjoint((*op.reads, *op.writes))  # of which there is no whole
         right = all(value == s for s in op.reads for value in self.blocks[s])
         if instruction.over is not None:
@@ -60,17 +61,17 @@ class Machine:
     def run_fused(self, run: tuple[Instruction, ...]) -> list[int]:
         """Runs instructions slice by slice; returns the bytes in use at each, the most over all slices."""
         storages = self.graph.storages
-        computes = [i.index for i in run if i.action is Action.COMPUTE]
+        computes = [i.op for i in run if isinstance(i, Compute)]
         ops = {i: self.graph.ops[i].later if i in self.ran else self.graph.ops[i] for i in computes}
         self.ran.update(computes)
         sums = {s for op in ops.values() if op.by_slices for s in op.by_slices.sums}
         added = {s for op in ops.values() if op.by_slices and op.by_slices.accumulates for s in op.by_slices.sums}
-        ends = {i.index for i in run if i.action is Action.FREE}
+        ends = {i.storage for i in run if isinstance(i, Free)}
         results = {s: [-1] * self.batch for op in ops.values() for s in op.writes if s not in ends}
-        for instruction in run:
+        for instruction in computes_in(run):
             if instruction.over is not None:
-                results[ops[instruction.index].writes[0]] = self.blocks[instruction.over]
-        taken = [i.over for i in run if i.over is not None]
+                results[ops[instruction.op].writes[0]] = self.blocks[instruction.over]
+        taken = [i.over for i in computes_in(run) if i.over is not None]
         assert self.tier_resident.isdisjoint(taken)
         here_whole = [s for s in results if s not in self.tier_resident]
         whole = self.live_bytes() + sum(storages[s].nbytes for s in here_whole) - sum(storages[s].nbytes for s in taken)
@@ -95,11 +96,11 @@ class Machine:
                 return whole + sum(math.ceil(storages[s].nbytes * share) for s, share in shares.items())
 
             for place, instruction in enumerate(run):
-                if instruction.action is Action.FREE:
-                    del made[instruction.index]
+                if isinstance(instruction, Free):
+                    del made[instruction.storage]
                     in_use[place] = max(in_use[place], used())
                     continue
-                op = ops[instruction.index]
+                op = ops[instruction.op]
                 assert op.by_slices is not None
                 right = True
                 for s in op.reads:
@@ -127,7 +128,7 @@ def run_on_machine(graph: StepGraph, program: Program) -> None:
     bytes_at = [nbytes - buffers for nbytes in simulate(graph, program).bytes_at]
     machine, position = Machine(graph, program.tier_resident()), 0
     for run in program.runs():
-        if run[0].sliced:
+        if isinstance(run[0], Compute) and run[0].sliced:
             assert bytes_at[position : position + len(run)] == machine.run_fused(run)
         else:
             machine.run_alone(run[0])

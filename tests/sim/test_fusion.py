@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings
+from msgspec.structs import replace
 
 from memfit.errors import ProgramError
 from memfit.ir.graph import Op, Phase, StepGraph, Storage, StorageKind
-from memfit.ir.program import Action, Instruction, Program, program_of
+from memfit.ir.instructions import Compute, Free, Instruction, computes_in
+from memfit.ir.program import Program, program_of
 from memfit.ir.slicing import BySlices
 from memfit.sim.simulator import simulate
 from memfit.sim.verifier import check
@@ -60,8 +60,8 @@ def chain(**slices: object) -> tuple[StepGraph, list[int]]:
 def test_a_chain_by_hand() -> None:
     graph, order = chain()
     program = program_of(graph, order)
-    (run,) = (run for run in program.runs() if run[0].sliced)
-    assert [str(i.action) for i in run] == ["compute", "compute", "compute", "free", "free"]
+    (run,) = (run for run in program.runs() if any(i.sliced for i in computes_in(run)))
+    assert [type(i) for i in run] == [Compute, Compute, Compute, Free, Free]
     position = program.instructions.index(run[0])
     # The output and its gradient, the result whole, and up to three slices of a quarter each.
     assert simulate(graph, program).bytes_at[position : position + 3] == tuple(1200 + 100 * n + 10 for n in (1, 2, 3))
@@ -104,17 +104,23 @@ def test_the_specification_says_what_is_wrong() -> None:
     start, end, first_run = (program.instructions[place] for place in (first, first + 4, 0))
     cases = [
         (changed(program, first, replace(start, chunks=2)), "cannot run in 2 slices"),
-        (changed(program, first, start, Instruction(Action.FREE, 5, fused=True)), "what comes in is freed before"),
-        (changed(program, first + 4, replace(end, fused=True)), "not of the same samples|only ops that ran before"),
+        (changed(program, first, start, Free(5, fused=True)), "what comes in is freed before"),
+        (
+            changed(program, first + 4, replace(end, fused=True)),
+            "not of the same samples|only ops that ran before",
+        ),
         (changed(program, first + 2, replace(program.instructions[first + 2], over=5)), "cannot run over s5"),
         (changed(program, last, replace(program.instructions[last], fused=True)), "there is none"),
         (
             changed(program, 0, replace(first_run, chunks=4, fused=True, sliced=True)),
             "where it ran before",
         ),
-        (changed(program, first, Instruction(Action.COMPUTE, 99, fused=True)), "the step has 6 ops"),
+        (changed(program, first, Compute(99, fused=True)), "the step has 6 ops"),
         (changed(program, first, replace(start, sliced=False)), "cannot run in 4 slices"),
-        (changed(program, first + 2, replace(program.instructions[first + 2], over=2)), "cannot run in place slice"),
+        (
+            changed(program, first + 2, replace(program.instructions[first + 2], over=2)),
+            "cannot run in place slice",
+        ),
     ]
     for wrong, message in cases:
         with pytest.raises(ProgramError, match=message):
@@ -140,7 +146,7 @@ def test_what_is_read_whole_is_not_overwritten(by_slices: bool) -> None:
     # The first result stays until it is read for the last time by the ops that run again.
     program = program_of(graph, [0, 1, 2, 3, 4, 1, 2, 5])
     check(graph, program)
-    assert [i.over for i in program.instructions if i.over is not None] == ([1] if by_slices else [])
+    assert [i.over for i in computes_in(program.instructions) if i.over is not None] == ([1] if by_slices else [])
 
 
 def test_what_comes_in_is_not_made_again_within() -> None:
@@ -151,4 +157,4 @@ def test_what_comes_in_is_not_made_again_within() -> None:
     # Op two reads the copy of storage 1 that the loss left, op one makes it anew, and op three reads that.
     program = program_of(graph, [0, 1, 2, 3, 4, 1, 0, 2, 5])
     check(graph, program)
-    assert [len(run) for run in program.runs() if run[0].sliced]
+    assert [len(run) for run in program.runs() if any(i.sliced for i in computes_in(run))]

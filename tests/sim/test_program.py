@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from memfit.errors import ProgramError
 from memfit.ir.graph import Op, Phase, StepGraph, Storage, StorageKind
-from memfit.ir.program import (
-    Action,
-    Instruction,
-    Program,
-    as_they_run,
-    in_their_subgraphs,
-    plain_order,
-    plain_program,
-    program_of,
-)
+from memfit.ir.instructions import Compute, Free, Instruction
+from memfit.ir.program import Program, as_they_run, in_their_subgraphs, plain_order, plain_program, program_of
 from memfit.sim.simulator import live_storages_at, simulate
 from memfit.sim.verifier import check
 from tests.ir.random_graphs import orders, step_graphs
@@ -94,7 +85,7 @@ def test_the_simulator_agrees_with_the_reference(case: tuple[StepGraph, list[int
     program = program_of(graph, order, in_place=in_place)
     timeline = simulate(graph, program)
     in_use, at_the_end = reference(graph, order, in_place=in_place)
-    computes = [p for p, i in enumerate(program.instructions) if i.action is Action.COMPUTE]
+    computes = [p for p, i in enumerate(program.instructions) if isinstance(i, Compute)]
     assert [timeline.bytes_at[p] for p in computes] == in_use
     assert timeline.peak_bytes == max(*in_use, at_the_end + graph.after_step_bytes)
     if timeline.peak_position < len(program.instructions):
@@ -114,14 +105,14 @@ def test_nothing_outlives_its_last_reader(case: tuple[StepGraph, list[int]], in_
     alive: set[int] = set()
     done = 0
     for instruction, following in zip(program.instructions, [*program.instructions[1:], None], strict=True):
-        if instruction.action is Action.FREE:
-            alive.remove(instruction.index)
+        if isinstance(instruction, Free):
+            alive.remove(instruction.storage)
         else:
             alive.update(ops[done].writes)
             if instruction.over is not None:
                 alive.remove(instruction.over)
             done += 1
-        if following is None or following.action is Action.COMPUTE:
+        if following is None or isinstance(following, Compute):
             for s in alive - held:
                 touching = next(op for op in ops[done:] if s in op.reads or s in op.writes)
                 assert s in touching.reads
@@ -148,16 +139,16 @@ def test_live_storages_explain_the_bytes(case: tuple[StepGraph, list[int]]) -> N
     held = plain.held_to_the_end()
     ran: set[int] = set()
     for position, instruction in enumerate(program.instructions):
-        if instruction.action is not Action.COMPUTE:
+        if not isinstance(instruction, Compute):
             continue
-        op = plain.ops[instruction.index].later if instruction.index in ran else plain.ops[instruction.index]
+        op = plain.ops[instruction.op].later if instruction.op in ran else plain.ops[instruction.op]
         live = live_storages_at(plain, program, position)
-        again = sum(plain.storages[s].nbytes for s in op.writes if s in held and instruction.index in ran)
+        again = sum(plain.storages[s].nbytes for s in op.writes if s in held and instruction.op in ran)
         listed = sum(plain.storages[s].nbytes for s in live) + again
         assert timeline.bytes_at[position] == plain.static_bytes + listed
         sizes = [plain.storages[s].nbytes for s in live]
         assert sizes == sorted(sizes, reverse=True)
-        ran.add(instruction.index)
+        ran.add(instruction.op)
 
 
 def chain(*, recomputable: bool = True, random_state_bytes: int = 0) -> StepGraph:
@@ -206,7 +197,7 @@ def test_a_chain_by_hand() -> None:
 def test_the_specification_refuses_a_dropped_free(case: tuple[StepGraph, list[int]], data: st.DataObject) -> None:
     graph, order = case
     program = program_of(graph, order)
-    frees = [p for p, i in enumerate(program.instructions) if i.action is Action.FREE]
+    frees = [p for p, i in enumerate(program.instructions) if isinstance(i, Free)]
     assume(frees)
     with pytest.raises(ProgramError, match=r"never freed|still alive"):
         check(graph, without(program, data.draw(st.sampled_from(frees))))
@@ -220,7 +211,7 @@ def test_the_specification_refuses_a_free_too_many(case: tuple[StepGraph, list[i
     storage = data.draw(st.integers(0, len(graph.storages)))
     place = data.draw(st.integers(0, len(program.instructions)))
     with pytest.raises(ProgramError):
-        check(graph, having(program, place, Instruction(Action.FREE, storage)))
+        check(graph, having(program, place, Free(storage)))
 
 
 @given(steps_and_orders(), st.data())
@@ -229,11 +220,11 @@ def test_the_specification_refuses_a_dropped_op(case: tuple[StepGraph, list[int]
     graph, order = case
     program = program_of(graph, order)
     held = graph.held_to_the_end()
-    computes = [p for p, i in enumerate(program.instructions) if i.action is Action.COMPUTE]
+    computes = [p for p, i in enumerate(program.instructions) if isinstance(i, Compute)]
     needed = [
         p
         for p, op in zip(computes, as_they_run(graph, order), strict=True)
-        if order.count(program.instructions[p].index) == 1
+        if order.count(program.instructions[p].op) == 1
         or program.instructions[p].over is not None
         or (not held.issuperset(op.writes) and not takes_its_place(graph, program, p))
     ]
@@ -276,9 +267,9 @@ def test_the_specification_refuses_a_wrong_in_place_mark(
 ) -> None:
     graph, order = case
     program = program_of(graph, order)
-    place = data.draw(st.sampled_from([p for p, i in enumerate(program.instructions) if i.action is Action.COMPUTE]))
+    place = data.draw(st.sampled_from([p for p, i in enumerate(program.instructions) if isinstance(i, Compute)]))
     instruction = program.instructions[place]
-    reads = graph.ops[instruction.index].reads
+    reads = graph.ops[instruction.op].reads
     wrong = data.draw(st.sampled_from([None, *reads])) if instruction.over is None else None
     if wrong is instruction.over:
         wrong = len(graph.storages)
@@ -289,16 +280,16 @@ def test_the_specification_refuses_a_wrong_in_place_mark(
 def takes_its_place(graph: StepGraph, program: Program, place: int) -> bool:
     """Whether an op is run anew before anything reads or frees what its first run made: then that run is the first."""
     dropped = program.instructions[place]
-    if dropped.index in (i.index for i in program.instructions[:place] if i.action is Action.COMPUTE):
+    if dropped.op in (i.op for i in program.instructions[:place] if isinstance(i, Compute)):
         return False
-    made = set(graph.ops[dropped.index].writes)
+    made = set(graph.ops[dropped.op].writes)
     for following in program.instructions[place + 1 :]:
-        if following.action is Action.FREE:
-            if following.index in made:
+        if isinstance(following, Free):
+            if following.storage in made:
                 return False
-        elif following.index == dropped.index:
+        elif following.op == dropped.op:
             return True
-        elif made.intersection(graph.ops[following.index].reads):
+        elif made.intersection(graph.ops[following.op].reads):
             return False
     return False
 
@@ -313,12 +304,12 @@ def test_the_specification_says_what_is_wrong() -> None:
         (program_of(chain(), [0, 2, 1, 3, 4]), "loss reads y, which is not alive"),
         (program_of(chain(), [0, 1, 2, 3]), "1 ops never run, the first is first_back"),
         (program_of(chain(), [0, 1, 2, 3, 4, 4]), "first_back reads da, which is not alive|runs twice"),
-        (having(right, 5, Instruction(Action.FREE, 2)), "frees y, which belongs to the caller"),
-        (having(right, 7, Instruction(Action.FREE, 5)), "frees dw, which belongs to the caller"),
-        (having(right, 5, Instruction(Action.FREE, 1)), "frees a, which is not alive"),
-        (having(right, 0, Instruction(Action.FREE, 6)), "frees storage 6, but the step has 6 storages"),
-        (having(right, 0, Instruction(Action.COMPUTE, 5)), "runs op 5, but the step has 5 ops"),
-        (having(right, 0, Instruction(Action.COMPUTE, -1)), "runs op -1"),
+        (having(right, 5, Free(2)), "frees y, which belongs to the caller"),
+        (having(right, 7, Free(5)), "frees dw, which belongs to the caller"),
+        (having(right, 5, Free(1)), "frees a, which is not alive"),
+        (having(right, 0, Free(6)), "frees storage 6, but the step has 6 storages"),
+        (having(right, 0, Compute(5)), "runs op 5, but the step has 5 ops"),
+        (having(right, 0, Compute(-1)), "runs op -1"),
     ]
     for program, message in cases:
         graph = chain(recomputable="first is recomputed" not in message)
@@ -348,7 +339,7 @@ def test_the_specification_knows_phases_subgraphs_and_sizes() -> None:
         graph = altered(1, in_place_over=(1,))
         check(
             graph,
-            Program(instructions=tuple(Instruction(Action.COMPUTE, i, over=1 if i == 1 else None) for i in range(5))),
+            Program(instructions=tuple(Compute(i, over=1 if i == 1 else None) for i in range(5))),
         )
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from memfit.errors import ProgramError
 from memfit.ir.graph import Op, Phase, StepGraph
-from memfit.ir.program import Action, Instruction, Program, plain_order, program_of
-from memfit.ir.serialization import decode_program, encode_program
+from memfit.ir.instructions import Free, Resident, SwapIn, SwapOut
+from memfit.ir.jsonfile import as_document, record_of
+from memfit.ir.program import Program, plain_order, program_of
 from memfit.ir.streaming import streamable, streaming_step, tier_bytes
 from memfit.ir.tiers import Link, Tier, TierLinks
 from memfit.sim.simulator import live_storages_at, simulate, simulate_plain
@@ -25,7 +26,7 @@ from tests.sim.test_fusion import chain
 
 def streaming(graph: StepGraph, placed: dict[int, Tier], order: list[int]) -> Program:
     """The program of an order in which some storages live on tiers."""
-    named = tuple(Instruction(Action.STREAM, s, tier=tier) for s, tier in placed.items())
+    named = tuple(Resident(s, tier) for s, tier in placed.items())
     return Program(instructions=(*named, *program_of(streaming_step(graph, placed), order).instructions))
 
 
@@ -45,7 +46,7 @@ def test_programs_that_stream_are_right(case: tuple[StepGraph, Program]) -> None
     graph, program = case
     check(graph, program)
     run_on_machine(graph, program)
-    assert decode_program(json.loads(json.dumps(encode_program(program)))) == program
+    assert record_of(json.loads(json.dumps(as_document(program))), Program) == program
 
 
 @given(steps_with_streams())
@@ -53,7 +54,7 @@ def test_programs_that_stream_are_right(case: tuple[StepGraph, Program]) -> None
 def test_a_program_that_streams_is_one_of_the_streaming_step(case: tuple[StepGraph, Program]) -> None:
     graph, program = case
     placed = program.tier_resident()
-    of_step = Program(instructions=tuple(i for i in program.instructions if i.action is not Action.STREAM))
+    of_step = Program(instructions=tuple(i for i in program.instructions if not isinstance(i, Resident)))
     given_names, alone = simulate(graph, program), simulate(streaming_step(graph, placed), of_step)
     assert (given_names.peak_bytes, given_names.step_seconds) == (alone.peak_bytes, alone.step_seconds)
     assert given_names.plain_seconds == graph.plain_seconds
@@ -107,17 +108,20 @@ def test_the_specification_says_what_is_wrong() -> None:
     program = streaming(graph, {3: Tier.DISK}, plain_order(graph))
     names, rest = program.instructions[:1], program.instructions[1:]
     first, *others = program_of(streaming_step(graph, {3: Tier.DISK}), plain_order(graph), fuse=False).instructions
-    back = Instruction(Action.SWAP_IN, 1), Instruction(Action.FREE, 1)
-    moved_whole = (first, Instruction(Action.SWAP_OUT, 1, tier=Tier.DISK), *others, *back)
+    back = SwapIn(1), Free(1)
+    moved_whole = (first, SwapOut(1, Tier.DISK), *others, *back)
     reads_whole = replace(graph.ops[3], by_slices=replace(graph.ops[3].by_slices, reads=()))  # type: ignore[type-var]
     cases = [
         (graph, (*names, *names, *rest), "too late, twice"),
         (graph, (*rest, *names), "too late, twice"),
-        (graph, (Instruction(Action.STREAM, 4, tier=Tier.DISK), *rest), "not all ops touch slices"),
-        (graph, (Instruction(Action.STREAM, 99, tier=Tier.DISK), *rest), "the step has 7 storages"),
-        (graph, (Instruction(Action.STREAM, 3), *rest), "on none"),
+        (graph, (Resident(4, Tier.DISK), *rest), "not all ops touch slices"),
+        (graph, (Resident(99, Tier.DISK), *rest), "the step has 7 storages"),
         (graph, (*names, *program_of(graph, plain_order(graph), fuse=False).instructions), "runs whole, but not all"),
-        (replace(graph, ops=(*graph.ops[:3], reads_whole, *graph.ops[4:])), (*names, *rest), "not all ops touch"),
+        (
+            replace(graph, ops=(*graph.ops[:3], reads_whole, *graph.ops[4:])),
+            (*names, *rest),
+            "not all ops touch",
+        ),
         (graph, (*names, *moved_whole), "moved there whole"),
         (tiled_chain(limit_bytes=4 * 4096 - 1), (*names, *rest), "which may hold"),
     ]

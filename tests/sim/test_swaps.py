@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from memfit.errors import PlanFileError, ProgramError
 from memfit.ir.graph import StepGraph
-from memfit.ir.program import Action, Instruction, Program, plain_order, program_of
-from memfit.ir.serialization import decode_graph, decode_program, encode_graph, encode_program
+from memfit.ir.instructions import Compute, Free, Instruction, SwapIn, SwapOut
+from memfit.ir.jsonfile import as_document, record_of
+from memfit.ir.program import Program, plain_order, program_of
+from memfit.ir.serialization import decode_graph, encode_graph
 from memfit.ir.tiers import Link, Tier, TierLinks
 from memfit.sim.simulator import simulate
 from memfit.sim.verifier import check
@@ -32,13 +34,13 @@ def swapped_chain(*, freed_after: int = 0, back_before: int = 0) -> tuple[StepGr
     """A chain of four ops whose first result leaves and comes back; it is freed and brought back so many ops apart."""
     graph = with_disk(chain(4))
     program = list(program_of(graph, plain_order(graph)).instructions)
-    made = program.index(Instruction(Action.COMPUTE, 0))
-    program.insert(made + 1, Instruction(Action.SWAP_OUT, 1, tier=Tier.DISK))
-    computes = [n for n, i in enumerate(program) if i.action is Action.COMPUTE]
-    reader = program.index(Instruction(Action.COMPUTE, 1))
-    first_back = next(n for n in computes if graph.ops[program[n].index].name == "b1")
-    program.insert(computes[computes.index(first_back) - back_before], Instruction(Action.SWAP_IN, 1))
-    program.insert(computes[computes.index(reader) + freed_after] + 1, Instruction(Action.FREE, 1))
+    made = program.index(Compute(0))
+    program.insert(made + 1, SwapOut(1, Tier.DISK))
+    computes = [n for n, i in enumerate(program) if isinstance(i, Compute)]
+    reader = program.index(Compute(1))
+    first_back = next(n for n in computes if graph.ops[program[n].op].name == "b1")
+    program.insert(computes[computes.index(first_back) - back_before], SwapIn(1))
+    program.insert(computes[computes.index(reader) + freed_after] + 1, Free(1))
     return graph, Program(instructions=tuple(program))
 
 
@@ -81,7 +83,7 @@ def test_programs_with_swaps_are_right(case: tuple[StepGraph, Program]) -> None:
     graph, program = case
     check(graph, program)
     run_on_machine(graph, program)
-    assert decode_program(json.loads(json.dumps(encode_program(program)))) == program
+    assert record_of(json.loads(json.dumps(as_document(program))), Program) == program
     assert decode_graph(json.loads(json.dumps(encode_graph(graph)))) == graph
 
 
@@ -92,7 +94,7 @@ def test_links_only_ever_add_time(case: tuple[StepGraph, Program]) -> None:
     timeline, alone = simulate(graph, program), simulate(graph, program, wait=False)
     assert timeline.step_seconds == pytest.approx(alone.step_seconds + timeline.stall_seconds)
     assert timeline.bytes_at == alone.bytes_at
-    moved = sum(graph.storages[i.index].nbytes for i in program.instructions if i.action is Action.SWAP_IN)
+    moved = sum(graph.storages[i.storage].nbytes for i in program.instructions if isinstance(i, SwapIn))
     assert timeline.in_bytes == moved
     assert timeline.out_bytes == sum(graph.storages[s].nbytes for s in program.swapped())
 
@@ -101,7 +103,7 @@ def test_links_only_ever_add_time(case: tuple[StepGraph, Program]) -> None:
 @settings(max_examples=40)
 def test_what_is_left_out_is_noticed(case: tuple[StepGraph, Program], data: st.DataObject) -> None:
     graph, program = case
-    moves = [n for n, i in enumerate(program.instructions) if i.action in (Action.SWAP_OUT, Action.SWAP_IN)]
+    moves = [n for n, i in enumerate(program.instructions) if isinstance(i, SwapOut | SwapIn)]
     if not moves:
         return
     gone = data.draw(st.sampled_from(moves))
@@ -113,20 +115,19 @@ def test_what_is_left_out_is_noticed(case: tuple[StepGraph, Program], data: st.D
 @pytest.mark.smoke
 def test_the_specification_says_what_is_wrong() -> None:
     graph, program = swapped_chain()
-    out = program.instructions.index(Instruction(Action.SWAP_OUT, 1, tier=Tier.DISK))
-    back = program.instructions.index(Instruction(Action.SWAP_IN, 1))
+    out = program.instructions.index(SwapOut(1, Tier.DISK))
+    back = program.instructions.index(SwapIn(1))
 
     def having(place: int, *instructions: Instruction) -> Program:
         return Program(instructions=(*program.instructions[:place], *instructions, *program.instructions[place:]))
 
     cases = [
-        (having(out, Instruction(Action.SWAP_IN, 1)), "swaps in a0, which is on no tier"),
-        (having(back + 1, Instruction(Action.SWAP_IN, 1)), "swaps in a0, which is still alive"),
-        (having(out + 1, Instruction(Action.SWAP_OUT, 1, tier=Tier.DISK)), "swaps out a0 twice"),
-        (having(out, Instruction(Action.SWAP_OUT, 2, tier=Tier.DISK), Instruction(Action.SWAP_IN, 2)), "not alive"),
-        (having(0, Instruction(Action.SWAP_OUT, 0, tier=Tier.DISK)), "no forward result of the step's own"),
-        (having(0, Instruction(Action.SWAP_IN, 99)), "swaps in storage 99, but the step has"),
-        (having(out + 1, Instruction(Action.SWAP_OUT, 2)), "to no tier"),
+        (having(out, SwapIn(1)), "swaps in a0, which is on no tier"),
+        (having(back + 1, SwapIn(1)), "swaps in a0, which is still alive"),
+        (having(out + 1, SwapOut(1, Tier.DISK)), "swaps out a0 twice"),
+        (having(out, SwapOut(2, Tier.DISK), SwapIn(2)), "not alive"),
+        (having(0, SwapOut(0, Tier.DISK)), "no forward result of the step's own"),
+        (having(0, SwapIn(99)), "swaps in storage 99, but the step has"),
     ]
     for wrong, message in cases:
         with pytest.raises(ProgramError, match=message):
@@ -146,6 +147,6 @@ def test_a_subgraph_gives_up_what_leaves_before_the_loss_or_in_its_backward_pass
 
 
 def test_damaged_swaps_are_refused() -> None:
-    for entry in (["o:tape", 1], ["i", 1, 2], ["o:disk"]):
+    for entry in (["o", 1, "tape"], ["i", 1, 2], ["o", "disk"]):
         with pytest.raises(PlanFileError):
-            decode_program([entry])
+            record_of({"instructions": [entry]}, Program)

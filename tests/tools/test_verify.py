@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 from torch import nn
 
 from memfit.bits import same_bits
@@ -14,7 +15,8 @@ from memfit.compiler.driver import make_plan
 from memfit.compiler.plan import Plan
 from memfit.compiler.stages import Request
 from memfit.errors import BudgetError
-from memfit.ir.program import Action, Program
+from memfit.ir.instructions import Compute
+from memfit.ir.program import Program
 from memfit.report.records import document, json_text
 from memfit.report.sentence import sentence
 from memfit.sim.simulator import simulate_plain
@@ -86,7 +88,7 @@ def test_convolutions_that_run_again_in_chunks_are_counted_once(monkeypatch: pyt
     assert plan.planned is not None
     variants = [max((variant.chunks for variant in op.variants), default=1) for op in plan.planned.graph.ops]
     in_chunks = tuple(
-        replace(i, chunks=variants[i.index]) if i.action is Action.COMPUTE else i for i in plan.program.instructions
+        structs.replace(i, chunks=variants[i.op]) if isinstance(i, Compute) else i for i in plan.program.instructions
     )
     assert any(variants[i] > 1 for i in plan.program.recomputed())
     result = verify(model, (x,), {}, replace(plan, program=Program(instructions=in_chunks)))

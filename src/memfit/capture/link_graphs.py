@@ -10,9 +10,10 @@ Known limits: a gradient that passes through code between subgraphs counts from 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
+from msgspec import structs
 from torch import fx
 
 from memfit.capture.distributed.fsdp_hooks import Communication, communication
@@ -89,7 +90,7 @@ def join(
         if storage.kind is StorageKind.STATIC and storages[numbers[i][s]].kind is StorageKind.FORWARD
     }
     forward = [
-        (replace(op, recomputable=False, recompute_as=None) if crossing.intersection(op.writes) else op, joint)
+        (structs.replace(op, recomputable=False, recompute_as=None) if crossing.intersection(op.writes) else op, joint)
         for op, joint in forward
     ]
     # Plain code between subgraphs reads an output that no later subgraph reads, so the first run makes it whole.
@@ -138,7 +139,7 @@ def join(
 
 def _whole_at_first(op: Op) -> Op:
     """The op, which runs whole the first time; it may be recomputed slice by slice."""
-    return op if op.by_slices is None else replace(op, by_slices=replace(op.by_slices, first=False))
+    return op if op.by_slices is None else structs.replace(op, by_slices=structs.replace(op.by_slices, first=False))
 
 
 def _numbered(subgraphs: Subgraphs) -> tuple[list[Storage], list[dict[int, int]]]:
@@ -189,7 +190,7 @@ def _passing_gradients(subgraphs: Subgraphs, numbers: Sequence[dict[int, int]], 
                     coming.setdefault(number[subgraph.reading.storage_of[node]], []).append(number[gradient])
     for storage in (*passing.comes_as.values(), *(s for added in passing.added.values() for s in added)):
         if storages[storage].kind is StorageKind.GRADIENT:
-            storages[storage] = replace(storages[storage], kind=StorageKind.BACKWARD)
+            storages[storage] = structs.replace(storages[storage], kind=StorageKind.BACKWARD)
     return passing
 
 
@@ -217,7 +218,7 @@ def _uses_added_up(
             added[index] = tuple(dict.fromkeys(gradient for gradients in last for gradient in gradients))
     for gradients in brought.values():
         for storage in gradients[:-1]:
-            storages[storage] = replace(storages[storage], kind=StorageKind.BACKWARD)
+            storages[storage] = structs.replace(storages[storage], kind=StorageKind.BACKWARD)
     return added
 
 
@@ -267,7 +268,7 @@ def _added(gradients: Sequence[int], subgraph: int, storages: Sequence[Storage])
     if not gradients:
         return ()
     sum_bytes = max(storages[gradient].nbytes for gradient in gradients)
-    return (replace(_between("add-gradients", Phase.BACKWARD, subgraph, gradients), workspace_bytes=sum_bytes),)
+    return (structs.replace(_between("add-gradients", Phase.BACKWARD, subgraph, gradients), workspace_bytes=sum_bytes),)
 
 
 def _end(subgraph: Subgraph, number: dict[int, int], index: int, last: int) -> tuple[Op, ...]:
@@ -301,7 +302,7 @@ def _communication(
             if value is not None and value.tensor in unit_of and local_storage is not None:
                 storage = number[local_storage]
                 if storages[storage].kind is StorageKind.GRADIENT:
-                    storages[storage] = replace(storages[storage], kind=StorageKind.BACKWARD)
+                    storages[storage] = structs.replace(storages[storage], kind=StorageKind.BACKWARD)
                 gradients.setdefault(unit_of[value.tensor], []).append(storage)
     gathered = [subgraph.gathered for subgraph in subgraphs.subgraphs]
     made = communication(gathered, subgraphs.staying, gradients, len(storages), copies=device_type == "cpu")
@@ -330,14 +331,14 @@ def _op(op: JointOp, number: dict[int, int], subgraph: int, device_type: str) ->
         recomputable=op.recomputable,
         half_of=op.node.meta.get(HALF_OF, ""),
     )
-    slices = op.by_slices and replace(
+    slices = op.by_slices and structs.replace(
         op.by_slices,
         reads=tuple(dict.fromkeys(number[s] for s in op.by_slices.reads)),
         sums=tuple(number[s] for s in op.by_slices.sums),
     )
     if op.recompute_as is None:
-        return replace(made, by_slices=slices)
-    again = replace(
+        return structs.replace(made, by_slices=slices)
+    again = structs.replace(
         made,
         by_slices=slices,
         target=op.recompute_as.target.__name__,
@@ -345,7 +346,7 @@ def _op(op: JointOp, number: dict[int, int], subgraph: int, device_type: str) ->
         writes=made.writes[:1],
         plain_reads=None,
     )
-    return replace(made, recompute_as=again)
+    return structs.replace(made, recompute_as=again)
 
 
 def _incoming(reading: JointReading, took: Sequence[Operand | None], returned: dict[int, int]) -> dict[int, int]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -173,7 +174,7 @@ def capture_step(
     static = [*model.parameters(), *model.buffers(), *pytree.tree_leaves((args, kwargs))]
     static += [p.grad for p in model.parameters()]
     between_bytes = _between_bytes(model, subgraphs, device_type)
-    graph = replace(
+    graph = structs.replace(
         graph,
         static_bytes=storage_bytes(static, device_type)
         + cost.state_bytes
@@ -225,7 +226,7 @@ def read_again(
     of_step = replace(capture.subgraphs, subgraphs=tuple(subgraphs))
     graph, joint_ops = join(of_step, capture.loss.transient_bytes, device_type, held_bytes=capture.loss.held_bytes)
     was = capture.graph
-    graph = replace(
+    graph = structs.replace(
         graph,
         static_bytes=capture.static_bytes,
         after_step_bytes=was.after_step_bytes,

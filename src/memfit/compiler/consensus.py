@@ -12,10 +12,10 @@ up.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import nn
 
 from memfit.capture.distributed.fsdp import mesh_groups
@@ -23,8 +23,9 @@ from memfit.capture.training_step import device_of
 from memfit.distributed import process_group as processes
 from memfit.errors import BudgetError, CaptureError, MemfitError, PlanMismatchError
 from memfit.ir.graph import StepGraph
+from memfit.ir.jsonfile import as_document, record_of
 from memfit.ir.program import Program
-from memfit.ir.serialization import decode_graph, decode_program, encode_graph, encode_program, graph_digest
+from memfit.ir.serialization import decode_graph, encode_graph, graph_digest
 
 __all__ = ["agreed_peak", "agreed_program", "agreed_start", "agreed_step"]
 
@@ -65,7 +66,7 @@ def agreed_step(model: nn.Module, graph: StepGraph, device: torch.device) -> Ste
         f" ({_first_difference(theirs, graph)})"
     )
     processes.agree(error if differs else None, device, groups)
-    return replace(theirs, label=graph.label)
+    return structs.replace(theirs, label=graph.label)
 
 
 def _first_difference(theirs: StepGraph, ours: StepGraph) -> str:
@@ -97,7 +98,7 @@ def agreed_program(
     if processes.is_first(groups):
         try:
             program, bound_seconds = find()
-            document = {"program": encode_program(program), "bound_seconds": bound_seconds}
+            document = {"program": as_document(program), "bound_seconds": bound_seconds}
         except BudgetError as error:
             document = {
                 "error": str(error),
@@ -111,7 +112,7 @@ def agreed_program(
         raise BudgetError(document["error"], **document["budget"], **document["words"])
     if "error" in document:
         raise MemfitError(document["error"])
-    return decode_program(document["program"]), float(document["bound_seconds"])
+    return record_of(document["program"], Program), float(document["bound_seconds"])
 
 
 def agreed_peak(model: nn.Module, peak_bytes: int) -> int:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from memfit.ir.fields import Fact
+from memfit.ir.plan_file import Decision, PlanFile, Prediction, load_plan, save_plan
 from memfit.ir.program import Program
-from memfit.ir.serialization import Decision, PlanFile, Prediction, load_plan, save_plan
 from memfit.planner.analysis.activations import count_activations
 from memfit.planner.analysis.explain import ends_of_runs
 from memfit.units import format_bytes, format_percent, format_seconds
@@ -56,7 +57,7 @@ class Plan:
     proof: Proof | None = None
     program: Program
     decisions: tuple[Decision, ...]
-    fingerprint: Mapping[str, str | int | list[Any]]
+    fingerprint: Mapping[str, Fact]
     graph_digest: str
     grid: tuple[int, ...] = ()
     planned: Planned | None = None

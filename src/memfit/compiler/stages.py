@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import nn
 
 from memfit import strategies
@@ -216,7 +217,7 @@ def capture_and_profile(
             progress("profile", done, total)
 
     graph = profile_ops(capture, device, cache, progress=profiling)
-    graph = agreed_step(model, replace(graph, tiers=_tiers(request, device)), device)
+    graph = agreed_step(model, structs.replace(graph, tiers=_tiers(request, device)), device)
     return replace(capture, graph=graph), graph
 
 
@@ -253,7 +254,7 @@ def _captured(
         ),
     )
     static_bytes = capture.graph.static_bytes + request.beside_bytes
-    return replace(capture, graph=replace(capture.graph, static_bytes=static_bytes), static_bytes=static_bytes)
+    return replace(capture, graph=structs.replace(capture.graph, static_bytes=static_bytes), static_bytes=static_bytes)
 
 
 def _tiers(request: Request, device: torch.device) -> tuple[TierLinks, ...]:
@@ -321,7 +322,7 @@ def fingerprint(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -
         "model": f"{type(model).__module__}.{type(model).__qualname__}",
         "parameters": [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in model.named_parameters()],
         "inputs": [f"{tuple(t.shape)} {t.dtype}" for t in tensors],
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "device": machine_name(device_of(model)),
     }
 

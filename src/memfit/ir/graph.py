@@ -12,9 +12,12 @@ else is reordered), and a storage has one size from birth to death.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Annotated
 
+from msgspec import Meta, Struct, structs
+
+from memfit.ir.fields import MOST_ITEMS, Bytes, Count, Index, Indices, Name, Seconds, Words
 from memfit.ir.slicing import BySlices
 from memfit.ir.tiers import Tier, TierLinks
 
@@ -57,8 +60,7 @@ class StorageKind(StrEnum):
     """Written by a backward op and handed to the caller, live until the end of the step."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stream:
+class Stream(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """How a tier-resident storage moves, slice by slice; see `memfit.ir.streaming`.
 
     Attributes:
@@ -69,15 +71,14 @@ class Stream:
         into_compute_seconds: time that the way back takes from compute.
     """
 
-    nbytes: int
-    out_seconds: float
-    into_seconds: float
-    out_compute_seconds: float = 0.0
-    into_compute_seconds: float = 0.0
+    nbytes: Bytes
+    out_seconds: Seconds
+    into_seconds: Seconds
+    out_compute_seconds: Seconds = 0.0
+    into_compute_seconds: Seconds = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Storage:
+class Storage(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """One block of memory.
 
     Attributes:
@@ -90,10 +91,10 @@ class Storage:
             it is not written to files.
     """
 
-    name: str
-    nbytes: int
+    name: Name
+    nbytes: Bytes
     kind: StorageKind
-    plain_nbytes: int = 0
+    plain_nbytes: Bytes = 0
     reusable: bool = False
     stream: Stream | None = None
 
@@ -103,8 +104,7 @@ class Storage:
         return self.nbytes if self.stream is None else self.stream.nbytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Variant:
+class Variant(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """One way in which an op can run, with the same bits: whole, or in chunks one after the other.
 
     Attributes:
@@ -113,13 +113,12 @@ class Variant:
         workspace_bytes: memory taken beyond operands and results.
     """
 
-    chunks: int
-    seconds: float
-    workspace_bytes: int
+    chunks: Count
+    seconds: Seconds
+    workspace_bytes: Bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Op:
+class Op(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """One call that computes something. Views are not ops.
 
     Attributes:
@@ -151,28 +150,28 @@ class Op:
         estimated_seconds: the time of a recomputation as planners estimate it, where a planner has set it.
     """
 
-    name: str
-    target: str
-    module: str = ""
+    name: Name
+    target: Name
+    module: Name = ""
     phase: Phase
-    subgraph: int = 0
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-    in_place_over: tuple[int, ...] = ()
-    seconds: float = 0.0
-    in_place_seconds: float | None = None
-    workspace_bytes: int = 0
-    chunks: int = 1
-    variants: tuple[Variant, ...] = ()
-    random_state_bytes: int = 0
+    subgraph: Index = 0
+    reads: Indices
+    writes: Indices
+    in_place_over: Indices = ()
+    seconds: Seconds = 0.0
+    in_place_seconds: Seconds | None = None
+    workspace_bytes: Bytes = 0
+    chunks: Count = 1
+    variants: Annotated[tuple[Variant, ...], Meta(max_length=1_000)] = ()
+    random_state_bytes: Bytes = 0
     recomputable: bool = True
     plain_in_place: bool = False
-    plain_reads: tuple[int, ...] | None = None
+    plain_reads: Indices | None = None
     plain_variant: Variant | None = None
     recompute_as: Op | None = None
     by_slices: BySlices | None = None
-    half_of: str = ""
-    estimated_seconds: float | None = None
+    half_of: Name = ""
+    estimated_seconds: Seconds | None = None
 
     @property
     def is_hook(self) -> bool:
@@ -191,7 +190,7 @@ class Op:
             return self.plain_variant
         whole = self.variant(1) if self.variants else self.variant(self.chunks)
         if self.plain_in_place and self.in_place_seconds is not None:
-            return replace(whole, seconds=self.in_place_seconds)
+            return structs.replace(whole, seconds=self.in_place_seconds)
         return whole
 
     @property
@@ -241,8 +240,7 @@ class Op:
         raise KeyError(f"{self.name} does not run in {chunks} chunks")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepGraph:
+class StepGraph(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """A training step.
 
     Attributes:
@@ -257,14 +255,14 @@ class StepGraph:
         tiers: the tiers to which storages may be swapped, the first choice first; empty if there is none.
     """
 
-    ops: tuple[Op, ...]
-    storages: tuple[Storage, ...]
-    outputs: tuple[int, ...] = ()
-    static_bytes: int = 0
-    after_step_bytes: int = 0
-    after_step_seconds: float = 0.0
-    label: str = ""
-    tiers: tuple[TierLinks, ...] = ()
+    ops: Annotated[tuple[Op, ...], MOST_ITEMS]
+    storages: Annotated[tuple[Storage, ...], MOST_ITEMS]
+    outputs: Indices = ()
+    static_bytes: Bytes = 0
+    after_step_bytes: Bytes = 0
+    after_step_seconds: Seconds = 0.0
+    label: Words = ""
+    tiers: Annotated[tuple[TierLinks, ...], Meta(max_length=len(Tier))] = ()
 
     @property
     def loss_index(self) -> int:
@@ -315,7 +313,9 @@ class StepGraph:
 
     def without_memfit(self) -> StepGraph:
         """The step as eager autograd runs it: ops whole, not in place, with its operands and sizes."""
-        return replace(self, ops=tuple(map(_plain_op, self.ops)), storages=tuple(map(_plain_storage, self.storages)))
+        return structs.replace(
+            self, ops=tuple(map(_plain_op, self.ops)), storages=tuple(map(_plain_storage, self.storages))
+        )
 
     def producers(self) -> list[int]:
         """For each storage the op that writes it, -1 for static storages."""
@@ -352,7 +352,7 @@ def _read_in_slices(op: Op) -> tuple[int, ...]:
 
 
 def _plain_op(op: Op) -> Op:
-    return replace(
+    return structs.replace(
         op,
         reads=op.reads if op.plain_reads is None else op.plain_reads,
         plain_reads=None,
@@ -370,7 +370,7 @@ def _plain_op(op: Op) -> Op:
 
 
 def _plain_storage(storage: Storage) -> Storage:
-    return replace(storage, nbytes=storage.plain_nbytes or storage.nbytes, plain_nbytes=0, stream=None)
+    return structs.replace(storage, nbytes=storage.plain_nbytes or storage.nbytes, plain_nbytes=0, stream=None)
 
 
 def total_bytes(graph: StepGraph, storages: Sequence[int]) -> int:

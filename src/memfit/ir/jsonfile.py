@@ -1,87 +1,82 @@
 """JSON files: read as untrusted data, written whole and for their owner only.
 
-A file from elsewhere is parsed as JSON, never as code, and validated against a schema before any code uses its content.
-The schema is JSON Schema (draft 2020-12), so that the documented form is also the enforced form. The validator below
-knows the part of JSON Schema that memfit's files use, and its messages say in words where a file is wrong.
+A file from elsewhere is parsed as JSON, never as code, and `msgspec` validates it against the type of a record before
+any code uses its content; the types of the fields say which values are allowed (`memfit.ir.fields`).
+`msgspec.json.schema` gives the same rules as JSON Schema.
 
-Known limits: of JSON Schema only `type`, `enum`, `minimum`, `maximum`, `maxLength`, `pattern`, `minItems`,
-`maxItems`, `prefixItems`, `items`, `properties`, `propertyNames`, `required`, `additionalProperties` and
-`maxProperties` are known, and `1.0` is not an integer.
+Known limits: rules that types cannot state, such as that indices exist, are checked by the modules of the records.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import os
-import re
 import tempfile
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, TypeVar
+
+import msgspec
 
 from memfit.errors import PlanFileError
+from memfit.ir.fields import NO_CONTROL_CHARACTERS
 
-__all__ = ["read_json", "validate", "write_json"]
+__all__ = ["as_document", "read_json", "record_of", "write_json"]
+
+T = TypeVar("T")
 
 _LARGEST_FILE_BYTES = 64 * 2**20
-_TYPES: dict[str, tuple[type, ...]] = {
-    "object": (dict,),
-    "array": (list,),
-    "string": (str,),
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "null": (type(None),),
-}
 
 
-def read_json(path: str | os.PathLike[str], *, schema: Mapping[str, Any]) -> Any:
-    """Reads a JSON file.
+def read_json(path: str | os.PathLike[str], kind: type[T]) -> T:
+    """Reads a record from a JSON file.
 
     Args:
         path: the file.
-        schema: the schema that it must satisfy.
+        kind: type of the record.
 
     Returns:
-        The document.
+        The record.
 
     Raises:
         OSError: if the file cannot be read.
-        PlanFileError: if the file is too large, not JSON, or breaks the schema.
+        PlanFileError: if the file is too large, not JSON, or no such record.
     """
     with Path(path).open("rb") as file:
         content = file.read(_LARGEST_FILE_BYTES + 1)
     if len(content) > _LARGEST_FILE_BYTES:
         raise PlanFileError(f"{path} is larger than the {_LARGEST_FILE_BYTES} bytes a file of memfit may have")
     try:
-        document = json.loads(content.decode(), parse_constant=_refuse)
-        validate(document, schema)
-    except (ValueError, RecursionError) as error:
-        raise PlanFileError(f"{path} is not JSON ({error}); give a file that memfit has written") from None
-    except PlanFileError as error:
-        raise PlanFileError(f"{path}: {error}") from None
-    return document
+        return msgspec.json.decode(content, type=kind)
+    except msgspec.ValidationError as error:
+        raise PlanFileError(f"{path}: {_damaged(error)}") from None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise PlanFileError(f"{path} is not JSON ({_printable(error)}); give a file that memfit has written") from None
 
 
-def write_json(path: str | os.PathLike[str], document: Mapping[str, Any]) -> None:
-    """Writes a JSON file, mode 0600, one line per entry; an existing file is replaced atomically.
+def write_json(path: str | os.PathLike[str], record: msgspec.Struct) -> None:
+    """Writes a record as a JSON file, mode 0600, one line per field; an existing file is replaced atomically.
 
     Args:
         path: the file.
-        document: the data to write; finite numbers only.
+        record: the record to write.
 
     Raises:
         OSError: if the file cannot be written.
-        ValueError: if the document holds an infinite number or a NaN.
+        PlanFileError: if the record could not be read back, for example since a number is not finite.
     """
-    lines = (f"{json.dumps(name)}: {json.dumps(item, allow_nan=False)}" for name, item in document.items())
-    content = "{\n" + ",\n".join(lines) + "\n}\n"
+    content = msgspec.json.encode(record)
+    try:
+        read = msgspec.json.decode(content, type=type(record))
+    except msgspec.DecodeError as error:
+        raise PlanFileError(_damaged(error)) from None
+    if read != record:
+        raise PlanFileError("a record that is not the same when it is read back cannot be written")
+    fields = msgspec.json.decode(content, type=dict[str, msgspec.Raw])
+    lines = (msgspec.json.encode(name) + b": " + bytes(field) for name, field in fields.items())
     path = Path(path)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with open(handle, "w", encoding="ascii") as file:
-            file.write(content)
+        with open(handle, "wb") as file:
+            file.write(b"{\n" + b",\n".join(lines) + b"\n}\n")
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -90,80 +85,28 @@ def write_json(path: str | os.PathLike[str], document: Mapping[str, Any]) -> Non
         raise
 
 
-def validate(document: object, schema: Mapping[str, Any], where: str = "$") -> None:
-    """Validates a document against a schema.
+def as_document(record: msgspec.Struct) -> Any:
+    """A record as parsed JSON, for another process or for a larger document."""
+    return msgspec.json.decode(msgspec.json.encode(record))
 
-    Args:
-        document: parsed JSON.
-        schema: a schema that uses only the part of JSON Schema known here.
-        where: path of the document, for the message.
+
+def record_of(document: object, kind: type[T]) -> T:
+    """The record in parsed JSON.
 
     Raises:
-        PlanFileError: naming the first place that breaks the schema, and how.
+        PlanFileError: if the document is no such record.
     """
-    for place, problem in _violations(document, schema, where):
-        raise PlanFileError(f"{place} {problem}; it is damaged or of another version of memfit: make it anew")
+    try:
+        return msgspec.convert(document, kind)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise PlanFileError(_damaged(error)) from None
 
 
-def _violations(value: Any, schema: Mapping[str, Any], where: str) -> Iterator[tuple[str, str]]:
-    """Yields every place that breaks the schema, and how."""
-    rule = schema.get
-    if "enum" in schema and not (isinstance(value, str) and value in schema["enum"]):
-        yield where, f"is {_short(value)}, not one of {', '.join(schema['enum'])}"
-    if names := rule("type"):
-        names = [names] if isinstance(names, str) else names
-        if not any(_is_a(value, name) for name in names):
-            yield where, f"is {_short(value)}, not of type {' or '.join(names)}"
-            return
-    if isinstance(value, dict):
-        yield from _violations_of_object(value, schema, where)
-    elif isinstance(value, list):
-        if not rule("minItems", 0) <= len(value) <= rule("maxItems", math.inf):
-            yield where, f"has {len(value)} items, not {rule('minItems', 0)} to {rule('maxItems')}"
-            return
-        first = rule("prefixItems", ())
-        for index, item in enumerate(value):
-            item_schema = first[index] if index < len(first) else rule("items", {})
-            yield from _violations(item, item_schema, f"{where}[{index}]")
-    elif isinstance(value, str):
-        if len(value) > rule("maxLength", math.inf):
-            yield where, f"is {len(value)} characters long, more than {rule('maxLength')}"
-        elif not re.search(rule("pattern", ""), value):
-            yield where, f"is {_short(value)}, which holds characters that do not belong there"
-    elif _is_a(value, "number") and not rule("minimum", -math.inf) <= value <= rule("maximum", math.inf):
-        yield where, f"is {_short(value)}, not in {rule('minimum')} to {rule('maximum')}"
+def _damaged(error: Exception) -> str:
+    return f"{_printable(error)}; it is damaged or of another version of memfit: make it anew"
 
 
-def _violations_of_object(value: dict[str, Any], schema: Mapping[str, Any], where: str) -> Iterator[tuple[str, str]]:
-    if len(value) > schema.get("maxProperties", math.inf):
-        yield where, f"has {len(value)} entries, more than {schema['maxProperties']}"
-        return
-    known = schema.get("properties", {})
-    others = schema.get("additionalProperties", {})
-    for name in schema.get("required", ()):
-        if name not in value:
-            yield where, f"has no {name!r}"
-    for name, item in value.items():
-        yield from _violations(name, schema.get("propertyNames", {}), where)
-        if name not in known and others is False:
-            yield where, f"has an unknown entry {_short(name)}"
-        else:
-            yield from _violations(
-                item, known.get(name, others), f"{where}.{name if name.isidentifier() else _short(name)}"
-            )
-
-
-def _is_a(value: object, name: str) -> bool:
-    return isinstance(value, _TYPES[name]) and (name == "boolean" or not isinstance(value, bool))
-
-
-def _short(value: object) -> str:
-    """A value as it appears in a message."""
-    if isinstance(value, dict | list):
-        return "an object" if isinstance(value, dict) else "an array"
-    text = json.dumps(value if not isinstance(value, str) else value[:60])
-    return text if len(text) <= 80 else f"{text[:80]}..."
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not a number")
+def _printable(error: Exception) -> str:
+    """A message, which may hold text of a file, without control characters."""
+    text = str(error).replace(f"matching regex {NO_CONTROL_CHARACTERS!r}", "without control characters")
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text if not 0xD800 <= ord(c) <= 0xDFFF)

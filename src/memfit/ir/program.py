@@ -11,17 +11,17 @@ Known limits: at most one copy of a storage is alive, the one written last.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from typing import Annotated
+
+from msgspec import Meta, Struct, structs
 
 from memfit.ir.fusion import Fusion, fusions, overwritten, runs_by_slices
 from memfit.ir.graph import Op, Phase, StepGraph
+from memfit.ir.instructions import Compute, Free, Instruction, Resident, SwapOut
 from memfit.ir.streaming import streams
 from memfit.ir.tiers import Tier
 
 __all__ = [
-    "Action",
-    "Instruction",
     "Program",
     "as_they_run",
     "assembled",
@@ -34,49 +34,14 @@ __all__ = [
 ]
 
 
-class Action(StrEnum):
-    """Kind of an instruction."""
-
-    COMPUTE = "compute"
-    FREE = "free"
-    SWAP_OUT = "swap out"
-    """The transfer of a storage to a tier starts. Its memory stays until it is freed or overwritten, which waits until
-    the transfer is done. On the tier the storage stays until the step ends."""
-
-    SWAP_IN = "swap in"
-    """Memory is taken for a storage, and its transfer back starts; ops that read it wait until the transfer is done."""
-
-    STREAM = "stream"
-    """A storage is tier-resident (`memfit.ir.streaming`); this is said before any op runs."""
-
-
-@dataclass(frozen=True, slots=True)
-class Instruction:
-    """One step of a program: `index` is an op for `COMPUTE`, else a storage.
-
-    An op runs in `chunks`, and its first result takes the memory of storage `over` if there is one. A `sliced` op runs
-    slice by slice; `chunks` is then the number of slices. A `fused` instruction belongs to the same fused region as the
-    next instruction (`memfit.ir.fusion`). A storage is swapped out to a `tier`, or lives there.
-    """
-
-    action: Action
-    index: int
-    over: int | None = None
-    chunks: int = 1
-    fused: bool = False
-    sliced: bool = False
-    tier: Tier | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
+class Program(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The instructions of one step, forward to backward."""
 
-    instructions: tuple[Instruction, ...]
+    instructions: Annotated[tuple[Instruction, ...], Meta(max_length=10_000_000)]
 
     def order(self) -> list[int]:
         """The ops in the order they run, recomputed ones repeated."""
-        return [i.index for i in self.instructions if i.action is Action.COMPUTE]
+        return [i.op for i in self.instructions if isinstance(i, Compute)]
 
     def runs(self) -> Iterator[tuple[Instruction, ...]]:
         """The instructions of each fused region; an instruction that is not fused is a run of its own."""
@@ -88,15 +53,15 @@ class Program:
 
     def swapped(self) -> dict[int, Tier]:
         """Storages that are swapped out, with their tiers, in the order in which they leave."""
-        return {i.index: i.tier for i in self.instructions if i.action is Action.SWAP_OUT and i.tier is not None}
+        return {i.storage: i.tier for i in self.instructions if isinstance(i, SwapOut)}
 
     def tier_resident(self) -> dict[int, Tier]:
         """Tier-resident storages, with their tiers."""
-        return {i.index: i.tier for i in self.instructions if i.action is Action.STREAM and i.tier is not None}
+        return {i.storage: i.tier for i in self.instructions if isinstance(i, Resident)}
 
     def tiers(self) -> list[Tier]:
         """The tiers that the program uses, in the order of their first use."""
-        return list(dict.fromkeys(i.tier for i in self.instructions if i.tier is not None))
+        return list(dict.fromkeys(i.tier for i in self.instructions if isinstance(i, SwapOut | Resident)))
 
     def recomputed(self) -> list[int]:
         """Recomputed ops, one entry for every extra run, in order."""
@@ -111,14 +76,15 @@ class Program:
 
 def are_halves(graph: StepGraph, first: Instruction, second: Instruction) -> bool:
     """Whether two adjacent instructions run in one call: halves of it, both whole and not over another storage."""
-    both = (first, second)
-    if any(i.action is not Action.COMPUTE or i.chunks > 1 or i.sliced or i.over is not None for i in both):
+    if not isinstance(first, Compute) or not isinstance(second, Compute):
         return False
-    ahead, here = (graph.ops[i.index] for i in both)
+    if any(i.chunks > 1 or i.sliced or i.over is not None for i in (first, second)):
+        return False
+    ahead, here = graph.ops[first.op], graph.ops[second.op]
     return (
         bool(here.half_of)
         and (ahead.half_of, ahead.subgraph) == (here.half_of, here.subgraph)
-        and first.index != second.index
+        and first.op != second.op
     )
 
 
@@ -198,8 +164,8 @@ def program_of(graph: StepGraph, order: Sequence[int], *, in_place: bool = True,
         dead = dying[position]
         op = ops[position]
         over = overwritten(op, dead) if in_place else None
-        frees = [Instruction(Action.FREE, s) for s in dead if s != over]
-        return [Instruction(Action.COMPUTE, order[position], over, op.chunks, sliced=streams(graph, op)), *frees]
+        frees = [Free(s) for s in dead if s != over]
+        return [Compute(order[position], op.chunks, over, sliced=streams(graph, op)), *frees]
 
     return assembled(order, ops, dying, runs, alone)
 
@@ -256,27 +222,18 @@ def dying_after(graph: StepGraph, ops: Sequence[Op]) -> list[list[int]]:
 def _as_one(run: Fusion, order: Sequence[int], ops: Sequence[Op], dying: Sequence[Sequence[int]]) -> list[Instruction]:
     """Fused ops with frees of storages that exist as slices only; whole storages are freed after the ops."""
     written: set[int] = set()
-    fused: list[Instruction] = []
-    after: list[Instruction] = []
+    fused: list[Compute | Free] = []
+    after: list[Free] = []
     taken = set(run.over.values())
     for position in range(run.start, run.stop):
         op = ops[position]
         assert op.by_slices is not None
         written.update(op.writes)
-        fused.append(
-            Instruction(
-                Action.COMPUTE,
-                order[position],
-                run.over.get(position),
-                op.by_slices.slices,
-                fused=True,
-                sliced=True,
-            )
-        )
+        fused.append(Compute(order[position], op.by_slices.slices, run.over.get(position), sliced=True, fused=True))
         for storage in dying[position]:
             if storage in written and storage not in op.by_slices.sums:
-                fused.append(Instruction(Action.FREE, storage, fused=True))
+                fused.append(Free(storage, fused=True))
             elif storage not in taken:
-                after.append(Instruction(Action.FREE, storage))
-    fused[-1] = replace(fused[-1], fused=False)
-    return fused + after
+                after.append(Free(storage))
+    fused[-1] = structs.replace(fused[-1], fused=False)
+    return [*fused, *after]

@@ -6,8 +6,12 @@ makes. `memfit.ir.fusion` fuses ops that run by slices, `memfit.ir.halo` adds up
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import ceil, prod
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from memfit.ir.fields import Bytes, Count, Indices, Number, Seconds
 
 __all__ = ["SMALL_SUM_BYTES", "BySlices", "Reach"]
 
@@ -15,20 +19,18 @@ SMALL_SUM_BYTES = 1 << 16
 """Slices of sums of at most this many bytes are added up in twice the precision, in extra memory."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reach:
+class Reach(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """Range of an operand that an op reads for a tile of its own, along one axis of space.
 
     For a tile from `a` to `b` the op reads from `scale * a - before` to `scale * b + after`.
     """
 
-    scale: float
-    before: float
-    after: float
+    scale: Number
+    before: Number
+    after: Number
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BySlices:
+class BySlices(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """How an op runs slice by slice: a few samples of the batch at a time, or a tile in space of these.
 
     Attributes:
@@ -50,19 +52,19 @@ class BySlices:
         reaches: for each operand in `reads` the range that it reads of it along each of these axes.
     """
 
-    batch: int
-    samples: int
-    seconds: float
-    workspace_bytes: int
-    reads: tuple[int, ...]
-    copy_seconds: float = 0.0
-    copy_over_seconds: float = 0.0
-    sums: tuple[int, ...] = ()
+    batch: Count
+    samples: Count
+    seconds: Seconds
+    workspace_bytes: Bytes
+    reads: Indices
+    copy_seconds: Seconds = 0.0
+    copy_over_seconds: Seconds = 0.0
+    sums: Indices = ()
     first: bool = False
     accumulates: bool = False
-    grid: tuple[int, ...] = ()
-    extents: tuple[int, ...] = ()
-    reaches: tuple[tuple[Reach, ...], ...] = ()
+    grid: Annotated[tuple[Count, ...], Meta(max_length=2)] = ()
+    extents: Annotated[tuple[Count, ...], Meta(max_length=2)] = ()
+    reaches: Annotated[tuple[Annotated[tuple[Reach, ...], Meta(max_length=2)], ...], Meta(max_length=1_000)] = ()
 
     @property
     def slices(self) -> int:

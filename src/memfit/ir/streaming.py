@@ -18,7 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
+
+from msgspec import structs
 
 from memfit.ir.graph import Op, Phase, StepGraph, Storage, StorageKind, Stream
 from memfit.ir.tiers import Tier, TierLinks, slot_bytes
@@ -72,7 +73,7 @@ def streaming_step(graph: StepGraph, placed: Mapping[int, Tier]) -> StepGraph:
     def moved(index: int, storage: Storage) -> Storage:
         if index not in placed:
             return storage
-        return replace(
+        return structs.replace(
             storage,
             nbytes=0,
             plain_nbytes=storage.plain_nbytes or storage.nbytes,
@@ -81,14 +82,14 @@ def streaming_step(graph: StepGraph, placed: Mapping[int, Tier]) -> StepGraph:
         )
 
     storages = tuple(moved(index, storage) for index, storage in enumerate(graph.storages))
-    changed = replace(
+    changed = structs.replace(
         graph,
         storages=storages,
         static_bytes=graph.static_bytes + graph.buffer_bytes(set(placed.values())),
         tiers=(),
     )
     held = graph.held_to_the_end()
-    return replace(changed, ops=tuple(_in_slices_only(changed, op, held) for op in graph.ops))
+    return structs.replace(changed, ops=tuple(_in_slices_only(changed, op, held) for op in graph.ops))
 
 
 def streams(graph: StepGraph, op: Op) -> bool:
@@ -196,14 +197,14 @@ def _in_slices_only(graph: StepGraph, op: Op, held: AbstractSet[int]) -> Op:
     """An op of a streaming step: it runs in slices, with their costs, if it touches a tier-resident storage."""
     again = None if op.recompute_as is None else _in_slices_only(graph, op.recompute_as, held)
     if not streams(graph, op):
-        return replace(op, recompute_as=again)
+        return structs.replace(op, recompute_as=again)
     slices = op.by_slices
     if slices is None:  # its first run is whole, so its results do not live on a tier
-        return replace(op, recompute_as=again)
+        return structs.replace(op, recompute_as=again)
     into, out = slices_moving(graph, [op], ())
     taken, waited = waited_seconds(graph, into, out, slices.seconds)
     made = sum(slices.slice_bytes(s, graph.storages[s].whole_bytes) for s in op.writes)
-    return replace(
+    return structs.replace(
         op,
         recompute_as=again,
         recomputable=op.recomputable and held.isdisjoint(op.writes),

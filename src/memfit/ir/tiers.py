@@ -9,8 +9,11 @@ Known limits: a rate does not depend on the ops that run meanwhile, nor on trans
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
+
+from msgspec import Struct
+
+from memfit.ir.fields import Bytes, Rate, Seconds
 
 __all__ = ["SLOT_ALIGNMENT", "Lanes", "Link", "Tier", "TierLinks", "slot_bytes"]
 
@@ -28,8 +31,7 @@ class Tier(StrEnum):
     """A private file."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class Link(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """One direction between the device and a tier, measured while compute runs.
 
     Attributes:
@@ -38,17 +40,16 @@ class Link:
         compute_seconds_per_byte: time that a byte takes from compute.
     """
 
-    bytes_per_second: float
-    latency_seconds: float = 0.0
-    compute_seconds_per_byte: float = 0.0
+    bytes_per_second: Rate
+    latency_seconds: Seconds = 0.0
+    compute_seconds_per_byte: Seconds = 0.0
 
     def seconds(self, nbytes: int) -> float:
         """Time of a transfer, in seconds."""
         return self.latency_seconds + nbytes / self.bytes_per_second
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TierLinks:
+class TierLinks(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """A tier, its two directions and how much it may hold.
 
     Attributes:
@@ -62,8 +63,8 @@ class TierLinks:
     tier: Tier
     out: Link
     into: Link
-    limit_bytes: int | None = None
-    buffer_bytes: int = 0
+    limit_bytes: Bytes | None = None
+    buffer_bytes: Bytes = 0
 
 
 def slot_bytes(nbytes: int) -> int:

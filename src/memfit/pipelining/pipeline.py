@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec import structs
 from torch import nn
 
 from memfit.capture.state.snapshot import preserved
@@ -307,7 +308,7 @@ class Pipeline:
         if self._data_group is not None:
             for one in peaks:
                 dist.all_reduce(one, dist.ReduceOp.MAX, group=self._data_group)
-        plan = replace(prepared.plan, measured_peak_bytes=tuple(int(one) for one in peaks))
+        plan = structs.replace(prepared.plan, measured_peak_bytes=tuple(int(one) for one in peaks))
         return replace(prepared, plan=plan)
 
     def _capture(self, part: Sequence[Any], spec: Any) -> ForwardGraph:

@@ -1,29 +1,28 @@
 """The plan of a pipeline, which is printed and sent to other processes.
 
 The plan names cuts and programs only; each process cuts the model itself, and runs nothing if its model differs from
-the planned model. As JSON, the plan is validated against a schema, like every plan.
+the planned model. As JSON, the plan is validated like every plan.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Sequence
+from typing import Annotated, Any
 
-from memfit.errors import PlanFileError
+from msgspec import Meta, Struct
+
+from memfit.ir.fields import MOST_ITEMS, Bytes, Count, Index, Indices, ListOfBytes, Name, Seconds
+from memfit.ir.jsonfile import as_document, record_of
 from memfit.ir.program import Program
-from memfit.ir.schema import PROGRAM_SCHEMA
-from memfit.ir.serialization import decode_program, encode_program, validate
 from memfit.pipelining.search.device_budgets import budget_text
-from memfit.planner.pipeline.schedule import Action, Pass, Schedule, StageTimes
+from memfit.planner.pipeline.schedule import Schedule, StageTimes
 from memfit.units import format_bytes, format_seconds
 
 __all__ = ["PipelinePlan", "StageProgram", "calls_digest", "decode_pipeline", "encode_pipeline"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageProgram:
+class StageProgram(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """The program with which a stage runs a micro-batch.
 
     Attributes:
@@ -43,24 +42,23 @@ class StageProgram:
         begins: the module with which the stage begins.
     """
 
-    digest: str
+    digest: Name
     program: Program
     last_program: Program | None = None
-    separated: tuple[str, ...] = ()
-    grid: tuple[int, ...] = ()
-    in_flight: int
-    saved_bytes: int
-    static_bytes: int
-    peak_bytes: int
-    forward_seconds: float
-    backward_seconds: float
-    weight_seconds: float = 0.0
-    recompute_seconds: float = 0.0
-    begins: str = ""
+    separated: Annotated[tuple[Name, ...], MOST_ITEMS] = ()
+    grid: Annotated[tuple[Count, ...], Meta(max_length=3)] = ()
+    in_flight: Index
+    saved_bytes: Bytes
+    static_bytes: Bytes
+    peak_bytes: Bytes
+    forward_seconds: Seconds
+    backward_seconds: Seconds
+    weight_seconds: Seconds = 0.0
+    recompute_seconds: Seconds = 0.0
+    begins: Name = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelinePlan:
+class PipelinePlan(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """How a model trains on several devices.
 
     Attributes:
@@ -78,18 +76,18 @@ class PipelinePlan:
         measured_peak_bytes: of each device, measured; empty if no peak was measured.
     """
 
-    sizes: tuple[int, ...]
+    sizes: Indices
     schedule: Schedule
-    cuts: tuple[int, ...]
-    calls: str
-    stages: tuple[StageProgram, ...]
-    last_stages: tuple[StageProgram, ...] = ()
+    cuts: Indices
+    calls: Name
+    stages: Annotated[tuple[StageProgram, ...], MOST_ITEMS]
+    last_stages: Annotated[tuple[StageProgram, ...], MOST_ITEMS] = ()
     takes_random: bool = False
-    budget_bytes: tuple[int, ...] | None = None
-    step_seconds: float
-    bubble: float
-    peak_bytes: tuple[int, ...]
-    measured_peak_bytes: tuple[int, ...] = ()
+    budget_bytes: ListOfBytes | None = None
+    step_seconds: Seconds
+    bubble: Seconds
+    peak_bytes: ListOfBytes
+    measured_peak_bytes: ListOfBytes = ()
 
     def times(self) -> list[StageTimes]:
         """Predicted times of a micro-batch at each stage."""
@@ -141,80 +139,9 @@ def calls_digest(targets: Sequence[Any]) -> str:
     return hashlib.sha256("\n".join(names).encode()).hexdigest()
 
 
-_TEXT = {"type": "string", "maxLength": 1000}
-_COUNT = {"type": "integer", "minimum": 0, "maximum": 2**60}
-_SECONDS = {"type": "number", "minimum": 0, "maximum": 1e9}
-_PROGRAM = {key: rule for key, rule in PROGRAM_SCHEMA.items() if key != "$schema"}
-
-
-def _list(items: Mapping[str, Any]) -> dict[str, Any]:
-    return {"type": "array", "items": items, "maxItems": 1_000_000}
-
-
-_STAGE_FIELDS: dict[str, Any] = {
-    "digest": _TEXT,
-    "program": _PROGRAM,
-    "separated": _list(_TEXT),
-    "grid": {"type": "array", "items": _COUNT, "maxItems": 3},
-    **dict.fromkeys(("in_flight", "saved_bytes", "static_bytes", "peak_bytes"), _COUNT),
-    **dict.fromkeys(("forward_seconds", "backward_seconds", "weight_seconds", "recompute_seconds"), _SECONDS),
-    "begins": _TEXT,
-}
-_STAGE = {
-    "type": "object",
-    "properties": {**_STAGE_FIELDS, "last_program": _PROGRAM},
-    "required": list(_STAGE_FIELDS),
-    "additionalProperties": False,
-}
-_FIELDS: dict[str, Any] = {
-    **dict.fromkeys(("sizes", "cuts", "peak_bytes", "measured_peak_bytes"), _list(_COUNT)),
-    "schedule": {
-        "type": "object",
-        "properties": {
-            "name": _TEXT,
-            "num_stages": _COUNT,
-            "num_microbatches": _COUNT,
-            "orders": _list(_list({"type": "array", "prefixItems": [_COUNT, _TEXT, _COUNT], "minItems": 3})),
-        },
-        "required": ["name", "num_stages", "num_microbatches", "orders"],
-        "additionalProperties": False,
-    },
-    "calls": _TEXT,
-    "stages": _list(_STAGE),
-    "last_stages": _list(_STAGE),
-    "takes_random": {"type": "boolean"},
-    "step_seconds": _SECONDS,
-    "bubble": _SECONDS,
-}
-PIPELINE_SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {**_FIELDS, "budget_bytes": _list(_COUNT)},
-    "required": list(_FIELDS),
-    "additionalProperties": False,
-}
-
-
-_OF_DEVICES = ("sizes", "cuts", "budget_bytes", "peak_bytes", "measured_peak_bytes")
-
-
-def encode_pipeline(plan: PipelinePlan) -> dict[str, Any]:
-    """A plan as JSON data, see `PIPELINE_SCHEMA`."""
-    document = {f.name: getattr(plan, f.name) for f in fields(plan)}
-    document["schedule"] = {
-        **{name: getattr(plan.schedule, name) for name in ("name", "num_stages", "num_microbatches")},
-        "orders": [[[a.stage, a.what.value, a.microbatch] for a in order] for order in plan.schedule.orders],
-    }
-    document |= {name: list(document[name]) for name in _OF_DEVICES if document[name] is not None}
-    document |= {name: [_encoded(stage) for stage in document[name]] for name in ("stages", "last_stages")}
-    return {name: value for name, value in document.items() if value is not None}
-
-
-def _encoded(stage: StageProgram) -> dict[str, Any]:
-    document = {f.name: getattr(stage, f.name) for f in fields(stage)}
-    for name in ("program", "last_program"):
-        document[name] = None if document[name] is None else encode_program(document[name])
-    document |= {"separated": list(stage.separated), "grid": list(stage.grid)}
-    return {name: value for name, value in document.items() if value is not None}
+def encode_pipeline(plan: PipelinePlan) -> Any:
+    """A plan as JSON data."""
+    return as_document(plan)
 
 
 def decode_pipeline(document: object) -> PipelinePlan:
@@ -223,24 +150,4 @@ def decode_pipeline(document: object) -> PipelinePlan:
     Raises:
         PlanFileError: if the document is not a pipeline plan.
     """
-    validate(document, PIPELINE_SCHEMA)
-    assert isinstance(document, dict)
-    values = dict(document)
-    schedule = dict(values["schedule"])
-    known = {one.value for one in Pass}
-    if not all(what in known for order in schedule["orders"] for _, what, _ in order):
-        raise PlanFileError("the schedule of the pipeline has an unknown action; the plan is damaged: make it anew")
-    orders = tuple(tuple(Action(s, Pass(what), m) for s, what, m in order) for order in schedule["orders"])
-    values["schedule"] = Schedule(**{**schedule, "orders": orders})
-    values |= {name: tuple(values[name]) for name in _OF_DEVICES if name in values}
-    values |= {name: tuple(_decoded(stage) for stage in values[name]) for name in ("stages", "last_stages")}
-    return PipelinePlan(**values)
-
-
-def _decoded(document: Mapping[str, Any]) -> StageProgram:
-    values = dict(document)
-    for name in ("program", "last_program"):
-        if name in values:
-            values[name] = decode_program(values[name])
-    values |= {name: tuple(values[name]) for name in ("separated", "grid")}
-    return StageProgram(**values)
+    return record_of(document, PipelinePlan)

@@ -12,10 +12,11 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from msgspec import structs
 from torch import fx
 
 from memfit.errors import CaptureError
@@ -84,7 +85,7 @@ def costs_added(node: fx.Node, device: torch.device) -> Costs:
     except (RuntimeError, TypeError, IndexError, ValueError) as error:
         log.info("cannot time %s alone (%s); using its roofline", node.name, error)
         return Costs(variants=(Variant(chunks=1, seconds=roofline_seconds(node), workspace_bytes=0),))
-    return Costs(variants=(replace(variant, seconds=_seconds(run, variant.seconds, device)),))
+    return Costs(variants=(structs.replace(variant, seconds=_seconds(run, variant.seconds, device)),))
 
 
 def whole_if_separable(node: fx.Node, device: torch.device) -> tuple[Variant, ...]:
@@ -124,7 +125,7 @@ def whole_if_separable(node: fx.Node, device: torch.device) -> tuple[Variant, ..
         if not equal(result, (None, torch.cat(chunks, 1), of_bias)):
             return ()
         del result
-        return (replace(variant, seconds=_seconds(whole, variant.seconds, device)),)
+        return (structs.replace(variant, seconds=_seconds(whole, variant.seconds, device)),)
     except (RuntimeError, TypeError) as error:
         log.info("cannot make %s from its operands (%s)", node.name, error)
         return ()
@@ -165,9 +166,9 @@ def costs_of(node: fx.Node | Call, over: int | None, device: torch.device) -> Co
             # A call that can write over an operand mostly does, which avoids touching fresh memory.
             over_first = rule_of(node.target).in_place.get(0)
             likely = in_chunks if over_first is None else functools.partial(over_first, *args, chunks=chunks, **kwargs)
-            found.append((replace(variant, chunks=chunks), likely))
+            found.append((structs.replace(variant, chunks=chunks), likely))
     del result  # timed runs take the memory of earlier runs, as the ops of a step do
-    variants = tuple(replace(variant, seconds=_seconds(run, variant.seconds, device)) for variant, run in found)
+    variants = tuple(structs.replace(variant, seconds=_seconds(run, variant.seconds, device)) for variant, run in found)
     in_place: tuple[Variant, ...] = ()
     if over is not None:
         overwriting = functools.partial(rule_of(node.target).in_place[over], *args, **kwargs)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from msgspec import structs
 from torch import fx
 
 from memfit.capture.training_step import Capture, read_again
@@ -132,7 +133,7 @@ def profile_ops(
     nodes = list({cost_key(joint.node): joint.node for joint in joints}.values())
     with torch.random.fork_rng(devices=devices), torch.no_grad():
         library = library_bytes(graph, device, nodes, plain_code=bool(capture.subgraphs.breaks))
-    return replace(graph, static_bytes=graph.static_bytes + library)
+    return structs.replace(graph, static_bytes=graph.static_bytes + library)
 
 
 def known_separable(cache: CostCache) -> Callable[[str], bool]:
@@ -241,19 +242,19 @@ def _with_costs(
             continue
         costs, *again = costs_of_op(joint)
         # Slices are those of the call that recomputes the op.
-        made = _with_variants(op if not again else replace(op, by_slices=None), costs, joint.node)
+        made = _with_variants(op if not again else structs.replace(op, by_slices=None), costs, joint.node)
         if joint.recompute_as is not None and op.recompute_as is not None:
             if again[0].variants:
-                made = replace(made, recompute_as=_with_variants(op.recompute_as, again[0], joint.recompute_as))
+                made = structs.replace(made, recompute_as=_with_variants(op.recompute_as, again[0], joint.recompute_as))
             else:  # the whole kernel recomputes it, which makes no running statistics
                 recomputable = made.recomputable and not new_statistics_are_read(joint.node)
-                made = replace(made, recompute_as=None, recomputable=recomputable)
+                made = structs.replace(made, recompute_as=None, recomputable=recomputable)
         if joint.plain_free:
-            made = replace(made, plain_variant=Variant(chunks=1, seconds=0.0, workspace_bytes=0))
+            made = structs.replace(made, plain_variant=Variant(chunks=1, seconds=0.0, workspace_bytes=0))
         elif joint.plain_call is not None:
-            made = replace(made, plain_variant=plain_variant(joint.plain_call))
+            made = structs.replace(made, plain_variant=plain_variant(joint.plain_call))
         ops.append(made)
-    return replace(capture.graph, ops=tuple(ops))
+    return structs.replace(capture.graph, ops=tuple(ops))
 
 
 def _with_variants(op: Op, costs: Costs, call: fx.Node | Call) -> Op:
@@ -266,7 +267,7 @@ def _with_variants(op: Op, costs: Costs, call: fx.Node | Call) -> Op:
     best = min(variants, key=lambda variant: variant.seconds * (1.0 if variant.chunks > 1 else _WHOLE_HANDICAP))
     if in_place_over and candidate_chunks(call):  # such a kernel writes over its operand only in chunks
         best, in_place_over = (in_chunks[0], in_place_over) if in_chunks else (best, ())
-    return replace(
+    return structs.replace(
         op,
         in_place_over=in_place_over,
         seconds=best.seconds,
@@ -284,7 +285,7 @@ def _with_slices(slices: BySlices | None, costs: tuple[Variant, ...]) -> BySlice
         return None
     made, *together = costs
     copy, copy_over = together if together else (Variant(chunks=1, seconds=0.0, workspace_bytes=0),) * 2
-    return replace(
+    return structs.replace(
         slices,
         seconds=made.seconds,
         workspace_bytes=made.workspace_bytes,

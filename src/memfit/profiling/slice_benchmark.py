@@ -12,10 +12,11 @@ import logging
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import cast
 
 import torch
+from msgspec import structs
 from torch import fx
 
 from memfit.fxir.call import Call
@@ -87,7 +88,7 @@ def same_slices(
         chunks = [cut.of(result, axis) for result, axis in zip(wholes, axes, strict=True)]
         if not equal(chunks, list(results_in(results[0]))):
             return ()
-    variant = replace(first, seconds=statistics.median(times) * len(cuts))
+    variant = structs.replace(first, seconds=statistics.median(times) * len(cuts))
     return (variant, *_together(cast(torch.Tensor, wholes[0]), axes[0], cuts, device))
 
 
@@ -103,7 +104,7 @@ def _rounded_slices(
     seconds = 0.0
     _, variant = measured(lambda: run(cuts[len(cuts) // 2]), device)
     _, at_border = measured(lambda: run(cuts[0]), device)  # padded, but with a smaller halo
-    variant = replace(variant, workspace_bytes=max(variant.workspace_bytes, at_border.workspace_bytes))
+    variant = structs.replace(variant, workspace_bytes=max(variant.workspace_bytes, at_border.workspace_bytes))
     for cut in cuts:
         results = list[object]()
         seconds += timed(functools.partial(_run_into, results, run, cut), device)
@@ -121,7 +122,7 @@ def _rounded_slices(
     # The slices compared with the whole start with cold caches; in a step, each slice finds warm caches.
     sample = cuts[max(0, len(cuts) // 2 - _WARM // 2) :][:_WARM]
     warm = sum(timed(functools.partial(run, cut), device) for cut in sample) * len(cuts) / len(sample)
-    variant = replace(variant, seconds=min(seconds, warm))
+    variant = structs.replace(variant, seconds=min(seconds, warm))
     if wholes[0] is None or 0 in sums:
         free = Variant(chunks=1, seconds=0.0, workspace_bytes=0)
         return variant, free, free

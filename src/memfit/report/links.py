@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+
+from msgspec import structs
 
 from memfit.report.records import Record, records, summary
 from memfit.report.sentence import sentence
@@ -51,7 +53,7 @@ def _(result: Links) -> list[Sheet]:
 
 @records.register
 def _(result: Links) -> list[Record]:
-    return [{"tier": tier, "direction": way, **asdict(speed)} for tier, way, speed in result.directions()]
+    return [{"tier": tier, "direction": way, **structs.asdict(speed)} for tier, way, speed in result.directions()]
 
 
 @summary.register

@@ -14,6 +14,8 @@ from dataclasses import asdict
 from functools import singledispatch
 from typing import Any
 
+from msgspec import structs
+
 from memfit.compiler.difference import Difference
 from memfit.compiler.plan import Plan
 from memfit.tools.compare import BatchSize, Comparison, Row
@@ -133,7 +135,7 @@ def _(result: Comparison) -> Record:
 
 @records.register
 def _(result: Plan) -> list[Record]:
-    return [asdict(decision) for decision in result.decisions]
+    return [structs.asdict(decision) for decision in result.decisions]
 
 
 @summary.register
@@ -144,7 +146,7 @@ def _(result: Plan) -> Record:
         "strategy": result.strategy,
         "budget_bytes": result.budget_bytes,
         "fits": result.fits,
-        "predicted": asdict(result.predicted),
+        "predicted": structs.asdict(result.predicted),
         "measured_peak_bytes": result.measured_peak_bytes,
         "recomputed_ops": len(result.program.recomputed()),
         "is_tiled": result.is_tiled,
@@ -166,7 +168,7 @@ def _(result: Estimate) -> Record:
         "roofline_seconds": result.step_seconds,
         "peak_at": result.peak_at,
         "peak_is_measured": result.measured,
-        "swapping": None if result.swapping is None else asdict(result.swapping),
+        "swapping": None if result.swapping is None else structs.asdict(result.swapping),
         "activations_by_module": [{"module": name, "predicted_bytes": nbytes} for name, nbytes in result.by_module],
     }
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from memfit.compiler.plan import Plan
-from memfit.ir.serialization import Prediction
+from memfit.ir.plan_file import Prediction
 from memfit.report.records import csv_text, json_text
 from memfit.tools.compare import BatchSize, Comparison, Row
 from memfit.tools.compare_pipelines import PipelineComparison

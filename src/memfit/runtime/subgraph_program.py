@@ -24,7 +24,8 @@ import torch
 from memfit.capture.training_step import Capture
 from memfit.fxir.joint import JointReading
 from memfit.ir.graph import Phase, StorageKind
-from memfit.ir.program import Action, Instruction, Program, are_halves
+from memfit.ir.instructions import Compute, Instruction, SwapIn, SwapOut, computes_in, freed_in, given_up
+from memfit.ir.program import Program, are_halves
 from memfit.ir.streaming import tier_bytes
 from memfit.ops.accumulation import Accumulate
 from memfit.runtime.emitter import LocalInstruction, LocalMove, Move
@@ -100,20 +101,20 @@ def subgraph_programs(capture: Capture, program: Program) -> tuple[SubgraphProgr
 
     position = -1
     for place, instruction in enumerate(program.instructions):
-        index = instruction.index
-        gone = index if instruction.action is Action.FREE else instruction.over
+        gone = given_up(instruction)
         if gone in leaving:
             assert gone is not None
             leaving.discard(gone)
             move(Move.GONE, gone)
-        if instruction.action is Action.SWAP_OUT:
-            leaving.add(index)
-            move(Move.OUT, index)
-        elif instruction.action is Action.SWAP_IN:
-            move(Move.IN, index)
-        if instruction.action is not Action.COMPUTE:
+        if isinstance(instruction, SwapOut):
+            leaving.add(instruction.storage)
+            move(Move.OUT, instruction.storage)
+        elif isinstance(instruction, SwapIn):
+            move(Move.IN, instruction.storage)
+        if not isinstance(instruction, Compute):
             continue
         position += 1
+        index = instruction.op
         following = program.instructions[place + 1] if place + 1 < len(program.instructions) else None
         op, joint = graph.ops[index], capture.joint_ops[index]
         past_loss = past_loss or op.phase is Phase.LOSS
@@ -178,11 +179,11 @@ def subgraph_programs(capture: Capture, program: Program) -> tuple[SubgraphProgr
     )
 
 
-def _runs_with_next(capture: Capture, instruction: Instruction, following: Instruction | None) -> bool:
+def _runs_with_next(capture: Capture, instruction: Compute, following: Instruction | None) -> bool:
     """Whether an instruction and the next one are the halves of a call and run in the same part of the pass."""
-    if following is None or not are_halves(capture.graph, instruction, following):
+    if not isinstance(following, Compute) or not are_halves(capture.graph, instruction, following):
         return False
-    return (instruction.index in capture.deferred) == (following.index in capture.deferred)
+    return (instruction.op in capture.deferred) == (following.op in capture.deferred)
 
 
 def _accumulation(reading: JointReading) -> Accumulate | None:
@@ -196,11 +197,11 @@ def _fused(program: Program) -> tuple[list[bool], list[list[int]]]:
     fused: list[bool] = []
     passed_on: list[list[int]] = []
     for run in program.runs():
-        computes = sum(i.action is Action.COMPUTE for i in run)
+        computes = len(computes_in(run))
         fused += [place < computes - 1 for place in range(computes)]
         passed_on += [[] for _ in range(computes)]
         if computes and len(run) > 1:
-            passed_on[-1] = [i.index for i in run if i.action is Action.FREE]
+            passed_on[-1] = freed_in(run)
     return fused, passed_on
 
 

@@ -19,7 +19,18 @@ from dataclasses import dataclass, field
 
 from memfit.ir.fusion import bytes_beside, fused_seconds
 from memfit.ir.graph import Op, Phase, StepGraph
-from memfit.ir.program import Action, Instruction, Program, are_halves, as_they_run, plain_program
+from memfit.ir.instructions import (
+    Compute,
+    Free,
+    Instruction,
+    Resident,
+    SwapIn,
+    SwapOut,
+    computes_in,
+    freed_in,
+    given_up,
+)
+from memfit.ir.program import Program, are_halves, as_they_run, plain_program
 from memfit.ir.streaming import slices_moving, streaming_step, waited_seconds
 from memfit.ir.tiers import Lanes, Tier
 
@@ -90,110 +101,38 @@ def simulate(graph: StepGraph, program: Program, *, wait: bool = True) -> Timeli
     """
     if tier_resident := program.tier_resident():
         graph = streaming_step(graph, tier_resident)
-    ops, storages = graph.ops, graph.storages
-    sizes = [s.nbytes for s in storages]
-    last_run = {op: n for n, op in enumerate(program.order())}
-    live = graph.static_bytes + (graph.buffer_bytes(program.swapped().values()) if graph.tiers else 0)
-    alive: set[int] = set()
-    ran: set[int] = set()
-    runs = 0
-    recompute_seconds = 0.0
-    lanes = Lanes(graph.tiers)
+    walk = _begin(graph, program)
     for storage, tier in tier_resident.items():
-        lanes.tier_bytes[tier] = lanes.tier_bytes.get(tier, 0) + storages[storage].whole_bytes
-    leaving: set[int] = set()
-    coming: set[int] = set()
-    forward_end_bytes = live
+        walk.lanes.tier_bytes[tier] = walk.lanes.tier_bytes.get(tier, 0) + graph.storages[storage].whole_bytes
     bytes_at: list[int] = []
     started_at: list[float] = []
     before: Instruction | None = None
     for run in program.runs():
-        started_at += [lanes.now] * len(run)
-        if wait and (leaving or coming):
-            _wait(graph, run, ran, lanes, leaving, coming)
-        ahead, before = before, run[-1]
-        if run[0].sliced:
-            computes = [i for i in run if i.action is Action.COMPUTE]
-            together = [ops[i.index].later if i.index in ran else ops[i.index] for i in computes]
-            runs += len(together)
-            passed_on = {i.index for i in run if i.action is Action.FREE}
-            live += sum(sizes[s] for op in together for s in op.writes if s not in passed_on)
-            live -= sum(sizes[i.over] for i in computes if i.over is not None)
-            bytes_at += [live + nbytes for nbytes in _slices(graph, run, together)]
-            seconds = fused_seconds(together, passed_on, [i.over for i in computes])
-            lanes.now += sum(seconds)
-            _stream(graph, together, passed_on, lanes, sum(seconds))
-            recompute_seconds += sum(took for i, took in zip(computes, seconds, strict=True) if i.index in ran)
-            freed = passed_on | {i.over for i in run}
-            alive.update(s for op in together for s in op.writes)
-            alive.difference_update(s for s in freed if s is not None)
-            ran.update(i.index for i in computes)
-            continue
-        (instruction,) = run
-        if instruction.action is Action.STREAM:
-            bytes_at.append(live)
-            continue
-        if instruction.action is Action.FREE:
-            live -= sizes[instruction.index]
-            alive.discard(instruction.index)
-            bytes_at.append(live)
-            continue
-        if instruction.action is Action.SWAP_OUT:
-            assert instruction.tier is not None
-            lanes.start_out(instruction.index, sizes[instruction.index], instruction.tier)
-            leaving.add(instruction.index)
-            bytes_at.append(live)
-            continue
-        if instruction.action is Action.SWAP_IN:
-            lanes.start_in(instruction.index, sizes[instruction.index])
-            coming.add(instruction.index)
-            alive.add(instruction.index)
-            live += sizes[instruction.index]
-            bytes_at.append(live)
-            continue
-        index = instruction.index
-        op = ops[index].later if index in ran else ops[index]
-        if op.phase is Phase.LOSS:
-            forward_end_bytes = live
-        created = thrown_away = 0
-        for storage in op.writes:
-            if storage in alive:
-                thrown_away += sizes[storage]
-            else:
-                created += sizes[storage]
-                alive.add(storage)
-        if op.random_state_bytes and index not in ran and last_run[index] != runs:
-            live += op.random_state_bytes
-        if instruction.over is not None:
-            created -= sizes[instruction.over]
-            alive.discard(instruction.over)
-        workspace_bytes = op.run_workspace_bytes(instruction.chunks)
-        if op.half_of and ahead is not None and are_halves(graph, ahead, instruction):
-            workspace_bytes = max(workspace_bytes, ops[ahead.index].run_workspace_bytes(ahead.chunks))
-        # While an op is replayed from its saved generator state, the current generator state is put aside.
-        put_aside = op.random_state_bytes if index in ran else 0
-        bytes_at.append(live + created + thrown_away + workspace_bytes + put_aside)
-        live += created
-        took = op.run_seconds(instruction.chunks, in_place=instruction.over is not None)
-        lanes.now += took
-        if index in ran:
-            recompute_seconds += took
-            if op.random_state_bytes and last_run[index] == runs:
-                live -= op.random_state_bytes
-        ran.add(index)
-        runs += 1
-    peak_bytes = max(bytes_at, default=live)
+        started_at += [walk.lanes.now] * len(run)
+        if wait and (walk.leaving or walk.coming):
+            _wait(walk, run)
+        first = run[0]
+        if not isinstance(first, Compute):
+            _move(walk, first)
+            bytes_at.append(walk.live)
+        elif first.sliced:
+            bytes_at += _run_slices(walk, run)
+        else:
+            bytes_at.append(_run_whole(walk, first, before))
+        before = run[-1]
+    peak_bytes = max(bytes_at, default=walk.live)
     peak_position = bytes_at.index(peak_bytes) if bytes_at else 0
-    after = live + graph.after_step_bytes
+    after = walk.live + graph.after_step_bytes
     if graph.after_step_bytes and after > peak_bytes:
         peak_bytes, peak_position = after, len(bytes_at)
+    lanes = walk.lanes
     return Timeline(
         peak_bytes=peak_bytes,
         peak_position=peak_position,
         step_seconds=lanes.now + graph.after_step_seconds,
         plain_seconds=graph.plain_seconds,
-        recompute_seconds=recompute_seconds,
-        forward_end_bytes=forward_end_bytes,
+        recompute_seconds=walk.recompute_seconds,
+        forward_end_bytes=walk.forward_end_bytes,
         bytes_at=tuple(bytes_at),
         started_at=tuple(started_at),
         stalls=lanes.stalls,
@@ -204,27 +143,138 @@ def simulate(graph: StepGraph, program: Program, *, wait: bool = True) -> Timeli
     )
 
 
-def _wait(
-    graph: StepGraph,
-    run: Sequence[Instruction],
-    ran: Collection[int],
-    lanes: Lanes,
-    leaving: set[int],
-    coming: set[int],
-) -> None:
+@dataclass(slots=True, kw_only=True)
+class _Walk:
+    """The state of a step between two instructions.
+
+    Attributes:
+        graph: the step.
+        sizes: bytes of each storage.
+        last_run: for each op, the number of runs before its last run.
+        lanes: the clocks.
+        live: bytes in memory.
+        forward_end_bytes: bytes in memory when the loss started.
+        recompute_seconds: time of ops that had run before.
+        runs: number of ops that ran, each time counted.
+        ran: ops that ran.
+        alive: storages in memory, static ones not included.
+        leaving: storages on their way to a tier.
+        coming: storages on their way back.
+    """
+
+    graph: StepGraph
+    sizes: list[int]
+    last_run: dict[int, int]
+    lanes: Lanes
+    live: int
+    forward_end_bytes: int
+    recompute_seconds: float = 0.0
+    runs: int = 0
+    ran: set[int] = field(default_factory=set)
+    alive: set[int] = field(default_factory=set)
+    leaving: set[int] = field(default_factory=set)
+    coming: set[int] = field(default_factory=set)
+
+
+def _begin(graph: StepGraph, program: Program) -> _Walk:
+    live = graph.static_bytes + (graph.buffer_bytes(program.swapped().values()) if graph.tiers else 0)
+    return _Walk(
+        graph=graph,
+        sizes=[s.nbytes for s in graph.storages],
+        last_run={op: n for n, op in enumerate(program.order())},
+        lanes=Lanes(graph.tiers),
+        live=live,
+        forward_end_bytes=live,
+    )
+
+
+def _move(walk: _Walk, instruction: Free | SwapOut | SwapIn | Resident) -> None:
+    """Frees or moves a storage."""
+    storage = instruction.storage
+    if isinstance(instruction, Free):
+        walk.live -= walk.sizes[storage]
+        walk.alive.discard(storage)
+    elif isinstance(instruction, SwapOut):
+        walk.lanes.start_out(storage, walk.sizes[storage], instruction.tier)
+        walk.leaving.add(storage)
+    elif isinstance(instruction, SwapIn):
+        walk.lanes.start_in(storage, walk.sizes[storage])
+        walk.coming.add(storage)
+        walk.alive.add(storage)
+        walk.live += walk.sizes[storage]
+
+
+def _run_whole(walk: _Walk, instruction: Compute, before: Instruction | None) -> int:
+    """Runs an op whole or in chunks; returns the bytes in use meanwhile."""
+    index, ops, sizes, alive = instruction.op, walk.graph.ops, walk.sizes, walk.alive
+    again = index in walk.ran
+    op = ops[index].later if again else ops[index]
+    if op.phase is Phase.LOSS:
+        walk.forward_end_bytes = walk.live
+    created = thrown_away = 0
+    for storage in op.writes:
+        if storage in alive:
+            thrown_away += sizes[storage]
+        else:
+            created += sizes[storage]
+            alive.add(storage)
+    is_last = walk.last_run[index] == walk.runs
+    if op.random_state_bytes and not again and not is_last:
+        walk.live += op.random_state_bytes
+    if instruction.over is not None:
+        created -= sizes[instruction.over]
+        alive.discard(instruction.over)
+    workspace_bytes = op.run_workspace_bytes(instruction.chunks)
+    if op.half_of and isinstance(before, Compute) and are_halves(walk.graph, before, instruction):
+        workspace_bytes = max(workspace_bytes, ops[before.op].run_workspace_bytes(before.chunks))
+    # While an op is replayed from its saved generator state, the current generator state is put aside.
+    put_aside = op.random_state_bytes if again else 0
+    used = walk.live + created + thrown_away + workspace_bytes + put_aside
+    walk.live += created
+    took = op.run_seconds(instruction.chunks, in_place=instruction.over is not None)
+    walk.lanes.now += took
+    if again:
+        walk.recompute_seconds += took
+        if op.random_state_bytes and is_last:
+            walk.live -= op.random_state_bytes
+    walk.ran.add(index)
+    walk.runs += 1
+    return used
+
+
+def _run_slices(walk: _Walk, run: Sequence[Instruction]) -> list[int]:
+    """Runs a fused region slice by slice; returns the bytes in use at each of its instructions."""
+    ops, sizes, ran = walk.graph.ops, walk.sizes, walk.ran
+    computes = computes_in(run)
+    together = [ops[i.op].later if i.op in ran else ops[i.op] for i in computes]
+    walk.runs += len(together)
+    passed_on = set(freed_in(run))
+    walk.live += sum(sizes[s] for op in together for s in op.writes if s not in passed_on)
+    walk.live -= sum(sizes[i.over] for i in computes if i.over is not None)
+    used = [walk.live + nbytes for nbytes in _slices(walk.graph, run, together)]
+    seconds = fused_seconds(together, passed_on, [i.over for i in computes])
+    walk.lanes.now += sum(seconds)
+    _stream(walk.graph, together, passed_on, walk.lanes, sum(seconds))
+    walk.recompute_seconds += sum(took for i, took in zip(computes, seconds, strict=True) if i.op in ran)
+    freed = passed_on | {i.over for i in computes}
+    walk.alive.update(s for op in together for s in op.writes)
+    walk.alive.difference_update(s for s in freed if s is not None)
+    ran.update(i.op for i in computes)
+    return used
+
+
+def _wait(walk: _Walk, run: Sequence[Instruction]) -> None:
     """Makes compute wait until operands of a run are back, and storages that it frees or overwrites on their tier."""
     for instruction in run:
-        gone = instruction.over
-        if instruction.action is Action.FREE:
-            gone = instruction.index
-        elif instruction.action is Action.COMPUTE:
-            op = graph.ops[instruction.index]
-            for storage in coming.intersection((op.later if instruction.index in ran else op).reads):
-                lanes.wait_in(storage)
-                coming.discard(storage)
-        if gone in leaving:
-            lanes.wait_out(gone)
-            leaving.discard(gone)
+        gone = given_up(instruction)
+        if isinstance(instruction, Compute):
+            op = walk.graph.ops[instruction.op]
+            for storage in walk.coming.intersection((op.later if instruction.op in walk.ran else op).reads):
+                walk.lanes.wait_in(storage)
+                walk.coming.discard(storage)
+        if gone in walk.leaving:
+            walk.lanes.wait_out(gone)
+            walk.leaving.discard(gone)
 
 
 def _stream(graph: StepGraph, ops: Sequence[Op], passed_on: Collection[int], lanes: Lanes, seconds: float) -> None:
@@ -249,10 +299,10 @@ def _slices(graph: StepGraph, run: Sequence[Instruction], ops: Sequence[Op]) -> 
     """Bytes of slices at each instruction of a fused region, on top of the results that stay."""
     freed: list[list[int]] = []
     for instruction in run:
-        if instruction.action is Action.COMPUTE:
+        if isinstance(instruction, Compute):
             freed.append([])
-        else:
-            freed[-1].append(instruction.index)
+        elif isinstance(instruction, Free):
+            freed[-1].append(instruction.storage)
     return bytes_beside(graph, ops, freed)
 
 
@@ -266,11 +316,11 @@ def live_storages_at(graph: StepGraph, program: Program, position: int) -> list[
     ops = iter(as_they_run(graph, program.order()))
     alive: set[int] = set()
     for here, instruction in enumerate(program.instructions[: position + 1]):
-        if instruction.action is not Action.COMPUTE:
-            if instruction.action is Action.SWAP_IN:
-                alive.add(instruction.index)
-            elif instruction.action is Action.FREE and here < position:
-                alive.discard(instruction.index)
+        if not isinstance(instruction, Compute):
+            if isinstance(instruction, SwapIn):
+                alive.add(instruction.storage)
+            elif isinstance(instruction, Free) and here < position:
+                alive.discard(instruction.storage)
             continue
         alive.update(next(ops).writes)
         if instruction.over is not None:

@@ -15,18 +15,24 @@ from dataclasses import dataclass, field
 
 from memfit.errors import ProgramError
 from memfit.ir.graph import Op, Phase, StepGraph, StorageKind
-from memfit.ir.program import Action, Instruction, Program
+from memfit.ir.instructions import (
+    Compute,
+    Free,
+    Instruction,
+    Resident,
+    SwapIn,
+    SwapOut,
+    computes_in,
+    freed_in,
+    given_up,
+)
+from memfit.ir.program import Program
 from memfit.ir.streaming import streamable, tier_bytes
 from memfit.ir.tiers import Tier, slot_bytes
 
 __all__ = ["check"]
 
-_VERBS = {
-    Action.FREE: "frees",
-    Action.SWAP_OUT: "swaps out",
-    Action.SWAP_IN: "swaps in",
-    Action.STREAM: "keeps on a tier",
-}
+_VERBS = {Free: "frees", SwapOut: "swaps out", SwapIn: "swaps in", Resident: "keeps on a tier"}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,7 +84,7 @@ def check(graph: StepGraph, program: Program) -> None:
     )
     for position, instruction in enumerate(program.instructions):
         where = f"instruction {position}"
-        if instruction.action is Action.COMPUTE:
+        if isinstance(instruction, Compute):
             _check_compute(run, instruction, where, sliced=position in sliced)
         else:
             _check_storage(run, instruction, where)
@@ -90,28 +96,28 @@ def check(graph: StepGraph, program: Program) -> None:
         raise ProgramError(f"{len(left)} storages are never freed, the first is {graph.storages[min(left)].name}")
 
 
-def _check_storage(run: _Run, instruction: Instruction, where: str) -> None:
+def _check_storage(run: _Run, instruction: Free | SwapOut | SwapIn | Resident, where: str) -> None:
     """Checks an instruction that frees or moves a storage."""
-    index, action, storages = instruction.index, instruction.action, run.graph.storages
-    verb = _VERBS[action]
+    index, storages = instruction.storage, run.graph.storages
+    verb = _VERBS[type(instruction)]
     if not 0 <= index < len(storages):
         raise ProgramError(f"{where} {verb} storage {index}, but the step has {len(storages)} storages")
     name = storages[index].name
-    if action is Action.SWAP_IN:
+    if isinstance(instruction, SwapIn):
         if index in run.alive:
             raise ProgramError(f"{where} {verb} {name}, which is still alive")
         run.alive.add(index)
-    elif action is not Action.STREAM and index not in run.alive:
+    elif not isinstance(instruction, Resident) and index not in run.alive:
         raise ProgramError(f"{where} {verb} {name}, which is not alive")
-    if action is Action.FREE:
+    if isinstance(instruction, Free):
         if index in run.held:
             raise ProgramError(f"{where} frees {name}, which belongs to the caller")
         run.alive.discard(index)
 
 
-def _check_compute(run: _Run, instruction: Instruction, where: str, *, sliced: bool) -> None:
+def _check_compute(run: _Run, instruction: Compute, where: str, *, sliced: bool) -> None:
     """Checks an instruction that runs an op."""
-    graph, index = run.graph, instruction.index
+    graph, index = run.graph, instruction.op
     if not 0 <= index < len(graph.ops):
         raise ProgramError(f"{where} runs op {index}, but the step has {len(graph.ops)} ops")
     op = graph.ops[index].later if index in run.ran else graph.ops[index]
@@ -141,7 +147,7 @@ def _check_compute(run: _Run, instruction: Instruction, where: str, *, sliced: b
     run.ran.add(index)
 
 
-def _check_whole(run: _Run, op: Op, instruction: Instruction, where: str) -> None:
+def _check_whole(run: _Run, op: Op, instruction: Compute, where: str) -> None:
     """Checks an op that runs whole or in chunks, not slice by slice."""
     if not run.tier_resident.isdisjoint((*op.reads, *op.writes)):
         raise ProgramError(f"{where}: {op.name} runs whole, but not all it touches is in memory")
@@ -177,7 +183,7 @@ def _check_backward(run: _Run, op: Op, where: str) -> None:
         )
 
 
-def _check_in_place(run: _Run, op: Op, instruction: Instruction, where: str, *, sliced: bool) -> None:
+def _check_in_place(run: _Run, op: Op, instruction: Compute, where: str, *, sliced: bool) -> None:
     """Checks an op that writes over an operand, or slice by slice over a dead storage."""
     over, storages = instruction.over, run.graph.storages
     assert over is not None
@@ -199,19 +205,19 @@ def _check_swaps(graph: StepGraph, program: Program) -> None:
     out: dict[int, Tier] = {}
     back: set[int] = set()
     for position, instruction in enumerate(program.instructions):
-        index, where = instruction.index, f"instruction {position}"
-        if instruction.action not in (Action.SWAP_OUT, Action.SWAP_IN) or not 0 <= index < len(graph.storages):
+        if not isinstance(instruction, SwapOut | SwapIn) or not 0 <= instruction.storage < len(graph.storages):
             continue
+        index, where = instruction.storage, f"instruction {position}"
         name = graph.storages[index].name
-        if instruction.action is Action.SWAP_IN:
+        if isinstance(instruction, SwapIn):
             if index not in out:
                 raise ProgramError(f"{where} swaps in {name}, which is on no tier")
             back.add(index)
             continue
         if graph.storages[index].kind is not StorageKind.FORWARD or index in held:
             raise ProgramError(f"{where} swaps out {name}, which is no forward result of the step's own")
-        if index in out or instruction.tier is None:
-            raise ProgramError(f"{where} swaps out {name} twice or to no tier")
+        if index in out:
+            raise ProgramError(f"{where} swaps out {name} twice")
         out[index] = instruction.tier
     _check_given_up(graph, program)
     for index in out:
@@ -229,15 +235,15 @@ def _check_streams(graph: StepGraph, program: Program) -> set[int]:
     swapped = program.swapped()
     streaming = True
     for position, instruction in enumerate(program.instructions):
-        index, where = instruction.index, f"instruction {position}"
-        if instruction.action is not Action.STREAM:
+        if not isinstance(instruction, Resident):
             streaming = False
             continue
+        index, where = instruction.storage, f"instruction {position}"
         if not 0 <= index < len(graph.storages):
             raise ProgramError(f"{where} streams storage {index}, but the step has {len(graph.storages)} storages")
         name = graph.storages[index].name
-        if not streaming or instruction.tier is None or index in found or index in swapped:
-            raise ProgramError(f"{where} has {name} live on a tier too late, twice, on none, or though it is swapped")
+        if not streaming or index in found or index in swapped:
+            raise ProgramError(f"{where} has {name} live on a tier too late, twice, or though it is swapped")
         found.add(index)
     if found and swapped:
         raise ProgramError("some storages live on tiers and others are moved there whole, which no program mixes")
@@ -257,17 +263,17 @@ def _check_given_up(graph: StepGraph, program: Program) -> None:
     reached: int | None = None  # the subgraph that the backward pass has reached
     leaving: set[int] = set()
     for position, instruction in enumerate(program.instructions):
-        gone = instruction.index if instruction.action is Action.FREE else instruction.over
-        if instruction.action is Action.SWAP_OUT:
-            leaving.add(instruction.index)
+        gone = given_up(instruction)
+        if isinstance(instruction, SwapOut):
+            leaving.add(instruction.storage)
         elif gone in leaving:
             assert gone is not None
             leaving.discard(gone)
             if reached is not None and subgraph[gone] < reached:
                 name = graph.storages[gone].name
                 raise ProgramError(f"instruction {position} gives {name} up before the backward pass of its subgraph")
-        if instruction.action is Action.COMPUTE and 0 <= instruction.index < len(graph.ops):
-            op = graph.ops[instruction.index]
+        if isinstance(instruction, Compute) and 0 <= instruction.op < len(graph.ops):
+            op = graph.ops[instruction.op]
             if op.phase is Phase.LOSS:
                 reached = max(op.subgraph for op in graph.ops)
             elif op.phase is Phase.BACKWARD:
@@ -286,9 +292,9 @@ def _check_sliced(graph: StepGraph, program: Program) -> set[int]:
     start = 0
     for run in program.runs():
         where = f"instruction {start}"
-        computes = [i.index for i in run if i.action is Action.COMPUTE]
-        if len(run) > 1 or run[0].sliced:
-            if any(i.action not in (Action.COMPUTE, Action.FREE) for i in run):
+        computes = [i.op for i in computes_in(run)]
+        if len(run) > 1 or (isinstance(run[0], Compute) and run[0].sliced):
+            if any(not isinstance(i, Compute | Free) for i in run):
                 raise ProgramError(f"{where} fuses ops, and swaps in between")
             if any(not 0 <= i < len(graph.ops) for i in computes):
                 raise ProgramError(f"{where} fuses ops, but the step has {len(graph.ops)} ops")
@@ -311,7 +317,7 @@ def _check_slices(
     def runs(index: int) -> Op:
         return graph.ops[index].later if index in ran else graph.ops[index]
 
-    ops = [runs(i.index) for i in run if i.action is Action.COMPUTE]
+    ops = [runs(i.op) for i in computes_in(run)]
     if len({(op.by_slices and op.by_slices.cut, op.subgraph) for op in ops}) > 1:
         raise ProgramError(f"{where}: ops are fused, but not of the same samples of the same subgraph")
     in_tiles = any(op.by_slices is not None and op.by_slices.grid for op in ops)
@@ -319,13 +325,13 @@ def _check_slices(
     whole = {s for op in ops for s in _read_whole(op)}
     written: set[int] = set()
     sums = {s for op in ops if op.by_slices for s in op.by_slices.sums}
-    freed = {i.index for i in run if i.action is Action.FREE}
+    freed = set(freed_in(run))
     for instruction in run:
-        if instruction.action is Action.FREE:
-            if instruction.index not in written:
-                raise ProgramError(f"{where}: what comes in is freed before the last samples are done")
+        if isinstance(instruction, Free) and instruction.storage not in written:
+            raise ProgramError(f"{where}: what comes in is freed before the last samples are done")
+        if not isinstance(instruction, Compute):
             continue
-        op, again = runs(instruction.index), instruction.index in ran
+        op, again = runs(instruction.op), instruction.op in ran
         if op.by_slices is None or instruction.chunks != op.by_slices.slices or not instruction.sliced:
             raise ProgramError(f"{where}: {op.name} cannot run in {instruction.chunks} slices")
         if not again and not op.by_slices.first:

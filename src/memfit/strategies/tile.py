@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from memfit.ir.fusion import fuse, linked, runs_by_slices
 from memfit.ir.graph import StepGraph
-from memfit.ir.program import Action, Instruction, Program, are_recomputed, as_they_run, assembled, dying_after
+from memfit.ir.instructions import Compute, Free, Instruction
+from memfit.ir.program import Program, are_recomputed, as_they_run, assembled, dying_after
 from memfit.planner.search.lazy_recompute import lazy_order
 
 __all__ = ["grid_of", "program"]
@@ -36,7 +37,7 @@ def program(graph: StepGraph) -> Program:
     longest = [fuse(graph, run.part(first, stop))[0] for run in runs for first, stop in linked(run)]
 
     def alone(position: int) -> list[Instruction]:
-        frees = [Instruction(Action.FREE, storage) for storage in dying[position]]
-        return [Instruction(Action.COMPUTE, order[position], chunks=ops[position].chunks), *frees]
+        frees = [Free(storage) for storage in dying[position]]
+        return [Compute(order[position], chunks=ops[position].chunks), *frees]
 
     return assembled(order, ops, dying, longest, alone)

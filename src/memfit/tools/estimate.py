@@ -11,9 +11,10 @@ Known limits: workspaces are not known on other devices, nor for kernels that ar
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+from msgspec import structs
 from torch import nn
 
 from memfit import strategies
@@ -27,8 +28,9 @@ from memfit.capture.options import CaptureOptions
 from memfit.capture.training_step import capture_step, device_of, given_args, storage_bytes
 from memfit.errors import SpecError
 from memfit.ir.graph import Phase, StepGraph, StorageKind
+from memfit.ir.instructions import computes_in
+from memfit.ir.plan_file import Prediction
 from memfit.ir.program import plain_program
-from memfit.ir.serialization import Prediction
 from memfit.planner.analysis.explain import prediction
 from memfit.planner.bounds.lower_bound import widest_op_bytes
 from memfit.profiling.profiler import with_rooflines
@@ -138,7 +140,7 @@ def estimate(
         label=label,
         options=CaptureOptions(separate=lambda _: True),
     )
-    graph = replace(with_rooflines(capture), tiers=links)
+    graph = structs.replace(with_rooflines(capture), tiers=links)
     args, kwargs = given_args(args), dict(kwargs or {})
     there = [*model.buffers(), *pytree.tree_leaves((args, kwargs)), *(p.grad for p in model.parameters())]
     device, counted = device_of(model), None
@@ -181,7 +183,7 @@ def _summary(
     activations = sum(saved.values())
     where = "optimizer.step()"
     if position < len(program.instructions):
-        op = graph.ops[program.instructions[position].index]
+        op = graph.ops[computes_in(program.instructions[: position + 1])[-1].op]
         where = f"{op.target} of {op.module or 'the model'}" + (" (backward)" if op.phase is Phase.BACKWARD else "")
     peak, measured = timeline.peak_bytes, False
     if counted is not None:

@@ -11,7 +11,8 @@ from typing import Any
 
 from memfit.fxir.op_family import op_family
 from memfit.ir.graph import StepGraph
-from memfit.ir.program import Action, Program, as_they_run
+from memfit.ir.instructions import computes_in
+from memfit.ir.program import Program, as_they_run
 from memfit.ops.registry import rule_named
 from memfit.torch_compat.core import OpOverload, TorchDispatchMode
 
@@ -55,7 +56,7 @@ def executed_recomputations(counts: Counter[str], graph: StepGraph, program: Pro
     families = {family for i in again for family in _calls(graph.ops[i].later.target)}
     if any(op.by_slices is not None and op.by_slices.grid for op in graph.ops):
         families -= _AT_BORDERS
-    computes = [i for i in program.instructions if i.action is Action.COMPUTE]
+    computes = computes_in(program.instructions)
     if any(i.sliced for i in computes):
         families -= {"copy"}  # puts slices together
     expected: Counter[str] = Counter()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from memfit.ir.graph import Op, Phase, StepGraph, Storage, StorageKind, Variant
 from memfit.ir.program import plain_order, program_of

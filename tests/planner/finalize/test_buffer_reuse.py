@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from hypothesis import given, settings
+from msgspec.structs import replace
 
 from memfit.ir.graph import Op, Phase, StepGraph, Storage, StorageKind
+from memfit.ir.instructions import computes_in
 from memfit.ir.program import program_of
 from memfit.ir.slicing import BySlices
 from memfit.planner.finalize.buffer_reuse import with_spares
@@ -55,13 +55,13 @@ def test_a_gradient_that_nobody_reads_leaves_its_memory() -> None:
     )
     program = program_of(graph, [0, 1, 2, 3, 4, 0, 5])
     changed = with_spares(graph, program, simulate(graph, program).peak_bytes)
-    (again,) = (i for i in changed.instructions if i.sliced)
+    (again,) = (i for i in computes_in(changed.instructions) if i.sliced)
     assert (again.over, again.chunks) == (4, 4)
     assert simulate(graph, changed).step_seconds == simulate(graph, program).step_seconds - 6.0 + 2.0
     assert simulate(graph, changed).peak_bytes == simulate(graph, program).peak_bytes
     check(graph, changed)
     theirs = replace(graph, storages=tuple(replace(s, reusable=False) for s in graph.storages))
-    assert not any(i.sliced for i in with_spares(theirs, program, 1 << 20).instructions)
+    assert not any(i.sliced for i in computes_in(with_spares(theirs, program, 1 << 20).instructions))
 
 
 def test_slices_take_room_from_what_is_held_across_them() -> None:
@@ -87,7 +87,7 @@ def test_slices_take_room_from_what_is_held_across_them() -> None:
         ),
     )
     program = program_of(graph, [0, 1, 2, 3, 4, 5, 0, 1, 6])
-    assert [i.over for i in with_spares(graph, program, 1000).instructions if i.sliced] == [5, 6]
+    assert [i.over for i in computes_in(with_spares(graph, program, 1000).instructions) if i.sliced] == [5, 6]
     for limit in range(140, 260, 5):
         changed = with_spares(graph, program, limit)
         check(graph, changed)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from memfit.ir.graph import Op, Phase, StepGraph, Storage, StorageKind
-from memfit.ir.program import Action, Program, are_halves, program_of
+from memfit.ir.instructions import Compute
+from memfit.ir.program import Program, are_halves, program_of
 from memfit.ir.serialization import decode_graph, encode_graph
 from memfit.planner.finalize.merge_conv_backward import side_by_side
 from memfit.sim.simulator import simulate
@@ -41,7 +41,7 @@ def convolution(*, half_of: str = "convolution", workspaces: tuple[int, int] = (
 
 
 def halves_apart(program: Program) -> int:
-    places = {i.index: n for n, i in enumerate(program.instructions) if i.action is Action.COMPUTE}
+    places = {i.op: n for n, i in enumerate(program.instructions) if isinstance(i, Compute)}
     return places[_DATA_HALF] - places[_GRADIENT_HALF]
 
 
@@ -67,7 +67,7 @@ def test_other_ops_side_by_side_are_no_halves() -> None:
 
 def test_what_runs_in_chunks_runs_alone() -> None:
     graph = convolution()
-    first, second = (i for i in program_of(graph, [3, 4]).instructions if i.action is Action.COMPUTE)
+    first, second = (i for i in program_of(graph, [3, 4]).instructions if isinstance(i, Compute))
     assert are_halves(graph, first, second) and are_halves(graph, second, first)
     assert not are_halves(graph, first, first)
     for change in ({"chunks": 2}, {"sliced": True}, {"over": 0}):

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from memfit.errors import BudgetError, ProgramError
 from memfit.ir.graph import Op, Phase, StepGraph, Storage, StorageKind, Variant
-from memfit.ir.program import Action, Program, plain_order, program_of
-from memfit.ir.serialization import decode_graph, decode_program, encode_graph, encode_program
+from memfit.ir.instructions import Compute, computes_in
+from memfit.ir.jsonfile import as_document, record_of
+from memfit.ir.program import Program, plain_order, program_of
+from memfit.ir.serialization import decode_graph, encode_graph
 from memfit.planner.bounds.lower_bound import widest_op_bytes
 from memfit.planner.finalize.variant_selection import leanest, program_within, quicker
 from memfit.planner.search.portfolio import find_order
@@ -46,7 +47,7 @@ def test_each_run_gets_the_quickest_variant_there_is_room_for(budget: int | None
     graph = step()
     program = program_within(graph, plain_order(graph), budget)
     check(graph, program)
-    assert next(i.chunks for i in program.instructions if i.index == 3 and i.chunks > 1) == chunks
+    assert next(i.chunks for i in computes_in(program.instructions) if i.op == 3 and i.chunks > 1) == chunks
     # Elsewhere there is room: the first op is far from the peak.
     assert program.instructions[0].chunks == 4
     assert simulate(graph, program).peak_bytes <= max(budget or 0, 410)
@@ -70,7 +71,7 @@ def test_an_op_writes_over_its_operand_where_that_is_faster_or_room_is_short(
     graph = StepGraph(ops=ops, storages=storages, static_bytes=100)
     program = program_within(graph, plain_order(graph), budget)
     check(graph, program)
-    assert next(i.over for i in program.instructions if i.action is Action.COMPUTE and i.index == 2) == over
+    assert next(i.over for i in program.instructions if isinstance(i, Compute) and i.op == 2) == over
     assert simulate(graph, program).overhead <= (0.0 if budget else 0.5 / 4)
 
 
@@ -96,7 +97,7 @@ def test_ways_survive_being_written_down() -> None:
     graph = step()
     assert decode_graph(encode_graph(graph)) == graph
     program = program_within(graph, plain_order(graph), 410)
-    assert decode_program(encode_program(program)) == program
+    assert record_of(as_document(program), Program) == program
 
 
 def test_only_in_chunks_does_an_op_that_can_be_chunked_write_over_its_operand() -> None:
@@ -104,7 +105,7 @@ def test_only_in_chunks_does_an_op_that_can_be_chunked_write_over_its_operand() 
     graph = replace(graph, ops=(*graph.ops[:3], replace(graph.ops[3], in_place_over=(1,)), *graph.ops[4:]))
     program = program_within(graph, plain_order(graph), 310)
     check(graph, program)
-    place = next(p for p, i in enumerate(program.instructions) if i.over is not None)
+    place = next(p for p, i in enumerate(program.instructions) if isinstance(i, Compute) and i.over is not None)
     whole = (*program.instructions[:place], replace(program.instructions[place], chunks=1))
     with pytest.raises(ProgramError, match="as a whole"):
         check(graph, Program(instructions=(*whole, *program.instructions[place + 1 :])))
@@ -113,7 +114,7 @@ def test_only_in_chunks_does_an_op_that_can_be_chunked_write_over_its_operand() 
     roomy = replace(graph, ops=(*graph.ops[:3], replace(graph.ops[3], chunks=8, variants=quick), *graph.ops[4:]))
     program = program_within(roomy, plain_order(roomy), 1000)
     check(roomy, program)
-    assert all(i.over is None for i in program.instructions)
+    assert all(i.over is None for i in computes_in(program.instructions))
 
 
 @given(sliced_steps_and_orders(), st.sampled_from([0, 100, 300, 10_000]))

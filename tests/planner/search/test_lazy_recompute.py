@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from memfit.errors import ProgramError
 from memfit.ir.graph import Op, Phase, StepGraph, Storage, StorageKind

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from torch import nn
 
 import memfit
@@ -23,7 +24,8 @@ from memfit.compiler.proving import prove
 from memfit.compiler.stages import Request, capture_and_profile, plan_captured
 from memfit.errors import SwapError
 from memfit.ir.graph import StepGraph
-from memfit.ir.program import Action, Instruction, Program, plain_order, program_of
+from memfit.ir.instructions import Resident
+from memfit.ir.program import Program, plain_order, program_of
 from memfit.ir.streaming import streamable, streaming_step
 from memfit.ir.tiers import Tier
 from memfit.runtime.executable import compile_program
@@ -93,7 +95,7 @@ def captured(case: tuple[Any, ...], grid: tuple[int, ...]) -> tuple[Planner, Pla
     def planned(budget: int, *, graph: StepGraph) -> Plan:
         return plan_captured(model, args, kwargs, capture, graph, replace(request, budget=budget), budget)
 
-    without = replace(graph, tiers=())
+    without = structs.replace(graph, tiers=())
     return functools.partial(planned, graph=without), functools.partial(planned, graph=graph)
 
 
@@ -162,7 +164,7 @@ def test_whatever_streams_the_gradients_are_the_same(name: str) -> None:
     request = Request(budget="1GiB", loss_fn=loss, levers="all", tiers="disk")
     capture, graph = capture_and_profile(model, args, kwargs, request, grid=grid)
     placed = dict.fromkeys(streamable(graph, least_bytes=1 << 12), Tier.DISK)
-    names = tuple(Instruction(Action.STREAM, s, tier=tier) for s, tier in placed.items())
+    names = tuple(Resident(s, tier) for s, tier in placed.items())
     alone = program_of(streaming_step(graph, placed), plain_order(graph), fuse=False)
     program = Program(instructions=(*names, *alone.instructions))
     check(graph, program)
@@ -216,7 +218,7 @@ def test_a_disk_that_fails_takes_the_step_and_nothing_else(
     request = Request(budget="1GiB", loss_fn=loss, levers="all", tiers="disk")
     capture, graph = capture_and_profile(model, args, kwargs, request, grid=(1, 1, 6))
     placed = dict.fromkeys(streamable(graph), Tier.DISK)
-    names = tuple(Instruction(Action.STREAM, s, tier=tier) for s, tier in placed.items())
+    names = tuple(Resident(s, tier) for s, tier in placed.items())
     alone = program_of(streaming_step(graph, placed), plain_order(graph))
     planned_call = compile_program(model, capture, Program(instructions=(*names, *alone.instructions)))
     state = copy.deepcopy(model.state_dict())

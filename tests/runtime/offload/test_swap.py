@@ -19,7 +19,8 @@ from torch import nn
 import memfit
 from memfit.compiler.stages import Request, capture_and_profile
 from memfit.errors import SpecError, SwapError
-from memfit.ir.program import Action, Instruction, Program
+from memfit.ir.instructions import Compute, Free, SwapIn
+from memfit.ir.program import Program
 from memfit.planner.offload.model import swappable
 from memfit.runtime.offload.disk import DiskSpace
 from memfit.sim.simulator import simulate
@@ -168,10 +169,10 @@ def test_what_is_back_before_the_loss_is_waited_for(same_step: SameStep, monkeyp
     model, twin = fitted()
     plan = memfit.plan_of(model)
     graph, instructions = plan.planned.graph, list(plan.program.instructions)
-    loss = instructions.index(Instruction(Action.COMPUTE, graph.loss_index))
-    early = [i for i in instructions[loss:] if i.action is Action.SWAP_IN]
-    freed = {i.index for i in instructions[:loss] if i.action is Action.FREE}
-    early = [i for i in early if i.index in freed]
+    loss = instructions.index(Compute(graph.loss_index))
+    early = [i for i in instructions[loss:] if isinstance(i, SwapIn)]
+    freed = {i.storage for i in instructions[:loss] if isinstance(i, Free)}
+    early = [i for i in early if i.storage in freed]
     assert early
     rest = [i for i in instructions[loss:] if i not in early]
     program = Program(instructions=(*instructions[:loss], *early, *rest))

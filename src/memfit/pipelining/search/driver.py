@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import nn
 
 from memfit.capture.optimizer.state import optimizer_cost, part_of
@@ -111,7 +112,7 @@ def make_pipeline_plan(
         if not question.prove or question.in_processes:  # several processes prove it together, with transfers
             return made
         peaks = _measured_peaks(model, made, parts, question, device)
-        made = replace(made, plan=replace(plan, measured_peak_bytes=tuple(peaks)))
+        made = replace(made, plan=structs.replace(plan, measured_peak_bytes=tuple(peaks)))
         if question.budget_bytes is None or target is None or fits(peaks, question.budget_bytes):
             return made
         target = corrected(target, question.budget_bytes, plan.peak_bytes, peaks)

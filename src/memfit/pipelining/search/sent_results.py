@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from msgspec import structs
+
 from memfit.capture.training_step import Capture
 from memfit.ir.graph import Op, Phase, StepGraph, StorageKind
 
@@ -31,9 +33,9 @@ def handing_over(capture: Capture) -> Capture:
     )
     return replace(
         capture,
-        graph=replace(
+        graph=structs.replace(
             graph,
-            ops=(*graph.ops[:at], hand_over, replace(loss, reads=()), *graph.ops[at + 1 :]),
+            ops=(*graph.ops[:at], hand_over, structs.replace(loss, reads=()), *graph.ops[at + 1 :]),
             outputs=_held(graph),
         ),
         joint_ops=(*capture.joint_ops[:at], None, *capture.joint_ops[at:]),

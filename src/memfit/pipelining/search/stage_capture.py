@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
+from msgspec import structs
 
 from memfit.capture.optimizer.state import optimizer_cost, part_of, trained_bytes
 from memfit.capture.training_step import Capture
@@ -59,7 +59,7 @@ def capture_stage(
     captured, _ = capture_and_profile(stage.module, args, {}, request, grid=grid, before=before)
     capture = handing_over(captured)
     beside = _SCALAR_BYTES * (question.num_microbatches + 1) + passing_bytes(stage)
-    return capture, replace(capture.graph, static_bytes=capture.graph.static_bytes + beside)
+    return capture, structs.replace(capture.graph, static_bytes=capture.graph.static_bytes + beside)
 
 
 def passing_bytes(stage: Stage) -> int:
@@ -75,7 +75,7 @@ def accumulation_of(num_microbatches: int) -> Accumulate:
 def deferring(capture: Capture, graph: StepGraph) -> tuple[Capture, StepGraph]:
     """A profiled stage with the gradients of its weights last."""
     moved = with_deferred(capture)
-    return moved, replace(graph, ops=moved.graph.ops)
+    return moved, structs.replace(graph, ops=moved.graph.ops)
 
 
 def state_bytes(forward: ForwardGraph, question: Question, device: torch.device) -> Mapping[str, int]:

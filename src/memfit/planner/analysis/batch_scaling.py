@@ -12,7 +12,7 @@ capture (`memfit.tools.max_batch`).
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec import structs
 
 from memfit.errors import SpecError
 from memfit.ir.graph import Op, StepGraph, Variant
@@ -82,18 +82,18 @@ def scaled(graph_a: StepGraph, batch_a: int, graph_b: StepGraph, batch_b: int, b
         if a.in_place_seconds is not None and b.in_place_seconds is not None:
             in_place = seconds(a.in_place_seconds, b.in_place_seconds)
         plain_variant = between(a.plain_variant, b.plain_variant) if a.plain_variant and b.plain_variant else None
-        return replace(made, in_place_seconds=in_place, plain_variant=plain_variant)
+        return structs.replace(made, in_place_seconds=in_place, plain_variant=plain_variant)
 
-    return replace(
+    return structs.replace(
         graph_a,
         ops=tuple(
-            replace(
+            structs.replace(
                 op(a, b), recompute_as=op(a.recompute_as, b.recompute_as) if a.recompute_as and b.recompute_as else None
             )
             for a, b in zip(graph_a.ops, graph_b.ops, strict=True)
         ),
         storages=tuple(
-            replace(s, nbytes=size(s.nbytes, t.nbytes), plain_nbytes=size(s.plain_nbytes, t.plain_nbytes))
+            structs.replace(s, nbytes=size(s.nbytes, t.nbytes), plain_nbytes=size(s.plain_nbytes, t.plain_nbytes))
             for s, t in zip(graph_a.storages, graph_b.storages, strict=True)
         ),
         static_bytes=size(graph_a.static_bytes, graph_b.static_bytes),
@@ -103,7 +103,7 @@ def scaled(graph_a: StepGraph, batch_a: int, graph_b: StepGraph, batch_b: int, b
 
 
 def _with_variants(op: Op, chunks: int, whole: Variant, chosen: Variant) -> Op:
-    return replace(
+    return structs.replace(
         op,
         seconds=chosen.seconds,
         workspace_bytes=chosen.workspace_bytes,

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from memfit.ir.fusion import fused_seconds
 from memfit.ir.graph import Phase, StepGraph, StorageKind
-from memfit.ir.program import Action, Program, as_they_run
-from memfit.ir.serialization import Decision, Prediction
+from memfit.ir.instructions import Compute, Free, SwapIn, computes_in, freed_in
+from memfit.ir.plan_file import Decision, Prediction
+from memfit.ir.program import Program, as_they_run
 from memfit.ir.tiers import Tier
 from memfit.planner.bounds.lower_bound import widest_op_bytes
 from memfit.sim.simulator import Timeline, live_storages_at, simulate_plain
@@ -52,11 +53,11 @@ def saved_storages(graph: StepGraph, program: Program) -> frozenset[int]:
     ops = iter(as_they_run(graph, program.order()))
     alive: set[int] = set()
     for instruction in program.instructions:
-        if instruction.action is not Action.COMPUTE:
-            if instruction.action is Action.SWAP_IN:
-                alive.add(instruction.index)
-            elif instruction.action is Action.FREE:
-                alive.discard(instruction.index)
+        if not isinstance(instruction, Compute):
+            if isinstance(instruction, SwapIn):
+                alive.add(instruction.storage)
+            elif isinstance(instruction, Free):
+                alive.discard(instruction.storage)
             continue
         op = next(ops)
         if op.phase is Phase.LOSS:
@@ -83,7 +84,7 @@ def decisions(graph: StepGraph, program: Program, timeline: Timeline) -> tuple[D
     recompute_seconds = _recompute_seconds(graph, program)
     tier_resident = program.tier_resident()
     swapped = program.swapped() | tier_resident
-    in_slices = Counter(i.index for i in program.instructions if i.sliced)
+    in_slices = Counter(i.op for i in computes_in(program.instructions) if i.sliced)
     place = binding_place(graph, program, timeline)
     found: list[Decision] = []
     for number, (name, ops) in enumerate(_blocks(graph), start=1):
@@ -129,17 +130,16 @@ def _recompute_seconds(graph: StepGraph, program: Program) -> dict[int, float]:
     ran: set[int] = set()
     seconds: dict[int, float] = defaultdict(float)
     for run in program.runs():
-        computes = [i for i in run if i.action is Action.COMPUTE]
-        ops = [graph.ops[i.index].later if i.index in ran else graph.ops[i.index] for i in computes]
-        if run[0].sliced:
-            freed = {i.index for i in run if i.action is Action.FREE}
-            took = fused_seconds(ops, freed, [i.over for i in computes])
+        computes = computes_in(run)
+        ops = [graph.ops[i.op].later if i.op in ran else graph.ops[i.op] for i in computes]
+        if computes and computes[0].sliced:
+            took = fused_seconds(ops, set(freed_in(run)), [i.over for i in computes])
         else:
             took = [op.run_seconds(i.chunks, in_place=i.over is not None) for op, i in zip(ops, computes, strict=True)]
         for instruction, more in zip(computes, took, strict=True):
-            if instruction.index in ran:
-                seconds[instruction.index] += more
-            ran.add(instruction.index)
+            if instruction.op in ran:
+                seconds[instruction.op] += more
+            ran.add(instruction.op)
     return seconds
 
 
@@ -147,10 +147,8 @@ def binding_place(graph: StepGraph, program: Program, timeline: Timeline) -> str
     """The place of the peak, as text for users."""
     if timeline.peak_position >= len(program.instructions):
         return "optimizer.step()"
-    position = timeline.peak_position
-    while position and program.instructions[position].action is not Action.COMPUTE:
-        position -= 1  # a storage that is swapped in is in memory together with the storages of the op before
-    op = graph.ops[program.instructions[position].index]
+    # A storage that is swapped in is in memory together with the storages of the op before.
+    op = graph.ops[computes_in(program.instructions[: timeline.peak_position + 1])[-1].op]
     widest = live_storages_at(graph, program, timeline.peak_position)[:1]
     beside = f", beside {graph.storages[widest[0]].name}" if widest else ""
     return f"{op.module or 'model'} {_short(op.target)} ({op.phase}{beside})"

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memfit.ir.graph import StepGraph
-from memfit.ir.program import Action, are_recomputed, as_they_run, program_of
+from memfit.ir.instructions import Compute
+from memfit.ir.program import are_recomputed, as_they_run, program_of
 from memfit.sim.simulator import Timeline, simulate
 
 __all__ = ["Copy", "Spans", "spans_of"]
@@ -71,7 +72,7 @@ def spans_of(graph: StepGraph, order: Sequence[int]) -> Spans:
     copies.extend(Copy(s, born, tuple(reads)) for s, (born, reads) in current.items())
     program = program_of(graph, order)
     timeline = simulate(graph, program)
-    computing = np.array([i.action is Action.COMPUTE for i in program.instructions])
+    computing = np.array([isinstance(i, Compute) for i in program.instructions])
     bytes_at = np.array(timeline.bytes_at, dtype=np.int64)[computing]
     again = tuple(are_recomputed(order))
     return Spans(order=tuple(order), copies=tuple(copies), again=again, bytes_at=bytes_at, timeline=timeline)

@@ -15,12 +15,13 @@ Known limits: only results of recomputed ops, over storages of the same subgraph
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
+from msgspec import structs
 
 from memfit.ir.graph import Op, Phase, StepGraph
-from memfit.ir.program import Action, Instruction, Program, are_halves
+from memfit.ir.instructions import Compute, Free, Instruction, computes_in, freed_in
+from memfit.ir.program import Program, are_halves
 from memfit.sim.simulator import simulate
 
 __all__ = ["with_spares"]
@@ -46,7 +47,7 @@ def with_spares(graph: StepGraph, program: Program, limit_bytes: int) -> Program
     start = 0
     apart = _keeping_halves_apart(graph, program)
     for run in program.runs():
-        computes = [i.index for i in run if i.action is Action.COMPUTE]
+        computes = [i.op for i in computes_in(run)]
         if any(graph.ops[index].phase is Phase.LOSS for index in computes):
             freed.clear()
         for storage in (s for index in computes for s in graph.ops[index].writes):
@@ -62,12 +63,13 @@ def with_spares(graph: StepGraph, program: Program, limit_bytes: int) -> Program
                 continue
             place = freed.pop(free)
             assert op.by_slices is not None
-            instructions[position] = replace(instruction, over=free, chunks=op.by_slices.slices, sliced=True)
+            instructions[position] = structs.replace(instruction, over=free, chunks=op.by_slices.slices, sliced=True)
             instructions[place] = None
             room[place:start] -= size
             room[position] -= more
-        if run[0].action is Action.FREE and graph.storages[run[0].index].reusable and start not in apart:
-            freed[run[0].index] = start
+        first = run[0]
+        if isinstance(first, Free) and graph.storages[first.storage].reusable and start not in apart:
+            freed[first.storage] = start
         ran.update(computes)
         start += len(run)
     return Program(instructions=tuple(i for i in instructions if i is not None))
@@ -78,7 +80,7 @@ def _keeping_halves_apart(graph: StepGraph, program: Program) -> frozenset[int]:
     found: set[int] = set()
     first: int | None = None
     for place, instruction in enumerate(program.instructions):
-        if instruction.action is Action.FREE:
+        if isinstance(instruction, Free):
             continue
         if first is not None and are_halves(graph, program.instructions[first], instruction):
             found.update(range(first + 1, place))
@@ -88,18 +90,18 @@ def _keeping_halves_apart(graph: StepGraph, program: Program) -> frozenset[int]:
 
 def _put_together(
     graph: StepGraph, run: Sequence[Instruction], start: int, ran: Collection[int], held: Collection[int]
-) -> Iterator[tuple[int, Instruction, Op]]:
+) -> Iterator[tuple[int, Compute, Op]]:
     """Recomputed ops of a run that may put their first result together in a reused buffer: place, instruction, op."""
-    passed_on = {i.index for i in run if i.action is Action.FREE}
+    passed_on = set(freed_in(run))
     for position, instruction in enumerate(run, start):
-        if instruction.action is Action.COMPUTE and instruction.index in ran and instruction.over is None:
-            op = graph.ops[instruction.index].later
+        if isinstance(instruction, Compute) and instruction.op in ran and instruction.over is None:
+            op = graph.ops[instruction.op].later
             ours = not any(s in held or (op.by_slices and s in op.by_slices.sums) for s in op.writes)
             if op.by_slices and op.writes[0] not in passed_on and ours:
                 yield position, instruction, op
 
 
-def _more_bytes(graph: StepGraph, op: Op, instruction: Instruction) -> int:
+def _more_bytes(graph: StepGraph, op: Op, instruction: Compute) -> int:
     """Extra bytes on top of the results if an op that runs whole ran in slices, less the workspace of its kernel."""
     slices = op.by_slices
     assert slices is not None
@@ -107,7 +109,7 @@ def _more_bytes(graph: StepGraph, op: Op, instruction: Instruction) -> int:
     return nbytes + slices.workspace_bytes - op.run_workspace_bytes(instruction.chunks)
 
 
-def _is_quicker(op: Op, instruction: Instruction) -> bool:
+def _is_quicker(op: Op, instruction: Compute) -> bool:
     """Whether slices over a freed buffer take less time than the op takes now."""
     slices = op.by_slices
     assert slices is not None

@@ -11,8 +11,9 @@ quicker than predicted.
 
 from __future__ import annotations
 
-from memfit.ir.graph import StepGraph
-from memfit.ir.program import Action, Program, are_halves
+from memfit.ir.graph import StepGraph, total_bytes
+from memfit.ir.instructions import Compute, Free, computes_in, freed_in
+from memfit.ir.program import Program, are_halves
 from memfit.sim.simulator import simulate
 
 __all__ = ["side_by_side"]
@@ -30,14 +31,14 @@ def side_by_side(graph: StepGraph, program: Program, limit_bytes: int) -> Progra
     instructions = list(program.instructions)
     first: int | None = None
     for place, instruction in enumerate(program.instructions):
-        if instruction.action is Action.FREE:
+        if isinstance(instruction, Free):
             continue
         if first is not None and are_halves(graph, program.instructions[first], instruction):
             frees = program.instructions[first + 1 : place]
-            ahead, here = (graph.ops[program.instructions[at].index] for at in (first, place))
-            more = sum(graph.storages[free.index].nbytes for free in frees)
+            ahead, here = (graph.ops[i.op] for i in computes_in((program.instructions[first], instruction)))
+            more = total_bytes(graph, freed_in(frees))
             more += max(0, ahead.workspace_bytes - here.workspace_bytes)
             if bytes_at[place] + more <= limit_bytes:
                 instructions[first + 1 : place + 1] = [instruction, *frees]
-        first = place if instruction.action is Action.COMPUTE else None
+        first = place if isinstance(instruction, Compute) else None
     return Program(instructions=tuple(instructions))

@@ -10,20 +10,14 @@ fusing is quicker.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec import structs
 
 from memfit.ir.fusion import Fusion, Run, fuse, fusions, linked, runs_by_slices
 from memfit.ir.graph import Op, StepGraph, Variant
-from memfit.ir.program import (
-    Action,
-    Instruction,
-    Program,
-    are_recomputed,
-    as_they_run,
-    assembled,
-    dying_after,
-    program_of,
-)
+from memfit.ir.instructions import Compute, Free, Instruction
+from memfit.ir.program import Program, are_recomputed, as_they_run, assembled, dying_after, program_of
 from memfit.planner.budget_limit import within_limit
 from memfit.planner.finalize.buffer_reuse import with_spares
 from memfit.planner.finalize.merge_conv_backward import side_by_side
@@ -42,9 +36,9 @@ def leanest(graph: StepGraph) -> StepGraph:
     def lean(op: Op) -> Op:
         made = _lean(op)
         whole = not read_backward.isdisjoint(op.later.writes)
-        return replace(made, estimated_seconds=_recompute_seconds(made.later, whole=whole))
+        return structs.replace(made, estimated_seconds=_recompute_seconds(made.later, whole=whole))
 
-    return replace(graph, ops=tuple(map(lean, graph.ops)))
+    return structs.replace(graph, ops=tuple(map(lean, graph.ops)))
 
 
 def quicker(graph: StepGraph, order: Sequence[int], budget_bytes: int) -> StepGraph:
@@ -62,9 +56,9 @@ def quicker(graph: StepGraph, order: Sequence[int], budget_bytes: int) -> StepGr
         more = room[index] + op.workspace_bytes
         variants = [w for w in op.variants if w.workspace_bytes <= more and (w.chunks > 1 or not op.in_place_over)]
         best = min(variants, key=lambda variant: variant.seconds, default=op.variant(op.chunks))
-        return replace(op, chunks=best.chunks, seconds=best.seconds, workspace_bytes=best.workspace_bytes)
+        return structs.replace(op, chunks=best.chunks, seconds=best.seconds, workspace_bytes=best.workspace_bytes)
 
-    return replace(lean, ops=tuple(chosen(index, op) for index, op in enumerate(lean.ops)))
+    return structs.replace(lean, ops=tuple(chosen(index, op) for index, op in enumerate(lean.ops)))
 
 
 def program_within(graph: StepGraph, order: Sequence[int], budget_bytes: int | None = None) -> Program:
@@ -113,24 +107,25 @@ def _one_by_one(graph: StepGraph, lean: StepGraph, order: Sequence[int], limit: 
     program = program_of(lean, order, fuse=False)
     instructions = program.instructions
     bytes_at = simulate(lean, program).bytes_at
-    starts = [n for n, i in enumerate(instructions) if i.action is Action.COMPUTE]
+    starts = [n for n, i in enumerate(instructions) if isinstance(i, Compute)]
     found: list[_Alone] = []
     stops = [*starts[1:], len(instructions)]
     both = zip(as_they_run(graph, order), as_they_run(lean, order), strict=True)
     for (given, op), start, stop in zip(both, starts, stops, strict=True):
         instruction = instructions[start]
+        assert isinstance(instruction, Compute)
         over = instruction.over
         # An op that can be chunked cannot write over its operand if it runs whole; the operand stays until it is done.
         beside = 0 if over is None else graph.storages[over].nbytes
         room = limit - bytes_at[start] + op.workspace_bytes
         variants = [w for w in op.variants if w.workspace_bytes + (beside if w.chunks == 1 else 0) <= room]
         best = min(variants, key=lambda variant: variant.seconds, default=given.variant(given.chunks))
-        made = replace(instruction, chunks=best.chunks)
+        made = structs.replace(instruction, chunks=best.chunks)
         frees = instructions[start + 1 : stop]
         # Writing over the operand can be slower: it then runs apart where there is room.
         slower = given.run_seconds(best.chunks, in_place=True) > given.run_seconds(best.chunks, in_place=False)
         if over is not None and best.chunks == 1 and (op.variants or (slower and beside <= room - op.workspace_bytes)):
-            made, frees = replace(made, over=None), (Instruction(Action.FREE, over), *frees)
+            made, frees = structs.replace(made, over=None), (Free(over), *frees)
         created = sum(graph.storages[s].nbytes for s in op.writes) - beside
         found.append(
             _Alone(
@@ -183,7 +178,7 @@ def _lean(op: Op) -> Op:
     variants = [variant for variant in op.variants if variant.chunks > 1 or not op.in_place_over] or op.variants
     best = min(variants, key=_memory_then_time, default=op.variant(op.chunks))
     again = None if op.recompute_as is None else _lean(op.recompute_as)
-    return replace(
+    return structs.replace(
         op, chunks=best.chunks, seconds=best.seconds, workspace_bytes=best.workspace_bytes, recompute_as=again
     )
 

@@ -12,7 +12,8 @@ Known limits: a result that may be swapped is not recomputed by running its op.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+
+from msgspec import structs
 
 from memfit.ir.graph import Op, Phase, StepGraph, StorageKind
 from memfit.ir.program import program_of
@@ -74,7 +75,7 @@ def swapping_step(graph: StepGraph, placed: Mapping[int, Tier]) -> StepGraph:
         if any(s in placed for s in op.in_place_over):
             # A storage on its way out cannot be written over yet; a recomputation may do so, as it reads another copy.
             left = tuple(s for s in op.in_place_over if s not in placed)
-            op = replace(op, in_place_over=left, recompute_as=op.recompute_as or op)
+            op = structs.replace(op, in_place_over=left, recompute_as=op.recompute_as or op)
         moved = tuple(s for s in op.writes if s in placed)
         if not moved:
             return op
@@ -89,12 +90,12 @@ def swapping_step(graph: StepGraph, placed: Mapping[int, Tier]) -> StepGraph:
             writes=moved,
             seconds=seconds,
         )
-        return replace(
+        return structs.replace(
             op, recompute_as=again, recomputable=True, random_state_bytes=0, by_slices=None, estimated_seconds=None
         )
 
     static_bytes = graph.static_bytes + graph.buffer_bytes(placed.values())
-    return replace(graph, ops=tuple(map(changed, graph.ops)), tiers=(), static_bytes=static_bytes)
+    return structs.replace(graph, ops=tuple(map(changed, graph.ops)), tiers=(), static_bytes=static_bytes)
 
 
 def peak_bytes(graph: StepGraph, order: Sequence[int], placed: Mapping[int, Tier]) -> int:

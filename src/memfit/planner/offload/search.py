@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from msgspec import structs
+
 from memfit.errors import BudgetError
 from memfit.ir.graph import StepGraph
 from memfit.ir.program import Program
@@ -101,7 +103,7 @@ def _search(
         return find_streaming(
             *(graph, budget_bytes), seconds=seconds, progress=progress, any_speed=any_speed, effort=effort
         )
-    alone = replace(graph, tiers=())
+    alone = structs.replace(graph, tiers=())
     if not graph.tiers:
         return find_order(
             *(alone, budget_bytes),

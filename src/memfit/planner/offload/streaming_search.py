@@ -14,9 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from msgspec import structs
+
 from memfit.errors import BudgetError
 from memfit.ir.graph import StepGraph
-from memfit.ir.program import Action, Instruction, Program
+from memfit.ir.instructions import Resident
+from memfit.ir.program import Program
 from memfit.ir.streaming import streamable, streaming_step
 from memfit.ir.tiers import Tier
 from memfit.planner.bounds.lower_bound import relaxed_bound
@@ -58,10 +61,10 @@ def find_streaming(
     effort = effort or Effort()
     found: list[Found] = []
     errors: list[BudgetError] = []
-    alone = replace(graph, tiers=())
+    alone = structs.replace(graph, tiers=())
     placed = _everything(graph)
-    away = {s: replace(storage, nbytes=0) for s, storage in enumerate(graph.storages) if s in placed}
-    elsewhere = replace(alone, storages=tuple(away.get(s, x) for s, x in enumerate(graph.storages)))
+    away = {s: structs.replace(storage, nbytes=0) for s, storage in enumerate(graph.storages) if s in placed}
+    elsewhere = structs.replace(alone, storages=tuple(away.get(s, x) for s, x in enumerate(graph.storages)))
     bound = 0.0 if any_speed else relaxed_bound(elsewhere, budget_bytes, seconds=seconds / 8, effort=effort)
     try:
         one = find_order(*(alone, budget_bytes), seconds=seconds, progress=progress, any_speed=any_speed, effort=effort)
@@ -128,7 +131,7 @@ def _program(
 ) -> tuple[Program, Timeline]:
     """The program of an order in which some storages live on tiers, and its simulated timeline."""
     within = program_within(streaming_step(graph, placed), order, budget_bytes)
-    named = tuple(Instruction(Action.STREAM, storage, tier=tier) for storage, tier in sorted(placed.items()))
+    named = tuple(Resident(storage, tier) for storage, tier in sorted(placed.items()))
     program = Program(instructions=(*named, *within.instructions))
     return program, simulate(graph, program)
 

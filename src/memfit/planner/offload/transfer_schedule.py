@@ -23,7 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from memfit.ir.graph import Op, Phase, StepGraph
-from memfit.ir.program import Action, Instruction, Program, as_they_run, program_of
+from memfit.ir.instructions import Compute, Free, Instruction, SwapIn, SwapOut, computes_in
+from memfit.ir.program import Program, as_they_run, program_of
 from memfit.ir.tiers import Link, Tier
 from memfit.planner.offload.model import SWAP_IN
 from memfit.sim.simulator import simulate
@@ -48,7 +49,7 @@ def ahead_of_use(swapping: StepGraph, order: Sequence[int], into: Mapping[int, L
         An order of the same runs, within the limit if the given order is.
     """
     program = program_of(swapping, order)
-    computing = [n for n, i in enumerate(program.instructions) if i.action is Action.COMPUTE]
+    computing = [n for n, i in enumerate(program.instructions) if isinstance(i, Compute)]
     room = limit_bytes - np.array(simulate(swapping, program).bytes_at, dtype=np.int64)[computing]
     started = [0.0, *itertools.accumulate(map(_quickest_seconds, as_they_run(swapping, order)))]
     begins = _begin_runs(program)
@@ -146,32 +147,31 @@ def _as_transfers(swapping: StepGraph, program: Program, tier_of: Mapping[int, T
     made: list[Instruction | None] = []
     waiting: dict[int, int] = {}  # storages that came back and were not read yet, and where they came back
     for instruction in program.instructions:
-        op = swapping.ops[instruction.index].later if instruction.action is Action.COMPUTE else None
-        if op is not None and instruction.index in ran and op.target == SWAP_IN:
-            for storage in op.writes:
-                waiting[storage] = len(made)
-                made.append(Instruction(Action.SWAP_IN, storage))
+        if isinstance(instruction, Free) and instruction.storage in waiting:
+            made[waiting.pop(instruction.storage)] = None  # came back with another result of its op, nobody reads it
             continue
-        if instruction.action is Action.FREE and instruction.index in waiting:
-            made[waiting.pop(instruction.index)] = None  # came back with another result of its op, and nobody reads it
-            continue
-        if op is not None:
-            read = op.reads if instruction.index in ran else swapping.ops[instruction.index].reads
-            touched = waiting.keys() & {*read, instruction.over}
+        if isinstance(instruction, Compute):
+            first, is_first = swapping.ops[instruction.op], instruction.op not in ran
+            if not is_first and first.later.target == SWAP_IN:
+                for storage in first.later.writes:
+                    waiting[storage] = len(made)
+                    made.append(SwapIn(storage))
+                continue
+            touched = waiting.keys() & {*(first if is_first else first.later).reads, instruction.over}
             back |= touched
             for storage in touched:
                 del waiting[storage]
-            ran.add(instruction.index)
+            ran.add(instruction.op)
         made.append(instruction)
     found: list[Instruction] = []
     out: set[int] = set()
     for instruction in (i for i in made if i is not None):
         found.append(instruction)
-        if instruction.action is Action.COMPUTE:
-            for storage in swapping.ops[instruction.index].writes:
+        if isinstance(instruction, Compute):
+            for storage in swapping.ops[instruction.op].writes:
                 if storage in back and storage not in out:
                     out.add(storage)
-                    found.append(Instruction(Action.SWAP_OUT, storage, tier=tier_of[storage]))
+                    found.append(SwapOut(storage, tier_of[storage]))
     return Program(instructions=tuple(found))
 
 
@@ -192,7 +192,7 @@ def _freed_late(graph: StepGraph, program: Program, limit_bytes: int) -> Program
     def give_up(storage: int) -> None:
         nonlocal late
         late += max(0.0, pending.pop(storage) - now)
-        found.append(Instruction(Action.FREE, storage))
+        found.append(Free(storage))
 
     position = 0
     for run in program.runs():
@@ -203,7 +203,7 @@ def _freed_late(graph: StepGraph, program: Program, limit_bytes: int) -> Program
         for storage in [s for s, ready in pending.items() if ready <= now]:
             give_up(storage)
         needed = max(timeline.bytes_at[p] for p in here)
-        for op in (graph.ops[i.index] for i in run if i.action is Action.COMPUTE):
+        for op in (graph.ops[i.op] for i in computes_in(run)):
             here_subgraph = last_subgraph if op.phase is Phase.LOSS else op.subgraph
         for storage in sorted(pending, key=pending.__getitem__):
             # A subgraph cannot give up a storage while other subgraphs run, only before them or long after.
@@ -211,13 +211,13 @@ def _freed_late(graph: StepGraph, program: Program, limit_bytes: int) -> Program
                 give_up(storage)
             elif needed + sum(sizes[s] for s in pending) > limit_bytes or storage in _written(graph, run):
                 give_up(storage)
-        if instruction.action is Action.FREE and instruction.index in arrives:
-            pending[instruction.index] = arrives.pop(instruction.index)
+        if isinstance(instruction, Free) and instruction.storage in arrives:
+            pending[instruction.storage] = arrives.pop(instruction.storage)
             continue
-        if instruction.action is Action.SWAP_OUT and instruction.tier in out:
+        if isinstance(instruction, SwapOut) and instruction.tier in out:
             start = max(lane_free.get(instruction.tier, 0.0), now)
-            lane_free[instruction.tier] = start + out[instruction.tier].seconds(sizes[instruction.index])
-            arrives[instruction.index] = lane_free[instruction.tier]
+            lane_free[instruction.tier] = start + out[instruction.tier].seconds(sizes[instruction.storage])
+            arrives[instruction.storage] = lane_free[instruction.tier]
         found.extend(run)
     for storage in list(pending):
         give_up(storage)
@@ -228,10 +228,10 @@ def _written(graph: StepGraph, run: Sequence[Instruction]) -> set[int]:
     """Storages that a run brings into memory."""
     found: set[int] = set()
     for instruction in run:
-        if instruction.action is Action.COMPUTE:
-            found.update(graph.ops[instruction.index].writes)
-        elif instruction.action is Action.SWAP_IN:
-            found.add(instruction.index)
+        if isinstance(instruction, Compute):
+            found.update(graph.ops[instruction.op].writes)
+        elif isinstance(instruction, SwapIn):
+            found.add(instruction.storage)
     return found
 
 
@@ -239,6 +239,5 @@ def _begin_runs(program: Program) -> list[bool]:
     """For each op of a program's order whether it begins a fused region."""
     found: list[bool] = []
     for run in program.runs():
-        computes = sum(i.action is Action.COMPUTE for i in run)
-        found += [place == 0 for place in range(computes)]
+        found += [place == 0 for place in range(len(computes_in(run)))]
     return found

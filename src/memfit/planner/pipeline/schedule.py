@@ -13,9 +13,13 @@ stages from it to the last one.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple, TypeAlias
+from typing import Annotated, NamedTuple, TypeAlias
+
+from msgspec import Struct, structs
+
+from memfit.ir.fields import MOST_ITEMS, Index, Name
 
 __all__ = [
     "Action",
@@ -49,9 +53,9 @@ class Pass(StrEnum):
 class Action(NamedTuple):
     """One pass of a device: the stage, the kind of pass, and the micro-batch."""
 
-    stage: int
+    stage: Index
     what: Pass
-    microbatch: int
+    microbatch: Index
 
     def __str__(self) -> str:
         """The action as PyTorch's engine writes it, such as `2F0`."""
@@ -76,8 +80,7 @@ Task: TypeAlias = Action | Send | Receive
 """Task of a device: an action, a send or a receive."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
+class Schedule(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """The actions of each device, in order.
 
     Attributes:
@@ -87,10 +90,10 @@ class Schedule:
         orders: for each device its actions, in order.
     """
 
-    name: str
-    num_stages: int
-    num_microbatches: int
-    orders: tuple[tuple[Action, ...], ...]
+    name: Name
+    num_stages: Index
+    num_microbatches: Index
+    orders: Annotated[tuple[Annotated[tuple[Action, ...], MOST_ITEMS], ...], MOST_ITEMS]
 
     @property
     def splits_backward(self) -> bool:
@@ -313,4 +316,4 @@ def on_one_device(schedule: Schedule) -> Schedule:
         queue = max(ready, key=lambda queue: (queue[-1].what is not Pass.FORWARD, queue[-1].stage))
         order.append(queue.pop())
         done.add(order[-1])
-    return replace(schedule, orders=(tuple(order),))
+    return structs.replace(schedule, orders=(tuple(order),))

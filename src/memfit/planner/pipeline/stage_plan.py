@@ -11,11 +11,14 @@ as large as the room that must be left at the loss.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec import structs
 
 from memfit.errors import BudgetError
 from memfit.ir.graph import Op, Phase, StepGraph, StorageKind
-from memfit.ir.program import Action, Program, plain_order
+from memfit.ir.instructions import Compute, Free, SwapIn, computes_in
+from memfit.ir.program import Program, plain_order
 from memfit.ir.tiers import TierLinks
 from memfit.planner.effort import Effort
 from memfit.planner.finalize.variant_selection import program_within
@@ -109,7 +112,7 @@ def plan_stage(
     Raises:
         BudgetError: if no plan fits; its least budget is an upper estimate if saved bytes are limited.
     """
-    graph = replace(graph, tiers=tuple(_share_of(links, traffic.in_flight) for links in graph.tiers))
+    graph = structs.replace(graph, tiers=tuple(_share_of(links, traffic.in_flight) for links in graph.tiers))
 
     def fits(planned: PlannedStage) -> bool:
         saved_bytes = planned.saved_bytes - planned.memory.taken_bytes
@@ -149,7 +152,7 @@ def plan_always(graph: StepGraph, budget_bytes: int | None, traffic: Traffic) ->
 
 def _share_of(links: TierLinks, in_flight: int) -> TierLinks:
     """Links of a tier, with the share of its capacity for each micro-batch in flight."""
-    return links if links.limit_bytes is None else replace(links, limit_bytes=links.limit_bytes // in_flight)
+    return links if links.limit_bytes is None else structs.replace(links, limit_bytes=links.limit_bytes // in_flight)
 
 
 def _of_order(graph: StepGraph, order: list[int], budget_bytes: int | None, traffic: Traffic) -> PlannedStage:
@@ -167,7 +170,7 @@ def _stage(graph: StepGraph, program: Program, timeline: Timeline, traffic: Traf
     loss_at = next(
         place
         for place, i in enumerate(program.instructions)
-        if i.action is Action.COMPUTE and graph.ops[i.index].phase is Phase.LOSS
+        if isinstance(i, Compute) and graph.ops[i.op].phase is Phase.LOSS
     )
     results, random_bytes = _saved(graph, program, loss_at)
     saved = sum(graph.storages[s].nbytes for s in results) + random_bytes + taken_bytes
@@ -206,7 +209,7 @@ def _stage(graph: StepGraph, program: Program, timeline: Timeline, traffic: Traf
 
 def _gone_bytes(graph: StepGraph, program: Program, waits_until: int, traffic: Traffic) -> int:
     """Bytes of received tensors and returned gradients that the second part does not read, so they need not wait."""
-    later = [graph.ops[i.index] for i in program.instructions[waits_until:] if i.action is Action.COMPUTE]
+    later = [graph.ops[i.op] for i in computes_in(program.instructions[waits_until:])]
     read = {s for op in later for s in (*op.reads, *(() if op.recompute_as is None else op.recompute_as.reads))}
     gradients = {s for s, storage in enumerate(graph.storages) if storage.kind is StorageKind.GRADIENT}
     return traffic.passing_bytes + sum(graph.storages[s].nbytes for s in (traffic.returning | gradients) - read)
@@ -220,9 +223,9 @@ def _waits_until(graph: StepGraph, program: Program, deferred: frozenset[int]) -
     last = max(
         place
         for place, i in enumerate(instructions)
-        if i.action is Action.COMPUTE and graph.ops[i.index].phase is Phase.BACKWARD and i.index not in deferred
+        if isinstance(i, Compute) and graph.ops[i.op].phase is Phase.BACKWARD and i.op not in deferred
     )
-    while instructions[last + 1].action is Action.FREE:
+    while isinstance(instructions[last + 1], Free):
         last += 1
     return last + 1
 
@@ -234,19 +237,19 @@ def _saved(graph: StepGraph, program: Program, loss_at: int) -> tuple[set[int], 
     again = set(program.recomputed())
     elsewhere = program.tier_resident()
     for place, instruction in enumerate(program.instructions):
-        if place > loss_at and instruction.action is not Action.FREE:
+        if place > loss_at and not isinstance(instruction, Free):
             break
-        if instruction.action is Action.FREE:
-            alive.discard(instruction.index)
-        elif instruction.action is Action.SWAP_IN:
-            alive.add(instruction.index)
-        elif instruction.action is Action.COMPUTE and place != loss_at:
-            op = graph.ops[instruction.index]
+        if isinstance(instruction, Free):
+            alive.discard(instruction.storage)
+        elif isinstance(instruction, SwapIn):
+            alive.add(instruction.storage)
+        elif isinstance(instruction, Compute) and place != loss_at:
+            op = graph.ops[instruction.op]
             if instruction.over is not None:
                 alive.discard(instruction.over)
             alive.update(s for s in op.writes if s not in elsewhere)
-            if op.random_state_bytes and instruction.index in again:
-                random_bytes[instruction.index] = op.random_state_bytes
+            if op.random_state_bytes and instruction.op in again:
+                random_bytes[instruction.op] = op.random_state_bytes
     return {s for s in alive if graph.storages[s].kind is StorageKind.FORWARD}, sum(random_bytes.values())
 
 
@@ -257,6 +260,6 @@ def _limited(graph: StepGraph, budget_bytes: int, saved_limit_bytes: int) -> Ste
     workspace_bytes = max(loss.workspace_bytes, budget_bytes - graph.static_bytes - saved_limit_bytes - made_bytes)
 
     def limited(op: Op) -> Op:
-        return replace(op, workspace_bytes=workspace_bytes) if op.phase is Phase.LOSS else op
+        return structs.replace(op, workspace_bytes=workspace_bytes) if op.phase is Phase.LOSS else op
 
-    return replace(graph, ops=tuple(map(limited, graph.ops)))
+    return structs.replace(graph, ops=tuple(map(limited, graph.ops)))

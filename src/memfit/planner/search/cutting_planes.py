@@ -32,7 +32,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memfit.ir.graph import Phase, StepGraph, StorageKind
-from memfit.ir.program import Action, Program, program_of
+from memfit.ir.instructions import Compute, Free
+from memfit.ir.program import Program, program_of
 from memfit.planner.analysis.demand import Needs, epoch_starts, needs_of
 from memfit.planner.effort import Effort
 from memfit.planner.search.lazy_recompute import lazy_order
@@ -271,15 +272,15 @@ def _backward_base(graph: StepGraph) -> NDArray[np.int64]:
     sizes = [s.nbytes for s in graph.storages]
     live = graph.static_bytes
     for instruction in program.instructions:
-        index = instruction.index
-        if instruction.action is Action.FREE:
-            live -= sizes[index] if index in counted else 0
+        if isinstance(instruction, Free):
+            live -= sizes[instruction.storage] if instruction.storage in counted else 0
+        if not isinstance(instruction, Compute):
             continue
-        op = graph.ops[index]
+        op = graph.ops[instruction.op]
         new = sum(sizes[s] for s in op.writes if s in counted)
         if instruction.over in counted:
             new -= sizes[instruction.over]
-        base[index] = live + new + op.workspace_bytes
+        base[instruction.op] = live + new + op.workspace_bytes
         live += new
     return base
 
@@ -311,15 +312,15 @@ def _peak_by_backward_op(graph: StepGraph, program: Program, bytes_at: tuple[int
     waiting = 0
     past_loss = False
     for instruction, nbytes in zip(program.instructions, bytes_at, strict=True):
-        if instruction.action is Action.FREE:
+        if not isinstance(instruction, Compute):
             continue
-        op = graph.ops[instruction.index]
+        op = graph.ops[instruction.op]
         if op.phase is Phase.FORWARD and not past_loss:
             continue
         past_loss = True
         waiting = max(waiting, nbytes)
         if op.phase is not Phase.FORWARD:
-            peaks[instruction.index] = waiting
+            peaks[instruction.op] = waiting
             waiting = 0
     return peaks
 

@@ -32,7 +32,7 @@ from memfit.capture.subgraphs import tensors_in
 from memfit.capture.training_step import device_of
 from memfit.compiler.plan import Plan
 from memfit.ir.graph import Phase
-from memfit.ir.program import Action
+from memfit.ir.instructions import Compute
 from memfit.runtime.module.input_signature import Signature
 from memfit.sim.simulator import simulate
 from memfit.units import format_bytes
@@ -75,7 +75,7 @@ class _Held:
         graph, program = plan.planned.graph, plan.program
         held, most = self.nbytes, 0
         for instruction, nbytes in zip(program.instructions, simulate(graph, program).bytes_at, strict=True):
-            is_loss = instruction.action is Action.COMPUTE and graph.ops[instruction.index].phase is Phase.LOSS
+            is_loss = isinstance(instruction, Compute) and graph.ops[instruction.op].phase is Phase.LOSS
             most = max(most, nbytes + (self.input_bytes if is_loss else held))
             if is_loss:
                 break

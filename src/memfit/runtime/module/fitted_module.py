@@ -26,7 +26,8 @@ from memfit.capture.failures import explained
 from memfit.capture.loss.reading import AssumedLoss, loss_name
 from memfit.capture.state.snapshot import preserved
 from memfit.errors import BudgetError, LossError, MemfitError, PlanMismatchError, SpecError
-from memfit.ir.serialization import fingerprint_difference, graph_digest
+from memfit.ir.plan_file import fingerprint_difference
+from memfit.ir.serialization import graph_digest
 from memfit.runtime.executable import PlannedCall, compile_program
 from memfit.runtime.loop.forward_passes import Pass, in_flight
 from memfit.runtime.loop.held_outputs import HeldOutputs

@@ -16,13 +16,15 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
 import torch
+from msgspec import Meta, Struct
 
 from memfit.errors import MemfitError, SwapError
+from memfit.ir.fields import Rate, Seconds
 from memfit.ir.jsonfile import read_json, write_json
 from memfit.ir.tiers import Link, Tier, TierLinks
 from memfit.profiling.cost_cache import cache_directory, machine_name
@@ -35,14 +37,13 @@ __all__ = ["Calibration", "LinkSpeed", "calibrate", "calibrated"]
 
 log = logging.getLogger(__name__)
 
-_VERSION = 1
+_VERSION: Literal[1] = 1
 _TRANSFER_BYTES = 32 << 20
 _SECONDS = 0.3
 """About how long each measurement takes, in seconds."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkSpeed:
+class LinkSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One direction of a link.
 
     Attributes:
@@ -53,11 +54,11 @@ class LinkSpeed:
         compute_seconds_per_byte: additional compute time for each byte.
     """
 
-    alone_bytes_per_second: float
-    bytes_per_second: float
-    pageable_bytes_per_second: float
-    latency_seconds: float
-    compute_seconds_per_byte: float
+    alone_bytes_per_second: Rate
+    bytes_per_second: Rate
+    pageable_bytes_per_second: Annotated[float, Meta(ge=0, le=1e15)]
+    latency_seconds: Seconds
+    compute_seconds_per_byte: Seconds
 
     @property
     def link(self) -> Link:
@@ -93,6 +94,14 @@ class Calibration:
         )
 
 
+class _Measured(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The file of a calibration."""
+
+    version: Literal[1]
+    out: LinkSpeed
+    into: LinkSpeed
+
+
 def calibrated(tier: Tier, device: torch.device) -> Calibration:
     """Calibration of a tier, read from this machine's file, or measured now if there is none.
 
@@ -101,9 +110,8 @@ def calibrated(tier: Tier, device: torch.device) -> Calibration:
     """
     path = _file(tier, device)
     try:
-        document: Any = read_json(path, schema=_SCHEMA)
-        speeds = {way: LinkSpeed(**document[way]) for way in ("out", "into")}
-        return Calibration(tier=tier, device=str(device), **speeds)
+        read = read_json(path, _Measured)
+        return Calibration(tier=tier, device=str(device), out=read.out, into=read.into)
     except (OSError, MemfitError):
         return calibrate(tier, device)
 
@@ -142,7 +150,7 @@ def calibrate(tier: Tier, device: torch.device) -> Calibration:
     path = _file(tier, device)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_json(path, {"version": _VERSION, "out": asdict(found.out), "into": asdict(found.into)})
+        write_json(path, _Measured(version=_VERSION, out=found.out, into=found.into))
     except OSError as error:
         log.warning("cannot save measured links to %s: %s", path, error)
     return found
@@ -257,36 +265,3 @@ def _file(tier: Tier, device: torch.device) -> Path:
     where = swap_directory().stat().st_dev if tier is Tier.DISK else ""
     digest = hashlib.sha256(f"{machine_name(device)} {tier} {where}".encode()).hexdigest()[:16]
     return cache_directory() / f"link-{digest}.json"
-
-
-_RATE = {"type": "number", "minimum": 0, "maximum": 1e15}
-_POSITIVE = {**_RATE, "minimum": 1}
-_SPEED = {
-    "type": "object",
-    "properties": {
-        "alone_bytes_per_second": _POSITIVE,
-        "bytes_per_second": _POSITIVE,
-        "pageable_bytes_per_second": _RATE,
-        "latency_seconds": _RATE,
-        "compute_seconds_per_byte": _RATE,
-    },
-    "required": [
-        "alone_bytes_per_second",
-        "bytes_per_second",
-        "pageable_bytes_per_second",
-        "latency_seconds",
-        "compute_seconds_per_byte",
-    ],
-    "additionalProperties": False,
-}
-_SCHEMA: dict[str, Any] = {
-    "$schema": "https://json-schema.org/draft/2020-12/schema",
-    "type": "object",
-    "properties": {
-        "version": {"type": "integer", "minimum": _VERSION, "maximum": _VERSION},
-        "out": _SPEED,
-        "into": _SPEED,
-    },
-    "required": ["version", "out", "into"],
-    "additionalProperties": False,
-}

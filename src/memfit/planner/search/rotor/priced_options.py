@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from memfit.ir.graph import StepGraph, StorageKind
-from memfit.ir.program import Action, plain_order, program_of
+from memfit.ir.instructions import Compute, Free
+from memfit.ir.program import plain_order, program_of
 from memfit.planner.analysis.chain import Chain
 from memfit.planner.effort import Effort
 from memfit.planner.search.rotor.options import options_of
@@ -181,11 +182,12 @@ def _in_use(graph: StepGraph, chain: Chain) -> list[int]:
     before: list[int] = []
     live = 0
     for instruction in program_of(graph, plain_order(graph)).instructions:
-        if instruction.action is Action.FREE:
-            live -= counted[instruction.index]
+        if isinstance(instruction, Free):
+            live -= counted[instruction.storage]
+        if not isinstance(instruction, Compute):
             continue
         before.append(live)
-        op = graph.ops[instruction.index]
+        op = graph.ops[instruction.op]
         live += sum(counted[s] for s in op.writes)
         if instruction.over is not None:
             live -= counted[instruction.over]
