@@ -9,6 +9,7 @@ from torch import nn
 
 from memfit.capture.loss.reading import LossFunction
 from memfit.capture.optimizer.unwrapped import OptimizerLike
+from memfit.capture.options import CaptureOptions
 from memfit.capture.training_step import given_args
 from memfit.compiler.driver import make_plan
 from memfit.compiler.plan import Plan
@@ -99,7 +100,7 @@ def plan(
         prove=prove,
         exact=exact,
         search_seconds=search_seconds,
-        checkpointing=checkpointing,
+        capture=CaptureOptions(checkpointing=checkpointing),
     )
     return make_plan(model, given_args(args), dict(kwargs or {}), request, progress=progress)
 
@@ -136,7 +137,7 @@ def fit(
         prove=prove,
         exact=exact,
         search_seconds=search_seconds,
-        checkpointing=checkpointing,
+        capture=CaptureOptions(checkpointing=checkpointing),
     )
     forget_compiled_code()  # compiled code of the caller may contain the module
     made = make_plan(model, given_args(args), dict(kwargs or {}), request, progress=progress, keep_call=True)

@@ -134,7 +134,8 @@ def _made(
         return plan
     # The loop brings gradients that the loss alone does not. The plan without them is exact, so the plan with them is
     # exact too; but with them, the plain step of the loss alone is another step.
-    with_them = replace(request, cut_between=without.cut_between, told=False, proves_gradients=False)
+    capture = replace(request.capture, cut_between=without.capture.cut_between)
+    with_them = replace(request, capture=capture, told=False, proves_gradients=False)
     return _made(model, args, kwargs, with_them, progress=progress, keep_call=keep_call)
 
 
@@ -144,13 +145,13 @@ def _without_zeros(request: Request, capture: Capture) -> Request | None:
     The loss alone brings no gradient to tensors that the model leaves on itself. Zeros there differ from no gradient:
     an infinite derivative turns them into NaN, and a sum with them may have another layout.
     """
-    between = bool(capture.unreached)
-    if not request.cut or not request.proves_gradients:
+    between, asked = bool(capture.unreached), request.capture
+    if not asked.cut or not request.proves_gradients:
         return None
-    if not capture.assumed and (request.cut_between or not between):
+    if not capture.assumed and (asked.cut_between or not between):
         return None
-    without = request.without_gradient | capture.assumed
-    return replace(request, without_gradient=without, cut_between=between, told=False)
+    without = replace(asked, without_gradient=asked.without_gradient | capture.assumed, cut_between=between)
+    return replace(request, capture=without, told=False)
 
 
 def plan_profiled(

@@ -19,7 +19,7 @@ from memfit.capture.distributed.fsdp import is_sharded
 from memfit.capture.loss.reading import LossFunction
 from memfit.capture.optimizer.state import OptimizerPart, optimizer_cost
 from memfit.capture.optimizer.unwrapped import OptimizerLike, check_optimizer
-from memfit.capture.options import CaptureOptions
+from memfit.capture.options import DEFAULT_OPTIONS, CaptureOptions
 from memfit.capture.training_step import Capture, capture_step, check_step, device_of, read_again
 from memfit.compiler.consensus import agreed_program, agreed_start, agreed_step
 from memfit.compiler.plan import Plan
@@ -29,7 +29,6 @@ from memfit.ir.graph import StepGraph
 from memfit.ir.program import Program
 from memfit.ir.serialization import graph_digest
 from memfit.ir.tiers import TierLinks
-from memfit.ops.accumulation import Accumulate
 from memfit.planner.analysis.explain import decisions, prediction
 from memfit.planner.analysis.no_plan import no_plan
 from memfit.planner.bounds.lower_bound import relaxed_bound
@@ -84,18 +83,12 @@ class Request:
         search_seconds: work of the search of `"auto"`, in nominal seconds; up to four times that while far from the
             bound.
         any_speed: whether `"auto"` takes any plan that fits, instead of a fast one.
-        accumulate: how gradients of parameters are added to `.grad` when made; None to add them after the backward
-            pass.
         beside_bytes: bytes in memory in addition to the module and its inputs, such as DDP's buckets.
-        cut: whether outputs the loss does not use are cut from the gradient.
-        without_gradient: outputs of the last graph to cut as well, since no gradient reached them in the loop.
-        cut_between: whether outputs of earlier graphs are cut if no gradient of the loss reaches them.
         told: whether the loop, not a guess, tells which outputs left on a module or in a hook get a gradient.
         proves_gradients: whether gradients are compared too; False if the loop brings others than the loss alone.
-        decide: whether branches on inputs are decided, each branch with a plan of its own; else they break the graph.
-        by_use: whether gradients are returned use by use, since several forward passes share a backward pass.
-        checkpointing: `"refuse"` a model that checkpoints itself, or `"replace"` its checkpoints by the plan.
         backward_in_autocast: whether the loop runs the backward pass inside the autocast region of the forward pass.
+        capture: how the step is captured; the tiles of a capture, and which weight gradients it separates, are the
+            planner's choices.
     """
 
     budget: int | str
@@ -109,17 +102,11 @@ class Request:
     label: str = ""
     search_seconds: float = 8.0
     any_speed: bool = False
-    accumulate: Accumulate | None = None
     beside_bytes: int = 0
-    cut: bool = True
-    without_gradient: frozenset[int] = frozenset()
-    cut_between: bool = False
     told: bool = False
     proves_gradients: bool = True
-    decide: bool = True
-    by_use: bool = False
-    checkpointing: str = "refuse"
     backward_in_autocast: bool = False
+    capture: CaptureOptions = DEFAULT_OPTIONS
 
     @property
     def whole_optimizer(self) -> OptimizerLike | None:
@@ -235,23 +222,13 @@ def _captured(
     grid: tuple[int, ...],
 ) -> Capture:
     """The step captured for a request; its static bytes include `Request.beside_bytes`."""
-    agreed_start(model, lambda: check_step(model, args, kwargs, checkpointing=request.checkpointing))
+    agreed_start(model, lambda: check_step(model, args, kwargs, checkpointing=request.capture.checkpointing))
     capture = capture_step(
         *(model, args, kwargs),
         loss_fn=request.loss_fn,
         optimizer=optimizer_cost(request.optimizer, device_of(model).type),
         label=request.label,
-        options=CaptureOptions(
-            separate=separate,
-            grid=grid,
-            accumulate=request.accumulate,
-            cut=request.cut,
-            without_gradient=request.without_gradient,
-            cut_between=request.cut_between,
-            decide=request.decide,
-            by_use=request.by_use,
-            checkpointing=request.checkpointing,
-        ),
+        options=replace(request.capture, separate=separate, grid=grid),
     )
     static_bytes = capture.graph.static_bytes + request.beside_bytes
     return replace(capture, graph=structs.replace(capture.graph, static_bytes=static_bytes), static_bytes=static_bytes)
@@ -340,7 +317,7 @@ def check_request(request: Request, device: torch.device) -> None:
         raise SpecError(f"exact must be 'bitwise' or 'rounding' (exact: {request.exact!r})")
     if not isinstance(request.optimizer, OptimizerPart):
         check_optimizer(request.optimizer)
-    if request.checkpointing not in CHECKPOINTING:
-        raise SpecError(f"unknown checkpointing {request.checkpointing!r}; there are {CHECKPOINTING}")
+    if request.capture.checkpointing not in CHECKPOINTING:
+        raise SpecError(f"unknown checkpointing {request.capture.checkpointing!r}; there are {CHECKPOINTING}")
     strategies.check_name(request.strategy)
     parse_tiers(request.tiers, device)

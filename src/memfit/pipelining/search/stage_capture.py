@@ -9,6 +9,7 @@ import torch
 from msgspec import structs
 
 from memfit.capture.optimizer.state import optimizer_cost, part_of, trained_bytes
+from memfit.capture.options import CaptureOptions
 from memfit.capture.training_step import Capture
 from memfit.compiler.stages import Request, capture_and_profile
 from memfit.ir.graph import StepGraph
@@ -52,7 +53,7 @@ def capture_stage(
         optimizer=part,
         tiers=question.tiers,
         levers=question.levers,
-        accumulate=accumulation_of(question.num_microbatches),
+        capture=CaptureOptions(accumulate=accumulation_of(question.num_microbatches)),
         label=f"stage {stage.index}",
     )
     args = example_inputs(stage, leaves, device)

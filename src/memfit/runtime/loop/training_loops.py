@@ -129,7 +129,7 @@ class Loops:
             key: signature of the pass.
             request: the request of its present plan, if it has one.
         """
-        return self.narrowed.get(key, frozenset[int]() if request is None else request.without_gradient)
+        return self.narrowed.get(key, frozenset[int]() if request is None else request.capture.without_gradient)
 
     def is_otherwise(self, key: Signature, planned: Planned | None) -> bool:
         """Whether the loop uses the outputs or runs the backward pass differently from the plan's assumptions."""
@@ -137,29 +137,35 @@ class Loops:
             return False
         request = planned.request
         if key in self.widened:
-            narrowed, widened = False, request.cut
+            narrowed, widened = False, request.capture.cut
         else:
-            narrowed, widened = self.without_gradient(key, request) != request.without_gradient, False
-        apart = key in self.apart and bool(planned.capture.summed) and not request.by_use
+            narrowed, widened = self.without_gradient(key, request) != request.capture.without_gradient, False
+        apart = key in self.apart and bool(planned.capture.summed) and not request.capture.by_use
         return narrowed or widened or apart or ((key, True) in self.regions and not request.backward_in_autocast)
 
-    def request(self, key: Signature, asked: Request, planned: Planned | None, **more: Any) -> Request:
+    def request(self, key: Signature, asked: Request, planned: Planned | None, *, decide: bool, **more: Any) -> Request:
         """Request for a pass: the one that was asked for, adapted to the observed behaviour of the loop.
 
         Args:
             key: signature of the pass.
             asked: the request for any pass.
             planned: its plan, if it has one.
+            decide: whether branches on inputs are decided when it is captured.
             more: other fields of the request.
         """
         cut = key not in self.widened
         without = self.without_gradient(key, None if planned is None else planned.request)
-        return replace(
-            asked,
+        capture = replace(
+            asked.capture,
             cut=cut,
             without_gradient=without if cut else frozenset[int](),
-            told=cut and key in self.narrowed,
             by_use=key in self.apart,
+            decide=decide,
+        )
+        return replace(
+            asked,
+            capture=capture,
+            told=cut and key in self.narrowed,
             backward_in_autocast=asked.backward_in_autocast or (key, True) in self.regions,
             **more,
         )
