@@ -309,7 +309,9 @@ def test_a_tensor_on_a_module_that_gets_no_gradient_adds_none(adds_aux: bool, in
     assert sum("a gradient arrived" in text for text in told) == (1 if infinite and adds_aux else 0), told
     planned = memfit.plan_of(model).planned
     assert planned is not None
-    assert len(planned.request.capture.without_gradient) == (1 if adds_aux else 2), "from the second step on it is planned so"
+    assert len(planned.request.capture.without_gradient) == (1 if adds_aux else 2), (
+        "from the second step on it is planned so"
+    )
 
 
 def test_a_weight_that_a_hook_makes_anew_gets_no_gradient_of_zeros() -> None:

@@ -22,6 +22,7 @@ from memfit.fxir.call import Call
 from memfit.fxir.marks import PLAIN_CALL
 from memfit.ops.kernels.batch_norm import input_gradient_from_sums, normalise, statistics_from_sums, sums_of_data
 from memfit.ops.recompute import lies_as
+from memfit.passes.replace_uses import replace_uses
 from memfit.torch_compat.core import detect_fake_mode
 
 __all__ = ["split_batch_norm", "split_batch_norm_backward"]
@@ -55,9 +56,9 @@ def split_batch_norm(module: fx.GraphModule) -> None:
             mean, invstd = (_result(graph, statistics, place, results.get(place + 1)) for place in (0, 1))
             made = graph.call_function(normalise, (data, mean, invstd, weight, bias))
             made.meta = {**node.meta, "val": values[0], PLAIN_CALL: whole}
-        results.pop(0).replace_all_uses_with(made)
+        replace_uses(results.pop(0), made)
         for place, user in results.items():
-            user.replace_all_uses_with(_result(graph, statistics, place - 1, user))
+            replace_uses(user, _result(graph, statistics, place - 1, user))
         for user in list(node.users):
             graph.erase_node(user)
         graph.erase_node(node)
@@ -99,7 +100,7 @@ def split_batch_norm_backward(module: fx.GraphModule) -> None:
             )
             made.meta = {**node.meta, "val": values[0], PLAIN_CALL: whole}
         for user, replacement in ((results[0], made), (results[1], of_weight), (results[2], of_bias)):
-            user.replace_all_uses_with(replacement)
+            replace_uses(user, replacement)
             graph.erase_node(user)
         graph.erase_node(node)
 

@@ -7,13 +7,13 @@ result of the backward pass cannot be recomputed, and would be live from its fir
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import fx
 
-from memfit.torch_compat.core import OpOverload, detect_fake_mode
+from memfit.passes.replace_uses import replace_uses
+from memfit.torch_compat.core import OpOverload
 
 __all__ = ["merge_repeated"]
 
@@ -32,21 +32,8 @@ def merge_repeated(module: fx.GraphModule) -> None:
         elif node.op == "call_function" and _memory(node) not in returned and _is_pure(node):
             earlier = first.setdefault((node.target, _hashable(node.args), _hashable(node.kwargs)), node)
             if earlier is not node:
-                memory = _memory(node)
-                node.replace_all_uses_with(earlier)
+                replace_uses(node, earlier)
                 graph.erase_node(node)
-                _rebase_views(earlier, memory)
-
-
-def _rebase_views(node: fx.Node, memory: int | None) -> None:
-    """Moves views that lived in `memory` to the storage of the node that they now read."""
-    for user in node.users:
-        if _memory(user) == memory:
-            operands, named = fx.map_arg((user.args, dict(user.kwargs)), lambda operand: operand.meta["val"])
-            target: Any = user.target
-            with torch.no_grad(), detect_fake_mode(user.meta["val"]) or nullcontext():
-                user.meta["val"] = target(*operands, **named)
-            _rebase_views(user, memory)
 
 
 def _memory(node: fx.Node) -> int | None:

@@ -17,7 +17,7 @@ not contiguous.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -26,6 +26,7 @@ from torch import fx
 
 from memfit.fxir.marks import PLAIN_NBYTES, is_view
 from memfit.ops.kernels.convolution import convolution_input_gradient, convolution_input_slices, takes_input_shape_only
+from memfit.passes.replace_uses import replace_uses
 from memfit.torch_compat.core import detect_fake_mode
 
 __all__ = ["Cuts", "copy_out_late_slices", "separate_input_slices"]
@@ -77,7 +78,7 @@ def separate_input_slices(module: fx.GraphModule) -> None:
             # Without memfit the slice that is read last keeps the memory of all slices alive.
             nbytes = value.numel() * value.element_size() if user is last else 1
             item.meta = {**user.meta, "val": slices[number], PLAIN_NBYTES: nbytes}
-            user.replace_all_uses_with(item)
+            replace_uses(user, item)
             graph.erase_node(user)
         graph.erase_node(node)
 
@@ -123,24 +124,8 @@ def copy_out_late_slices(module: fx.GraphModule) -> None:
             with detect_fake_mode(value) or nullcontext():
                 copied.meta = {**node.meta, "val": torch.empty_like(value)}
             position[early] = position[copied] = position[base]
-            views = _views(node)
-            node.replace_all_uses_with(copied)
+            replace_uses(node, copied)
             graph.erase_node(node)
-            for view in views:
-                _made_anew(view)
-
-
-def _views(node: fx.Node) -> list[fx.Node]:
-    """Views of a node and views of these views, in order."""
-    direct = [user for user in node.users if user.op == "call_function" and is_view(user)]
-    return [view for user in direct for view in (user, *_views(user))]
-
-
-def _made_anew(view: fx.Node) -> None:
-    """Makes the fake result of a view again, because the view's base is now in another storage."""
-    args, kwargs = fx.map_arg((view.args, view.kwargs), lambda n: n.meta["val"])
-    with detect_fake_mode(view.meta["val"]) or nullcontext():
-        view.meta = {**view.meta, "val": cast(Callable[..., Any], view.target)(*args, **kwargs)}
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:

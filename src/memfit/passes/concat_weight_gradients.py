@@ -26,6 +26,7 @@ from torch import fx
 from memfit.fxir.call import Call
 from memfit.fxir.marks import PLAIN_CALL, PLAIN_NBYTES, returned_storages, storage_key
 from memfit.fxir.signature import cost_key, describe
+from memfit.passes.replace_uses import replace_uses
 from memfit.torch_compat.core import detect_fake_mode
 
 __all__ = [
@@ -35,11 +36,15 @@ __all__ = [
     "separable_key",
     "separable_weight_gradients",
     "separate_weight_gradients",
+    "separated_keys",
 ]
 
 _aten = torch.ops.aten
 
 _FROM = " from "
+
+_SEPARATED = "memfit_separated"
+"""Mark in the `meta` of a node: the `separable_key` of the weight gradient that it makes a part of."""
 
 
 def separable_weight_gradients(graph: fx.Graph) -> list[fx.Node]:
@@ -97,23 +102,23 @@ def is_separable_key(key: str) -> bool:
     return _FROM in key
 
 
-def separate_weight_gradients(graph: fx.Graph, separate: Callable[[str], bool]) -> frozenset[str]:
+def separate_weight_gradients(graph: fx.Graph, separate: Callable[[str], bool]) -> None:
     """Rewrites weight gradients so that they are made part by part.
 
     Args:
         graph: rewritten in place.
         separate: whether the parts have the bits of the whole, given the `separable_key`.
-
-    Returns:
-        The keys of the weight gradients that are made part by part.
     """
-    separated: set[str] = set()
     for node in separable_weight_gradients(graph):
         key = separable_key(node)
         if separate(key):
+            node.meta[_SEPARATED] = key
             _separate(graph, node)
-            separated.add(key)
-    return frozenset(separated)
+
+
+def separated_keys(graph: fx.Graph) -> frozenset[str]:
+    """The keys of the weight gradients that are made part by part."""
+    return frozenset(node.meta[_SEPARATED] for node in graph.nodes if _SEPARATED in node.meta)
 
 
 def _separate(graph: fx.Graph, node: fx.Node) -> None:
@@ -148,6 +153,6 @@ def _separate(graph: fx.Graph, node: fx.Node) -> None:
         together = graph.call_function(_aten.cat.default, (parts, 1))
         together.meta = {**node.meta, "val": of_weight, PLAIN_CALL: None}
     if 1 in results:
-        results[1].replace_all_uses_with(together)
+        replace_uses(results[1], together)
         graph.erase_node(results[1])
     graph.erase_node(node)

@@ -49,6 +49,7 @@ from memfit.ops.kernels.convolution import (
     takes_input_shape_only,
 )
 from memfit.ops.registry import rule_of
+from memfit.passes.replace_uses import replace_uses
 from memfit.torch_compat.core import OpOverload, detect_fake_mode
 
 __all__ = [
@@ -95,7 +96,7 @@ def split_convolution_backward(module: fx.GraphModule, *, rounded: bool = False)
             metadata_only = metadata_only_attribute(module, data)
             gradient = graph.call_function(target, (grad_output, metadata_only, weight, *rest))
             gradient.meta = {**node.meta, "val": values[0]}
-        getitems[0].replace_all_uses_with(gradient)
+        replace_uses(getitems[0], gradient)
         graph.erase_node(getitems[0])
         for index in (1, 2):
             if index in getitems:
@@ -156,7 +157,7 @@ def drop_clones(module: fx.GraphModule) -> None:
                 if storage_key(a) == storage_key(source)
             )
         ):
-            node.replace_all_uses_with(source)
+            replace_uses(node, source)
             graph.erase_node(node)
 
 
@@ -190,7 +191,7 @@ def mask_before_unpooling(module: fx.GraphModule) -> None:
         # Without memfit the mask is applied to the large gradient: gradient and result are live, the indices are not.
         early.meta[PLAIN_NBYTES] = _nbytes(masked) - _nbytes(results[1])
         unpooled.update_arg(0, early)
-        masked.replace_all_uses_with(unpooled)
+        replace_uses(masked, unpooled)
         graph.erase_node(masked)
 
 

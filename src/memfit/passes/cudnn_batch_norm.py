@@ -21,6 +21,7 @@ from torch import fx
 
 from memfit.fxir.marks import original
 from memfit.ops.kernels.batch_norm import cudnn_batch_norm, cudnn_batch_norm_backward, cudnn_batch_norm_updating
+from memfit.passes.replace_uses import replace_uses
 from memfit.torch_compat.core import cudnn_batch_norm_reserve_bytes, cudnn_takes_batch_norm, detect_fake_mode
 
 __all__ = ["take_cudnn_batch_norm"]
@@ -101,5 +102,5 @@ def _replace(node: fx.Node, target: Any, args: tuple[Any, ...], *values: Any) ->
     made.meta = dict(node.meta)
     if values:
         made.meta["val"] = (*values[0], values[1])
-    node.replace_all_uses_with(made)
+    replace_uses(node, made)
     node.graph.erase_node(node)

@@ -22,6 +22,7 @@ from memfit.fxir.call import Call
 from memfit.fxir.marks import PLAIN_CALL, PLAIN_NBYTES
 from memfit.ops.kernels.dropout import drawn, kept_scale, masked
 from memfit.passes.conv_backward_split import metadata_only_attribute
+from memfit.passes.replace_uses import replace_uses
 from memfit.torch_compat.core import detect_fake_mode
 
 __all__ = ["mask_by_bytes", "split_dropout"]
@@ -35,7 +36,7 @@ def mask_by_bytes(module: fx.GraphModule) -> None:
     for node in graph.find_nodes(op="call_function", target=drawn):
         for copy in [user for user in node.users if user.target is _aten.copy.default and user.args[1] is node]:
             if _alike(copy, node):
-                copy.replace_all_uses_with(node)
+                replace_uses(copy, node)
                 graph.erase_node(copy)
         noise = next(iter(node.users), None)
         if noise is None or len(node.users) != 1 or not _take_apart(module, node, noise):
@@ -77,7 +78,7 @@ def _take_apart(module: fx.GraphModule, drawing: fx.Node, noise: fx.Node) -> boo
         if not place:
             both = {**product.meta, "val": (product.meta["val"], value)}
             result.meta[PLAIN_CALL] = Call(name=product.name, target=_dropped, args=(data, kept), meta=both)
-        product.replace_all_uses_with(result)
+        replace_uses(product, result)
         graph.erase_node(product)
     graph.erase_node(noise)
     graph.erase_node(drawing)
@@ -118,6 +119,6 @@ def split_dropout(module: fx.GraphModule) -> None:
         kept.meta = {**node.meta, "val": node.meta["val"][0], PLAIN_CALL: whole}
         for place, replacement in ((0, kept), (1, mask)):
             if place in results:
-                results[place].replace_all_uses_with(replacement)
+                replace_uses(results[place], replacement)
                 graph.erase_node(results[place])
         graph.erase_node(node)

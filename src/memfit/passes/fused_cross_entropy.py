@@ -30,6 +30,7 @@ from memfit.fxir.call import Call
 from memfit.fxir.marks import PLAIN_CALL, is_tangent, is_view, original
 from memfit.ops.kernels.row_products import SUM, product_over_rows, share_of_mean
 from memfit.ops.registry import rule_of
+from memfit.passes.replace_uses import replace_uses
 from memfit.torch_compat.core import detect_fake_mode
 
 __all__ = ["RUNS_ONCE", "rewrite_by_rows"]
@@ -82,7 +83,7 @@ def _split_mean(node: fx.Node) -> None:
     mean.meta = {**node.meta, "val": mean_value, PLAIN_CALL: None}
     for place, replacement in ((0, mean), (1, weights)):
         if place in results:
-            results[place].replace_all_uses_with(replacement)
+            replace_uses(results[place], replacement)
             graph.erase_node(results[place])
     graph.erase_node(node)
 
@@ -153,7 +154,7 @@ def _bring_forward(node: fx.Node) -> None:
         with graph.inserting_before(product):
             scaled = graph.call_function(_aten.mul.Tensor, (made, scale))
         scaled.meta = {**product.meta, PLAIN_CALL: None}
-        product.replace_all_uses_with(scaled)
+        replace_uses(product, scaled)
         graph.erase_node(product)
 
 

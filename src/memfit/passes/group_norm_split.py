@@ -36,6 +36,7 @@ from memfit.ops.kernels.group_norm import (
     scaled_and_shifted,
     sums_of_space,
 )
+from memfit.passes.replace_uses import replace_uses
 from memfit.torch_compat.core import detect_fake_mode
 
 __all__ = ["split_group_norm"]
@@ -239,7 +240,7 @@ def _split(graph: fx.Graph, norm: _Norm) -> None:
         found = call(scale_and_shift, (sums, weight, bias, norm.groups, count, norm.eps, value.dtype, axes), forward)
         scale, shift, moments = (taken(found, place) for place in range(3))
         made = call(scaled_and_shifted, (norm.data, scale, shift), forward, whole)
-    norm.result.replace_all_uses_with(made)
+    replace_uses(norm.result, made)
     backward = norm.backward
     if backward is None:
         return
@@ -251,7 +252,7 @@ def _split(graph: fx.Graph, norm: _Norm) -> None:
         operands = (norm.gradient, norm.data, scale, slope, offset)
         of_data = call(input_gradient, operands, backward, whole)
     if norm.of_data is not None:
-        norm.of_data.replace_all_uses_with(of_data)
+        replace_uses(norm.of_data, of_data)
     for old, by_sample in zip(norm.of_parameters, of_parameters, strict=True):
         if old is None:
             continue
@@ -261,4 +262,4 @@ def _split(graph: fx.Graph, norm: _Norm) -> None:
                 new.meta.pop(PLAIN_CALL)
             else:
                 new = call(_aten.sum.dim_IntList, (by_sample, [0]), old)
-        old.replace_all_uses_with(new)
+        replace_uses(old, new)

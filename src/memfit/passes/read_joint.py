@@ -31,23 +31,13 @@ from memfit.fxir.user_lines import user_line
 from memfit.ir.graph import Phase, StorageKind
 from memfit.ir.slicing import BySlices
 from memfit.ops.accumulation import can_add
-from memfit.ops.kernels.conv_weight_gemm import separate_weight_products
 from memfit.ops.recompute import from_statistics, new_statistics_are_read, without_statistics
 from memfit.ops.registry import rule_of
 from memfit.ops.slicing_plan import cutting
-from memfit.passes import (
-    batch_norm_split,
-    concat_gradients,
-    concat_weight_gradients,
-    conv_backward_split,
-    dropout_split,
-)
-from memfit.passes.common_subexpressions import merge_repeated
-from memfit.passes.cudnn_batch_norm import take_cudnn_batch_norm
-from memfit.passes.fused_cross_entropy import RUNS_ONCE, rewrite_by_rows
-from memfit.passes.group_norm_split import split_group_norm
-from memfit.passes.sum_before_cast import sum_before_casting
-from memfit.passes.used_views import take_out
+from memfit.passes.concat_weight_gradients import separable_weight_gradients, separated_keys
+from memfit.passes.conv_backward_split import in_place_arguments, mark_halves
+from memfit.passes.fused_cross_entropy import RUNS_ONCE
+from memfit.passes.pass_list import PassSettings, run_passes
 from memfit.torch_compat.core import OpOverload, pytree
 
 __all__ = ["is_random", "read_joint", "result_index"]
@@ -94,30 +84,13 @@ def read_joint(
         CaptureError: if the model checkpoints itself.
     """
     _refuse_unplannable(module.graph, replaced=replaced)
-    take_out(module)
-    sum_before_casting(module, num_forward_outputs, cast_once)
-    merge_repeated(module)
-    dropout_split.mask_by_bytes(module)
-    conv_backward_split.drop_clones(module)
-    conv_backward_split.split_convolution_backward(module, rounded=bool(grid))
-    concat_gradients.separate_input_slices(module)
-    concat_gradients.copy_out_late_slices(module)
-    conv_backward_split.mask_before_unpooling(module)
-    conv_backward_split.metadata_only_shape_operands(module)
-    conv_backward_split.hoist_weight_gradients(module)
-    if grid:
-        if max(grid[:2]) > 1:
-            split_group_norm(module)
-        batch_norm_split.split_batch_norm(module)
-        batch_norm_split.split_batch_norm_backward(module)
-        dropout_split.split_dropout(module)
-        rewrite_by_rows(module)
-    take_cudnn_batch_norm(module)
+    run_passes(
+        module,
+        PassSettings(
+            num_forward_outputs=num_forward_outputs, separate=separate, grid=grid, as_made=as_made, cast_once=cast_once
+        ),
+    )
     graph = module.graph
-    separated = concat_weight_gradients.separate_weight_gradients(graph, separate)
-    if as_made and not grid:  # slices of such a gradient are added to each other
-        separate_weight_products(graph)
-    graph.eliminate_dead_code()
     outputs = _output_nodes(graph)
     forward = forward_nodes(graph, outputs[:num_forward_outputs])
 
@@ -129,9 +102,7 @@ def read_joint(
         added_as_made = _added_as_made(graph, outputs[num_forward_outputs:], added, storages, storage_of)
     for storage in added_as_made:
         storages[storage] = replace(storages[storage], nbytes=0)
-    conv_backward_split.mark_halves(
-        graph, {node for node, written in ops_nodes.items() if not added_as_made.isdisjoint(written)}
-    )
+    mark_halves(graph, {node for node, written in ops_nodes.items() if not added_as_made.isdisjoint(written)})
     for storage in gradients:
         if storages[storage].kind is StorageKind.BACKWARD and storage not in added:
             old = storages[storage]
@@ -153,8 +124,8 @@ def read_joint(
         output_storages=tuple(storage_of[n] for n in outputs[:num_forward_outputs] if n in storage_of),
         gradient_storages=gradients,
         gradient_of_input=tuple(None if n is None else storage_of.get(n) for n in outputs[num_forward_outputs:]),
-        separated=separated,
-        separable=tuple(concat_weight_gradients.separable_weight_gradients(graph)),
+        separated=separated_keys(graph),
+        separable=tuple(separable_weight_gradients(graph)),
         grid=grid,
         accumulated=added,
         as_made=as_made,
@@ -280,7 +251,7 @@ def _joint_op(
     again = from_statistics(node) if recomputable else None
     if again is None and new_statistics_are_read(node):
         recomputable = False
-    arguments = conv_backward_split.in_place_arguments(node, storages, storage_of, written)
+    arguments = in_place_arguments(node, storages, storage_of, written)
     over = {argument: storage_of[cast(fx.Node, node.args[argument])] for argument in arguments}
     ours = {argument: s for argument, s in over.items() if s not in returned}  # not storages that the caller holds
     return JointOp(

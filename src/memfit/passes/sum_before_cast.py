@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from memfit.passes.replace_uses import replace_uses
+
 __all__ = ["sum_before_casting"]
 
 _aten = torch.ops.aten
@@ -56,7 +58,7 @@ def _sum_before_casting(graph: fx.Graph, gradient: fx.Node) -> None:
                 cast = _made(graph, at, term.target, (half,), dict(term.kwargs))
                 before = cast if before is None else _made(graph, at, _aten.add.Tensor, (before, cast), {})
     assert before is not None
-    gradient.replace_all_uses_with(before)
+    replace_uses(gradient, before)
     for node in (*reversed(sums), *halves):
         if not node.users:
             graph.erase_node(node)

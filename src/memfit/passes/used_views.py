@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from memfit.ops.kernels.handed_on import handed_on
+from memfit.passes.replace_uses import replace_uses
 
 __all__ = ["take_out"]
 
@@ -12,5 +13,5 @@ __all__ = ["take_out"]
 def take_out(joint: fx.GraphModule) -> None:
     """Removes the op from a joint graph, whose results are then the views themselves."""
     for node in joint.graph.find_nodes(op="call_function", target=handed_on):
-        node.replace_all_uses_with(node.args[0])
+        replace_uses(node, node.args[0])
         joint.graph.erase_node(node)
