@@ -14,7 +14,7 @@ import memfit
 
 ROOT = Path(memfit.__file__).parent
 ROOMS = (
-    *("errors", "units", "ir", "sim", "refusals", "planner", "strategies"),
+    *("errors", "units", "tables", "ir", "sim", "refusals", "planner", "strategies"),
     *(
         "torch_compat",
         "bits",
@@ -36,7 +36,6 @@ WITHOUT_TORCH = ROOMS[: ROOMS.index("strategies") + 1]
 
 STILL_OPEN = {
     ("runtime", "compiler"),  # a fitted module that meets new inputs plans anew
-    ("tools", "report"),  # results print themselves
 }
 """Doors that open upwards, to be closed."""
 

@@ -28,9 +28,10 @@ from memfit.compiler.stages import Progress, Request, capture_and_profile, check
 from memfit.device_memory import free_bytes
 from memfit.errors import BudgetError, MemfitError, SpecError
 from memfit.ir.graph import StepGraph
-from memfit.planner.analysis.activations import Activations, count_activations
+from memfit.planner.analysis.activations import count_activations
 from memfit.runtime.executable import compile_program
 from memfit.sim.simulator import simulate, simulate_plain
+from memfit.tools.comparison import Comparison, Row
 from memfit.tools.max_batch import BatchSize, max_batch
 from memfit.tools.training_loop import interleaved_seconds, resident_bytes, step_peak, training_step
 from memfit.units import parse_bytes
@@ -56,92 +57,6 @@ _IGNORE_BUDGET = frozenset(
     }
 )
 """Strategies whose order does not depend on the budget; names without parameter."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One strategy at one batch size under one budget, predicted and measured.
-
-    Attributes:
-        batch: samples in the batch.
-        size: of an image or a sequence, if several are compared.
-        strategy: name of the planner.
-        budget_bytes: requested peak of the whole step; None if the strategy takes no budget.
-        plain_peak_bytes: predicted peak of the plain step.
-        peak_bytes: predicted peak of the planned step; None if no plan fits, like the fields of the plan below.
-        measured_plain_peak_bytes: measured peak of the plain step; None if it was not run.
-        measured_peak_bytes: measured peak of the planned step; None if it was not run.
-        plain_seconds: profiled time of the plain step, op by op.
-        seconds: profiled time of the planned step.
-        measured_plain_seconds: median wall-clock time of the plain step.
-        measured_seconds: median wall-clock time of the planned step, run in turns with the plain one.
-        recompute_seconds: profiled time of recomputation.
-        out_bytes: bytes swapped out, predicted.
-        in_bytes: bytes swapped in, predicted.
-        overlap: share of the links' time during which compute goes on, predicted.
-        stall_seconds: time that compute waits for links, predicted.
-        host_bytes: peak on the host.
-        disk_bytes: peak on the disk.
-        bound_overhead: lower bound of the overhead of any plan with these tiers, as a fraction.
-        activations: numbers of activations that are retained, recomputed and swapped.
-        least_bytes: the least budget that works, if no plan fits.
-        error: the reason, if no plan fits.
-    """
-
-    batch: int
-    size: int | None = None
-    strategy: str
-    budget_bytes: int | None
-    plain_peak_bytes: int
-    plain_seconds: float
-    peak_bytes: int | None = None
-    seconds: float | None = None
-    measured_plain_peak_bytes: int | None = None
-    measured_peak_bytes: int | None = None
-    measured_plain_seconds: float | None = None
-    measured_seconds: float | None = None
-    recompute_seconds: float | None = None
-    out_bytes: int = 0
-    in_bytes: int = 0
-    overlap: float | None = None
-    stall_seconds: float = 0.0
-    host_bytes: int = 0
-    disk_bytes: int = 0
-    bound_overhead: float | None = None
-    activations: Activations | None = None
-    least_bytes: int | None = None
-    error: str = ""
-
-    @property
-    def fits(self) -> bool:
-        """Whether there is a plan, and none of its peaks exceeds the budget."""
-        peaks = [p for p in (self.peak_bytes, self.measured_peak_bytes) if p is not None]
-        return bool(peaks) and not self.error and (self.budget_bytes is None or max(peaks) <= self.budget_bytes)
-
-    @property
-    def overhead(self) -> float | None:
-        """Predicted extra time, as a fraction of the plain step."""
-        return _over(self.plain_seconds, self.seconds)
-
-    @property
-    def measured_overhead(self) -> float | None:
-        """Measured extra time, as a fraction of the plain step."""
-        return _over(self.measured_plain_seconds, self.measured_seconds)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """Result of `compare`, printable as a table (`memfit.report.table`)."""
-
-    label: str
-    device: str
-    rows: tuple[Row, ...]
-
-    def __str__(self) -> str:
-        """The table as plain text."""
-        from memfit.report.table import plain_text
-
-        return plain_text(self)
 
 
 def compare(
@@ -409,7 +324,3 @@ def _validate(strategies: Sequence[str], batches: Sequence[int], budgets: Sequen
     for budget in budgets:
         if budget not in (None, "auto"):
             budget_bytes(budget, 1 << 40, torch.device("cpu"), 0)
-
-
-def _over(plain: float | None, planned: float | None) -> float | None:
-    return None if not plain or planned is None else planned / plain - 1

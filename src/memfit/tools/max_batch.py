@@ -35,7 +35,8 @@ from memfit.planner.offload.model import has_room, peak_bytes, placed_on_tiers, 
 from memfit.planner.offload.search import find_program
 from memfit.planner.search.min_memory import least_order
 from memfit.sim.simulator import simulate, simulate_plain
-from memfit.units import format_bytes
+from memfit.tables import Sheet, as_text
+from memfit.units import format_bytes, format_percent
 
 __all__ = ["BatchPoint", "BatchSize", "max_batch"]
 
@@ -95,9 +96,27 @@ class BatchSize:
 
     def __str__(self) -> str:
         """The table as plain text."""
-        from memfit.report.table import plain_text
+        return as_text(self.sheets())
 
-        return plain_text(self)
+    def sheets(self) -> list[Sheet]:
+        """The table."""
+        budget = format_bytes(self.budget_bytes)
+        rows = []
+        for point in self.curve:
+            marks = [
+                m for m, b in (("largest plain", self.plain), ("largest planned", self.planned)) if b == point.batch
+            ]
+            overhead = "does not fit" if point.overhead is None else format_percent(point.overhead)
+            cells = (format_bytes(point.plain_peak_bytes), format_bytes(point.least_peak_bytes), overhead)
+            rows.append((str(point.batch), *cells, ", ".join(marks)))
+        return [
+            Sheet(
+                title=f"max-batch  {self.label} · budget {budget} · strategy {self.strategy}",
+                headers=("batch", "plain peak predicted", "least peak predicted", "overhead predicted", ""),
+                rows=tuple(rows),
+                left=frozenset({4}),
+            )
+        ]
 
 
 def max_batch(

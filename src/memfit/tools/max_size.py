@@ -31,6 +31,7 @@ from memfit.ir.graph import StepGraph
 from memfit.planner.finalize.variant_selection import leanest
 from memfit.planner.search.min_memory import least_budget, least_order
 from memfit.sim.simulator import simulate_plain
+from memfit.tables import Sheet, as_text
 from memfit.units import format_bytes
 
 __all__ = ["LargestSize", "SizePoint", "max_size"]
@@ -95,9 +96,24 @@ class LargestSize:
 
     def __str__(self) -> str:
         """The table as plain text."""
-        from memfit.report.table import plain_text
+        return as_text(self.sheets())
 
-        return plain_text(self)
+    def sheets(self) -> list[Sheet]:
+        """The table."""
+        marks = {self.plain: "largest plain"}
+        marks[self.planned] = ", ".join(m for m in (marks.get(self.planned), "largest planned") if m)
+        rows = tuple(
+            (str(p.size), format_bytes(p.plain_peak_bytes), format_bytes(p.least_peak_bytes), marks.get(p.size, ""))
+            for p in self.curve
+        )
+        return [
+            Sheet(
+                title=f"max-size  {self.label} · budget {format_bytes(self.budget_bytes)}",
+                headers=("size", "plain peak predicted", "least budget predicted", ""),
+                rows=rows,
+                left=frozenset({3}),
+            )
+        ]
 
 
 def max_size(
