@@ -29,7 +29,7 @@ class GraphError(MemfitError):
 
 
 def node_states(graph: fx.Graph) -> dict[fx.Node, State]:
-    """What each node calls, on which operands, and with which result."""
+    """The call, the operands and the result of each node."""
     return {node: _state(node) for node in graph.nodes}
 
 

@@ -63,7 +63,7 @@ def loss_reading(
     try:
         with preserved(loss_fn):
             if isinstance(loss_fn, AssumedLoss):
-                return _with_side_doors(read_loss(output, loss_fn, device_type), receivers)
+                return _with_escaped(read_loss(output, loss_fn, device_type), receivers)
             return _used_by_the_loop(read_loss(output, loss_fn, device_type, receivers=receivers), output, receivers)
     except CaptureError:
         raise
@@ -80,7 +80,7 @@ def loss_reading(
             real = model._call_impl(*args, **kwargs)
         real = _leaves_like(real, output)
         try:
-            return _with_side_doors(read_loss(real, loss_fn, device_type), receivers)
+            return _with_escaped(read_loss(real, loss_fn, device_type), receivers)
         except CaptureError:
             raise
         except Exception as error:
@@ -101,7 +101,7 @@ def _used_by_the_loop(reading: LossReading, output: Any, receivers: Sequence[tor
     return replace(reading, receives_gradient=does)
 
 
-def _with_side_doors(reading: LossReading, receivers: Sequence[torch.Tensor]) -> LossReading:
+def _with_escaped(reading: LossReading, receivers: Sequence[torch.Tensor]) -> LossReading:
     beside = receivers[len(reading.receives_gradient) :]
     return replace(reading, receives_gradient=(*reading.receives_gradient, *(t.requires_grad for t in beside)))
 

@@ -47,7 +47,7 @@ _LOOKED_AT = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Held:
-    """What the loop holds of the previous pass.
+    """Tensors of the previous pass that the loop holds.
 
     Attributes:
         output_bytes: bytes of its outputs, held until the next forward pass ends.

@@ -1,4 +1,4 @@
-"""What leaves a fitted module by a side door, and what is done to it beside training, is as without a plan, or told."""
+"""Tensors that leave a fitted module in other ways than by its result, and uses of it beside training."""
 
 from __future__ import annotations
 
