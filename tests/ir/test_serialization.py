@@ -97,11 +97,14 @@ def test_the_digest_is_of_the_structure() -> None:
     assert len({graph_digest(changed) for changed in [graph, *changes]}) == len(changes) + 1
 
 
+RELU = {"name": "relu", "target": "aten.relu.default", "phase": "forward", "reads": [1], "writes": [2]}
+
+
 def step_graph() -> StepGraph:
     document = {
         "ops": [
             {"name": "mm", "target": "aten.mm.default", "phase": "forward", "reads": [0], "writes": [1]},
-            {"name": "relu", "target": "aten.relu.default", "phase": "forward", "reads": [1], "writes": [2]},
+            RELU,
             {"name": "loss", "target": "loss", "phase": "loss", "reads": [2], "writes": [3]},
             {
                 "name": "relu_back",
@@ -141,6 +144,10 @@ def step_graph() -> StepGraph:
         (("storages", 3, "nbytes"), 9, "cannot run in place over storage 3"),
         (("storages", 0, "kind"), "forward", "before it is written"),
         (("outputs",), [5], "an output is not among"),
+        (("storages", 1, "stream"), {"nbytes": 8, "out_seconds": 0.0, "into_seconds": 0.0}, "is tier-resident"),
+        (("ops", 1, "estimated_seconds"), 1.0, "only a planner sets"),
+        (("ops", 1, "recompute_as"), {**RELU, "recompute_as": RELU}, "is itself recomputed as another one"),
+        (("ops", 1, "recompute_as"), {**RELU, "reads": [5]}, "not among the 5"),
     ],
 )
 def test_a_damaged_step_is_refused(place: tuple[str | int, ...], value: object, message: str) -> None:
@@ -282,8 +289,8 @@ def test_infinite_numbers_are_not_json(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memfit.ir.jsonfile._LARGEST_FILE_BYTES", 100)
     save_plan(tmp_path / "plan.json", PLAN)
+    monkeypatch.setattr("memfit.ir.jsonfile._LARGEST_FILE_BYTES", 100)
     with pytest.raises(PlanFileError, match="larger than the 100 bytes"):
         load_plan(tmp_path / "plan.json")
 
@@ -307,6 +314,26 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     assert read_json(path, Program) == PLAN.program
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_values_that_json_cannot_represent_are_refused(tmp_path: Path) -> None:
+    for strategy in ("\ud800", type("Text", (str,), {})("dp"), 1.0):
+        with pytest.raises(PlanFileError):
+            save_plan(tmp_path / "plan.json", replace(PLAN, strategy=strategy))
+    with pytest.raises(PlanFileError, match=r"nothing is written to .*plan\.json"):
+        save_plan(tmp_path / "plan.json", replace(PLAN, strategy="a\x1bb"))
+    long = {"y" * 100_000: 1}
+    (tmp_path / "plan.json").write_text(json.dumps({**as_document(PLAN), **long}))
+    with pytest.raises(PlanFileError) as refused:
+        load_plan(tmp_path / "plan.json")
+    assert len(str(refused.value)) < 1000
+
+
+def test_a_plan_that_could_not_be_read_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memfit.ir.jsonfile._LARGEST_FILE_BYTES", 100)
+    with pytest.raises(PlanFileError, match="has at most 100"):
+        save_plan(tmp_path / "plan.json", PLAN)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_link_is_replaced_not_followed(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ __all__ = [
     "METADATA_ONLY_PREFIX",
     "PLAIN_CALL",
     "PLAIN_NBYTES",
+    "SEPARATED",
     "STANDS_FOR",
     "is_tangent",
     "is_view",
@@ -80,3 +81,7 @@ def is_view(node: fx.Node) -> bool:
 
 PLAIN_CALL = "memfit_plain_call"
 """Mark in the `meta` of a node: the call that runs in its place in the step without memfit, None for no call."""
+
+SEPARATED = "memfit_separated"
+"""Mark in the `meta` of a node: the key of the weight gradient that it makes a part of
+(`memfit.passes.concat_weight_gradients`)."""

@@ -13,6 +13,7 @@ from msgspec import Meta
 __all__ = [
     "MOST_ITEMS",
     "NO_CONTROL_CHARACTERS",
+    "Budget",
     "Bytes",
     "Count",
     "Fact",
@@ -33,6 +34,7 @@ MOST_ITEMS = Meta(max_length=1_000_000)
 """The largest number of items of a list in a file."""
 
 Bytes = Annotated[int, Meta(ge=0, le=2**60)]
+Budget = Annotated[int, Meta(ge=1, le=2**60)]
 Count = Annotated[int, Meta(ge=1, le=2**31)]
 Index = Annotated[int, Meta(ge=0, le=2**31)]
 Indices = Annotated[tuple[Index, ...], MOST_ITEMS]

@@ -88,7 +88,7 @@ class Storage(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkn
         plain_nbytes: its size in the step without memfit where that differs, else 0.
         reusable: whether a result may be put together from slices in its memory once nothing reads it any more.
         stream: how it moves if it is tier-resident, and so takes no memory; only `memfit.ir.streaming` sets this, and
-            it is not written to files.
+            a step that is read from elsewhere has none.
     """
 
     name: Name

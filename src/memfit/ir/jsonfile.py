@@ -19,11 +19,12 @@ import msgspec
 from memfit.errors import PlanFileError
 from memfit.ir.fields import NO_CONTROL_CHARACTERS
 
-__all__ = ["as_document", "read_json", "record_of", "write_json"]
+__all__ = ["as_document", "decoded", "read_bytes", "read_json", "record_of", "write_json"]
 
 T = TypeVar("T")
 
 _LARGEST_FILE_BYTES = 64 * 2**20
+_LONGEST_TEXT = 300
 
 
 def read_json(path: str | os.PathLike[str], kind: type[T]) -> T:
@@ -40,10 +41,29 @@ def read_json(path: str | os.PathLike[str], kind: type[T]) -> T:
         OSError: if the file cannot be read.
         PlanFileError: if the file is too large, not JSON, or no such record.
     """
+    return decoded(path, read_bytes(path), kind)
+
+
+def read_bytes(path: str | os.PathLike[str]) -> bytes:
+    """The content of a file that is no larger than a file of memfit may be.
+
+    Raises:
+        OSError: if the file cannot be read.
+        PlanFileError: if the file is too large.
+    """
     with Path(path).open("rb") as file:
         content = file.read(_LARGEST_FILE_BYTES + 1)
     if len(content) > _LARGEST_FILE_BYTES:
         raise PlanFileError(f"{path} is larger than the {_LARGEST_FILE_BYTES} bytes a file of memfit may have")
+    return content
+
+
+def decoded(path: str | os.PathLike[str], content: bytes, kind: type[T]) -> T:
+    """The record in the content of a file.
+
+    Raises:
+        PlanFileError: if it is not JSON, or no such record.
+    """
     try:
         return msgspec.json.decode(content, type=kind)
     except msgspec.ValidationError as error:
@@ -63,20 +83,23 @@ def write_json(path: str | os.PathLike[str], record: msgspec.Struct) -> None:
         OSError: if the file cannot be written.
         PlanFileError: if the record could not be read back, for example since a number is not finite.
     """
-    content = msgspec.json.encode(record)
+    content = _encoded(record)
     try:
         read = msgspec.json.decode(content, type=type(record))
     except msgspec.DecodeError as error:
-        raise PlanFileError(_damaged(error)) from None
+        raise PlanFileError(f"nothing is written to {path}, since it could not be read: {_printable(error)}") from None
     if read != record:
-        raise PlanFileError("a record that is not the same when it is read back cannot be written")
+        raise PlanFileError(f"nothing is written to {path}, since a number of it is not finite")
     fields = msgspec.json.decode(content, type=dict[str, msgspec.Raw])
     lines = (msgspec.json.encode(name) + b": " + bytes(field) for name, field in fields.items())
+    text = b"{\n" + b",\n".join(lines) + b"\n}\n"
+    if len(text) > _LARGEST_FILE_BYTES:
+        raise PlanFileError(f"{path} would take {len(text)} bytes; a file of memfit has at most {_LARGEST_FILE_BYTES}")
     path = Path(path)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with open(handle, "wb") as file:
-            file.write(b"{\n" + b",\n".join(lines) + b"\n}\n")
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -86,8 +109,12 @@ def write_json(path: str | os.PathLike[str], record: msgspec.Struct) -> None:
 
 
 def as_document(record: msgspec.Struct) -> Any:
-    """A record as parsed JSON, for another process or for a larger document."""
-    return msgspec.json.decode(msgspec.json.encode(record))
+    """A record as parsed JSON, for another process or for a larger document.
+
+    Raises:
+        PlanFileError: if it has a value that JSON cannot represent.
+    """
+    return msgspec.json.decode(_encoded(record))
 
 
 def record_of(document: object, kind: type[T]) -> T:
@@ -102,6 +129,13 @@ def record_of(document: object, kind: type[T]) -> T:
         raise PlanFileError(_damaged(error)) from None
 
 
+def _encoded(record: msgspec.Struct) -> bytes:
+    try:
+        return msgspec.json.encode(record)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise PlanFileError(f"{type(record).__name__} has a value that JSON cannot represent: {error}") from error
+
+
 def _damaged(error: Exception) -> str:
     return f"{_printable(error)}; it is damaged or of another version of memfit: make it anew"
 
@@ -109,4 +143,5 @@ def _damaged(error: Exception) -> str:
 def _printable(error: Exception) -> str:
     """A message, which may hold text of a file, without control characters."""
     text = str(error).replace(f"matching regex {NO_CONTROL_CHARACTERS!r}", "without control characters")
+    text = text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}..."
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text if not 0xD800 <= ord(c) <= 0xDFFF)

@@ -16,8 +16,8 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from memfit.errors import PlanFileError
-from memfit.ir.fields import MOST_ITEMS, Bytes, Count, Fact, Fraction, Name, Seconds, Words
-from memfit.ir.jsonfile import read_json, write_json
+from memfit.ir.fields import MOST_ITEMS, Budget, Bytes, Count, Fact, Fraction, Name, Seconds, Words
+from memfit.ir.jsonfile import decoded, read_bytes, write_json
 from memfit.ir.program import Program
 
 __all__ = ["SCHEMA_VERSION", "Decision", "PlanFile", "Prediction", "fingerprint_difference", "load_plan", "save_plan"]
@@ -97,7 +97,7 @@ class PlanFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     schema_version: int = SCHEMA_VERSION
     fingerprint: Annotated[dict[Name, Fact], Meta(max_length=1_000)]
     strategy: Name
-    budget_bytes: Annotated[int, Meta(ge=1, le=2**60)]
+    budget_bytes: Budget
     predicted: Prediction
     graph_digest: Name
     program: Program
@@ -126,12 +126,13 @@ def load_plan(path: str | os.PathLike[str]) -> PlanFile:
         OSError: if the file cannot be read.
         PlanFileError: if it is no plan file, or one of another version.
     """
-    version = read_json(path, _Version).schema_version
+    content = read_bytes(path)
+    version = decoded(path, content, _Version).schema_version
     if version != SCHEMA_VERSION:
         raise PlanFileError(
             f"{path} is a plan file of version {version}, and this memfit reads version {SCHEMA_VERSION}: make it anew"
         )
-    return read_json(path, PlanFile)
+    return decoded(path, content, PlanFile)
 
 
 def fingerprint_difference(expected: Mapping[str, Fact], found: Mapping[str, Fact]) -> list[str]:

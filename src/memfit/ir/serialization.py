@@ -48,7 +48,7 @@ def decode_graph(document: object) -> StepGraph:
 
 
 def _broken_promises(graph: StepGraph) -> Iterator[str]:
-    """Violations of rules that a schema cannot state: indices exist, and every storage is written once, then read."""
+    """Violations of rules that types cannot state: indices exist, and every storage is written once, then read."""
     count = len(graph.storages)
     written = {index for index, storage in enumerate(graph.storages) if storage.kind is StorageKind.STATIC}
     phases = [op.phase for op in graph.ops]
@@ -56,8 +56,16 @@ def _broken_promises(graph: StepGraph) -> Iterator[str]:
         yield "its ops are not forward ops, one loss op and backward ops, in this order"
     if len({op.name for op in graph.ops}) != len(graph.ops):
         yield "two of its ops have one name"
+    if any(storage.stream is not None for storage in graph.storages):
+        yield "a storage is tier-resident, which only a plan can say"
     for op in graph.ops:
-        if any(index >= count for index in (*op.reads, *op.writes, *(op.plain_reads or ()), *op.later.reads)):
+        if op.recompute_as is not None and op.recompute_as.recompute_as is not None:
+            yield f"op {op.name} is recomputed as an op that is itself recomputed as another one"
+            return
+        if op.estimated_seconds is not None:
+            yield f"op {op.name} has an estimated time, which only a planner sets"
+        later = (*op.later.reads, *op.later.writes, *op.later.in_place_over)
+        if any(index >= count for index in (*op.reads, *op.writes, *(op.plain_reads or ()), *later)):
             yield f"op {op.name} uses a storage that is not among the {count} of the step"
             return
         if len(set(op.reads)) != len(op.reads) or not written.issuperset((*op.reads, *(op.plain_reads or ()))):

@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from memfit.fxir.call import Call
-from memfit.fxir.marks import PLAIN_CALL, PLAIN_NBYTES, returned_storages, storage_key
+from memfit.fxir.marks import PLAIN_CALL, PLAIN_NBYTES, SEPARATED, returned_storages, storage_key
 from memfit.fxir.signature import cost_key, describe
 from memfit.passes.replace_uses import replace_uses
 from memfit.torch_compat.core import detect_fake_mode
@@ -42,9 +42,6 @@ __all__ = [
 _aten = torch.ops.aten
 
 _FROM = " from "
-
-_SEPARATED = "memfit_separated"
-"""Mark in the `meta` of a node: the `separable_key` of the weight gradient that it makes a part of."""
 
 
 def separable_weight_gradients(graph: fx.Graph) -> list[fx.Node]:
@@ -112,13 +109,13 @@ def separate_weight_gradients(graph: fx.Graph, separate: Callable[[str], bool]) 
     for node in separable_weight_gradients(graph):
         key = separable_key(node)
         if separate(key):
-            node.meta[_SEPARATED] = key
+            node.meta[SEPARATED] = key
             _separate(graph, node)
 
 
 def separated_keys(graph: fx.Graph) -> frozenset[str]:
     """The keys of the weight gradients that are made part by part."""
-    return frozenset(node.meta[_SEPARATED] for node in graph.nodes if _SEPARATED in node.meta)
+    return frozenset(node.meta[SEPARATED] for node in graph.nodes if SEPARATED in node.meta)
 
 
 def _separate(graph: fx.Graph, node: fx.Node) -> None:
@@ -129,6 +126,7 @@ def _separate(graph: fx.Graph, node: fx.Node) -> None:
     operands = operands_of_data(node)
     stops = list(itertools.accumulate(operand.meta["val"].shape[1] for operand in operands))
     parts: list[fx.Node] = []
+    of_bias: fx.Node | None = None
     plain = Call(name=node.name, target=node.target, args=node.args, meta=node.meta)
 
     def call(target: Any, args: tuple[Any, ...]) -> fx.Node:
@@ -148,11 +146,14 @@ def _separate(graph: fx.Graph, node: fx.Node) -> None:
             # Without memfit the whole is made at once.
             parts[-1].meta[PLAIN_NBYTES] = of_weight.numel() * of_weight.element_size() if number == 0 else 1
             if bias and 2 in results:
-                results[2].update_arg(0, made)
-                results[2].meta["val"] = made.meta["val"][2]
+                of_bias = call(operator.getitem, (made, 2))
+                of_bias.meta = {**results[2].meta, "val": of_bias.meta["val"]}
         together = graph.call_function(_aten.cat.default, (parts, 1))
         together.meta = {**node.meta, "val": of_weight, PLAIN_CALL: None}
     if 1 in results:
         replace_uses(results[1], together)
         graph.erase_node(results[1])
+    if of_bias is not None:
+        replace_uses(results[2], of_bias)
+        graph.erase_node(results[2])
     graph.erase_node(node)

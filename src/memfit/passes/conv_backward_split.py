@@ -143,6 +143,7 @@ def drop_clones(module: fx.GraphModule) -> None:
     """Replaces clones by their source where neither is returned and source and clone have the same layout."""
     graph = module.graph
     returned = returned_storages(graph)
+    given = {storage_key(node) for node in graph.find_nodes(op="placeholder")}  # the caller may overwrite its own
     for node in graph.find_nodes(op="call_function", target=_aten.clone.default):
         source = node.args[0]
         value, original = node.meta["val"], source.meta["val"]
@@ -150,12 +151,7 @@ def drop_clones(module: fx.GraphModule) -> None:
             value.stride() == original.stride()
             and value.untyped_storage().nbytes() == original.untyped_storage().nbytes()
             and storage_key(node) not in returned
-            and storage_key(source) not in returned
-            and not any(
-                a.op == "placeholder"
-                for a in (source, *source.all_input_nodes)
-                if storage_key(a) == storage_key(source)
-            )
+            and storage_key(source) not in returned | given
         ):
             replace_uses(node, source)
             graph.erase_node(node)

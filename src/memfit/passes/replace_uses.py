@@ -32,7 +32,7 @@ def _rebase(users: list[fx.Node], memory: frozenset[int]) -> None:
     for user in users:
         if user.op != "call_function" or memory.isdisjoint(_memory(user)):
             continue
-        operands, named = fx.map_arg((user.args, dict(user.kwargs)), lambda operand: operand.meta["val"])
+        operands, named = fx.map_arg((user.args, dict(user.kwargs)), lambda operand: operand.meta.get("val"))
         target: Any = user.target
         with torch.no_grad(), detect_fake_mode(user.meta["val"]) or nullcontext():
             user.meta["val"] = target(*operands, **named)

@@ -4,7 +4,8 @@ A pass copies what it does not change, so only nodes that are new or have other 
 them is called on fake tensors that lie as the values of its operands do, and its result must have the shape, dtype,
 strides and device that its `meta` states, and share memory with the operands that its `meta` says.
 
-Known limits: kernels that fake tensors cannot run are not verified, nor are strides of axes with one element. Bits are
+Known limits: kernels that fake tensors cannot run, and calls that write to an operand, are not verified, nor are
+strides of axes with one element. Bits are
 compared elsewhere (`memfit.compiler.proof`).
 """
 
@@ -17,7 +18,7 @@ import torch
 from torch import fx
 
 from memfit.errors import MemfitError
-from memfit.torch_compat.core import detect_fake_mode, pytree
+from memfit.torch_compat.core import OpOverload, detect_fake_mode, pytree
 
 __all__ = ["GraphError", "changed_nodes", "node_states", "verify"]
 
@@ -34,8 +35,9 @@ def node_states(graph: fx.Graph) -> dict[fx.Node, State]:
 
 
 def changed_nodes(graph: fx.Graph, before: Mapping[fx.Node, State]) -> list[fx.Node]:
-    """Nodes that are new, or differ from an earlier state, in the order of the graph."""
-    return [node for node in graph.nodes if node not in before or before[node] != _state(node)]
+    """Nodes that are new, or differ from an earlier state, and their users, in the order of the graph."""
+    changed = {node for node in graph.nodes if node not in before or before[node] != _state(node)}
+    return [node for node in graph.nodes if node in changed or not changed.isdisjoint(node.all_input_nodes)]
 
 
 def verify(graph: fx.Graph, nodes: Sequence[fx.Node], name: str) -> None:
@@ -63,7 +65,7 @@ def _state(node: fx.Node) -> State:
 
 
 def _faults(node: fx.Node) -> Iterator[str]:
-    if node.op != "call_function":
+    if node.op != "call_function" or _writes(node):
         return
     if "val" not in node.meta:
         yield "has no value"
@@ -72,7 +74,7 @@ def _faults(node: fx.Node) -> Iterator[str]:
     mode = detect_fake_mode([*values, node.meta["val"]])
     if mode is None:
         return
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: operand.meta.get("val"))
     try:
         with mode, torch.no_grad():
             made = node.target(*args, **kwargs)  # type: ignore[operator]
@@ -85,6 +87,11 @@ def _faults(node: fx.Node) -> Iterator[str]:
     for one, other in zip(found, stated, strict=True):
         if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
             yield from _differences(one, other, values)
+
+
+def _writes(node: fx.Node) -> bool:
+    """Whether a call writes to an operand, which is a value of the graph."""
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def _differences(made: torch.Tensor, stated: torch.Tensor, operands: Sequence[Any]) -> Iterator[str]:

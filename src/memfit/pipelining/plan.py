@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from memfit.ir.fields import MOST_ITEMS, Bytes, Count, Index, Indices, ListOfBytes, Name, Seconds
+from memfit.ir.fields import MOST_ITEMS, Bytes, Count, Fraction, Index, Indices, ListOfBytes, Name, Seconds, Words
 from memfit.ir.jsonfile import as_document, record_of
 from memfit.ir.program import Program
 from memfit.pipelining.search.device_budgets import budget_text
@@ -45,7 +45,7 @@ class StageProgram(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid
     digest: Name
     program: Program
     last_program: Program | None = None
-    separated: Annotated[tuple[Name, ...], MOST_ITEMS] = ()
+    separated: Annotated[tuple[Words, ...], MOST_ITEMS] = ()
     grid: Annotated[tuple[Count, ...], Meta(max_length=3)] = ()
     in_flight: Index
     saved_bytes: Bytes
@@ -85,7 +85,7 @@ class PipelinePlan(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid
     takes_random: bool = False
     budget_bytes: ListOfBytes | None = None
     step_seconds: Seconds
-    bubble: Seconds
+    bubble: Fraction
     peak_bytes: ListOfBytes
     measured_peak_bytes: ListOfBytes = ()
 

@@ -8,7 +8,7 @@ and the ticket that stands for tensors that are swapped between the two passes.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -107,7 +107,9 @@ def lower(
     saved += [in_forward.bases[s] for s in program.kept]
     saved += list(in_forward.states.values())
     saved += tickets
-    results = _unlinked(reading, in_forward, outputs[:count])
+    with_gradient = {getattr(n.meta.get("desc"), "output", None) for n in placeholders if is_tangent(n)}
+    has_gradient = [description in with_gradient for description in descriptions[:count]]
+    results = _unlinked(reading, in_forward, outputs[:count], has_gradient)
     made = in_forward.graph.output((*results, *saved))
     made.meta["desc"] = [*descriptions[:count], *(SavedForBackwardsAOTOutput(i) for i in range(len(saved)))]
 
@@ -122,15 +124,18 @@ def lower(
     )
 
 
-def _unlinked(reading: JointReading, forward: Emitter, outputs: list[Any]) -> list[Any]:
-    """The forward results; those that share another result's storage are no views of it for autograd.
+def _unlinked(reading: JointReading, forward: Emitter, outputs: list[Any], has_gradient: Sequence[bool]) -> list[Any]:
+    """The forward results; one without a gradient is no view of a result whose storage it shares.
 
-    `y.detach().T` next to `y` would else be a view of `y`, and such a view requires a gradient as soon as `y` does.
+    `y.detach().T` next to `y` would else be a view of `y` for autograd, and such a view requires a gradient as soon as
+    `y` does. A view with a gradient stays one, so that autograd sees when code writes to it in place.
     """
     storages = [reading.storage_of.get(n) if isinstance(n, fx.Node) else None for n in outputs]
     results = [forward.value(n) if isinstance(n, fx.Node) else n for n in outputs]
     for place, storage in enumerate(storages):
-        if storage is None or storages.count(storage) == 1 or outputs[place] is reading.storages[storage].base:
+        if storage is None or storages.count(storage) == 1 or has_gradient[place]:
+            continue
+        if outputs[place] is reading.storages[storage].base:
             continue
         detached = forward.graph.call_function(torch.ops.aten.detach.default, (results[place],))
         detached.meta = dict(results[place].meta)

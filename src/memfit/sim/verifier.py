@@ -240,7 +240,9 @@ def _check_streams(graph: StepGraph, program: Program) -> set[int]:
             continue
         index, where = instruction.storage, f"instruction {position}"
         if not 0 <= index < len(graph.storages):
-            raise ProgramError(f"{where} streams storage {index}, but the step has {len(graph.storages)} storages")
+            raise ProgramError(
+                f"{where} keeps storage {index} on a tier, but the step has {len(graph.storages)} storages"
+            )
         name = graph.storages[index].name
         if not streaming or index in found or index in swapped:
             raise ProgramError(f"{where} has {name} live on a tier too late, twice, or though it is swapped")

@@ -183,7 +183,8 @@ def _summary(
     activations = sum(saved.values())
     where = "optimizer.step()"
     if position < len(program.instructions):
-        op = graph.ops[computes_in(program.instructions[: position + 1])[-1].op]
+        computes = computes_in(program.instructions[: position + 1]) or computes_in(program.instructions)[:1]
+        op = graph.ops[computes[-1].op]
         where = f"{op.target} of {op.module or 'the model'}" + (" (backward)" if op.phase is Phase.BACKWARD else "")
     peak, measured = timeline.peak_bytes, False
     if counted is not None:

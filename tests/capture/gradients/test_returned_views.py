@@ -146,6 +146,29 @@ def test_gradients_of_a_returned_view_of_a_result_are_added_as_in_eager(kind: st
         assert p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad)
 
 
+class Written(nn.Module):
+    """Returns a result, a view of it, and what is computed from the view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(24, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        made = self.linear(x)
+        flat = made.view(-1)
+        return made, flat, flat.exp().sum()
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_autograd_sees_writes_to_views_that_have_a_gradient(place: int) -> None:
+    """Where eager takes the gradient of a write into account, the planned step refuses the write."""
+    model = memfit.fit(Written(), (X,), budget="1MiB", loss_fn=mean_of_all, search_seconds=0.1)
+    output = model(X)
+    with pytest.raises(RuntimeError, match=r"modified in-?place"):
+        output[place].mul_(2)
+        mean_of_all(output).backward()
+
+
 class Whitening(nn.Module):
     """Takes statistics, without a gradient, of a view of the hidden values, after a break."""
 

@@ -9,8 +9,9 @@ autograd adds the two at the view, which rounds differently. (Views of inputs:
 with its own gradient, and the op is removed from the joint graph (`memfit.passes.used_views`), so that the view itself
 is returned.
 
-Known limits: a view of a storage that the graph overwrites stays as it is. For autograd such an output is not a view:
-code that writes to it in place gets an error from torch.
+Known limits: code that asks whether a view made under `torch.no_grad()` requires a gradient is told that it does not,
+where eager says that it does. A view of a storage that the graph overwrites stays as it is. For autograd an output that
+is handed on is not a view: code that writes to it in place gets an error from torch.
 """
 
 from __future__ import annotations

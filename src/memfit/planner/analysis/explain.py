@@ -148,7 +148,8 @@ def binding_place(graph: StepGraph, program: Program, timeline: Timeline) -> str
     if timeline.peak_position >= len(program.instructions):
         return "optimizer.step()"
     # A storage that is swapped in is in memory together with the storages of the op before.
-    op = graph.ops[computes_in(program.instructions[: timeline.peak_position + 1])[-1].op]
+    computes = computes_in(program.instructions[: timeline.peak_position + 1]) or computes_in(program.instructions)[:1]
+    op = graph.ops[computes[-1].op]
     widest = live_storages_at(graph, program, timeline.peak_position)[:1]
     beside = f", beside {graph.storages[widest[0]].name}" if widest else ""
     return f"{op.module or 'model'} {_short(op.target)} ({op.phase}{beside})"

@@ -23,7 +23,7 @@ from typing import Annotated, Literal
 import torch
 from msgspec import Meta, Struct
 
-from memfit.errors import MemfitError, SwapError
+from memfit.errors import MemfitError, PlanFileError, SwapError
 from memfit.ir.fields import Rate, Seconds
 from memfit.ir.jsonfile import read_json, write_json
 from memfit.ir.tiers import Link, Tier, TierLinks
@@ -151,7 +151,7 @@ def calibrate(tier: Tier, device: torch.device) -> Calibration:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_json(path, _Measured(version=_VERSION, out=found.out, into=found.into))
-    except OSError as error:
+    except (OSError, PlanFileError) as error:
         log.warning("cannot save measured links to %s: %s", path, error)
     return found
 
