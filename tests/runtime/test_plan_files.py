@@ -63,7 +63,8 @@ def test_a_damaged_file_is_refused(tmp_path: Path, damage: str) -> None:
 
 def test_a_foreign_program_is_never_run(saved: Path, tmp_path: Path) -> None:
     document = json.loads(saved.read_text())
-    document["program"] = [step for step in document["program"] if step[0] != "f"]
+    program = document["program"]
+    program["instructions"] = [step for step in program["instructions"] if step[0] != "f"]
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(document))
     model = memfit.Plan.load(path).apply(Residual(blocks=1), loss_fn=loss_fn)
