@@ -112,6 +112,18 @@ def test_planning_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
+def test_imports_leave_random_states_as_they_were() -> None:
+    """The first `memfit.fit` imports what it needs, also after the user has seeded Python and NumPy."""
+    code = (
+        "import random, sys, numpy, torch, torch._dynamo, torch.testing\n"
+        "before = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()\n"
+        "import memfit.api, memfit.pipelining.api\n"
+        "after = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()\n"
+        "sys.exit(before != after or 'rich' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
+
+
 def test_the_public_names_are_what_the_type_checker_sees() -> None:
     tree = ast.parse((ROOT / "__init__.py").read_text())
     (typing_only,) = (node for node in tree.body if isinstance(node, ast.If))

@@ -2,6 +2,8 @@
 
 Results make their tables from `Sheet`s, which `memfit.report` shows in colour; a result that is printed is the same
 tables without colour.
+
+`rich` is imported when a table is written: its import draws from Python's random state, which `fit` leaves as it was.
 """
 
 from __future__ import annotations
@@ -9,12 +11,13 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from memfit.units import format_bytes, format_percent, format_seconds
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 __all__ = [
     "Sheet",
@@ -60,6 +63,8 @@ def print_sheets(sheets: Iterable[Sheet], console: Console) -> None:
 
 def text_console(out: io.StringIO) -> Console:
     """A console that writes text without colour, as wide as necessary."""
+    from rich.console import Console
+
     return Console(file=out, width=_WIDE, color_system=None, force_terminal=False)
 
 
@@ -71,6 +76,9 @@ def as_text(sheets: Iterable[Sheet]) -> str:
 
 
 def _rich(sheet: Sheet) -> Table:
+    from rich import box
+    from rich.table import Table
+
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for index, header in enumerate(sheet.headers):
         table.add_column(header, justify="left" if index in sheet.left else "right", overflow="fold")
