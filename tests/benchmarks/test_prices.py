@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import statistics
+
 import pytest
 import torch
 
@@ -19,7 +21,7 @@ def test_the_plain_step_costs_what_the_plan_says_it_costs():
 
     # Beside the captured ops eager mode allocates the buffers of batch normalisation. Some layouts are measured later
     # than the plan's, when the machine may be busier.
-    assert any(ratio() == pytest.approx(1, rel=0.25) for _ in range(3))
+    assert statistics.median(ratio() for _ in range(3)) == pytest.approx(1, rel=0.25)
 
 
 def test_views_are_free_and_in_place_calls_count_as_what_they_stand_for():

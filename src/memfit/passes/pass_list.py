@@ -4,7 +4,7 @@ Each pass rewrites the graph in place and keeps its results bit by bit, or with 
 rounding. The technique is that of compilers, an ordered list of named passes with a verifier between them (xDSL,
 tinygrad, `GraphTransformObserver` in Inductor): `memfit.passes.verifier` looks at the nodes that a pass changed.
 
-Known limits: the order matters, and no pass states which passes it needs before itself; a comment says so.
+Known limits: no pass states which passes must run before it; only the order of the list says it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A fake tensor in `meta` says which memory a node's result lies in, and the reading tells ops from views by it
 (`memfit.fxir.alias_analysis`). A view of a node that is replaced by one with other memory still states the memory that
-is gone, so it would be read as an op with a result of its own. So the fake results of such views are made again.
+is gone, and would be read as an op with a result of its own. So the fake results of such views are recomputed.
 """
 
 from __future__ import annotations

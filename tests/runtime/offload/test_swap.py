@@ -95,13 +95,13 @@ def test_bits_and_budget(name: str, strategy: str) -> None:
     check_bits_and_budget(name, 0.5, tiers="disk", strategy=strategy)
 
 
-def test_many_steps_swapped_and_recomputed_together(same_step: SameStep, spaces: list[DiskSpace]) -> None:
+def test_two_hundred_steps_swapped_and_recomputed_together(same_step: SameStep, spaces: list[DiskSpace]) -> None:
     model, twin = fitted("hybrid")
     program = memfit.plan_of(model).program
     assert program.swapped() and program.recomputed()
     files = [space._file.nbytes for space in spaces]
-    for number in range(40):
-        if number % 20 == 0:
+    for number in range(200):
+        if number % 50 == 0:
             twin.load_state_dict(model.state_dict())
             same_step(model, twin, step)
         else:

@@ -10,8 +10,8 @@ with its own gradient, and the op is removed from the joint graph (`memfit.passe
 is returned.
 
 Known limits: code that asks whether a view made under `torch.no_grad()` requires a gradient is told that it does not,
-where eager says that it does. A view of a storage that the graph overwrites stays as it is. For autograd an output that
-is handed on is not a view: code that writes to it in place gets an error from torch.
+where eager says that it does. A view of a storage that the graph overwrites stays as it is. For autograd the result of
+the op is not a view: code that writes to it in place gets an error from torch.
 """
 
 from __future__ import annotations
