@@ -15,9 +15,9 @@ from memfit.capture.loss.reading import backward_of
 from memfit.capture.options import CaptureOptions
 from memfit.capture.state.snapshot import preserved
 from memfit.capture.training_step import Capture, capture_step
-from memfit.compiler.plan import Plan
 from memfit.compiler.proving import prove
 from memfit.compiler.stages import Request, plan_captured
+from memfit.fitted.plan import Plan
 from memfit.ir.graph import StepGraph
 from memfit.ir.program import Program
 from memfit.ir.tiers import TierLinks

@@ -27,18 +27,13 @@ ROOMS = (
         "profiling",
         "runtime",
         "compiler",
+        "fitted",
     ),
     *("pipelining", "zoo", "tools", "report", "api", "cli"),
 )
 """Rooms, lowest first: each imports from those before it only."""
 
 WITHOUT_TORCH = ROOMS[: ROOMS.index("strategies") + 1]
-
-STILL_OPEN = {
-    ("runtime", "compiler"),  # a fitted module that meets new inputs plans anew
-}
-"""Doors that open upwards, to be closed."""
-
 
 def sources(room: str) -> list[Path]:
     return sorted([*ROOT.glob(f"{room}.py"), *(ROOT / room).rglob("*.py")])
@@ -61,7 +56,7 @@ def imports(path: Path) -> Iterator[str]:
 @pytest.mark.smoke
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_imports_only_through_its_doors(room: str) -> None:
-    allowed = {*ROOMS[: ROOMS.index(room) + 1], *(above for below, above in STILL_OPEN if below == room)}
+    allowed = set(ROOMS[: ROOMS.index(room) + 1])
     for path in sources(room):
         for name in imports(path):
             package, _, rest = name.partition(".")
@@ -89,13 +84,6 @@ def test_private_interfaces_of_torch_are_imported_in_one_place() -> None:
             if first == "torch" and rest[:1] != ["ops"]:
                 private = [part for part in rest if part.startswith("_") and not part.startswith("__")]
                 assert not private, f"{path} takes {name} from torch itself"
-
-
-@pytest.mark.parametrize("door", sorted(STILL_OPEN))
-def test_an_open_door_is_used(door: tuple[str, str]) -> None:
-    below, above = door
-    found = [name for path in sources(below) for name in imports(path)]
-    assert any(name.startswith(f"memfit.{above}.") for name in found), "nobody goes through it any more: close it"
 
 
 def test_every_file_is_in_a_room() -> None:

@@ -16,9 +16,9 @@ import torch
 
 from benchmarks.subject import Case, case_of
 from memfit.capture.state.snapshot import preserved
-from memfit.compiler.plan import Plan
 from memfit.compiler.stages import Request, capture_and_profile, plan_captured
 from memfit.errors import BudgetError
+from memfit.fitted.plan import Plan
 from memfit.runtime.executable import compile_program
 from memfit.sim.simulator import simulate_plain
 from memfit.tools.training_loop import training_step

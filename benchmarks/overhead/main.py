@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from benchmarks.overhead.cases import CASES, EXTRA_BUDGETS, HEADLINE
 from benchmarks.report import Report, Table
 from benchmarks.subject import Run, Subject, case_of, differing
-from memfit.compiler.plan import Plan
 from memfit.errors import BudgetError, MemfitError
+from memfit.fitted.plan import Plan
 from memfit.planner.bounds.lower_bound import widest_op_bytes
 
 BUDGETS = "80,60,50,33,25,least"

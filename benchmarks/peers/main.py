@@ -17,8 +17,8 @@ from benchmarks.peers.rivals import Rival, rivals_of
 from benchmarks.report import Report, Table
 from benchmarks.subject import Case, Run, Subject, case_of, differing, measured_run
 from memfit.capture.state.snapshot import preserved
-from memfit.compiler.plan import Plan
 from memfit.errors import BudgetError
+from memfit.fitted.plan import Plan
 from memfit.tools.training_loop import interleaved_seconds, training_step
 
 CASES: dict[str, Case] = {

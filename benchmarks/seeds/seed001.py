@@ -17,8 +17,8 @@ import torch
 from benchmarks.overhead import cases as overhead
 from benchmarks.report import Report, Table
 from benchmarks.subject import Case, Run, Subject, differing
-from memfit.compiler.plan import Plan
 from memfit.errors import BudgetError
+from memfit.fitted.plan import Plan
 from memfit.ir.tiers import TierLinks
 from memfit.runtime.offload.tiers import tier_links
 

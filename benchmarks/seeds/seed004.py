@@ -15,8 +15,8 @@ from benchmarks.report import Report, Table
 from benchmarks.subject import Case, Subject
 from memfit.capture.allocation_tracker import LiveBytes
 from memfit.capture.state.snapshot import preserved
-from memfit.compiler.plan import Plan
 from memfit.errors import BudgetError
+from memfit.fitted.plan import Plan
 from memfit.ir.graph import StepGraph
 from memfit.planner.bounds.relaxation import select_saved
 from memfit.planner.finalize.variant_selection import leanest, program_within

@@ -17,8 +17,8 @@ from benchmarks.report import Report, Table
 from benchmarks.subject import Run, Subject, case_of, differing
 from benchmarks.swap.resident import resident_growth
 from memfit.capture.state.snapshot import preserved
-from memfit.compiler.plan import Plan
 from memfit.errors import BudgetError
+from memfit.fitted.plan import Plan
 from memfit.ir.graph import Phase, StepGraph, StorageKind
 from memfit.ir.plan_file import Prediction
 from memfit.ir.tiers import Link, Tier, TierLinks

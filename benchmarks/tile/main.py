@@ -17,9 +17,9 @@ from benchmarks.overhead.cases import CASES
 from benchmarks.report import Report, Table
 from benchmarks.subject import Case, Run, Subject, case_of, measured_run
 from memfit.capture.state.snapshot import preserved
-from memfit.compiler.plan import Plan
 from memfit.compiler.tolerance import in_float64, is_within_rounding, own_rounding
 from memfit.errors import BudgetError
+from memfit.fitted.plan import Plan
 from memfit.ir.tiers import TierLinks
 from memfit.runtime.offload.tiers import tier_links
 from memfit.tools.training_loop import interleaved_seconds

@@ -1,4 +1,4 @@
-"""The public calls. Every function here is a thin wrapper of `memfit.compiler.driver` and `memfit.runtime`."""
+"""The public calls. Every function here is a thin wrapper of `memfit.compiler.driver` and `memfit.fitted`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from memfit.capture.optimizer.unwrapped import OptimizerLike
 from memfit.capture.options import CaptureOptions
 from memfit.capture.training_step import given_args
 from memfit.compiler.driver import make_plan
-from memfit.compiler.plan import Plan
 from memfit.compiler.stages import Progress, Request
+from memfit.fitted.installation import fitted_call, release
+from memfit.fitted.plan import Plan
 from memfit.profiling.memory import Measurement, measure
-from memfit.runtime.module.fitted_module import fitted_call, release
 from memfit.tools.compare import BatchSize, Comparison, compare, max_batch
 from memfit.tools.estimate import Estimate, estimate
 from memfit.tools.max_size import max_size
@@ -102,7 +102,7 @@ def plan(
         search_seconds=search_seconds,
         capture=CaptureOptions(checkpointing=checkpointing),
     )
-    return make_plan(model, given_args(args), dict(kwargs or {}), request, progress=progress)
+    return Plan.of(make_plan(model, given_args(args), dict(kwargs or {}), request, progress=progress))
 
 
 def fit(
@@ -141,7 +141,7 @@ def fit(
     )
     forget_compiled_code()  # compiled code of the caller may contain the module
     made = make_plan(model, given_args(args), dict(kwargs or {}), request, progress=progress, keep_call=True)
-    return made.apply(model)
+    return Plan.of(made).apply(model)
 
 
 def plan_of(model: nn.Module) -> Plan:
@@ -151,9 +151,6 @@ def plan_of(model: nn.Module) -> Plan:
         MemfitError: if the module is not fitted.
     """
     fitted = fitted_call(model)
-    return next(reversed(fitted.plans.values())) if fitted.plans else _waiting(fitted.unsigned)
-
-
-def _waiting(plan: Plan | None) -> Plan:
-    assert plan is not None
+    plan = next(reversed(fitted.plans.values())) if fitted.plans else fitted.unsigned
+    assert isinstance(plan, Plan)
     return plan

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import memfit
-from memfit.runtime.module.fitted_module import fitted_call
+from memfit.fitted.installation import fitted_call
 
 
 class Run(nn.Module):

@@ -12,9 +12,9 @@ from torch import nn
 from memfit.bits import same_bits
 from memfit.capture.training_step import capture_step
 from memfit.compiler.driver import make_plan
-from memfit.compiler.plan import Plan
 from memfit.compiler.stages import Request
 from memfit.errors import BudgetError
+from memfit.fitted.plan import Plan
 from memfit.ir.instructions import Compute
 from memfit.ir.program import Program
 from memfit.report.records import document, json_text

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from memfit.compiler.plan import Plan
+    from memfit.compiler.plan import CompiledPlan
 
 __all__ = ["prepare_parser", "run"]
 
@@ -182,7 +182,7 @@ def _loss_of(target: Tensor) -> Callable[[Tensor], Tensor]:
     return partial(classifier_loss, target=target)
 
 
-def _print_tables(plain: _Run, planned: _Run, plan: Plan) -> None:
+def _print_tables(plain: _Run, planned: _Run, plan: CompiledPlan) -> None:
     from rich.console import Console
 
     from memfit.report.table import Sheet, show

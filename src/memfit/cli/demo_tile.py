@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from memfit.compiler.plan import Plan
+    from memfit.compiler.plan import CompiledPlan
     from memfit.compiler.stages import Progress
 
 __all__ = ["prepare_parser", "run"]
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     scale = _scale(labels, args.scale, budget, args.times)
     large, _ = whole_photographs(multiple=32, scale=scale)
     print(f"VGG-16's trunk on two photographs, {_size(photos)} and {_size(large)} pixels")
-    runs: list[tuple[str, Plan, _Run, _Run | None]] = []
+    runs: list[tuple[str, CompiledPlan, _Run, _Run | None]] = []
     with progress_bars() as progress:
         for name, images in (("full resolution", photos), ("upscaled", large)):
             model = _trunk(images)
@@ -200,7 +200,7 @@ def _train(model: nn.Module, images: Tensor, labels: Tensor, steps: int, stage: 
     return _Run(losses=losses, step_seconds=median(seconds), peak_bytes=peak)
 
 
-def _print_table(runs: list[tuple[str, Plan, _Run, _Run | None]], photos: Tensor, large: Tensor) -> None:
+def _print_table(runs: list[tuple[str, CompiledPlan, _Run, _Run | None]], photos: Tensor, large: Tensor) -> None:
     from rich.console import Console
 
     from memfit.report.table import Sheet, show

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from memfit.cli.options import optimizer_factory
 
 if TYPE_CHECKING:
-    from memfit.compiler.plan import Plan
+    from memfit.compiler.plan import CompiledPlan
     from memfit.compiler.stages import Progress
     from memfit.zoo import Example
 
@@ -22,7 +22,7 @@ __all__ = ["plan_example"]
 
 def plan_example(
     example: Example, args: argparse.Namespace, *, prove: bool = True, progress: Progress | None = None
-) -> Plan:
+) -> CompiledPlan:
     """Plans the training step of an example within the budget of the command line.
 
     Args:

@@ -51,14 +51,14 @@ def run(args: argparse.Namespace) -> int:
         MemfitError: errors of planning, of the plan file or of running the plan.
         SpecError: if not exactly one of `--budget` and `--plan` is given, or the results cannot be written.
     """
-    from memfit.compiler.plan import Plan
+    from memfit.compiler.plan import CompiledPlan
     from memfit.report.progress import progress_bars
     from memfit.tools.verify import verify
 
     check_output(args)
     if (args.plan is None) == (args.budget is None):
         raise SpecError(f"verify takes either --budget or --plan (budget: {args.budget!r}, plan: {args.plan!r})")
-    plan = None if args.plan is None else Plan.load(args.plan)
+    plan = None if args.plan is None else CompiledPlan.load(args.plan)
     example = build_example(args, args.batch)
     with progress_bars() as progress:
         optimizer = None

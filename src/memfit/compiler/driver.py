@@ -23,7 +23,7 @@ from memfit.capture.state.detached_inputs import detached
 from memfit.capture.state.snapshot import preserved
 from memfit.capture.training_step import Capture, device_of
 from memfit.compiler.grid_choice import grids
-from memfit.compiler.plan import Plan
+from memfit.compiler.plan import CompiledPlan
 from memfit.compiler.proving import for_least, peak_of, prove, proving_step
 from memfit.compiler.stages import Progress, Request, capture_and_profile, check_request, plan_captured, resolve_budget
 from memfit.errors import BudgetError, ExactnessError, MemfitError
@@ -59,7 +59,7 @@ def make_plan(
     *,
     progress: Progress | None = None,
     keep_call: bool = False,
-) -> Plan:
+) -> CompiledPlan:
     """Captures, profiles, plans and proves one training step.
 
     Args:
@@ -96,7 +96,7 @@ def make_plan(
     return plan if keep_call else _without_call(plan)
 
 
-def _without_call(plan: Plan) -> Plan:
+def _without_call(plan: CompiledPlan) -> CompiledPlan:
     """The same plan without the call that keeps the module alive."""
     assert plan.planned is not None
     return replace(plan, planned=replace(plan.planned, capture=plan.planned.capture.without_call()))
@@ -110,7 +110,7 @@ def _made(
     *,
     progress: Progress | None,
     keep_call: bool,
-) -> Plan:
+) -> CompiledPlan:
     """The plan of a checked request."""
     device = device_of(model)
     step = capture_and_profile(model, args, kwargs, request, progress=progress)
@@ -164,14 +164,14 @@ def plan_profiled(
     *,
     progress: Progress | None = None,
     keep_call: bool = False,
-) -> Plan:
+) -> CompiledPlan:
     """The rest of `make_plan` for a step captured and profiled without tiles; may capture and profile it with tiles.
 
     Raises:
         BudgetError: if no plan fits.
     """
 
-    def made(of: Step) -> Plan:
+    def made(of: Step) -> CompiledPlan:
         plan = plan_captured(model, args, kwargs, *of, request, budget_bytes, progress=progress)
         if not request.prove:
             return plan
@@ -179,7 +179,7 @@ def plan_profiled(
 
     errors: list[BudgetError] = []
 
-    def in_tiles() -> Plan | None:
+    def in_tiles() -> CompiledPlan | None:
         """The plan with tiles as coarse as the budget allows, if there is one; records the errors of other grids."""
         for grid in grids(step[0], budget_bytes - step[1].static_bytes - step[1].gradient_bytes):
             tiled = capture_and_profile(model, args, kwargs, request, grid=grid, before=step[0], progress=progress)
@@ -194,7 +194,7 @@ def plan_profiled(
     fixed = strategies.grid(request.strategy)
     if fixed:
         return made(capture_and_profile(model, args, kwargs, request, grid=fixed, before=step[0], progress=progress))
-    found: list[Plan] = []
+    found: list[CompiledPlan] = []
     try:
         found.append(made(step))
     except BudgetError as error:

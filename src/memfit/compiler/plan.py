@@ -1,7 +1,6 @@
-"""The plan: a program, its predicted cost, and the reason of each decision.
+"""The plan as the compiler makes it: a program, its predicted cost, and the reason of each decision.
 
-A plan made in this process can be applied at once. A plan from a file is applied with the inputs of the first call: the
-step is captured again, and a step that differs from the planned one is refused with the difference.
+It is data, and says nothing of modules that run it; `memfit.fitted.plan.Plan` is the plan that users apply.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from memfit.ir.fields import Fact
 from memfit.ir.plan_file import Decision, PlanFile, Prediction, load_plan, save_plan
@@ -19,18 +18,14 @@ from memfit.planner.analysis.explain import ends_of_runs
 from memfit.units import format_bytes, format_percent, format_seconds
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from memfit.capture.loss.reading import LossFunction
-    from memfit.capture.optimizer.unwrapped import OptimizerLike
     from memfit.compiler.proof import Proof
     from memfit.compiler.stages import Planned
 
-__all__ = ["Plan"]
+__all__ = ["CompiledPlan"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class CompiledPlan:
     """How one training step runs within a budget.
 
     Attributes:
@@ -62,30 +57,6 @@ class Plan:
     grid: tuple[int, ...] = ()
     planned: Planned | None = None
 
-    def apply(
-        self,
-        model: nn.Module,
-        *,
-        loss_fn: LossFunction | None = None,
-        optimizer: OptimizerLike | None = None,
-    ) -> nn.Module:
-        """Makes `model` run this plan; `memfit.release` undoes it.
-
-        Args:
-            model: the module the plan was made for, or one just like it.
-            loss_fn: as for `memfit.plan`; needed only for a plan from a file.
-            optimizer: as for `memfit.plan`; needed only for a plan from a file.
-
-        Returns:
-            The same object.
-
-        Raises:
-            PlanMismatchError: now or at the first training step, if the plan is for something else.
-        """
-        from memfit.runtime.module.fitted_module import install
-
-        return install(model, self, loss_fn=loss_fn, optimizer=optimizer)
-
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON that only its owner can read."""
         save_plan(
@@ -103,7 +74,7 @@ class Plan:
         )
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Plan:
+    def load(cls, path: str | os.PathLike[str]) -> Self:
         """Reads a plan file.
 
         Raises:

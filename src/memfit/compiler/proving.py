@@ -24,7 +24,7 @@ from memfit.capture.state.snapshot import Snapshot, preserved
 from memfit.capture.training_step import device_of
 from memfit.compiler.consensus import agreed_peak
 from memfit.compiler.perturbed import constant_parameters
-from memfit.compiler.plan import Plan
+from memfit.compiler.plan import CompiledPlan
 from memfit.compiler.proof import ProvingStep, StepResult, compare
 from memfit.compiler.stages import Progress, Request, plan_captured
 from memfit.device_memory import free_bytes
@@ -48,11 +48,11 @@ def prove(
     model: nn.Module,
     args: Sequence[Any],
     kwargs: dict[str, Any],
-    plan: Plan,
+    plan: CompiledPlan,
     *,
     progress: Progress | None = None,
     keep_call: bool = False,
-) -> Plan:
+) -> CompiledPlan:
     """Runs the plan, compares its results with the plain step's, and plans for less if the peak exceeds the budget.
 
     The model, its inputs, the loss and the optimizer stay unchanged, whether the proof succeeds or not.
@@ -152,7 +152,7 @@ def lowered(target_bytes: int, budget_bytes: int, *, measured_bytes: int, predic
     return min(target_bytes - (measured_bytes - budget_bytes), budget_bytes - (measured_bytes - predicted_bytes))
 
 
-def peak_of(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], plan: Plan, request: Request) -> int:
+def peak_of(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], plan: CompiledPlan, request: Request) -> int:
     """The measured peak of a plan."""
     assert plan.planned is not None
     call = compile_program(model, plan.planned.capture, plan.program)
@@ -175,7 +175,9 @@ def proving_step(
     )
 
 
-def _with_plain_result(step: ProvingStep, plan: Plan, device: torch.device) -> tuple[ProvingStep, StepResult | None]:
+def _with_plain_result(
+    step: ProvingStep, plan: CompiledPlan, device: torch.device
+) -> tuple[ProvingStep, StepResult | None]:
     """The plain step's results on perturbed parameters; on the module's own where the perturbed ones fail."""
     constant = () if is_sharded(step.model) else constant_parameters(step.model, step.state)
     if constant:
@@ -189,7 +191,7 @@ def _with_plain_result(step: ProvingStep, plan: Plan, device: torch.device) -> t
     return step, _plain_result(step, plan, device)
 
 
-def _plain_result(step: ProvingStep, plan: Plan, device: torch.device) -> StepResult | None:
+def _plain_result(step: ProvingStep, plan: CompiledPlan, device: torch.device) -> StepResult | None:
     """The results of the plain step, without gradients where these do not fit in free memory or prove nothing.
 
     None for a sharded module if some process has no room for the step, since all processes run it or none does.
@@ -219,7 +221,7 @@ def _planned_result(step: ProvingStep, call: PlannedCall) -> tuple[StepResult, b
     return found, call.strayed(here)
 
 
-def _measured_peak(step: ProvingStep, plan: Plan, call: PlannedCall) -> int:
+def _measured_peak(step: ProvingStep, plan: CompiledPlan, call: PlannedCall) -> int:
     """Peak of one planned forward and backward pass; existing gradients stay in memory and count."""
     assert plan.planned is not None
     # Memory of code between subgraphs and of libraries is measured here, so it is not part of the start.

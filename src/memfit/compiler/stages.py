@@ -20,9 +20,10 @@ from memfit.capture.loss.reading import LossFunction
 from memfit.capture.optimizer.state import OptimizerPart, optimizer_cost
 from memfit.capture.optimizer.unwrapped import OptimizerLike, check_optimizer
 from memfit.capture.options import DEFAULT_OPTIONS, CaptureOptions
+from memfit.capture.state.input_signature import Signature, signature
 from memfit.capture.training_step import Capture, capture_step, check_step, device_of, read_again
 from memfit.compiler.consensus import agreed_program, agreed_start, agreed_step
-from memfit.compiler.plan import Plan
+from memfit.compiler.plan import CompiledPlan
 from memfit.device_memory import free_bytes, total_bytes
 from memfit.errors import SpecError
 from memfit.ir.graph import StepGraph
@@ -40,7 +41,6 @@ from memfit.planner.search.min_memory import least_budget, least_order
 from memfit.profiling.cost_cache import CostCache, machine_name, open_cache
 from memfit.profiling.profiler import known_separable, profile_ops, separated
 from memfit.runtime.executable import PlannedCall
-from memfit.runtime.module.input_signature import Signature, signature
 from memfit.runtime.offload.tiers import parse_tiers, tier_links
 from memfit.sim.simulator import simulate
 from memfit.sim.verifier import check
@@ -250,7 +250,7 @@ def plan_captured(
     budget_bytes: int,
     *,
     progress: Progress | None = None,
-) -> Plan:
+) -> CompiledPlan:
     """Plans a profiled step without running it."""
     if progress is not None:
         progress("plan", 0, 1)
@@ -259,7 +259,7 @@ def plan_captured(
     if progress is not None:
         progress("plan", 1, 1)
     timeline = simulate(graph, program)
-    return Plan(
+    return CompiledPlan(
         label=request.label or type(model).__name__,
         budget_bytes=budget_bytes,
         strategy=request.strategy,

@@ -17,7 +17,7 @@ from typing import Any
 from msgspec import structs
 
 from memfit.compiler.difference import Difference
-from memfit.compiler.plan import Plan
+from memfit.compiler.plan import CompiledPlan
 from memfit.tools.compare import BatchSize, Comparison, Row
 from memfit.tools.compare_pipelines import PipelineComparison
 from memfit.tools.estimate import Estimate
@@ -134,12 +134,12 @@ def _(result: Comparison) -> Record:
 
 
 @records.register
-def _(result: Plan) -> list[Record]:
+def _(result: CompiledPlan) -> list[Record]:
     return [structs.asdict(decision) for decision in result.decisions]
 
 
 @summary.register
-def _(result: Plan) -> Record:
+def _(result: CompiledPlan) -> Record:
     return {
         "kind": "plan",
         "label": result.label,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import singledispatch
 
-from memfit.compiler.plan import Plan
+from memfit.compiler.plan import CompiledPlan
 from memfit.tools.compare import BatchSize, Comparison, Row
 from memfit.tools.compare_pipelines import PipelineComparison
 from memfit.tools.estimate import Estimate
@@ -22,7 +22,7 @@ def sentence(result: object) -> str:
 
 
 @sentence.register
-def _(result: Plan) -> str:
+def _(result: CompiledPlan) -> str:
     return result.summary()
 
 

@@ -10,7 +10,7 @@ from functools import singledispatch
 
 from rich.console import Console
 
-from memfit.compiler.plan import Plan
+from memfit.compiler.plan import CompiledPlan
 from memfit.ir.plan_file import Prediction
 from memfit.report.records import csv_text, json_text
 from memfit.tables import Sheet, print_sheets, text_console
@@ -28,7 +28,7 @@ _MOST_MODULES = 10
 
 def show(result: object, console: Console) -> None:
     """Writes a result to a console."""
-    if isinstance(result, Plan):
+    if isinstance(result, CompiledPlan):
         console.print(str(result), markup=False, highlight=False, soft_wrap=True)
         return
     print_sheets(sheets(result), console)

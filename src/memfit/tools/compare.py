@@ -22,7 +22,7 @@ from memfit import strategies as known_strategies
 from memfit.capture.state.snapshot import preserved
 from memfit.capture.training_step import Capture, device_of
 from memfit.compiler.driver import plan_profiled
-from memfit.compiler.plan import Plan
+from memfit.compiler.plan import CompiledPlan
 from memfit.compiler.proving import prove
 from memfit.compiler.stages import Progress, Request, capture_and_profile, check_request, resolve_budget
 from memfit.device_memory import free_bytes
@@ -148,7 +148,7 @@ class _Bench:
     graph: StepGraph
     request: Request
 
-    def step(self, plan: Plan | None) -> Callable[[], object]:
+    def step(self, plan: CompiledPlan | None) -> Callable[[], object]:
         """One training step, plain or planned."""
         call: Callable[..., Any] = self.model
         if plan is not None:
@@ -179,7 +179,7 @@ def _rows_of_step(
     plain_peak = simulate_plain(graph).peak_bytes
     amounts = [budget_bytes(b, plain_peak, device, graph.static_bytes) for b in budgets]
     pairs = list(_pairs(strategies, amounts))
-    planned: list[tuple[Row, Plan | None]] = []
+    planned: list[tuple[Row, CompiledPlan | None]] = []
     for number, (strategy, amount) in enumerate(pairs):
         if progress is not None:
             progress(f"plan batch {batch}", number, len(pairs))
@@ -206,7 +206,7 @@ def _pairs(strategies: Sequence[str], amounts: Sequence[int | None]) -> Iterator
             yield strategy, amount
 
 
-def _planned(bench: _Bench, row: Row) -> tuple[Row, Plan | None]:
+def _planned(bench: _Bench, row: Row) -> tuple[Row, CompiledPlan | None]:
     """Completes a row with predictions."""
     request = replace(bench.request, strategy=row.strategy, budget=row.budget_bytes or _NO_BUDGET)
     try:
@@ -221,7 +221,7 @@ def _planned(bench: _Bench, row: Row) -> tuple[Row, Plan | None]:
     return _with_plan(row, plan), plan
 
 
-def _with_plan(row: Row, plan: Plan) -> Row:
+def _with_plan(row: Row, plan: CompiledPlan) -> Row:
     assert plan.planned is not None
     graph = plan.planned.graph
     timeline = simulate(graph, plan.program)
@@ -242,7 +242,7 @@ def _with_plan(row: Row, plan: Plan) -> Row:
 
 
 def _measured(
-    bench: _Bench, planned: Sequence[tuple[Row, Plan | None]], repeats: int, progress: Progress | None
+    bench: _Bench, planned: Sequence[tuple[Row, CompiledPlan | None]], repeats: int, progress: Progress | None
 ) -> list[Row]:
     """Completes rows with measurements, for all plans that the free memory of the machine allows."""
     device = device_of(bench.model)
@@ -285,7 +285,7 @@ def _measured(
     return rows
 
 
-def _proven(bench: _Bench, row: Row, plan: Plan) -> tuple[Row, Callable[[], object]]:
+def _proven(bench: _Bench, row: Row, plan: CompiledPlan) -> tuple[Row, Callable[[], object]]:
     """Runs a plan; if the measured peak exceeds the budget, proves and corrects the plan, and runs it again."""
     step = bench.step(plan)
     peak = bench.peak(step)

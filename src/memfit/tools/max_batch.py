@@ -23,7 +23,7 @@ from torch import nn
 from memfit import strategies
 from memfit.capture.loss.reading import LossFunction
 from memfit.capture.training_step import Capture, device_of
-from memfit.compiler.plan import Plan
+from memfit.compiler.plan import CompiledPlan
 from memfit.compiler.proving import prove
 from memfit.compiler.stages import Progress, Request, capture_and_profile, plan_captured, resolve_budget
 from memfit.errors import BudgetError, SpecError
@@ -262,7 +262,7 @@ class _Steps:
             below, above = min(self.captured), max(self.captured)
         return scaled(self.captured[below][1], below, self.captured[above][1], above, batch)
 
-    def plan(self, batch: int, budget_bytes: int) -> Plan:
+    def plan(self, batch: int, budget_bytes: int) -> CompiledPlan:
         """Plans the step at a batch size, and proves the plan if requested."""
         self.capture(batch)
         capture, graph = self.captured[batch]
@@ -311,7 +311,7 @@ def _settled(steps: _Steps, search: Callable[[], int]) -> int:
     return found
 
 
-def _confirmed(steps: _Steps, budget_bytes: int, known: int, start: int, limit: int) -> tuple[int, Plan]:
+def _confirmed(steps: _Steps, budget_bytes: int, known: int, start: int, limit: int) -> tuple[int, CompiledPlan]:
     """The largest batch size whose step can be planned and, if asked for, run within the budget."""
     target = budget_bytes
     while True:

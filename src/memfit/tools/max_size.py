@@ -24,7 +24,7 @@ from memfit.capture.loss.reading import LossFunction
 from memfit.capture.training_step import device_of
 from memfit.compiler.driver import make_plan
 from memfit.compiler.grid_choice import grids
-from memfit.compiler.plan import Plan
+from memfit.compiler.plan import CompiledPlan
 from memfit.compiler.stages import Progress, Request, capture_and_profile, check_request, resolve_budget
 from memfit.errors import BudgetError, SpecError
 from memfit.ir.graph import StepGraph
@@ -258,7 +258,7 @@ def _confirmed(
     start: int,
     step: int,
     progress: Progress | None,
-) -> tuple[int, Plan]:
+) -> tuple[int, CompiledPlan]:
     """The plan at a size, or at a slightly smaller size if that plan does not fit."""
     for attempt in range(_PLANS):
         model, args, kwargs, loss_fn = make(size)

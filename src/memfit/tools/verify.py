@@ -30,11 +30,13 @@ from memfit.capture.optimizer.unwrapped import OptimizerLike, steppable, unwrapp
 from memfit.capture.training_step import device_of
 from memfit.compiler.difference import Difference, first_difference
 from memfit.compiler.driver import make_plan
-from memfit.compiler.plan import Plan
+from memfit.compiler.plan import CompiledPlan
 from memfit.compiler.stages import Progress, Request
 from memfit.compiler.tolerance import in_float64, in_widest, is_within_rounding, own_rounding
+from memfit.fitted.installation import fitted_call
+from memfit.fitted.plan import Plan
+from memfit.fitted.plan_from_file import verified
 from memfit.profiling.memory import Measurement, measure, steady
-from memfit.runtime.module.fitted_module import fitted_call, verified
 from memfit.tools.executed_ops import ExecutedOps, executed_recomputations
 from memfit.tools.training_loop import resident_bytes
 from memfit.torch_compat.core import pytree
@@ -83,7 +85,7 @@ class Verification:
             found.
     """
 
-    plan: Plan
+    plan: CompiledPlan
     steps: int
     checks: tuple[Check, ...]
     plain_peak_bytes: int
@@ -121,7 +123,7 @@ def verify(
     model: nn.Module,
     args: Sequence[Any],
     kwargs: dict[str, Any] | None,
-    request: Request | Plan,
+    request: Request | CompiledPlan,
     *,
     steps: int = 1,
     loss_fn: LossFunction | None = None,
@@ -159,7 +161,7 @@ def verify(
         loss_fn, optimizer = plan.planned.request.loss_fn, plan.planned.request.whole_optimizer
         planned = _Runner(model, optimizer, args, inputs, loss_fn)
     plain = _Runner(model, optimizer, args, inputs, loss_fn)
-    plan.apply(planned.model)
+    Plan.of(plan).apply(planned.model)
     reference = _reference(model, optimizer, args, inputs, plan)
     checks: list[Check] = []
     plain_peak = peak = 0
@@ -333,7 +335,7 @@ def _reference(
     optimizer: OptimizerLike | None,
     args: Sequence[Any],
     kwargs: dict[str, Any],
-    plan: Plan,
+    plan: CompiledPlan,
 ) -> _Runner | None:
     """The plain step in float64 for a plan that tiles; None for other plans, or if the model is in float64 already."""
     assert plan.planned is not None
@@ -369,7 +371,7 @@ def _up_to_rounding(
     return [marked(check) for check in checks]
 
 
-def _for_original(plan: Plan, optimizer: OptimizerLike | None) -> Plan:
+def _for_original(plan: CompiledPlan, optimizer: OptimizerLike | None) -> CompiledPlan:
     """The plan of a copy, for the model itself; it no longer keeps the copy alive."""
     assert plan.planned is not None
     request = replace(plan.planned.request, optimizer=optimizer)
@@ -377,13 +379,13 @@ def _for_original(plan: Plan, optimizer: OptimizerLike | None) -> Plan:
 
 
 def _known(
-    plan: Plan,
+    plan: CompiledPlan,
     model: nn.Module,
     args: Sequence[Any],
     kwargs: dict[str, Any],
     loss_fn: LossFunction | None,
     optimizer: OptimizerLike | None,
-) -> Plan:
+) -> CompiledPlan:
     """The plan with its capture; the step of a plan from a file is captured again."""
     if plan.planned is not None:
         return plan

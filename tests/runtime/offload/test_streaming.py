@@ -19,10 +19,10 @@ from torch import nn
 
 import memfit
 from memfit.compiler.driver import make_plan
-from memfit.compiler.plan import Plan
 from memfit.compiler.proving import prove
 from memfit.compiler.stages import Request, capture_and_profile, plan_captured
 from memfit.errors import SwapError
+from memfit.fitted.plan import Plan
 from memfit.ir.graph import StepGraph
 from memfit.ir.instructions import Resident
 from memfit.ir.program import Program, plain_order, program_of

@@ -24,19 +24,17 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from memfit.compiler.plan import Plan
+from memfit.capture.state.input_signature import Signature
+from memfit.compiler.plan import CompiledPlan
+from memfit.compiler.stages import Planned, Request
 from memfit.errors import BudgetError
 from memfit.runtime.loop.forward_passes import Pass, in_flight
-from memfit.runtime.module.input_signature import Signature
 from memfit.sim.simulator import simulate
 from memfit.units import format_bytes
-
-if TYPE_CHECKING:
-    from memfit.compiler.stages import Planned, Request
 
 __all__ = ["Loops", "TogetherError", "held_bytes"]
 
@@ -54,7 +52,7 @@ class TogetherError(BudgetError):
         plan: the plan of one pass with which all passes together need the least memory found; None if none was found.
     """
 
-    def __init__(self, message: str, *, budget_bytes: int, least_bytes: int, plan: Plan | None) -> None:
+    def __init__(self, message: str, *, budget_bytes: int, least_bytes: int, plan: CompiledPlan | None) -> None:
         super().__init__(message, budget_bytes=budget_bytes, least_bytes=least_bytes)
         self.plan = plan
 
@@ -184,7 +182,9 @@ class Loops:
                     together.total(),
                 )
 
-    def plan(self, key: Signature, planned: Callable[[int], Plan], name: str, plans: Mapping[Signature, Plan]) -> Plan:
+    def plan(
+        self, key: Signature, planned: Callable[[int], CompiledPlan], name: str, plans: Mapping[Signature, CompiledPlan]
+    ) -> CompiledPlan:
         """A plan for one pass that leaves room for the other passes seen with it.
 
         Args:
@@ -208,7 +208,9 @@ class Loops:
         beside_bytes += _gradient_bytes(known)
         return self._shared(known, planned, alike, beside_bytes, name)
 
-    def _shared(self, known: Plan, planned: Callable[[int], Plan], alike: int, beside_bytes: int, name: str) -> Plan:
+    def _shared(
+        self, known: CompiledPlan, planned: Callable[[int], CompiledPlan], alike: int, beside_bytes: int, name: str
+    ) -> CompiledPlan:
         """The plan of one of several equal passes, with room for the bytes that the others hold by the same plan."""
         assert known.planned is not None
         graph = known.planned.graph
@@ -216,8 +218,8 @@ class Loops:
         room = known.budget_bytes - graph.static_bytes - beside_bytes - passing
         most = alike * held_bytes(known)
         low, high, aside = 0, most, min(most, max(0, room * alike // (alike + 1)))
-        found: Plan | None = None
-        least: tuple[int, Plan] | None = None
+        found: CompiledPlan | None = None
+        least: tuple[int, CompiledPlan] | None = None
         failure: BudgetError | None = None
         edge: int | None = None
         for _ in range(_MOST_TRIES):
@@ -269,7 +271,7 @@ def _in_autocast_region() -> bool:
     return depth > 1 and torch.is_autocast_cache_enabled()
 
 
-def held_bytes(plan: Plan) -> int:
+def held_bytes(plan: CompiledPlan) -> int:
     """Bytes that a planned pass holds between its forward and its backward pass: inputs, results and its loss included.
 
     Whether the loop computes a loss for each pass, or one for all, is not known; the former takes more.
@@ -281,7 +283,7 @@ def held_bytes(plan: Plan) -> int:
     return max(0, made_bytes) + capture.input_bytes + capture.between_bytes + saved_bytes
 
 
-def _gradient_bytes(plan: Plan) -> int:
+def _gradient_bytes(plan: CompiledPlan) -> int:
     """Bytes of the gradients of another pass that exist already when this pass runs backward."""
     assert plan.planned is not None
     return plan.planned.graph.gradient_bytes

@@ -28,12 +28,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from memfit.capture.allocation_tracker import parts_of
 from memfit.capture.distributed.fsdp import is_sharded, local
+from memfit.capture.state.input_signature import Signature
 from memfit.capture.subgraphs import tensors_in
 from memfit.capture.training_step import device_of
-from memfit.compiler.plan import Plan
+from memfit.compiler.plan import CompiledPlan
 from memfit.ir.graph import Phase
 from memfit.ir.instructions import Compute
-from memfit.runtime.module.input_signature import Signature
 from memfit.sim.simulator import simulate
 from memfit.units import format_bytes
 
@@ -69,7 +69,7 @@ class _Held:
             input_bytes=max(self.input_bytes, other.input_bytes),
         )
 
-    def missing_bytes(self, plan: Plan, room_bytes: int = 0) -> int:
+    def missing_bytes(self, plan: CompiledPlan, room_bytes: int = 0) -> int:
         """Bytes that the plan takes above its budget in such a loop, `room_bytes` of which are for what is held."""
         assert plan.planned is not None
         graph, program = plan.planned.graph, plan.program
@@ -110,7 +110,7 @@ class HeldOutputs:
         self.outputs = _weak(part for part in _parts(model, tensors_in(output)) if _cdata(part) not in known)
         self.inputs = _weak(part for part in given if part.requires_grad and part.is_leaf)
 
-    def outgrown(self, key: Signature, model: nn.Module, inputs: Any, plan: Plan | None) -> bool:
+    def outgrown(self, key: Signature, model: nn.Module, inputs: Any, plan: CompiledPlan | None) -> bool:
         """Whether the loop holds more than the plan of the pass that is about to run has room for.
 
         Args:
@@ -143,7 +143,7 @@ class HeldOutputs:
         )
         return alone
 
-    def plan(self, key: Signature, planned: Callable[[int], Plan]) -> Plan:
+    def plan(self, key: Signature, planned: Callable[[int], CompiledPlan]) -> CompiledPlan:
         """A plan with room for what the loop holds.
 
         Args:

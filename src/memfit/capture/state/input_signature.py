@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from memfit.capture.state.module_state import ModuleState, module_state
 from memfit.ops.kernels.settings import kernel_settings
-from memfit.runtime.module.module_state import ModuleState, module_state
 from memfit.torch_compat.core import pytree
 
 __all__ = ["Signature", "signature"]

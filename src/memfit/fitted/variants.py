@@ -18,9 +18,9 @@ from typing import Any
 
 from torch import nn
 
+from memfit.capture.state.input_signature import Signature
 from memfit.capture.values.decisions import Decision
 from memfit.runtime.executable import PlannedCall
-from memfit.runtime.module.input_signature import Signature
 from memfit.torch_compat.core import pytree
 
 __all__ = ["Variants", "decides"]

@@ -15,8 +15,8 @@ from torch import nn
 
 import memfit
 from memfit.compiler.stages import Request, capture_and_profile
+from memfit.fitted.installation import fitted_call
 from memfit.profiling.cost_cache import CostCache, open_cache
-from memfit.runtime.module.fitted_module import fitted_call
 from tests.models import Between, Frozen, Residual, Tied
 
 X = torch.randn(8, 3, 24, 24, generator=torch.Generator().manual_seed(0))

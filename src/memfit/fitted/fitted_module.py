@@ -9,45 +9,37 @@ from __future__ import annotations
 
 import logging
 import threading
-import types
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from memfit.capture.distributed.ddp import bucket_bytes, unwrapped
 from memfit.capture.dynamo.own_calls import in_own_call
 from memfit.capture.eager.backward_autocast import planning_backward
 from memfit.capture.failures import explained
 from memfit.capture.loss.reading import AssumedLoss, loss_name
+from memfit.capture.state.input_signature import Signature, signature
+from memfit.capture.state.module_state import module_state
 from memfit.capture.state.snapshot import preserved
+from memfit.compiler.plan import CompiledPlan
+from memfit.compiler.stages import Planned, Request
 from memfit.errors import BudgetError, LossError, MemfitError, PlanMismatchError, SpecError
-from memfit.ir.plan_file import fingerprint_difference
-from memfit.ir.serialization import graph_digest
+from memfit.fitted.held_outputs import HeldOutputs
+from memfit.fitted.opaque import not_traced, undisturbed
+from memfit.fitted.plain_calls import nothing_to_train, transformed
+from memfit.fitted.plan_from_file import verified
+from memfit.fitted.training_loops import Loops, TogetherError
+from memfit.fitted.variants import Variants, decides
 from memfit.runtime.executable import PlannedCall, compile_program
 from memfit.runtime.loop.forward_passes import Pass, in_flight
-from memfit.runtime.loop.held_outputs import HeldOutputs
-from memfit.runtime.loop.training_loops import Loops, TogetherError
-from memfit.runtime.module.input_signature import Signature, signature
-from memfit.runtime.module.module_state import module_state
-from memfit.runtime.module.opaque import make_opaque, not_traced, undisturbed
-from memfit.runtime.module.plain_calls import nothing_to_train, transformed
-from memfit.runtime.module.variants import Variants, decides
-from memfit.sim.verifier import check
 from memfit.torch_compat.compiler import TorchDynamoException
 from memfit.units import format_bytes
 
-if TYPE_CHECKING:
-    from memfit.capture.loss.reading import LossFunction
-    from memfit.capture.optimizer.unwrapped import OptimizerLike
-    from memfit.compiler.plan import Plan
-    from memfit.compiler.stages import Planned, Request
-
-__all__ = ["Fitted", "fitted_call", "install", "release"]
+__all__ = ["Fitted", "Replanner"]
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +50,10 @@ _MOST_STRAYS = 3
 """Maximum number of times a module is planned again because a step did not run as planned."""
 
 
+Replanner = Callable[[nn.Module, Any, Any, Request], CompiledPlan]
+"""Makes a plan of a module, its positional and keyword inputs and a request; with the call that the plan needs."""
+
+
 @dataclass(slots=True)
 class Fitted:
     """The call of a fitted module.
@@ -65,6 +61,7 @@ class Fitted:
     Attributes:
         model: the module.
         request: the request to plan for another signature.
+        replan: makes a plan for other inputs.
         plans: the plans, by signature.
         calls: the planned calls, by signature.
         variants: the paths that branches on inputs took.
@@ -82,14 +79,15 @@ class Fitted:
 
     model: weakref.ref[nn.Module]
     request: Request
-    plans: dict[Signature, Plan] = field(default_factory=dict)
+    replan: Replanner
+    plans: dict[Signature, CompiledPlan] = field(default_factory=dict)
     calls: dict[Signature, PlannedCall] = field(default_factory=dict)
     variants: Variants = field(default_factory=Variants)
-    unsigned: Plan | None = None
+    unsigned: CompiledPlan | None = None
     beneath: Callable[..., Any] | None = None
     loops: Loops = field(default_factory=Loops)
     held: HeldOutputs = field(default_factory=HeldOutputs)
-    latest: Plan | None = None
+    latest: CompiledPlan | None = None
     stale: set[Signature] = field(default_factory=set)
     strayed: Counter[Signature] = field(default_factory=Counter)
     failed: Counter[Signature] = field(default_factory=Counter)
@@ -107,7 +105,7 @@ class Fitted:
             return (self.beneath or model._call_impl)(*args, **kwargs)
         reason = transformed()
         if reason is not None:
-            self._tell(f"under {reason}", f"runs plainly under {reason}, without its plan")
+            self.tell(f"under {reason}", f"runs plainly under {reason}, without its plan")
             return model._call_impl(*args, **kwargs)
         return self._train(model, args, kwargs)
 
@@ -115,13 +113,13 @@ class Fitted:
     def _train(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         state = module_state(model)
         if state.substituted:
-            self._tell("functional", "runs plainly on tensors put in place of its parameters, without its plan")
+            self.tell("functional", "runs plainly on tensors put in place of its parameters, without its plan")
             return model._call_impl(*args, **kwargs)
         if nothing_to_train(state, args, kwargs):
             return model._call_impl(*args, **kwargs)
         key = self.variants.signature(signature(model, args, kwargs, state), self.calls, model, args, kwargs)
         if key in self.loops.differentiated_twice:
-            self._tell("twice", "runs plainly where it is differentiated twice, without its plan")
+            self.tell("twice", "runs plainly where it is differentiated twice, without its plan")
             return model._call_impl(*args, **kwargs)
         if key in self.plain:
             return model._call_impl(*args, **kwargs)
@@ -142,7 +140,7 @@ class Fitted:
                 _raise_as_plain(model, args, kwargs)
                 raise explained(error, model, start="cannot run the plan") from error
         # No op ran: with its present Python state the module needs another graph than the planned one.
-        self._tell("changed", f"changed since it was planned and needs another plan ({str(failure).partition(';')[0]})")
+        self.tell("changed", f"changed since it was planned and needs another plan ({str(failure).partition(';')[0]})")
         self.stale.add(key)
         another = self._plan_for(model, key, args, kwargs)
         if another is None or another is call:
@@ -178,14 +176,14 @@ class Fitted:
             if more < 0 or here.strayed
             else (f"ran planned graphs {here.executed} times, where its plan has {call.subgraphs} runs")
         )
-        self._tell(
+        self.tell(
             f"strayed {self.strayed[key] if again else 'too often'}",
             f"{what}, with the same bits and other memory than planned: its code took another way than when it was "
             "planned; "
             + ("it is planned again at its next call" if again else "it changes too often to be planned again"),
         )
 
-    def _tell(self, what: str, text: str) -> None:
+    def tell(self, what: str, text: str) -> None:
         """Logs a warning once."""
         if what not in self.told:
             self.told.add(what)
@@ -227,31 +225,31 @@ class Fitted:
         call = self.calls.get(key)
         if call is None or self.failed[key] >= _MOST_STRAYS:
             self.plain.add(key)
-        self._tell(
+        self.tell(
             f"failed {key}",
             "cannot be planned for these inputs, or for the way its code takes now, so what is not planned runs "
             f"plainly, with the same bits and maybe over the budget: {error}",
         )
         return call
 
-    def _plan(self, model: nn.Module, key: Signature, args: Any, kwargs: Any) -> Plan:
+    def _plan(self, model: nn.Module, key: Signature, args: Any, kwargs: Any) -> CompiledPlan:
         with undisturbed():
             if self.unsigned is not None:
                 waiting, self.unsigned = self.unsigned, None
                 return verified(waiting, model, args, kwargs, self.request)
             log.info("planning for inputs %s", key)
             if not decides(key):
-                self._tell(
+                self.tell(
                     "ways",
                     "has branches on its inputs that go many ways, or on buffers that change, each planned when it was "
                     "first taken; from here on other ways run by one plan in subgraphs around these branches",
                 )
 
-            def planned(beside_bytes: int) -> Plan:
+            def planned(beside_bytes: int) -> CompiledPlan:
                 beside_bytes += self.request.beside_bytes
                 return self._made(model, args, kwargs, self._as_the_loop(key, beside_bytes=beside_bytes))
 
-            def beside_outputs(room_bytes: int) -> Plan:
+            def beside_outputs(room_bytes: int) -> CompiledPlan:
                 name = type(model).__name__
                 return self.loops.plan(key, lambda others: planned(room_bytes + others), name, self.plans)
 
@@ -260,15 +258,15 @@ class Fitted:
             except BudgetError as error:
                 return self._over_budget(model, key, args, kwargs, error)
 
-    def _made(self, model: nn.Module, args: Any, kwargs: Any, request: Request) -> Plan:
-        from memfit.compiler.driver import make_plan
-
+    def _made(self, model: nn.Module, args: Any, kwargs: Any, request: Request) -> CompiledPlan:
         try:
-            return make_plan(model, args, kwargs, request, keep_call=True)
+            return self.replan(model, args, kwargs, request)
         except LossError as error:
-            return make_plan(model, args, kwargs, self._without_loss(request, error), keep_call=True)
+            return self.replan(model, args, kwargs, self._without_loss(request, error))
 
-    def _over_budget(self, model: nn.Module, key: Signature, args: Any, kwargs: Any, error: BudgetError) -> Plan:
+    def _over_budget(
+        self, model: nn.Module, key: Signature, args: Any, kwargs: Any, error: BudgetError
+    ) -> CompiledPlan:
         """The plan with the least memory for a call that does not fit, so that training goes on.
 
         Raises:
@@ -280,12 +278,12 @@ class Fitted:
         plan = error.plan if isinstance(error, TogetherError) else None
         if plan is not None or (key in self.plans and key not in self.stale):  # several passes do not fit together
             least = "about that much" if plan is not None else "the least that works for each"
-            self._tell(f"over {key}", f"takes more than its budget: {error}; the passes run with {least}")
+            self.tell(f"over {key}", f"takes more than its budget: {error}; the passes run with {least}")
             if plan is not None:
                 return plan
             least_bytes = 1  # the least budget of one pass is not known yet
         else:
-            self._tell(
+            self.tell(
                 f"over {key}",
                 f"takes more than its budget for these inputs, or with these gradients and hooks: {error}; it runs "
                 f"with {format_bytes(error.least_bytes)}, the least that works",
@@ -308,7 +306,7 @@ class Fitted:
         before = earlier.planned.capture.loss if earlier is not None and earlier.planned is not None else None
         return replace(request, loss_fn=AssumedLoss(name=loss_name(request.loss_fn), before=before))
 
-    def adopt(self, model: nn.Module, key: Signature, plan: Plan) -> PlannedCall:
+    def adopt(self, model: nn.Module, key: Signature, plan: CompiledPlan) -> PlannedCall:
         """Uses `plan` for the inputs of this signature from now on."""
         assert plan.planned is not None
         call = plan.planned.call
@@ -319,58 +317,6 @@ class Fitted:
         self.calls[key] = call
         self.stale.discard(key)
         return call
-
-
-def install(
-    model: nn.Module,
-    plan: Plan,
-    *,
-    loss_fn: LossFunction | None = None,
-    optimizer: OptimizerLike | None = None,
-) -> nn.Module:
-    """Puts a plan into a module; see `memfit.compiler.plan.Plan.apply`."""
-    from memfit.compiler.stages import Request, fingerprint
-
-    given, model = model, unwrapped(model)
-    if plan.planned is not None:
-        request = replace(plan.planned.request, budget=plan.budget_bytes)
-    else:
-        tiers = ",".join(map(str, plan.program.tiers())) or None
-        request = Request(
-            budget=plan.budget_bytes,
-            loss_fn=loss_fn,
-            optimizer=optimizer,
-            strategy=plan.strategy,
-            levers="all" if plan.is_tiled else "bitwise",
-            tiers=tiers,
-            beside_bytes=bucket_bytes(given),
-        )
-    here = fingerprint(model, (), {})
-    difference = fingerprint_difference(
-        {k: v for k, v in plan.fingerprint.items() if k != "inputs"}, {k: v for k, v in here.items() if k != "inputs"}
-    )
-    if difference:
-        raise PlanMismatchError(_of_something_else(line[:300] for line in difference))
-    fitted = Fitted(weakref.ref(model), request)
-    if plan.planned is None:
-        fitted.unsigned = plan
-    else:
-        fitted.adopt(model, plan.planned.signature, plan)
-    before = model._compiled_call_impl
-    fitted.beneath = before.beneath if isinstance(before, Fitted) else before
-    make_opaque(Fitted)
-    model._compiled_call_impl = fitted
-    vars(model)["compile"] = types.MethodType(compile, model)
-    return given
-
-
-def compile(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """Replaces `nn.Module.compile` on a fitted module, since the original would overwrite the plan."""
-    call = self._compiled_call_impl
-    nn.Module.compile(self, *args, **kwargs)
-    if isinstance(call, Fitted):
-        call.beneath, self._compiled_call_impl = self._compiled_call_impl, call
-        call._tell("compiled", "is fitted: its training steps run by the plan, other calls compiled")
 
 
 def _raise_as_plain(model: nn.Module, args: Any, kwargs: Any) -> None:
@@ -387,52 +333,3 @@ def _raise_as_plain(model: nn.Module, args: Any, kwargs: Any) -> None:
             fails = False
     if fails:
         model._call_impl(*args, **kwargs)
-
-
-def verified(plan: Plan, model: nn.Module, args: Any, kwargs: Any, request: Request) -> Plan:
-    """A plan from a file, with the capture that it needs to run.
-
-    Raises:
-        PlanMismatchError: if the step is not the planned one.
-        ProgramError: if the program is not valid for the step.
-    """
-    from memfit.compiler.stages import Planned, capture_and_profile, fingerprint
-
-    difference = fingerprint_difference(plan.fingerprint, fingerprint(model, args, kwargs))
-    capture, graph = capture_and_profile(model, args, kwargs, request, grid=plan.grid)
-    if difference or graph_digest(graph) != plan.graph_digest:
-        raise PlanMismatchError(
-            _of_something_else([line[:300] for line in difference] or ["the captured graph differs"])
-        )
-    check(graph, plan.program)
-    return replace(
-        plan, planned=Planned(capture=capture, graph=graph, request=request, signature=signature(model, args, kwargs))
-    )
-
-
-def _of_something_else(differences: Iterable[str]) -> str:
-    return (
-        f"the plan is for something else: {'; '.join(differences)}; make a plan of what is here with memfit.plan or fit"
-    )
-
-
-def fitted_call(model: nn.Module) -> Fitted:
-    """The call that `install` put on the module.
-
-    Raises:
-        MemfitError: if the module is not fitted.
-    """
-    call = getattr(unwrapped(model), "_compiled_call_impl", None)
-    if not isinstance(call, Fitted):
-        raise MemfitError(f"{type(model).__name__} is not fitted; call memfit.fit(model, ...) first")
-    return call
-
-
-def release(model: nn.Module) -> nn.Module:
-    """Restores the call that a fitted module had before, compiled or not; a plain module stays as it is."""
-    inner = unwrapped(model)
-    call = getattr(inner, "_compiled_call_impl", None)
-    if isinstance(call, Fitted):
-        inner._compiled_call_impl = call.beneath
-        vars(inner).pop("compile", None)
-    return model

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from memfit.runtime.module.module_state import ModuleState
+from memfit.capture.state.module_state import ModuleState
 from memfit.torch_compat.core import in_func_transform, op_calls_traced, pytree
 
 __all__ = ["nothing_to_train", "transformed"]

@@ -12,7 +12,7 @@ from torch import nn
 
 import memfit
 from benchmarks.notices import notices
-from memfit.runtime.module.fitted_module import fitted_call
+from memfit.fitted.installation import fitted_call
 
 X = torch.randn(32, 16, generator=torch.Generator().manual_seed(0))
 

@@ -1,0 +1,104 @@
+"""Puts a plan into the slot that `nn.Module` has for a compiled call, finds it there, and takes it out again."""
+
+from __future__ import annotations
+
+import types
+import weakref
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from memfit.capture.distributed.ddp import bucket_bytes, unwrapped
+from memfit.capture.loss.reading import LossFunction
+from memfit.capture.optimizer.unwrapped import OptimizerLike
+from memfit.compiler.plan import CompiledPlan
+from memfit.compiler.stages import Request
+from memfit.errors import MemfitError
+from memfit.fitted.fitted_module import Fitted, Replanner
+from memfit.fitted.opaque import make_opaque
+from memfit.fitted.plan_from_file import check_module
+
+__all__ = ["fitted_call", "install", "release"]
+
+
+def install(
+    model: nn.Module,
+    plan: CompiledPlan,
+    replan: Replanner,
+    *,
+    loss_fn: LossFunction | None = None,
+    optimizer: OptimizerLike | None = None,
+) -> nn.Module:
+    """Puts a plan into a module; see `memfit.fitted.plan.Plan.apply`.
+
+    Args:
+        model: the module, perhaps inside a wrapper.
+        plan: a plan for it.
+        replan: makes plans for inputs of another signature.
+        loss_fn: loss of the loop, for a plan from a file.
+        optimizer: optimizer of the loop, for a plan from a file.
+
+    Returns:
+        The given object.
+
+    Raises:
+        PlanMismatchError: if the plan is for another module.
+    """
+    given, model = model, unwrapped(model)
+    if plan.planned is not None:
+        request = replace(plan.planned.request, budget=plan.budget_bytes)
+    else:
+        tiers = ",".join(map(str, plan.program.tiers())) or None
+        request = Request(
+            budget=plan.budget_bytes,
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            strategy=plan.strategy,
+            levers="all" if plan.is_tiled else "bitwise",
+            tiers=tiers,
+            beside_bytes=bucket_bytes(given),
+        )
+    check_module(plan, model)
+    fitted = Fitted(weakref.ref(model), request, replan)
+    if plan.planned is None:
+        fitted.unsigned = plan
+    else:
+        fitted.adopt(model, plan.planned.signature, plan)
+    before = model._compiled_call_impl
+    fitted.beneath = before.beneath if isinstance(before, Fitted) else before
+    make_opaque(Fitted)
+    model._compiled_call_impl = fitted
+    vars(model)["compile"] = types.MethodType(compile, model)
+    return given
+
+
+def compile(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Replaces `nn.Module.compile` on a fitted module, since the original would overwrite the plan."""
+    call = self._compiled_call_impl
+    nn.Module.compile(self, *args, **kwargs)
+    if isinstance(call, Fitted):
+        call.beneath, self._compiled_call_impl = self._compiled_call_impl, call
+        call.tell("compiled", "is fitted: its training steps run by the plan, other calls compiled")
+
+
+def fitted_call(model: nn.Module) -> Fitted:
+    """The call that `install` put on the module.
+
+    Raises:
+        MemfitError: if the module is not fitted.
+    """
+    call = getattr(unwrapped(model), "_compiled_call_impl", None)
+    if not isinstance(call, Fitted):
+        raise MemfitError(f"{type(model).__name__} is not fitted; call memfit.fit(model, ...) first")
+    return call
+
+
+def release(model: nn.Module) -> nn.Module:
+    """Restores the call that a fitted module had before, compiled or not; a plain module stays as it is."""
+    inner = unwrapped(model)
+    call = getattr(inner, "_compiled_call_impl", None)
+    if isinstance(call, Fitted):
+        inner._compiled_call_impl = call.beneath
+        vars(inner).pop("compile", None)
+    return model
