@@ -6,9 +6,12 @@ import sys
 import types
 import unittest
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["torchs_ops"]
+import torch
+
+__all__ = ["samples_of", "torchs_ops"]
 
 
 def torchs_ops() -> list[Any]:
@@ -29,3 +32,12 @@ def torchs_ops() -> list[Any]:
         if missing:
             del sys.modules["expecttest"]
     return list(op_db)
+
+
+def samples_of(op: Any, dtype: torch.dtype, *, requires_grad: bool = True) -> Iterator[Any]:
+    """Sample inputs of an op on the CPU.
+
+    `op.sample_inputs` gives the same, but looks through the source files of the whole stack for each of them.
+    """
+    torch.manual_seed(0)
+    return iter(op.sample_inputs_func(op, "cpu", dtype, requires_grad))

@@ -21,7 +21,7 @@ from memfit.ops.tiling.tiled import tiling_of
 from memfit.ops.tiling.window import narrowed, tiles_of
 from memfit.profiling.synthetic_inputs import operands_of
 from memfit.torch_compat.core import OpOverload, TorchDispatchMode, pytree
-from tests.op_database import torchs_ops
+from tests.op_database import samples_of, torchs_ops
 
 _aten = torch.ops.aten
 
@@ -80,7 +80,7 @@ def calls() -> Recorded:
             functional = op.name.startswith("nn.functional.") and not any(n in op.name for n in _NOT_FUNCTIONAL)
             if not (functional or op.name in _DATABASE) or not op.supports_dtype(torch.float64, "cpu"):
                 continue
-            for _, sample in zip(range(24), op.sample_inputs("cpu", torch.float64, requires_grad=True), strict=False):
+            for _, sample in zip(range(24), samples_of(op, torch.float64), strict=False):
                 made = pytree.tree_leaves(op.op(sample.input, *sample.args, **sample.kwargs))
                 made = [t for t in made if isinstance(t, Tensor) and t.requires_grad]
                 if made and op.supports_autograd:

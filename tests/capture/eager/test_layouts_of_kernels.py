@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from memfit.capture.eager.fake_strides import strides_of_kernels
-from tests.op_database import torchs_ops
+from tests.op_database import samples_of, torchs_ops
 
 MOST_ELEMENTS = 4_000
 LAYOUTS = ("channels last", "transposed", "batch inside", "repeated", "sliced", "one, near", "one, far")
@@ -104,8 +104,7 @@ class Compared(TorchDispatchMode):
 
 def calls_of(op: Any, layouts: Sequence[str] = LAYOUTS) -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     try:
-        # `op.sample_inputs` looks through the source files of the whole stack for each of them.
-        samples = list(itertools.islice(op.sample_inputs_func(op, "cpu", torch.float32, op.supports_autograd), 1))
+        samples = list(itertools.islice(samples_of(op, torch.float32, requires_grad=op.supports_autograd), 1))
     except Exception:  # it has none of this dtype
         return
     for sample in samples:
