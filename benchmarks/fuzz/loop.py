@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.fuzz.cpu_allocator import CpuAllocatorBytes
 from benchmarks.fuzz.device import AllocatorBytes
 from benchmarks.fuzz.live_bytes import LiveBytes, storage_bytes
 from benchmarks.fuzz.model import Case
@@ -17,6 +18,8 @@ from benchmarks.fuzz.modes import autocast
 from benchmarks.fuzz.snapshot import snapshot
 
 __all__ = ["measured_turn", "seed_all", "turn"]
+
+_Live = LiveBytes | AllocatorBytes | CpuAllocatorBytes
 
 
 def seed_all(seed: int) -> None:
@@ -43,8 +46,8 @@ def turn(case: Case, number: int) -> dict[str, Any]:
     return found
 
 
-def measured_turn(case: Case, number: int) -> int:
-    """The peak bytes of one turn, counted by `LiveBytes`, or by the allocator on a device.
+def measured_turn(case: Case, number: int, *, by_allocator: bool = False) -> int:
+    """The peak bytes of one turn, counted by `LiveBytes`, or by the allocator, as always on a device.
 
     As the budget does, it holds parameters, gradients, buffers, inputs, and the optimizer where `fit` is told of one.
     What the fuzz takes to make inputs, and copies of what comes out, are not the step's and are not in it.
@@ -55,7 +58,11 @@ def measured_turn(case: Case, number: int) -> int:
     existing = [*case.model.parameters(), *case.model.buffers(), *(state if case.recipe.counts_optimizer else ())]
     beside = _tensors((vars(case.loss), [vars(m) for m in case.model.modules()], state))
     device = case.recipe.mode.device
-    live = LiveBytes([*existing, *beside]) if device == "cpu" else AllocatorBytes()
+    live: _Live
+    if device != "cpu":
+        live = AllocatorBytes()
+    else:
+        live = CpuAllocatorBytes() if by_allocator else LiveBytes([*existing, *beside])
     with live:
         _passes(case, number, live)
         if case.recipe.counts_optimizer:
@@ -65,7 +72,9 @@ def measured_turn(case: Case, number: int) -> int:
     return storage_bytes(existing, rounded_to=1 if device == "cpu" else 512) + live.peak_bytes
 
 
-def _passes(case: Case, number: int, live: LiveBytes | AllocatorBytes | None = None) -> dict[str, Any]:
+def _passes(
+    case: Case, number: int, live: LiveBytes | AllocatorBytes | CpuAllocatorBytes | None = None
+) -> dict[str, Any]:
     """The passes of a turn, and a copy of what comes out of them, which is not made where memory is measured."""
     mode, found = case.recipe.mode, {}
     for micro in range(mode.micro_batches):

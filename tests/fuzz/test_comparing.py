@@ -12,6 +12,7 @@ import memfit
 from benchmarks.fuzz import compare as comparing
 from benchmarks.fuzz import estimates
 from benchmarks.fuzz.compare import Plain, compare, plain_run
+from benchmarks.fuzz.cpu_allocator import CpuAllocatorBytes
 from benchmarks.fuzz.live_bytes import LiveBytes
 from benchmarks.fuzz.modes import MODES
 from benchmarks.fuzz.recipe import Recipe, choose
@@ -122,6 +123,21 @@ def test_live_bytes_counts_what_lives() -> None:
         torch.empty(5000, device="meta")  # has a size and no memory
     assert live.peak_bytes == 8000
     assert c.shape == (10, 100)
+
+
+def test_the_allocator_counts_what_is_added_in_place() -> None:
+    """While a mode is active, autograd adds the gradients of two uses of a tensor to a third one."""
+
+    def step() -> None:
+        y = torch.ones(25_000, requires_grad=True) * 2
+        factor = torch.ones(25_000)
+        ((y * factor).sum() + (y * factor).sum() + (y * factor).sum()).backward()
+
+    with CpuAllocatorBytes() as allocator:
+        step()
+    with LiveBytes() as live:
+        step()
+    assert live.peak_bytes - allocator.peak_bytes == pytest.approx(100_000, abs=1000)
 
 
 def test_snapshots_see_everything_reachable() -> None:
