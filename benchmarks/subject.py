@@ -24,7 +24,7 @@ from memfit.ir.tiers import TierLinks
 from memfit.profiling.cost_cache import CostCache, open_cache
 from memfit.profiling.profiler import known_separable, profile_ops, separated
 from memfit.runtime.executable import compile_program
-from memfit.sim.simulator import Timeline, simulate, simulate_plain
+from memfit.sim.simulator import Timeline, simulate, simulate_baseline
 from memfit.tools.training_loop import interleaved_seconds, resident_bytes, step_peak, training_step
 from memfit.zoo import Example, build
 
@@ -84,7 +84,7 @@ class Subject:
         costs: measured op costs.
         capture: the captured step.
         graph: the same with times.
-        plain: what the simulator says of the plain step.
+        plain: what the simulator says of the baseline step.
         capture_seconds: how long capturing took.
         profile_seconds: how long profiling took; next to nothing if the costs were known.
     """
@@ -128,7 +128,7 @@ class Subject:
             costs=costs,
             capture=replace(capture, graph=graph),
             graph=graph,
-            plain=simulate_plain(graph),
+            plain=simulate_baseline(graph),
             capture_seconds=captured,
             profile_seconds=profiled,
         )

@@ -35,6 +35,7 @@ ROOMS = (
 
 WITHOUT_TORCH = ROOMS[: ROOMS.index("strategies") + 1]
 
+
 def sources(room: str) -> list[Path]:
     return sorted([*ROOT.glob(f"{room}.py"), *(ROOT / room).rglob("*.py")])
 

@@ -25,14 +25,14 @@ NOT_BUILT = "not built"
 STATUSES = (EXACT, SUBGRAPHS, REFUSED, WRONG, CRASH, NOT_BUILT, "slow", "not run")
 
 SHARE = 0.8
-"""Of the plain step's predicted peak that is the budget, unless its parameters alone leave too little of it."""
+"""Of the baseline step's predicted peak that is the budget, unless its parameters alone leave too little of it."""
 
 PLANNED_AGAIN = "planned again in the last step, so its memory is not the step's alone"
 
 TOOK_ANOTHER_WAY = "code took another way in some step, which memfit told"
 
 ROOM = 0.85
-"""Of the way from what a single op needs to the plain peak: what such a budget is instead."""
+"""Of the way from what a single op needs to the baseline peak: what such a budget is instead."""
 
 
 class _NotPlanned(Exception):
@@ -109,12 +109,12 @@ def trial(script: Script, *, judge_peak: bool, search_seconds: float = 0.5) -> d
     torch._dynamo.reset()
     begin = time.perf_counter()
     try:
-        first, plain_bytes = _run(script, _Plain())
+        first, baseline_bytes = _run(script, _Plain())
     except Exception as error:
         return {"status": NOT_BUILT, "reason": _sentence(error)}
-    plain_seconds = time.perf_counter() - begin
+    baseline_seconds = time.perf_counter() - begin
     fitter = _Fitter(search_seconds)
-    row: dict[str, Any] = {"plain_bytes": plain_bytes, "plain_seconds": round(plain_seconds, 2)}
+    row: dict[str, Any] = {"baseline_bytes": baseline_bytes, "baseline_seconds": round(baseline_seconds, 2)}
     try:
         with notices() as told:
             found, planned_bytes = _run(script, fitter)
@@ -135,7 +135,7 @@ def trial(script: Script, *, judge_peak: bool, search_seconds: float = 0.5) -> d
     row |= {
         "planned_bytes": planned_bytes,
         "budget_bytes": budget,
-        "predicted_plain_bytes": sum(plan.predicted.plain_peak_bytes for plan in fitter.plans),
+        "predicted_baseline_bytes": sum(plan.predicted.baseline_peak_bytes for plan in fitter.plans),
         "fit_seconds": round(fitter.seconds, 1),
         "share": round(_share(fitter.plans), 3),
         "subgraphs": subgraphs,

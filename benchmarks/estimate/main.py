@@ -1,4 +1,4 @@
-"""How far `memfit.estimate` is from the measured peak of the plain step, case by case.
+"""How far `memfit.estimate` is from the measured peak of the baseline step, case by case.
 
 python -m benchmarks.estimate.main --only "convolutions,fuzz 0-9,zoo:unet@2"
 """
@@ -27,7 +27,7 @@ from memfit.capture.training_step import capture_step, device_of
 from memfit.errors import MemfitError
 from memfit.profiling.cost_cache import CostCache
 from memfit.profiling.profiler import profile_ops
-from memfit.sim.simulator import simulate_plain
+from memfit.sim.simulator import simulate_baseline
 from memfit.tools.training_loop import resident_bytes, step_peak, training_step
 from memfit.zoo import build
 
@@ -102,7 +102,7 @@ def _row(make: Callable[[], Step], *, profiled: bool) -> tuple[str, ...]:
 
 
 def measured_peak(step: Step) -> int:
-    """The peak bytes of the second of two plain steps."""
+    """The peak bytes of the second of two baseline steps."""
     optimizer = step.optimizer
     run = training_step(step.model, step.model, step.args, step.kwargs, loss_fn=step.loss_fn, optimizer=optimizer)
     return step_peak(
@@ -119,7 +119,7 @@ def _profiled(step: Step) -> int:
         optimizer=step.optimizer,
         options=CaptureOptions(separate=lambda _: True),
     )
-    return simulate_plain(profile_ops(capture, device, CostCache())).peak_bytes
+    return simulate_baseline(profile_ops(capture, device, CostCache())).peak_bytes
 
 
 @contextlib.contextmanager

@@ -89,7 +89,7 @@ def compare(recipe: Recipe, plain: Plain, share: float, *, search_seconds: float
     Args:
         recipe: what to build.
         plain: its plain loop.
-        share: of the plain peak that is the budget; 0.0 for the least budget, by `BudgetError.least_bytes`.
+        share: of the baseline peak that is the budget; 0.0 for the least budget, by `BudgetError.least_bytes`.
         search_seconds: for `memfit.fit`.
 
     Returns:
@@ -97,7 +97,7 @@ def compare(recipe: Recipe, plain: Plain, share: float, *, search_seconds: float
     """
     torch._dynamo.reset()
     begin = time.perf_counter()
-    row = _described(recipe) | {"share": share, "plain_bytes": plain.peak_bytes}
+    row = _described(recipe) | {"share": share, "baseline_bytes": plain.peak_bytes}
     problems: list[str] = []
     try:
         row |= _compared(recipe, plain, share, problems, search_seconds)

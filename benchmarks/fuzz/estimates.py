@@ -1,4 +1,4 @@
-"""What `memfit.estimate` says of random models, against the measured peak of their plain step.
+"""What `memfit.estimate` says of random models, against the measured peak of their baseline step.
 
 python -m benchmarks.fuzz.estimates --seeds 0-199 --mode bitwise
 """
@@ -53,12 +53,12 @@ def _quiet() -> Iterator[None]:
 
 
 def _ratios(seeds: str, mode: Mode) -> Iterator[tuple[int, float]]:
-    """Estimated over measured by seed, of models whose plain step runs and that can be captured."""
+    """Estimated over measured by seed, of models whose baseline step runs and that can be captured."""
     for seed in seeds_of(seeds):
         try:
             measured = _measured(seed, mode)
         except Exception as error:
-            print(f"{seed}: the plain step fails, {type(error).__name__}")
+            print(f"{seed}: the baseline step fails, {type(error).__name__}")
             continue
         case = assemble(choose(seed, mode, ()))
         args, kwargs = case.inputs(0)

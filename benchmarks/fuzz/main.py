@@ -53,7 +53,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--mode", default="bitwise", help=f"{', '.join(MODES)}, several with commas, or each")
     parser.add_argument("--in-turn", action="store_true", help="one mode for each seed, in turn, instead of all")
     parser.add_argument("--blocks", default="", help="these blocks in this order instead of random ones")
-    parser.add_argument("--shares", default="", help="budgets as shares of the plain peak; 0 is the least budget")
+    parser.add_argument("--shares", default="", help="budgets as shares of the baseline peak; 0 is the least budget")
     parser.add_argument("--seconds", type=float, default=180.0, help="a seed may take")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--to", type=Path, default=Path("build/fuzz.jsonl"), help="JSON lines of results")

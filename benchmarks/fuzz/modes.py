@@ -27,7 +27,7 @@ class Mode:
         hooks: whether hooks are registered, some before and some after the model is fitted.
         options: more arguments of `memfit.fit`.
         tolerance: largest difference, relative to the largest element; 0.0 asks for the same bits.
-        shares: budgets as shares of the plain peak; 0.0 is the least budget there is.
+        shares: budgets as shares of the baseline peak; 0.0 is the least budget there is.
         device: of parameters and inputs.
     """
 

@@ -20,7 +20,7 @@ from memfit.compiler.stages import Request, capture_and_profile, plan_captured
 from memfit.errors import BudgetError
 from memfit.fitted.plan import Plan
 from memfit.runtime.executable import compile_program
-from memfit.sim.simulator import simulate_plain
+from memfit.sim.simulator import simulate_baseline
 from memfit.tools.training_loop import training_step
 from memfit.zoo import build
 
@@ -30,7 +30,7 @@ COLUMNS = ("model", "call", "host ms", "step ms", "predicted ms", "predicted ove
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.main", description=__doc__)
     parser.add_argument("--only", default="torchvision:resnet50@64,hf:gpt2@8@512,zoo:vgg16-trunk@1@3x2048x2048")
-    parser.add_argument("--budgets", default="110,60,40", help="in percent of the plain peak")
+    parser.add_argument("--budgets", default="110,60,40", help="in percent of the baseline peak")
     parser.add_argument("--repeats", type=int, default=8, metavar="N", help="interleaved steps of each that are timed")
     parser.add_argument("--device", default="cuda", help="cpu or cuda")
     options = parser.parse_args(arguments)
@@ -46,7 +46,7 @@ def _rows(case: Case, percents: list[int], repeats: int, where: str) -> list[tup
     model, args, kwargs = example.model, tuple(example.args), dict(example.kwargs)
     request = Request(budget=1, loss_fn=example.loss_fn, tiers="none")
     capture, graph = capture_and_profile(model, args, kwargs, request)
-    plain = simulate_plain(graph)
+    plain = simulate_baseline(graph)
     calls: list[tuple[str, Callable[..., Any], Plan | None]] = [("plain", model, None)]
     for percent in percents:
         budget = plain.peak_bytes * percent // 100

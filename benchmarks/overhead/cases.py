@@ -1,6 +1,6 @@
 """The models, each with about the smallest batch at which a budget is about activations.
 
-Activations are at least 85 % of the plain step's peak, and the widest op at most 22 %, so that a budget of 25 % is
+Activations are at least 85 % of the baseline step's peak, and the widest op at most 22 %, so that a budget of 25 % is
 possible; `python -m benchmarks.overhead.cases` finds the smallest ones from estimates alone. Text models are
 narrow and have a small vocabulary, because the time of a step at a given share of activations grows with the cube
 of the width.
@@ -58,7 +58,7 @@ _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32, 48, 64, 96, 128)
 
 
 def smallest_batch(case: Case, *, activations: float = 0.85, widest: float = 0.22) -> int:
-    """The smallest batch size whose activations and widest op have these shares of the plain peak; 0 if none has."""
+    """The smallest batch size whose activations and widest op have these shares of the baseline peak; 0 if none has."""
     low, high = 0, len(_SIZES)
     while low < high:
         middle = (low + high) // 2

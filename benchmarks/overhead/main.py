@@ -27,14 +27,14 @@ MODELS = (
     "spec",
     "batch",
     "ops",
-    "plain peak, predicted MiB",
-    "plain peak, measured MiB",
+    "baseline peak, predicted MiB",
+    "baseline peak, measured MiB",
     "activations, share of the peak",
     "widest op, share of the peak",
     "with kernel workspace",
     "least budget / widest op",
     "capture s",
-    "profiling, in plain steps",
+    "profiling, in baseline steps",
 )
 
 STEPS = (
@@ -72,7 +72,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--only", default=",".join(HEADLINE), help=f"names out of {', '.join(CASES)}, or SPEC@BATCH@SHAPE"
     )
-    parser.add_argument("--budgets", default=BUDGETS, help="percent of the plain peak, or `least`")
+    parser.add_argument("--budgets", default=BUDGETS, help="percent of the baseline peak, or `least`")
     parser.add_argument("--no-measure", dest="measure", action="store_false", help="capture, profile and plan only")
     parser.add_argument("--wall", type=int, default=0, metavar="N", help="also time N interleaved steps of each")
     parser.add_argument("--cached", action="store_true", help="use the op costs known for this machine")
@@ -102,10 +102,10 @@ class _Bench:
 
     def run(self) -> None:
         subject, measure = self.subject, self.options.measure
-        plain_seconds = 0.0
+        baseline_seconds = 0.0
         if measure:
             self.plain = subject.run()
-            (plain_seconds,) = subject.seconds([None])
+            (baseline_seconds,) = subject.seconds([None])
         whole = self.plain.peak_bytes if self.plain else subject.plain.peak_bytes
         bare = tuple(replace(op, workspace_bytes=0, variants=()) for op in subject.graph.ops)
         wall = widest_op_bytes(replace(subject.graph, ops=bare))
@@ -124,7 +124,7 @@ class _Bench:
             f"{widest_op_bytes(subject.graph) / whole:.3f}",
             f"{least / wall:.3f}" if least else "",
             f"{subject.capture_seconds:.1f}",
-            f"{subject.profile_seconds / plain_seconds:.1f}" if plain_seconds and not self.options.cached else "",
+            f"{subject.profile_seconds / baseline_seconds:.1f}" if baseline_seconds and not self.options.cached else "",
         )
         for budget in budgets:
             amount = least if budget == "least" else int(whole * float(budget) / 100)

@@ -3,8 +3,8 @@
 python -m benchmarks.pipeline.processes --write
 
 First a GPT whose output layer is as heavy as many blocks, on two processes of one thread each. Then the same model on
-stages whose device has a third of what its plain step takes: the least number of stages is looked for, and its pipeline
-trained.
+stages whose device has a third of what its baseline step takes: the least number of stages is looked for, and its
+pipeline trained.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def _of(tree: Path) -> dict[str, float]:
 
 
 def measured() -> dict[str, float]:
-    """Seconds of `fit` by model, at a share of the plain peak or, where that does not fit, at the least budget."""
+    """Seconds of `fit` by model, at a share of the baseline peak or, where that does not fit, at the least budget."""
     import torch
     import torchvision
     from torch import nn

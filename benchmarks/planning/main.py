@@ -31,11 +31,11 @@ FITTED: dict[str, Case] = {
 
 PLANNING = (
     "model",
-    "budget % of the plain peak",
+    "budget % of the baseline peak",
     "ops",
     "capture s",
     "profiling s",
-    "profiling, in plain steps",
+    "profiling, in baseline steps",
     "planning s",
     "compiling s",
     "overhead of the plan, profiled %",
@@ -45,7 +45,7 @@ PLANNING = (
 PER_STEP = (
     "model",
     "batch",
-    "plain step ms",
+    "baseline step ms",
     "fitted step ms",
     "difference ms",
     "difference %",
@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
     device = torch.device(options.device)
     report = Report(Path(__file__).with_name("README.md"), write=options.write, device=device)
     planning = report.table("Planning", PLANNING, keys=2)
-    per_step = report.table("A fitted step at 100 % of the plain peak", PER_STEP)
+    per_step = report.table("A fitted step at 100 % of the baseline peak", PER_STEP)
     for name in options.only.split(","):
         if name not in FITTED:
             _planning(name, CASES.get(name) or case_of(name), device, report, planning, options)
@@ -72,7 +72,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     names = (*CASES, *FITTED)
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planning.main", description=__doc__)
     parser.add_argument("--only", default=",".join(names), help=f"names out of {', '.join(names)}, or SPEC@BATCH@SHAPE")
-    parser.add_argument("--budgets", default="80,50,33,25", help="percent of the plain peak")
+    parser.add_argument("--budgets", default="80,50,33,25", help="percent of the baseline peak")
     parser.add_argument("--repeats", type=int, default=15, help="interleaved steps of each that are timed")
     parser.add_argument("--fitted", action="store_true", help="also time fitted steps of the models given by spec")
     parser.add_argument("--device", default="cpu")
@@ -86,7 +86,7 @@ def _planning(
     name = name if name in CASES else case.name
     subject = Subject.of(case, device)
     subject.seconds([None])
-    (plain_seconds,) = subject.seconds([None])
+    (baseline_seconds,) = subject.seconds([None])
     for budget in options.budgets.split(","):
         begin = time.perf_counter()
         try:
@@ -110,7 +110,7 @@ def _planning(
             len(subject.graph.ops),
             f"{subject.capture_seconds:.1f}",
             f"{subject.profile_seconds:.1f}",
-            f"{subject.profile_seconds / plain_seconds:.1f}",
+            f"{subject.profile_seconds / baseline_seconds:.1f}",
             f"{planned:.1f}",
             *cells,
         )

@@ -33,7 +33,7 @@ CASES: dict[str, Case] = {
 
 COLUMNS = (
     "model",
-    "budget, % of the plain peak above static bytes",
+    "budget, % of the baseline peak above static bytes",
     "ops",
     "overhead of the plan, profiled %",
     "work, nominal s",
@@ -46,7 +46,7 @@ COLUMNS = (
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planning.search", description=__doc__)
     parser.add_argument("--only", default=",".join(CASES), help=f"out of {', '.join(CASES)}, or SPEC@BATCH@SHAPE")
-    parser.add_argument("--budgets", default="75,50,35", help="percent of the plain peak above static bytes")
+    parser.add_argument("--budgets", default="75,50,35", help="percent of the baseline peak above static bytes")
     parser.add_argument("--seconds", type=float, default=8.0, help="search_seconds")
     parser.add_argument("--write", action="store_true", help="put the table into the README")
     options = parser.parse_args(arguments)

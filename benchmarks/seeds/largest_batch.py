@@ -17,7 +17,7 @@ COLUMNS = (
     "model",
     "who",
     "budget GB",
-    "largest plain batch",
+    "largest baseline batch",
     "largest planned batch",
     "times",
     "peak there, predicted GB",

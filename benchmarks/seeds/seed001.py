@@ -1,8 +1,8 @@
 """Seed 001's tables again: ResNets plain, by checkpoints, by swapping and by both, and Inception v4.
 
-The seed ran TensorFlow on a GPU of 8 GB. Its rows are repeated as shares of its own plain step; memfit's strategies get
-these shares of its plain step as budgets: what Large Model Support took for `swap`, what the seed's hybrid took for
-all others. `hybrid` gets the least it works with where it cannot keep that.
+The seed ran TensorFlow on a GPU of 8 GB. Its rows are repeated as shares of its own baseline step; memfit's strategies
+get these shares of its baseline step as budgets: what Large Model Support took for `swap`, what the seed's hybrid took
+for all others. `hybrid` gets the least it works with where it cannot keep that.
 
 Known limits: the seed's plain ResNet-200 ran out of memory, so its shares are those of ResNet-152.
 """
@@ -28,7 +28,7 @@ COLUMNS = (
     "model",
     "who",
     "strategy",
-    "budget, % of the plain peak",
+    "budget, % of the baseline peak",
     "peak MiB",
     "peak, measured MiB",
     "host or disk peak MiB",
@@ -159,7 +159,7 @@ def _seed_row(report: Report, table: Table, name: str, strategy: str, recorded: 
 
 
 def _plans(subject: Subject, name: str, tiers: Sequence[TierLinks]) -> list[tuple[str, float, Plan]]:
-    """The strategies with their budgets as shares of the plain peak."""
+    """The strategies with their budgets as shares of the baseline peak."""
     seed = _SEED[name if "none" in _SEED.get(name, {}) else _LARGEST]
     peak = subject.plain.peak_bytes
     large, small = (seed[strategy].mb / seed["none"].mb for strategy in ("swap", "hybrid"))

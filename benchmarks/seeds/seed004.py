@@ -2,7 +2,7 @@
 
 The seed reads memory between two source lines, after the forward pass; that hides the peak inside the backward
 pass, so it is printed too. Among the orders that hold no more than the seed's at that place and take at most 1.40 times
-the plain step, the one with the lowest peak is taken. A second plan gives the sample CNN 40 % of its true peak.
+the baseline step, the one with the lowest peak is taken. A second plan gives the sample CNN 40 % of its true peak.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ __all__ = ["COLUMNS", "SEEDS", "Seed", "least_peak_order", "run"]
 COLUMNS = (
     "model",
     "who",
-    "held after forward, plain MiB",
+    "held after forward, baseline MiB",
     "held after forward, planned MiB",
     "held after forward, measured MiB",
     "step, planned / plain",
     "step, planned / plain, wall clock",
-    "true peak, plain MiB",
+    "true peak, baseline MiB",
     "true peak, planned MiB",
     "true peak, measured MiB",
 )
@@ -48,14 +48,14 @@ class Seed:
 
     Attributes:
         case: the model.
-        plain_mib: held after the forward pass without recomputation.
+        baseline_mib: held after the forward pass without recomputation.
         held_mib: held after it with recomputation.
         slowdown: step time with recomputation over without.
         share: of the true peak, for a second plan; 0 for none.
     """
 
     case: Case
-    plain_mib: float
+    baseline_mib: float
     held_mib: float
     slowdown: float
     share: float = 0.0
@@ -64,14 +64,14 @@ class Seed:
 SEEDS: dict[str, Seed] = {
     "keras-cnn": Seed(
         case=Case(spec="zoo:keras-cnn", batch=16, shape=(1, 256, 256)),
-        plain_mib=2909.8,
+        baseline_mib=2909.8,
         held_mib=10.2,
         slowdown=3.55,
         share=0.4,
     ),
     "vgg16": Seed(
         case=Case(spec="torchvision:vgg16", batch=64, shape=(3, 224, 224)),
-        plain_mib=3707.6,
+        baseline_mib=3707.6,
         held_mib=82.2,
         slowdown=6.7,
     ),
@@ -85,7 +85,7 @@ def run(report: Report, table: Table, device: torch.device, name: str, seed: See
         table,
         name,
         "seed 004",
-        f"{seed.plain_mib:.1f}",
+        f"{seed.baseline_mib:.1f}",
         "",
         f"{seed.held_mib:.1f}",
         "",
@@ -117,7 +117,7 @@ def least_peak_order(graph: StepGraph, held_bytes: int, *, slowdown: float = 1.4
     Args:
         graph: the step.
         held_bytes: most that may be held beside static bytes when the loss starts.
-        slowdown: most the step may take, in plain steps.
+        slowdown: most the step may take, in baseline steps.
 
     Returns:
         Op indices, the fastest if all are slow; None if no order holds so little.
@@ -139,7 +139,7 @@ def least_peak_order(graph: StepGraph, held_bytes: int, *, slowdown: float = 1.4
     while high - low > 0.01 * high:
         middle = (low + high) // 2
         lower = spill(leanest(graph), order, middle)
-        if lower is None or _timeline(graph, lower).step_seconds > slowdown * graph.plain_seconds:
+        if lower is None or _timeline(graph, lower).step_seconds > slowdown * graph.baseline_seconds:
             low = middle
         else:
             order, high = lower, _timeline(graph, lower).peak_bytes
@@ -163,7 +163,7 @@ def _add(report: Report, table: Table, name: str, who: str, subject: Subject, or
         _mib(_held(subject, plain)),
         _mib(_held(subject, timeline)),
         held,
-        f"{timeline.step_seconds / graph.plain_seconds:.2f}",
+        f"{timeline.step_seconds / graph.baseline_seconds:.2f}",
         wall,
         _mib(plain.peak_bytes),
         _mib(timeline.peak_bytes),

@@ -42,9 +42,9 @@ STEPS = (
     "stalls s",
     "overhead, profiled %",
     "relaxed bound %",
-    "plain step, profiled s",
+    "baseline step, profiled s",
     "step, profiled s",
-    "plain step, measured s",
+    "baseline step, measured s",
     "step, measured s",
     "overhead, measured %",
     "tensors that differ",
@@ -86,7 +86,7 @@ def main(arguments: list[str] | None = None) -> None:
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.swap.main", description=__doc__)
     parser.add_argument("--only", default=DEFAULT, help=f"names out of {', '.join(CASES)}, or SPEC@BATCH@SHAPE")
-    parser.add_argument("--budgets", default=BUDGETS, help="percent of the plain peak")
+    parser.add_argument("--budgets", default=BUDGETS, help="percent of the baseline peak")
     parser.add_argument("--ways", default=",".join(WAYS), help=f"out of {', '.join(WAYS)}, or other strategies")
     parser.add_argument("--tiers", default=None, help="as for `memfit plan` (default: disk, on CUDA host)")
     parser.add_argument("--wall", type=int, default=5, metavar="N", help="interleaved steps of each that are timed")
@@ -195,7 +195,7 @@ def _simulated(report: Report, table: Table, name: str, subject: Subject, option
 def _bound(graph: StepGraph, predicted: Prediction) -> float:
     """The least extra time over the step with nothing recomputed."""
     assert predicted.bound_overhead is not None
-    return (1 + predicted.bound_overhead) * graph.plain_seconds / graph.seconds - 1
+    return (1 + predicted.bound_overhead) * graph.baseline_seconds / graph.seconds - 1
 
 
 def _timed(subject: Subject, nbytes: int, tiers: tuple[TierLinks, ...]) -> tuple[Prediction, float]:

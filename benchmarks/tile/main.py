@@ -31,7 +31,7 @@ WALL = (
     "model",
     "batch",
     "tiers",
-    "plain peak MiB",
+    "baseline peak MiB",
     "parameters and gradients MiB",
     "least without tiling MiB",
     "least with tiling MiB",
@@ -40,7 +40,7 @@ WALL = (
     "measured peak with tiling MiB",
     "at the least without tiling: overhead without, profiled %",
     "with, profiled %",
-    "plain step, measured s",
+    "baseline step, measured s",
     "without, measured s",
     "with, measured s",
     "gradients beyond rounding",
@@ -118,14 +118,14 @@ def _least_bytes(subject: Subject, tiers: Sequence[TierLinks] = ()) -> int:
 
 
 def _exact(case: Case, device: torch.device) -> dict[str, torch.Tensor]:
-    """What the plain step makes in float64."""
+    """What the baseline step makes in float64."""
     example = build(case.spec, batch=case.batch, shape=case.shape, device=device)
     model, args, kwargs = in_float64(example.model, example.args, example.kwargs)
     return measured_run(replace(example, model=model, args=args, kwargs=kwargs), model, device).results
 
 
 def _beyond_rounding(plain: Run, found: Run, exact: dict[str, torch.Tensor]) -> list[str]:
-    """Names of gradients that differ from the plain step's by more than rounding."""
+    """Names of gradients that differ from the baseline step's by more than rounding."""
     gradients = [n for n in plain.results if n.startswith("gradient")]
     own = own_rounding({n: plain.results[n] for n in gradients}, {n: exact[n] for n in gradients})
     if own is None:

@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
             found = _in_a_process(spec=spec, batch=batch, shape=shape, share=share)
             if found is None:
                 continue
-            way = "plain" if share is None else f"tiled, {share:.0%} of the plain peak"
+            way = "plain" if share is None else f"tiled, {share:.0%} of the baseline peak"
             cells = (_mib(found[name]) for name in ("peak", "beyond", "grown"))
             report.add(table, spec, batch, "×".join(map(str, shape)), way, *cells)
 
@@ -77,13 +77,13 @@ def _growth(spec: str, batch: int, shape: list[int], share: float | None) -> dic
     example = build(spec, batch=batch, shape=tuple(shape))
     model, args, loss_fn = example.model, tuple(example.args), example.loss_fn
     plan = memfit.plan(model, args, example.kwargs, budget="auto", loss_fn=loss_fn, prove=False)
-    plain_bytes = plan.predicted.plain_peak_bytes
+    baseline_bytes = plan.predicted.baseline_peak_bytes
     if share is not None:
-        budget = int(share * plain_bytes)
+        budget = int(share * baseline_bytes)
         plan = memfit.plan(model, args, example.kwargs, budget=budget, loss_fn=loss_fn, levers="all", prove=False)
         plan.apply(model)
     assert plan.planned is not None
-    start, peak = plan.planned.graph.static_bytes, plain_bytes if share is None else plan.predicted.peak_bytes
+    start, peak = plan.planned.graph.static_bytes, baseline_bytes if share is None else plan.predicted.peak_bytes
     del plan
 
     def step() -> None:

@@ -62,7 +62,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default="zoo:vgg16-trunk", metavar="SPEC", help="for images of three channels")
     parser.add_argument("--sizes", default="512,1024", help="pixels of a side")
     parser.add_argument("--grids", default="1x1,2x2,4x4", help="of fixed tiles")
-    parser.add_argument("--shares", default="50,35", help="budgets of memfit, in percent of the plain peak, besides")
+    parser.add_argument("--shares", default="50,35", help="budgets of memfit, in percent of the baseline peak, besides")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="interleaved steps of each that are timed")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--write", action="store_true", help="put the table into the README")
@@ -118,7 +118,7 @@ def _plans(
         fixed = replace(request, strategy=f"tile:{grid}")
         yield f"tile:{grid}", plan_profiled(model, args, kwargs, step, fixed, _NO_BUDGET)
     budgets = {"none's peak": plain, "checkpoint's peak": checkpointed}
-    budgets |= {f"{share} % of the plain peak": plain * share // 100 for share in shares}
+    budgets |= {f"{share} % of the baseline peak": plain * share // 100 for share in shares}
     for name, budget in budgets.items():
         try:
             yield f"memfit, {name}", plan_profiled(model, args, kwargs, step, replace(request, prove=True), budget)

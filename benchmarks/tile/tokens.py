@@ -19,7 +19,7 @@ from memfit.compiler.driver import plan_profiled
 from memfit.compiler.stages import Request, capture_and_profile
 from memfit.errors import BudgetError
 from memfit.runtime.executable import compile_program
-from memfit.sim.simulator import simulate_plain
+from memfit.sim.simulator import simulate_baseline
 from memfit.tools.training_loop import interleaved_seconds, training_step
 from memfit.tools.verify import verify
 from memfit.zoo import Example, build
@@ -29,7 +29,7 @@ COLUMNS = (
     "tokens",
     "budget",
     "fixed MiB",
-    "plain peak MiB",
+    "baseline peak MiB",
     "peak MiB",
     "predicted peak MiB",
     "beyond fixed: plain over tiled",
@@ -100,7 +100,7 @@ def _rows(name: str, tokens: int, options: argparse.Namespace, device: torch.dev
     request = Request(budget="auto", loss_fn=example.loss_fn, levers="all", label=name, tiers="none")
     step = capture_and_profile(model, args, kwargs, request)
     fixed = step[1].static_bytes + step[1].gradient_bytes
-    beyond = simulate_plain(step[1]).peak_bytes - fixed
+    beyond = simulate_baseline(step[1]).peak_bytes - fixed
     for budget in options.budgets.split(","):
         nbytes = 1 if budget == "least" else fixed + int(beyond / float(budget))
         try:
@@ -117,8 +117,8 @@ def _rows(name: str, tokens: int, options: argparse.Namespace, device: torch.dev
             plain, planned = interleaved_seconds(steps, device, repeats=options.repeats)
         yield (
             budget if budget == "least" else f"plain's / {budget}",
-            *map(_mib, (fixed, result.plain_peak_bytes, result.peak_bytes, plan.predicted.peak_bytes)),
-            f"{(result.plain_peak_bytes - fixed) / (result.peak_bytes - fixed):.1f}",
+            *map(_mib, (fixed, result.baseline_peak_bytes, result.peak_bytes, plan.predicted.peak_bytes)),
+            f"{(result.baseline_peak_bytes - fixed) / (result.peak_bytes - fixed):.1f}",
             *(f"{plain:.3g}", f"{planned:.3g}", f"{planned / plain:.2f}", f"{1 + plan.predicted.overhead:.2f}"),
             str(len(result.differing)),
         )

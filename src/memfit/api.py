@@ -73,10 +73,10 @@ def plan(
         search_seconds: work of the search of `"auto"`, in seconds of one free core; up to four times that while far
             from the lower bound. It is counted and not timed, so a busy machine finds the same plan. The variable
             `MEMFIT_SEARCH_SECONDS` limits it.
-        prove: run the plan once to compare its results with the plain step's and the measured peak with the
+        prove: run the plan once to compare its results with the baseline step's and the measured peak with the
             predicted one, and correct the plan. Costs two planned steps and at most two plain ones.
-        exact: `"bitwise"`: a plan whose results differ from the plain step's is an error; `"rounding"`: such a plan is
-            accepted if the results differ by rounding, and `plan.proof` tells by how much.
+        exact: `"bitwise"`: a plan whose results differ from the baseline step's is an error; `"rounding"`: such a plan
+            is accepted if the results differ by rounding, and `plan.proof` tells by how much.
         checkpointing: for a model with its own checkpoints, `"refuse"` the model, or `"replace"`: plan and run it as
             if it had none.
         progress: called with the stage, the work done and the total work.
@@ -87,7 +87,7 @@ def plan(
     Raises:
         BudgetError: no plan fits; a budget of `.least_bytes` works.
         CaptureError: the model cannot be captured.
-        ExactnessError: the results of the planned step differ in bits from those of the plain step.
+        ExactnessError: the results of the planned step differ in bits from those of the baseline step.
         SpecError: an argument is invalid.
     """
     request = Request(

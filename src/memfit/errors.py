@@ -61,7 +61,7 @@ class CaptureError(MemfitError):
 
 
 class ExactnessError(CaptureError):
-    """The planned step and the plain step differ in bits; names the tensors and the first op that differs."""
+    """The planned step and the baseline step differ in bits; names the tensors and the first op that differs."""
 
 
 class LossError(CaptureError):

@@ -159,7 +159,7 @@ def test_tokens(capsys):
         cells += found
     for row in cells:
         found = dict(zip(header, row, strict=True))
-        assert float(found["peak MiB"]) < float(found["plain peak MiB"])
+        assert float(found["peak MiB"]) < float(found["baseline peak MiB"])
         assert found["tensors beyond rounding"] == "0"
     assert len(cells) == 2
 

@@ -16,7 +16,7 @@ import memfit
 from memfit.capture.training_step import capture_step
 from memfit.compiler.driver import make_plan
 from memfit.compiler.stages import Request
-from memfit.ir.program import plain_order, program_of
+from memfit.ir.program import baseline_order, program_of
 from memfit.runtime.executable import compile_program
 
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
@@ -85,7 +85,7 @@ def test_a_graph_that_is_not_that_of_the_plan_is_told() -> None:
     model, deeper = made(), nn.Sequential(*made(), nn.Tanh())
     captures = [capture_step(module, (X,), {}, loss_fn=square) for module in (model, deeper)]
     mixed = replace(captures[1], subgraphs=replace(captures[1].subgraphs, call=captures[0].subgraphs.call))
-    call = compile_program(model, mixed, program_of(mixed.graph, plain_order(mixed.graph)))
+    call = compile_program(model, mixed, program_of(mixed.graph, baseline_order(mixed.graph)))
     with pytest.raises(memfit.PlanMismatchError):
         call(X)
 
@@ -110,7 +110,7 @@ def test_a_number_behind_a_break_runs_no_code_twice() -> None:
     model = Counting()
     capture = capture_step(model, (X,), {}, loss_fn=square)
     anew = replace(capture, subgraphs=replace(capture.subgraphs, call=None))
-    call, plain = compile_program(model, anew, program_of(anew.graph, plain_order(anew.graph))), copy.deepcopy(model)
+    call, plain = compile_program(model, anew, program_of(anew.graph, baseline_order(anew.graph))), copy.deepcopy(model)
     model.read = plain.read = True
     before = model.calls, plain.calls
     assert torch.equal(call(X), plain(X))

@@ -18,7 +18,7 @@ from memfit.compiler.stages import Request, capture_and_profile, plan_captured
 from memfit.planner.bounds.lower_bound import widest_op_bytes
 from memfit.profiling.memory import allocation_peak
 from memfit.runtime.executable import PlannedCall, compile_program
-from memfit.sim.simulator import simulate_plain
+from memfit.sim.simulator import simulate_baseline
 
 _TRACED, _FOLLOWED = "aot_trace_joint_graph", "_compile.compile_inner"  # torch times each by these names
 
@@ -79,10 +79,10 @@ def test_the_graphs_of_a_broken_step_are_traced_for_the_capture_only() -> None:
     asked = Request(budget=1, loss_fn=_loss, search_seconds=0.1)
     capture, graph = capture_and_profile(model, (inputs,), {}, asked)
     assert len(capture.subgraphs.subgraphs) == 2
-    plain_bytes, least_bytes = simulate_plain(graph).peak_bytes, widest_op_bytes(graph)
+    baseline_bytes, least_bytes = simulate_baseline(graph).peak_bytes, widest_op_bytes(graph)
     before = _followed(), _traced()
     for share in (0.6, 1.0):
-        budget_bytes = int(least_bytes + share * (plain_bytes - least_bytes))
+        budget_bytes = int(least_bytes + share * (baseline_bytes - least_bytes))
         program = plan_captured(model, (inputs,), {}, capture, graph, asked, budget_bytes).program
         planned = compile_program(model, capture, program)
         for _ in range(2):
@@ -109,12 +109,12 @@ def test_a_graph_that_is_made_while_a_plan_runs_is_compiled_for_each_plan() -> N
     model, inputs = _Scaled(), torch.randn(2048, 32)
     asked = Request(budget=1, loss_fn=_loss, search_seconds=0.1)
     capture, graph = capture_and_profile(model, (inputs,), {}, asked)
-    plain_bytes, least_bytes = simulate_plain(graph).peak_bytes, widest_op_bytes(graph)
+    baseline_bytes, least_bytes = simulate_baseline(graph).peak_bytes, widest_op_bytes(graph)
     peaks = []
     model.turn = 1  # from here on the guards of the capture fail
     expected = _step(copy.deepcopy(model), inputs)
     for share in (1.0, 0.3):
-        budget_bytes = int(least_bytes + share * (plain_bytes - least_bytes))
+        budget_bytes = int(least_bytes + share * (baseline_bytes - least_bytes))
         program = plan_captured(model, (inputs,), {}, capture, graph, asked, budget_bytes).program
         planned = compile_program(model, capture, program)
 
@@ -146,10 +146,10 @@ def test_each_plan_of_a_capture_changes_a_copy() -> None:
     expected = _step(copy.deepcopy(model), inputs)
     asked = Request(budget=1, loss_fn=_loss, search_seconds=0.1)
     capture, graph = capture_and_profile(model, (inputs,), {}, asked)
-    plain_bytes, least_bytes = simulate_plain(graph).peak_bytes, widest_op_bytes(graph)
+    baseline_bytes, least_bytes = simulate_baseline(graph).peak_bytes, widest_op_bytes(graph)
     before = _traced()
     for share in (0.5, 1.0, 0.5):
-        budget_bytes = int(least_bytes + share * (plain_bytes - least_bytes))
+        budget_bytes = int(least_bytes + share * (baseline_bytes - least_bytes))
         program = plan_captured(model, (inputs,), {}, capture, graph, asked, budget_bytes).program
         planned = compile_program(model, capture, program)
         model.zero_grad()

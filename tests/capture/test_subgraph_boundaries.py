@@ -1,4 +1,4 @@
-"""Subgraphs of a model with graph breaks hand over what the plain step would, hooks and in-place code included."""
+"""Subgraphs of a model with graph breaks hand over what the baseline step would, hooks and in-place code included."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def loss_fn(output: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["function in place", "in place", "of a view in place", "leaf", "hook"])
-def test_subgraphs_hand_over_what_the_plain_step_does(kind: str) -> None:
+def test_subgraphs_hand_over_what_the_baseline_step_does(kind: str) -> None:
     torch.manual_seed(0)
     plain = _Breaks(kind)
     fitted = copy.deepcopy(plain)

@@ -166,7 +166,7 @@ def test_own_checkpoints_are_named_or_replaced(how: str) -> None:
     assert all(map(equal, gradients(plain, (x,)), gradients(model, (x,))))
 
 
-def test_the_error_of_the_plain_step_is_raised_as_it_is() -> None:
+def test_the_error_of_the_baseline_step_is_raised_as_it_is() -> None:
     model = seeded(lambda: Run(lambda m, x: m.a(x[:, :3]), a=linear()))
     with pytest.raises(RuntimeError, match="mat1 and mat2") as plain:
         model(X)

@@ -34,14 +34,14 @@ def classifier(batch: int, shape: tuple[int, ...]) -> Example:
     return Example(model=model, args=(torch.randn(batch, *shape),), loss_fn=torch.mean)
 
 
-def test_estimate_says_what_the_plain_step_takes(memfit: Callable) -> None:
+def test_estimate_says_what_the_baseline_step_takes(memfit: Callable) -> None:
     found = memfit("estimate", MODEL, *BATCH, "--optimizer", "adam")
     assert found.code == 0 and found.err == ""
     assert "the model was not run" in found.out and "activations" in found.out
     assert found.last.startswith("Takes ") and "predicted" in found.last
 
 
-def test_estimate_says_whether_the_plain_step_fits(memfit: Callable) -> None:
+def test_estimate_says_whether_the_baseline_step_fits(memfit: Callable) -> None:
     fits = memfit("estimate", MODEL, *BATCH, "--budget", "1GiB", "--json")
     document = json.loads(fits.out)
     assert fits.code == 0 and fits.err.startswith("Fits: ")

@@ -182,7 +182,7 @@ def test_a_sentence_is_made_of_what_is_known() -> None:
         op="aten.mm.default", backward=True, number=7, module="", line="", dtype="float32", shape=(2, 3), strides=(3, 1)
     )
     assert str(known) == (
-        "the first op that differs is aten.mm.default (backward, op 7 of the plain step), whose result is float32 "
+        "the first op that differs is aten.mm.default (backward, op 7 of the baseline step), whose result is float32 "
         "(2, 3) with strides (3, 1); the planned step makes nothing like it"
     )
 

@@ -1,4 +1,4 @@
-"""A plan is proved to be the plain step, and a difference is named."""
+"""A plan is proved to be the baseline step, and a difference is named."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_more_than_rounding_is_refused_all_the_same() -> None:
         memfit.plan(TwoFaced(0.25), (torch.randn(4, 8),), budget="1GiB", loss_fn=loss, exact="rounding")
 
 
-def test_a_plain_step_that_is_never_the_same_is_no_reason_to_refuse() -> None:
+def test_a_baseline_step_that_is_never_the_same_is_no_reason_to_refuse() -> None:
     counter = itertools.count(1)  # an iterator cannot be put back
 
     def fickle(output: torch.Tensor) -> torch.Tensor:

@@ -62,7 +62,7 @@ def test_an_auxiliary_loss_that_only_the_loop_adds_settles_within_the_budget() -
 def test_a_normalisation_in_chunks_is_viewed_as_its_kernels_result() -> None:
     """The kernel lays its result out anew, pointwise parts of it would lie as the data, which cannot be viewed so.
 
-    It fits from 69 % of the plain peak on; at 80 % nothing runs in chunks.
+    It fits from 69 % of the baseline peak on; at 80 % nothing runs in chunks.
     """
     recipe = choose(71082, MODES["all"])
     assert any(step.block == "batch_norm" for step in recipe.steps), "another seed shows it now"

@@ -15,7 +15,7 @@ from memfit.capture.training_step import Capture
 from memfit.compiler.stages import Request, capture_and_profile, plan_captured
 from memfit.ir.graph import Phase, StepGraph
 from memfit.passes.concat_weight_gradients import separable_key
-from memfit.sim.simulator import simulate_plain
+from memfit.sim.simulator import simulate_baseline
 from memfit.tools.verify import verify
 
 CHANNELS = 16
@@ -76,7 +76,7 @@ def test_same_bits_and_budget(branches: int, bias: bool, share: float) -> None:
     assert not reads_concatenation(graph)
     plan = functools.partial(plan_captured, model, (x,), {}, capture, graph, Request(budget=1, loss_fn=loss_fn))
     try:
-        planned = plan(int(share * simulate_plain(graph).peak_bytes))
+        planned = plan(int(share * simulate_baseline(graph).peak_bytes))
     except memfit.BudgetError as error:
         planned = plan(error.least_bytes)
     result = verify(model, (x,), {}, planned)
@@ -84,19 +84,19 @@ def test_same_bits_and_budget(branches: int, bias: bool, share: float) -> None:
     assert result.peak_bytes <= result.plan.budget_bytes
 
 
-def test_the_plain_step_makes_it_whole_and_takes_as_much_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_baseline_step_makes_it_whole_and_takes_as_much_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = Joined(), torch.randn(4, 3, 64, 64)
     _, graph = captured(model, x)
     parts = [
-        op for op in graph.ops if op.plain_variant is not None and op.target == "aten.convolution_backward.default"
+        op for op in graph.ops if op.baseline_variant is not None and op.target == "aten.convolution_backward.default"
     ]
     assert len(parts) == 2
-    assert parts[0].plain_variant is not None and parts[0].plain_variant.seconds > 0.0
-    assert parts[1].plain_variant is not None and parts[1].plain_variant.seconds == 0.0
+    assert parts[0].baseline_variant is not None and parts[0].baseline_variant.seconds > 0.0
+    assert parts[1].baseline_variant is not None and parts[1].baseline_variant.seconds == 0.0
     monkeypatch.setattr("memfit.profiling.profiler._separable_keys", lambda *_: frozenset())
     capture, whole = captured(model, x)
     assert not capture.separated
-    assert simulate_plain(graph).peak_bytes == pytest.approx(simulate_plain(whole).peak_bytes, rel=1e-3)
+    assert simulate_baseline(graph).peak_bytes == pytest.approx(simulate_baseline(whole).peak_bytes, rel=1e-3)
 
 
 @pytest.mark.parametrize(

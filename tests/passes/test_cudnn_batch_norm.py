@@ -80,7 +80,7 @@ class Norms(nn.Module):
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("make", [functools.partial(models.Residual, blocks=1), Norms], ids=["residual", "norms"])
-def test_gradients_and_running_statistics_have_the_bits_of_the_plain_step(make: Callable[[], nn.Module]) -> None:
+def test_gradients_and_running_statistics_have_the_bits_of_the_baseline_step(make: Callable[[], nn.Module]) -> None:
     model, args, kwargs, loss_fn = image_case(make(), 24)
     if isinstance(model, Norms):
         model.frozen.eval()

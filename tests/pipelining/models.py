@@ -14,7 +14,7 @@ from torch.nn import functional
 from memfit.zoo.gpt import GPT
 from tests import models
 
-__all__ = ["CASES", "LOSSES", "Case", "gradients", "plain_step"]
+__all__ = ["CASES", "LOSSES", "Case", "gradients", "baseline_step"]
 
 log = logging.getLogger(__name__)
 
@@ -263,7 +263,7 @@ LOSSES = ("ignored", "size")
 """Cases of plain models, or those of others, with a loss that micro-batches make less simple."""
 
 
-def plain_step(case: Case) -> Tensor:
+def baseline_step(case: Case) -> Tensor:
     """The unpipelined step; gradients stay in the model."""
     output = case.model(*case.args, **case.kwargs)
     if case.loss_fn is None:

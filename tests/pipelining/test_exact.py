@@ -27,7 +27,7 @@ from memfit.pipelining.runtime.stage import EngineStage
 from memfit.pipelining.search.search import _Searcher
 from memfit.planner.pipeline.schedule import Pass, Schedule
 from tests import models
-from tests.pipelining.models import CASES, LOSSES, Case, gpt, gradients, plain_step, shifted
+from tests.pipelining.models import CASES, LOSSES, Case, baseline_step, gpt, gradients, shifted
 
 _RELATIVE = 1e-12
 
@@ -71,7 +71,7 @@ def test_one_micro_batch_gives_the_same_bits(name: str, schedule: str) -> None:
     """Also where gradients of weights wait."""
     torch.manual_seed(0)
     case = CASES[name](4, torch.float32)
-    plain = plain_step(case)
+    plain = baseline_step(case)
     expected = gradients(case.model)
     pipe = piped(case, num_stages=3, num_microbatches=1, schedule=schedule)
     waiting = [stage.weight_seconds for stage in pipe.plan.stages]
@@ -92,7 +92,7 @@ def test_one_micro_batch_gives_the_same_bits(name: str, schedule: str) -> None:
 def test_micro_batches_add_up(name: str, sizes: tuple[int, ...]) -> None:
     torch.manual_seed(1)
     case = CASES[name](sum(sizes), torch.float64)
-    plain = plain_step(case)
+    plain = baseline_step(case)
     expected = gradients(case.model)
     schedule = "gpipe" if len(sizes) == 2 else "1f1b"
     pipe = piped(case, num_stages=2, num_microbatches=len(sizes), schedule=schedule)
@@ -105,7 +105,7 @@ def test_auto_takes_any_number_of_micro_batches() -> None:
     """Some schedules of the engine do not; five on two devices are neither even nor a multiple of its rounds."""
     torch.manual_seed(1)
     case = CASES["skips"](10, torch.float64)
-    plain = plain_step(case)
+    plain = baseline_step(case)
     expected = gradients(case.model)
     pipe = piped(case, num_stages=2, num_microbatches=5)
     assert len(pipe.plan.sizes) == 5
@@ -121,7 +121,7 @@ def test_a_batch_may_give_fewer_micro_batches_than_asked() -> None:
     pipe = piped(nine, num_stages=2, num_microbatches=4, schedule="1f1b")
     cuts = pipe.plan.cuts
     for case, sizes in ((nine, (3, 3, 3)), (ten, (3, 3, 3, 1))):
-        plain = plain_step(case)
+        plain = baseline_step(case)
         expected = gradients(case.model)
         torch.testing.assert_close(step(pipe, case), plain, rtol=_RELATIVE, atol=0)
         assert_near(case, expected)
@@ -134,7 +134,7 @@ def test_what_is_handed_back_may_still_be_read(checkpoint: str) -> None:
     """Where a stage begins by adding a parameter, that one's gradient is the sum of the gradient handed back."""
     torch.manual_seed(0)
     case = shifted(12, torch.float64)
-    plain_step(case)
+    baseline_step(case)
     expected = gradients(case.model)
     pipe = piped(case, num_stages=3, num_microbatches=6, schedule="zero-bubble", checkpoint=checkpoint)
     for _ in range(2):
@@ -155,7 +155,7 @@ def test_what_is_handed_back_may_still_be_read(checkpoint: str) -> None:
 def test_policies_and_schedules_change_no_gradient(name: str, checkpoint: str, schedule: str) -> None:
     torch.manual_seed(2)
     case = CASES[name](8, torch.float64)
-    plain_step(case)
+    baseline_step(case)
     expected = gradients(case.model)
     pipe = piped(case, num_stages=2, num_microbatches=4, checkpoint=checkpoint, schedule=schedule)
     step(pipe, case)
@@ -168,7 +168,7 @@ def test_dropout_is_that_of_the_unpipelined_step() -> None:
     torch.manual_seed(3)
     case = gpt(4, torch.float32, dropout=0.2)
     state = torch.get_rng_state()
-    plain = plain_step(case)
+    plain = baseline_step(case)
     after = torch.rand(3)
     expected = gradients(case.model)
     pipe = piped(case, num_stages=3, num_microbatches=1, schedule="1f1b", checkpoint="always")
@@ -199,7 +199,7 @@ def test_dropout_of_a_micro_batch_depends_on_nothing_but_its_number() -> None:
 def test_any_cut_gives_the_same_bits(name: str) -> None:
     torch.manual_seed(5)
     case = CASES[name](3, torch.float32)
-    plain = plain_step(case)
+    plain = baseline_step(case)
     expected = gradients(case.model)
     forward = capture_forward(case.model, case.args, case.kwargs, case.target, case.loss_fn)
     leaves, _ = flatten_inputs(case.args, case.kwargs, case.target)
@@ -222,7 +222,7 @@ def test_any_cut_gives_the_same_bits(name: str) -> None:
 def test_where_no_other_cut_fits_sums_in_another_order_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(9)
     case = CASES["recurrent"](4, torch.float64)
-    plain_step(case)
+    baseline_step(case)
     expected = gradients(case.model)
     said: list[tuple[str, ...]] = []
     monkeypatch.setattr(
@@ -251,7 +251,7 @@ def test_a_quicker_schedule_with_sums_in_another_order_is_not_taken(monkeypatch:
     monkeypatch.setattr(_Searcher, "best_of", in_any_order)
     torch.manual_seed(9)
     case = CASES["recurrent"](4, torch.float64)
-    plain = plain_step(case)
+    plain = baseline_step(case)
     expected = gradients(case.model)
     pipe = piped(case, num_stages=2, num_microbatches=1, budget_per_device=18_000)
     assert torch.equal(step(pipe, case), plain)
@@ -283,7 +283,7 @@ def test_one_micro_batch_takes_any_loss() -> None:
         CASES["twins"](4, torch.float32),
         loss_fn=lambda o, t: functional.mse_loss(o, t).sqrt() + (o @ t.T).logsumexp(1).amax(),
     )
-    plain = plain_step(case)
+    plain = baseline_step(case)
     expected = gradients(case.model)
     pipe = piped(case, num_stages=2, num_microbatches=1, schedule="1f1b")
     assert torch.equal(step(pipe, case), plain)
@@ -380,7 +380,7 @@ def test_batch_norm_by_micro_batches_is_a_choice() -> None:
 def test_a_step_that_failed_leaves_nothing_behind() -> None:
     torch.manual_seed(8)
     case = gpt(8, torch.float64)
-    plain_step(case)
+    baseline_step(case)
     expected = gradients(case.model)
     pipe = piped(case, num_stages=2, num_microbatches=4, schedule="gpipe")
     step(pipe, case)
@@ -421,7 +421,7 @@ def test_a_model_that_changed_is_planned_anew() -> None:
     gradients(case.model)
     case.model.drop.p = case.model.rate = 0.0
     case.model.blocks[0].requires_grad_(False)
-    plain = plain_step(case)
+    plain = baseline_step(case)
     expected = gradients(case.model)
     assert torch.equal(step(pipe, case), plain)
     for name, parameter in case.model.named_parameters():

@@ -9,7 +9,7 @@ import torch
 
 import memfit
 from memfit.pipelining.plan import decode_pipeline, encode_pipeline
-from tests.pipelining.models import Case, gradients, plain_step, tokens_loss
+from tests.pipelining.models import Case, baseline_step, gradients, tokens_loss
 from tests.pipelining.test_memory import TiedHead, cheap, free_peaks, plan
 from tests.small_disk import make_small_disk
 
@@ -30,7 +30,7 @@ def test_stages_swap(schedule: str, monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setenv("MEMFIT_SWAP_DIR", str(tmp_path))
     torch.manual_seed(1)
     case = cheap(512)
-    plain_step(case)
+    baseline_step(case)
     expected = gradients(case.model)
     options = {"num_stages": 2, "num_microbatches": 4, "schedule": schedule}
     budget = int((0.9 if schedule == "zero-bubble" else 0.7) * max(free_peaks(cheap, **options)))
@@ -45,7 +45,7 @@ def test_a_stage_that_fits_in_no_other_way_runs_slice_by_slice() -> None:
     model = TiedHead(vocabulary=1500, width=32).double()
     x, y = torch.randint(1500, (2, 8, 64))
     case = Case(model=model, args=(x,), target=y, loss_fn=tokens_loss)
-    plain_step(case)
+    baseline_step(case)
     expected = gradients(case.model)
     options = {"num_stages": 1, "num_microbatches": 2, "schedule": "1f1b"}
     free = plan(case, prove=False, **options).plan

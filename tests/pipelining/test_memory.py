@@ -22,7 +22,7 @@ from memfit.pipelining.partition.forward_graph import capture_forward, flatten_i
 from memfit.pipelining.plan import decode_pipeline, encode_pipeline
 from memfit.pipelining.search.driver import make_pipeline_plan
 from memfit.zoo.gpt import GPT
-from tests.pipelining.models import Case, gradients, plain_step, tokens_loss
+from tests.pipelining.models import Case, baseline_step, gradients, tokens_loss
 
 
 def wide(batch: int) -> Case:
@@ -149,7 +149,7 @@ def test_what_only_passes_through_counts_while_it_is_there(schedule: str, one_de
     model = PassedBy().double()
     x, y = torch.randn(2, 96, 16, dtype=torch.float64)
     case = Case(model=model, args=(x,), target=y, loss_fn=nn.functional.mse_loss)
-    plain_step(case)
+    baseline_step(case)
     expected = gradients(model)
     pipe = plan(case, num_stages=3, num_microbatches=6, schedule=schedule, one_device=one_device, search_seconds=0.1)
     for predicted, measured in zip(pipe.plan.peak_bytes, pipe.plan.measured_peak_bytes, strict=True):
@@ -190,7 +190,7 @@ def test_a_deferred_part_holds_no_graph() -> None:
 def test_a_budget_is_kept_and_gradients_stay(make: Callable[[int], Case], share: float, schedule: str) -> None:
     torch.manual_seed(1)
     case = make(512)
-    plain_step(case)
+    baseline_step(case)
     expected = gradients(case.model)
     options = {"num_stages": 2, "num_microbatches": 4, "schedule": schedule}
     budget = int(share * max(free_peaks(make, **options)))
@@ -207,7 +207,7 @@ def test_a_budget_is_kept_and_gradients_stay(make: Callable[[int], Case], share:
 def test_each_device_keeps_its_own_budget() -> None:
     torch.manual_seed(1)
     case = deep(512)
-    plain_step(case)
+    baseline_step(case)
     expected = gradients(case.model)
     options = {"num_stages": 2, "num_microbatches": 4, "schedule": "1f1b"}
     for shares in ((0.8, 1.0), (1.3, 0.9)):

@@ -14,7 +14,7 @@ from memfit.pipelining.search import search
 from memfit.pipelining.search.stage_planner import StagePlanner
 from memfit.planner.pipeline.memory_split import DoesNotFit
 from memfit.planner.pipeline.schedule import Schedule
-from tests.pipelining.models import Case, gradients, plain_step
+from tests.pipelining.models import Case, baseline_step, gradients
 from tests.pipelining.test_memory import deep, deeper, plan, wide
 
 
@@ -42,7 +42,7 @@ def test_all_stages_together_take_what_is_predicted(
 def test_the_budget_is_that_of_all_stages_and_gradients_stay(microbatches: int, share: float) -> None:
     torch.manual_seed(1)
     case = deeper(512)
-    plain_step(case)
+    baseline_step(case)
     expected = gradients(case.model)
     options = {"num_stages": 3, "num_microbatches": microbatches, "one_device": True}
     free = plan(case, prove=False, **options).plan

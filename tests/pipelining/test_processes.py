@@ -21,7 +21,7 @@ from memfit.pipelining.runtime import build, tied_weights
 from memfit.pipelining.runtime.stage import EngineStage
 from memfit.pipelining.search import stage_planner
 from memfit.profiling.memory import measure
-from tests.pipelining.models import CASES, Case, gpt, gradients, plain_step, tokens_loss, words
+from tests.pipelining.models import CASES, Case, baseline_step, gpt, gradients, tokens_loss, words
 from tests.pipelining.test_memory import TiedHead
 from tests.processes import run
 
@@ -122,7 +122,7 @@ def crosses_as_rows(rank: int, world: int) -> None:
         module.find_cuts = turned  # type: ignore[attr-defined]
     torch.manual_seed(0)
     made = CASES["mixer"](6, torch.float64)
-    plain = plain_step(made)
+    plain = baseline_step(made)
     expected = gradients(made.model)
     pipe = make(made, world, num_microbatches=3)
     (stage,) = pipe.engine_stages()
@@ -169,7 +169,7 @@ def ties_a_wide_embedding(rank: int, world: int) -> None:
     model = TiedHead(vocabulary=20_000, width=32).double()
     x, y = torch.randint(20_000, (2, 4, 4))
     made = Case(model=model, args=(x,), target=y, loss_fn=tokens_loss)
-    plain_step(made)
+    baseline_step(made)
     expected = gradients(model)
     optimizer = torch.optim.SGD(model.parameters())
     pipe = make(made, world, num_microbatches=4, optimizer=optimizer, prove=True)

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.busy import busy
 from memfit.errors import SpecError
-from memfit.ir.program import plain_order, program_of
+from memfit.ir.program import baseline_order, program_of
 from memfit.planner.effort import Effort, clock_limit, search_limit
 from memfit.planner.offload.search import find_program
 from memfit.planner.search.min_memory import least_order
@@ -38,7 +38,7 @@ def test_the_clock_ends_a_search_that_takes_far_too_long() -> None:
 def test_the_same_plan_on_a_busy_machine(seconds: float) -> None:
     graph = residual(8)
     least = simulate(graph, program_of(graph, least_order(graph))).peak_bytes
-    plain = simulate(graph, program_of(graph, plain_order(graph))).peak_bytes
+    plain = simulate(graph, program_of(graph, baseline_order(graph))).peak_bytes
     budget = least + (plain - least) // 3
     efforts = [Effort(), Effort()]
     alone = find_program(graph, budget, seconds=seconds, effort=efforts[0])

@@ -8,7 +8,7 @@ from torch import nn
 
 import memfit
 from memfit.compiler.stages import Request, capture_and_profile
-from memfit.sim.simulator import simulate_plain
+from memfit.sim.simulator import simulate_baseline
 
 MODELS = {
     # Eager dropout on CPU keeps a float mask, the captured one a mask of single bytes.
@@ -38,4 +38,4 @@ def test_predicted_is_measured(name: str) -> None:
         model.zero_grad()
 
     measured = memfit.measure(step, repeats=1, start_bytes=graph.static_bytes).peak_bytes
-    assert simulate_plain(graph).peak_bytes == pytest.approx(measured, rel=0.01)
+    assert simulate_baseline(graph).peak_bytes == pytest.approx(measured, rel=0.01)

@@ -12,7 +12,7 @@ import memfit
 from memfit.compiler.proving import prove
 from memfit.compiler.stages import Request, capture_and_profile, plan_captured
 from memfit.planner.bounds.lower_bound import widest_op_bytes
-from memfit.sim.simulator import simulate_plain
+from memfit.sim.simulator import simulate_baseline
 from memfit.tools.verify import verify
 from memfit.zoo import build
 from tests import models, short_nets
@@ -66,7 +66,8 @@ CASES = {
 
 
 def check_bits_and_budget(name: str, *shares: float, device: str = "cpu", slack_bytes: int = 0, **request: Any) -> None:
-    """Plans a case for budgets between the bytes of its widest op (share 0) and its plain peak (share 1); verifies all.
+    """Plans a case for budgets between the bytes of its widest op (share 0) and its baseline peak (share 1); verifies
+    all.
 
     Args:
         name: of the case.
@@ -79,7 +80,7 @@ def check_bits_and_budget(name: str, *shares: float, device: str = "cpu", slack_
         model, args, kwargs, loss_fn = CASES[name]()
     asked = Request(budget=1, loss_fn=loss_fn, search_seconds=0.1, **request)
     capture, graph = capture_and_profile(model, args, kwargs, asked)
-    plain, wall = simulate_plain(graph).peak_bytes, widest_op_bytes(graph)
+    plain, wall = simulate_baseline(graph).peak_bytes, widest_op_bytes(graph)
 
     def planned(budget: int) -> memfit.Plan:
         try:

@@ -38,7 +38,7 @@ def square(output: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("levers", ["bitwise", "all"])
-def test_a_step_is_the_plain_step_at_the_least_budget(
+def test_a_step_is_the_baseline_step_at_the_least_budget(
     levers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path))  # costs are measured here

@@ -35,7 +35,7 @@ def images(rank: int) -> torch.Tensor:
 
 
 def trains_as_plain(parallel: nn.Module, fitted: nn.Module, plain: nn.Module, rank: int, world: int) -> None:
-    """Two steps, each against the mean of the plain gradients of all processes."""
+    """Two steps, each against the mean of the baseline gradients of all processes."""
     seen: list[str] = []
     for name, parameter in fitted.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(name))

@@ -51,7 +51,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_a_sum_by_a_factor_has_the_gradients_of_the_plain_step(name: str, dtype: torch.dtype) -> None:
+def test_a_sum_by_a_factor_has_the_gradients_of_the_baseline_step(name: str, dtype: torch.dtype) -> None:
     make, shape = MODELS[name]
     torch.manual_seed(0)
     model = make().to(dtype)

@@ -1,4 +1,4 @@
-"""With the lever `tile` gradients are those of the plain step up to rounding, in less memory than without it."""
+"""With the lever `tile` gradients are those of the baseline step up to rounding, in less memory than without it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from memfit.planner.finalize.variant_selection import leanest
 from memfit.planner.search.checkpoints import checkpoints
 from memfit.planner.search.lazy_recompute import tiled_order
 from memfit.runtime.executable import compile_program
-from memfit.sim.simulator import simulate_plain
+from memfit.sim.simulator import simulate_baseline
 from memfit.sim.verifier import check
 from memfit.tools.verify import verify
 from memfit.zoo import build
@@ -43,10 +43,10 @@ def least_bytes(model: nn.Module, args: tuple[Any, ...], loss: Any) -> tuple[int
 def tiled_plan(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Any, grid: tuple[int, ...] = (1, 1)
 ) -> memfit.Plan:
-    """For a budget between the widest op and the plain step."""
+    """For a budget between the widest op and the baseline step."""
     request = Request(budget=1, loss_fn=loss, levers="all", search_seconds=0.5)
     capture, graph = capture_and_profile(model, args, kwargs, request, grid=grid)
-    plain, wall = simulate_plain(graph).peak_bytes, widest_op_bytes(graph)
+    plain, wall = simulate_baseline(graph).peak_bytes, widest_op_bytes(graph)
     return plan_captured(model, args, kwargs, capture, graph, request, int(wall + 0.5 * (plain - wall)))
 
 
@@ -190,7 +190,7 @@ def test_float64_gradients_of_known_models(
 def equal_to_rounding(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Any, grid: tuple[int, ...]
 ) -> None:
-    """As much as can be in slices, against the plain step in float64."""
+    """As much as can be in slices, against the baseline step in float64."""
     capture, graph = capture_and_profile(model, args, kwargs, Request(budget=1, loss_fn=loss), grid=grid)
     lean = leanest(graph)
     program = program_of(lean, tiled_order(lean, checkpoints(lean, 1)), in_place=False)

@@ -1,4 +1,4 @@
-"""A gradient for an output the given loss does not use: the bits of the plain step, and the next one is planned so."""
+"""A gradient for an output that the given loss does not use: the bits stay, and the next step is planned with it."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from memfit.errors import ProgramError
 from memfit.ir.graph import Op, Phase, StepGraph, Storage, StorageKind
 from memfit.ir.instructions import Compute, Free, Instruction
-from memfit.ir.program import Program, as_they_run, in_their_subgraphs, plain_order, plain_program, program_of
+from memfit.ir.program import Program, as_they_run, baseline_order, baseline_program, in_their_subgraphs, program_of
 from memfit.sim.simulator import live_storages_at, simulate
 from memfit.sim.verifier import check
 from tests.ir.random_graphs import orders, step_graphs
@@ -75,7 +75,7 @@ def test_programs_are_right(case: tuple[StepGraph, list[int]], in_place: bool) -
     program = program_of(graph, order, in_place=in_place)
     check(graph, program)
     assert program.order() == order
-    assert sorted([*plain_order(graph), *program.recomputed()]) == sorted(order)
+    assert sorted([*baseline_order(graph), *program.recomputed()]) == sorted(order)
 
 
 @given(steps_and_orders(), st.booleans())
@@ -124,8 +124,8 @@ def test_running_in_place_never_costs_memory(case: tuple[StepGraph, list[int]]) 
     graph, order = case
     in_place, apart = (simulate(graph, program_of(graph, order, in_place=p)) for p in (True, False))
     assert in_place.peak_bytes <= apart.peak_bytes
-    assert simulate(graph, program_of(graph, plain_order(graph))).peak_bytes <= (
-        simulate(graph, plain_program(graph)).peak_bytes
+    assert simulate(graph, program_of(graph, baseline_order(graph))).peak_bytes <= (
+        simulate(graph, baseline_program(graph)).peak_bytes
     )
 
 
@@ -184,7 +184,7 @@ def test_a_chain_by_hand() -> None:
     assert (timeline.peak_bytes, timeline.peak_position, timeline.forward_end_bytes) == (128, 5, 120)
     assert (timeline.step_seconds, timeline.recompute_seconds, timeline.overhead) == (5.0, 0.0, 0.0)
 
-    plain = simulate(chain(), plain_program(chain()))
+    plain = simulate(chain(), baseline_program(chain()))
     assert plain.peak_bytes == 100 + 16 + 4 + 4 + 16
 
     again = simulate(chain(random_state_bytes=1), program_of(chain(random_state_bytes=1), [0, 1, 0, 2, 3, 4]))
@@ -253,7 +253,7 @@ def test_the_specification_refuses_a_wrong_order(case: tuple[StepGraph, list[int
     producer = graph.producers()
     edges = [(producer[s], reader) for reader, op in enumerate(graph.ops) for s in op.reads if producer[s] >= 0]
     first, second = data.draw(st.sampled_from(edges))
-    order = plain_order(graph)
+    order = baseline_order(graph)
     order.remove(second)
     order.insert(first, second)
     with pytest.raises(ProgramError, match=r"not alive|before the loss|after the loss"):
@@ -295,7 +295,7 @@ def takes_its_place(graph: StepGraph, program: Program, place: int) -> bool:
 
 
 def test_the_specification_says_what_is_wrong() -> None:
-    right = program_of(chain(), plain_order(chain()))
+    right = program_of(chain(), baseline_order(chain()))
     check(chain(), right)
     cases = [
         (program_of(chain(recomputable=False), [0, 1, 2, 0, 3, 4]), "instruction 4: first is recomputed"),
@@ -356,7 +356,7 @@ def test_what_runs_again_before_its_subgraph_is_reached_waits_for_it() -> None:
     graph = replace(
         graph, ops=tuple(replace(op, subgraph=int(op.name in ("f2", "f3", "b2", "b3"))) for op in graph.ops)
     )
-    loss, plain = graph.loss_index, plain_order(graph)
+    loss, plain = graph.loss_index, baseline_order(graph)
     early = [*plain[: loss + 1], 1, *plain[loss + 1 :]]
     with pytest.raises(ProgramError, match="of subgraph 0 ran again before the backward pass of subgraph 1 ended"):
         check(graph, program_of(graph, early))

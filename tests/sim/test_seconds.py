@@ -7,10 +7,10 @@ from msgspec.structs import replace
 
 from memfit.ir.fusion import fused_seconds
 from memfit.ir.graph import Op, Phase, StepGraph, Storage, StorageKind, Variant
-from memfit.ir.program import plain_order, program_of
+from memfit.ir.program import baseline_order, program_of
 from memfit.ir.serialization import decode_graph, encode_graph
 from memfit.ir.slicing import BySlices
-from memfit.sim.simulator import simulate, simulate_plain
+from memfit.sim.simulator import simulate, simulate_baseline
 
 
 def step(activation: Op) -> StepGraph:
@@ -45,8 +45,8 @@ SLICES = BySlices(
 
 def test_a_run_over_its_operand_has_its_own_price() -> None:
     graph = step(ACTIVATION)
-    assert simulate(graph, program_of(graph, plain_order(graph))).step_seconds == 12.5
-    assert simulate(graph, program_of(graph, plain_order(graph), in_place=False)).step_seconds == 14.0
+    assert simulate(graph, program_of(graph, baseline_order(graph))).step_seconds == 12.5
+    assert simulate(graph, program_of(graph, baseline_order(graph), in_place=False)).step_seconds == 14.0
     assert graph.seconds == 12.5
 
 
@@ -57,17 +57,17 @@ def test_what_is_read_later_is_not_written_over_for_free() -> None:
 
 
 @pytest.mark.parametrize(("in_place", "seconds"), [(True, 12.5), (False, 14.0)])
-def test_the_plain_step_writes_over_what_the_model_does(in_place: bool, seconds: float) -> None:
-    graph = step(replace(ACTIVATION, plain_in_place=in_place))
-    assert graph.plain_seconds == seconds
-    assert simulate_plain(graph).step_seconds == seconds
+def test_the_baseline_step_writes_over_what_the_model_does(in_place: bool, seconds: float) -> None:
+    graph = step(replace(ACTIVATION, baseline_in_place=in_place))
+    assert graph.baseline_seconds == seconds
+    assert simulate_baseline(graph).step_seconds == seconds
 
 
-def test_the_plain_step_may_run_something_else() -> None:
+def test_the_baseline_step_may_run_something_else() -> None:
     other = Variant(chunks=1, seconds=3.0, workspace_bytes=100)
-    graph = step(replace(ACTIVATION, plain_variant=other, plain_reads=(0,)))
-    assert graph.plain_seconds == 15.0
-    plain = simulate_plain(graph)
+    graph = step(replace(ACTIVATION, baseline_variant=other, baseline_reads=(0,)))
+    assert graph.baseline_seconds == 15.0
+    plain = simulate_baseline(graph)
     assert plain.step_seconds == 15.0
     assert plain.peak_bytes == 8 + 100
     assert decode_graph(encode_graph(graph)) == graph

@@ -13,10 +13,10 @@ from memfit.errors import ProgramError
 from memfit.ir.graph import Op, Phase, StepGraph
 from memfit.ir.instructions import Free, Resident, SwapIn, SwapOut
 from memfit.ir.jsonfile import as_document, record_of
-from memfit.ir.program import Program, plain_order, program_of
+from memfit.ir.program import Program, baseline_order, program_of
 from memfit.ir.streaming import streamable, streaming_step, tier_bytes
 from memfit.ir.tiers import Link, Tier, TierLinks
-from memfit.sim.simulator import live_storages_at, simulate, simulate_plain
+from memfit.sim.simulator import live_storages_at, simulate, simulate_baseline
 from memfit.sim.verifier import check
 from tests.ir.random_graphs import orders, sliced_step_graphs
 from tests.ir.random_swaps import links
@@ -57,9 +57,9 @@ def test_a_program_that_streams_is_one_of_the_streaming_step(case: tuple[StepGra
     of_step = Program(instructions=tuple(i for i in program.instructions if not isinstance(i, Resident)))
     given_names, alone = simulate(graph, program), simulate(streaming_step(graph, placed), of_step)
     assert (given_names.peak_bytes, given_names.step_seconds) == (alone.peak_bytes, alone.step_seconds)
-    assert given_names.plain_seconds == graph.plain_seconds
-    assert simulate_plain(streaming_step(graph, placed)).bytes_at == tuple(
-        nbytes + graph.buffer_bytes(placed.values()) for nbytes in simulate_plain(graph).bytes_at
+    assert given_names.baseline_seconds == graph.baseline_seconds
+    assert simulate_baseline(streaming_step(graph, placed)).bytes_at == tuple(
+        nbytes + graph.buffer_bytes(placed.values()) for nbytes in simulate_baseline(graph).bytes_at
     )
 
 
@@ -83,12 +83,12 @@ def test_a_chain_by_hand() -> None:
     graph = tiled_chain()
     # Outputs and gradients are the caller's, and the loss takes the tangent whole.
     assert streamable(graph, least_bytes=0) == [1, 2, 3]
-    program = streaming(graph, {3: Tier.DISK}, plain_order(graph))
+    program = streaming(graph, {3: Tier.DISK}, baseline_order(graph))
     check(graph, program)
     timeline = simulate(graph, program)
     assert (timeline.out_bytes, timeline.in_bytes) == (400, 400 + 400)
     # Two runs read it, the last forward op and the backward op, with 4 s of ops before it leaves: nothing waits.
-    whole = simulate(graph, program_of(graph, plain_order(graph)))
+    whole = simulate(graph, program_of(graph, baseline_order(graph)))
     assert timeline.stall_seconds == 0 and timeline.peak_bytes < whole.peak_bytes
     assert all(3 not in live_storages_at(graph, program, place) for place in range(len(program.instructions)))
     slow = replace(graph.tiers[0], into=Link(bytes_per_second=100.0, compute_seconds_per_byte=0.001))
@@ -105,9 +105,9 @@ def test_each_slice_begins_on_a_page_of_its_own() -> None:
 @pytest.mark.smoke
 def test_the_specification_says_what_is_wrong() -> None:
     graph = tiled_chain()
-    program = streaming(graph, {3: Tier.DISK}, plain_order(graph))
+    program = streaming(graph, {3: Tier.DISK}, baseline_order(graph))
     names, rest = program.instructions[:1], program.instructions[1:]
-    first, *others = program_of(streaming_step(graph, {3: Tier.DISK}), plain_order(graph), fuse=False).instructions
+    first, *others = program_of(streaming_step(graph, {3: Tier.DISK}), baseline_order(graph), fuse=False).instructions
     back = SwapIn(1), Free(1)
     moved_whole = (first, SwapOut(1, Tier.DISK), *others, *back)
     reads_whole = replace(graph.ops[3], by_slices=replace(graph.ops[3].by_slices, reads=()))  # type: ignore[type-var]
@@ -116,7 +116,11 @@ def test_the_specification_says_what_is_wrong() -> None:
         (graph, (*rest, *names), "too late, twice"),
         (graph, (Resident(4, Tier.DISK), *rest), "not all ops touch slices"),
         (graph, (Resident(99, Tier.DISK), *rest), "the step has 7 storages"),
-        (graph, (*names, *program_of(graph, plain_order(graph), fuse=False).instructions), "runs whole, but not all"),
+        (
+            graph,
+            (*names, *program_of(graph, baseline_order(graph), fuse=False).instructions),
+            "runs whole, but not all",
+        ),
         (
             replace(graph, ops=(*graph.ops[:3], reads_whole, *graph.ops[4:])),
             (*names, *rest),

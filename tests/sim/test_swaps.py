@@ -13,7 +13,7 @@ from memfit.errors import PlanFileError, ProgramError
 from memfit.ir.graph import StepGraph
 from memfit.ir.instructions import Compute, Free, Instruction, SwapIn, SwapOut
 from memfit.ir.jsonfile import as_document, record_of
-from memfit.ir.program import Program, plain_order, program_of
+from memfit.ir.program import Program, baseline_order, program_of
 from memfit.ir.serialization import decode_graph, encode_graph
 from memfit.ir.tiers import Link, Tier, TierLinks
 from memfit.sim.simulator import simulate
@@ -33,7 +33,7 @@ def with_disk(graph: StepGraph, *, out: Link = OUT, into: Link = INTO, limit_byt
 def swapped_chain(*, freed_after: int = 0, back_before: int = 0) -> tuple[StepGraph, Program]:
     """A chain of four ops whose first result leaves and comes back; it is freed and brought back so many ops apart."""
     graph = with_disk(chain(4))
-    program = list(program_of(graph, plain_order(graph)).instructions)
+    program = list(program_of(graph, baseline_order(graph)).instructions)
     made = program.index(Compute(0))
     program.insert(made + 1, SwapOut(1, Tier.DISK))
     computes = [n for n, i in enumerate(program) if isinstance(i, Compute)]
@@ -74,7 +74,7 @@ def test_latency_and_what_copies_take_from_compute() -> None:
 
 def test_the_peak_is_lower() -> None:
     graph, program = swapped_chain()
-    assert simulate(graph, program).peak_bytes < simulate(graph, program_of(graph, plain_order(graph))).peak_bytes
+    assert simulate(graph, program).peak_bytes < simulate(graph, program_of(graph, baseline_order(graph))).peak_bytes
 
 
 @given(steps_with_swaps())

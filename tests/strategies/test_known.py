@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from memfit.errors import BudgetError, SpecError
 from memfit.ir.graph import Phase, StepGraph
-from memfit.ir.program import plain_order, program_of
+from memfit.ir.program import baseline_order, program_of
 from memfit.planner.bounds.lower_bound import relaxed_bound
 from memfit.sim.simulator import Timeline, simulate
 from memfit.sim.verifier import check
@@ -42,7 +42,7 @@ def test_orders_are_valid(graph: StepGraph, name: str) -> None:
 
 
 def relaxed_bound_or_nothing(graph: StepGraph, budget: int) -> float:
-    if budget >= timeline(graph, plain_order(graph)).peak_bytes:
+    if budget >= timeline(graph, baseline_order(graph)).peak_bytes:
         return 0.0
     return relaxed_bound(graph, budget)
 
@@ -50,7 +50,7 @@ def relaxed_bound_or_nothing(graph: StepGraph, budget: int) -> float:
 @given(step_graphs(max_forward=4), st.sampled_from(BUDGETED), st.floats(0, 1))
 @settings(max_examples=60)
 def test_budgets_are_kept(graph: StepGraph, name: str, share: float) -> None:
-    budget = int(share * timeline(graph, plain_order(graph)).peak_bytes)
+    budget = int(share * timeline(graph, baseline_order(graph)).peak_bytes)
     try:
         found = timeline(graph, find(name)(graph, budget))
     except BudgetError as error:
@@ -64,7 +64,7 @@ def test_budgets_are_kept(graph: StepGraph, name: str, share: float) -> None:
 @pytest.mark.parametrize("name", BUDGETED)
 @pytest.mark.parametrize("graph", [chain([8] * 9), residual(2), unet(3)], ids=["chain", "residual", "unet"])
 def test_budgets_are_kept_on_steps_built_by_hand(name: str, graph: StepGraph) -> None:
-    plain = timeline(graph, plain_order(graph)).peak_bytes
+    plain = timeline(graph, baseline_order(graph)).peak_bytes
     for percent in (95, 85, 75):
         try:
             found = timeline(graph, find(name)(graph, plain * percent // 100))
@@ -79,7 +79,7 @@ def test_sqrt_runs_the_forward_pass_about_once_more_in_little_memory() -> None:
     found = timeline(graph, find("sqrt")(graph, None))
     assert 18 <= found.recompute_seconds <= 26
     assert found.peak_bytes <= 8 * (2 * math.isqrt(26) + 6)
-    assert found.peak_bytes < 0.6 * timeline(graph, plain_order(graph)).peak_bytes
+    assert found.peak_bytes < 0.6 * timeline(graph, baseline_order(graph)).peak_bytes
 
 
 def test_sequential_does_not_run_its_last_segment_again() -> None:
@@ -126,7 +126,7 @@ def test_openai_memory_keeps_bottlenecks() -> None:
     graph = residual(6)
     found = timeline(graph, find("openai-memory")(graph, None))
     assert found.recompute_seconds > 0
-    assert found.peak_bytes < 0.8 * timeline(graph, plain_order(graph)).peak_bytes
+    assert found.peak_bytes < 0.8 * timeline(graph, baseline_order(graph)).peak_bytes
 
 
 def test_openai_collection_keeps_the_outputs_of_modules() -> None:
@@ -139,7 +139,7 @@ def test_openai_collection_keeps_the_outputs_of_modules() -> None:
 
 def test_knapsack_recomputes_more_the_less_there_is() -> None:
     graph = residual(4)
-    plain = timeline(graph, plain_order(graph)).peak_bytes
+    plain = timeline(graph, baseline_order(graph)).peak_bytes
     with pytest.raises(BudgetError) as raised:
         find("knapsack")(graph, 1)
     budgets = [plain, (plain + raised.value.least_bytes) // 2, raised.value.least_bytes]
@@ -157,7 +157,7 @@ def test_mu_two_evicts_what_is_large_and_quick_first() -> None:
         *(Layer(name=f"d{i}", reads=(f"d{i - 1}" if i else "c",), nbytes=32) for i in range(3)),
     ]
     graph = mirrored(layers)
-    plain = timeline(graph, plain_order(graph)).peak_bytes
+    plain = timeline(graph, baseline_order(graph)).peak_bytes
     assert again(graph, find("mu-two")(graph, plain - 1)) == ["cheap"]
 
 

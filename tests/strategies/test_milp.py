@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from memfit.errors import BudgetError, SpecError
 from memfit.ir.graph import Phase, StepGraph
-from memfit.ir.program import plain_order, program_of
+from memfit.ir.program import baseline_order, program_of
 from memfit.planner.bounds.lower_bound import relaxed_bound
 from memfit.sim.simulator import Timeline, simulate
 from memfit.sim.verifier import check
@@ -42,7 +42,7 @@ def choices(graph: StepGraph) -> list[tuple[int, int]]:
 
 
 def every_order(graph: StepGraph) -> list[list[int]]:
-    """The plain order first."""
+    """The baseline order first."""
     found = choices(graph)
     orders = []
     for bits in itertools.product([False, True], repeat=len(found)):
@@ -111,7 +111,7 @@ HAND_BUILT = [chain([8] * 8), chain([32, 16, 4, 16, 32, 4, 8]), residual(1), une
 @pytest.mark.parametrize("graph", HAND_BUILT, ids=["even", "uneven", "residual", "unet"])
 @pytest.mark.parametrize("other", OTHERS)
 def test_no_strategy_is_faster_at_the_same_budget(graph: StepGraph, other: str) -> None:
-    plain = timeline(graph, plain_order(graph)).peak_bytes
+    plain = timeline(graph, baseline_order(graph)).peak_bytes
     for budget in {plain * percent // 100 for percent in (100, 85, 70, 60)}:
         try:
             order = find(other)(graph, budget)
@@ -126,7 +126,7 @@ def test_no_strategy_is_faster_at_the_same_budget(graph: StepGraph, other: str) 
 @given(step_graphs(max_forward=4), st.sampled_from(OTHERS), st.floats(0.5, 1))
 @settings(max_examples=30)
 def test_no_strategy_is_faster_on_random_steps(graph: StepGraph, other: str, share: float) -> None:
-    plain = timeline(graph, plain_order(graph)).peak_bytes
+    plain = timeline(graph, baseline_order(graph)).peak_bytes
     try:
         order = find(other)(graph, int(share * plain))
     except BudgetError:
@@ -142,7 +142,7 @@ def test_no_strategy_is_faster_on_random_steps(graph: StepGraph, other: str, sha
 def test_lies_between_the_relaxed_bound_and_a_step_run_twice(graph: StepGraph) -> None:
     with pytest.raises(BudgetError) as raised:
         milp.order(graph, 1)
-    budget = (raised.value.least_bytes + timeline(graph, plain_order(graph)).peak_bytes) // 2
+    budget = (raised.value.least_bytes + timeline(graph, baseline_order(graph)).peak_bytes) // 2
     found = timeline(graph, milp.order(graph, budget))
     assert relaxed_bound(graph, budget) - 1e-6 <= found.recompute_seconds
     assert 0 < found.recompute_seconds <= sum(op.seconds for op in graph.ops[: graph.loss_index])
@@ -156,4 +156,4 @@ def test_large_steps_are_refused() -> None:
 
 def test_without_a_budget_nothing_runs_again() -> None:
     graph = residual(2)
-    assert milp.order(graph, None) == plain_order(graph)
+    assert milp.order(graph, None) == baseline_order(graph)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from memfit import strategies
 from memfit.errors import BudgetError, SpecError
 from memfit.ir.graph import StepGraph
-from memfit.ir.program import plain_order, program_of
+from memfit.ir.program import baseline_order, program_of
 from memfit.sim.simulator import simulate
 from memfit.sim.verifier import check
 from tests.ir.random_graphs import step_graphs
@@ -29,7 +29,7 @@ def test_valid_on_random_steps(name: str, graph: StepGraph) -> None:
 @settings(max_examples=25)
 @given(graph=step_graphs())
 def test_budget_is_kept_on_random_steps(name: str, graph: StepGraph) -> None:
-    budget = int(simulate(graph, program_of(graph, plain_order(graph))).peak_bytes * 0.8)
+    budget = int(simulate(graph, program_of(graph, baseline_order(graph))).peak_bytes * 0.8)
     if budget <= 0:
         return
     try:

@@ -1,4 +1,4 @@
-"""Estimates against the measured peak of the plain step."""
+"""Estimates against the measured peak of the baseline step."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from memfit.ir.instructions import Compute
 from memfit.ir.program import Program
 from memfit.report.records import document, json_text
 from memfit.report.sentence import sentence
-from memfit.sim.simulator import simulate_plain
+from memfit.sim.simulator import simulate_baseline
 from memfit.tools.verify import verify
 from memfit.zoo import Example, build
 from tests.short_nets import RESNET
@@ -38,9 +38,9 @@ def small_machine(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.Temp
 def request_for(
     example: Example, share: float, *, strategy: str = "auto", optimizer: torch.optim.Optimizer | None = None
 ) -> Request:
-    """A request for a share of the plain step's predicted peak."""
+    """A request for a share of the baseline step's predicted peak."""
     captured = capture_step(example.model, example.args, {}, loss_fn=example.loss_fn, optimizer=optimizer)
-    peak = simulate_plain(captured.graph).peak_bytes
+    peak = simulate_baseline(captured.graph).peak_bytes
     return Request(budget=int(peak * share), loss_fn=example.loss_fn, optimizer=optimizer, strategy=strategy)
 
 
@@ -53,7 +53,7 @@ MODELS = [
 
 
 @pytest.mark.parametrize(("spec", "batch", "shape", "share", "strategy"), MODELS)
-def test_a_planned_step_is_the_plain_step(
+def test_a_planned_step_is_the_baseline_step(
     spec: str, batch: int, shape: tuple[int, ...], share: float, strategy: str
 ) -> None:
     pytest.importorskip("torchvision" if spec == RESNET else "torch")
@@ -64,7 +64,7 @@ def test_a_planned_step_is_the_plain_step(
     result = verify(example.model, example.args, example.kwargs, request)
     assert result.passed, result.differing
     assert result.steps == 2 and result.difference is None
-    assert result.peak_bytes <= min(result.plan.budget_bytes, result.plain_peak_bytes)
+    assert result.peak_bytes <= min(result.plan.budget_bytes, result.baseline_peak_bytes)
     assert result.recomputes_executed == result.recomputes_planned > 0
     compared = {(check.kind, check.name) for check in result.checks}
     assert {("gradient", name) for name, _ in example.model.named_parameters()} <= compared

@@ -67,12 +67,12 @@ def left_to_plain_code(model: nn.Module, reasons: Sequence[str]) -> CaptureError
 
 
 @contextlib.contextmanager
-def told_plainly(model: nn.Module, plain_step: Callable[[], object]) -> Iterator[None]:
-    """While active, turns an error of torch or Python into a memfit error, or the plain step's error if it fails.
+def told_plainly(model: nn.Module, baseline_step: Callable[[], object]) -> Iterator[None]:
+    """While active, turns an error of torch or Python into a memfit error, or the baseline step's error if it fails.
 
     Args:
         model: the planned module.
-        plain_step: runs the plain step and restores all state; called after an error only.
+        baseline_step: runs the baseline step and restores all state; called after an error only.
     """
     try:
         yield
@@ -85,7 +85,7 @@ def told_plainly(model: nn.Module, plain_step: Callable[[], object]) -> Iterator
     inner = getattr(failure, "inner_exception", None)
     if isinstance(inner, MemfitError):
         raise inner from None
-    plain_step()  # raises the user's own error
+    baseline_step()  # raises the user's own error
     raise explained(failure, model, start="cannot plan the model") from failure
 
 

@@ -158,7 +158,7 @@ def _numbered(subgraphs: Subgraphs) -> tuple[list[Storage], list[dict[int, int]]
                         name=storage.base.name if index == 0 else f"{storage.base.name}@{index}",
                         nbytes=storage.nbytes,
                         kind=storage.kind,
-                        plain_nbytes=storage.plain_nbytes,
+                        baseline_nbytes=storage.baseline_nbytes,
                         reusable=reading.is_reusable(local),
                     )
                 )
@@ -324,9 +324,11 @@ def _op(op: JointOp, number: dict[int, int], subgraph: int, device_type: str) ->
         subgraph=subgraph,
         reads=tuple(dict.fromkeys(number[s] for s in op.reads)),
         writes=tuple(number[s] for s in op.writes),
-        plain_reads=None if op.plain_reads is None else tuple(dict.fromkeys(number[s] for s in op.plain_reads)),
+        baseline_reads=None
+        if op.baseline_reads is None
+        else tuple(dict.fromkeys(number[s] for s in op.baseline_reads)),
         in_place_over=tuple(number[s] for s in op.in_place_over),
-        plain_in_place=op.plain_in_place,
+        baseline_in_place=op.baseline_in_place,
         random_state_bytes=_RANDOM_STATE_BYTES.get(device_type, 16) if op.random else 0,
         recomputable=op.recomputable,
         half_of=op.node.meta.get(HALF_OF, ""),
@@ -344,7 +346,7 @@ def _op(op: JointOp, number: dict[int, int], subgraph: int, device_type: str) ->
         target=op.recompute_as.target.__name__,
         reads=tuple(dict.fromkeys(number[s] for s in op.recompute_reads)),
         writes=made.writes[:1],
-        plain_reads=None,
+        baseline_reads=None,
     )
     return structs.replace(made, recompute_as=again)
 

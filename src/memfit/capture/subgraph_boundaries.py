@@ -1,10 +1,10 @@
-"""Results that a captured subgraph hands to the code after it, as the plain step would make them.
+"""Results that a captured subgraph hands to the code after it, as the baseline step would make them.
 
 While a model is captured subgraph by subgraph, each subgraph runs once without gradients, so that the code between the
 subgraphs sees real values. That code may need more than values: torch refuses a statement or an autograd function that
-writes in place to a leaf that needs a gradient, and outputs of a subgraph are no leaves in the plain step. And a hook
-that a subgraph registers on its own tensor cannot be registered without gradients; such a hook changes no result of the
-forward pass.
+writes in place to a leaf that needs a gradient, and outputs of a subgraph are no leaves in the baseline step. And a
+hook that a subgraph registers on its own tensor cannot be registered without gradients; such a hook changes no result
+of the forward pass.
 
 *Idea*: one autograd node stands for a subgraph, as it does when the plan runs. Then the autograd graph of the step
 exists, including the code between subgraphs, and shows which other code uses the inputs of a subgraph

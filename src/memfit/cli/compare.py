@@ -1,9 +1,9 @@
 """Runs several strategies at several batch sizes, sample sizes and budgets, and prints one table.
 
-A row shows the peak and the time of the plain step and of the planned step, predicted and measured. It also shows the
-time of recomputation and the numbers of saved and recomputed activations. All planned steps of one batch and sample
-size are timed in turns with the plain step, in one process. If no plan of a strategy fits a budget, the row says so. In
-this command, a budget in percent refers to the plain step's predicted peak. `memfit compare pipeline` compares
+A row shows the peak and the time of the baseline step and of the planned step, predicted and measured. It also shows
+the time of recomputation and the numbers of saved and recomputed activations. All planned steps of one batch and sample
+size are timed in turns with the baseline step, in one process. If no plan of a strategy fits a budget, the row says so.
+In this command, a budget in percent refers to the baseline step's predicted peak. `memfit compare pipeline` compares
 pipelines and prints another table.
 """
 
@@ -48,7 +48,9 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
         type=words,
         default=words(_BUDGETS),
         metavar="BYTES,...",
-        help="bytes, 8GiB, or 40%% of the plain step's predicted peak (default: " + _BUDGETS.replace("%", "%%") + ")",
+        help="bytes, 8GiB, or 40%% of the baseline step's predicted peak (default: "
+        + _BUDGETS.replace("%", "%%")
+        + ")",
     )
     add_tiers(parser)
     add_levers(parser)

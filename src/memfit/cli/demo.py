@@ -1,4 +1,4 @@
-"""Trains ResNet-50 on two photographs, plain and at 40 % of the plain step's peak, and compares the losses.
+"""Trains ResNet-50 on two photographs, plain and at 40 % of the baseline step's peak, and compares the losses.
 
 The weights are random. The inputs are crops of scikit-learn's two sample photographs, and the model learns to tell the
 photographs apart. Both runs take a few steps with SGD and momentum. They start from the same weights and see the same
@@ -51,7 +51,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", type=whole_number, default=224, metavar="N", help="pixels of a crop (default: 224)")
     parser.add_argument("--steps", type=whole_number, default=4, metavar="N", help="at least 3 (default: 4)")
     parser.add_argument(
-        "--percent", type=whole_number, default=40, metavar="N", help="budget in %% of the plain peak (default: 40)"
+        "--percent", type=whole_number, default=40, metavar="N", help="budget in %% of the baseline peak (default: 40)"
     )
     parser.set_defaults(dtype="float32", device="cpu")
 
@@ -106,7 +106,7 @@ class _Run:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains the model with the plain step and with a planned step, and prints tables of losses and costs.
+    """Trains the model with the baseline step and with a planned step, and prints tables of losses and costs.
 
     Returns:
         0 if all losses are equal and the measured peak is within the budget, else 1. With `tile`, the exit code of
@@ -159,7 +159,8 @@ def run(args: argparse.Namespace) -> int:
     slower = median(planned.seconds) / median(plain.seconds) - 1
     print(
         f"{'Fits' if within else 'Does not fit'}: {format_bytes(plan.predicted.peak_bytes)} predicted, "
-        f"{format_bytes(planned.peak_bytes)} measured, of {format_bytes(budget)} ({args.percent} % of the plain peak); "
+        f"{format_bytes(planned.peak_bytes)} measured, of {format_bytes(budget)} "
+        f"({args.percent} % of the baseline peak); "
         f"{format_percent(plan.predicted.overhead)} step time predicted, {format_percent(slower)} measured; "
         f"losses {'bitwise equal' if equal else 'DIFFER'}."
     )
@@ -193,7 +194,7 @@ def _print_tables(plain: _Run, planned: _Run, plan: CompiledPlan) -> None:
     )
     predicted = plan.predicted
     costs = (
-        ("peak", "predicted", format_bytes(predicted.plain_peak_bytes), format_bytes(predicted.peak_bytes)),
+        ("peak", "predicted", format_bytes(predicted.baseline_peak_bytes), format_bytes(predicted.peak_bytes)),
         ("", "measured", format_bytes(plain.peak_bytes), format_bytes(planned.peak_bytes)),
         (
             *("step", "predicted", format_seconds(predicted.step_seconds / (1 + predicted.overhead))),

@@ -1,11 +1,11 @@
-"""Trains VGG-16's trunk on whole photographs, upscaled until the plain step would need eight times the budget.
+"""Trains VGG-16's trunk on whole photographs, upscaled until the baseline step would need eight times the budget.
 
 The weights are random. The inputs are scikit-learn's two sample photographs, one in each step, and the model learns to
 tell them apart. All runs take a few steps with SGD. The first two runs are at full resolution, or at `--scale`: one
-with the plain step, and one with a planned step within the budget. Their losses must be equal up to rounding. The third
-run has a planned step within the same budget, at the first scale at which the plain step is predicted to need `--times`
-times the budget. The plain step is not run at this scale. The demo needs scikit-learn (pip install 'memfit[demo]'), and
-takes some minutes on two cores.
+with the baseline step, and one with a planned step within the budget. Their losses must be equal up to rounding. The
+third run has a planned step within the same budget, at the first scale at which the baseline step is predicted to need
+`--times` times the budget. The baseline step is not run at this scale. The demo needs scikit-learn (pip install
+'memfit[demo]'), and takes some minutes on two cores.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
         help="with `tile`: of the photographs to start from (default: 1)",
     )
     parser.add_argument(
-        "--times", type=whole_number, default=8, metavar="N", help="with `tile`: plain peak over budget (default: 8)"
+        "--times", type=whole_number, default=8, metavar="N", help="with `tile`: baseline peak over budget (default: 8)"
     )
 
 
@@ -104,8 +104,9 @@ def run(args: argparse.Namespace) -> int:
     within = all(of.peak_bytes <= budget for _, _, of, _ in runs)
     last = runs[1][1].predicted
     print(
-        f"{'Fits' if within else 'Does not fit'}: the plain step would need {format_bytes(last.plain_peak_bytes)} "
-        f"predicted, {last.plain_peak_bytes / budget:.1f} times the budget {format_bytes(budget)}; planned takes "
+        f"{'Fits' if within else 'Does not fit'}: the baseline step would need "
+        f"{format_bytes(last.baseline_peak_bytes)} predicted, "
+        f"{last.baseline_peak_bytes / budget:.1f} times the budget {format_bytes(budget)}; planned takes "
         f"{format_bytes(runs[1][2].peak_bytes)} measured, {format_percent(last.overhead)} step time predicted; "
         f"losses at full resolution {'equal up to rounding' if equal else 'DIFFER'}."
     )
@@ -132,13 +133,13 @@ def _loss_of(target: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def _scale(labels: Tensor, first: float, budget: int, times: int) -> float:
-    """The first scale at which the plain step is predicted to need a multiple of the budget.
+    """The first scale at which the baseline step is predicted to need a multiple of the budget.
 
     Args:
         labels: one-hot labels of the photographs, float32 [2, 2].
         first: the first scale to try; each next scale is larger by 0.25.
         budget: in bytes.
-        times: ratio of the plain step's peak to the budget.
+        times: ratio of the baseline step's peak to the budget.
     """
     from memfit.tools.estimate import estimate
     from memfit.zoo import whole_photographs
@@ -210,7 +211,7 @@ def _print_table(runs: list[tuple[str, CompiledPlan, _Run, _Run | None]], photos
     for (_, plan, planned, plain), images in zip(runs, (photos, large), strict=True):
         p = plan.predicted
         kinds = (
-            ("plain", p.plain_peak_bytes, p.step_seconds / (1 + p.overhead), plain),
+            ("plain", p.baseline_peak_bytes, p.step_seconds / (1 + p.overhead), plain),
             ("planned", p.peak_bytes, p.step_seconds, planned),
         )
         for kind, peak_bytes, seconds, run in kinds:

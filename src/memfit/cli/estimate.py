@@ -2,9 +2,9 @@
 
 The step is traced on fake tensors. The result is the memory of parameters, gradients, optimizer state, activations and
 temporaries at the peak, and the activations of each module. There is one exception: if the code of the model reads
-values of tensors, memfit runs the model, and measures the peak of one plain step if enough memory is free. With
+values of tensors, memfit runs the model, and measures the peak of one baseline step if enough memory is free. With
 --tiers, the result also shows the peak and the transfers of a step that swaps all it can; the links of a tier are
-measured once for each machine. With --budget, the exit code says whether the plain step fits.
+measured once for each machine. With --budget, the exit code says whether the baseline step fits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def prepare_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Estimates the memory of the plain step and writes it.
+    """Estimates the memory of the baseline step and writes it.
 
     If this machine has no CUDA device, `--device cuda` is replaced by the meta device.
 
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         emit(result, args)
         return 0
     fits = result.peak <= budget
-    words = "Fits" if fits else "The plain step does not fit"
+    words = "Fits" if fits else "The baseline step does not fit"
     sentence = f"{words}: {format_bytes(result.peak)} predicted, of {format_bytes(budget)}"
     if not fits:
         can = "a plan may" if result.least <= budget else "no plan of whole ops can"

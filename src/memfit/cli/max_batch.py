@@ -1,8 +1,8 @@
 """Finds the largest batch that trains within a budget.
 
 The step is captured at a few batch sizes and predicted at the others. A run of the planned step confirms the result.
-The table shows some batch sizes up to the largest one. For each of them it has the plain step's peak, the approximate
-least peak of a plan, and the extra time of a plan within the budget, all predicted.
+The table shows some batch sizes up to the largest one. For each of them it has the baseline step's peak, the
+approximate least peak of a plan, and the extra time of a plan within the budget, all predicted.
 """
 
 from __future__ import annotations

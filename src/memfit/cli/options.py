@@ -80,7 +80,7 @@ def add_budget(parser: argparse.ArgumentParser, *, required: bool = True, plain:
     """
     text = "peak of the whole step: bytes, 8GiB, 8GB, 60%% (of the device), auto (what is free)"
     if plain:
-        text += ", or 40%%plain (of the plain step's predicted peak)"
+        text += ", or 40%%plain (of the baseline step's predicted peak)"
     parser.add_argument("--budget", required=required, metavar="BYTES", help=text)
 
 

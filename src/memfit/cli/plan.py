@@ -1,7 +1,7 @@
 """Plans a training step within a budget, proves the plan by a run, and prints it as pseudo-code.
 
 memfit captures the step, times its ops on the device and makes a plan. Then it runs the plan and compares the results
-with those of the plain step. If the measured peak exceeds the budget, the plan is corrected and proved once more.
+with those of the baseline step. If the measured peak exceeds the budget, the plan is corrected and proved once more.
 --save writes the plan as JSON, for memfit.Plan.load and for verify --plan.
 """
 

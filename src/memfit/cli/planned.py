@@ -1,6 +1,6 @@
 """Makes a plan from the options of a command: capture, budget, plan, proof.
 
-A budget such as `40%plain` refers to the plain step's peak, which is known only after the step is captured and
+A budget such as `40%plain` refers to the baseline step's peak, which is known only after the step is captured and
 profiled. `memfit.plan` does not accept such a budget, so this module calls the functions behind it.
 """
 
@@ -28,7 +28,7 @@ def plan_example(
     Args:
         example: model, inputs and loss of the step.
         args: parsed options of `add_model`, `add_budget`, `add_strategy`, `add_tiers` and `add_levers`.
-        prove: whether to run the plan, compare its results with the plain step's, and correct it, as `memfit.plan`.
+        prove: whether to run the plan, compare its results with the baseline step's, and correct it, as `memfit.plan`.
         progress: called with the progress.
 
     Returns:
@@ -39,7 +39,7 @@ def plan_example(
     """
     from memfit.capture.training_step import device_of
     from memfit.compiler import driver, stages
-    from memfit.sim.simulator import simulate_plain
+    from memfit.sim.simulator import simulate_baseline
     from memfit.tools import compare
 
     model, inputs, kwargs = example.model, tuple(example.args), dict(example.kwargs)
@@ -59,6 +59,6 @@ def plan_example(
     device = device_of(model)
     compare.budget_bytes(args.budget, 1 << 40, device, 0)  # reports a mistake before the capture
     _, graph = stages.capture_and_profile(model, inputs, kwargs, request, progress=progress)
-    nbytes = compare.budget_bytes(args.budget, simulate_plain(graph).peak_bytes, device, graph.static_bytes)
+    nbytes = compare.budget_bytes(args.budget, simulate_baseline(graph).peak_bytes, device, graph.static_bytes)
     assert nbytes is not None
     return driver.make_plan(model, inputs, kwargs, replace(request, budget=nbytes), progress=progress)

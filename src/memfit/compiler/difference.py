@@ -1,6 +1,6 @@
-"""Finds the first op in which a planned step differs from the plain step.
+"""Finds the first op in which a planned step differs from the baseline step.
 
-Both steps run once under a recorder (`memfit.compiler.recorded_ops`). The first op of the plain step whose result
+Both steps run once under a recorder (`memfit.compiler.recorded_ops`). The first op of the baseline step whose result
 occurs nowhere in the planned step is where the two steps diverge. A planned step rightly lacks some results: results of
 ops that run slice by slice are never whole, and recomputed results may be made by other calls. An op is therefore
 skipped if the planned step contains a later result of the same pass that was made from the op's result. Then both steps
@@ -38,18 +38,18 @@ _SHAPE_ONLY = ("zeros", "ones", "full", "empty", "rand", "arange", "scalar_tenso
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The first op of the plain step whose result the planned step does not make.
+    """The first op of the baseline step whose result the planned step does not make.
 
     Attributes:
         op: name of the op, such as `aten.native_dropout.default`.
         backward: whether the op runs in the backward pass.
-        number: number of the op in the plain step, from 0.
+        number: number of the op in the baseline step, from 0.
         module: path and class of the module that the op runs in; for a backward op, that of its forward op; "" if
             unknown.
         line: the user's line, as file, line and function; "" if unknown.
         dtype: dtype of its result.
         shape: shape of its result.
-        strides: strides of its result in the plain step.
+        strides: strides of its result in the baseline step.
         planned_op: the nearest counterpart in the planned step; None if there is none.
         planned_shape: shape of the counterpart's result.
         planned_strides: strides of the counterpart's result.
@@ -84,7 +84,7 @@ class Difference:
     def __str__(self) -> str:
         where = f" in {self.module}" if self.module else ""
         at = f" at {self.line}" if self.line else ""
-        which = f"{self.op} ({'backward' if self.backward else 'forward'}, op {self.number} of the plain step)"
+        which = f"{self.op} ({'backward' if self.backward else 'forward'}, op {self.number} of the baseline step)"
         result = f"{self.dtype} {self.shape} with strides {self.strides}"
         return f"the first op that differs is {which}{where}{at}, whose result is {result}; {self._cause()}"
 
@@ -214,7 +214,7 @@ def _is_telling(op: RecordedOp, contents: set[bytes]) -> bool:
 def _counterpart(
     op: RecordedOp, result: RecordedTensor, ops: Sequence[RecordedOp], made: set[bytes | None]
 ) -> int | None:
-    """The op of the planned step most like `op`, among the ops whose results the plain step does not make."""
+    """The op of the planned step most like `op`, among the ops whose results the baseline step does not make."""
 
     def likeness(other: RecordedOp) -> int:
         new = any(r.fingerprint is not None and r.fingerprint not in made for r in other.results)

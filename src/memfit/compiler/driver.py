@@ -87,11 +87,11 @@ def make_plan(
     inputs = detached(args, kwargs)
     args, kwargs = inputs.args, inputs.kwargs
 
-    def plain_step() -> None:
+    def baseline_step() -> None:
         with preserved(model, args, kwargs, request.loss_fn, request.optimizer) as state:
             proving_step(model, args, kwargs, request, state).plain()
 
-    with told_plainly(model, plain_step), planning_backward(in_autocast=request.backward_in_autocast):
+    with told_plainly(model, baseline_step), planning_backward(in_autocast=request.backward_in_autocast):
         plan = _made(model, args, kwargs, request, progress=progress, keep_call=keep_call)
     return plan if keep_call else _without_call(plan)
 
@@ -133,7 +133,7 @@ def _made(
     if not request.told or not step[0].assumed:
         return plan
     # The loop brings gradients that the loss alone does not. The plan without them is exact, so the plan with them is
-    # exact too; but with them, the plain step of the loss alone is another step.
+    # exact too; but with them, the baseline step of the loss alone is another step.
     capture = replace(request.capture, cut_between=without.capture.cut_between)
     with_them = replace(request, capture=capture, told=False, proves_gradients=False)
     return _made(model, args, kwargs, with_them, progress=progress, keep_call=keep_call)

@@ -5,7 +5,7 @@ order, or a whole branch behind a gate, then does not change a single bit; after
 So a proof on such values would hold for the first step only.
 
 *Idea:* mutation of the state rather than of the program: each such parameter is moved by up to `SPREAD`, by the same
-numbers each time, for the plain step and for the planned one. `memfit.capture.state.snapshot` restores the values.
+numbers each time, for the baseline step and for the planned one. `memfit.capture.state.snapshot` restores the values.
 Autocast caches casts of parameters until its region ends, and does not see that values change, so its cache is cleared.
 
 Known limits: only parameters that require gradients, since others stay as they are; not those of sharded modules, nor

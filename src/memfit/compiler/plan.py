@@ -34,7 +34,7 @@ class CompiledPlan:
         strategy: name of the planner.
         predicted: predicted peak, time and overhead, and their bounds.
         measured_peak_bytes: peak of the proving run, None if there was none.
-        proof: comparison of its results with the plain step's; None if no proof was requested.
+        proof: comparison of its results with the baseline step's; None if no proof was requested.
         program: the order in which the step computes and frees.
         decisions: the program in words.
         fingerprint: model, inputs, torch and device that the plan was made for.
@@ -134,11 +134,11 @@ class CompiledPlan:
         measured = "" if self.measured_peak_bytes is None else f", measured {format_bytes(self.measured_peak_bytes)}"
         lines = [
             f"plan  {self.label} · budget {format_bytes(self.budget_bytes)} · strategy {self.strategy}",
-            f"      predicted peak {format_bytes(p.peak_bytes)}{measured} · plain {format_bytes(p.plain_peak_bytes)} · "
-            f"step {format_percent(p.overhead)}{bound}",
+            f"      predicted peak {format_bytes(p.peak_bytes)}{measured} · "
+            f"baseline {format_bytes(p.baseline_peak_bytes)} · step {format_percent(p.overhead)}{bound}",
         ]
         if self.proof is not None:
-            lines.append(f"      {self.proof} ({format_seconds(self.proof.seconds)} of plain steps)")
+            lines.append(f"      {self.proof} ({format_seconds(self.proof.seconds)} of baseline steps)")
         if self.is_tiled:
             images, micro_batches = self.grid[:2], self.grid[2:]
             tiles = f", images in {'×'.join(map(str, images))} tiles" if max(images) > 1 else ""

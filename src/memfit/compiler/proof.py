@@ -1,12 +1,13 @@
-"""Proves that a planned step equals the plain step: both run from the same state and are compared bit by bit.
+"""Proves that a planned step equals the baseline step: both run from the same state and are compared bit by bit.
 
 A plan is made from a captured graph. Capture promises that the graph computes the same as the module; this module
-checks that promise on the user's module, inputs and loss. Where free memory allows, the whole plain step runs, so loss,
-outputs, gradients, buffers and random states are compared. Otherwise only its forward pass runs, and everything that
-autograd would save is dropped at once (`torch.autograd.graph.saved_tensors_hooks`): it takes no more memory than a pass
-without gradients, yet the model's code sees gradients enabled, as in training.
+checks that promise on the user's module, inputs and loss. Where free memory allows, the whole baseline step runs, so
+loss, outputs, gradients, buffers and random states are compared. Otherwise only its forward pass runs, and everything
+that autograd would save is dropped at once (`torch.autograd.graph.saved_tensors_hooks`): it takes no more memory than a
+pass without gradients, yet the model's code sees gradients enabled, as in training.
 
-A second plain step shows whether the plain step differs from itself because one of its kernels is not deterministic.
+A second baseline step shows whether the baseline step differs from itself because one of its kernels is not
+deterministic.
 
 Parameters that hold only one number are perturbed for both steps (`memfit.compiler.perturbed`), since they would hide
 differences.
@@ -46,7 +47,7 @@ log = logging.getLogger(__name__)
 
 _Key = tuple[str, str]
 _TIMES = 4
-"""Allowed distance of a planned step from the plain step, as a multiple of the plain step's distance from itself."""
+"""Allowed distance of a planned step from the baseline step, in distances of the baseline step from itself."""
 
 _NAMED = 3
 """Number of differing tensors that an error names."""
@@ -54,16 +55,16 @@ _NAMED = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """The result of comparing a planned step with the plain step, and the extent of the comparison.
+    """The result of comparing a planned step with the baseline step, and the extent of the comparison.
 
     Attributes:
-        gradients: whether gradients were compared; False where the plain step did not fit in free memory.
+        gradients: whether gradients were compared; False where the baseline step did not fit in free memory.
         tensors: how many tensors were compared.
         equal: how many of them had the same bits.
-        deterministic: whether the plain step gives the same bits twice; True where that was not tested.
+        deterministic: whether the baseline step gives the same bits twice; True where that was not tested.
         relative_difference: difference of all gradients together (of outputs, without gradients), relative to their
             norm.
-        seconds: time that the plain steps took.
+        seconds: time that the baseline steps took.
         other_gradients: whether gradients were left out because the loop brings other gradients than the loss alone.
     """
 
@@ -86,9 +87,9 @@ class Proof:
         why_not = why_not if self.other_gradients else "the plain backward pass does not fit"
         what = "outputs and gradients" if self.gradients else f"outputs ({why_not})"
         if self.is_exact:
-            return f"{what} proved equal to the plain step's, bit by bit"
+            return f"{what} proved equal to the baseline step's, bit by bit"
         why = "" if self.deterministic else ", which is not deterministic itself"
-        return f"{what} within {self.relative_difference:.1e} of the plain step's, relatively{why}"
+        return f"{what} within {self.relative_difference:.1e} of the baseline step's, relatively{why}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,7 +233,7 @@ def compare(
         plain: result of the plain module.
         planned: result of the plan.
         rounding: whether a difference within rounding is allowed.
-        seconds: time that the plain step took.
+        seconds: time that the baseline step took.
 
     Returns:
         The result of the comparison.
@@ -259,7 +260,7 @@ def compare(
     proof = replace(proof, deterministic=deterministic, relative_difference=off, seconds=seconds)
     name = type(step.model).__name__
     if not deterministic:
-        log.warning("the plain step of %s has other bits each time, so a plan is proved up to that only", name)
+        log.warning("the baseline step of %s has other bits each time, so a plan is proved up to that only", name)
     if rounding or not deterministic:
         scale = math.hypot(*(_norm(t) for k, t in plain.tensors.items() if k[0] == "gradient"))
         differing = [k for k in differing if not _within(k, plain, planned, again, scale)]
@@ -292,7 +293,7 @@ def _equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 
 
 def _within(key: _Key, plain: StepResult, planned: StepResult, again: StepResult, scale: float) -> bool:
-    """Whether a tensor differs by rounding, or by at most a few times the difference of the plain step from itself."""
+    """Whether a tensor differs by rounding, or by a few times the difference of the baseline step from itself."""
     a, b, c = (result.tensors.get(key) for result in (plain, planned, again))
     if a is None or b is None or a.shape != b.shape or a.dtype is not b.dtype:
         return False

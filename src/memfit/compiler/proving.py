@@ -1,9 +1,9 @@
-"""Runs a plan before it is returned: its results must be the plain step's, and its peak within the budget.
+"""Runs a plan before it is returned: its results must be the baseline step's, and its peak within the budget.
 
 The planner predicts a peak, and a run may take more: workspaces of kernels, an allocator that leaves bytes unused. As
 in any closed loop, the excess is subtracted from the planner's budget, and the next plan is measured again.
 
-Known limits: the gradients of the plain step are compared where the step fits in free memory, else only its outputs.
+Known limits: the gradients of the baseline step are compared where the step fits in free memory, else only its outputs.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def prove(
     progress: Progress | None = None,
     keep_call: bool = False,
 ) -> CompiledPlan:
-    """Runs the plan, compares its results with the plain step's, and plans for less if the peak exceeds the budget.
+    """Runs the plan, compares its results with the baseline step's, and plans for less if the peak exceeds the budget.
 
     The model, its inputs, the loss and the optimizer stay unchanged, whether the proof succeeds or not.
 
@@ -62,7 +62,7 @@ def prove(
 
     Raises:
         BudgetError: if no correction fits.
-        ExactnessError: if the results are not those of the plain step.
+        ExactnessError: if the results are not those of the baseline step.
     """
     assert plan.planned is not None
     request = plan.planned.request
@@ -71,7 +71,7 @@ def prove(
     with preserved(model, args, kwargs, request.loss_fn, request.optimizer) as state:
         step = proving_step(model, args, kwargs, request, state)
         begin = time.perf_counter()
-        step, plain = _with_plain_result(step, plan, device_of(model))
+        step, plain = _with_baseline_result(step, plan, device_of(model))
         seconds = time.perf_counter() - begin
         tried_least = False
         for attempt in range(_PROVING_RUNS):
@@ -84,7 +84,7 @@ def prove(
                 # Code between subgraphs branched on perturbed parameters. The planned branch is the one to prove.
                 del found
                 step, begin = replace(step, perturbed=()), time.perf_counter()
-                plain = _plain_result(step, plan, device_of(model))
+                plain = _baseline_result(step, plan, device_of(model))
                 seconds += time.perf_counter() - begin
                 found = step.result(call)
             rounding = plan.is_tiled or request.exact == "rounding"
@@ -175,24 +175,24 @@ def proving_step(
     )
 
 
-def _with_plain_result(
+def _with_baseline_result(
     step: ProvingStep, plan: CompiledPlan, device: torch.device
 ) -> tuple[ProvingStep, StepResult | None]:
-    """The plain step's results on perturbed parameters; on the module's own where the perturbed ones fail."""
+    """The baseline step's results on perturbed parameters; on the module's own where the perturbed ones fail."""
     constant = () if is_sharded(step.model) else constant_parameters(step.model, step.state)
     if constant:
         try:
             perturbed = replace(step, perturbed=constant)
-            plain = _plain_result(perturbed, plan, device)
+            plain = _baseline_result(perturbed, plan, device)
             if plain is not None and plain.is_finite:
                 return perturbed, plain
         except Exception as error:  # the user's code may check its parameters; unperturbed, it raises its own errors
-            log.info("the plain step refuses perturbed parameters: %s: %s", type(error).__name__, error)
-    return step, _plain_result(step, plan, device)
+            log.info("the baseline step refuses perturbed parameters: %s: %s", type(error).__name__, error)
+    return step, _baseline_result(step, plan, device)
 
 
-def _plain_result(step: ProvingStep, plan: CompiledPlan, device: torch.device) -> StepResult | None:
-    """The results of the plain step, without gradients where these do not fit in free memory or prove nothing.
+def _baseline_result(step: ProvingStep, plan: CompiledPlan, device: torch.device) -> StepResult | None:
+    """The results of the baseline step, without gradients where these do not fit in free memory or prove nothing.
 
     None for a sharded module if some process has no room for the step, since all processes run it or none does.
     """
@@ -200,11 +200,11 @@ def _plain_result(step: ProvingStep, plan: CompiledPlan, device: torch.device) -
     model, graph = step.model, plan.planned.graph
     if not plan.planned.request.proves_gradients:
         return replace(step.plain(backward=False), other_gradients=True)
-    more_bytes = plan.predicted.plain_peak_bytes - graph.static_bytes
+    more_bytes = plan.predicted.baseline_peak_bytes - graph.static_bytes
     on_host = graph.gradient_bytes if device.type == "cpu" else 0  # results are copied there
     fits = agreed_peak(model, 0 if more_bytes + on_host <= free_bytes(device) else 1) == 0
     if is_sharded(model) and not fits:
-        log.warning("the plain step of the sharded module does not fit in what is free, so no bits are proved")
+        log.warning("the baseline step of the sharded module does not fit in what is free, so no bits are proved")
         return None
     try:
         return step.plain(backward=fits)

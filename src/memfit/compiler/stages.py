@@ -77,7 +77,7 @@ class Request:
         strategy: name of a planner.
         levers: `"bitwise"`, `"all"` or a tuple of lever names.
         tiers: tiers to which storages may be swapped out; see `memfit.runtime.offload.tiers.parse_tiers`.
-        prove: whether to run the plan once, compare it with the plain step, and correct it.
+        prove: whether to run the plan once, compare it with the baseline step, and correct it.
         exact: `"bitwise"`, or `"rounding"` to accept a plan whose results differ by rounding.
         label: name of the planned step, for people.
         search_seconds: work of the search of `"auto"`, in nominal seconds; up to four times that while far from the

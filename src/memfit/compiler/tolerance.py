@@ -1,11 +1,11 @@
-"""How far a tiled step may be from the plain step: sums are made in another order, so results differ by rounding.
+"""How far a tiled step may be from the baseline step: sums are made in another order, so results differ by rounding.
 
-Rounding is measured, not guessed: the plain step runs in float64 as well, and the distance of the plain step in float32
-from it is the plain step's own error. A tiled step may have four times that error: each tensor four times its own
-error, or four times the relative error of all gradients together if that is more. Errors are norms over a tensor;
-single elements scatter.
+Rounding is measured, not guessed: the baseline step runs in float64 as well, and the distance of the baseline step in
+float32 from it is the baseline step's own error. A tiled step may have four times that error: each tensor four times
+its own error, or four times the relative error of all gradients together if that is more. Errors are norms over a
+tensor; single elements scatter.
 
-Known limits: where there is no wider step to compare with, the plain step itself is the reference, a coarse one: for
+Known limits: where there is no wider step to compare with, the baseline step itself is the reference, a coarse one: for
 float64, and where ops draw random numbers, since another dtype draws other numbers (`own_rounding`).
 """
 
@@ -23,7 +23,7 @@ from memfit.torch_compat.core import pytree
 __all__ = ["in_float64", "in_widest", "is_within_rounding", "own_rounding"]
 
 _TIMES = 4
-"""Allowed multiple of the plain step's own error."""
+"""Allowed multiple of the baseline step's own error."""
 
 _WIDE = (torch.float64, torch.complex128)
 
@@ -54,7 +54,7 @@ def in_float64(
 
 
 def own_rounding(plain: Mapping[Any, torch.Tensor], wide: Mapping[Any, torch.Tensor]) -> float | None:
-    """The relative distance of the plain step's gradients, all together, from those in float64.
+    """The relative distance of the baseline step's gradients, all together, from those in float64.
 
     Returns:
         None if the float64 step drew other random numbers, or if there are no gradients.
@@ -75,13 +75,13 @@ def is_within_rounding(
     own: float,
     computed_in: torch.dtype | None = None,
 ) -> bool:
-    """Whether a result differs from the plain step's by rounding only.
+    """Whether a result differs from the baseline step's by rounding only.
 
     Args:
-        plain: result of the plain step.
+        plain: result of the baseline step.
         found: result of the tiled step.
-        reference: result of the plain step in float64; None if there is none.
-        scale: norm of all gradients of the plain step.
+        reference: result of the baseline step in float64; None if there is none.
+        scale: norm of all gradients of the baseline step.
         own: see `own_rounding`. By chance, the error of a single tensor may be lower.
         computed_in: narrowest dtype that the result was computed in, if it differs from its own dtype.
     """

@@ -11,7 +11,7 @@ from torch import fx
 
 from memfit.fxir.call import Call
 from memfit.fxir.layout import owns_memory
-from memfit.fxir.marks import PLAIN_NBYTES, is_tangent
+from memfit.fxir.marks import BASELINE_NBYTES, is_tangent
 from memfit.ir.graph import Phase, StorageKind
 from memfit.ir.slicing import BySlices
 
@@ -27,10 +27,10 @@ class JointStorage:
     kind: StorageKind
 
     @property
-    def plain_nbytes(self) -> int:
+    def baseline_nbytes(self) -> int:
         """Size in the step without memfit if it differs, else 0: eager CPU dropout saves a mask of the data's dtype."""
-        if PLAIN_NBYTES in self.base.meta:
-            return int(self.base.meta[PLAIN_NBYTES])
+        if BASELINE_NBYTES in self.base.meta:
+            return int(self.base.meta[BASELINE_NBYTES])
         call, value = self.base.args[:1], self.base.meta["val"]
         if self.base.target is not operator.getitem or value.dtype is not torch.bool or value.device.type != "cpu":
             return 0
@@ -44,8 +44,8 @@ class JointStorage:
 class JointOp:
     """A node that computes, and the call that recomputes it if that is another call (`memfit.fxir.call`).
 
-    In the step without memfit, the op may read other storages (`plain_reads`), another call may run in its place
-    (`plain_call`), or no call at all (`plain_free`).
+    In the step without memfit, the op may read other storages (`baseline_reads`), another call may run in its place
+    (`baseline_call`), or no call at all (`baseline_free`).
     """
 
     node: fx.Node
@@ -53,12 +53,12 @@ class JointOp:
     module: str
     reads: tuple[int, ...]
     writes: tuple[int, ...]
-    plain_reads: tuple[int, ...] | None
-    plain_call: Call | None
-    plain_free: bool
+    baseline_reads: tuple[int, ...] | None
+    baseline_call: Call | None
+    baseline_free: bool
     in_place_over: tuple[int, ...]
     in_place_argument: int | None
-    plain_in_place: bool
+    baseline_in_place: bool
     random: bool
     recomputable: bool
     recompute_as: Call | None = None

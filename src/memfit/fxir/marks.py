@@ -15,8 +15,8 @@ from torch import fx
 __all__ = [
     "HALF_OF",
     "METADATA_ONLY_PREFIX",
-    "PLAIN_CALL",
-    "PLAIN_NBYTES",
+    "BASELINE_CALL",
+    "BASELINE_NBYTES",
     "SEPARATED",
     "STANDS_FOR",
     "is_tangent",
@@ -41,7 +41,7 @@ HALF_OF = "memfit_half_of"
 """Mark in the `meta` of a node: name of the call that makes the results of both nodes with this mark at once."""
 
 
-PLAIN_NBYTES = "memfit_plain_nbytes"
+BASELINE_NBYTES = "memfit_baseline_nbytes"
 """Mark in the `meta` of a node: bytes of its memory in the step without memfit, where they differ."""
 
 
@@ -79,7 +79,7 @@ def is_view(node: fx.Node) -> bool:
     )
 
 
-PLAIN_CALL = "memfit_plain_call"
+BASELINE_CALL = "memfit_baseline_call"
 """Mark in the `meta` of a node: the call that runs in its place in the step without memfit, None for no call."""
 
 SEPARATED = "memfit_separated"

@@ -85,7 +85,7 @@ class Storage(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkn
         name: unique within the graph.
         nbytes: its size.
         kind: who owns it.
-        plain_nbytes: its size in the step without memfit where that differs, else 0.
+        baseline_nbytes: its size in the step without memfit where that differs, else 0.
         reusable: whether a result may be put together from slices in its memory once nothing reads it any more.
         stream: how it moves if it is tier-resident, and so takes no memory; only `memfit.ir.streaming` sets this, and
             a step that is read from elsewhere has none.
@@ -94,7 +94,7 @@ class Storage(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkn
     name: Name
     nbytes: Bytes
     kind: StorageKind
-    plain_nbytes: Bytes = 0
+    baseline_nbytes: Bytes = 0
     reusable: bool = False
     stream: Stream | None = None
 
@@ -138,10 +138,10 @@ class Op(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_f
         variants: every variant, the chosen one included; empty if whole is the only one.
         random_state_bytes: bytes of generator state to save for recomputing it; 0 if not random.
         recomputable: whether recomputing it gives the same bits and has no side effect.
-        plain_in_place: whether it writes over an operand in the step without memfit.
-        plain_reads: storages that it reads in the step without memfit, if they differ: for example, a tensor of which
-            it needs only the shape.
-        plain_variant: its cost in the step without memfit, if that differs in more than running whole.
+        baseline_in_place: whether it writes over an operand in the step without memfit.
+        baseline_reads: storages that it reads in the step without memfit, if they differ: for example, a tensor of
+            which it needs only the shape.
+        baseline_variant: its cost in the step without memfit, if that differs in more than running whole.
         recompute_as: the op that runs in its place after the first run, if that is another call: it writes some of
             `writes` and may read others of them, which then live on from the first run.
         by_slices: how it runs a few samples at a time, if it can.
@@ -165,9 +165,9 @@ class Op(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_f
     variants: Annotated[tuple[Variant, ...], Meta(max_length=1_000)] = ()
     random_state_bytes: Bytes = 0
     recomputable: bool = True
-    plain_in_place: bool = False
-    plain_reads: Indices | None = None
-    plain_variant: Variant | None = None
+    baseline_in_place: bool = False
+    baseline_reads: Indices | None = None
+    baseline_variant: Variant | None = None
     recompute_as: Op | None = None
     by_slices: BySlices | None = None
     half_of: Name = ""
@@ -184,12 +184,12 @@ class Op(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_f
         return self.recompute_as or self
 
     @property
-    def plain(self) -> Variant:
+    def baseline(self) -> Variant:
         """The variant in which it runs in the step without memfit."""
-        if self.plain_variant is not None:
-            return self.plain_variant
+        if self.baseline_variant is not None:
+            return self.baseline_variant
         whole = self.variant(1) if self.variants else self.variant(self.chunks)
-        if self.plain_in_place and self.in_place_seconds is not None:
+        if self.baseline_in_place and self.in_place_seconds is not None:
             return structs.replace(whole, seconds=self.in_place_seconds)
         return whole
 
@@ -298,9 +298,9 @@ class StepGraph(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_un
         return [least(index, op) for index, op in enumerate(self.ops)]
 
     @property
-    def plain_seconds(self) -> float:
+    def baseline_seconds(self) -> float:
         """Time of the step without memfit: each op once, whole."""
-        return sum(op.plain.seconds for op in self.ops) + self.after_step_seconds
+        return sum(op.baseline.seconds for op in self.ops) + self.after_step_seconds
 
     @property
     def gradient_bytes(self) -> int:
@@ -314,7 +314,7 @@ class StepGraph(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_un
     def without_memfit(self) -> StepGraph:
         """The step as eager autograd runs it: ops whole, not in place, with its operands and sizes."""
         return structs.replace(
-            self, ops=tuple(map(_plain_op, self.ops)), storages=tuple(map(_plain_storage, self.storages))
+            self, ops=tuple(map(_baseline_op, self.ops)), storages=tuple(map(_baseline_storage, self.storages))
         )
 
     def producers(self) -> list[int]:
@@ -351,26 +351,26 @@ def _read_in_slices(op: Op) -> tuple[int, ...]:
     return op.by_slices.reads if op.by_slices is not None and op.by_slices.first else ()
 
 
-def _plain_op(op: Op) -> Op:
+def _baseline_op(op: Op) -> Op:
     return structs.replace(
         op,
-        reads=op.reads if op.plain_reads is None else op.plain_reads,
-        plain_reads=None,
-        plain_variant=None,
+        reads=op.reads if op.baseline_reads is None else op.baseline_reads,
+        baseline_reads=None,
+        baseline_variant=None,
         recompute_as=None,
         in_place_over=(),
-        seconds=op.plain.seconds,
+        seconds=op.baseline.seconds,
         in_place_seconds=None,
-        plain_in_place=False,
-        workspace_bytes=op.plain.workspace_bytes,
-        chunks=op.plain.chunks,
+        baseline_in_place=False,
+        workspace_bytes=op.baseline.workspace_bytes,
+        chunks=op.baseline.chunks,
         variants=(),
         by_slices=None,
     )
 
 
-def _plain_storage(storage: Storage) -> Storage:
-    return structs.replace(storage, nbytes=storage.plain_nbytes or storage.nbytes, plain_nbytes=0, stream=None)
+def _baseline_storage(storage: Storage) -> Storage:
+    return structs.replace(storage, nbytes=storage.baseline_nbytes or storage.nbytes, baseline_nbytes=0, stream=None)
 
 
 def total_bytes(graph: StepGraph, storages: Sequence[int]) -> int:

@@ -27,8 +27,8 @@ __all__ = [
     "assembled",
     "dying_after",
     "in_their_subgraphs",
-    "plain_order",
-    "plain_program",
+    "baseline_order",
+    "baseline_program",
     "program_of",
     "are_recomputed",
 ]
@@ -88,18 +88,18 @@ def are_halves(graph: StepGraph, first: Instruction, second: Instruction) -> boo
     )
 
 
-def plain_order(graph: StepGraph) -> list[int]:
+def baseline_order(graph: StepGraph) -> list[int]:
     """Every op once, as captured."""
     return list(range(len(graph.ops)))
 
 
-def plain_program(graph: StepGraph) -> Program:
+def baseline_program(graph: StepGraph) -> Program:
     """The unplanned step, as eager autograd runs it.
 
-    It differs from `program_of(plain_order)`: no storage is overwritten in place, every op runs whole, and no storage
-    is freed before the last op that reads it without memfit.
+    It differs from `program_of(baseline_order)`: no storage is overwritten in place, every op runs whole, and no
+    storage is freed before the last op that reads it without memfit.
     """
-    return program_of(graph.without_memfit(), plain_order(graph))
+    return program_of(graph.without_memfit(), baseline_order(graph))
 
 
 def as_they_run(graph: StepGraph, order: Sequence[int]) -> list[Op]:

@@ -65,10 +65,10 @@ def _broken_promises(graph: StepGraph) -> Iterator[str]:
         if op.estimated_seconds is not None:
             yield f"op {op.name} has an estimated time, which only a planner sets"
         later = (*op.later.reads, *op.later.writes, *op.later.in_place_over)
-        if any(index >= count for index in (*op.reads, *op.writes, *(op.plain_reads or ()), *later)):
+        if any(index >= count for index in (*op.reads, *op.writes, *(op.baseline_reads or ()), *later)):
             yield f"op {op.name} uses a storage that is not among the {count} of the step"
             return
-        if len(set(op.reads)) != len(op.reads) or not written.issuperset((*op.reads, *(op.plain_reads or ()))):
+        if len(set(op.reads)) != len(op.reads) or not written.issuperset((*op.reads, *(op.baseline_reads or ()))):
             yield f"op {op.name} reads a storage twice or before it is written"
         if op.variants and op.variant(op.chunks) not in op.variants:
             yield f"op {op.name} runs in {op.chunks} chunks, which is none of its variants"

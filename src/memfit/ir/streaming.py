@@ -76,7 +76,7 @@ def streaming_step(graph: StepGraph, placed: Mapping[int, Tier]) -> StepGraph:
         return structs.replace(
             storage,
             nbytes=0,
-            plain_nbytes=storage.plain_nbytes or storage.nbytes,
+            baseline_nbytes=storage.baseline_nbytes or storage.nbytes,
             reusable=False,
             stream=_stream(storage.nbytes, links.get(placed[index])),
         )
@@ -210,7 +210,7 @@ def _in_slices_only(graph: StepGraph, op: Op, held: AbstractSet[int]) -> Op:
         recomputable=op.recomputable and held.isdisjoint(op.writes),
         in_place_over=(),
         in_place_seconds=None,
-        plain_variant=op.plain,
+        baseline_variant=op.baseline,
         variants=(),
         chunks=slices.slices,
         seconds=slices.seconds + slices.copy_over_seconds + taken + waited,

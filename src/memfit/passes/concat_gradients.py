@@ -24,7 +24,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from memfit.fxir.marks import PLAIN_NBYTES, is_view
+from memfit.fxir.marks import BASELINE_NBYTES, is_view
 from memfit.ops.kernels.convolution import convolution_input_gradient, convolution_input_slices, takes_input_shape_only
 from memfit.passes.replace_uses import replace_uses
 from memfit.torch_compat.core import detect_fake_mode
@@ -77,7 +77,7 @@ def separate_input_slices(module: fx.GraphModule) -> None:
                 item = graph.call_function(operator.getitem, (made, number))
             # Without memfit the slice that is read last keeps the memory of all slices alive.
             nbytes = value.numel() * value.element_size() if user is last else 1
-            item.meta = {**user.meta, "val": slices[number], PLAIN_NBYTES: nbytes}
+            item.meta = {**user.meta, "val": slices[number], BASELINE_NBYTES: nbytes}
             replace_uses(user, item)
             graph.erase_node(user)
         graph.erase_node(node)

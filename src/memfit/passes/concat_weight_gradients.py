@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from memfit.fxir.call import Call
-from memfit.fxir.marks import PLAIN_CALL, PLAIN_NBYTES, SEPARATED, returned_storages, storage_key
+from memfit.fxir.marks import BASELINE_CALL, BASELINE_NBYTES, SEPARATED, returned_storages, storage_key
 from memfit.fxir.signature import cost_key, describe
 from memfit.passes.replace_uses import replace_uses
 from memfit.torch_compat.core import detect_fake_mode
@@ -141,15 +141,15 @@ def _separate(graph: fx.Graph, node: fx.Node) -> None:
             channels = call(_aten.slice.Tensor, (weight, 1, start, stop))
             bias = bool(mask[2]) and number == 0
             made = call(node.target, (gradient, operand, channels, *settings, [False, True, bias]))
-            made.meta[PLAIN_CALL] = plain if number == 0 else None
+            made.meta[BASELINE_CALL] = plain if number == 0 else None
             parts.append(call(operator.getitem, (made, 1)))
             # Without memfit the whole is made at once.
-            parts[-1].meta[PLAIN_NBYTES] = of_weight.numel() * of_weight.element_size() if number == 0 else 1
+            parts[-1].meta[BASELINE_NBYTES] = of_weight.numel() * of_weight.element_size() if number == 0 else 1
             if bias and 2 in results:
                 of_bias = call(operator.getitem, (made, 2))
                 of_bias.meta = {**results[2].meta, "val": of_bias.meta["val"]}
         together = graph.call_function(_aten.cat.default, (parts, 1))
-        together.meta = {**node.meta, "val": of_weight, PLAIN_CALL: None}
+        together.meta = {**node.meta, "val": of_weight, BASELINE_CALL: None}
     if 1 in results:
         replace_uses(results[1], together)
         graph.erase_node(results[1])

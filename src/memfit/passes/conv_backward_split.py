@@ -33,9 +33,9 @@ import torch
 from torch import fx
 
 from memfit.fxir.marks import (
+    BASELINE_NBYTES,
     HALF_OF,
     METADATA_ONLY_PREFIX,
-    PLAIN_NBYTES,
     STANDS_FOR,
     is_view,
     original,
@@ -185,7 +185,7 @@ def mask_before_unpooling(module: fx.GraphModule) -> None:
         with detect_fake_mode(values) or nullcontext():
             early.meta = {**masked.meta, "val": masked.target(*values, 0)}
         # Without memfit the mask is applied to the large gradient: gradient and result are live, the indices are not.
-        early.meta[PLAIN_NBYTES] = _nbytes(masked) - _nbytes(results[1])
+        early.meta[BASELINE_NBYTES] = _nbytes(masked) - _nbytes(results[1])
         unpooled.update_arg(0, early)
         replace_uses(masked, unpooled)
         graph.erase_node(masked)

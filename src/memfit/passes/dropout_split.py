@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from memfit.fxir.call import Call
-from memfit.fxir.marks import PLAIN_CALL, PLAIN_NBYTES
+from memfit.fxir.marks import BASELINE_CALL, BASELINE_NBYTES
 from memfit.ops.kernels.dropout import drawn, kept_scale, masked
 from memfit.passes.conv_backward_split import metadata_only_attribute
 from memfit.passes.replace_uses import replace_uses
@@ -69,15 +69,15 @@ def _take_apart(module: fx.GraphModule, drawing: fx.Node, noise: fx.Node) -> boo
         mask = graph.call_function(drawn, (metadata_only_attribute(module, drawing, like), kept))
     with detect_fake_mode(value) or nullcontext():
         bits = torch.empty_strided(value.shape, value.stride(), dtype=torch.bool, device=value.device)
-    mask.meta = {**drawing.meta, "val": bits, PLAIN_CALL: None}
-    mask.meta[PLAIN_NBYTES] = value.numel() * value.element_size()
+    mask.meta = {**drawing.meta, "val": bits, BASELINE_CALL: None}
+    mask.meta[BASELINE_NBYTES] = value.numel() * value.element_size()
     for place, (product, data) in enumerate(products):
         with graph.inserting_before(product):
             result = graph.call_function(masked, (data, mask, scale))
         result.meta = dict(product.meta)
         if not place:
             both = {**product.meta, "val": (product.meta["val"], value)}
-            result.meta[PLAIN_CALL] = Call(name=product.name, target=_dropped, args=(data, kept), meta=both)
+            result.meta[BASELINE_CALL] = Call(name=product.name, target=_dropped, args=(data, kept), meta=both)
         replace_uses(product, result)
         graph.erase_node(product)
     graph.erase_node(noise)
@@ -115,8 +115,13 @@ def split_dropout(module: fx.GraphModule) -> None:
             kept = graph.call_function(masked, (data, mask, 1 / (1 - probability)))
         # Without memfit the mask has the data's dtype.
         bits = node.meta["val"][1]
-        mask.meta = {**node.meta, "val": bits, PLAIN_CALL: None, PLAIN_NBYTES: value.numel() * value.element_size()}
-        kept.meta = {**node.meta, "val": node.meta["val"][0], PLAIN_CALL: whole}
+        mask.meta = {
+            **node.meta,
+            "val": bits,
+            BASELINE_CALL: None,
+            BASELINE_NBYTES: value.numel() * value.element_size(),
+        }
+        kept.meta = {**node.meta, "val": node.meta["val"][0], BASELINE_CALL: whole}
         for place, replacement in ((0, kept), (1, mask)):
             if place in results:
                 replace_uses(results[place], replacement)

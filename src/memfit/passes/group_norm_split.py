@@ -27,7 +27,7 @@ import torch
 from torch import fx
 
 from memfit.fxir.call import Call
-from memfit.fxir.marks import PLAIN_CALL
+from memfit.fxir.marks import BASELINE_CALL
 from memfit.ops.kernels.group_norm import (
     gradients_from_products,
     input_gradient,
@@ -211,19 +211,19 @@ def _split(graph: fx.Graph, norm: _Norm) -> None:
         made = graph.call_function(target, args)
         values = fx.map_arg(args, lambda n: n.meta["val"])
         with detect_fake_mode(value) or nullcontext():
-            made.meta = {**like.meta, "val": target(*values), PLAIN_CALL: plain}
+            made.meta = {**like.meta, "val": target(*values), BASELINE_CALL: plain}
         return made
 
     def taken(node: fx.Node, place: int) -> fx.Node:
         made = graph.call_function(operator.getitem, (node, place))
         made.meta = {**node.meta, "val": node.meta["val"][place]}
-        made.meta.pop(PLAIN_CALL, None)
+        made.meta.pop(BASELINE_CALL, None)
         return made
 
     def constant(target: Any, like: fx.Node) -> fx.Node:
         made = graph.call_function(target, ([value.shape[1]],), {"dtype": value.dtype, "device": value.device})
         with detect_fake_mode(value) or nullcontext():
-            made.meta = {**like.meta, "val": value.new_empty(value.shape[1]), PLAIN_CALL: None}
+            made.meta = {**like.meta, "val": value.new_empty(value.shape[1]), BASELINE_CALL: None}
         return made
 
     forward = norm.forward
@@ -231,9 +231,9 @@ def _split(graph: fx.Graph, norm: _Norm) -> None:
     with graph.inserting_before(forward):
         numbers = graph.call_function(_aten.arange.default, (samples,), {"device": value.device, "pin_memory": False})
         with detect_fake_mode(value) or nullcontext():
-            numbers.meta = {**forward.meta, "val": torch.arange(samples, device=value.device), PLAIN_CALL: None}
+            numbers.meta = {**forward.meta, "val": torch.arange(samples, device=value.device), BASELINE_CALL: None}
         rows = call(_aten.view.default, (numbers, [samples, *(1,) * (axes + 1)]), forward)
-        rows.meta.pop(PLAIN_CALL)
+        rows.meta.pop(BASELINE_CALL)
         sums = call(sums_of_space, (norm.data, rows, samples), forward)
         weight = norm.weight or constant(_aten.ones.default, forward)
         bias = norm.bias or constant(_aten.zeros.default, forward)
@@ -259,7 +259,7 @@ def _split(graph: fx.Graph, norm: _Norm) -> None:
         with graph.inserting_before(backward):
             if norm.by_sample:
                 new = call(_aten.view.default, (by_sample, [-1]), old)
-                new.meta.pop(PLAIN_CALL)
+                new.meta.pop(BASELINE_CALL)
             else:
                 new = call(_aten.sum.dim_IntList, (by_sample, [0]), old)
         replace_uses(old, new)

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from memfit.fxir.alias_analysis import find_storages, forward_nodes, overwritten_inputs, tuple_reads
 from memfit.fxir.joint import JointOp, JointReading, JointStorage
-from memfit.fxir.marks import PLAIN_CALL, STANDS_FOR
+from memfit.fxir.marks import BASELINE_CALL, STANDS_FOR
 from memfit.fxir.module_names import module_of
 from memfit.fxir.refused import UnplannableGraphError, checkpoint_error
 from memfit.fxir.signature import tensors_of
@@ -260,12 +260,12 @@ def _joint_op(
         module=module_of(node),
         reads=reads,
         writes=written,
-        plain_reads=_plain_reads(node, reads, storage_of),
-        plain_call=node.meta.get(PLAIN_CALL),
-        plain_free=PLAIN_CALL in node.meta and node.meta[PLAIN_CALL] is None,
+        baseline_reads=_baseline_reads(node, reads, storage_of),
+        baseline_call=node.meta.get(BASELINE_CALL),
+        baseline_free=BASELINE_CALL in node.meta and node.meta[BASELINE_CALL] is None,
         in_place_over=tuple(ours.values()),
         in_place_argument=next(iter(ours), None),
-        plain_in_place=node in forward and any(n.name in in_place for n in node.meta.get("from_node", ())[-1:]),
+        baseline_in_place=node in forward and any(n.name in in_place for n in node.meta.get("from_node", ())[-1:]),
         random=is_random(node),
         recomputable=recomputable,
         recompute_as=again,
@@ -273,10 +273,10 @@ def _joint_op(
     )
 
 
-def _plain_reads(node: fx.Node, reads: tuple[int, ...], storage_of: dict[fx.Node, int]) -> tuple[int, ...] | None:
+def _baseline_reads(node: fx.Node, reads: tuple[int, ...], storage_of: dict[fx.Node, int]) -> tuple[int, ...] | None:
     """Storages that the node reads in the step without memfit, where these differ from `reads`; else None."""
-    if PLAIN_CALL in node.meta:
-        plain = node.meta[PLAIN_CALL]
+    if BASELINE_CALL in node.meta:
+        plain = node.meta[BASELINE_CALL]
         return (
             ()
             if plain is None

@@ -1,4 +1,4 @@
-"""The peak of the plain step, counted while the module, its loss and autograd run on fake tensors.
+"""The peak of the baseline step, counted while the module, its loss and autograd run on fake tensors.
 
 A graph shows which op reads a tensor last, but Python frees the tensor when its last variable goes, autograd when a
 node has run, and the engine adds gradients up as they arrive. A run of the unchanged step on tensors without memory
@@ -50,7 +50,9 @@ def counted_step(
     loss_fn: LossFunction | None,
     device_type: str,
 ) -> tuple[int, str] | None:
-    """Peak bytes of one plain step beyond parameters, buffers, inputs and existing gradients, and the op at the peak.
+    """Peak bytes of one baseline step, and the op at the peak.
+
+    Parameters, buffers, inputs and existing gradients do not count.
 
     Args:
         model: module in training mode; it stays unchanged.
@@ -92,7 +94,7 @@ def counted_step(
                         fakes[name].grad = None
             return counter.peak, counter.at
     except Exception as error:  # code of the user or of torch raised: the peak is unknown
-        log.info("the plain step does not run on fake tensors: %s: %s", type(error).__name__, error)
+        log.info("the baseline step does not run on fake tensors: %s: %s", type(error).__name__, error)
         return None
 
 

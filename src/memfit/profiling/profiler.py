@@ -105,9 +105,9 @@ def profile_ops(
         for joint in joints
     }
     plain_ones = [
-        _measurement(joint.plain_call, None, None, device)
+        _measurement(joint.baseline_call, None, None, device)
         for joint in joints
-        if joint.plain_call is not None and _plain_key(joint.plain_call) not in cache
+        if joint.baseline_call is not None and _baseline_key(joint.baseline_call) not in cache
     ]
     missing: dict[tuple[str, ...], _Measurement] = {}
     for measurement in (*(m for of_op in measurements.values() for m in of_op), *plain_ones):
@@ -124,7 +124,7 @@ def profile_ops(
     cache.save()
 
     def plain(call: Call) -> Variant:
-        return cache[_plain_key(call)][0]
+        return cache[_baseline_key(call)][0]
 
     def costs(joint: JointOp) -> list[Costs]:
         return [m.known(cache) or Costs(variants=()) for m in measurements[joint.node]]
@@ -227,13 +227,13 @@ def _measurement_added(node: fx.Node, device: torch.device) -> _Measurement:
     )
 
 
-def _plain_key(call: Call) -> str:
+def _baseline_key(call: Call) -> str:
     """Cache key of the call that runs in an op's place in the step without memfit."""
     return separable_key(call) if is_of_concatenation(call) else cost_key(call)
 
 
 def _with_costs(
-    capture: Capture, costs_of_op: Callable[[JointOp], list[Costs]], plain_variant: Callable[[Call], Variant]
+    capture: Capture, costs_of_op: Callable[[JointOp], list[Costs]], baseline_variant: Callable[[Call], Variant]
 ) -> StepGraph:
     ops: list[Op] = []
     for op, joint in zip(capture.graph.ops, capture.joint_ops, strict=True):
@@ -249,10 +249,10 @@ def _with_costs(
             else:  # the whole kernel recomputes it, which makes no running statistics
                 recomputable = made.recomputable and not new_statistics_are_read(joint.node)
                 made = structs.replace(made, recompute_as=None, recomputable=recomputable)
-        if joint.plain_free:
-            made = structs.replace(made, plain_variant=Variant(chunks=1, seconds=0.0, workspace_bytes=0))
-        elif joint.plain_call is not None:
-            made = structs.replace(made, plain_variant=plain_variant(joint.plain_call))
+        if joint.baseline_free:
+            made = structs.replace(made, baseline_variant=Variant(chunks=1, seconds=0.0, workspace_bytes=0))
+        elif joint.baseline_call is not None:
+            made = structs.replace(made, baseline_variant=baseline_variant(joint.baseline_call))
         ops.append(made)
     return structs.replace(capture.graph, ops=tuple(ops))
 

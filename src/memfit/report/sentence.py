@@ -39,7 +39,9 @@ def _(result: Estimate) -> str:
 def _(result: BatchSize) -> str:
     measured = "" if result.measured_peak_bytes is None else f", {format_bytes(result.measured_peak_bytes)} measured"
     against = (
-        f"{result.ratio:.2f} times the plain {result.plain}" if result.plain else "the plain step does not fit at all"
+        f"{result.ratio:.2f} times the plain {result.plain}"
+        if result.plain
+        else "the baseline step does not fit at all"
     )
     return (
         f"Fits: batch {result.planned} ({against}), {format_bytes(result.predicted_peak_bytes)} predicted{measured}, "
@@ -62,7 +64,9 @@ def _(result: PipelineComparison) -> str:
 def _(result: LargestSize) -> str:
     measured = "" if result.measured_peak_bytes is None else f", {format_bytes(result.measured_peak_bytes)} measured"
     against = (
-        f"{result.ratio:.2f} times the plain {result.plain}" if result.plain else "the plain step does not fit at all"
+        f"{result.ratio:.2f} times the plain {result.plain}"
+        if result.plain
+        else "the baseline step does not fit at all"
     )
     return (
         f"Fits: size {result.planned} ({against}), {format_bytes(result.predicted_peak_bytes)} predicted{measured}, "
@@ -79,7 +83,7 @@ def _(result: Comparison) -> str:
             f"; the least that works is {format_bytes(min(least))}." if least else "."
         )
     limited = [row for row in fitting if row.budget_bytes is not None] or fitting
-    best = min(limited, key=lambda row: ((row.peak_bytes or 0) / max(1, row.plain_peak_bytes), row.overhead or 0.0))
+    best = min(limited, key=lambda row: ((row.peak_bytes or 0) / max(1, row.baseline_peak_bytes), row.overhead or 0.0))
     return f"Fits: {len(fitting)} of {len(result.rows)}; the largest reduction: {_words(best)}."
 
 
@@ -115,7 +119,7 @@ def _(result: Verification) -> str:
 
 
 def _words(row: Row) -> str:
-    peak = f"from {format_bytes(row.plain_peak_bytes)} to {format_bytes(row.peak_bytes or 0)} predicted"
+    peak = f"from {format_bytes(row.baseline_peak_bytes)} to {format_bytes(row.peak_bytes or 0)} predicted"
     if row.measured_peak_bytes is not None:
         peak += f", {format_bytes(row.measured_peak_bytes)} measured"
     overhead = f"{format_percent(row.overhead or 0.0)} step time predicted"

@@ -14,7 +14,7 @@ from functools import partial
 
 from memfit.errors import SpecError
 from memfit.ir.graph import StepGraph
-from memfit.ir.program import Program, plain_program
+from memfit.ir.program import Program, baseline_program
 from memfit.ir.tiers import Tier
 from memfit.planner.finalize.variant_selection import leanest, program_within
 from memfit.planner.offload.model import swapping_step
@@ -111,7 +111,7 @@ def program(name: str, graph: StepGraph, budget_bytes: int | None) -> Program:
         BudgetError: if the strategy respects budgets and no program fits.
     """
     if name == "none":
-        return plain_program(graph)
+        return baseline_program(graph)
     if grid(name):
         make = micro_batch.program if name.startswith("micro-batch") else tile.program
         return make(leanest(graph))

@@ -10,7 +10,7 @@ Source: `torch._functorch.partitioners.choose_saved_values_set` and `torch._func
 from __future__ import annotations
 
 from memfit.ir.graph import StepGraph
-from memfit.ir.program import plain_order, program_of
+from memfit.ir.program import baseline_order, program_of
 from memfit.planner.analysis.no_plan import no_plan
 from memfit.planner.search.lazy_recompute import lazy_order
 from memfit.planner.solver import Milp, solve
@@ -31,8 +31,8 @@ def order(graph: StepGraph, budget_bytes: int | None) -> list[int]:
     heavy = sorted(heavy_storages(graph))
     if budget_bytes is None:
         return lazy_order(graph, heavy)
-    if simulate(graph, program_of(graph, plain_order(graph))).peak_bytes <= budget_bytes:
-        return plain_order(graph)
+    if simulate(graph, program_of(graph, baseline_order(graph))).peak_bytes <= budget_bytes:
+        return baseline_order(graph)
     whole = sum(graph.storages[s].nbytes for s in heavy)
     peaks: list[tuple[int, list[int]]] = []
     for step in range(_STEPS, -1, -1):

@@ -25,7 +25,7 @@ from collections import defaultdict
 
 from memfit.errors import SpecError
 from memfit.ir.graph import Op, Phase, StepGraph, StorageKind
-from memfit.ir.program import plain_order, program_of
+from memfit.ir.program import baseline_order, program_of
 from memfit.planner.analysis.no_plan import no_plan
 from memfit.planner.solver import Milp, Solution, Status, solve
 from memfit.sim.simulator import Timeline, simulate
@@ -46,7 +46,7 @@ def order(graph: StepGraph, budget_bytes: int | None) -> list[int]:
         SpecError: if the step is too large.
         BudgetError: if no order fits, with the least budget that works.
     """
-    plain = plain_order(graph)
+    plain = baseline_order(graph)
     if budget_bytes is None or _timeline(graph, plain).peak_bytes <= budget_bytes:
         return plain
     if len(graph.ops) > _MOST_OPS:
@@ -93,7 +93,7 @@ def _lowest(graph: StepGraph) -> list[int]:
     """The order of the least peak, regardless of its time."""
     problem = Milp()
     run = _runs(graph, problem)
-    plain = plain_order(graph)
+    plain = baseline_order(graph)
     scale = max(1.0, _timeline(graph, plain).peak_bytes / 1000)
     peak = problem.variable(cost=1.0, lower=0.0, upper=1e4, integer=False)
     for terms in _memory(graph, problem, run):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 
 from memfit.ir.graph import StepGraph, StorageKind
-from memfit.ir.program import plain_order, program_of
+from memfit.ir.program import baseline_order, program_of
 from memfit.planner.analysis.no_plan import no_plan
 from memfit.planner.bounds.relaxation import backward_reads
 from memfit.planner.search.lazy_recompute import lazy_order, missing_cone
@@ -31,7 +31,7 @@ def order(graph: StepGraph, budget_bytes: int | None) -> list[int]:
         BudgetError: if evicting everything is not enough.
     """
     if budget_bytes is None:
-        return plain_order(graph)
+        return baseline_order(graph)
     producer = graph.producers()
     fixed = _never_gone(graph, producer)
     saved = set(backward_reads(graph)) - fixed

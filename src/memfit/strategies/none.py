@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from memfit.ir.graph import StepGraph
-from memfit.ir.program import plain_order
+from memfit.ir.program import baseline_order
 
 __all__ = ["order"]
 
 
 def order(graph: StepGraph, budget_bytes: int | None) -> list[int]:
     """The captured order; ignores the budget."""
-    return plain_order(graph)
+    return baseline_order(graph)

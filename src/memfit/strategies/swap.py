@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from memfit.ir.graph import StepGraph
-from memfit.ir.program import plain_order
+from memfit.ir.program import baseline_order
 from memfit.ir.tiers import Tier
 from memfit.planner.offload.model import bring_back, peak_bytes, placed_on_tiers, swappable
 
@@ -34,10 +34,10 @@ def swaps(graph: StepGraph, budget_bytes: int | None) -> tuple[list[int], Mappin
     read_later = {s for op in graph.ops[graph.loss_index + 1 :] for s in op.reads}
     candidates = [s for s in swappable(graph) if s in read_later]
     sizes = sorted({graph.storages[s].nbytes for s in candidates}, reverse=True)
-    order, placed = plain_order(graph), dict[int, Tier]()
+    order, placed = baseline_order(graph), dict[int, Tier]()
     for size in sizes if budget_bytes is not None else sizes[-1:]:
         if budget_bytes is not None and peak_bytes(graph, order, placed) <= budget_bytes:
             break
         placed = placed_on_tiers(graph, [s for s in candidates if graph.storages[s].nbytes >= size])
-        order = bring_back(graph, plain_order(graph), placed, ahead=_AHEAD)
+        order = bring_back(graph, baseline_order(graph), placed, ahead=_AHEAD)
     return order, placed

@@ -1,4 +1,4 @@
-"""The peak of a plain step: counted on fake tensors, or measured in one real step if the model's code reads values.
+"""The peak of a baseline step: counted on fake tensors, or measured in one real step if the model's code reads values.
 
 Numbers read from tensors, masks by index and sorted tokens lead to sizes that are known only in a run. A model with
 such code also runs while it is captured. Here it runs if twice the memory that its graph predicts is free.
@@ -22,14 +22,14 @@ from memfit.distributed import process_group as processes
 from memfit.profiling.baseline_peak import counted_step
 from memfit.profiling.memory import measure
 
-__all__ = ["PlainPeak", "plain_peak"]
+__all__ = ["PlainPeak", "baseline_peak"]
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainPeak:
-    """The peak of a plain step.
+    """The peak of a baseline step.
 
     Attributes:
         step_bytes: peak memory beyond the memory that is in use before the step.
@@ -40,7 +40,7 @@ class PlainPeak:
     at: str = ""
 
 
-def plain_peak(
+def baseline_peak(
     model: nn.Module,
     args: Sequence[Any],
     kwargs: dict[str, Any],
@@ -81,5 +81,5 @@ def plain_peak(
         with preserved(model, args, kwargs, loss_fn):
             return PlainPeak(step_bytes=measure(step, device=device, repeats=0, start_bytes=0).peak_bytes)
     except Exception as error:  # of the user's code: the prediction of the graph remains
-        log.info("the plain step does not run: %s: %s", type(error).__name__, error)
+        log.info("the baseline step does not run: %s: %s", type(error).__name__, error)
         return None

@@ -1,7 +1,7 @@
 """Strategies side by side: the same steps, the same simulator, the same runtime, the same measurements.
 
 For every batch size, and size of image or sequence, the step is captured and profiled once. Every strategy plans it
-under every budget, and all plans run in turns with the plain step in one process, so that a drift of the machine's
+under every budget, and all plans run in turns with the baseline step in one process, so that a drift of the machine's
 speed affects all of them equally. A budget that no plan fits gives a row that says so, not an error.
 
 Known limits: with an optimizer, the measured times include its step; the predicted times do not.
@@ -30,7 +30,7 @@ from memfit.errors import BudgetError, MemfitError, SpecError
 from memfit.ir.graph import StepGraph
 from memfit.planner.analysis.activations import count_activations
 from memfit.runtime.executable import compile_program
-from memfit.sim.simulator import simulate, simulate_plain
+from memfit.sim.simulator import simulate, simulate_baseline
 from memfit.tools.comparison import Comparison, Row
 from memfit.tools.max_batch import BatchSize, max_batch
 from memfit.tools.training_loop import interleaved_seconds, resident_bytes, step_peak, training_step
@@ -81,7 +81,7 @@ def compare(
         strategies: names, see `memfit.strategies.names()`. One that ignores budgets gives one row per batch size.
         batches: batch sizes.
         sizes: of images or sequences; None for the size of the example.
-        budgets: bytes or strings. Here a percentage (`"40%"` or `"40%plain"`) refers to the plain step's predicted
+        budgets: bytes or strings. Here a percentage (`"40%"` or `"40%plain"`) refers to the baseline step's predicted
             peak, at which strategies are compared. None is no limit.
         optimizer: makes an optimizer from parameters, such as `torch.optim.AdamW`; its state and step count.
         levers: levers that `"auto"` may use, as for `memfit.plan`.
@@ -118,13 +118,13 @@ def compare(
 
 
 def budget_bytes(
-    budget: int | str | None, plain_peak_bytes: int, device: torch.device, static_bytes: int = 0
+    budget: int | str | None, baseline_peak_bytes: int, device: torch.device, static_bytes: int = 0
 ) -> int | None:
     """Bytes of a budget in a comparison.
 
     Args:
-        budget: None, bytes, `"8GiB"`, `"auto"`, or `"40%"` of the plain step's peak (also `"40%plain"`).
-        plain_peak_bytes: predicted peak of the plain step.
+        budget: None, bytes, `"8GiB"`, `"auto"`, or `"40%"` of the baseline step's peak (also `"40%plain"`).
+        baseline_peak_bytes: predicted peak of the baseline step.
         device: device to whose memory `auto` refers.
         static_bytes: see `memfit.compiler.stages.resolve_budget`.
 
@@ -134,7 +134,7 @@ def budget_bytes(
     if budget is None or budget == "auto":
         return None if budget is None else resolve_budget(budget, device, static_bytes)
     text = budget.strip().removesuffix("plain") if isinstance(budget, str) else budget
-    return parse_bytes(text, whole_bytes=plain_peak_bytes)
+    return parse_bytes(text, whole_bytes=baseline_peak_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,8 +176,8 @@ def _rows_of_step(
     progress: Progress | None,
 ) -> list[Row]:
     graph, device = bench.graph, device_of(bench.model)
-    plain_peak = simulate_plain(graph).peak_bytes
-    amounts = [budget_bytes(b, plain_peak, device, graph.static_bytes) for b in budgets]
+    baseline_peak = simulate_baseline(graph).peak_bytes
+    amounts = [budget_bytes(b, baseline_peak, device, graph.static_bytes) for b in budgets]
     pairs = list(_pairs(strategies, amounts))
     planned: list[tuple[Row, CompiledPlan | None]] = []
     for number, (strategy, amount) in enumerate(pairs):
@@ -187,8 +187,8 @@ def _rows_of_step(
             batch=batch,
             strategy=strategy,
             budget_bytes=amount,
-            plain_peak_bytes=plain_peak,
-            plain_seconds=graph.plain_seconds,
+            baseline_peak_bytes=baseline_peak,
+            baseline_seconds=graph.baseline_seconds,
         )
         planned.append(_planned(bench, row))
     if progress is not None:
@@ -250,10 +250,10 @@ def _measured(
     rows = [row for row, _ in planned]
     steps: list[Callable[[], object]] = []
     measured: list[int] = []
-    plain_peak: int | None = None
-    if rows and rows[0].plain_peak_bytes <= free:
+    baseline_peak: int | None = None
+    if rows and rows[0].baseline_peak_bytes <= free:
         steps.append(bench.step(None))
-        plain_peak = bench.peak(steps[0])
+        baseline_peak = bench.peak(steps[0])
     for number, (row, plan) in enumerate(planned):
         if progress is not None:
             progress(f"measure batch {row.batch}: peaks", number, len(planned))
@@ -278,8 +278,10 @@ def _measured(
             progress(f"measure batch {batch}: times", done, total)
 
     seconds = interleaved_seconds(steps, device, repeats=repeats, progress=timing)
-    plain_seconds = None if plain_peak is None else seconds.pop(0)
-    rows = [replace(r, measured_plain_peak_bytes=plain_peak, measured_plain_seconds=plain_seconds) for r in rows]
+    baseline_seconds = None if baseline_peak is None else seconds.pop(0)
+    rows = [
+        replace(r, measured_baseline_peak_bytes=baseline_peak, measured_baseline_seconds=baseline_seconds) for r in rows
+    ]
     for number, median in zip(measured, seconds, strict=True):
         rows[number] = replace(rows[number], measured_seconds=median)
     return rows

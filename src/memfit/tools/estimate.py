@@ -1,9 +1,9 @@
 """The predicted memory of a training step, from fake tensors and rooflines; no device is needed.
 
-The peak is that of the plain step run on fake tensors, so with the lifetimes that Python, autograd and its engine give;
-the graph gives the parts of the peak. On CPU, the workspace of kernels comes from samples. A model whose code reads
-values runs one real step (`memfit.tools.baseline_peak`). With tiers, the estimate also includes swapping; the links of
-the tiers are measured, once for each machine.
+The peak is that of the baseline step run on fake tensors, so with the lifetimes that Python, autograd and its engine
+give; the graph gives the parts of the peak. On CPU, the workspace of kernels comes from samples. A model whose code
+reads values runs one real step (`memfit.tools.baseline_peak`). With tiers, the estimate also includes swapping; the
+links of the tiers are measured, once for each machine.
 
 Known limits: workspaces are not known on other devices, nor for kernels that are not torch's own.
 """
@@ -30,13 +30,13 @@ from memfit.errors import SpecError
 from memfit.ir.graph import Phase, StepGraph, StorageKind
 from memfit.ir.instructions import computes_in
 from memfit.ir.plan_file import Prediction
-from memfit.ir.program import plain_program
+from memfit.ir.program import baseline_program
 from memfit.planner.analysis.explain import prediction
 from memfit.planner.bounds.lower_bound import widest_op_bytes
 from memfit.profiling.profiler import with_rooflines
 from memfit.runtime.offload.tiers import tier_links
-from memfit.sim.simulator import live_storages_at, simulate, simulate_plain
-from memfit.tools.baseline_peak import PlainPeak, plain_peak
+from memfit.sim.simulator import live_storages_at, simulate, simulate_baseline
+from memfit.tools.baseline_peak import PlainPeak, baseline_peak
 from memfit.torch_compat.core import pytree
 from memfit.units import format_bytes
 
@@ -145,8 +145,8 @@ def estimate(
     there = [*model.buffers(), *pytree.tree_leaves((args, kwargs)), *(p.grad for p in model.parameters())]
     device, counted = device_of(model), None
     if not is_sharded(model) and not isinstance(model, OneGraph) and unwrapped(model) is model:
-        predicted_bytes = simulate_plain(graph).peak_bytes
-        counted = plain_peak(model, args, kwargs, loss_fn, device, predicted_bytes=predicted_bytes)
+        predicted_bytes = simulate_baseline(graph).peak_bytes
+        counted = baseline_peak(model, args, kwargs, loss_fn, device, predicted_bytes=predicted_bytes)
     kept_bytes = capture.loss.kept_bytes if capture.loss is not None else 0
     return _summary(graph, model, optimizer, storage_bytes(there, device.type), counted, kept_bytes)
 
@@ -159,8 +159,8 @@ def _summary(
     counted: PlainPeak | None,
     kept_bytes: int,
 ) -> Estimate:
-    program = plain_program(graph)
-    timeline = simulate_plain(graph)
+    program = baseline_program(graph)
+    timeline = simulate_baseline(graph)
     device_type = device_of(model).type
     parameters = storage_bytes(list(model.parameters()), device_type)
     state = optimizer_cost(optimizer, device_type).state_bytes

@@ -34,7 +34,7 @@ from memfit.planner.finalize.variant_selection import leanest
 from memfit.planner.offload.model import has_room, peak_bytes, placed_on_tiers, swappable, swapping_step
 from memfit.planner.offload.search import find_program
 from memfit.planner.search.min_memory import least_order
-from memfit.sim.simulator import simulate, simulate_plain
+from memfit.sim.simulator import simulate, simulate_baseline
 from memfit.tables import Sheet, as_text
 from memfit.units import format_bytes, format_percent
 
@@ -52,13 +52,13 @@ class BatchPoint:
 
     Attributes:
         batch: number of samples.
-        plain_peak_bytes: peak of the plain step.
+        baseline_peak_bytes: peak of the baseline step.
         least_peak_bytes: approximately the least peak that the strategy reaches.
         overhead: extra time of the plan within the budget, as a fraction; None if no plan was found.
     """
 
     batch: int
-    plain_peak_bytes: int
+    baseline_peak_bytes: int
     least_peak_bytes: int
     overhead: float | None
 
@@ -71,7 +71,7 @@ class BatchSize:
         label: the model.
         budget_bytes: requested peak of the whole step.
         strategy: name of the planner.
-        plain: largest batch of the plain step; 0 if the smallest batch does not fit.
+        plain: largest batch of the baseline step; 0 if the smallest batch does not fit.
         planned: largest batch of the planned step.
         predicted_peak_bytes: peak of the planned step at its largest batch.
         measured_peak_bytes: the same peak, measured; None if nothing was run.
@@ -91,7 +91,7 @@ class BatchSize:
 
     @property
     def ratio(self) -> float:
-        """Largest planned batch over largest plain batch."""
+        """Largest planned batch over largest baseline batch."""
         return self.planned / self.plain if self.plain else float("inf")
 
     def __str__(self) -> str:
@@ -107,12 +107,12 @@ class BatchSize:
                 m for m, b in (("largest plain", self.plain), ("largest planned", self.planned)) if b == point.batch
             ]
             overhead = "does not fit" if point.overhead is None else format_percent(point.overhead)
-            cells = (format_bytes(point.plain_peak_bytes), format_bytes(point.least_peak_bytes), overhead)
+            cells = (format_bytes(point.baseline_peak_bytes), format_bytes(point.least_peak_bytes), overhead)
             rows.append((str(point.batch), *cells, ", ".join(marks)))
         return [
             Sheet(
                 title=f"max-batch  {self.label} · budget {budget} · strategy {self.strategy}",
-                headers=("batch", "plain peak predicted", "least peak predicted", "overhead predicted", ""),
+                headers=("batch", "baseline peak predicted", "least peak predicted", "overhead predicted", ""),
                 rows=tuple(rows),
                 left=frozenset({4}),
             )
@@ -166,7 +166,7 @@ def max_batch(
     steps.capture(2 * max(2, start))
     budget_bytes = resolve_budget(budget, device_of(model), steps.at(start).static_bytes)
 
-    plain = _settled(steps, lambda: _largest(lambda b: _plain_peak(steps.at(b)) <= budget_bytes, start, limit))
+    plain = _settled(steps, lambda: _largest(lambda b: _baseline_peak(steps.at(b)) <= budget_bytes, start, limit))
     planned, plan = _confirmed(steps, budget_bytes, max(start, plain), start, limit)
     points = sorted({planned, *([plain] if plain else []), *_powers(start, planned)})
     curve: list[BatchPoint] = []
@@ -177,7 +177,7 @@ def max_batch(
         curve.append(
             BatchPoint(
                 batch=batch,
-                plain_peak_bytes=_plain_peak(steps.at(batch)),
+                baseline_peak_bytes=_baseline_peak(steps.at(batch)),
                 least_peak_bytes=lowest.peak_bytes(steps.at(batch)),
                 overhead=overhead,
             )
@@ -210,7 +210,7 @@ class _Lowest:
 
     def peak_bytes(self, graph: StepGraph) -> int:
         """Peak of the order at a batch size whose step has the same ops."""
-        return _plain_peak(graph) if self.order is None else peak_bytes(leanest(graph), self.order, self.placed)
+        return _baseline_peak(graph) if self.order is None else peak_bytes(leanest(graph), self.order, self.placed)
 
     def fits(self, graph: StepGraph, budget_bytes: int) -> bool:
         """Whether the peak is within the budget and the tiers have space."""
@@ -386,8 +386,8 @@ def _overhead(graph: StepGraph, strategy: str, budget_bytes: int) -> float | Non
     return timeline.overhead if timeline.peak_bytes <= budget_bytes else None
 
 
-def _plain_peak(graph: StepGraph) -> int:
-    return simulate_plain(graph).peak_bytes
+def _baseline_peak(graph: StepGraph) -> int:
+    return simulate_baseline(graph).peak_bytes
 
 
 def _powers(start: int, limit: int) -> list[int]:

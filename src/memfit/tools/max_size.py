@@ -30,7 +30,7 @@ from memfit.errors import BudgetError, SpecError
 from memfit.ir.graph import StepGraph
 from memfit.planner.finalize.variant_selection import leanest
 from memfit.planner.search.min_memory import least_budget, least_order
-from memfit.sim.simulator import simulate_plain
+from memfit.sim.simulator import simulate_baseline
 from memfit.tables import Sheet, as_text
 from memfit.units import format_bytes
 
@@ -54,13 +54,13 @@ class SizePoint:
 
     Attributes:
         size: pixels of a side, or number of tokens.
-        plain_peak_bytes: peak of the plain step.
+        baseline_peak_bytes: peak of the baseline step.
         least_peak_bytes: the least budget that works.
         fixed_bytes: parameters, inputs and gradients.
     """
 
     size: int
-    plain_peak_bytes: int
+    baseline_peak_bytes: int
     least_peak_bytes: int
     fixed_bytes: int
 
@@ -72,7 +72,7 @@ class LargestSize:
     Attributes:
         label: the model.
         budget_bytes: requested peak of the whole step.
-        plain: largest size of the plain step; 0 if the smallest size does not fit.
+        plain: largest size of the baseline step; 0 if the smallest size does not fit.
         planned: largest size of the planned step.
         predicted_peak_bytes: peak of the planned step at its largest size.
         measured_peak_bytes: the same peak, measured; None if nothing was run.
@@ -91,7 +91,7 @@ class LargestSize:
 
     @property
     def ratio(self) -> float:
-        """Largest planned size over largest plain size."""
+        """Largest planned size over largest baseline size."""
         return self.planned / self.plain if self.plain else math.inf
 
     def __str__(self) -> str:
@@ -103,13 +103,13 @@ class LargestSize:
         marks = {self.plain: "largest plain"}
         marks[self.planned] = ", ".join(m for m in (marks.get(self.planned), "largest planned") if m)
         rows = tuple(
-            (str(p.size), format_bytes(p.plain_peak_bytes), format_bytes(p.least_peak_bytes), marks.get(p.size, ""))
+            (str(p.size), format_bytes(p.baseline_peak_bytes), format_bytes(p.least_peak_bytes), marks.get(p.size, ""))
             for p in self.curve
         )
         return [
             Sheet(
                 title=f"max-size  {self.label} · budget {format_bytes(self.budget_bytes)}",
-                headers=("size", "plain peak predicted", "least budget predicted", ""),
+                headers=("size", "baseline peak predicted", "least budget predicted", ""),
                 rows=rows,
                 left=frozenset({3}),
             )
@@ -170,7 +170,7 @@ def max_size(
 
     first, *_ = make(start)
     budget_bytes = resolve_budget(budget, device_of(first))
-    plain = _largest(lambda n: (at(n).plain_peak_bytes, at(n).fixed_bytes), budget_bytes, start, step, limit)
+    plain = _largest(lambda n: (at(n).baseline_peak_bytes, at(n).fixed_bytes), budget_bytes, start, step, limit)
     planned = _largest(lambda n: (at(n).least_peak_bytes, at(n).fixed_bytes), budget_bytes, start, step, limit)
     if planned is None:
         least = at(start).least_peak_bytes
@@ -203,7 +203,7 @@ def _point(size: int, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
         least = min(least, _least(tiled))
     return SizePoint(
         size=size,
-        plain_peak_bytes=simulate_plain(graph).peak_bytes,
+        baseline_peak_bytes=simulate_baseline(graph).peak_bytes,
         least_peak_bytes=least,
         fixed_bytes=fixed,
     )

@@ -1,4 +1,4 @@
-"""Proof that a planned step equals the plain step: the same bits, within the budget, run as planned.
+"""Proof that a planned step equals the baseline step: the same bits, within the budget, run as planned.
 
 Two copies of the model run the same steps, one plain, one planned, from the same state: weights, buffers, inputs,
 random generator. After each step the loss, every gradient, every buffer, every updated parameter and the random state
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """Comparison of one tensor of the plain step and the planned step.
+    """Comparison of one tensor of the baseline step and the planned step.
 
     Attributes:
         kind: `loss`, `output`, `gradient`, `buffer`, `parameter` or `random state`.
@@ -69,26 +69,26 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """Result of `verify`: the comparison of a planned step with the plain step.
+    """Result of `verify`: the comparison of a planned step with the baseline step.
 
     Attributes:
         plan: the plan that ran.
         steps: number of compared steps.
         checks: one check for each tensor and step.
-        plain_peak_bytes: measured peak of the plain step.
+        baseline_peak_bytes: measured peak of the baseline step.
         peak_bytes: measured peak of the planned step, the highest of all its runs.
         recomputes_planned: number of ops that the plan recomputes.
         recomputes_executed: number of ops that were recomputed.
         swapped_planned_bytes: bytes that the plan swaps out and in.
         swapped_executed_bytes: bytes that were swapped out and in.
-        difference: the first op in which the planned step differs from the plain step, if bits differ and the op was
+        difference: the first op in which the planned step differs from the baseline step, if bits differ and the op was
             found.
     """
 
     plan: CompiledPlan
     steps: int
     checks: tuple[Check, ...]
-    plain_peak_bytes: int
+    baseline_peak_bytes: int
     peak_bytes: int
     recomputes_planned: int
     recomputes_executed: int
@@ -164,14 +164,14 @@ def verify(
     Plan.of(plan).apply(planned.model)
     reference = _reference(model, optimizer, args, inputs, plan)
     checks: list[Check] = []
-    plain_peak = peak = 0
+    baseline_peak = peak = 0
     total = steps + 2
     with torch.random.fork_rng(devices=[device.index or 0] if device.type == "cuda" else []):
         for number in range(steps + 1):
             if progress is not None:
                 progress("verify", number, total)
             random_state = _random_state(device)
-            plain_peak = plain.step(device).peak_bytes
+            baseline_peak = plain.step(device).peak_bytes
             expected = plain.results(device)
             if reference is not None:
                 _set_random_state(device, random_state)
@@ -209,7 +209,7 @@ def verify(
         plan=_for_original(ran, optimizer),
         steps=steps + 1,
         checks=tuple(checks),
-        plain_peak_bytes=plain_peak,
+        baseline_peak_bytes=baseline_peak,
         peak_bytes=peak,
         recomputes_planned=len(ran.program.recomputed()),
         recomputes_executed=executed,
@@ -337,7 +337,7 @@ def _reference(
     kwargs: dict[str, Any],
     plan: CompiledPlan,
 ) -> _Runner | None:
-    """The plain step in float64 for a plan that tiles; None for other plans, or if the model is in float64 already."""
+    """The baseline step in float64 for a plan that tiles; None for other plans, or if the model is in float64."""
     assert plan.planned is not None
     if not plan.is_tiled or any(p.dtype is torch.float64 for p in model.parameters()):
         return None

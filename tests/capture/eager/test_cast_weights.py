@@ -80,7 +80,7 @@ def _loss(output: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_gradients_under_autocast_are_the_plain_steps(name: str) -> None:
+def test_gradients_under_autocast_are_the_baseline_steps(name: str) -> None:
     torch.manual_seed(0)
     make, dtype = MODELS[name]
     model = make()

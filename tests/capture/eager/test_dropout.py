@@ -132,7 +132,7 @@ def test_a_mask_takes_a_byte_an_element_where_eager_keeps_noise() -> None:
     capture = capture_step(nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.15)), (x,), {}, loss_fn=_loss)
     (reading,) = [subgraph.reading for subgraph in capture.subgraphs.subgraphs]
     (mask,) = [s for s in reading.storages if s.base.target is drawn]
-    assert (mask.nbytes, mask.plain_nbytes) == (32 * 16, 32 * 16 * 4)
+    assert (mask.nbytes, mask.baseline_nbytes) == (32 * 16, 32 * 16 * 4)
     assert sum(op.node.target is masked for op in reading.ops) == 2
 
 

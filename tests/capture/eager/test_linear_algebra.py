@@ -28,7 +28,7 @@ MIDDLES = {
 
 
 @pytest.mark.parametrize("name", MIDDLES)
-def test_gradients_are_those_of_the_plain_step(name: str) -> None:
+def test_gradients_are_those_of_the_baseline_step(name: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), MIDDLES[name](), nn.Tanh(), nn.Linear(8, 8))
     plain, x = copy.deepcopy(model), torch.randn(64, 8)

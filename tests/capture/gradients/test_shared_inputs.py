@@ -85,7 +85,7 @@ def _loss(output: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Ten
 
 
 @pytest.mark.parametrize("kind", [_Intermediate, _PlainCode, _Weight, _Returned, _Repeated])
-def test_gradients_have_the_bits_of_the_plain_step(kind: type[_Broken]) -> None:
+def test_gradients_have_the_bits_of_the_baseline_step(kind: type[_Broken]) -> None:
     torch.manual_seed(0)
     plain = kind()
     x = torch.randn(64, 16)

@@ -123,7 +123,7 @@ def test_a_permuted_output_gives_the_plain_steps_bits(name: str) -> None:
     assert len(expected) == len(found) == 2
 
 
-def test_subgraphs_hand_each_other_gradients_as_in_the_plain_step() -> None:
+def test_subgraphs_hand_each_other_gradients_as_in_the_baseline_step() -> None:
     torch.manual_seed(0)
     model, x, loss = Broken(), torch.randn(7, 333, 32), LOSSES["square"]
     plain = copy.deepcopy(model)
@@ -170,7 +170,7 @@ class Normed(nn.Module):
         return self.last(y * float(np.random.default_rng(1).random()))
 
 
-def test_without_a_loss_gradients_between_subgraphs_lie_as_in_the_plain_step(told: list[str]) -> None:
+def test_without_a_loss_gradients_between_subgraphs_lie_as_in_the_baseline_step(told: list[str]) -> None:
     torch.manual_seed(0)
     plain, x = Normed(), torch.randn(2, 24, 48)
     fitted = copy.deepcopy(plain)
@@ -337,6 +337,6 @@ def test_runs_of_one_graph_take_gradients_that_lie_otherwise_each() -> None:
     ((key, lying),) = capture.gradient_strides.items()
     assert lying == (*({},) * (layers - 1), {0: (24 * 65, 1, 65)})
     assert [subgraph.key for subgraph in capture.subgraphs.subgraphs][-layers:] == [key] * layers
-    budget = int(0.95 * plan.predicted.plain_peak_bytes)
+    budget = int(0.95 * plan.predicted.baseline_peak_bytes)
     result = verify(model, (x,), {}, Request(budget=budget, loss_fn=loss_fn))
     assert not result.differing and result.recomputes_executed == result.recomputes_planned

@@ -5,7 +5,7 @@ from msgspec.structs import replace
 
 from memfit.errors import SpecError
 from memfit.ir.graph import StepGraph, Variant
-from memfit.ir.program import plain_program
+from memfit.ir.program import baseline_program
 from memfit.planner.analysis.batch_scaling import difference, scaled
 from memfit.sim.verifier import check
 from tests.ir.random_graphs import step_graphs
@@ -25,7 +25,7 @@ def at_batch(graph: StepGraph, batch: int) -> StepGraph:
                 op,
                 seconds=op.seconds * grows(i),
                 in_place_seconds=op.seconds * grows(i) / 2,
-                plain_variant=Variant(chunks=1, seconds=op.seconds * grows(i) * 2, workspace_bytes=8 * grows(i)),
+                baseline_variant=Variant(chunks=1, seconds=op.seconds * grows(i) * 2, workspace_bytes=8 * grows(i)),
                 workspace_bytes=op.workspace_bytes * grows(i + 1),
                 in_place_over=(),
             )
@@ -47,14 +47,14 @@ def test_a_step_that_is_affine_in_the_batch_is_scaled_exactly(graph: StepGraph, 
     assert [op.workspace_bytes for op in found.ops] == [op.workspace_bytes for op in expected.ops]
     assert [op.seconds for op in found.ops] == pytest.approx([op.seconds for op in expected.ops])
     assert [op.in_place_seconds for op in found.ops] == pytest.approx([op.in_place_seconds for op in expected.ops])
-    assert found.plain_seconds == pytest.approx(expected.plain_seconds)
+    assert found.baseline_seconds == pytest.approx(expected.baseline_seconds)
 
 
 @given(step_graphs(), st.integers(1, 50))
 @settings(max_examples=40)
 def test_a_program_of_one_size_is_a_program_of_every_size(graph: StepGraph, batch: int) -> None:
     two, four = at_batch(graph, 2), at_batch(graph, 4)
-    check(scaled(two, 2, four, 4, batch), plain_program(two))
+    check(scaled(two, 2, four, 4, batch), baseline_program(two))
 
 
 def with_first(graph: StepGraph, *, nbytes: int, seconds: float) -> StepGraph:

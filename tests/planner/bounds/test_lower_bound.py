@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from memfit.ir.graph import Op, Phase, StepGraph, Storage, StorageKind, Variant
-from memfit.ir.program import plain_order, program_of
+from memfit.ir.program import baseline_order, program_of
 from memfit.planner.bounds.lower_bound import relaxed_bound
 from memfit.planner.bounds.relaxation import select_saved
 from memfit.planner.finalize.variant_selection import program_within
@@ -96,7 +96,7 @@ def test_running_again_can_save_time() -> None:
 def test_memory_is_short_later_too() -> None:
     """In the middle of a U-Net's backward pass, what was made again for one skip waits beside the next gradient."""
     graph = unet(4)
-    plain = simulate(graph, program_of(graph, plain_order(graph))).peak_bytes
+    plain = simulate(graph, program_of(graph, baseline_order(graph))).peak_bytes
     gains = []
     for percent in (90, 80, 70, 60, 50):
         budget = plain * percent // 100

@@ -11,12 +11,12 @@ from memfit.errors import BudgetError, ProgramError
 from memfit.ir.graph import Op, Phase, StepGraph, Storage, StorageKind, Variant
 from memfit.ir.instructions import Compute, computes_in
 from memfit.ir.jsonfile import as_document, record_of
-from memfit.ir.program import Program, plain_order, program_of
+from memfit.ir.program import Program, baseline_order, program_of
 from memfit.ir.serialization import decode_graph, encode_graph
 from memfit.planner.bounds.lower_bound import widest_op_bytes
 from memfit.planner.finalize.variant_selection import leanest, program_within, quicker
 from memfit.planner.search.portfolio import find_order
-from memfit.sim.simulator import simulate, simulate_plain
+from memfit.sim.simulator import simulate, simulate_baseline
 from memfit.sim.verifier import check
 from tests.ir.random_graphs import sliced_steps_and_orders
 
@@ -45,7 +45,7 @@ def step() -> StepGraph:
 @pytest.mark.parametrize(("budget", "chunks"), [(1000, 4), (430, 4), (429, 8), (None, 8), (0, 8)])
 def test_each_run_gets_the_quickest_variant_there_is_room_for(budget: int | None, chunks: int) -> None:
     graph = step()
-    program = program_within(graph, plain_order(graph), budget)
+    program = program_within(graph, baseline_order(graph), budget)
     check(graph, program)
     assert next(i.chunks for i in computes_in(program.instructions) if i.op == 3 and i.chunks > 1) == chunks
     # Elsewhere there is room: the first op is far from the peak.
@@ -69,7 +69,7 @@ def test_an_op_writes_over_its_operand_where_that_is_faster_or_room_is_short(
         Op(name="back", target="k", phase=Phase.BACKWARD, reads=(1, 3, 4), writes=(5,), seconds=1.0),
     )
     graph = StepGraph(ops=ops, storages=storages, static_bytes=100)
-    program = program_within(graph, plain_order(graph), budget)
+    program = program_within(graph, baseline_order(graph), budget)
     check(graph, program)
     assert next(i.over for i in program.instructions if isinstance(i, Compute) and i.op == 2) == over
     assert simulate(graph, program).overhead <= (0.0 if budget else 0.5 / 4)
@@ -77,10 +77,10 @@ def test_an_op_writes_over_its_operand_where_that_is_faster_or_room_is_short(
 
 def test_plain_steps_run_whole_and_are_what_time_is_compared_with() -> None:
     graph = step()
-    plain = simulate_plain(graph)
+    plain = simulate_baseline(graph)
     assert (plain.step_seconds, plain.overhead, plain.peak_bytes) == (6.0, 0.0, 450)
-    assert (graph.seconds, graph.plain_seconds) == (4.0, 6.0)
-    assert simulate(graph, program_within(graph, plain_order(graph), 1000)).overhead == pytest.approx(-1 / 3)
+    assert (graph.seconds, graph.baseline_seconds) == (4.0, 6.0)
+    assert simulate(graph, program_within(graph, baseline_order(graph), 1000)).overhead == pytest.approx(-1 / 3)
     assert sum(op.seconds for op in leanest(graph).ops) == 8.0
     assert widest_op_bytes(graph) == 410
 
@@ -96,14 +96,14 @@ def test_the_least_budget_uses_the_leanest_variants() -> None:
 def test_ways_survive_being_written_down() -> None:
     graph = step()
     assert decode_graph(encode_graph(graph)) == graph
-    program = program_within(graph, plain_order(graph), 410)
+    program = program_within(graph, baseline_order(graph), 410)
     assert record_of(as_document(program), Program) == program
 
 
 def test_only_in_chunks_does_an_op_that_can_be_chunked_write_over_its_operand() -> None:
     graph = step()
     graph = replace(graph, ops=(*graph.ops[:3], replace(graph.ops[3], in_place_over=(1,)), *graph.ops[4:]))
-    program = program_within(graph, plain_order(graph), 310)
+    program = program_within(graph, baseline_order(graph), 310)
     check(graph, program)
     place = next(p for p, i in enumerate(program.instructions) if isinstance(i, Compute) and i.over is not None)
     whole = (*program.instructions[:place], replace(program.instructions[place], chunks=1))
@@ -112,7 +112,7 @@ def test_only_in_chunks_does_an_op_that_can_be_chunked_write_over_its_operand() 
     # Where there is room the quickest variant runs, and what it cannot write over is freed after it.
     quick = tuple(w for w in _VARIANTS if w.chunks != 4)
     roomy = replace(graph, ops=(*graph.ops[:3], replace(graph.ops[3], chunks=8, variants=quick), *graph.ops[4:]))
-    program = program_within(roomy, plain_order(roomy), 1000)
+    program = program_within(roomy, baseline_order(roomy), 1000)
     check(roomy, program)
     assert all(i.over is None for i in computes_in(program.instructions))
 
@@ -136,6 +136,6 @@ def test_ops_run_as_one_where_that_is_quicker(case: tuple[StepGraph, list[int]],
 @pytest.mark.parametrize(("budget", "chunks"), [(1000, 4), (430, 4), (429, 8)])
 def test_the_quicker_ways_there_is_room_for_come_before_copies(budget: int, chunks: int) -> None:
     graph = step()
-    quick = quicker(graph, plain_order(graph), budget)
+    quick = quicker(graph, baseline_order(graph), budget)
     assert [op.chunks for op in quick.ops] == [4, 1, 1, chunks, 1]
-    assert simulate(quick, program_of(quick, plain_order(graph))).peak_bytes <= budget
+    assert simulate(quick, program_of(quick, baseline_order(graph))).peak_bytes <= budget

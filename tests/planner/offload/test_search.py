@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from benchmarks.swap.main import byte_rate
 from memfit.errors import BudgetError
 from memfit.ir.graph import Op, Phase, StepGraph, Storage, StorageKind, Variant
-from memfit.ir.program import Program, plain_order, program_of
+from memfit.ir.program import Program, baseline_order, program_of
 from memfit.ir.tiers import Link, Tier, TierLinks
 from memfit.planner.bounds.lower_bound import relaxed_bound
 from memfit.planner.bounds.relaxation import select_saved
@@ -66,13 +66,13 @@ def residual_units(units: int, *, nbytes: int = MIB) -> StepGraph:
     return StepGraph(ops=tuple(ops), storages=tuple(storages))
 
 
-def plain_peak(graph: StepGraph) -> int:
-    return simulate(graph, program_of(graph, plain_order(graph))).peak_bytes
+def baseline_peak(graph: StepGraph) -> int:
+    return simulate(graph, program_of(graph, baseline_order(graph))).peak_bytes
 
 
 def test_a_link_of_a_quarter_of_computes_rate_takes_a_third_of_the_overhead_away() -> None:
     graph = residual_units(20)
-    budget = int(0.3 * plain_peak(graph))
+    budget = int(0.3 * baseline_peak(graph))
     alone = find_order(graph, budget, seconds=1.5).timeline
     found = find_program(with_links(graph, byte_rate(graph) / 4), budget, seconds=2.0)
     check(with_links(graph, byte_rate(graph) / 4), found.program)
@@ -97,7 +97,7 @@ def test_any_plan_of_the_least_bytes_is_found_at_once(rate: float) -> None:
 
 def test_a_link_as_fast_as_compute_leaves_next_to_nothing() -> None:
     graph = residual_units(16)
-    budget = int(0.4 * plain_peak(graph))
+    budget = int(0.4 * baseline_peak(graph))
     timeline = find_program(with_links(graph, 2 * byte_rate(graph)), budget, seconds=0.5).timeline
     assert timeline.step_seconds <= 1.02 * graph.seconds
     assert timeline.overlap > 0.9
@@ -111,14 +111,14 @@ def test_transfers_are_in_time_for_the_quickest_ways() -> None:
 
     graph = residual_units(12)
     graph = with_links(replace(graph, ops=tuple(map(with_slow_variants, graph.ops))), byte_rate(graph) / 4)
-    timeline = find_program(graph, int(0.5 * plain_peak(graph)), seconds=1.0).timeline
+    timeline = find_program(graph, int(0.5 * baseline_peak(graph)), seconds=1.0).timeline
     assert timeline.out_bytes > 0
     assert timeline.stall_seconds < 0.01 * graph.seconds
 
 
 def test_what_compute_waits_for_stays() -> None:
     graph = residual_units(12)
-    budget = int(0.25 * plain_peak(graph))
+    budget = int(0.25 * baseline_peak(graph))
     rounds = _rounds(with_links(graph, byte_rate(graph) / 8), budget, 1.0, None, Effort())
     (first, *others) = [found for found in rounds if found is not None]
     assert first.timeline.stall_seconds > 0
@@ -129,7 +129,7 @@ def test_what_compute_waits_for_stays() -> None:
 
 def test_a_useless_link_is_not_used() -> None:
     graph = residual_units(4)
-    budget = int(0.5 * plain_peak(graph))
+    budget = int(0.5 * baseline_peak(graph))
     found = find_program(with_links(graph, 1.0), budget, seconds=0.25)
     assert not found.program.swapped()
     assert found.timeline.step_seconds <= find_order(graph, budget, seconds=0.25).timeline.step_seconds + 1e-9
@@ -139,7 +139,7 @@ def test_a_useless_link_is_not_used() -> None:
 @given(step_graphs(min_forward=3), links(), links(), st.floats(0.3, 1.0))
 def test_tiers_never_make_a_plan_slower(graph: StepGraph, out: Link, into: Link, share: float) -> None:
     graph = replace(graph, after_step_bytes=0)
-    budget = max(1, int(share * plain_peak(graph)))
+    budget = max(1, int(share * baseline_peak(graph)))
     swapping = replace(graph, tiers=(TierLinks(tier=Tier.DISK, out=out, into=into),))
     try:
         alone = find_order(graph, budget, seconds=0.05).timeline.step_seconds
@@ -167,7 +167,7 @@ def test_no_program_is_quicker_than_the_bound(case: tuple[StepGraph, Program]) -
 
 def test_what_a_tier_may_hold() -> None:
     graph = with_links(residual_units(12), 1e9, limit_bytes=7 * MIB)
-    found = find_program(graph, int(0.5 * plain_peak(graph)), seconds=0.3)
+    found = find_program(graph, int(0.5 * baseline_peak(graph)), seconds=0.3)
     check(graph, found.program)
     assert 0 < found.timeline.out_bytes <= 7 * MIB
 
@@ -180,7 +180,7 @@ def test_the_host_first_and_the_disk_for_the_rest() -> None:
         TierLinks(tier=Tier.DISK, out=slow, into=slow),
     )
     graph = replace(graph, tiers=tiers)
-    found = find_program(graph, int(0.4 * plain_peak(graph)), seconds=0.3)
+    found = find_program(graph, int(0.4 * baseline_peak(graph)), seconds=0.3)
     check(graph, found.program)
     assert found.timeline.tier_bytes[Tier.HOST] <= 5 * MIB
     assert found.timeline.tier_bytes[Tier.DISK] > 0
@@ -188,7 +188,7 @@ def test_the_host_first_and_the_disk_for_the_rest() -> None:
 
 def test_buffers_count() -> None:
     graph = with_links(residual_units(12), 1e9, buffer_bytes=2 * MIB)
-    budget = int(0.5 * plain_peak(graph))
+    budget = int(0.5 * baseline_peak(graph))
     found = find_program(graph, budget, seconds=0.3)
     assert found.program.swapped()
     assert found.timeline.peak_bytes <= budget
@@ -214,7 +214,7 @@ def test_known_strategies_swap_as_little_as_fits(name: str) -> None:
     graph = with_links(residual_units(12), 1e9)
     moved: list[int] = []
     for share in (0.4, 0.6, 1.0):
-        budget = int(share * plain_peak(graph))
+        budget = int(share * baseline_peak(graph))
         found = strategy_program(name, graph, budget)
         check(graph, found)
         moved.append(simulate(graph, found).out_bytes)

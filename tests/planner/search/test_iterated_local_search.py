@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import islice
 
-from memfit.ir.program import plain_order, program_of
+from memfit.ir.program import baseline_order, program_of
 from memfit.planner.search.iterated_local_search import Pool, varied
 from memfit.planner.search.spill_and_fill import fill, spill
 from memfit.sim.simulator import simulate
@@ -21,7 +21,7 @@ def test_the_pool_keeps_the_fastest_once() -> None:
 
 def test_varied_orders_fit_and_do_not_get_worse() -> None:
     graph, budget = chain(24), 64
-    start = spill(graph, plain_order(graph), budget)
+    start = spill(graph, baseline_order(graph), budget)
     assert start is not None
     first = fill(graph, start, budget)
     pool = Pool()

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from memfit import strategies
 from memfit.errors import BudgetError
 from memfit.ir.graph import StepGraph
-from memfit.ir.program import plain_order, program_of
+from memfit.ir.program import baseline_order, program_of
 from memfit.planner.analysis.explain import decisions
 from memfit.planner.bounds.lower_bound import relaxed_bound, widest_op_bytes
 from memfit.planner.search.min_memory import least_order
@@ -67,7 +67,7 @@ def test_a_large_step_gets_a_second_start_where_the_first_is_very_far(
 ) -> None:
     monkeypatch.setattr("memfit.planner.search.portfolio.LARGE_STEP", 10)
     graph = even_chain([8] * 40)
-    budget = int(judged(graph, plain_order(graph)).peak_bytes * share)
+    budget = int(judged(graph, baseline_order(graph)).peak_bytes * share)
     names: list[str] = []
     # The first start takes more work than the usual search of a large step, and less than that of one that is very far.
     find_order(graph, budget, seconds=0.5, progress=names.append)
@@ -77,7 +77,7 @@ def test_a_large_step_gets_a_second_start_where_the_first_is_very_far(
 @settings(max_examples=40)
 @given(step_graphs())
 def test_random_steps(graph: StepGraph) -> None:
-    plain = judged(graph, plain_order(graph)).peak_bytes
+    plain = judged(graph, baseline_order(graph)).peak_bytes
     for share in (0.9, 0.7):
         budget = int(plain * share)
         if budget <= 0:
@@ -104,7 +104,7 @@ def test_least_order_is_valid_and_above_the_wall(graph: StepGraph) -> None:
 @given(step_graphs())
 def test_milp_is_the_best_there_is(graph: StepGraph) -> None:
     graph = replace(graph, ops=tuple(replace(op, in_place_over=()) for op in graph.ops))
-    budget = int(judged(graph, plain_order(graph)).peak_bytes * 0.8)
+    budget = int(judged(graph, baseline_order(graph)).peak_bytes * 0.8)
     if len(graph.ops) > 40 or budget <= 0:
         return
     try:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from memfit.errors import BudgetError
 from memfit.ir.graph import Op, Phase, StepGraph, Storage, StorageKind
-from memfit.ir.program import plain_order, program_of
+from memfit.ir.program import baseline_order, program_of
 from memfit.planner.analysis.chain import cut_chain
 from memfit.planner.bounds.lower_bound import relaxed_bound, widest_op_bytes
 from memfit.planner.search import rotor
@@ -31,8 +31,8 @@ def timeline(graph: StepGraph, order: list[int]) -> Timeline:
     return simulate(graph, program)
 
 
-def plain_peak(graph: StepGraph) -> int:
-    return timeline(graph, plain_order(graph)).peak_bytes
+def baseline_peak(graph: StepGraph) -> int:
+    return timeline(graph, baseline_order(graph)).peak_bytes
 
 
 HAND_BUILT = [chain([8] * 12), chain([64, 32, 32, 8, 8, 8, 16, 64]), residual(3), unet(3)]
@@ -42,10 +42,10 @@ HAND_BUILT = [chain([8] * 12), chain([64, 32, 32, 8, 8, 8, 16, 64]), residual(3)
 @settings(max_examples=40)
 def test_fits_or_says_from_where_on(graph: StepGraph, share: float) -> None:
     least = rotor.least_bytes(graph)
-    budget = least + int(share * (plain_peak(graph) - least))
+    budget = least + int(share * (baseline_peak(graph) - least))
     found = timeline(graph, rotor.order(graph, budget))
     assert found.peak_bytes <= budget
-    if budget < plain_peak(graph):
+    if budget < baseline_peak(graph):
         assert found.recompute_seconds >= relaxed_bound(graph, budget) - 1e-6
     with pytest.raises(BudgetError) as raised:
         rotor.order(graph, least - 1)
@@ -100,7 +100,7 @@ def test_an_order_that_takes_less_than_the_table_says_counts_for_the_least_peak(
 @given(step_graphs(max_forward=8, exact=True))
 @settings(max_examples=20)
 def test_more_memory_is_never_slower(graph: StepGraph) -> None:
-    least, plain = rotor.least_bytes(graph), plain_peak(graph)
+    least, plain = rotor.least_bytes(graph), baseline_peak(graph)
     budgets = sorted({least + (plain - least) * i // 6 for i in range(7)})
     seconds = [timeline(graph, rotor.order(graph, budget)).recompute_seconds for budget in budgets]
     assert seconds == sorted(seconds, reverse=True)
@@ -109,7 +109,7 @@ def test_more_memory_is_never_slower(graph: StepGraph) -> None:
 
 @pytest.mark.parametrize("graph", HAND_BUILT, ids=["even", "uneven", "residual", "unet"])
 def test_by_hand_built_steps_over_all_budgets(graph: StepGraph) -> None:
-    least, plain = rotor.least_bytes(graph), plain_peak(graph)
+    least, plain = rotor.least_bytes(graph), baseline_peak(graph)
     assert widest_op_bytes(graph) <= least < 0.8 * plain
     last = float("inf")
     for budget in range(least, plain + 1, max(1, (plain - least) // 6)):
@@ -122,7 +122,7 @@ def test_by_hand_built_steps_over_all_budgets(graph: StepGraph) -> None:
 @pytest.mark.parametrize("length", [5, 7, 9])
 def test_as_fast_as_the_proven_optimum_on_a_chain(length: int) -> None:
     graph = chain([8] * length)
-    least, plain = rotor.least_bytes(graph), plain_peak(graph)
+    least, plain = rotor.least_bytes(graph), baseline_peak(graph)
     assert least == widest_op_bytes(graph)
     for budget in range(least, plain + 1, 8):
         optimum = timeline(graph, milp.order(graph, budget)).recompute_seconds
@@ -139,7 +139,7 @@ def test_without_time_only_stretches_of_one_block_are_priced(graph: StepGraph) -
     assert all(
         options and {option.stop for option in options} == {start + 1} for start, options in enumerate(site.options)
     )
-    least, plain = rotor.least_bytes(graph), plain_peak(graph)
+    least, plain = rotor.least_bytes(graph), baseline_peak(graph)
     budget = (least + plain) // 2
     hurried = rotor.fast_order(graph, budget, seconds=0)
     assert hurried is not None
@@ -155,7 +155,7 @@ def test_below_the_widest_op_there_is_no_fast_order() -> None:
 
 def test_without_a_budget_nothing_runs_again() -> None:
     graph = residual(2)
-    assert rotor.order(graph, None) == plain_order(graph)
+    assert rotor.order(graph, None) == baseline_order(graph)
 
 
 def test_eighty_blocks_in_seconds() -> None:

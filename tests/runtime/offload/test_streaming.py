@@ -1,4 +1,4 @@
-"""Steps whose storages live on a tier: the gradients of the plain step, in less memory than whole storages take."""
+"""Steps whose storages live on a tier: the gradients of the baseline step, in less memory than whole storages take."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from memfit.errors import SwapError
 from memfit.fitted.plan import Plan
 from memfit.ir.graph import StepGraph
 from memfit.ir.instructions import Resident
-from memfit.ir.program import Program, plain_order, program_of
+from memfit.ir.program import Program, baseline_order, program_of
 from memfit.ir.streaming import streamable, streaming_step
 from memfit.ir.tiers import Tier
 from memfit.runtime.executable import compile_program
@@ -165,7 +165,7 @@ def test_whatever_streams_the_gradients_are_the_same(name: str) -> None:
     capture, graph = capture_and_profile(model, args, kwargs, request, grid=grid)
     placed = dict.fromkeys(streamable(graph, least_bytes=1 << 12), Tier.DISK)
     names = tuple(Resident(s, tier) for s, tier in placed.items())
-    alone = program_of(streaming_step(graph, placed), plain_order(graph), fuse=False)
+    alone = program_of(streaming_step(graph, placed), baseline_order(graph), fuse=False)
     program = Program(instructions=(*names, *alone.instructions))
     check(graph, program)
     assert len(placed) > 5
@@ -219,7 +219,7 @@ def test_a_disk_that_fails_takes_the_step_and_nothing_else(
     capture, graph = capture_and_profile(model, args, kwargs, request, grid=(1, 1, 6))
     placed = dict.fromkeys(streamable(graph), Tier.DISK)
     names = tuple(Resident(s, tier) for s, tier in placed.items())
-    alone = program_of(streaming_step(graph, placed), plain_order(graph))
+    alone = program_of(streaming_step(graph, placed), baseline_order(graph))
     planned_call = compile_program(model, capture, Program(instructions=(*names, *alone.instructions)))
     state = copy.deepcopy(model.state_dict())
     expected = gradients((model, args, kwargs, loss), planned_call)

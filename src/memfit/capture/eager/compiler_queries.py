@@ -2,8 +2,8 @@
 
 Libraries take another code path while they are compiled: in eager mode transformers looks at a mask, drops the mask if
 it is all ones and runs another attention kernel; when compiled, transformers keeps the mask. Then the captured step
-differs from the plain step and has different bits. Dynamo answers such questions (`torch.compiler.is_compiling()` and
-similar functions) with its own constants. While memfit captures, they are answered as in eager mode. A branch that
+differs from the baseline step and has different bits. Dynamo answers such questions (`torch.compiler.is_compiling()`
+and similar functions) with its own constants. While memfit captures, they are answered as in eager mode. A branch that
 eager mode then takes by the values of a tensor breaks the graph: the model runs in subgraphs and is correct for any
 values, since the code between subgraphs runs in each call.
 

@@ -1,7 +1,7 @@
 """NumPy calls in a forward pass, which Dynamo writes into its graph as torch ops.
 
 A sum, a mean or an exponential of torch rounds differently from NumPy's: the order of addition or the approximation
-differs. A step that is planned with torch's ops is not the plain step.
+differs. A step that is planned with torch's ops is not the baseline step.
 
 *Idea*: NumPy makes a call on plain numbers (`np.sqrt(width)`) once, while the graph is made, and the result is a
 constant of the graph. Calls on arrays are planned if they can round in only one way, the correct one: calls that move

@@ -81,8 +81,10 @@ def scaled(graph_a: StepGraph, batch_a: int, graph_b: StepGraph, batch_b: int, b
         in_place = None
         if a.in_place_seconds is not None and b.in_place_seconds is not None:
             in_place = seconds(a.in_place_seconds, b.in_place_seconds)
-        plain_variant = between(a.plain_variant, b.plain_variant) if a.plain_variant and b.plain_variant else None
-        return structs.replace(made, in_place_seconds=in_place, plain_variant=plain_variant)
+        baseline_variant = (
+            between(a.baseline_variant, b.baseline_variant) if a.baseline_variant and b.baseline_variant else None
+        )
+        return structs.replace(made, in_place_seconds=in_place, baseline_variant=baseline_variant)
 
     return structs.replace(
         graph_a,
@@ -93,7 +95,9 @@ def scaled(graph_a: StepGraph, batch_a: int, graph_b: StepGraph, batch_b: int, b
             for a, b in zip(graph_a.ops, graph_b.ops, strict=True)
         ),
         storages=tuple(
-            structs.replace(s, nbytes=size(s.nbytes, t.nbytes), plain_nbytes=size(s.plain_nbytes, t.plain_nbytes))
+            structs.replace(
+                s, nbytes=size(s.nbytes, t.nbytes), baseline_nbytes=size(s.baseline_nbytes, t.baseline_nbytes)
+            )
             for s, t in zip(graph_a.storages, graph_b.storages, strict=True)
         ),
         static_bytes=size(graph_a.static_bytes, graph_b.static_bytes),

@@ -12,7 +12,7 @@ from memfit.ir.plan_file import Decision, Prediction
 from memfit.ir.program import Program, as_they_run
 from memfit.ir.tiers import Tier
 from memfit.planner.bounds.lower_bound import widest_op_bytes
-from memfit.sim.simulator import Timeline, live_storages_at, simulate_plain
+from memfit.sim.simulator import Timeline, live_storages_at, simulate_baseline
 from memfit.units import format_bytes
 
 __all__ = ["binding_place", "decisions", "ends_of_runs", "saved_storages", "prediction"]
@@ -31,12 +31,12 @@ def prediction(graph: StepGraph, timeline: Timeline, *, bound_seconds: float | N
     """
     bound = None
     if bound_seconds is not None and graph.seconds:
-        bound = (graph.seconds + bound_seconds) / graph.plain_seconds - 1
+        bound = (graph.seconds + bound_seconds) / graph.baseline_seconds - 1
     return Prediction(
         peak_bytes=timeline.peak_bytes,
         step_seconds=timeline.step_seconds,
         overhead=timeline.overhead,
-        plain_peak_bytes=simulate_plain(graph).peak_bytes,
+        baseline_peak_bytes=simulate_baseline(graph).peak_bytes,
         bound_overhead=bound,
         least_peak_bytes=widest_op_bytes(graph),
         out_bytes=timeline.out_bytes,

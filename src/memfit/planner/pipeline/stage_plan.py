@@ -18,7 +18,7 @@ from msgspec import structs
 from memfit.errors import BudgetError
 from memfit.ir.graph import Op, Phase, StepGraph, StorageKind
 from memfit.ir.instructions import Compute, Free, SwapIn, computes_in
-from memfit.ir.program import Program, plain_order
+from memfit.ir.program import Program, baseline_order
 from memfit.ir.tiers import TierLinks
 from memfit.planner.effort import Effort
 from memfit.planner.finalize.variant_selection import program_within
@@ -142,7 +142,7 @@ def plan_stage(
 
 def plan_never(graph: StepGraph, budget_bytes: int | None, traffic: Traffic) -> PlannedStage:
     """Plan with nothing recomputed, and every op in the quickest variant for which the budget leaves room."""
-    return _of_order(graph, plain_order(graph), budget_bytes, traffic)
+    return _of_order(graph, baseline_order(graph), budget_bytes, traffic)
 
 
 def plan_always(graph: StepGraph, budget_bytes: int | None, traffic: Traffic) -> PlannedStage:

@@ -19,7 +19,7 @@ __all__ = ["lazy_order", "missing_cone", "tiled_order"]
 def lazy_order(
     graph: StepGraph, saved: Collection[int], carried: Mapping[int, Collection[int]] | None = None
 ) -> list[int]:
-    """The plain order, with forward ops repeated before the first use of a storage that is not in memory.
+    """The baseline order, with forward ops repeated before the first use of a storage that is not in memory.
 
     Args:
         graph: the step.
@@ -53,7 +53,7 @@ def lazy_order(
 def tiled_order(
     graph: StepGraph, saved: Collection[int], *, forward: bool = False, by_segments: bool = False
 ) -> list[int]:
-    """The plain order; every storage that is not saved is recomputed for each fused region of the backward pass.
+    """The baseline order; every storage that is not saved is recomputed for each fused region of the backward pass.
 
     A group is the ops of one such region. Between two groups, only saved storages of the forward pass are in memory:
     storages recomputed for a group exist as slices only. A group ends before an op that reads a sum made in the group,

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from memfit.errors import BudgetError
 from memfit.ir.graph import StepGraph
-from memfit.ir.program import Program, plain_order, program_of
+from memfit.ir.program import Program, baseline_order, program_of
 from memfit.planner.analysis.no_plan import no_plan
 from memfit.planner.bounds.lower_bound import LARGE_STEP, relaxed_bound, widest_op_bytes
 from memfit.planner.bounds.relaxation import select_saved
@@ -103,7 +103,7 @@ class Moves:
 def auto_order(graph: StepGraph, budget_bytes: int | None) -> list[int]:
     """The order of `find_order`, with the signature all strategies share."""
     if budget_bytes is None:
-        return plain_order(graph)
+        return baseline_order(graph)
     return list(find_order(graph, budget_bytes).order)
 
 
@@ -152,9 +152,9 @@ def find_order(
         return Found(order=tuple(order), program=program, timeline=timeline, bound_seconds=bound)
 
     bound = 0.0 if any_speed else relaxed_bound(graph, budget_bytes, seconds=_ON_BOUND * seconds, effort=own)
-    if _peak(lean, plain_order(graph)) <= budget_bytes:
+    if _peak(lean, baseline_order(graph)) <= budget_bytes:
         bound = min(bound, 0.0)  # a plan without recomputation exists, whatever the solver found in time
-        plain = found(plain_order(graph))
+        plain = found(baseline_order(graph))
         if plain.timeline.peak_bytes <= budget_bytes:
             return plain
     best: Found | None = None

@@ -160,7 +160,7 @@ class SubgraphPass:
             log.warning(
                 "several forward passes before a backward pass run in one autocast region: PyTorch casts weights once "
                 "for all of them and adds up their gradients in half precision, a planned pass casts its own, so these "
-                "gradients are equal to the plain step's up to rounding; give each pass its own region, or call the "
+                "gradients are equal to the baseline step's up to rounding; give each pass its own region, or call the "
                 "model once on all inputs put together"
             )
 
@@ -264,7 +264,7 @@ class SubgraphPass:
         self.of.turned.add(self.of.key)
         log.warning(
             "the gradient of an output arrives in another memory layout than planned: it is copied, and sums over it "
-            "may round otherwise than in the plain step; pass the loss you really use, memfit.fit(..., loss_fn=...)"
+            "may round otherwise than in the baseline step; pass the loss you really use, memfit.fit(..., loss_fn=...)"
         )
 
     def keep_repeating(self, gradients: Sequence[torch.Tensor | None]) -> None:

@@ -23,7 +23,7 @@ from math import inf
 import numpy as np
 
 from memfit.ir.graph import Phase, StepGraph
-from memfit.ir.program import in_their_subgraphs, plain_order, program_of
+from memfit.ir.program import baseline_order, in_their_subgraphs, program_of
 from memfit.planner.analysis.chain import cut_chain
 from memfit.planner.analysis.no_plan import no_plan
 from memfit.planner.bounds.lower_bound import widest_op_bytes
@@ -39,7 +39,7 @@ _SPAN = 64
 """Most forward ops of a stretch that is planned as a whole."""
 
 _SLOTS = 2000
-"""Number of slots of the memory that the plain step takes in addition to static bytes."""
+"""Number of slots of the memory that the baseline step takes in addition to static bytes."""
 
 _HOPE = 1.03
 """Orders are tried up to this multiple of the available memory, since an order may take less than the table says."""
@@ -59,13 +59,13 @@ _NARROW = 0.5
 
 
 def order(graph: StepGraph, budget_bytes: int | None) -> list[int]:
-    """The fastest order of the table that fits the budget; the plain order if it fits or without a budget.
+    """The fastest order of the table that fits the budget; the baseline order if it fits or without a budget.
 
     Raises:
         BudgetError: if none fits, with the least budget that works.
     """
-    if budget_bytes is None or _peak(graph, plain_order(graph)) <= budget_bytes:
-        return plain_order(graph)
+    if budget_bytes is None or _peak(graph, baseline_order(graph)) <= budget_bytes:
+        return baseline_order(graph)
     fitting = fast_order(graph, budget_bytes)
     if fitting is not None:
         return fitting
@@ -129,7 +129,7 @@ def _least_order(graph: StepGraph) -> tuple[int, ...]:
     limit = widest_op_bytes(graph) - graph.static_bytes
     while not (amounts := _amounts(table := _table(graph, limit))):
         limit += limit // 4 + 1
-    found = [plain_order(graph), *(in_their_subgraphs(graph, order_at(table, slots)) for slots in amounts[:_LOWEST])]
+    found = [baseline_order(graph), *(in_their_subgraphs(graph, order_at(table, slots)) for slots in amounts[:_LOWEST])]
     lowest = min((one for one in found if _is_legal(graph, one)), key=lambda one: _peak(graph, one))
     # The order of a larger amount may take less than the table says: `order` must find nothing below the least peak.
     while (lower := fast_order(graph, _peak(graph, lowest) - 1)) is not None:
@@ -162,7 +162,7 @@ def _peak(graph: StepGraph, found: Sequence[int]) -> int:
 
 def _table(graph: StepGraph, limit_bytes: int, seconds: float = inf) -> Table:
     """A table for memory up to a limit at least; with more patience where the limit is near the widest op."""
-    slot_bytes = max(1, (_peak(graph, plain_order(graph)) - graph.static_bytes) // _SLOTS)
+    slot_bytes = max(1, (_peak(graph, baseline_order(graph)) - graph.static_bytes) // _SLOTS)
     at_wall = limit_bytes + graph.static_bytes <= _AT_WALL * widest_op_bytes(graph)
     patience = _MORE_PATIENCE if at_wall else _PATIENCE
     return _filled(graph, slot_bytes, (limit_bytes // slot_bytes // 128 + 1) * 128, patience, seconds)

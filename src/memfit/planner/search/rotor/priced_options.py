@@ -13,7 +13,7 @@ from math import inf
 
 from memfit.ir.graph import StepGraph, StorageKind
 from memfit.ir.instructions import Compute, Free
-from memfit.ir.program import plain_order, program_of
+from memfit.ir.program import baseline_order, program_of
 from memfit.planner.analysis.chain import Chain
 from memfit.planner.effort import Effort
 from memfit.planner.search.rotor.options import options_of
@@ -181,7 +181,7 @@ def _in_use(graph: StepGraph, chain: Chain) -> list[int]:
     ]
     before: list[int] = []
     live = 0
-    for instruction in program_of(graph, plain_order(graph)).instructions:
+    for instruction in program_of(graph, baseline_order(graph)).instructions:
         if isinstance(instruction, Free):
             live -= counted[instruction.storage]
         if not isinstance(instruction, Compute):

@@ -58,7 +58,7 @@ def shape_of(graph: StepGraph, chain: Chain, lasts: Sequence[int], start: int, s
     Args:
         graph: the step.
         chain: its blocks.
-        lasts: by storage, the last op of the plain step that reads it (or the number of ops if it is held).
+        lasts: by storage, the last op of the baseline step that reads it (or the number of ops if it is held).
         start: first block.
         stop: the block after the last one.
     """
