@@ -19,8 +19,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any, cast
 
 import torch
@@ -28,6 +26,7 @@ from torch import fx
 
 from memfit.fxir.call import Call
 from memfit.fxir.joint import JointOp, JointReading
+from memfit.ir.instructions import Compute, Free, Instruction, SwapIn, SwapOut, computes_in, freed_in
 from memfit.ir.slicing import BySlices
 from memfit.ops.chunking import call_in_chunks
 from memfit.ops.kernels.convolution import convolution_input_gradient, input_half
@@ -37,71 +36,43 @@ from memfit.runtime.fused_region import FusedOp, fused_call
 from memfit.runtime.grad_accumulation import Accumulation
 from memfit.runtime.offload.engine import Swapper
 from memfit.runtime.offload.graph_calls import SwapCalls, keep_unread
+from memfit.runtime.subgraph_program import SubgraphProgram
 from memfit.torch_compat.core import detect_fake_mode, run_and_save_rng_state, run_with_rng_state
 
-__all__ = ["OVERWRITTEN", "Emitter", "LocalInstruction", "LocalMove", "Move"]
+__all__ = ["OVERWRITTEN", "Emitter"]
 
 OVERWRITTEN = "memfit_overwritten"
 """Mark in the `meta` of a node whose memory a later node takes over."""
-
-
-@dataclass(frozen=True, slots=True)
-class LocalInstruction:
-    """Runs op `index` of the subgraph, optionally `recomputed`, `over` the memory of a storage, or in `chunks`.
-
-    `save_state` and `replay` serve recomputed random ops, `from_statistics` recomputed batch normalisations. A `sliced`
-    op runs slice by slice, and a `fused` one runs together with the next instruction; its results in `passed_on` exist
-    as slices only. One half of a call (`memfit.planner.finalize.merge_conv_backward`) may run `with_next`, its other
-    half.
-    """
-
-    index: int
-    recomputed: bool = False
-    over: int | None = None
-    chunks: int = 1
-    from_statistics: bool = False
-    save_state: bool = False
-    replay: bool = False
-    fused: bool = False
-    sliced: bool = False
-    passed_on: tuple[int, ...] = ()
-    with_next: bool = False
-
-
-class Move(StrEnum):
-    """Steps of a storage's swap: start to swap out, wait until the storage is out, start to swap in."""
-
-    OUT = "out"
-    GONE = "gone"
-    IN = "in"
-
-
-@dataclass(frozen=True, slots=True)
-class LocalMove:
-    """A move of a storage of the subgraph."""
-
-    move: Move
-    storage: int
 
 
 class Emitter:
     """Copies nodes of the joint graph into one new graph, and tracks the current copy of every storage.
 
     For storages that the caller holds (`held`), the current copy is always the first one.
+
+    Args:
+        reading: the joint graph.
+        program: its program.
+        swapper: swaps storages out and in.
+        held: storages that the caller holds.
+        before: the emitter of the forward pass, for the backward pass.
     """
 
     def __init__(
         self,
         reading: JointReading,
-        graph: fx.Graph,
+        program: SubgraphProgram,
         swapper: Swapper | None,
-        tier_resident: Collection[int],
         held: Collection[int],
+        *,
+        before: Emitter | None = None,
     ) -> None:
         self.reading = reading
-        self.graph = graph
-        self.calls = SwapCalls(graph, swapper) if swapper is not None else None
-        self.tier_resident = tier_resident
+        self.program = program
+        self.graph = fx.Graph()
+        self.calls = SwapCalls(self.graph, swapper) if swapper is not None else None
+        self.ran: set[int] = set() if before is None else set(before.ran)
+        self.leaving: set[int] = set() if before is None else set(before.leaving)
         self.coming: dict[int, fx.Node] = {}
         self.bases: dict[int, fx.Node] = {}
         self.views: dict[fx.Node, fx.Node] = {}
@@ -154,34 +125,55 @@ class Emitter:
             self.views[node] = known
         return known
 
-    def run_all(self, instructions: Sequence[LocalInstruction | LocalMove]) -> None:
-        """Emits ops and moves in their order, each fused region as one call."""
-        run: list[LocalInstruction] = []
+    def run_all(self, instructions: Sequence[Instruction]) -> None:
+        """Emits instructions in their order, each fused region as one call."""
+        run: list[Instruction] = []
         for instruction in instructions:
-            if isinstance(instruction, LocalMove):
-                self.move(instruction)
-                continue
             run.append(instruction)
-            if not instruction.fused and not instruction.with_next:
-                if instruction.sliced:
-                    self.run_sliced(run)
-                elif len(run) > 1:
-                    self.run_halves([self.reading.ops[i.index] for i in run])
-                else:
-                    self.run(instruction)
+            joined = isinstance(instruction, Compute) and instruction.op in self.program.joined
+            if not instruction.fused and not joined:
+                self.emit(run)
                 run = []
 
-    def move(self, instruction: LocalMove) -> None:
-        """Emits a call of the swapper."""
-        calls, storage = self.calls, instruction.storage
-        assert calls is not None
-        if instruction.move is Move.OUT:
-            calls.out(storage, self.bases[storage])
-        elif instruction.move is Move.GONE:
-            calls.gone(storage)
+    def emit(self, run: Sequence[Instruction]) -> None:
+        """Emits one instruction, a fused region, or both halves of a call."""
+        computes = computes_in(run)
+        if computes and computes[0].sliced:
+            self.run_sliced(computes, freed_in(run))
+        elif len(computes) > 1:
+            self.run_halves([self.reading.ops[i.op] for i in computes])
+        elif computes:
+            self.run(computes[0])
         else:
-            self.coming[storage] = calls.start_in(storage, self.reading.storages[storage].base)
+            (instruction,) = run
+            self.move(instruction)
+        self.ran.update(i.op for i in computes)
+
+    def move(self, instruction: Instruction) -> None:
+        """Emits a call of the swapper, if the instruction needs one."""
+        if isinstance(instruction, Free):
+            self.give_up(instruction.storage)
+        elif isinstance(instruction, SwapOut):
+            assert self.calls is not None
+            self.leaving.add(instruction.storage)
+            self.calls.out(instruction.storage, self.bases[instruction.storage])
+        elif isinstance(instruction, SwapIn):
+            assert self.calls is not None
+            storage = instruction.storage
+            self.coming[storage] = self.calls.start_in(storage, self.reading.storages[storage].base)
             self.set_base(storage, self.coming[storage])
+
+    def give_up(self, storage: int) -> None:
+        """Emits the wait for a storage that is being swapped out, before its memory is freed or overwritten."""
+        if storage in self.leaving:
+            assert self.calls is not None
+            self.leaving.discard(storage)
+            self.calls.gone(storage)
+
+    def overwrite(self, storage: int) -> None:
+        """Marks the current copy of a storage, whose memory the next call takes over."""
+        self.give_up(storage)
+        self.bases[storage].meta[OVERWRITTEN] = True
 
     def wait_for(self, storage: int) -> None:
         """Emits the wait for a storage that is being swapped in."""
@@ -193,24 +185,24 @@ class Emitter:
         assert self.calls is not None
         return self.calls.slices(storage, self.reading.storages[storage].base, cut)
 
-    def run_sliced(self, instructions: Sequence[LocalInstruction]) -> None:
-        """Emits ops that run slice by slice, then extracts their results."""
+    def run_sliced(self, instructions: Sequence[Compute], freed: Sequence[int]) -> None:
+        """Emits ops that run slice by slice, then extracts their results; what they free exists as slices only."""
         ops = [
             FusedOp(
-                op=self.reading.ops[instruction.index],
-                from_statistics=instruction.from_statistics,
-                passed_on=instruction.passed_on,
+                op=self.reading.ops[instruction.op],
+                from_statistics=self.runs_from_statistics(instruction),
+                passed_on=tuple(freed) if instruction is instructions[-1] else (),
                 over=instruction.over,
             )
             for instruction in instructions
         ]
-        call = fused_call(self.reading, ops, self.tier_resident)
+        call = fused_call(self.reading, ops, self.program.tier_resident)
         slices = ops[0].op.by_slices
         assert slices is not None
         passing = {s: self.stream(s, slices) for s in call.streams.values()}
         for instruction in instructions:
             if instruction.over is not None:
-                self.bases[instruction.over].meta[OVERWRITTEN] = True
+                self.overwrite(instruction.over)
         operands = [
             passing[call.streams[place]] if place in call.streams else self.value(node)
             for place, node in enumerate(call.operands)
@@ -225,31 +217,36 @@ class Emitter:
             taken.meta = dict(base.meta)
             self.set_base(storage, taken)
 
-    def run(self, instruction: LocalInstruction) -> None:
+    def runs_from_statistics(self, instruction: Compute) -> bool:
+        """Whether an op is recomputed by another call, which reads statistics of the first run."""
+        return instruction.op in self.ran and self.reading.ops[instruction.op].recompute_as is not None
+
+    def run(self, instruction: Compute) -> None:
         """Emits one op, then extracts its results."""
-        op = self.reading.ops[instruction.index]
+        op = self.reading.ops[instruction.op]
+        recomputed, from_statistics = instruction.op in self.ran, self.runs_from_statistics(instruction)
         if op.writes and op.writes[0] in self.adding and op.writes[0] in self.reading.added_as_made:
             self.add(op)
             return
         call: fx.Node | Call = op.node
         writes = op.writes
-        if instruction.from_statistics:
+        if from_statistics:
             assert op.recompute_as is not None
             call, writes = op.recompute_as, op.writes[:1]
-        if instruction.replay or instruction.save_state:
-            made = self._random(instruction, op.node)
+        if instruction.op in self.program.replayed:
+            made = self._random(instruction.op, op.node)
         else:
             target, args, kwargs = cast(Any, call.target), call.args, dict(call.kwargs)
             if instruction.chunks > 1:
                 target, kwargs = call_in_chunks(target), {**kwargs, "chunks": instruction.chunks}
-            if instruction.recomputed and not instruction.from_statistics and (rerun := without_statistics(op.node)):
+            if recomputed and not from_statistics and (rerun := without_statistics(op.node)):
                 target, args = rerun
             elif target is convolution_input_gradient:
                 target = input_half
             if instruction.over is not None:
                 operands = [self.reading.storage_of.get(a) if isinstance(a, fx.Node) else None for a in call.args]
                 target = rule_of(call.target).in_place[operands.index(instruction.over)]
-                self.bases[instruction.over].meta[OVERWRITTEN] = True
+                self.overwrite(instruction.over)
             made = self.graph.call_function(target, fx.map_arg(args, self.value), fx.map_arg(kwargs, self.value))
             made.meta = dict(call.meta)
         self._take_results(made, writes)
@@ -276,11 +273,12 @@ class Emitter:
         self.added[gradient] = self.graph.call_function(accumulation.add_made_by(op.node.target), operands)
         self.added[gradient].meta = dict(gradient.meta)
 
-    def _random(self, instruction: LocalInstruction, node: fx.Node) -> fx.Node:
+    def _random(self, op: int, node: fx.Node) -> fx.Node:
+        """Emits a random op that saves the state of its generator, or replays it when it is recomputed."""
         args = fx.map_arg(node.args, self.value)
         kwargs = fx.map_arg(node.kwargs, self.value)
-        if instruction.replay:
-            state = self.states[instruction.index]
+        if op in self.ran:
+            state = self.states[op]
             made = self.graph.call_function(run_with_rng_state, (state, cast(Any, node.target), *args), kwargs)
             made.meta = dict(node.meta)
             return made
@@ -290,7 +288,7 @@ class Emitter:
         device_type = next(iter(_tensors(node.meta["val"]))).device.type
         real = torch.cuda.get_rng_state() if device_type == "cuda" else torch.get_rng_state()
         state.meta = {"val": mode.from_tensor(real) if mode is not None else real}
-        self.states[instruction.index] = state
+        self.states[op] = state
         made = self.graph.call_function(operator.getitem, (both, 1))
         made.meta = dict(node.meta)
         return made

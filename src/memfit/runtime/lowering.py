@@ -53,12 +53,12 @@ def lower(
     placeholders = joint.graph.find_nodes(op="placeholder")
     primals = [n for n in placeholders if not is_tangent(n)]
 
-    in_forward = Emitter(reading, fx.Graph(), swapper, program.tier_resident, reading.output_storages)
+    in_forward = Emitter(reading, program, swapper, reading.output_storages)
     in_forward.place(primals)
     in_forward.place(joint.graph.find_nodes(op="get_attr"))
     in_forward.run_all(program.forward)
 
-    in_backward = Emitter(reading, fx.Graph(), swapper, program.tier_resident, program.held)
+    in_backward = Emitter(reading, program, swapper, program.held, before=in_forward)
     in_backward.place(primals)
     for storage in program.kept:
         in_backward.place([reading.storages[storage].base], as_inputs=True)

@@ -4,10 +4,9 @@ A program (`memfit.ir.program`) refers to the ops and storages of the whole step
 one backward graph for each captured subgraph, and each numbers its ops and storages itself.
 
 The technique is a walk over the instructions in order. An op goes to the subgraph in which it was captured, to the
-forward pass before the loss and to the backward pass after the loss. Its place determines its marks: whether the op is
-recomputed, restores a random state, is fused with the next op, or is half of a call. A forward storage that the
-backward pass reads before recomputing it is handed over. A digest of ops, operands and shapes identifies a joint graph,
-since a graph may be traced again when the plan is compiled.
+forward pass before the loss and to the backward pass after the loss; what frees or moves a storage goes to the subgraph
+that writes it. A forward storage that the backward pass reads before recomputing it is handed over. A digest of ops,
+operands and shapes identifies a joint graph, since a graph may be traced again when the plan is compiled.
 
 Known limits: an op runs only in its own subgraph, so values that cross subgraphs are never recomputed elsewhere.
 """
@@ -15,20 +14,20 @@ Known limits: an op runs only in its own subgraph, so values that cross subgraph
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from msgspec import structs
 
 from memfit.capture.training_step import Capture
 from memfit.fxir.joint import JointReading
-from memfit.ir.graph import Phase, StorageKind
-from memfit.ir.instructions import Compute, Instruction, SwapIn, SwapOut, computes_in, freed_in, given_up
+from memfit.ir.graph import Phase, StepGraph, StorageKind
+from memfit.ir.instructions import Compute, Free, Instruction, Resident, SwapIn, SwapOut, given_up
 from memfit.ir.program import Program, are_halves
 from memfit.ir.streaming import tier_bytes
 from memfit.ops.accumulation import Accumulate
-from memfit.runtime.emitter import LocalInstruction, LocalMove, Move
 from memfit.runtime.offload.engine import Slot
 from memfit.torch_compat.core import pytree
 
@@ -45,6 +44,8 @@ class SubgraphProgram:
         grid: see `memfit.fxir.joint.JointReading`.
         forward: instructions of its forward pass.
         backward: instructions of its backward pass.
+        replayed: ops whose random state is saved when they run first, and replayed when they are recomputed.
+        joined: ops that run in one call with the next op, the other half of that call.
         kept: local storages handed from the forward to the backward pass.
         held: local storages of results that the caller holds to the end of the step.
         slots: by local storage that goes to a tier, its slot there.
@@ -56,14 +57,45 @@ class SubgraphProgram:
     digest: str
     separated: frozenset[str]
     grid: tuple[int, ...]
-    forward: tuple[LocalInstruction | LocalMove, ...]
-    backward: tuple[LocalInstruction | LocalMove, ...]
+    forward: tuple[Instruction, ...]
+    backward: tuple[Instruction, ...]
     kept: tuple[int, ...]
     held: frozenset[int] = frozenset()
+    replayed: frozenset[int] = frozenset()
+    joined: frozenset[int] = frozenset()
     slots: Mapping[int, Slot] = field(default_factory=dict)
     tier_resident: frozenset[int] = frozenset()
     accumulate: Accumulate | None = None
     waits_until: int | None = None
+
+
+@dataclass(slots=True)
+class _Part:
+    """The part of a program that goes to one subgraph, while it is collected.
+
+    Attributes:
+        ops: numbers of its ops in its joint graph, by their numbers in the step.
+        storages: the same for storages that its ops write.
+        held: its storages of results that the caller holds.
+        written_back: its storages that the backward pass has in memory without the forward pass.
+    """
+
+    ops: dict[int, int] = field(default_factory=dict)
+    storages: dict[int, int] = field(default_factory=dict)
+    held: frozenset[int] = frozenset()
+    forward: list[Instruction] = field(default_factory=list)
+    backward: list[Instruction] = field(default_factory=list)
+    kept: dict[int, None] = field(default_factory=dict)
+    written_back: set[int] = field(default_factory=set)
+    joined: set[int] = field(default_factory=set)
+    waits_until: int | None = None
+
+    def localized(self, instruction: Instruction) -> Instruction:
+        """The instruction, numbered as in the joint graph."""
+        if isinstance(instruction, Compute):
+            over = None if instruction.over is None else self.storages.get(instruction.over)
+            return structs.replace(instruction, op=self.ops[instruction.op], over=over)
+        return structs.replace(instruction, storage=self.storages[instruction.storage])
 
 
 def subgraph_programs(capture: Capture, program: Program) -> tuple[SubgraphProgram, ...]:
@@ -77,106 +109,108 @@ def subgraph_programs(capture: Capture, program: Program) -> tuple[SubgraphProgr
         One subgraph program for each subgraph.
     """
     graph = capture.graph
-    local_op = {id(op): i for subgraph in capture.subgraphs.subgraphs for i, op in enumerate(subgraph.reading.ops)}
-    recomputed = set(program.recomputed())
-    count = len(capture.subgraphs.subgraphs)
-    forward: list[list[LocalInstruction | LocalMove]] = [[] for _ in range(count)]
-    backward: list[list[LocalInstruction | LocalMove]] = [[] for _ in range(count)]
-    kept: list[dict[int, None]] = [{} for _ in range(count)]
+    parts = _parts(capture)
+    part_of = {storage: part for part in parts for storage in part.storages}
     past_loss = False
-    waits_until: list[int | None] = [None] * count
     seen: set[int] = set()
-    leaving: set[int] = set()
-    written_back: list[set[int]] = [set() for _ in range(count)]
-    fused, passed_on = _fused(program)
-    local = _local_storages(capture)
-    held = [frozenset(numbers[s] for s in graph.outputs if s in numbers) for numbers in local]
-    subgraph_of = {s: op.subgraph for op in graph.ops for s in op.writes}
-
-    def move(kind: Move, storage: int) -> None:
-        subgraph = subgraph_of[storage]
-        (backward if past_loss else forward)[subgraph].append(LocalMove(kind, local[subgraph][storage]))
-        if past_loss and kind is Move.IN:
-            written_back[subgraph].add(local[subgraph][storage])
-
-    position = -1
     for place, instruction in enumerate(program.instructions):
-        gone = given_up(instruction)
-        if gone in leaving:
-            assert gone is not None
-            leaving.discard(gone)
-            move(Move.GONE, gone)
-        if isinstance(instruction, SwapOut):
-            leaving.add(instruction.storage)
-            move(Move.OUT, instruction.storage)
-        elif isinstance(instruction, SwapIn):
-            move(Move.IN, instruction.storage)
         if not isinstance(instruction, Compute):
+            _add_transfer(instruction, part_of, past_loss=past_loss)
             continue
-        position += 1
         index = instruction.op
-        following = program.instructions[place + 1] if place + 1 < len(program.instructions) else None
         op, joint = graph.ops[index], capture.joint_ops[index]
         past_loss = past_loss or op.phase is Phase.LOSS
         if joint is None:
             continue
-        random = op.random_state_bytes > 0 and index in recomputed
-        from_statistics = index in seen and op.recompute_as is not None
-        run = LocalInstruction(
-            index=local_op[id(joint)],
-            recomputed=index in seen,
-            over=local[op.subgraph].get(instruction.over),
-            chunks=instruction.chunks,
-            from_statistics=from_statistics,
-            save_state=random and index not in seen,
-            replay=random and index in seen,
-            fused=fused[position],
-            sliced=instruction.sliced,
-            passed_on=tuple(local[op.subgraph][s] for s in passed_on[position]),
-            with_next=_runs_with_next(capture, instruction, following),
-        )
+        part = parts[op.subgraph]
+        run = part.localized(instruction)
+        again = index in seen
         seen.add(index)
+        following = program.instructions[place + 1] if place + 1 < len(program.instructions) else None
+        if _runs_with_next(capture, instruction, following):
+            part.joined.add(part.ops[index])
         if not past_loss:
-            forward[op.subgraph].append(run)
+            part.forward.append(run)
             continue
         storages = capture.subgraphs.subgraphs[op.subgraph].reading.storages
+        from_statistics = again and op.recompute_as is not None
         reads, writes = (joint.recompute_reads, joint.writes[:1]) if from_statistics else (joint.reads, joint.writes)
-        for storage in reads if run.over is None else (*reads, run.over):
-            if storages[storage].kind is StorageKind.FORWARD and storage not in written_back[op.subgraph]:
-                kept[op.subgraph][storage] = None
-        written_back[op.subgraph].update(s for s in writes if s not in held[op.subgraph])
-        backward[op.subgraph].append(run)
+        over = given_up(run)
+        for storage in reads if over is None else (*reads, over):
+            if storages[storage].kind is StorageKind.FORWARD and storage not in part.written_back:
+                part.kept[storage] = None
+        part.written_back.update(s for s in writes if s not in part.held)
+        part.backward.append(run)
         if capture.deferred and op.phase is Phase.BACKWARD and index not in capture.deferred:
-            waits_until[op.subgraph] = len(backward[op.subgraph])
+            part.waits_until = len(part.backward)
     for storage in program.tier_resident():
-        kept[subgraph_of[storage]].pop(local[subgraph_of[storage]][storage], None)
-    swapped = {s: (tier, graph.storages[s].nbytes) for s, tier in program.swapped().items()}
-    tier_resident = {s: (tier, tier_bytes(graph, s)) for s, tier in program.tier_resident().items()}
+        part_of[storage].kept.pop(part_of[storage].storages[storage], None)
     # A gradient may itself be a forward result.
-    for index, subgraph in enumerate(capture.subgraphs.subgraphs):
+    for part, subgraph in zip(parts, capture.subgraphs.subgraphs, strict=True):
         for storage in subgraph.reading.gradient_storages:
             if subgraph.reading.storages[storage].kind is StorageKind.FORWARD:
-                kept[index][storage] = None
+                part.kept[storage] = None
     return tuple(
-        SubgraphProgram(
-            digest=reading_digest(subgraph.reading),
-            separated=subgraph.reading.separated,
-            grid=subgraph.reading.grid,
-            forward=tuple(forward[i]),
-            backward=tuple(backward[i]),
-            kept=tuple(kept[i]),
-            held=held[i],
-            slots={
-                local[i][s]: Slot(tier=tier, nbytes=nbytes)
-                for s, (tier, nbytes) in (swapped | tier_resident).items()
-                if subgraph_of[s] == i
-            },
-            tier_resident=frozenset(local[i][s] for s in tier_resident if subgraph_of[s] == i),
-            accumulate=_accumulation(subgraph.reading),
-            waits_until=waits_until[i],
-        )
-        for i, subgraph in enumerate(capture.subgraphs.subgraphs)
+        _made(part, subgraph.reading, program, graph)
+        for part, subgraph in zip(parts, capture.subgraphs.subgraphs, strict=True)
     )
+
+
+def _made(part: _Part, reading: JointReading, program: Program, graph: StepGraph) -> SubgraphProgram:
+    recomputed = set(program.recomputed())
+    swapped = {s: (tier, graph.storages[s].nbytes) for s, tier in program.swapped().items()}
+    tier_resident = {s: (tier, tier_bytes(graph, s)) for s, tier in program.tier_resident().items()}
+    return SubgraphProgram(
+        digest=reading_digest(reading),
+        separated=reading.separated,
+        grid=reading.grid,
+        forward=tuple(part.forward),
+        backward=tuple(part.backward),
+        kept=tuple(part.kept),
+        held=part.held,
+        replayed=frozenset(part.ops[i] for i in recomputed & part.ops.keys() if graph.ops[i].random_state_bytes),
+        joined=frozenset(part.joined),
+        slots={
+            part.storages[s]: Slot(tier=tier, nbytes=nbytes)
+            for s, (tier, nbytes) in (swapped | tier_resident).items()
+            if s in part.storages
+        },
+        tier_resident=frozenset(part.storages[s] for s in tier_resident if s in part.storages),
+        accumulate=_accumulation(reading),
+        waits_until=_end_of_run(part.backward, part.waits_until),
+    )
+
+
+def _end_of_run(instructions: Sequence[Instruction], count: int | None) -> int | None:
+    """The number of instructions up to the end of the fused region that a number of instructions ends in."""
+    while count and instructions[count - 1].fused:
+        count += 1
+    return count
+
+
+def _parts(capture: Capture) -> list[_Part]:
+    """For each subgraph an empty part, with its own numbers of the ops and storages of the step."""
+    parts = [_Part() for _ in capture.subgraphs.subgraphs]
+    number_of = {op.node: i for subgraph in capture.subgraphs.subgraphs for i, op in enumerate(subgraph.reading.ops)}
+    for index, (op, joint) in enumerate(zip(capture.graph.ops, capture.joint_ops, strict=True)):
+        if joint is not None:
+            parts[op.subgraph].ops[index] = number_of[joint.node]
+            parts[op.subgraph].storages.update(zip(op.writes, joint.writes, strict=True))
+    for part in parts:
+        part.held = frozenset(part.storages[s] for s in capture.graph.outputs if s in part.storages)
+    return parts
+
+
+def _add_transfer(
+    instruction: Free | SwapOut | SwapIn | Resident, part_of: Mapping[int, _Part], *, past_loss: bool
+) -> None:
+    """Adds an instruction that is no op to the part that its storage belongs to, if it belongs to one."""
+    part = part_of.get(instruction.storage)
+    if part is None or isinstance(instruction, Resident):
+        return
+    (part.backward if past_loss else part.forward).append(part.localized(instruction))
+    if past_loss and isinstance(instruction, SwapIn):
+        part.written_back.add(part.storages[instruction.storage])
 
 
 def _runs_with_next(capture: Capture, instruction: Compute, following: Instruction | None) -> bool:
@@ -190,28 +224,6 @@ def _accumulation(reading: JointReading) -> Accumulate | None:
     if reading.as_made:
         return Accumulate.AS_MADE
     return Accumulate.WHOLE if reading.accumulated else None
-
-
-def _fused(program: Program) -> tuple[list[bool], list[list[int]]]:
-    """For each op in order, whether it is fused with the next op, and the storages that are freed within its region."""
-    fused: list[bool] = []
-    passed_on: list[list[int]] = []
-    for run in program.runs():
-        computes = len(computes_in(run))
-        fused += [place < computes - 1 for place in range(computes)]
-        passed_on += [[] for _ in range(computes)]
-        if computes and len(run) > 1:
-            passed_on[-1] = freed_in(run)
-    return fused, passed_on
-
-
-def _local_storages(capture: Capture) -> list[dict[int | None, int]]:
-    """For each subgraph, its local storage numbers by the storages of the step."""
-    local: list[dict[int | None, int]] = [{} for _ in capture.subgraphs.subgraphs]
-    for op, joint in zip(capture.graph.ops, capture.joint_ops, strict=True):
-        if joint is not None:
-            local[op.subgraph].update(zip(op.writes, joint.writes, strict=True))
-    return local
 
 
 def reading_digest(reading: JointReading) -> str:
