@@ -15,9 +15,9 @@ from memfit.capture.loss.reading import backward_of
 from memfit.capture.options import CaptureOptions
 from memfit.capture.state.snapshot import preserved
 from memfit.capture.training_step import Capture, capture_step
+from memfit.compiler.plan import CompiledPlan
 from memfit.compiler.proving import prove
 from memfit.compiler.stages import Request, plan_captured
-from memfit.fitted.plan import Plan
 from memfit.ir.graph import StepGraph
 from memfit.ir.program import Program
 from memfit.ir.tiers import TierLinks
@@ -133,7 +133,7 @@ class Subject:
             profile_seconds=profiled,
         )
 
-    def plan(self, budget_bytes: int, *, strategy: str = "auto", tiers: Sequence[TierLinks] = ()) -> Plan:
+    def plan(self, budget_bytes: int, *, strategy: str = "auto", tiers: Sequence[TierLinks] = ()) -> CompiledPlan:
         """A plan that nobody has run yet.
 
         Args:
@@ -150,7 +150,7 @@ class Subject:
         capture = replace(self.capture, graph=graph)
         return plan_captured(example.model, example.args, example.kwargs, capture, graph, request, budget_bytes)
 
-    def plan_of(self, program: Program) -> Plan:
+    def plan_of(self, program: Program) -> CompiledPlan:
         """A plan that runs a program however much it takes."""
         timeline = simulate(self.graph, program)
         plan = self.plan(self.plain.peak_bytes)
@@ -163,7 +163,7 @@ class Subject:
         )
         return replace(plan, budget_bytes=timeline.peak_bytes, strategy="given", program=program, predicted=predicted)
 
-    def call(self, plan: Plan | None) -> Callable[..., Any]:
+    def call(self, plan: CompiledPlan | None) -> Callable[..., Any]:
         """The model's call under a plan, compiled once; the model itself without one."""
         if plan is None:
             return self.example.model
@@ -173,21 +173,21 @@ class Subject:
             )
         return self._calls[id(plan.program)]
 
-    def step(self, plan: Plan | None = None) -> Callable[[], object]:
+    def step(self, plan: CompiledPlan | None = None) -> Callable[[], object]:
         """One training step without an optimizer, to be timed."""
         example = self.example
         return training_step(self.call(plan), example.model, example.args, example.kwargs, loss_fn=example.loss_fn)
 
-    def run(self, plan: Plan | None = None) -> Run:
+    def run(self, plan: CompiledPlan | None = None) -> Run:
         """Runs a step twice from the same state, the first time to warm up, and measures the second."""
         return measured_run(self.example, self.call(plan), self.device)
 
-    def seconds(self, plans: Sequence[Plan | None], *, repeats: int = 1) -> list[float]:
+    def seconds(self, plans: Sequence[CompiledPlan | None], *, repeats: int = 1) -> list[float]:
         """Median wall-clock seconds of each plan's step, run in turns; the model is left as it was."""
         with preserved(self.example.model):
             return interleaved_seconds([self.step(plan) for plan in plans], self.device, repeats=repeats)
 
-    def proven(self, plan: Plan) -> tuple[Plan, Run]:
+    def proven(self, plan: CompiledPlan) -> tuple[CompiledPlan, Run]:
         """Runs a plan; if it takes more than its budget, has it corrected as `memfit.plan` would.
 
         Raises:

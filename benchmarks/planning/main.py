@@ -17,6 +17,7 @@ from benchmarks.report import Report, Table
 from benchmarks.subject import Case, Subject, case_of
 from memfit.capture.state.snapshot import preserved
 from memfit.errors import BudgetError
+from memfit.fitted.plan import Plan
 from memfit.tools.training_loop import interleaved_seconds, training_step
 
 CASES: dict[str, Case] = {
@@ -123,7 +124,7 @@ def _per_step(
     subject = Subject.of(case, device, cached=True)
     example, plan = subject.example, subject.plan(subject.plain.peak_bytes)
     assert not plan.program.recomputed()
-    fitted = plan.apply(copy.deepcopy(example.model))
+    fitted = Plan.of(plan).apply(copy.deepcopy(example.model))
     steps = [
         training_step(model, model, example.args, example.kwargs, loss_fn=example.loss_fn)
         for model in (example.model, fitted)

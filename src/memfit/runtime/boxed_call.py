@@ -1,7 +1,7 @@
 """Wraps a lowered graph as the function that AOTAutograd calls; out-of-memory errors name the plan.
 
-AOTAutograd passes operands in a list ("boxed"), so that each operand is freed after its last use. The code that FX
-generates for a graph frees its operands in the same way.
+AOTAutograd passes operands in a list ("boxed"), so that each operand is freed after its last use. A runner
+(`memfit.runtime.runner`) makes the graph callable in the same way.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from memfit.runtime.dispatch import call_cheaply
 from memfit.runtime.emitter import OVERWRITTEN
 from memfit.runtime.lowering import attach_metadata_only
 from memfit.runtime.offload.graph_calls import forget_side_effects
-from memfit.torch_compat.core import BoxedCodeGen, backward_keeps_graph
+from memfit.runtime.runner import Runner
+from memfit.torch_compat.core import backward_keeps_graph
 
 __all__ = ["boxed"]
 
@@ -30,19 +31,19 @@ _TOLD = 6
 """Number of operands whose shapes an error names."""
 
 
-def boxed(gm: fx.GraphModule, describe: Callable[[], str], later: Later | None) -> Callable[..., Any]:
-    """The generated code itself, which takes its arguments in a list and empties that list while it runs."""
+def boxed(
+    gm: fx.GraphModule, describe: Callable[[], str], *, runner: Runner, later: Later | None
+) -> Callable[..., Any]:
+    """The graph as a function that takes its arguments in a list and empties that list while it runs."""
     attach_metadata_only(gm)
     forget_side_effects(gm.graph)
     call_cheaply(gm.graph)
     placeholders = gm.graph.find_nodes(op="placeholder")
     overwritten = [i for i, node in enumerate(placeholders) if node.meta.get(OVERWRITTEN)]
     if later is not None and any(node.meta.get(LATER) for node in gm.graph.nodes):
-        forward = in_two(gm, later)
+        forward = in_two(gm, later, runner)
     else:
-        gm.graph.set_codegen(BoxedCodeGen())
-        gm.recompile()
-        forward = gm.forward
+        forward = runner(gm)
 
     def run(operands: list[Any]) -> Any:
         first = operands[:_TOLD]

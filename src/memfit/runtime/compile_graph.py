@@ -59,6 +59,7 @@ from memfit.runtime.loop.pass_records import in_turn, noting_backward, noting_fo
 from memfit.runtime.loop.unused_outputs import whole_graph
 from memfit.runtime.lowering import lower
 from memfit.runtime.offload.engine import Swapper
+from memfit.runtime.runner import Runner
 from memfit.runtime.subgraph_program import SubgraphProgram, reading_digest
 from memfit.torch_compat.core import autocast_is_on
 
@@ -83,6 +84,7 @@ class Compilation:
         without_gradients: keys of graphs that no gradient reaches and that run as plain code; None if Dynamo traces the
             module's code anew, so that they are not known.
         describe: describes the plan, for an out-of-memory error.
+        runner: makes lowered graphs callable.
         later: receives the second part of a backward pass, see `memfit.runtime.deferred_backward`.
     """
 
@@ -96,6 +98,7 @@ class Compilation:
     in_autocast: bool
     without_gradients: frozenset[str] | None
     describe: Callable[[], str]
+    runner: Runner
     later: Later | None
 
     @property
@@ -275,13 +278,14 @@ def _compiled(of: Compilation, graph: _Graph, run: int, captured: DynamoGraph | 
     strides = graph.strides[min(run, len(graph.strides) - 1)]
     # Some versions of AOTAutograd keep the function, and with it the model, among Dynamo's globals.
     split = [functools.partial(_partition, of, graph, run, subgraph)]
-    describe, later = of.describe, of.later  # the compilers below are kept too, and must not hold the model
+    # The compilers below are kept too, and must not hold the model.
+    describe, runner, later = of.describe, of.runner, of.later
 
     def forward(lowered: fx.GraphModule, operands: Any) -> Callable[..., Any]:
-        return boxed(lowered, describe, later)
+        return boxed(lowered, describe, runner=runner, later=later)
 
     def backward(lowered: fx.GraphModule, operands: Any) -> Callable[..., Any]:
-        return noting_backward(boxed(lowered, describe, later))
+        return noting_backward(boxed(lowered, describe, runner=runner, later=later))
 
     with planning_backward(in_autocast=of.in_autocast):
         around = Surroundings(receive=graph.receive, strides=strides, repeated=graph.repeated)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from memfit.torch_compat.core import BoxedCodeGen
+from memfit.runtime.runner import BoxedFunction, Runner
 
 __all__ = ["LATER", "Later", "in_two"]
 
@@ -24,7 +24,7 @@ Later = list[Callable[[], object]]
 """List that receives the second part of a backward pass when the first part has run."""
 
 
-def in_two(module: fx.GraphModule, later: Later) -> Callable[[list[Any]], Any]:
+def in_two(module: fx.GraphModule, later: Later, runner: Runner) -> BoxedFunction:
     """The first part of a backward graph; appends the second part to `later`, and empties the list of its arguments."""
     first, second = fx.Graph(), fx.Graph()
     of_first: dict[fx.Node, fx.Node] = {}
@@ -47,8 +47,8 @@ def in_two(module: fx.GraphModule, later: Later) -> Callable[[list[Any]], Any]:
     count = len(results)
     first.output(tuple(of_first[n] if isinstance(n, fx.Node) else n for n in (*results, *held)))
     second.output(())
-    run_first = _boxed(module, first)
-    run_second = torch.no_grad()(_boxed(module, second))  # as within the backward pass
+    run_first = runner(fx.GraphModule(module, first))
+    run_second = torch.no_grad()(runner(fx.GraphModule(module, second)))  # as within the backward pass
 
     def run(operands: list[Any]) -> Any:
         made = list(run_first(operands))
@@ -61,9 +61,3 @@ def in_two(module: fx.GraphModule, later: Later) -> Callable[[list[Any]], Any]:
         return made
 
     return run
-
-
-def _boxed(module: fx.GraphModule, graph: fx.Graph) -> Callable[[list[Any]], Any]:
-    graph.set_codegen(BoxedCodeGen())
-    forward: Callable[[list[Any]], Any] = fx.GraphModule(module, graph).forward
-    return forward

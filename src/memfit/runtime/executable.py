@@ -28,6 +28,7 @@ from memfit.runtime.deferred_backward import Later
 from memfit.runtime.loop.forward_passes import CURRENT_PASS, Pass
 from memfit.runtime.offload.engine import Swapper
 from memfit.runtime.offload.spaces import open_spaces
+from memfit.runtime.runner import Runner, run_by_fx
 from memfit.runtime.subgraph_program import subgraph_programs
 from memfit.torch_compat.compiler import Unsupported
 
@@ -79,6 +80,7 @@ def compile_program(
     *,
     describe: Callable[[], str] = str,
     later: Later | None = None,
+    runner: Runner = run_by_fx,
 ) -> PlannedCall:
     """Compiles the module's call so that it runs a program of its captured step.
 
@@ -88,6 +90,7 @@ def compile_program(
         program: a checked program of that step.
         describe: describes the plan, for an out-of-memory error.
         later: list that receives the second part of a backward pass, see `memfit.runtime.deferred_backward`.
+        runner: makes the lowered graphs callable.
 
     Returns:
         A callable with the signature of the module; compiles on its first call, or runs the graphs that Dynamo compiled
@@ -117,6 +120,7 @@ def compile_program(
         in_autocast=backward_in_autocast(),
         without_gradients=None if followed is None else frozenset(followed.without_gradients),
         describe=describe,
+        runner=runner,
         later=later,
     )
     used = tuple(swapper for swapper in swappers if swapper is not None)
