@@ -102,10 +102,10 @@ class _Bench:
 
     def run(self) -> None:
         subject, measure = self.subject, self.options.measure
-        baseline_seconds = 0.0
+        plain_seconds = 0.0
         if measure:
             self.plain = subject.run()
-            (baseline_seconds,) = subject.seconds([None])
+            (plain_seconds,) = subject.seconds([None])
         whole = self.plain.peak_bytes if self.plain else subject.plain.peak_bytes
         bare = tuple(replace(op, workspace_bytes=0, variants=()) for op in subject.graph.ops)
         wall = widest_op_bytes(replace(subject.graph, ops=bare))
@@ -124,7 +124,7 @@ class _Bench:
             f"{widest_op_bytes(subject.graph) / whole:.3f}",
             f"{least / wall:.3f}" if least else "",
             f"{subject.capture_seconds:.1f}",
-            f"{subject.profile_seconds / baseline_seconds:.1f}" if baseline_seconds and not self.options.cached else "",
+            f"{subject.profile_seconds / plain_seconds:.1f}" if plain_seconds and not self.options.cached else "",
         )
         for budget in budgets:
             amount = least if budget == "least" else int(whole * float(budget) / 100)

@@ -87,7 +87,7 @@ def _planning(
     name = name if name in CASES else case.name
     subject = Subject.of(case, device)
     subject.seconds([None])
-    (baseline_seconds,) = subject.seconds([None])
+    (plain_seconds,) = subject.seconds([None])
     for budget in options.budgets.split(","):
         begin = time.perf_counter()
         try:
@@ -111,7 +111,7 @@ def _planning(
             len(subject.graph.ops),
             f"{subject.capture_seconds:.1f}",
             f"{subject.profile_seconds:.1f}",
-            f"{subject.profile_seconds / baseline_seconds:.1f}",
+            f"{subject.profile_seconds / plain_seconds:.1f}",
             f"{planned:.1f}",
             *cells,
         )

@@ -139,7 +139,7 @@ def least_peak_order(graph: StepGraph, held_bytes: int, *, slowdown: float = 1.4
     while high - low > 0.01 * high:
         middle = (low + high) // 2
         lower = spill(leanest(graph), order, middle)
-        if lower is None or _timeline(graph, lower).step_seconds > slowdown * graph.baseline_seconds:
+        if lower is None or _timeline(graph, lower).step_seconds > slowdown * graph.plain_seconds:
             low = middle
         else:
             order, high = lower, _timeline(graph, lower).peak_bytes
@@ -163,7 +163,7 @@ def _add(report: Report, table: Table, name: str, who: str, subject: Subject, or
         _mib(_held(subject, plain)),
         _mib(_held(subject, timeline)),
         held,
-        f"{timeline.step_seconds / graph.baseline_seconds:.2f}",
+        f"{timeline.step_seconds / graph.plain_seconds:.2f}",
         wall,
         _mib(plain.peak_bytes),
         _mib(timeline.peak_bytes),

@@ -195,7 +195,7 @@ def _simulated(report: Report, table: Table, name: str, subject: Subject, option
 def _bound(graph: StepGraph, predicted: Prediction) -> float:
     """The least extra time over the step with nothing recomputed."""
     assert predicted.bound_overhead is not None
-    return (1 + predicted.bound_overhead) * graph.baseline_seconds / graph.seconds - 1
+    return (1 + predicted.bound_overhead) * graph.plain_seconds / graph.seconds - 1
 
 
 def _timed(subject: Subject, nbytes: int, tiers: tuple[TierLinks, ...]) -> tuple[Prediction, float]:

@@ -77,7 +77,7 @@ def _growth(spec: str, batch: int, shape: list[int], share: float | None) -> dic
     example = build(spec, batch=batch, shape=tuple(shape))
     model, args, loss_fn = example.model, tuple(example.args), example.loss_fn
     plan = memfit.plan(model, args, example.kwargs, budget="auto", loss_fn=loss_fn, prove=False)
-    baseline_bytes = plan.predicted.baseline_peak_bytes
+    baseline_bytes = plan.predicted.plain_peak_bytes
     if share is not None:
         budget = int(share * baseline_bytes)
         plan = memfit.plan(model, args, example.kwargs, budget=budget, loss_fn=loss_fn, levers="all", prove=False)

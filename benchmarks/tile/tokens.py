@@ -117,8 +117,8 @@ def _rows(name: str, tokens: int, options: argparse.Namespace, device: torch.dev
             plain, planned = interleaved_seconds(steps, device, repeats=options.repeats)
         yield (
             budget if budget == "least" else f"plain's / {budget}",
-            *map(_mib, (fixed, result.baseline_peak_bytes, result.peak_bytes, plan.predicted.peak_bytes)),
-            f"{(result.baseline_peak_bytes - fixed) / (result.peak_bytes - fixed):.1f}",
+            *map(_mib, (fixed, result.plain_peak_bytes, result.peak_bytes, plan.predicted.peak_bytes)),
+            f"{(result.plain_peak_bytes - fixed) / (result.peak_bytes - fixed):.1f}",
             *(f"{plain:.3g}", f"{planned:.3g}", f"{planned / plain:.2f}", f"{1 + plan.predicted.overhead:.2f}"),
             str(len(result.differing)),
         )

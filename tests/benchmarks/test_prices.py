@@ -17,7 +17,7 @@ def test_the_baseline_step_costs_what_the_plan_says_it_costs():
         subject = Subject.of(CNN, CPU)
         example = subject.example
         seconds = executed_seconds(example.model, example.args, {}, example.loss_fn, subject.costs, CPU)
-        return seconds / subject.graph.baseline_seconds
+        return seconds / subject.graph.plain_seconds
 
     # Beside the captured ops eager mode allocates the buffers of batch normalisation. Some layouts are measured later
     # than the plan's, when the machine may be busier.

@@ -32,15 +32,15 @@ def fitted(share: float = 0.75) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     model = Residual(blocks=1)
     twin = copy.deepcopy(model)
-    budget = int(baseline_peak_bytes() * share)
+    budget = int(plain_peak_bytes() * share)
     assert memfit.fit(model, (X,), budget=budget, loss_fn=loss_fn, search_seconds=0.1) is model
     return model, twin
 
 
 @functools.cache
-def baseline_peak_bytes() -> int:
+def plain_peak_bytes() -> int:
     plan = memfit.plan(Residual(blocks=1), (X,), budget="4GiB", loss_fn=loss_fn, prove=False)
-    return plan.predicted.baseline_peak_bytes
+    return plan.predicted.plain_peak_bytes
 
 
 def same_gradients(a: nn.Module, b: nn.Module) -> bool:

@@ -22,7 +22,7 @@ def loss_fn(output: torch.Tensor) -> torch.Tensor:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("plans") / "plan.json"
     model = Residual(blocks=1)
-    plain = memfit.plan(model, (X,), budget="1GiB", loss_fn=loss_fn, prove=False).predicted.baseline_peak_bytes
+    plain = memfit.plan(model, (X,), budget="1GiB", loss_fn=loss_fn, prove=False).predicted.plain_peak_bytes
     memfit.plan(model, (X,), budget=int(0.75 * plain), loss_fn=loss_fn, search_seconds=0.5).save(path)
     return path
 

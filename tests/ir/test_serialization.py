@@ -234,7 +234,7 @@ def test_the_validation_is_that_of_json_schema(record: msgspec.Struct) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"schema_version": 5}, r"a plan file of version 5, and this memfit reads version 6: make it anew"),
+        ({"schema_version": 4}, r"a plan file of version 4, and this memfit reads version 5: make it anew"),
         ({"budget_bytes": True}, r"Expected `int`, got `bool` - at `\$\.budget_bytes`; .* make it anew"),
         ({"budget_bytes": 1.5}, r"Expected `int`, got `float` - at `\$\.budget_bytes`"),
         ({"budget_bytes": 0}, r"Expected `int` >= 1 - at `\$\.budget_bytes`"),

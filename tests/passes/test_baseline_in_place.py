@@ -54,4 +54,4 @@ def test_both_prices_are_measured() -> None:
     (op,) = [op for op in graph.ops if op.baseline_in_place]
     assert op.in_place_seconds is not None and 0.0 < op.in_place_seconds <= op.seconds
     out_of_place = sum(op.variant(1).seconds if op.variants else op.seconds for op in graph.ops)
-    assert graph.baseline_seconds == pytest.approx(out_of_place - op.seconds + op.in_place_seconds)
+    assert graph.plain_seconds == pytest.approx(out_of_place - op.seconds + op.in_place_seconds)

@@ -64,9 +64,7 @@ def test_batch_normalisation_has_the_bits_of_eager(dtype: torch.dtype | None, la
     model.frozen.eval()
     model, x = model.to(memory_format=layout), x.to(memory_format=layout)
     with torch.autocast("cuda", dtype=dtype, enabled=dtype is not None):
-        plain = memfit.plan(
-            model, (x,), kwargs, budget="2GiB", loss_fn=loss_fn, prove=False
-        ).predicted.baseline_peak_bytes
+        plain = memfit.plan(model, (x,), kwargs, budget="2GiB", loss_fn=loss_fn, prove=False).predicted.plain_peak_bytes
         result = verify(model, (x,), kwargs, Request(budget=int(plain * 0.8), loss_fn=loss_fn), loss_fn=loss_fn)
     assert [(c.kind, c.name, c.max_difference) for c in result.checks if not c.equal] == []
     assert result.fits and result.plan.program.recomputed()

@@ -40,7 +40,7 @@ def test_an_interpreter_runs_a_plan_with_the_same_bits(share: float) -> None:
     model, x = models.Residual(), torch.randn(24, 3, 24, 24)
     asked = Request(budget=1, loss_fn=loss_fn, search_seconds=0.1)
     capture, graph = capture_and_profile(model, (x,), {}, asked)
-    room = plan_captured(model, (x,), {}, capture, graph, asked, 1 << 30).predicted.baseline_peak_bytes
+    room = plan_captured(model, (x,), {}, capture, graph, asked, 1 << 30).predicted.plain_peak_bytes
     plan = plan_captured(model, (x,), {}, capture, graph, asked, int(share * room))
     runner = Interpreting()
     found = []

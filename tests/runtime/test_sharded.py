@@ -125,7 +125,7 @@ def fits(rank: int, world: int, shard: Callable[[Stack], None]) -> None:
     assert sum(buffers) == sum(p.nbytes for p in fitted.parameters() if isinstance(p, DTensor))
     assert plan.measured_peak_bytes is not None and plan.measured_peak_bytes <= budget
     assert plan.measured_peak_bytes == pytest.approx(plan.predicted.peak_bytes, abs=_SAMPLES * _WIDTH * 4)
-    assert budget < 0.7 * plan.predicted.baseline_peak_bytes
+    assert budget < 0.7 * plan.predicted.plain_peak_bytes
     assert len({str(plan) for plan in everywhere(plan.program)}) == 1
     counts: dict[str, int] = {}
     for name, parameter in trained.items():

@@ -59,14 +59,14 @@ def test_what_is_read_later_is_not_written_over_for_free() -> None:
 @pytest.mark.parametrize(("in_place", "seconds"), [(True, 12.5), (False, 14.0)])
 def test_the_baseline_step_writes_over_what_the_model_does(in_place: bool, seconds: float) -> None:
     graph = step(replace(ACTIVATION, baseline_in_place=in_place))
-    assert graph.baseline_seconds == seconds
+    assert graph.plain_seconds == seconds
     assert simulate_baseline(graph).step_seconds == seconds
 
 
 def test_the_baseline_step_may_run_something_else() -> None:
     other = Variant(chunks=1, seconds=3.0, workspace_bytes=100)
     graph = step(replace(ACTIVATION, baseline_variant=other, baseline_reads=(0,)))
-    assert graph.baseline_seconds == 15.0
+    assert graph.plain_seconds == 15.0
     plain = simulate_baseline(graph)
     assert plain.step_seconds == 15.0
     assert plain.peak_bytes == 8 + 100

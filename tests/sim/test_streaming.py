@@ -57,7 +57,7 @@ def test_a_program_that_streams_is_one_of_the_streaming_step(case: tuple[StepGra
     of_step = Program(instructions=tuple(i for i in program.instructions if not isinstance(i, Resident)))
     given_names, alone = simulate(graph, program), simulate(streaming_step(graph, placed), of_step)
     assert (given_names.peak_bytes, given_names.step_seconds) == (alone.peak_bytes, alone.step_seconds)
-    assert given_names.baseline_seconds == graph.baseline_seconds
+    assert given_names.plain_seconds == graph.plain_seconds
     assert simulate_baseline(streaming_step(graph, placed)).bytes_at == tuple(
         nbytes + graph.buffer_bytes(placed.values()) for nbytes in simulate_baseline(graph).bytes_at
     )

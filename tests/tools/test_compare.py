@@ -46,18 +46,18 @@ def test_what_fits_is_predicted_and_measured(comparison: Comparison) -> None:
         assert row.fits
         assert row.peak_bytes is not None and row.measured_peak_bytes is not None
         assert row.measured_peak_bytes == pytest.approx(row.peak_bytes, rel=0.02)
-        assert row.measured_baseline_peak_bytes == pytest.approx(row.baseline_peak_bytes, rel=0.02)
+        assert row.measured_plain_peak_bytes == pytest.approx(row.plain_peak_bytes, rel=0.02)
         assert row.seconds is not None and row.recompute_seconds is not None and row.activations is not None
         # A planned step writes over operands that the plain one leaves alone; the bound below limits what that saves.
         first_runs = row.seconds - row.recompute_seconds
-        assert first_runs <= row.baseline_seconds + 1e-9
-        assert row.strategy != "none" or first_runs == pytest.approx(row.baseline_seconds)
+        assert first_runs <= row.plain_seconds + 1e-9
+        assert row.strategy != "none" or first_runs == pytest.approx(row.plain_seconds)
         assert row.measured_seconds is not None and row.measured_seconds > 0
-        assert row.measured_baseline_seconds is not None and row.measured_baseline_seconds > 0
+        assert row.measured_plain_seconds is not None and row.measured_plain_seconds > 0
         assert row.overhead is not None and row.bound_overhead is not None
         assert row.overhead >= row.bound_overhead - 1e-6
         if row.budget_bytes is not None:
-            assert row.measured_peak_bytes <= row.budget_bytes < row.baseline_peak_bytes
+            assert row.measured_peak_bytes <= row.budget_bytes < row.plain_peak_bytes
 
 
 def test_activations_are_kept_or_recomputed(comparison: Comparison) -> None:
@@ -79,7 +79,7 @@ def test_what_does_not_fit_is_a_row_with_the_least_budget(comparison: Comparison
     for row in impossible:
         assert not row.fits and row.peak_bytes is None and row.measured_seconds is None
         assert row.least_bytes is not None and row.budget_bytes is not None
-        assert row.budget_bytes < row.least_bytes < row.baseline_peak_bytes
+        assert row.budget_bytes < row.least_bytes < row.plain_peak_bytes
         assert row.overhead is None and row.measured_overhead is None
 
 
@@ -93,7 +93,7 @@ def test_nothing_is_measured_unless_asked_for() -> None:
         measure=False,
     )
     (row,) = result.rows
-    assert row.measured_peak_bytes is None and row.peak_bytes == row.baseline_peak_bytes and row.fits
+    assert row.measured_peak_bytes is None and row.peak_bytes == row.plain_peak_bytes and row.fits
     assert result.label == "Sequential"
 
 
@@ -147,9 +147,7 @@ def test_budgets_of_a_comparison_refer_to_the_baseline_peak() -> None:
 
 
 def test_a_row_fits_by_its_largest_peak() -> None:
-    row = Row(
-        batch=1, strategy="s", budget_bytes=10, baseline_peak_bytes=20, baseline_seconds=2.0, peak_bytes=9, seconds=3.0
-    )
+    row = Row(batch=1, strategy="s", budget_bytes=10, plain_peak_bytes=20, plain_seconds=2.0, peak_bytes=9, seconds=3.0)
     assert row.fits and row.overhead == 0.5 and row.measured_overhead is None
 
 
@@ -185,7 +183,7 @@ def test_the_largest_batch_fits_and_the_plain_one_is_exact() -> None:
     budget = 2 << 20
     result = find_max(budget)
     at_baseline, beyond, at_planned = (planned_row(n, budget) for n in (result.plain, result.plain + 1, result.planned))
-    assert at_baseline.baseline_peak_bytes <= budget < beyond.baseline_peak_bytes
+    assert at_baseline.plain_peak_bytes <= budget < beyond.plain_peak_bytes
     assert result.planned > result.plain and result.ratio == result.planned / result.plain
     assert result.measured_peak_bytes is not None
     assert max(result.measured_peak_bytes, result.predicted_peak_bytes) <= budget
@@ -196,8 +194,8 @@ def test_the_largest_batch_fits_and_the_plain_one_is_exact() -> None:
     batches = [point.batch for point in result.curve]
     assert batches == sorted(set(batches)) and {1, result.plain, result.planned} <= set(batches)
     for point in result.curve:
-        assert point.least_peak_bytes <= point.baseline_peak_bytes
-        assert (point.baseline_peak_bytes <= budget) == (point.batch <= result.plain)
+        assert point.least_peak_bytes <= point.plain_peak_bytes
+        assert (point.plain_peak_bytes <= budget) == (point.batch <= result.plain)
         if point.batch <= result.plain:
             # Nothing runs again; writing over operands saves time.
             assert point.overhead is not None and point.overhead <= 0.0
@@ -226,7 +224,7 @@ def test_swaps_make_room_for_larger_batches(monkeypatch: pytest.MonkeyPatch) -> 
     plain = found["auto"].plain
     for name, result in found.items():
         assert result.planned > 1.2 * plain, name
-        assert all(point.least_peak_bytes <= point.baseline_peak_bytes + (3 << 20) for point in result.curve), name
+        assert all(point.least_peak_bytes <= point.plain_peak_bytes + (3 << 20) for point in result.curve), name
     assert 0 < (found["auto"].measured_peak_bytes or 0) <= budget
     assert found["auto"].planned >= 0.98 * found["swap"].planned
     little = find_max(budget, layers=4, strategy="swap", tiers="disk:1MiB", prove=False, start=1024)

@@ -194,7 +194,7 @@ def _print_tables(plain: _Run, planned: _Run, plan: CompiledPlan) -> None:
     )
     predicted = plan.predicted
     costs = (
-        ("peak", "predicted", format_bytes(predicted.baseline_peak_bytes), format_bytes(predicted.peak_bytes)),
+        ("peak", "predicted", format_bytes(predicted.plain_peak_bytes), format_bytes(predicted.peak_bytes)),
         ("", "measured", format_bytes(plain.peak_bytes), format_bytes(planned.peak_bytes)),
         (
             *("step", "predicted", format_seconds(predicted.step_seconds / (1 + predicted.overhead))),

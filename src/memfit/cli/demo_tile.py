@@ -105,8 +105,8 @@ def run(args: argparse.Namespace) -> int:
     last = runs[1][1].predicted
     print(
         f"{'Fits' if within else 'Does not fit'}: the baseline step would need "
-        f"{format_bytes(last.baseline_peak_bytes)} predicted, "
-        f"{last.baseline_peak_bytes / budget:.1f} times the budget {format_bytes(budget)}; planned takes "
+        f"{format_bytes(last.plain_peak_bytes)} predicted, "
+        f"{last.plain_peak_bytes / budget:.1f} times the budget {format_bytes(budget)}; planned takes "
         f"{format_bytes(runs[1][2].peak_bytes)} measured, {format_percent(last.overhead)} step time predicted; "
         f"losses at full resolution {'equal up to rounding' if equal else 'DIFFER'}."
     )
@@ -211,7 +211,7 @@ def _print_table(runs: list[tuple[str, CompiledPlan, _Run, _Run | None]], photos
     for (_, plan, planned, plain), images in zip(runs, (photos, large), strict=True):
         p = plan.predicted
         kinds = (
-            ("plain", p.baseline_peak_bytes, p.step_seconds / (1 + p.overhead), plain),
+            ("plain", p.plain_peak_bytes, p.step_seconds / (1 + p.overhead), plain),
             ("planned", p.peak_bytes, p.step_seconds, planned),
         )
         for kind, peak_bytes, seconds, run in kinds:

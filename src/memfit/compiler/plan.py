@@ -135,7 +135,7 @@ class CompiledPlan:
         lines = [
             f"plan  {self.label} · budget {format_bytes(self.budget_bytes)} · strategy {self.strategy}",
             f"      predicted peak {format_bytes(p.peak_bytes)}{measured} · "
-            f"baseline {format_bytes(p.baseline_peak_bytes)} · step {format_percent(p.overhead)}{bound}",
+            f"baseline {format_bytes(p.plain_peak_bytes)} · step {format_percent(p.overhead)}{bound}",
         ]
         if self.proof is not None:
             lines.append(f"      {self.proof} ({format_seconds(self.proof.seconds)} of baseline steps)")

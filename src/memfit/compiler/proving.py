@@ -200,7 +200,7 @@ def _baseline_result(step: ProvingStep, plan: CompiledPlan, device: torch.device
     model, graph = step.model, plan.planned.graph
     if not plan.planned.request.proves_gradients:
         return replace(step.plain(backward=False), other_gradients=True)
-    more_bytes = plan.predicted.baseline_peak_bytes - graph.static_bytes
+    more_bytes = plan.predicted.plain_peak_bytes - graph.static_bytes
     on_host = graph.gradient_bytes if device.type == "cpu" else 0  # results are copied there
     fits = agreed_peak(model, 0 if more_bytes + on_host <= free_bytes(device) else 1) == 0
     if is_sharded(model) and not fits:

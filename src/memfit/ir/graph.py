@@ -298,7 +298,7 @@ class StepGraph(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_un
         return [least(index, op) for index, op in enumerate(self.ops)]
 
     @property
-    def baseline_seconds(self) -> float:
+    def plain_seconds(self) -> float:
         """Time of the step without memfit: each op once, whole."""
         return sum(op.baseline.seconds for op in self.ops) + self.after_step_seconds
 

@@ -22,7 +22,7 @@ from memfit.ir.program import Program
 
 __all__ = ["SCHEMA_VERSION", "Decision", "PlanFile", "Prediction", "fingerprint_difference", "load_plan", "save_plan"]
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 5
 
 
 class Prediction(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -32,7 +32,7 @@ class Prediction(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
         peak_bytes: highest memory of the step.
         step_seconds: sum of the times of its ops.
         overhead: extra time over the baseline step, as a fraction.
-        baseline_peak_bytes: highest memory of the step without memfit.
+        plain_peak_bytes: highest memory of the step without memfit.
         bound_overhead: lower bound on the overhead of any plan, with the tiers it may swap to.
         least_peak_bytes: lower bound on the peak of any program that runs whole ops.
         out_bytes: bytes swapped out.
@@ -46,7 +46,7 @@ class Prediction(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_u
     peak_bytes: Bytes
     step_seconds: Seconds
     overhead: Fraction
-    baseline_peak_bytes: Bytes = 0
+    plain_peak_bytes: Bytes = 0
     bound_overhead: Fraction | None = None
     least_peak_bytes: Bytes = 0
     out_bytes: Bytes = 0

@@ -82,21 +82,21 @@ def _row(row: Row) -> Record:
         "strategy": row.strategy,
         "budget_bytes": row.budget_bytes,
         "fits": row.fits,
-        "peak_before_predicted_bytes": row.baseline_peak_bytes,
+        "peak_before_predicted_bytes": row.plain_peak_bytes,
         "peak_after_predicted_bytes": row.peak_bytes,
-        "peak_before_measured_bytes": row.measured_baseline_peak_bytes,
+        "peak_before_measured_bytes": row.measured_plain_peak_bytes,
         "peak_after_measured_bytes": row.measured_peak_bytes,
-        "reduction_predicted_bytes": _less(row.baseline_peak_bytes, row.peak_bytes),
-        "reduction_predicted_percent": _share(row.baseline_peak_bytes, row.peak_bytes),
-        "reduction_measured_bytes": _less(row.measured_baseline_peak_bytes, row.measured_peak_bytes),
-        "reduction_measured_percent": _share(row.measured_baseline_peak_bytes, row.measured_peak_bytes),
-        "time_before_predicted_seconds": row.baseline_seconds,
+        "reduction_predicted_bytes": _less(row.plain_peak_bytes, row.peak_bytes),
+        "reduction_predicted_percent": _share(row.plain_peak_bytes, row.peak_bytes),
+        "reduction_measured_bytes": _less(row.measured_plain_peak_bytes, row.measured_peak_bytes),
+        "reduction_measured_percent": _share(row.measured_plain_peak_bytes, row.measured_peak_bytes),
+        "time_before_predicted_seconds": row.plain_seconds,
         "time_after_predicted_seconds": row.seconds,
-        "time_before_measured_seconds": row.measured_baseline_seconds,
+        "time_before_measured_seconds": row.measured_plain_seconds,
         "time_after_measured_seconds": row.measured_seconds,
-        "overhead_predicted_seconds": _less(row.seconds, row.baseline_seconds),
+        "overhead_predicted_seconds": _less(row.seconds, row.plain_seconds),
         "overhead_predicted_percent": _percent(row.overhead),
-        "overhead_measured_seconds": _less(row.measured_seconds, row.measured_baseline_seconds),
+        "overhead_measured_seconds": _less(row.measured_seconds, row.measured_plain_seconds),
         "overhead_measured_percent": _percent(row.measured_overhead),
         "overhead_bound_percent": _percent(row.bound_overhead),
         "recompute_predicted_seconds": row.recompute_seconds,
@@ -119,9 +119,7 @@ def _row(row: Row) -> Record:
     }
 
 
-COMPARISON_COLUMNS = tuple(
-    _row(Row(batch=1, strategy="", budget_bytes=None, baseline_peak_bytes=0, baseline_seconds=0.0))
-)
+COMPARISON_COLUMNS = tuple(_row(Row(batch=1, strategy="", budget_bytes=None, plain_peak_bytes=0, plain_seconds=0.0)))
 """Columns of a comparison, in order."""
 
 
@@ -180,7 +178,7 @@ def _(result: BatchSize) -> list[Record]:
     return [
         {
             "batch": point.batch,
-            "baseline_peak_predicted_bytes": point.baseline_peak_bytes,
+            "plain_peak_predicted_bytes": point.plain_peak_bytes,
             "least_peak_predicted_bytes": point.least_peak_bytes,
             "overhead_predicted_percent": _percent(point.overhead),
         }
@@ -209,7 +207,7 @@ def _(result: LargestSize) -> list[Record]:
     return [
         {
             "size": point.size,
-            "baseline_peak_predicted_bytes": point.baseline_peak_bytes,
+            "plain_peak_predicted_bytes": point.plain_peak_bytes,
             "least_peak_predicted_bytes": point.least_peak_bytes,
         }
         for point in result.curve
@@ -275,8 +273,8 @@ def _(result: Verification) -> Record:
         "difference": None if result.difference is None else _difference(result.difference),
         "rounded": len(result.rounded),
         "budget_bytes": result.plan.budget_bytes,
-        "baseline_peak_predicted_bytes": result.plan.predicted.baseline_peak_bytes,
-        "baseline_peak_measured_bytes": result.baseline_peak_bytes,
+        "plain_peak_predicted_bytes": result.plan.predicted.plain_peak_bytes,
+        "plain_peak_measured_bytes": result.plain_peak_bytes,
         "peak_predicted_bytes": result.plan.predicted.peak_bytes,
         "peak_measured_bytes": result.peak_bytes,
         "overhead_predicted_percent": _percent(result.plan.predicted.overhead),

@@ -83,7 +83,7 @@ def _(result: Comparison) -> str:
             f"; the least that works is {format_bytes(min(least))}." if least else "."
         )
     limited = [row for row in fitting if row.budget_bytes is not None] or fitting
-    best = min(limited, key=lambda row: ((row.peak_bytes or 0) / max(1, row.baseline_peak_bytes), row.overhead or 0.0))
+    best = min(limited, key=lambda row: ((row.peak_bytes or 0) / max(1, row.plain_peak_bytes), row.overhead or 0.0))
     return f"Fits: {len(fitting)} of {len(result.rows)}; the largest reduction: {_words(best)}."
 
 
@@ -119,7 +119,7 @@ def _(result: Verification) -> str:
 
 
 def _words(row: Row) -> str:
-    peak = f"from {format_bytes(row.baseline_peak_bytes)} to {format_bytes(row.peak_bytes or 0)} predicted"
+    peak = f"from {format_bytes(row.plain_peak_bytes)} to {format_bytes(row.peak_bytes or 0)} predicted"
     if row.measured_peak_bytes is not None:
         peak += f", {format_bytes(row.measured_peak_bytes)} measured"
     overhead = f"{format_percent(row.overhead or 0.0)} step time predicted"

@@ -153,7 +153,7 @@ def _(result: Verification) -> list[Sheet]:
         title="peak of the whole step",
         headers=("", "predicted", "measured"),
         rows=(
-            ("plain", format_bytes(predicted.baseline_peak_bytes), format_bytes(result.baseline_peak_bytes)),
+            ("plain", format_bytes(predicted.plain_peak_bytes), format_bytes(result.plain_peak_bytes)),
             ("planned", format_bytes(predicted.peak_bytes), format_bytes(result.peak_bytes)),
             ("budget", format_bytes(result.plan.budget_bytes), ""),
         ),

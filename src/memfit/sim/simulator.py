@@ -46,7 +46,7 @@ class Timeline:
         peak_position: instruction at which the peak is reached; the number of instructions if `optimizer.step()`
             reaches it.
         step_seconds: time of the step.
-        baseline_seconds: time of the step without memfit, for comparison.
+        plain_seconds: time of the step without memfit, for comparison.
         recompute_seconds: the part of `step_seconds` spent in ops that had run before.
         forward_end_bytes: memory held when the loss op starts, static bytes included.
         bytes_at: memory in use while each instruction runs, static bytes included.
@@ -61,7 +61,7 @@ class Timeline:
     peak_bytes: int
     peak_position: int
     step_seconds: float
-    baseline_seconds: float
+    plain_seconds: float
     recompute_seconds: float
     forward_end_bytes: int
     bytes_at: tuple[int, ...]
@@ -75,7 +75,7 @@ class Timeline:
     @property
     def overhead(self) -> float:
         """Extra time over the step without memfit, as a fraction; below 0 where running in chunks is faster."""
-        return self.step_seconds / self.baseline_seconds - 1 if self.baseline_seconds else 0.0
+        return self.step_seconds / self.plain_seconds - 1 if self.plain_seconds else 0.0
 
     @property
     def stall_seconds(self) -> float:
@@ -130,7 +130,7 @@ def simulate(graph: StepGraph, program: Program, *, wait: bool = True) -> Timeli
         peak_bytes=peak_bytes,
         peak_position=peak_position,
         step_seconds=lanes.now + graph.after_step_seconds,
-        baseline_seconds=graph.baseline_seconds,
+        plain_seconds=graph.plain_seconds,
         recompute_seconds=walk.recompute_seconds,
         forward_end_bytes=walk.forward_end_bytes,
         bytes_at=tuple(bytes_at),

@@ -118,13 +118,13 @@ def compare(
 
 
 def budget_bytes(
-    budget: int | str | None, baseline_peak_bytes: int, device: torch.device, static_bytes: int = 0
+    budget: int | str | None, plain_peak_bytes: int, device: torch.device, static_bytes: int = 0
 ) -> int | None:
     """Bytes of a budget in a comparison.
 
     Args:
         budget: None, bytes, `"8GiB"`, `"auto"`, or `"40%"` of the baseline step's peak (also `"40%plain"`).
-        baseline_peak_bytes: predicted peak of the baseline step.
+        plain_peak_bytes: predicted peak of the baseline step.
         device: device to whose memory `auto` refers.
         static_bytes: see `memfit.compiler.stages.resolve_budget`.
 
@@ -134,7 +134,7 @@ def budget_bytes(
     if budget is None or budget == "auto":
         return None if budget is None else resolve_budget(budget, device, static_bytes)
     text = budget.strip().removesuffix("plain") if isinstance(budget, str) else budget
-    return parse_bytes(text, whole_bytes=baseline_peak_bytes)
+    return parse_bytes(text, whole_bytes=plain_peak_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,8 +187,8 @@ def _rows_of_step(
             batch=batch,
             strategy=strategy,
             budget_bytes=amount,
-            baseline_peak_bytes=baseline_peak,
-            baseline_seconds=graph.baseline_seconds,
+            plain_peak_bytes=baseline_peak,
+            plain_seconds=graph.plain_seconds,
         )
         planned.append(_planned(bench, row))
     if progress is not None:
@@ -251,7 +251,7 @@ def _measured(
     steps: list[Callable[[], object]] = []
     measured: list[int] = []
     baseline_peak: int | None = None
-    if rows and rows[0].baseline_peak_bytes <= free:
+    if rows and rows[0].plain_peak_bytes <= free:
         steps.append(bench.step(None))
         baseline_peak = bench.peak(steps[0])
     for number, (row, plan) in enumerate(planned):
@@ -278,10 +278,8 @@ def _measured(
             progress(f"measure batch {batch}: times", done, total)
 
     seconds = interleaved_seconds(steps, device, repeats=repeats, progress=timing)
-    baseline_seconds = None if baseline_peak is None else seconds.pop(0)
-    rows = [
-        replace(r, measured_baseline_peak_bytes=baseline_peak, measured_baseline_seconds=baseline_seconds) for r in rows
-    ]
+    plain_seconds = None if baseline_peak is None else seconds.pop(0)
+    rows = [replace(r, measured_plain_peak_bytes=baseline_peak, measured_plain_seconds=plain_seconds) for r in rows]
     for number, median in zip(measured, seconds, strict=True):
         rows[number] = replace(rows[number], measured_seconds=median)
     return rows

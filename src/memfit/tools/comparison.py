@@ -20,13 +20,13 @@ class Row:
         size: of an image or a sequence, if several are compared.
         strategy: name of the planner.
         budget_bytes: requested peak of the whole step; None if the strategy takes no budget.
-        baseline_peak_bytes: predicted peak of the baseline step.
+        plain_peak_bytes: predicted peak of the baseline step.
         peak_bytes: predicted peak of the planned step; None if no plan fits, like the fields of the plan below.
-        measured_baseline_peak_bytes: measured peak of the baseline step; None if it was not run.
+        measured_plain_peak_bytes: measured peak of the baseline step; None if it was not run.
         measured_peak_bytes: measured peak of the planned step; None if it was not run.
-        baseline_seconds: profiled time of the baseline step, op by op.
+        plain_seconds: profiled time of the baseline step, op by op.
         seconds: profiled time of the planned step.
-        measured_baseline_seconds: median wall-clock time of the baseline step.
+        measured_plain_seconds: median wall-clock time of the baseline step.
         measured_seconds: median wall-clock time of the planned step, run in turns with the plain one.
         recompute_seconds: profiled time of recomputation.
         out_bytes: bytes swapped out, predicted.
@@ -45,13 +45,13 @@ class Row:
     size: int | None = None
     strategy: str
     budget_bytes: int | None
-    baseline_peak_bytes: int
-    baseline_seconds: float
+    plain_peak_bytes: int
+    plain_seconds: float
     peak_bytes: int | None = None
     seconds: float | None = None
-    measured_baseline_peak_bytes: int | None = None
+    measured_plain_peak_bytes: int | None = None
     measured_peak_bytes: int | None = None
-    measured_baseline_seconds: float | None = None
+    measured_plain_seconds: float | None = None
     measured_seconds: float | None = None
     recompute_seconds: float | None = None
     out_bytes: int = 0
@@ -74,12 +74,12 @@ class Row:
     @property
     def overhead(self) -> float | None:
         """Predicted extra time, as a fraction of the baseline step."""
-        return _over(self.baseline_seconds, self.seconds)
+        return _over(self.plain_seconds, self.seconds)
 
     @property
     def measured_overhead(self) -> float | None:
         """Measured extra time, as a fraction of the baseline step."""
-        return _over(self.measured_baseline_seconds, self.measured_seconds)
+        return _over(self.measured_plain_seconds, self.measured_seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,10 +129,10 @@ def _lines(row: Row) -> list[tuple[str, ...]]:
     """Lines of a row of a comparison: predicted values, and measured values under them."""
     budget = "-" if row.budget_bytes is None else format_bytes(row.budget_bytes)
     head = (str(row.batch) if row.size is None else f"{row.batch} × {row.size}", row.strategy, budget)
-    before, baseline_seconds = format_bytes(row.baseline_peak_bytes), format_seconds(row.baseline_seconds)
+    before, plain_seconds = format_bytes(row.plain_peak_bytes), format_seconds(row.plain_seconds)
     if row.error:
         least = f"least {format_bytes(row.least_bytes)}" if row.least_bytes else row.error
-        return [(*head, "predicted", before, "does not fit", least, baseline_seconds, *("",) * 6)]
+        return [(*head, "predicted", before, "does not fit", least, plain_seconds, *("",) * 6)]
     a = row.activations
     lines: list[tuple[str, ...]] = [
         (
@@ -141,9 +141,9 @@ def _lines(row: Row) -> list[tuple[str, ...]]:
                 "predicted",
                 before,
                 bytes_cell(row.peak_bytes),
-                reduction_cell(row.baseline_peak_bytes, row.peak_bytes),
+                reduction_cell(row.plain_peak_bytes, row.peak_bytes),
             ),
-            *(baseline_seconds, seconds_cell(row.seconds), extra_cell(row.baseline_seconds, row.seconds)),
+            *(plain_seconds, seconds_cell(row.seconds), extra_cell(row.plain_seconds, row.seconds)),
             "" if row.bound_overhead is None else format_percent(row.bound_overhead),
             seconds_cell(row.recompute_seconds),
             part_cell(a.retained, a.retained_share, a.retained_bytes) if a else "",
@@ -158,12 +158,12 @@ def _lines(row: Row) -> list[tuple[str, ...]]:
                     "",
                     "",
                     "measured",
-                    bytes_cell(row.measured_baseline_peak_bytes),
+                    bytes_cell(row.measured_plain_peak_bytes),
                     bytes_cell(row.measured_peak_bytes),
                 ),
-                reduction_cell(row.measured_baseline_peak_bytes, row.measured_peak_bytes),
-                *(seconds_cell(row.measured_baseline_seconds), seconds_cell(row.measured_seconds)),
-                *(extra_cell(row.measured_baseline_seconds, row.measured_seconds), *("",) * 4),
+                reduction_cell(row.measured_plain_peak_bytes, row.measured_peak_bytes),
+                *(seconds_cell(row.measured_plain_seconds), seconds_cell(row.measured_seconds)),
+                *(extra_cell(row.measured_plain_seconds, row.measured_seconds), *("",) * 4),
             )
         )
     return lines

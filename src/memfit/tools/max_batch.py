@@ -52,13 +52,13 @@ class BatchPoint:
 
     Attributes:
         batch: number of samples.
-        baseline_peak_bytes: peak of the baseline step.
+        plain_peak_bytes: peak of the baseline step.
         least_peak_bytes: approximately the least peak that the strategy reaches.
         overhead: extra time of the plan within the budget, as a fraction; None if no plan was found.
     """
 
     batch: int
-    baseline_peak_bytes: int
+    plain_peak_bytes: int
     least_peak_bytes: int
     overhead: float | None
 
@@ -107,7 +107,7 @@ class BatchSize:
                 m for m, b in (("largest plain", self.plain), ("largest planned", self.planned)) if b == point.batch
             ]
             overhead = "does not fit" if point.overhead is None else format_percent(point.overhead)
-            cells = (format_bytes(point.baseline_peak_bytes), format_bytes(point.least_peak_bytes), overhead)
+            cells = (format_bytes(point.plain_peak_bytes), format_bytes(point.least_peak_bytes), overhead)
             rows.append((str(point.batch), *cells, ", ".join(marks)))
         return [
             Sheet(
@@ -177,7 +177,7 @@ def max_batch(
         curve.append(
             BatchPoint(
                 batch=batch,
-                baseline_peak_bytes=_baseline_peak(steps.at(batch)),
+                plain_peak_bytes=_baseline_peak(steps.at(batch)),
                 least_peak_bytes=lowest.peak_bytes(steps.at(batch)),
                 overhead=overhead,
             )

@@ -54,13 +54,13 @@ class SizePoint:
 
     Attributes:
         size: pixels of a side, or number of tokens.
-        baseline_peak_bytes: peak of the baseline step.
+        plain_peak_bytes: peak of the baseline step.
         least_peak_bytes: the least budget that works.
         fixed_bytes: parameters, inputs and gradients.
     """
 
     size: int
-    baseline_peak_bytes: int
+    plain_peak_bytes: int
     least_peak_bytes: int
     fixed_bytes: int
 
@@ -103,7 +103,7 @@ class LargestSize:
         marks = {self.plain: "largest plain"}
         marks[self.planned] = ", ".join(m for m in (marks.get(self.planned), "largest planned") if m)
         rows = tuple(
-            (str(p.size), format_bytes(p.baseline_peak_bytes), format_bytes(p.least_peak_bytes), marks.get(p.size, ""))
+            (str(p.size), format_bytes(p.plain_peak_bytes), format_bytes(p.least_peak_bytes), marks.get(p.size, ""))
             for p in self.curve
         )
         return [
@@ -170,7 +170,7 @@ def max_size(
 
     first, *_ = make(start)
     budget_bytes = resolve_budget(budget, device_of(first))
-    plain = _largest(lambda n: (at(n).baseline_peak_bytes, at(n).fixed_bytes), budget_bytes, start, step, limit)
+    plain = _largest(lambda n: (at(n).plain_peak_bytes, at(n).fixed_bytes), budget_bytes, start, step, limit)
     planned = _largest(lambda n: (at(n).least_peak_bytes, at(n).fixed_bytes), budget_bytes, start, step, limit)
     if planned is None:
         least = at(start).least_peak_bytes
@@ -203,7 +203,7 @@ def _point(size: int, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
         least = min(least, _least(tiled))
     return SizePoint(
         size=size,
-        baseline_peak_bytes=simulate_baseline(graph).peak_bytes,
+        plain_peak_bytes=simulate_baseline(graph).peak_bytes,
         least_peak_bytes=least,
         fixed_bytes=fixed,
     )

@@ -75,7 +75,7 @@ class Verification:
         plan: the plan that ran.
         steps: number of compared steps.
         checks: one check for each tensor and step.
-        baseline_peak_bytes: measured peak of the baseline step.
+        plain_peak_bytes: measured peak of the baseline step.
         peak_bytes: measured peak of the planned step, the highest of all its runs.
         recomputes_planned: number of ops that the plan recomputes.
         recomputes_executed: number of ops that were recomputed.
@@ -88,7 +88,7 @@ class Verification:
     plan: CompiledPlan
     steps: int
     checks: tuple[Check, ...]
-    baseline_peak_bytes: int
+    plain_peak_bytes: int
     peak_bytes: int
     recomputes_planned: int
     recomputes_executed: int
@@ -209,7 +209,7 @@ def verify(
         plan=_for_original(ran, optimizer),
         steps=steps + 1,
         checks=tuple(checks),
-        baseline_peak_bytes=baseline_peak,
+        plain_peak_bytes=baseline_peak,
         peak_bytes=peak,
         recomputes_planned=len(ran.program.recomputed()),
         recomputes_executed=executed,

@@ -337,6 +337,6 @@ def test_runs_of_one_graph_take_gradients_that_lie_otherwise_each() -> None:
     ((key, lying),) = capture.gradient_strides.items()
     assert lying == (*({},) * (layers - 1), {0: (24 * 65, 1, 65)})
     assert [subgraph.key for subgraph in capture.subgraphs.subgraphs][-layers:] == [key] * layers
-    budget = int(0.95 * plan.predicted.baseline_peak_bytes)
+    budget = int(0.95 * plan.predicted.plain_peak_bytes)
     result = verify(model, (x,), {}, Request(budget=budget, loss_fn=loss_fn))
     assert not result.differing and result.recomputes_executed == result.recomputes_planned

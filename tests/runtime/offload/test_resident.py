@@ -32,7 +32,7 @@ link_benchmark._SECONDS = 0.02
 fit = {"budget": int(sys.argv[1]), "loss_fn": torch.Tensor.sum, "tiers": "disk", "strategy": "swap", "prove": False}
 memfit.fit(model, (x,), **fit)
 assert memfit.plan_of(model).program.swapped()
-print(memfit.plan_of(model).predicted.peak_bytes, memfit.plan_of(model).predicted.baseline_peak_bytes)
+print(memfit.plan_of(model).predicted.peak_bytes, memfit.plan_of(model).predicted.plain_peak_bytes)
 step()
 print(resident_growth(step))
 """

@@ -31,12 +31,12 @@ def prediction(graph: StepGraph, timeline: Timeline, *, bound_seconds: float | N
     """
     bound = None
     if bound_seconds is not None and graph.seconds:
-        bound = (graph.seconds + bound_seconds) / graph.baseline_seconds - 1
+        bound = (graph.seconds + bound_seconds) / graph.plain_seconds - 1
     return Prediction(
         peak_bytes=timeline.peak_bytes,
         step_seconds=timeline.step_seconds,
         overhead=timeline.overhead,
-        baseline_peak_bytes=simulate_baseline(graph).peak_bytes,
+        plain_peak_bytes=simulate_baseline(graph).peak_bytes,
         bound_overhead=bound,
         least_peak_bytes=widest_op_bytes(graph),
         out_bytes=timeline.out_bytes,
