@@ -219,7 +219,7 @@ class Emitter:
 
     def runs_from_statistics(self, instruction: Compute) -> bool:
         """Whether an op is recomputed by another call, which reads statistics of the first run."""
-        return instruction.op in self.ran and self.reading.ops[instruction.op].recompute_as is not None
+        return instruction.op in self.ran and instruction.op in self.program.from_statistics
 
     def run(self, instruction: Compute) -> None:
         """Emits one op, then extracts its results."""

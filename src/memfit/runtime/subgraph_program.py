@@ -45,6 +45,7 @@ class SubgraphProgram:
         forward: instructions of its forward pass.
         backward: instructions of its backward pass.
         replayed: ops whose random state is saved when they run first, and replayed when they are recomputed.
+        from_statistics: ops that are recomputed by another call, which reads statistics of the first run.
         joined: ops that run in one call with the next op, the other half of that call.
         kept: local storages handed from the forward to the backward pass.
         held: local storages of results that the caller holds to the end of the step.
@@ -62,6 +63,7 @@ class SubgraphProgram:
     kept: tuple[int, ...]
     held: frozenset[int] = frozenset()
     replayed: frozenset[int] = frozenset()
+    from_statistics: frozenset[int] = frozenset()
     joined: frozenset[int] = frozenset()
     slots: Mapping[int, Slot] = field(default_factory=dict)
     tier_resident: frozenset[int] = frozenset()
@@ -169,6 +171,7 @@ def _made(part: _Part, reading: JointReading, program: Program, graph: StepGraph
         kept=tuple(part.kept),
         held=part.held,
         replayed=frozenset(part.ops[i] for i in recomputed & part.ops.keys() if graph.ops[i].random_state_bytes),
+        from_statistics=frozenset(own for i, own in part.ops.items() if graph.ops[i].recompute_as is not None),
         joined=frozenset(part.joined),
         slots={
             part.storages[s]: Slot(tier=tier, nbytes=nbytes)
