@@ -109,12 +109,12 @@ def trial(script: Script, *, judge_peak: bool, search_seconds: float = 0.5) -> d
     torch._dynamo.reset()
     begin = time.perf_counter()
     try:
-        first, baseline_bytes = _run(script, _Plain())
+        first, plain_bytes = _run(script, _Plain())
     except Exception as error:
         return {"status": NOT_BUILT, "reason": _sentence(error)}
     plain_seconds = time.perf_counter() - begin
     fitter = _Fitter(search_seconds)
-    row: dict[str, Any] = {"baseline_bytes": baseline_bytes, "plain_seconds": round(plain_seconds, 2)}
+    row: dict[str, Any] = {"plain_bytes": plain_bytes, "plain_seconds": round(plain_seconds, 2)}
     try:
         with notices() as told:
             found, planned_bytes = _run(script, fitter)
@@ -135,7 +135,7 @@ def trial(script: Script, *, judge_peak: bool, search_seconds: float = 0.5) -> d
     row |= {
         "planned_bytes": planned_bytes,
         "budget_bytes": budget,
-        "predicted_baseline_bytes": sum(plan.predicted.plain_peak_bytes for plan in fitter.plans),
+        "predicted_plain_bytes": sum(plan.predicted.plain_peak_bytes for plan in fitter.plans),
         "fit_seconds": round(fitter.seconds, 1),
         "share": round(_share(fitter.plans), 3),
         "subgraphs": subgraphs,

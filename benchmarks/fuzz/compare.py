@@ -97,7 +97,7 @@ def compare(recipe: Recipe, plain: Plain, share: float, *, search_seconds: float
     """
     torch._dynamo.reset()
     begin = time.perf_counter()
-    row = _described(recipe) | {"share": share, "baseline_bytes": plain.peak_bytes}
+    row = _described(recipe) | {"share": share, "plain_bytes": plain.peak_bytes}
     problems: list[str] = []
     try:
         row |= _compared(recipe, plain, share, problems, search_seconds)

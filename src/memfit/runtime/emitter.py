@@ -36,7 +36,7 @@ from memfit.runtime.fused_region import FusedOp, fused_call
 from memfit.runtime.grad_accumulation import Accumulation
 from memfit.runtime.offload.engine import Swapper
 from memfit.runtime.offload.graph_calls import SwapCalls, keep_unread
-from memfit.runtime.subgraph_program import SubgraphProgram
+from memfit.runtime.subgraph_program import Run, SubgraphProgram
 from memfit.torch_compat.core import detect_fake_mode, run_and_save_rng_state, run_with_rng_state
 
 __all__ = ["OVERWRITTEN", "Emitter"]
@@ -125,28 +125,23 @@ class Emitter:
             self.views[node] = known
         return known
 
-    def run_all(self, instructions: Sequence[Instruction]) -> None:
-        """Emits instructions in their order, each fused region as one call."""
-        run: list[Instruction] = []
-        for instruction in instructions:
-            run.append(instruction)
-            joined = isinstance(instruction, Compute) and instruction.op in self.program.joined
-            if not instruction.fused and not joined:
-                self.emit(run)
-                run = []
+    def run_all(self, runs: Sequence[Run]) -> None:
+        """Emits runs in their order."""
+        for run in runs:
+            self.emit(run)
 
-    def emit(self, run: Sequence[Instruction]) -> None:
+    def emit(self, run: Run) -> None:
         """Emits one instruction, a fused region, or both halves of a call."""
         computes = computes_in(run)
         if computes and computes[0].sliced:
             self.run_sliced(computes, freed_in(run))
-        elif len(computes) > 1:
+        elif len(run) > 1:
+            assert len(computes) == len(run), "only fused regions free storages"
             self.run_halves([self.reading.ops[i.op] for i in computes])
         elif computes:
             self.run(computes[0])
         else:
-            (instruction,) = run
-            self.move(instruction)
+            self.move(run[0])
         self.ran.update(i.op for i in computes)
 
     def move(self, instruction: Instruction) -> None:

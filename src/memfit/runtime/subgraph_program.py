@@ -14,7 +14,7 @@ Known limits: an op runs only in its own subgraph, so values that cross subgraph
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,11 @@ from memfit.ops.accumulation import Accumulate
 from memfit.runtime.offload.engine import Slot
 from memfit.torch_compat.core import pytree
 
-__all__ = ["SubgraphProgram", "subgraph_programs", "reading_digest"]
+__all__ = ["Run", "SubgraphProgram", "subgraph_programs", "reading_digest"]
+
+
+Run = tuple[Instruction, ...]
+"""Instructions that are emitted together: one, a fused region, or both halves of a call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,29 +46,27 @@ class SubgraphProgram:
         digest: of the joint graph that it was made for.
         separated: see `memfit.fxir.joint.JointReading`.
         grid: see `memfit.fxir.joint.JointReading`.
-        forward: instructions of its forward pass.
-        backward: instructions of its backward pass.
+        forward: runs of its forward pass.
+        backward: runs of its backward pass.
         replayed: ops whose random state is saved when they run first, and replayed when they are recomputed.
         from_statistics: ops that are recomputed by another call, which reads statistics of the first run.
-        joined: ops that run in one call with the next op, the other half of that call.
         kept: local storages handed from the forward to the backward pass.
         held: local storages of results that the caller holds to the end of the step.
         slots: by local storage that goes to a tier, its slot there.
         tier_resident: those of them that are tier-resident and move slice by slice.
         accumulate: how it adds gradients of parameters to `.grad` itself; None if it does not.
-        waits_until: number of instructions of its backward pass that autograd waits for; None for all.
+        waits_until: number of runs of its backward pass that autograd waits for; None for all.
     """
 
     digest: str
     separated: frozenset[str]
     grid: tuple[int, ...]
-    forward: tuple[Instruction, ...]
-    backward: tuple[Instruction, ...]
+    forward: tuple[Run, ...]
+    backward: tuple[Run, ...]
     kept: tuple[int, ...]
     held: frozenset[int] = frozenset()
     replayed: frozenset[int] = frozenset()
     from_statistics: frozenset[int] = frozenset()
-    joined: frozenset[int] = frozenset()
     slots: Mapping[int, Slot] = field(default_factory=dict)
     tier_resident: frozenset[int] = frozenset()
     accumulate: Accumulate | None = None
@@ -80,17 +82,25 @@ class _Part:
         storages: the same for storages that its ops write.
         held: its storages of results that the caller holds.
         written_back: its storages that the backward pass has in memory without the forward pass.
+        goes_on: whether the next instruction belongs to the last run.
     """
 
     ops: dict[int, int] = field(default_factory=dict)
     storages: dict[int, int] = field(default_factory=dict)
     held: frozenset[int] = frozenset()
-    forward: list[Instruction] = field(default_factory=list)
-    backward: list[Instruction] = field(default_factory=list)
+    forward: list[Run] = field(default_factory=list)
+    backward: list[Run] = field(default_factory=list)
+    goes_on: bool = False
     kept: dict[int, None] = field(default_factory=dict)
     written_back: set[int] = field(default_factory=set)
-    joined: set[int] = field(default_factory=set)
     waits_until: int | None = None
+
+    def add(self, instruction: Instruction, *, past_loss: bool, with_next: bool = False) -> None:
+        """Adds an instruction in its own numbers, to the last run if that goes on."""
+        runs = self.backward if past_loss else self.forward
+        before = runs.pop() if self.goes_on else ()
+        runs.append((*before, instruction))
+        self.goes_on = instruction.fused or with_next
 
     def localized(self, instruction: Instruction) -> Instruction:
         """The instruction, numbered as in the joint graph."""
@@ -129,10 +139,8 @@ def subgraph_programs(capture: Capture, program: Program) -> tuple[SubgraphProgr
         again = index in seen
         seen.add(index)
         following = program.instructions[place + 1] if place + 1 < len(program.instructions) else None
-        if _runs_with_next(capture, instruction, following):
-            part.joined.add(part.ops[index])
+        part.add(run, past_loss=past_loss, with_next=_runs_with_next(capture, instruction, following))
         if not past_loss:
-            part.forward.append(run)
             continue
         storages = capture.subgraphs.subgraphs[op.subgraph].reading.storages
         from_statistics = again and op.recompute_as is not None
@@ -142,7 +150,6 @@ def subgraph_programs(capture: Capture, program: Program) -> tuple[SubgraphProgr
             if storages[storage].kind is StorageKind.FORWARD and storage not in part.written_back:
                 part.kept[storage] = None
         part.written_back.update(s for s in writes if s not in part.held)
-        part.backward.append(run)
         if capture.deferred and op.phase is Phase.BACKWARD and index not in capture.deferred:
             part.waits_until = len(part.backward)
     for storage in program.tier_resident():
@@ -172,7 +179,6 @@ def _made(part: _Part, reading: JointReading, program: Program, graph: StepGraph
         held=part.held,
         replayed=frozenset(part.ops[i] for i in recomputed & part.ops.keys() if graph.ops[i].random_state_bytes),
         from_statistics=frozenset(own for i, own in part.ops.items() if graph.ops[i].recompute_as is not None),
-        joined=frozenset(part.joined),
         slots={
             part.storages[s]: Slot(tier=tier, nbytes=nbytes)
             for s, (tier, nbytes) in (swapped | tier_resident).items()
@@ -180,15 +186,8 @@ def _made(part: _Part, reading: JointReading, program: Program, graph: StepGraph
         },
         tier_resident=frozenset(part.storages[s] for s in tier_resident if s in part.storages),
         accumulate=_accumulation(reading),
-        waits_until=_end_of_run(part.backward, part.waits_until),
+        waits_until=part.waits_until,
     )
-
-
-def _end_of_run(instructions: Sequence[Instruction], count: int | None) -> int | None:
-    """The number of instructions up to the end of the fused region that a number of instructions ends in."""
-    while count and instructions[count - 1].fused:
-        count += 1
-    return count
 
 
 def _parts(capture: Capture) -> list[_Part]:
@@ -211,7 +210,7 @@ def _add_transfer(
     part = part_of.get(instruction.storage)
     if part is None or isinstance(instruction, Resident):
         return
-    (part.backward if past_loss else part.forward).append(part.localized(instruction))
+    part.add(part.localized(instruction), past_loss=past_loss)
     if past_loss and isinstance(instruction, SwapIn):
         part.written_back.add(part.storages[instruction.storage])
 
