@@ -107,7 +107,7 @@ def tables(rows: Sequence[Row]) -> str:
     for (of, group), members in families.items():
         counts = Counter(row["status"] for row in members)
         planned = [row for row in members if "share" in row]
-        peaks = [100 * row["planned_bytes"] / row["plain_bytes"] for row in planned if row["baseline_bytes"]]
+        peaks = [100 * row["planned_bytes"] / row["plain_bytes"] for row in planned if row["plain_bytes"]]
         figures = (
             f"{100 * sum(row['share'] for row in planned) / len(planned):.1f}" if planned else "",
             f"{_median([row['fit_seconds'] for row in planned]):.1f}" if planned else "",
