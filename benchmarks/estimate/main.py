@@ -104,7 +104,12 @@ def _row(make: Callable[[], Step], *, profiled: bool) -> tuple[str, ...]:
 def measured_peak(step: Step) -> int:
     """The peak bytes of the second of two baseline steps."""
     optimizer = step.optimizer
-    run = training_step(step.model, step.model, step.args, step.kwargs, loss_fn=step.loss_fn, optimizer=optimizer)
+    run = training_step(
+        *(step.model, step.model, step.args, step.kwargs),
+        loss_fn=step.loss_fn,
+        optimizer=optimizer,
+        hold_outputs=False,
+    )
     return step_peak(
         run, torch.device("cpu"),
         lambda: resident_bytes(step.model, step.args, step.kwargs, optimizer, torch.device("cpu")),

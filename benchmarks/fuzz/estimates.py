@@ -71,7 +71,7 @@ def _ratios(seeds: str, mode: Mode) -> Iterator[tuple[int, float]]:
 def _measured(seed: int, mode: Mode) -> int:
     case, device = assemble(choose(seed, mode, ())), torch.device("cpu")
     args, kwargs = case.inputs(0)
-    step = training_step(case.model, case.model, args, kwargs, loss_fn=case.loss)
+    step = training_step(case.model, case.model, args, kwargs, loss_fn=case.loss, hold_outputs=False)
     return step_peak(step, device, lambda: resident_bytes(case.model, args, kwargs, None, device))
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers.utils.import_utils import is_tracing
 
 import memfit
 from memfit.profiling.sampled_workspace import SampledWorkspace
@@ -17,9 +18,11 @@ from memfit.report.table import plain_text
 from memfit.tools.training_loop import resident_bytes, step_peak, training_step
 
 
-def _measured(model: nn.Module, x: torch.Tensor, loss_fn: Callable[[torch.Tensor], torch.Tensor]) -> int:
+def _measured(
+    model: nn.Module, x: torch.Tensor, loss_fn: Callable[[torch.Tensor], torch.Tensor], *, hold_outputs: bool = False
+) -> int:
     device = torch.device("cpu")
-    step = training_step(model, model, (x,), {}, loss_fn=loss_fn)
+    step = training_step(model, model, (x,), {}, loss_fn=loss_fn, hold_outputs=hold_outputs)
     return step_peak(step, device, lambda: resident_bytes(model, (x,), {}, None, device))
 
 
@@ -203,8 +206,44 @@ def test_plain_steps_within_two_percent(name: str) -> None:
     model, x = PLAIN[name]()
     found = memfit.estimate(model.train(), (x,), loss_fn=_loss)
     assert found.peak == pytest.approx(_measured(model, x, _loss), rel=0.02)
+    held_bytes = found.peak + found.outputs_held_bytes
+    assert held_bytes == pytest.approx(_measured(model, x, _loss, hold_outputs=True), rel=0.02)
     assert sum(nbytes for _, nbytes in found.by_kind()) == found.peak
     assert found.measured == ("looks at values" in str(found)) == (name == "sizes from values")
+
+
+class Gated(nn.Module):
+    """Its outputs are freed once the loss is there, before the peak in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.first(x) * self.second(x) * self.third(x)).T.reshape(-1)
+
+
+class Chosen(Gated):
+    """Its sizes are known from values only."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x[: int((x[:, 0] > -100).sum())])
+
+
+@pytest.mark.parametrize("kind", [Gated, Chosen])
+def test_outputs_that_the_loop_holds(kind: type[Gated]) -> None:
+    model, x = kind(), torch.randn(512, 64)
+
+    def loss_of(y: torch.Tensor) -> torch.Tensor:
+        return y.mul(2).mean()
+
+    found = memfit.estimate(model, (x,), loss_fn=loss_of)
+    freed, held = (_measured(model, x, loss_of, hold_outputs=hold) for hold in (False, True))
+    assert held > 1.05 * freed
+    assert found.measured == (kind is Chosen)
+    assert found.peak == pytest.approx(freed, rel=0.001)
+    assert found.peak + found.outputs_held_bytes == pytest.approx(held, rel=0.001)
+    assert "holds the outputs" in plain_text(found) and "if the loop holds them" in str(found)
 
 
 def test_the_table_of_a_measured_estimate_does_not_say_that_nothing_was_run() -> None:
@@ -267,6 +306,59 @@ def test_a_model_on_the_meta_device_needs_no_memory() -> None:
     with torch.device("meta"):
         model, x = nn.Conv2d(3, 4096, 3), torch.randn(4096, 3, 512, 512)
     assert memfit.estimate(model, (x,)).peak > 1 << 40
+
+
+class Scored(nn.Module):
+    """Computes its loss itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 40)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": nn.functional.cross_entropy(self.layer(x), labels)}
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_cross_entropy_on_the_meta_device(inside: bool) -> None:
+    def found(device: str) -> int:
+        with torch.device(device):
+            x, labels = torch.zeros(64, 32), torch.zeros(64, dtype=torch.long)
+            if inside:
+                return memfit.estimate(Scored(), (x, labels)).peak
+            layer = nn.Linear(32, 40)
+            return memfit.estimate(layer, (x,), loss_fn=lambda y: nn.functional.cross_entropy(y, labels)).peak
+
+    assert found("meta") == found("cpu")
+
+
+class Asks(nn.Module):
+    """Keeps its mask where it may not look at it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        if not is_tracing(mask) and bool((mask == 1).all()):
+            return y
+        return y.tanh() * mask
+
+
+def test_a_model_that_looks_at_values_unless_it_is_compiled_on_the_meta_device(told: list[str]) -> None:
+    with torch.device("meta"):
+        model, args = Asks(), (torch.empty(256, 64), torch.empty(256, 64))
+    found = memfit.estimate(model, args, loss_fn=_loss)
+    assert found.peak >= 6 * 256 * 64 * 4 and not found.measured
+    assert any("Asks looks at values, which the meta device does not have" in text for text in told)
+
+
+def test_a_model_that_looks_at_values_always_on_the_meta_device() -> None:
+    with torch.device("meta"):
+        model, x = Valued(), torch.empty(48, 64)
+    with pytest.raises(memfit.CaptureError, match="meta device does not have"):
+        memfit.estimate(model, (x,), loss_fn=_loss)
 
 
 @pytest.mark.parametrize(("layer", "shape"), [(nn.Linear(8, 8), (0, 8)), (nn.Conv2d(3, 8, 3), (0, 3, 8, 8))])

@@ -26,6 +26,11 @@ def fake_tensors_have_no_memory_and_name_their_mode() -> None:
     assert core.detect_fake_mode([torch.ones(2)]) is None
 
 
+@uses("subclasses")
+def the_class_of_fake_tensors_has_a_second_name() -> None:
+    assert vars(core.subclasses)["FakeTensor"] is core.FakeTensor and "__getattr__" not in vars(core.subclasses)
+
+
 @uses("fake_impls")
 def an_op_can_get_a_rule_for_fake_tensors_and_lose_it() -> None:
     op = aten._grouped_mm.default

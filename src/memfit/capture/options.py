@@ -30,6 +30,8 @@ class CaptureOptions:
         decide: whether branches on inputs are decided at capture; otherwise they break the graph.
         by_use: whether graphs take every input with several uses once per use
             (`memfit.capture.gradients.shared_inputs`).
+        as_compiled: whether code that asks is told that it is compiled; for a step that is only estimated, where eager
+            mode would look at values and there are none.
         checkpointing: `"refuse"` or `"replace"`, how checkpoints of the model itself are treated.
     """
 
@@ -41,6 +43,7 @@ class CaptureOptions:
     cut_between: bool = False
     decide: bool = True
     by_use: bool = False
+    as_compiled: bool = False
     checkpointing: str = "refuse"
 
     def reader(self) -> Reader:

@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     If this machine has no CUDA device, `--device cuda` is replaced by the meta device.
 
     Returns:
-        0 if there is no budget or the predicted peak is within it, else 1.
+        0 if there is no budget or the predicted peak is within it, else 1. The loop may hold the outputs.
 
     Raises:
         MemfitError: errors of `memfit.estimate`.
@@ -65,9 +65,12 @@ def run(args: argparse.Namespace) -> int:
     if budget is None:
         emit(result, args)
         return 0
-    fits = result.peak <= budget
+    peak_bytes = result.peak + result.outputs_held_bytes
+    fits = peak_bytes <= budget
     words = "Fits" if fits else "The baseline step does not fit"
-    sentence = f"{words}: {format_bytes(result.peak)} predicted, of {format_bytes(budget)}"
+    sentence = f"{words}: {format_bytes(peak_bytes)} predicted, of {format_bytes(budget)}"
+    if result.peak <= budget < peak_bytes:
+        sentence += f" ({format_bytes(result.peak)} if the loop frees the outputs before the backward pass)"
     if not fits:
         can = "a plan may" if result.least <= budget else "no plan of whole ops can"
         sentence += f"; {can}, the widest op takes {format_bytes(result.least)}"

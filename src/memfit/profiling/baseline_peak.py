@@ -9,6 +9,9 @@ The step runs twice, and the second run counts: tables and masks that a model ca
 the measurement of a real step, tensors that the model holds in addition to its parameters and buffers are not counted
 once they exist.
 
+A loop may hold the model's outputs in a variable until the backward pass ends, or only until the loss is computed. One
+count gives both peaks: outputs that are freed before the end are added up.
+
 Known limits: code that reads values cannot run on fake tensors; then there is no count. Code that writes through NumPy
 into a tensor that is a plain attribute changes that tensor. On a GPU, workspaces are unknown, and blocks of the
 allocator are not rounded up.
@@ -16,24 +19,28 @@ allocator are not rounded up.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from memfit.capture.allocation_tracker import parts_of
 from memfit.capture.eager.fake_kernels import rules_of_kernels
 from memfit.capture.eager.fake_strides import strides_of_kernels
+from memfit.capture.eager.hidden_fakes import hidden_fake_tensors
 from memfit.capture.eager.no_decomposition import gradients_of_eager
 from memfit.capture.loss.memory import LossBytes
-from memfit.capture.loss.reading import LossFunction, backward_of
+from memfit.capture.loss.reading import LossFunction, forward_and_backward
 from memfit.capture.state.detached_inputs import detached
 from memfit.capture.state.snapshot import preserved
 from memfit.profiling.sampled_workspace import SampledWorkspace
 from memfit.torch_compat.core import FakeTensor, FakeTensorMode, in_backward_pass, pytree
 
-__all__ = ["counted_step"]
+__all__ = ["BaselinePeak", "counted_step"]
 
 log = logging.getLogger(__name__)
 
@@ -43,13 +50,30 @@ _IN_PLACE = frozenset((_aten.add.Tensor, _aten.scatter.src, _aten.scatter_add.de
 """Calls that gradient computation makes under a dispatch mode, and runs in place over the first operand without one."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaselinePeak:
+    """The peak of a baseline step, beyond the memory that is in use before the step.
+
+    Attributes:
+        step_bytes: peak of a step that frees the outputs once the loss is computed, `loss_fn(model(x)).backward()`.
+        outputs_held_bytes: bytes that are added if a variable holds the outputs until the backward pass ends.
+        at: the op at the peak; empty if it was measured.
+    """
+
+    step_bytes: int
+    outputs_held_bytes: int
+    at: str = ""
+
+
 def counted_step(
     model: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     loss_fn: LossFunction | None,
     device_type: str,
-) -> tuple[int, str] | None:
+    *,
+    as_eager: bool = True,
+) -> BaselinePeak | None:
     """Peak bytes of one baseline step, and the op at the peak.
 
     Parameters, buffers, inputs and existing gradients do not count.
@@ -60,6 +84,7 @@ def counted_step(
         kwargs: keyword inputs.
         loss_fn: the user's loss.
         device_type: only memory of this device type counts.
+        as_eager: whether code that asks if its tensors are fake is told that they are not, as in eager mode.
 
     Returns:
         None where the step cannot run on fake tensors.
@@ -73,6 +98,7 @@ def counted_step(
             rules_of_kernels(),
             strides_of_kernels(),
             gradients_of_eager(),
+            hidden_fake_tensors() if as_eager else contextlib.nullcontext(),
         ):
             fakes: dict[str, torch.Tensor] = {name: mode.from_tensor(tensor) for name, tensor in held.items()}
             for name, tensor in held.items():
@@ -80,19 +106,23 @@ def counted_step(
                     fakes[name].grad = mode.from_tensor(tensor.grad)
             ours, named = pytree.tree_map_only(torch.Tensor, mode.from_tensor, (inputs.args, inputs.kwargs))
 
-            def step() -> None:
-                backward_of(torch.func.functional_call(model, fakes, ours, named), loss_fn)
+            def step(counter: _PlainBytes) -> None:
+                def output() -> Any:
+                    return counter.hold(torch.func.functional_call(model, fakes, ours, named))
+
+                forward_and_backward(output, loss_fn, hold_outputs=False)
 
             workspace = SampledWorkspace()
             for _ in range(2):
                 torch.clear_autocast_cache()  # a region around the step caches casts of weights; a step makes them
                 counter = _PlainBytes(mode, device_type, workspace)
                 with mode, counter:
-                    step()
+                    step(counter)
                 for name, tensor in held.items():
                     if tensor.grad is None:
                         fakes[name].grad = None
-            return counter.peak, counter.at
+            held_bytes = counter.held_peak - counter.peak
+            return BaselinePeak(step_bytes=counter.peak, outputs_held_bytes=held_bytes, at=counter.at)
     except Exception as error:  # code of the user or of torch raised: the peak is unknown
         log.info("the baseline step does not run on fake tensors: %s: %s", type(error).__name__, error)
         return None
@@ -108,18 +138,29 @@ class _PlainBytes(LossBytes):
         self._workspace = workspace
         self._reserve_bytes = 0
         self._reserves: dict[int, int] = {}
+        self.held_peak = 0  # the peak if the outputs stay
+        self._outputs: set[int] = set()
+        self._freed_output_bytes = 0
+
+    def hold(self, output: Any) -> Any:
+        """Notes the storages of the model's output, which is returned."""
+        tensors = [t for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) for t in parts_of(leaf)]
+        self._outputs = {t.untyped_storage()._cdata for t in tensors} & self._seen.keys()
+        return output
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the op; see `LiveBytes`."""
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._fake, (args, kwargs or {}))
-        before = self.peak
+        before, held_before = self.peak, self.held_peak
         self._reserve_bytes = self._workspace.reserve_of(func, args)
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if _is_in_place(func, args):
-            self.peak = before
+            self.peak, self.held_peak = before, held_before
             return result
         asked = pytree.tree_map_only(torch.Tensor, self._with_its_size, args)
-        self.peak = max(self.peak, self.live + self._workspace.of_values(func, asked, kwargs, result))
+        during = self.live + self._workspace.of_values(func, asked, kwargs, result)
+        self.peak = max(self.peak, during)
+        self.held_peak = max(self.held_peak, self.peak, during + self._freed_output_bytes)
         self.at = str(func) if self.peak > before else self.at
         return result
 
@@ -129,6 +170,12 @@ class _PlainBytes(LossBytes):
             return super()._nbytes(tensor)
         self._reserves[tensor.untyped_storage()._cdata] = self._reserve_bytes
         return self._reserve_bytes
+
+    def _gone(self, key: int) -> None:
+        if key in self._outputs:
+            self._outputs.discard(key)
+            self._freed_output_bytes += self._seen[key]
+        super()._gone(key)
 
     def _with_its_size(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.numel() or tensor.dtype is not torch.uint8:

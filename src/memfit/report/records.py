@@ -164,6 +164,7 @@ def _(result: Estimate) -> Record:
         "kind": "estimate",
         "label": result.label,
         "predicted_peak_bytes": result.peak,
+        "predicted_outputs_held_bytes": result.outputs_held_bytes,
         "predicted_least_bytes": result.least,
         "roofline_seconds": result.step_seconds,
         "peak_at": result.peak_at,

@@ -63,11 +63,13 @@ def _(result: Comparison | BatchSize | LargestSize) -> list[Sheet]:
 def _(result: Estimate) -> list[Sheet]:
     rows = [(kind, format_bytes(nbytes), _of(nbytes, result.peak)) for kind, nbytes in result.by_kind()]
     rows.append((f"peak, at {result.peak_at}", format_bytes(result.peak), ""))
+    if result.outputs_held_bytes:
+        rows.append(("more if the loop holds the outputs", format_bytes(result.outputs_held_bytes), ""))
     parts = Sheet(
         title=f"estimate  {result.label} ({result.basis})",
         headers=("what", "predicted", "of the peak"),
         rows=tuple(rows),
-        rules=frozenset({len(rows) - 2}),
+        rules=frozenset({len(result.by_kind()) - 1}),
     )
     modules = [
         (name, format_bytes(nbytes), _of(nbytes, result.activations))

@@ -10,8 +10,10 @@ Known limits: workspaces are not known on other devices, nor for kernels that ar
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from msgspec import structs
@@ -25,22 +27,25 @@ from memfit.capture.loss.reading import LossFunction
 from memfit.capture.optimizer.state import optimizer_cost
 from memfit.capture.optimizer.unwrapped import OptimizerLike
 from memfit.capture.options import CaptureOptions
-from memfit.capture.training_step import capture_step, device_of, given_args, storage_bytes
-from memfit.errors import SpecError
+from memfit.capture.training_step import Capture, capture_step, device_of, given_args, storage_bytes
+from memfit.errors import CaptureError, SpecError
 from memfit.ir.graph import Phase, StepGraph, StorageKind
 from memfit.ir.instructions import computes_in
 from memfit.ir.plan_file import Prediction
 from memfit.ir.program import baseline_program
 from memfit.planner.analysis.explain import prediction
 from memfit.planner.bounds.lower_bound import widest_op_bytes
+from memfit.profiling.baseline_peak import BaselinePeak
 from memfit.profiling.profiler import with_rooflines
 from memfit.runtime.offload.tiers import tier_links
 from memfit.sim.simulator import live_storages_at, simulate, simulate_baseline
-from memfit.tools.baseline_peak import PlainPeak, baseline_peak
+from memfit.tools.baseline_peak import baseline_peak
 from memfit.torch_compat.core import pytree
 from memfit.units import format_bytes
 
 __all__ = ["Estimate", "estimate"]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +60,10 @@ class Estimate:
         optimizer: optimizer state from the second step on.
         activations: forward results that the backward pass reads, and tensors that code between graph breaks holds.
         temporaries: everything else.
-        peak: highest memory of the step.
+        peak: highest memory of the step `loss_fn(model(x)).backward()`, which frees the outputs of the model once the
+            loss is computed.
+        outputs_held_bytes: bytes that are added to the peak if the loop holds the outputs until the backward pass ends,
+            as `outputs = model(x)` does. `fit` plans for such a loop.
         least: lower bound of the peak of any program that runs whole ops.
         step_seconds: roofline time, good for ratios only.
         by_module: activations by module, largest first.
@@ -78,6 +86,7 @@ class Estimate:
     by_module: tuple[tuple[str, int], ...]
     peak_at: str
     measured: bool = False
+    outputs_held_bytes: int = 0
     swapping: Prediction | None = None
 
     @property
@@ -95,6 +104,8 @@ class Estimate:
         lines = [f"estimate  {self.label} ({self.basis})"]
         lines += [f"  {kind:<12} {format_bytes(nbytes):>12}" for kind, nbytes in self.by_kind()]
         lines.append(f"  {'peak':<12} {format_bytes(self.peak):>12}  at {self.peak_at}")
+        if self.outputs_held_bytes:
+            lines.append(f"  {'outputs':<12} {format_bytes(self.outputs_held_bytes):>12}  more if the loop holds them")
         return "\n".join(lines)
 
 
@@ -131,17 +142,9 @@ def estimate(
     if tiers is not None and device_of(model).type == "meta":
         raise SpecError(f"links are measured, so swaps need the device to be here (tiers: {tiers!r}, device: meta)")
     links = () if tiers is None else tier_links(tiers, device_of(model))
-    capture = capture_step(
-        model,
-        given_args(args),
-        dict(kwargs or {}),
-        loss_fn=loss_fn,
-        optimizer=optimizer,
-        label=label,
-        options=CaptureOptions(separate=lambda _: True),
-    )
-    graph = structs.replace(with_rooflines(capture), tiers=links)
     args, kwargs = given_args(args), dict(kwargs or {})
+    capture = _captured(model, args, kwargs, loss_fn=loss_fn, optimizer=optimizer, label=label)
+    graph = structs.replace(with_rooflines(capture), tiers=links)
     there = [*model.buffers(), *pytree.tree_leaves((args, kwargs)), *(p.grad for p in model.parameters())]
     device, counted = device_of(model), None
     if not is_sharded(model) and not isinstance(model, OneGraph) and unwrapped(model) is model:
@@ -151,12 +154,40 @@ def estimate(
     return _summary(graph, model, optimizer, storage_bytes(there, device.type), counted, kept_bytes)
 
 
+def _captured(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    *,
+    loss_fn: LossFunction | None,
+    optimizer: OptimizerLike | None,
+    label: str,
+) -> Capture:
+    options = CaptureOptions(separate=lambda _: True)
+    captured = partial(capture_step, model, args, kwargs, loss_fn=loss_fn, optimizer=optimizer, label=label)
+    try:
+        return captured(options=options)
+    except CaptureError as error:
+        if device_of(model).type != "meta":
+            raise
+        try:
+            capture = captured(options=replace(options, as_compiled=True))
+        except CaptureError:
+            raise error from None
+        log.warning(
+            "%s looks at values, which the meta device does not have: the estimate is of the step that it runs when it "
+            "is compiled, which may hold masks that eager mode drops",
+            type(model).__name__,
+        )
+        return capture
+
+
 def _summary(
     graph: StepGraph,
     model: nn.Module,
     optimizer: OptimizerLike | None,
     buffers: int,
-    counted: PlainPeak | None,
+    counted: BaselinePeak | None,
     kept_bytes: int,
 ) -> Estimate:
     program = baseline_program(graph)
@@ -186,11 +217,11 @@ def _summary(
         computes = computes_in(program.instructions[: position + 1]) or computes_in(program.instructions)[:1]
         op = graph.ops[computes[-1].op]
         where = f"{op.target} of {op.module or 'the model'}" + (" (backward)" if op.phase is Phase.BACKWARD else "")
-    peak, measured = timeline.peak_bytes, False
+    peak, measured, held_bytes = timeline.peak_bytes, False, 0
     if counted is not None:
         there = parameters + buffers + state + kept_bytes
         peak, after_step = there + counted.step_bytes, there + graph.gradient_bytes + graph.after_step_bytes
-        measured = not counted.at
+        measured, held_bytes = not counted.at, max(0, peak + counted.outputs_held_bytes - max(peak, after_step))
         if peak >= after_step:
             where = where if not counted.at or where.startswith(f"{counted.at} ") else counted.at
         else:
@@ -216,5 +247,6 @@ def _summary(
         by_module=tuple(sorted(saved.items(), key=lambda item: -item[1])),
         peak_at=where,
         measured=measured,
+        outputs_held_bytes=held_bytes,
         swapping=swapping,
     )

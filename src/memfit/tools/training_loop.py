@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.capture.loss.reading import LossFunction, backward_of
+from memfit.capture.loss.reading import LossFunction, forward_and_backward
 from memfit.capture.optimizer.unwrapped import OptimizerLike, stated_bytes, steppable
 from memfit.capture.training_step import storage_bytes
 from memfit.profiling.memory import Measurement, measure, steady
@@ -33,6 +33,7 @@ def training_step(
     *,
     loss_fn: LossFunction | None = None,
     optimizer: OptimizerLike | None = None,
+    hold_outputs: bool = True,
 ) -> Callable[[], torch.Tensor | None]:
     """A step: forward, loss, backward, `optimizer.step()` if there is an optimizer, gradients set to None.
 
@@ -43,6 +44,7 @@ def training_step(
         kwargs: keyword inputs.
         loss_fn: as for `memfit.plan`.
         optimizer: optimizer of the model's parameters.
+        hold_outputs: whether the loop holds the outputs until the backward pass ends, or only until the loss is there.
 
     Returns:
         A callable that runs one step and returns the loss, detached, if there is one.
@@ -50,7 +52,7 @@ def training_step(
     stepped = steppable(optimizer)
 
     def step() -> torch.Tensor | None:
-        loss = backward_of(call(*args, **kwargs), loss_fn)
+        loss = forward_and_backward(lambda: call(*args, **kwargs), loss_fn, hold_outputs=hold_outputs)
         if stepped is not None:
             stepped.step()
         for parameter in model.parameters():

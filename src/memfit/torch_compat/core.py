@@ -13,6 +13,7 @@ import torch
 import torch._decomp
 import torch._functorch.config
 import torch._refs
+import torch._subclasses
 from torch._C import DispatchKey
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._C._profiler import _EventType as EventType
@@ -93,6 +94,7 @@ __all__ = [
     "saved_tensor_hooks_aside",
     "set_version",
     "storage_references",
+    "subclasses",
     "suggest_memory_format",
     "tracing",
     "unset_fake_temporarily",
@@ -100,6 +102,8 @@ __all__ = [
 ]
 
 functorch_config = torch._functorch.config
+
+subclasses = torch._subclasses
 
 AutoDispatchBelowAutograd = torch._C._AutoDispatchBelowAutograd
 """Context in which ops go to the kernels behind autograd's."""

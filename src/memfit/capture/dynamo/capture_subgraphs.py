@@ -211,6 +211,7 @@ def _capture(
         plain=plain,
         replaced=reader.replaced,
         decisions=decisions,
+        as_compiled=options.as_compiled,
     )
     try:
         with _own_errors():

@@ -52,11 +52,13 @@ def compile_call(
     plain: PlainParts = NOTHING_PLAIN,
     replaced: bool = False,
     decisions: list[Decision] | None = None,
+    as_compiled: bool = False,
 ) -> Callable[..., Any]:
     """Compiles `model`'s call with `backend` under Dynamo's guards, with its own cache; a `OneGraph` needs neither.
 
     Dynamo skips the parts in `plain`. With `replaced` the model's own checkpoints only call their functions. Branches
-    on inputs that the call is compiled for are added to `decisions`; without `decisions` they break the graph.
+    on inputs that the call is compiled for are added to `decisions`; without `decisions` they break the graph. With
+    `as_compiled`, code that asks whether it is compiled is told so.
     """
     if isinstance(model, OneGraph):
         return model.compiled(backend)
@@ -96,7 +98,7 @@ def compile_call(
             own_call(),
             _replaced(forwards),
             around,
-            eager_answers(),
+            contextlib.nullcontext() if as_compiled else eager_answers(),
             decided_branches(decisions, pytree.tree_leaves((args, kwargs)) if state else (), state),
             marks_left_out(),
             rules_of_kernels(),

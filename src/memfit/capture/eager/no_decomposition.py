@@ -96,7 +96,7 @@ def _without_python_kernels(needed: Set[str]) -> Iterator[None]:
         (overload, key, overload.py_kernels.pop(key))
         for overload in _overloads(_how_many_known())
         if overload.py_kernels and overload.overloadpacket.__name__ not in needed
-        for key in _KEYS
+        for key in (*_KEYS, *_meta_of_composite(overload))
         if key in overload.py_kernels
     ]
     for overload, _, _ in aside:
@@ -107,6 +107,12 @@ def _without_python_kernels(needed: Set[str]) -> Iterator[None]:
         for overload, key, kernel in aside:
             overload.py_kernels[key] = kernel
             overload._dispatch_cache.clear()
+
+
+def _meta_of_composite(overload: OpOverload) -> tuple[DispatchKey, ...]:
+    """The meta device if the op consists of other ops: with a kernel of its own there it would have no gradient."""
+    composite = overload.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
+    return (DispatchKey.Meta,) if composite else ()
 
 
 def _how_many_known() -> int:

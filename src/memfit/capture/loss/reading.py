@@ -29,6 +29,7 @@ __all__ = [
     "LossFunction",
     "LossReading",
     "backward_of",
+    "forward_and_backward",
     "loss_name",
     "loss_place",
     "read_loss",
@@ -167,6 +168,31 @@ def _innermost(loss_fn: Any) -> Any:
     while isinstance(loss_fn, functools.partial):
         loss_fn = loss_fn.func
     return loss_fn
+
+
+def forward_and_backward(
+    call: Callable[[], Any], loss_fn: LossFunction | None, *, hold_outputs: bool = True
+) -> torch.Tensor | None:
+    """Runs the model, the loss and the backward pass as a training loop would.
+
+    Args:
+        call: calls the model and returns its output; the output itself as an argument would live as long as the call.
+        loss_fn: as for `memfit.plan`.
+        hold_outputs: whether the loop holds the output until the backward pass ends, as `output = model(x)` does, or
+            only until the loss is there, as `loss_fn(model(x)).backward()` does.
+
+    Returns:
+        The loss, detached, if there is one.
+    """
+    output = call()
+    loss = scalar_loss(output, loss_fn)
+    if loss is None:
+        return backward_of(output, None)
+    if not hold_outputs:
+        del output
+    with backward_region():
+        loss.backward()
+    return loss.detach()
 
 
 def backward_of(output: Any, loss_fn: LossFunction | None) -> torch.Tensor | None:
