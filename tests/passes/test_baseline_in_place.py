@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from memfit.capture.training_step import capture_step
 from memfit.compiler.stages import Request, capture_and_profile
+from memfit.ir.graph import Phase
 
 ACTIVATIONS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
     "module in place": (nn.ReLU(inplace=True), True),
@@ -43,15 +44,15 @@ class Activated(nn.Module):
 def test_what_is_in_place(name: str) -> None:
     activation, expected = ACTIVATIONS[name]
     capture = capture_step(Activated(activation), (torch.randn(2, 3, 16, 16),), {}, loss_fn=torch.Tensor.sum)
-    found = [op.name for op in capture.graph.ops if op.baseline_in_place]
+    found = [joint for joint in capture.joint_ops if joint is not None and joint.baseline_in_place]
     assert len(found) == expected
-    assert not any(op.baseline_in_place for op in capture.graph.ops if op.phase.value == "backward")
+    assert not any(joint.phase is Phase.BACKWARD for joint in found)
 
 
 def test_both_prices_are_measured() -> None:
     model, x = Activated(nn.ReLU(inplace=True)), torch.randn(2, 3, 64, 64)
-    _, graph = capture_and_profile(model, (x,), {}, Request(budget=1, loss_fn=torch.Tensor.sum))
-    (op,) = [op for op in graph.ops if op.baseline_in_place]
+    capture, graph = capture_and_profile(model, (x,), {}, Request(budget=1, loss_fn=torch.Tensor.sum))
+    (op,) = [op for op, joint in zip(graph.ops, capture.joint_ops, strict=True) if joint and joint.baseline_in_place]
     assert op.in_place_seconds is not None and 0.0 < op.in_place_seconds <= op.seconds
     out_of_place = sum(op.variant(1).seconds if op.variants else op.seconds for op in graph.ops)
     assert graph.plain_seconds == pytest.approx(out_of_place - op.seconds + op.in_place_seconds)

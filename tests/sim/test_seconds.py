@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
 from memfit.ir.fusion import fused_seconds
-from memfit.ir.graph import Op, Phase, StepGraph, Storage, StorageKind, Variant
+from memfit.ir.graph import Baseline, Op, Phase, StepGraph, Storage, StorageKind
 from memfit.ir.program import baseline_order, program_of
 from memfit.ir.serialization import decode_graph, encode_graph
 from memfit.ir.slicing import BySlices
 from memfit.sim.simulator import simulate, simulate_baseline
+
+
+def baseline_of(graph: StepGraph, **activation: Any) -> StepGraph:
+    """The step with another activation in its baseline step."""
+    ops = tuple(replace(op.whole(), **activation if op.name == "relu" else {}) for op in graph.ops)
+    return replace(graph, baseline=Baseline(ops=ops, storages=graph.storages))
 
 
 def step(activation: Op) -> StepGraph:
@@ -58,14 +66,15 @@ def test_what_is_read_later_is_not_written_over_for_free() -> None:
 
 @pytest.mark.parametrize(("in_place", "seconds"), [(True, 12.5), (False, 14.0)])
 def test_the_baseline_step_writes_over_what_the_model_does(in_place: bool, seconds: float) -> None:
-    graph = step(replace(ACTIVATION, baseline_in_place=in_place))
+    graph = step(ACTIVATION)
+    if in_place:
+        graph = baseline_of(graph, seconds=0.5)
     assert graph.plain_seconds == seconds
     assert simulate_baseline(graph).step_seconds == seconds
 
 
 def test_the_baseline_step_may_run_something_else() -> None:
-    other = Variant(chunks=1, seconds=3.0, workspace_bytes=100)
-    graph = step(replace(ACTIVATION, baseline_variant=other, baseline_reads=(0,)))
+    graph = baseline_of(step(ACTIVATION), seconds=3.0, workspace_bytes=100, reads=(0,))
     assert graph.plain_seconds == 15.0
     plain = simulate_baseline(graph)
     assert plain.step_seconds == 15.0

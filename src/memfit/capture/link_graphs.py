@@ -20,7 +20,7 @@ from memfit.capture.distributed.fsdp_hooks import Communication, communication
 from memfit.capture.subgraphs import Operand, Subgraph, Subgraphs
 from memfit.fxir.joint import JointOp, JointReading
 from memfit.fxir.marks import HALF_OF, is_tangent
-from memfit.ir.graph import Op, Phase, StepGraph, Storage, StorageKind
+from memfit.ir.graph import Baseline, Op, Phase, StepGraph, Storage, StorageKind
 from memfit.torch_compat.core import OpOverload
 
 __all__ = ["join"]
@@ -129,12 +129,33 @@ def join(
         if storages[numbers[i][s]].kind is StorageKind.TANGENT and numbers[i][s] not in passed
     )
     held = returned_tangents if _FREES_TANGENTS or last else tangents
+    ops = tuple(op for op, _ in pairs)
     graph = StepGraph(
-        ops=tuple(op for op, _ in pairs),
+        ops=ops,
         storages=tuple(storages),
+        baseline=_baseline(subgraphs, numbers, ops, storages),
         outputs=tuple(dict.fromkeys((*outputs, *held, *by_loss))),
     )
     return graph, tuple(joint for _, joint in pairs)
+
+
+def _baseline(
+    subgraphs: Subgraphs, numbers: Sequence[dict[int, int]], ops: Sequence[Op], storages: Sequence[Storage]
+) -> Baseline:
+    """The step without memfit, whose ops have no costs yet."""
+    reads: dict[str, tuple[int, ...]] = {}
+    nbytes: dict[int, int] = {}
+    for index, (subgraph, number) in enumerate(zip(subgraphs.subgraphs, numbers, strict=True)):
+        for op in subgraph.reading.ops:
+            if op.baseline_reads is not None:
+                reads[_name(op, index)] = tuple(dict.fromkeys(number[s] for s in op.baseline_reads))
+        for local, storage in enumerate(subgraph.reading.storages):
+            if storage.baseline_nbytes:
+                nbytes[number[local]] = storage.baseline_nbytes
+    return Baseline(
+        ops=tuple(structs.replace(op.whole(), reads=reads.get(op.name, op.reads)) for op in ops),
+        storages=tuple(structs.replace(s, nbytes=nbytes.get(index, s.nbytes)) for index, s in enumerate(storages)),
+    )
 
 
 def _whole_at_first(op: Op) -> Op:
@@ -158,7 +179,6 @@ def _numbered(subgraphs: Subgraphs) -> tuple[list[Storage], list[dict[int, int]]
                         name=storage.base.name if index == 0 else f"{storage.base.name}@{index}",
                         nbytes=storage.nbytes,
                         kind=storage.kind,
-                        baseline_nbytes=storage.baseline_nbytes,
                         reusable=reading.is_reusable(local),
                     )
                 )
@@ -314,21 +334,21 @@ def _unrun(ops: Sequence[Op]) -> list[tuple[Op, JointOp | None]]:
     return [(op, None) for op in ops]
 
 
+def _name(op: JointOp, subgraph: int) -> str:
+    return op.node.name if subgraph == 0 else f"{op.node.name}@{subgraph}"
+
+
 def _op(op: JointOp, number: dict[int, int], subgraph: int, device_type: str) -> Op:
     target = op.node.target
     made = Op(
-        name=op.node.name if subgraph == 0 else f"{op.node.name}@{subgraph}",
+        name=_name(op, subgraph),
         target=str(target) if isinstance(target, OpOverload) else getattr(target, "__name__", str(target)),
         module=op.module,
         phase=op.phase,
         subgraph=subgraph,
         reads=tuple(dict.fromkeys(number[s] for s in op.reads)),
         writes=tuple(number[s] for s in op.writes),
-        baseline_reads=None
-        if op.baseline_reads is None
-        else tuple(dict.fromkeys(number[s] for s in op.baseline_reads)),
         in_place_over=tuple(number[s] for s in op.in_place_over),
-        baseline_in_place=op.baseline_in_place,
         random_state_bytes=_RANDOM_STATE_BYTES.get(device_type, 16) if op.random else 0,
         recomputable=op.recomputable,
         half_of=op.node.meta.get(HALF_OF, ""),
@@ -346,7 +366,6 @@ def _op(op: JointOp, number: dict[int, int], subgraph: int, device_type: str) ->
         target=op.recompute_as.target.__name__,
         reads=tuple(dict.fromkeys(number[s] for s in op.recompute_reads)),
         writes=made.writes[:1],
-        baseline_reads=None,
     )
     return structs.replace(made, recompute_as=again)
 

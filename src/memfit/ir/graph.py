@@ -22,6 +22,7 @@ from memfit.ir.slicing import BySlices
 from memfit.ir.tiers import Tier, TierLinks
 
 __all__ = [
+    "Baseline",
     "Op",
     "Phase",
     "StepGraph",
@@ -85,7 +86,6 @@ class Storage(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkn
         name: unique within the graph.
         nbytes: its size.
         kind: who owns it.
-        baseline_nbytes: its size in the step without memfit where that differs, else 0.
         reusable: whether a result may be put together from slices in its memory once nothing reads it any more.
         stream: how it moves if it is tier-resident, and so takes no memory; only `memfit.ir.streaming` sets this, and
             a step that is read from elsewhere has none.
@@ -94,7 +94,6 @@ class Storage(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkn
     name: Name
     nbytes: Bytes
     kind: StorageKind
-    baseline_nbytes: Bytes = 0
     reusable: bool = False
     stream: Stream | None = None
 
@@ -138,10 +137,6 @@ class Op(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_f
         variants: every variant, the chosen one included; empty if whole is the only one.
         random_state_bytes: bytes of generator state to save for recomputing it; 0 if not random.
         recomputable: whether recomputing it gives the same bits and has no side effect.
-        baseline_in_place: whether it writes over an operand in the step without memfit.
-        baseline_reads: storages that it reads in the step without memfit, if they differ: for example, a tensor of
-            which it needs only the shape.
-        baseline_variant: its cost in the step without memfit, if that differs in more than running whole.
         recompute_as: the op that runs in its place after the first run, if that is another call: it writes some of
             `writes` and may read others of them, which then live on from the first run.
         by_slices: how it runs a few samples at a time, if it can.
@@ -165,9 +160,6 @@ class Op(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_f
     variants: Annotated[tuple[Variant, ...], Meta(max_length=1_000)] = ()
     random_state_bytes: Bytes = 0
     recomputable: bool = True
-    baseline_in_place: bool = False
-    baseline_reads: Indices | None = None
-    baseline_variant: Variant | None = None
     recompute_as: Op | None = None
     by_slices: BySlices | None = None
     half_of: Name = ""
@@ -184,14 +176,24 @@ class Op(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_f
         return self.recompute_as or self
 
     @property
-    def baseline(self) -> Variant:
-        """The variant in which it runs in the step without memfit."""
-        if self.baseline_variant is not None:
-            return self.baseline_variant
-        whole = self.variant(1) if self.variants else self.variant(self.chunks)
-        if self.baseline_in_place and self.in_place_seconds is not None:
-            return structs.replace(whole, seconds=self.in_place_seconds)
-        return whole
+    def whole_variant(self) -> Variant:
+        """The variant that runs whole; the only one if there is no such variant."""
+        return self.variant(1) if self.variants else self.variant(self.chunks)
+
+    def whole(self) -> Op:
+        """The op with one way to run: whole, in new memory, the same each time."""
+        variant = self.whole_variant
+        return structs.replace(
+            self,
+            recompute_as=None,
+            in_place_over=(),
+            seconds=variant.seconds,
+            in_place_seconds=None,
+            workspace_bytes=variant.workspace_bytes,
+            chunks=variant.chunks,
+            variants=(),
+            by_slices=None,
+        )
 
     @property
     def least_seconds(self) -> float:
@@ -240,6 +242,22 @@ class Op(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_f
         raise KeyError(f"{self.name} does not run in {chunks} chunks")
 
 
+class Baseline(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Ops and storages of the step without memfit; each stands at the index of its counterpart in the planned step.
+
+    An op that only the planned step runs reads nothing and takes no time here. Where another call runs in the place of
+    an op, the op has the costs and operands of that call: for example, it reads a tensor of which the planned step
+    needs only the shape.
+
+    Attributes:
+        ops: run whole, in new memory, once.
+        storages: with their sizes in that step.
+    """
+
+    ops: Annotated[tuple[Op, ...], MOST_ITEMS]
+    storages: Annotated[tuple[Storage, ...], MOST_ITEMS]
+
+
 class StepGraph(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """A training step.
 
@@ -253,6 +271,7 @@ class StepGraph(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_un
         after_step_seconds: time of `optimizer.step()`.
         label: name of the captured step, for people.
         tiers: the tiers to which storages may be swapped, the first choice first; empty if there is none.
+        baseline: the step without memfit; None if its ops and storages are these, run whole.
     """
 
     ops: Annotated[tuple[Op, ...], MOST_ITEMS]
@@ -263,6 +282,7 @@ class StepGraph(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_un
     after_step_seconds: Seconds = 0.0
     label: Words = ""
     tiers: Annotated[tuple[TierLinks, ...], Meta(max_length=len(Tier))] = ()
+    baseline: Baseline | None = None
 
     @property
     def loss_index(self) -> int:
@@ -300,7 +320,9 @@ class StepGraph(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_un
     @property
     def plain_seconds(self) -> float:
         """Time of the step without memfit: each op once, whole."""
-        return sum(op.baseline.seconds for op in self.ops) + self.after_step_seconds
+        if self.baseline is None:
+            return sum(op.whole_variant.seconds for op in self.ops) + self.after_step_seconds
+        return sum(op.seconds for op in self.baseline.ops) + self.after_step_seconds
 
     @property
     def gradient_bytes(self) -> int:
@@ -313,9 +335,15 @@ class StepGraph(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_un
 
     def without_memfit(self) -> StepGraph:
         """The step as eager autograd runs it: ops whole, not in place, with its operands and sizes."""
-        return structs.replace(
-            self, ops=tuple(map(_baseline_op, self.ops)), storages=tuple(map(_baseline_storage, self.storages))
-        )
+        found = self.baseline or Baseline(ops=tuple(op.whole() for op in self.ops), storages=self.storages)
+        return structs.replace(self, ops=found.ops, storages=found.storages, baseline=None)
+
+    def in_order(self, order: Sequence[int]) -> StepGraph:
+        """The step with its ops, and those of the step without memfit, in another order."""
+        baseline = self.baseline
+        if baseline is not None:
+            baseline = structs.replace(baseline, ops=tuple(baseline.ops[i] for i in order))
+        return structs.replace(self, ops=tuple(self.ops[i] for i in order), baseline=baseline)
 
     def producers(self) -> list[int]:
         """For each storage the op that writes it, -1 for static storages."""
@@ -349,28 +377,6 @@ class StepGraph(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_un
 
 def _read_in_slices(op: Op) -> tuple[int, ...]:
     return op.by_slices.reads if op.by_slices is not None and op.by_slices.first else ()
-
-
-def _baseline_op(op: Op) -> Op:
-    return structs.replace(
-        op,
-        reads=op.reads if op.baseline_reads is None else op.baseline_reads,
-        baseline_reads=None,
-        baseline_variant=None,
-        recompute_as=None,
-        in_place_over=(),
-        seconds=op.baseline.seconds,
-        in_place_seconds=None,
-        baseline_in_place=False,
-        workspace_bytes=op.baseline.workspace_bytes,
-        chunks=op.baseline.chunks,
-        variants=(),
-        by_slices=None,
-    )
-
-
-def _baseline_storage(storage: Storage) -> Storage:
-    return structs.replace(storage, nbytes=storage.baseline_nbytes or storage.nbytes, baseline_nbytes=0, stream=None)
 
 
 def total_bytes(graph: StepGraph, storages: Sequence[int]) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from memfit.errors import PlanFileError
-from memfit.ir.graph import Phase, StepGraph, StorageKind
+from memfit.ir.graph import Baseline, Phase, StepGraph, StorageKind
 from memfit.ir.jsonfile import as_document, record_of
 from memfit.ir.slicing import BySlices
 
@@ -65,10 +65,10 @@ def _broken_promises(graph: StepGraph) -> Iterator[str]:
         if op.estimated_seconds is not None:
             yield f"op {op.name} has an estimated time, which only a planner sets"
         later = (*op.later.reads, *op.later.writes, *op.later.in_place_over)
-        if any(index >= count for index in (*op.reads, *op.writes, *(op.baseline_reads or ()), *later)):
+        if any(index >= count for index in (*op.reads, *op.writes, *later)):
             yield f"op {op.name} uses a storage that is not among the {count} of the step"
             return
-        if len(set(op.reads)) != len(op.reads) or not written.issuperset((*op.reads, *(op.baseline_reads or ()))):
+        if len(set(op.reads)) != len(op.reads) or not written.issuperset(op.reads):
             yield f"op {op.name} reads a storage twice or before it is written"
         if op.variants and op.variant(op.chunks) not in op.variants:
             yield f"op {op.name} runs in {op.chunks} chunks, which is none of its variants"
@@ -91,6 +91,25 @@ def _broken_promises(graph: StepGraph) -> Iterator[str]:
         yield f"{count - len(written)} storages are never written"
     if any(index >= count for index in graph.outputs):
         yield f"an output is not among the {count} storages of the step"
+    if graph.baseline is not None:
+        yield from _broken_baseline(graph, graph.baseline)
+
+
+def _broken_baseline(graph: StepGraph, baseline: Baseline) -> Iterator[str]:
+    """Violations by the step without memfit, whose ops and storages are counterparts of those of the step."""
+    kinds = [storage.kind for storage in graph.storages]
+    if [storage.kind for storage in baseline.storages] != kinds:
+        yield "its storages without memfit are others"
+    if [(op.name, op.writes) for op in baseline.ops] != [(op.name, op.writes) for op in graph.ops]:
+        yield "its ops without memfit are others"
+        return
+    written = {index for index, kind in enumerate(kinds) if kind is StorageKind.STATIC}
+    for op in baseline.ops:
+        if op != op.whole():
+            yield f"op {op.name} runs in more than one way without memfit"
+        if len(set(op.reads)) != len(op.reads) or not written.issuperset(op.reads):
+            yield f"op {op.name} reads a storage twice or before it is written, without memfit"
+        written.update(op.writes)
 
 
 def _says_how_it_is_cut(slices: BySlices) -> bool:

@@ -21,7 +21,7 @@ from collections.abc import Set as AbstractSet
 
 from msgspec import structs
 
-from memfit.ir.graph import Op, Phase, StepGraph, Storage, StorageKind, Stream
+from memfit.ir.graph import Baseline, Op, Phase, StepGraph, Storage, StorageKind, Stream
 from memfit.ir.tiers import Tier, TierLinks, slot_bytes
 
 __all__ = [
@@ -76,14 +76,15 @@ def streaming_step(graph: StepGraph, placed: Mapping[int, Tier]) -> StepGraph:
         return structs.replace(
             storage,
             nbytes=0,
-            baseline_nbytes=storage.baseline_nbytes or storage.nbytes,
             reusable=False,
             stream=_stream(storage.nbytes, links.get(placed[index])),
         )
 
     storages = tuple(moved(index, storage) for index, storage in enumerate(graph.storages))
+    without_memfit = graph.without_memfit()
     changed = structs.replace(
         graph,
+        baseline=Baseline(ops=without_memfit.ops, storages=without_memfit.storages),
         storages=storages,
         static_bytes=graph.static_bytes + graph.buffer_bytes(set(placed.values())),
         tiers=(),
@@ -210,7 +211,6 @@ def _in_slices_only(graph: StepGraph, op: Op, held: AbstractSet[int]) -> Op:
         recomputable=op.recomputable and held.isdisjoint(op.writes),
         in_place_over=(),
         in_place_seconds=None,
-        baseline_variant=op.baseline,
         variants=(),
         chunks=slices.slices,
         seconds=slices.seconds + slices.copy_over_seconds + taken + waited,

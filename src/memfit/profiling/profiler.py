@@ -20,7 +20,7 @@ from memfit.errors import CaptureError
 from memfit.fxir.call import Call
 from memfit.fxir.joint import JointOp
 from memfit.fxir.signature import cost_key
-from memfit.ir.graph import Op, StepGraph, Variant
+from memfit.ir.graph import Baseline, Op, StepGraph, Variant
 from memfit.ir.slicing import BySlices
 from memfit.ops.chunking import candidate_chunks
 from memfit.ops.recompute import new_statistics_are_read
@@ -236,9 +236,12 @@ def _with_costs(
     capture: Capture, costs_of_op: Callable[[JointOp], list[Costs]], baseline_variant: Callable[[Call], Variant]
 ) -> StepGraph:
     ops: list[Op] = []
-    for op, joint in zip(capture.graph.ops, capture.joint_ops, strict=True):
+    without_memfit = capture.graph.without_memfit()
+    baseline: list[Op] = []
+    for op, whole, joint in zip(capture.graph.ops, without_memfit.ops, capture.joint_ops, strict=True):
         if joint is None:
             ops.append(op)
+            baseline.append(whole)
             continue
         costs, *again = costs_of_op(joint)
         # Slices are those of the call that recomputes the op.
@@ -249,12 +252,23 @@ def _with_costs(
             else:  # the whole kernel recomputes it, which makes no running statistics
                 recomputable = made.recomputable and not new_statistics_are_read(joint.node)
                 made = structs.replace(made, recompute_as=None, recomputable=recomputable)
-        if joint.baseline_free:
-            made = structs.replace(made, baseline_variant=Variant(chunks=1, seconds=0.0, workspace_bytes=0))
-        elif joint.baseline_call is not None:
-            made = structs.replace(made, baseline_variant=baseline_variant(joint.baseline_call))
         ops.append(made)
-    return structs.replace(capture.graph, ops=tuple(ops))
+        cost = _baseline_cost(joint, costs, baseline_variant)
+        baseline.append(structs.replace(whole, seconds=cost.seconds, workspace_bytes=cost.workspace_bytes))
+    return structs.replace(
+        capture.graph, ops=tuple(ops), baseline=Baseline(ops=tuple(baseline), storages=without_memfit.storages)
+    )
+
+
+def _baseline_cost(joint: JointOp, costs: Costs, of_call: Callable[[Call], Variant]) -> Variant:
+    """What the op, or the call that runs in its place, takes in the step without memfit."""
+    over_operand = joint.baseline_in_place and costs.in_place
+    if joint.baseline_free:
+        return Variant(chunks=1, seconds=0.0, workspace_bytes=0)
+    if joint.baseline_call is not None:
+        return of_call(joint.baseline_call)
+    whole = costs.variants[0]
+    return structs.replace(whole, seconds=costs.in_place[0].seconds) if over_operand else whole
 
 
 def _with_variants(op: Op, costs: Costs, call: fx.Node | Call) -> Op:

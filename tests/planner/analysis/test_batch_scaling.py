@@ -4,9 +4,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from memfit.errors import SpecError
-from memfit.ir.graph import StepGraph, Variant
+from memfit.ir.graph import Baseline, StepGraph
 from memfit.ir.program import baseline_program
 from memfit.planner.analysis.batch_scaling import difference, scaled
+from memfit.sim.simulator import simulate_baseline
 from memfit.sim.verifier import check
 from tests.ir.random_graphs import step_graphs
 
@@ -17,15 +18,22 @@ def at_batch(graph: StepGraph, batch: int) -> StepGraph:
     def grows(index: int) -> int:
         return 1 if index % 3 == 0 else batch
 
+    storages = tuple(replace(s, nbytes=4 * s.nbytes * grows(i)) for i, s in enumerate(graph.storages))
     return replace(
         graph,
-        storages=tuple(replace(s, nbytes=4 * s.nbytes * grows(i)) for i, s in enumerate(graph.storages)),
+        storages=storages,
+        baseline=Baseline(
+            ops=tuple(
+                replace(op.whole(), seconds=op.seconds * grows(i) * 2, workspace_bytes=8 * grows(i))
+                for i, op in enumerate(graph.ops)
+            ),
+            storages=tuple(replace(s, nbytes=3 * s.nbytes) for s in storages),
+        ),
         ops=tuple(
             replace(
                 op,
                 seconds=op.seconds * grows(i),
                 in_place_seconds=op.seconds * grows(i) / 2,
-                baseline_variant=Variant(chunks=1, seconds=op.seconds * grows(i) * 2, workspace_bytes=8 * grows(i)),
                 workspace_bytes=op.workspace_bytes * grows(i + 1),
                 in_place_over=(),
             )
@@ -47,6 +55,7 @@ def test_a_step_that_is_affine_in_the_batch_is_scaled_exactly(graph: StepGraph, 
     assert [op.workspace_bytes for op in found.ops] == [op.workspace_bytes for op in expected.ops]
     assert [op.seconds for op in found.ops] == pytest.approx([op.seconds for op in expected.ops])
     assert [op.in_place_seconds for op in found.ops] == pytest.approx([op.in_place_seconds for op in expected.ops])
+    assert simulate_baseline(found).peak_bytes == simulate_baseline(expected).peak_bytes
     assert found.plain_seconds == pytest.approx(expected.plain_seconds)
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from msgspec import structs
-
 from memfit.capture.training_step import Capture
 from memfit.planner.pipeline.split_backward import deferrable, deferred_last
 
@@ -18,7 +16,7 @@ def with_deferred(capture: Capture) -> Capture:
     count = len(deferrable(capture.graph))
     return replace(
         capture,
-        graph=structs.replace(capture.graph, ops=tuple(capture.graph.ops[i] for i in order)),
+        graph=capture.graph.in_order(order),
         joint_ops=tuple(capture.joint_ops[i] for i in order),
         deferred=frozenset(range(len(order) - count, len(order))),
     )

@@ -12,10 +12,12 @@ capture (`memfit.tools.max_batch`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from msgspec import structs
 
 from memfit.errors import SpecError
-from memfit.ir.graph import Op, StepGraph, Variant
+from memfit.ir.graph import Baseline, Op, StepGraph, Storage, Variant
 
 __all__ = ["difference", "scaled"]
 
@@ -81,11 +83,12 @@ def scaled(graph_a: StepGraph, batch_a: int, graph_b: StepGraph, batch_b: int, b
         in_place = None
         if a.in_place_seconds is not None and b.in_place_seconds is not None:
             in_place = seconds(a.in_place_seconds, b.in_place_seconds)
-        baseline_variant = (
-            between(a.baseline_variant, b.baseline_variant) if a.baseline_variant and b.baseline_variant else None
-        )
-        return structs.replace(made, in_place_seconds=in_place, baseline_variant=baseline_variant)
+        return structs.replace(made, in_place_seconds=in_place)
 
+    def storages(a: Sequence[Storage], b: Sequence[Storage]) -> tuple[Storage, ...]:
+        return tuple(structs.replace(s, nbytes=size(s.nbytes, t.nbytes)) for s, t in zip(a, b, strict=True))
+
+    baseline_a, baseline_b = graph_a.without_memfit(), graph_b.without_memfit()
     return structs.replace(
         graph_a,
         ops=tuple(
@@ -94,11 +97,10 @@ def scaled(graph_a: StepGraph, batch_a: int, graph_b: StepGraph, batch_b: int, b
             )
             for a, b in zip(graph_a.ops, graph_b.ops, strict=True)
         ),
-        storages=tuple(
-            structs.replace(
-                s, nbytes=size(s.nbytes, t.nbytes), baseline_nbytes=size(s.baseline_nbytes, t.baseline_nbytes)
-            )
-            for s, t in zip(graph_a.storages, graph_b.storages, strict=True)
+        storages=storages(graph_a.storages, graph_b.storages),
+        baseline=Baseline(
+            ops=tuple(op(a, b) for a, b in zip(baseline_a.ops, baseline_b.ops, strict=True)),
+            storages=storages(baseline_a.storages, baseline_b.storages),
         ),
         static_bytes=size(graph_a.static_bytes, graph_b.static_bytes),
         after_step_bytes=size(graph_a.after_step_bytes, graph_b.after_step_bytes),
