@@ -90,11 +90,14 @@ def _row(make: Callable[[], Step], *, profiled: bool) -> tuple[str, ...]:
     step = make()
     with _around(step):
         try:
+            measured = measured_peak(step)
+        except Exception as error:
+            return "", "", f"the baseline step fails, {type(error).__name__}", "", ""
+        try:
             found = memfit.estimate(step.model, step.args, step.kwargs, loss_fn=step.loss_fn, optimizer=step.optimizer)
-            of_ops = f"{_profiled(step) / measured_peak(step):.3f}" if profiled else ""
+            of_ops = f"{_profiled(step) / measured:.3f}" if profiled else ""
         except MemfitError as error:
             return "", "", f"{type(error).__name__}: {str(error).splitlines()[0][:90]}", "", ""
-        measured = measured_peak(step)
     mib = 2**20
     return (
         f"{measured / mib:.2f}", f"{found.peak / mib:.2f}", f"{found.peak / measured:.3f}", of_ops, found.peak_at

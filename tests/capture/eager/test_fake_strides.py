@@ -15,6 +15,7 @@ from torch.nn import functional
 import memfit
 from memfit.capture.eager.fake_strides import strides_of_kernels
 from memfit.compiler.recorded_ops import RecordedOps
+from memfit.tools.training_loop import resident_bytes, step_peak, training_step
 
 aten = torch.ops.aten
 UPRIGHT, TURNED = torch.rand(3, 6, 10) + 0.1, (torch.rand(3, 10, 6) + 0.1).transpose(1, 2)
@@ -201,3 +202,49 @@ def test_a_fake_copy_has_the_place_and_the_memory_of_the_kernels(view: Callable[
         fake = torch.ops.aten.copy.default(view(mode.from_tensor(whole)), torch.zeros(()))
     told = [(t.stride(), t.storage_offset(), t.untyped_storage().nbytes()) for t in (real, fake)]
     assert told[0] == told[1]
+
+
+@settings(deadline=None)
+@given(
+    shape=strategies.sampled_from([(6, 3, 8, 12), (3, 8, 12), (1, 2, 9, 7)]),
+    kernel=strategies.sampled_from([[3, 3], [1, 1], [2, 3]]),
+    stride=strategies.sampled_from([[1, 1], [2, 2], [3, 2]]),
+    padding=strategies.sampled_from([[0, 0], [1, 1]]),
+    transposed=strategies.booleans(),
+)
+def test_columns_and_what_is_folded_from_them_stay_in_the_memory_of_their_operands(
+    shape: tuple[int, ...], kernel: list[int], stride: list[int], padding: list[int], transposed: bool
+) -> None:
+    columns, folded = torch.ops.aten.im2col.default, torch.ops.aten.col2im.default
+    x = torch.randn(shape).mT.contiguous().mT if transposed else torch.randn(shape)
+    real = columns(x, kernel, [1, 1], padding, stride)
+    back = folded(real, list(x.shape[-2:]), kernel, [1, 1], padding, stride)
+    with strides_of_kernels(), FakeTensorMode() as mode:
+        for _ in range(2):  # fake tensors cache results
+            fake = columns(mode.from_tensor(x), kernel, [1, 1], padding, stride)
+            fake_back = folded(mode.from_tensor(real), list(x.shape[-2:]), kernel, [1, 1], padding, stride)
+            for ours, kernels in ((fake, real), (fake_back, back)):
+                told = [(t.shape, t.stride(), t.untyped_storage().nbytes()) for t in (ours, kernels)]
+                assert told[0] == told[1]
+
+
+class _Unfolded(nn.Module):
+    """A convolution written as columns and a product; the gradient is folded from columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.weight = nn.Conv2d(3, 3, 1), nn.Parameter(torch.randn(7, 27))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight @ functional.unfold(self.first(x).relu(), 3, padding=1)
+
+
+def test_a_step_with_folded_columns_takes_what_is_predicted() -> None:
+    model, x = _Unfolded(), torch.randn(6, 3, 16, 24)
+    plan = memfit.plan(model, (x,), budget="1GiB", loss_fn=lambda y: y.square().mean())
+    assert plan.measured_peak_bytes == plan.predicted.peak_bytes
+    found = memfit.estimate(model, (x,), loss_fn=lambda y: y.square().mean())
+    step = training_step(model, model, (x,), {}, loss_fn=lambda y: y.square().mean(), hold_outputs=False)
+    device = torch.device("cpu")
+    measured = step_peak(step, device, lambda: resident_bytes(model, (x,), {}, None, device))
+    assert found.peak == pytest.approx(measured, rel=0.001)

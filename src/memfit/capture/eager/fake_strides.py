@@ -15,7 +15,8 @@ axes of one element count too, since kernels use them to tell whether an image i
 by torch's own rule, on the meta device. The kernel is also asked where floating-point operands have several dtypes, and
 then the dtypes of its results count: in mixed precision, statistics of batch normalisation have the dtype of the
 weights. `aten.copy`, which stands for an in-place write to a view, takes as much memory as the viewed tensor: its
-kernel clones the whole tensor.
+kernel clones the whole tensor. The kernels of `im2col` and `col2im` make their result in memory of the size of their
+operand and then resize it, which frees nothing: folded columns take as much memory as the columns.
 
 Known limits: the fake layouts of ops of other libraries are trusted, and so are those of calls whose kernels refuse
 every sample, and of most calls that have integer operands and are not element-wise: kernels are not given made-up
@@ -136,13 +137,18 @@ class _Asked:
         if not self.within.call and func in _RESHAPES:
             return _viewed(mode, self.plain(mode, func, types, args, kwargs), func, *args)
         if not self.within.call and func is _COPY and _is_known(args[0]) and not _overlaps(args[0]):
-            return _in_memory_like(mode, self.plain(mode, func, types, args, kwargs), args[0])
+            viewed = args[0]
+            made = self.plain(mode, func, types, args, kwargs)
+            return _in_memory_of(mode, made, viewed.untyped_storage().nbytes(), viewed.storage_offset())
         if self.within.call or not self._makes_tensors(func):
             return self.plain(mode, func, types, args, kwargs)
         self.within.call = True
         try:
             made = self.plain(mode, func, types, args, kwargs)
-            return self._as_kernel_lays_out(mode, func, args, kwargs, made)
+            laid_out = self._as_kernel_lays_out(mode, func, args, kwargs, made)
+            if func in _RESIZED and _is_known(args[0]):
+                return _in_memory_of(mode, laid_out, args[0].numel() * args[0].element_size(), 0)
+            return laid_out
         finally:
             self.within.call = False
 
@@ -232,20 +238,21 @@ _RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
 
 _COPY = torch.ops.aten.copy.default
+_RESIZED = (torch.ops.aten.im2col.default, torch.ops.aten.col2im.default)
+"""Ops whose result is made as large as their operand and then resized."""
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _in_memory_like(mode: FakeTensorMode, made: Any, destination: torch.Tensor) -> Any:
-    """A fake copy in a storage as large as that of its destination, at the same offset."""
-    nbytes = destination.untyped_storage().nbytes()
+def _in_memory_of(mode: FakeTensorMode, made: Any, nbytes: object, offset: int) -> Any:
+    """A fake result in a storage of that many bytes if its own is smaller, at an offset."""
     if not _is_known(made) or type(nbytes) is not int or nbytes <= made.untyped_storage().nbytes():
         return made
     with mode:
         whole = torch.empty(nbytes // made.element_size(), dtype=made.dtype, device=made.device)
-        return whole.as_strided(tuple(made.shape), made.stride(), destination.storage_offset())
+        return whole.as_strided(tuple(made.shape), made.stride(), offset)
 
 
 def _viewed(mode: FakeTensorMode, made: Any, func: Any, viewed: Any, shape: Sequence[int]) -> Any:
