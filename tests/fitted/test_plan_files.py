@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import memfit
 from tests.models import Residual
@@ -34,6 +37,35 @@ def test_round_trip_runs_the_same_program(saved: Path) -> None:
     loss_fn(model(X)).backward()
     assert memfit.plan_of(model).program == plan.program
     assert "recompute" in str(plan)
+
+
+class Checkpointed(nn.Module):
+    """Checkpoints its blocks itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def test_a_plan_that_replaces_checkpoints_does_so_from_a_file(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Checkpointed(), torch.randn(32, 16)
+    plain = copy.deepcopy(model)
+    memfit.plan(model, (x,), budget="1GiB", loss_fn=loss_fn, checkpointing="replace").save(tmp_path / "plan.json")
+    memfit.Plan.load(tmp_path / "plan.json").apply(model, loss_fn=loss_fn)
+    for module in (model, plain):
+        loss_fn(module(x)).backward()
+    assert memfit.plan_of(model).checkpointing == "replace"
+    assert all(torch.equal(*pair) for pair in zip(gradients_of(model), gradients_of(plain), strict=True))
+
+
+def gradients_of(module: nn.Module) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
 
 
 def test_the_file_is_private(saved: Path) -> None:

@@ -203,5 +203,5 @@ def _print_tables(plain: _Run, planned: _Run, plan: CompiledPlan) -> None:
         ("", "measured", format_seconds(median(plain.seconds)), format_seconds(median(planned.seconds))),
     )
     console = Console(file=sys.stdout)
-    show(Sheet(title="loss", headers=("step", "plain", "planned", ""), rows=losses), console)
-    show(Sheet(title="cost", headers=("", "", "plain", "planned"), rows=costs, left=frozenset({0, 1})), console)
+    show(Sheet(title="loss", headers=("step", "baseline", "planned", ""), rows=losses), console)
+    show(Sheet(title="cost", headers=("", "", "baseline", "planned"), rows=costs, left=frozenset({0, 1})), console)

@@ -211,7 +211,7 @@ def _print_table(runs: list[tuple[str, CompiledPlan, _Run, _Run | None]], photos
     for (_, plan, planned, plain), images in zip(runs, (photos, large), strict=True):
         p = plan.predicted
         kinds = (
-            ("plain", p.plain_peak_bytes, p.step_seconds / (1 + p.overhead), plain),
+            ("baseline", p.plain_peak_bytes, p.step_seconds / (1 + p.overhead), plain),
             ("planned", p.peak_bytes, p.step_seconds, planned),
         )
         for kind, peak_bytes, seconds, run in kinds:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Literal, Self, cast
 
 from memfit.ir.fields import Fact
 from memfit.ir.plan_file import Decision, PlanFile, Prediction, load_plan, save_plan
@@ -41,6 +41,7 @@ class CompiledPlan:
         graph_digest: digest of the step that the plan was made for.
         grid: numbers of tiles into which samples of its step may be cut along height and width, and the number of parts
             of the batch if that is given; empty if the step was not captured for the lever `tile`.
+        checkpointing: how checkpoints of the model itself are treated; see `memfit.fit`.
         planned: capture and request that the plan came from; None for a plan from a file.
     """
 
@@ -55,6 +56,7 @@ class CompiledPlan:
     fingerprint: Mapping[str, Fact]
     graph_digest: str
     grid: tuple[int, ...] = ()
+    checkpointing: str = "refuse"
     planned: Planned | None = None
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -70,6 +72,7 @@ class CompiledPlan:
                 grid=self.grid,
                 program=self.program,
                 decisions=self.decisions,
+                checkpointing=cast(Literal["refuse", "replace"], self.checkpointing),
             ),
         )
 
@@ -93,6 +96,7 @@ class CompiledPlan:
             fingerprint=fingerprint,
             graph_digest=file.graph_digest,
             grid=file.grid,
+            checkpointing=file.checkpointing,
         )
 
     @property
@@ -143,9 +147,7 @@ class CompiledPlan:
             images, micro_batches = self.grid[:2], self.grid[2:]
             tiles = f", images in {'×'.join(map(str, images))} tiles" if max(images) > 1 else ""
             tiles += f", the batch in up to {micro_batches[0]} micro-batches" if micro_batches else ""
-            lines.append(
-                f"      runs slice by slice where that pays{tiles}; gradients are the plain ones up to rounding"
-            )
+            lines.append(f"      runs slice by slice where that pays{tiles}; gradients are equal up to rounding")
             ends = "" if self.planned is None else ends_of_runs(self.planned.graph)
             lines += [f"      what takes its operands whole: {ends}"] if ends else []
         if p.out_bytes:

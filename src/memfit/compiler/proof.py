@@ -225,7 +225,7 @@ def compare(
     rounding: bool,
     seconds: float,
 ) -> Proof:
-    """Compares a planned step with the plain one.
+    """Compares a planned step with the baseline step.
 
     Args:
         step: step that gave both results.
@@ -275,7 +275,7 @@ def compare(
         else 'pass exact="rounding" to train with gradients that are equal up to rounding'
     )
     raise ExactnessError(
-        f"the planned step of {name} is not the plain one: {len(differing)} of {len(keys)} tensors differ, "
+        f"the planned step of {name} is not the baseline step: {len(differing)} of {len(keys)} tensors differ, "
         f"{', '.join(rows[:_NAMED])}{more}; {where}{advice}"
     )
 

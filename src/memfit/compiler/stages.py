@@ -269,6 +269,7 @@ def plan_captured(
         fingerprint=fingerprint(model, args, kwargs),
         graph_digest=graph_digest(graph),
         grid=capture.grid,
+        checkpointing=request.capture.checkpointing,
         planned=Planned(capture=capture, graph=graph, request=request, signature=signature(model, args, kwargs)),
     )
 

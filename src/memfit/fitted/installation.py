@@ -12,6 +12,7 @@ from torch import nn
 from memfit.capture.distributed.ddp import bucket_bytes, unwrapped
 from memfit.capture.loss.reading import LossFunction
 from memfit.capture.optimizer.unwrapped import OptimizerLike
+from memfit.capture.options import CaptureOptions
 from memfit.compiler.plan import CompiledPlan
 from memfit.compiler.stages import Request
 from memfit.errors import MemfitError
@@ -58,6 +59,7 @@ def install(
             levers="all" if plan.is_tiled else "bitwise",
             tiers=tiers,
             beside_bytes=bucket_bytes(given),
+            capture=CaptureOptions(checkpointing=plan.checkpointing),
         )
     check_module(plan, model)
     fitted = Fitted(weakref.ref(model), request, replan)

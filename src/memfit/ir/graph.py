@@ -1,6 +1,6 @@
 """The step graph: one training step as frozen data, without torch.
 
-A step is forward, loss and backward. It is a list of **ops** in the order in which the unplanned step runs them, and a
+A step is forward, loss and backward. It is a list of **ops** in the order in which the baseline step runs them, and a
 list of **storages** that the ops read and write. A storage is the memory of one or more aliasing tensors, so that views
 cost nothing and freeing is exact. All code that plans, judges or explains works on this graph; only `memfit.capture`
 knows how it was obtained and only `memfit.runtime` how it is run.
@@ -283,6 +283,14 @@ class StepGraph(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_un
     label: Words = ""
     tiers: Annotated[tuple[TierLinks, ...], Meta(max_length=len(Tier))] = ()
     baseline: Baseline | None = None
+
+    def __post_init__(self) -> None:
+        baseline = self.baseline
+        if baseline is not None and (len(baseline.ops), len(baseline.storages)) != (len(self.ops), len(self.storages)):
+            raise ValueError(
+                f"{len(baseline.ops)} ops and {len(baseline.storages)} storages of the step without memfit, for "
+                f"{len(self.ops)} ops and {len(self.storages)} storages"
+            )
 
     @property
     def loss_index(self) -> int:

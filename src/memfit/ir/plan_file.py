@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
@@ -92,6 +92,7 @@ class PlanFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         program: the order in which to compute and free.
         grid: numbers of tiles into which samples may be cut; empty if the step is not captured for the lever `tile`.
         decisions: the program in words.
+        checkpointing: how checkpoints of the model itself are treated; see `memfit.fit`.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -103,6 +104,7 @@ class PlanFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     program: Program
     grid: Annotated[tuple[Count, ...], Meta(max_length=3)] = ()
     decisions: Annotated[tuple[Decision, ...], MOST_ITEMS] = ()
+    checkpointing: Literal["refuse", "replace"] = "refuse"
 
 
 class _Version(Struct):

@@ -94,7 +94,7 @@ def baseline_order(graph: StepGraph) -> list[int]:
 
 
 def baseline_program(graph: StepGraph) -> Program:
-    """The unplanned step, as eager autograd runs it.
+    """The baseline step, as eager autograd runs it.
 
     It differs from `program_of(baseline_order)`: no storage is overwritten in place, every op runs whole, and no
     storage is freed before the last op that reads it without memfit.

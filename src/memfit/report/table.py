@@ -143,7 +143,7 @@ def _(result: Verification) -> list[Sheet]:
         rows.append((kind, str(len(checks)), equal, *within, where))
     predicted = result.plan.predicted
     bits = Sheet(
-        title=f"verify  {result.plan.label} · {result.steps} steps, plain against planned",
+        title=f"verify  {result.plan.label} · {result.steps} steps, baseline against planned",
         headers=(
             *("what", "compared", "bitwise equal"),
             *(("equal up to rounding",) if result.plan.is_tiled else ()),
@@ -155,7 +155,7 @@ def _(result: Verification) -> list[Sheet]:
         title="peak of the whole step",
         headers=("", "predicted", "measured"),
         rows=(
-            ("plain", format_bytes(predicted.plain_peak_bytes), format_bytes(result.plain_peak_bytes)),
+            ("baseline", format_bytes(predicted.plain_peak_bytes), format_bytes(result.plain_peak_bytes)),
             ("planned", format_bytes(predicted.peak_bytes), format_bytes(result.peak_bytes)),
             ("budget", format_bytes(result.plan.budget_bytes), ""),
         ),

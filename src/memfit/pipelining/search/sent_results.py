@@ -31,13 +31,16 @@ def handing_over(capture: Capture) -> Capture:
         writes=(),
         recomputable=False,
     )
+
+    def with_hand_over(ops: tuple[Op, ...]) -> tuple[Op, ...]:
+        return (*ops[:at], hand_over, structs.replace(ops[at], reads=()), *ops[at + 1 :])
+
+    baseline = graph.baseline
+    if baseline is not None:
+        baseline = structs.replace(baseline, ops=with_hand_over(baseline.ops))
     return replace(
         capture,
-        graph=structs.replace(
-            graph,
-            ops=(*graph.ops[:at], hand_over, structs.replace(loss, reads=()), *graph.ops[at + 1 :]),
-            outputs=_held(graph),
-        ),
+        graph=structs.replace(graph, ops=with_hand_over(graph.ops), baseline=baseline, outputs=_held(graph)),
         joint_ops=(*capture.joint_ops[:at], None, *capture.joint_ops[at:]),
     )
 

@@ -202,7 +202,7 @@ class SubgraphPass:
         self.of.apart.add(self.of.key)
         log.warning(
             "other code adds to the gradient of %s in the same backward pass, and the plan adds up those of several "
-            "uses first: this step's is equal to the plain one up to rounding, the next step is planned use by use",
+            "uses first: this step's is the baseline step's up to rounding, the next step is planned use by use",
             self.subgraph.summed[place],
         )
 
@@ -246,7 +246,7 @@ class SubgraphPass:
             "outside" if inside else "inside",
             "this step's forward pass is recomputed without a plan, with the same bits and over the budget"
             if self.otherwise
-            else "gradients of this step may be rounded otherwise than the plain ones",
+            else "gradients of this step may be rounded otherwise than those of the baseline step",
             "the next step is planned inside; call backward() after the region, as PyTorch advises"
             if inside
             else "call backward() always inside or always outside",
