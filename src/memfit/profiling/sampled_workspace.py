@@ -4,7 +4,7 @@ Kernels take memory that no op returns. CPU convolutions copy operands into bloc
 kernel (float64, some shapes), into columns; poolings copy operands in other layouts; a transform, a sort and the
 gradient of a normalisation have buffers of their own. No formula tells which kernel is taken, so a small call runs as
 it is, and a large call runs with two samples of the batch and with four: its workspace grows with the samples, a line
-through two points.
+through two points. A fused recurrent layer runs as it is; so it does to learn the size of its reserve.
 
 Known limits: CPU only; torch's own ops only; large calls only if the batch is outermost in memory. A kernel that is
 chosen only for a large batch is not seen. Calls that would take too long or too much memory even with few samples count
@@ -52,6 +52,9 @@ _TAKING_INDICES = {
     )
 }
 """More ops that can run with zeros for integers: indices along an axis, classes, or plain numbers."""
+
+_FUSED_LAYERS = (_aten.mkldnn_rnn_layer.default, _aten.mkldnn_rnn_layer_backward.default)
+"""Ops that run as they are however large: their operands are of several steps and samples, and of one reserve."""
 
 _KNOWN = ("aten", "memfit")
 _FEW, _MORE = 2, 4
@@ -113,7 +116,8 @@ def _workspace_bytes(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
     sampled = {id(t) for t in operands if rows is not None or (t.dim() and t.shape[0] == batch)}
     made = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]  # products may be far larger
     nbytes = sum(t.numel() * t.element_size() for t in (*tensors, *made))
-    counts = (batch,) if batch <= _MORE or nbytes <= _WHOLE_BYTES else (_FEW, _MORE)
+    whole = batch <= _MORE or nbytes <= _WHOLE_BYTES or target in _FUSED_LAYERS
+    counts = (batch,) if whole else (_FEW, _MORE)
     if counts != (batch,) and not all(_batch_is_outermost(t) for t in tensors if id(t) in sampled):
         return 0
     share = counts[-1] / max(1, batch)
