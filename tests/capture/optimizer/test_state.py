@@ -15,6 +15,7 @@ import memfit
 from memfit.capture.allocation_tracker import LiveBytes
 from memfit.capture.optimizer.state import optimizer_cost, part_of
 from memfit.errors import SpecError
+from memfit.profiling.memory import allocation_peak
 
 
 class Delegating(torch.optim.Optimizer):
@@ -144,6 +145,34 @@ def test_what_an_optimizer_will_hold_is_what_it_holds(name: str) -> None:
     true = _state_bytes(optimizer) if inner is None else _state_bytes(optimizer, inner)
     assert cost.state_bytes == true
     assert optimizer_cost(optimizer, "cpu").state_bytes == true
+
+
+class Trusting(torch.optim.Optimizer):
+    """LAMB's trust ratio: the length of each step is a number read from norms."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            state.setdefault("mean", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+            update = state["mean"] / (p.grad.abs() + 1e-8)
+            ratio = float(p.norm()) / max(float(update.norm()), 1e-3)
+            p.add_(update, alpha=-0.01 * min(ratio, 10.0))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.AdamW, Trusting])
+def test_what_the_step_of_an_optimizer_takes_for_a_moment(kind: Any, told: list[str]) -> None:
+    parameters = [nn.Parameter(torch.randn(1000, 40)), nn.Parameter(torch.randn(300))]
+    optimizer = kind(parameters)
+    cost = optimizer_cost(optimizer, "cpu")
+    for p in parameters:
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    assert cost.step_bytes > 0 and not told
+    assert cost.step_bytes == pytest.approx(allocation_peak(optimizer.step), rel=0.02)
 
 
 def test_l_bfgs_holds_its_history_while_the_model_runs() -> None:

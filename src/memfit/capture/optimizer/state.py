@@ -6,8 +6,10 @@ The bytes that it holds are found in this order:
 1. its own state, for the parameters that have some;
 2. a fresh optimizer of the same class (`memfit.capture.optimizer.fresh`) steps on fake parameters (of distributed
    parameters: on fake shards); nothing is allocated;
-3. an optimizer that looks at values or has custom kernels cannot run on fake tensors; then a fresh optimizer steps on
-   small real parameters, and each state tensor is scaled by the dimensions that it shares with its parameter;
+   An optimizer that reads numbers from tensors (Adafactor: the norm of an update) reads ones there;
+3. an optimizer that looks at values in another way or has custom kernels cannot run on fake tensors; then a fresh
+   optimizer steps on small real parameters, and each state tensor is scaled by the dimensions that it shares with its
+   parameter;
 4. the caller states the bytes: a number stands for an optimizer.
 
 L-BFGS holds flat copies of all parameters and evaluates the model within its step; a formula gives its memory.
@@ -18,6 +20,7 @@ receive a gradient count as if they received one.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +33,7 @@ from memfit.capture.distributed.fsdp import local
 from memfit.capture.optimizer.fresh import all_optimizers, fresh_optimizer, hooks_aside, stepper, steps_apart
 from memfit.capture.optimizer.unwrapped import OptimizerLike, stated_bytes, unwrapped_optimizer
 from memfit.errors import SpecError
-from memfit.torch_compat.core import FakeTensorMode, pytree
+from memfit.torch_compat.core import FakeTensorMode, TorchDispatchMode, pytree
 
 __all__ = ["OptimizerCost", "OptimizerPart", "optimizer_cost", "part_of", "trained_bytes"]
 
@@ -143,9 +146,9 @@ def _predicted(optimizer: Any, trained: Sequence[torch.Tensor], device_type: str
         SpecError: if the memory cannot be found and is needed.
     """
     reasons: list[str] = []
-    for closure in (False, True):
+    for ones, closure in ((False, False), (False, True), (True, False), (True, True)):
         try:
-            return _on_fakes(optimizer, trained, device_type, closure=closure)
+            return _on_fakes(optimizer, trained, device_type, closure=closure, ones=ones)
         except Exception as error:  # a user's optimizer may raise anything
             reasons.append(_told(error))
     log.info("%s cannot step on fake tensors: %s", type(optimizer).__name__, reasons[0])
@@ -177,9 +180,22 @@ def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}"
 
 
-def _on_fakes(optimizer: Any, trained: Sequence[torch.Tensor], device_type: str, *, closure: bool) -> _Found:
+class _ReadsOnes(TorchDispatchMode):
+    """While active, numbers read from tensors are ones."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            dtype = args[0].dtype
+            return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
+        return func(*args, **(kwargs or {}))
+
+
+def _on_fakes(
+    optimizer: Any, trained: Sequence[torch.Tensor], device_type: str, *, closure: bool, ones: bool
+) -> _Found:
     wanted = {id(p) for p in trained}
-    with FakeTensorMode(allow_non_fake_inputs=True), hooks_aside():
+    reading = _ReadsOnes() if ones else contextlib.nullcontext()  # type: ignore[no-untyped-call]
+    with FakeTensorMode(allow_non_fake_inputs=True), reading, hooks_aside():
         fakes: dict[int, torch.Tensor] = {}
         for group in optimizer.param_groups:
             for p in group["params"]:
