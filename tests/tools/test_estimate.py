@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 from transformers.utils.import_utils import is_tracing
 
 import memfit
+from memfit.profiling.baseline_peak import counted_step
 from memfit.profiling.sampled_workspace import SampledWorkspace
 from memfit.report.table import plain_text
 from memfit.tools.training_loop import resident_bytes, step_peak, training_step
@@ -196,8 +198,18 @@ PLAIN: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
     "kernels that read places": lambda: (Unpooled(), torch.randn(64, 4, 16)),
     "gradients of rays": lambda: (Rays(), torch.randn(16, 24, 16)),
     "gradients of extremes": lambda: (Extremes(), torch.randn(64, 16)),
+    "a matrix exponential": lambda: (
+        nn.Sequential(
+            nn.Linear(16, 16), nn.utils.parametrizations.orthogonal(nn.Linear(16, 16), "weight", "matrix_exp")
+        ),
+        torch.randn(4, 16),
+    ),
     "an encoder": lambda: (nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), torch.randn(4, 24, 32)),
 }
+
+
+MEASURED = ("sizes from values", "a matrix exponential")
+"""Steps whose memory depends on values."""
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -209,7 +221,28 @@ def test_plain_steps_within_two_percent(name: str) -> None:
     held_bytes = found.peak + found.outputs_held_bytes
     assert held_bytes == pytest.approx(_measured(model, x, _loss, hold_outputs=True), rel=0.02)
     assert sum(nbytes for _, nbytes in found.by_kind()) == found.peak
-    assert found.measured == ("looks at values" in str(found)) == (name == "sizes from values")
+    assert found.measured == ("looks at values" in str(found)) == (name in MEASURED)
+
+
+class Checkpointed(nn.Module):
+    """Small, so that the random state that a checkpoint saves counts: 5056 bytes on a CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(24, 24), nn.Sequential(nn.Linear(24, 24), nn.Dropout(0.1), nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inner, self.first(x), use_reentrant=False)
+
+
+def test_random_states_that_checkpoints_save_count() -> None:
+    model, x = Checkpointed(), torch.randn(7, 24)
+    before = torch.get_rng_state
+    counted = counted_step(model, (x,), {}, _loss, "cpu")
+    assert torch.get_rng_state is before and torch.random.get_rng_state is before
+    assert counted is not None
+    there = sum(p.numel() * 4 for p in (*model.parameters(), x))
+    assert there + counted.step_bytes == pytest.approx(_measured(model, x, _loss), rel=0.02)
 
 
 class Gated(nn.Module):

@@ -12,7 +12,8 @@ once they exist.
 A loop may hold the model's outputs in a variable until the backward pass ends, or only until the loss is computed. One
 count gives both peaks: outputs that are freed before the end are added up.
 
-Known limits: code that reads values cannot run on fake tensors; then there is no count. Code that writes through NumPy
+Known limits: code that reads values cannot run on fake tensors, nor is a matrix exponential counted, whose terms depend
+on values; then there is no count. Code that writes through NumPy
 into a tensor that is a plain attribute changes that tensor. On a GPU, workspaces are unknown, and blocks of the
 allocator are not rounded up.
 """
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,9 @@ __all__ = ["BaselinePeak", "counted_step"]
 log = logging.getLogger(__name__)
 
 _aten = torch.ops.aten
+
+_BY_VALUES = frozenset((_aten.linalg_matrix_exp.default,))
+"""Ops whose memory depends on values: the terms of a matrix exponential on the norm of the matrix."""
 
 _IN_PLACE = frozenset((_aten.add.Tensor, _aten.scatter.src, _aten.scatter_add.default, _aten.put.default))
 """Calls that gradient computation makes under a dispatch mode, and runs in place over the first operand without one."""
@@ -84,7 +88,8 @@ def counted_step(
         kwargs: keyword inputs.
         loss_fn: the user's loss.
         device_type: only memory of this device type counts.
-        as_eager: whether code that asks if its tensors are fake is told that they are not, as in eager mode.
+        as_eager: whether code that asks if its tensors are fake is told that they are not, as in eager mode, and a step
+            with an op whose memory depends on values is not counted.
 
     Returns:
         None where the step cannot run on fake tensors.
@@ -115,8 +120,8 @@ def counted_step(
             workspace = SampledWorkspace()
             for _ in range(2):
                 torch.clear_autocast_cache()  # a region around the step caches casts of weights; a step makes them
-                counter = _PlainBytes(mode, device_type, workspace)
-                with mode, counter:
+                counter = _PlainBytes(mode, device_type, workspace, by_values=not as_eager)
+                with mode, counter, _random_states(counter):
                     step(counter)
                 for name, tensor in held.items():
                     if tensor.grad is None:
@@ -131,8 +136,9 @@ def counted_step(
 class _PlainBytes(LossBytes):
     """Counts as `LossBytes` does, plus kernel workspace; real tensors that code brings along exist already."""
 
-    def __init__(self, mode: FakeTensorMode, device_type: str, workspace: SampledWorkspace) -> None:
+    def __init__(self, mode: FakeTensorMode, device_type: str, workspace: SampledWorkspace, *, by_values: bool) -> None:
         super().__init__(device_type)
+        self._by_values = by_values
         self._mode = mode
         self.at = ""
         self._workspace = workspace
@@ -142,6 +148,13 @@ class _PlainBytes(LossBytes):
         self._outputs: set[int] = set()
         self._freed_output_bytes = 0
 
+    def bring(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Counts a tensor that code makes without an op of torch."""
+        self._count(tensor, set())
+        self.peak = max(self.peak, self.live)
+        self.held_peak = max(self.held_peak, self.live + self._freed_output_bytes)
+        return tensor
+
     def hold(self, output: Any) -> Any:
         """Notes the storages of the model's output, which is returned."""
         tensors = [t for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) for t in parts_of(leaf)]
@@ -150,6 +163,8 @@ class _PlainBytes(LossBytes):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the op; see `LiveBytes`."""
+        if func in _BY_VALUES and not self._by_values:
+            raise NotImplementedError(f"the memory of {func} depends on values")
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._fake, (args, kwargs or {}))
         before, held_before = self.peak, self.held_peak
         self._reserve_bytes = self._workspace.reserve_of(func, args)
@@ -185,6 +200,24 @@ class _PlainBytes(LossBytes):
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if isinstance(tensor, FakeTensor) else self._mode.from_tensor(tensor)
+
+
+@contextlib.contextmanager
+def _random_states(counter: _PlainBytes) -> Iterator[None]:
+    """While active, copies of the random state count: a checkpoint saves one until it recomputes, 5 KiB on a CPU."""
+    before = torch.get_rng_state
+
+    def counted() -> torch.Tensor:
+        return counter.bring(before())
+
+    modules = vars(torch), vars(torch.random)
+    for module in modules:
+        module["get_rng_state"] = counted
+    try:
+        yield
+    finally:
+        for module in modules:
+            module["get_rng_state"] = before
 
 
 def _is_in_place(func: Any, args: Sequence[Any]) -> bool:
