@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from memfit.errors import PlanFileError
-from memfit.ir.graph import StepGraph
+from memfit.ir.graph import Baseline, StepGraph
 from memfit.ir.instructions import Compute, Free
 from memfit.ir.jsonfile import as_document, read_json, record_of, write_json
 from memfit.ir.plan_file import Decision, PlanFile, Prediction, fingerprint_difference, load_plan, save_plan
@@ -125,7 +125,9 @@ def step_graph() -> StepGraph:
         ],
         "outputs": [2],
     }
-    return decode_graph(document)
+    graph = decode_graph(document)
+    ops = tuple(op.whole() for op in graph.ops)
+    return replace(graph, baseline=Baseline(ops=ops, storages=graph.storages))
 
 
 @pytest.mark.parametrize(
@@ -149,6 +151,17 @@ def step_graph() -> StepGraph:
         (("ops", 1, "estimated_seconds"), 1.0, "only a planner sets"),
         (("ops", 1, "recompute_as"), {**RELU, "recompute_as": RELU}, "is itself recomputed as another one"),
         (("ops", 1, "recompute_as"), {**RELU, "reads": [5]}, "not among the 5"),
+        (("baseline", "ops", 1, "reads"), [5], "before it is written, without memfit"),
+        (("baseline", "ops", 1, "reads"), [1, 1], "reads a storage twice .*without memfit"),
+        (("baseline", "ops", 1, "name"), "other", "its ops without memfit are others"),
+        (("baseline", "ops", 1, "in_place_over"), [1], "more than one way without memfit"),
+        (
+            ("baseline", "ops", 1, "variants"),
+            [{"chunks": 2, "seconds": 0.0, "workspace_bytes": 0}],
+            "more than one way",
+        ),
+        (("baseline", "storages", 1, "kind"), "static", "its storages without memfit are others"),
+        (("baseline", "storages"), [], "0 storages of the step without memfit"),
     ],
 )
 def test_a_damaged_step_is_refused(place: tuple[str | int, ...], value: object, message: str) -> None:

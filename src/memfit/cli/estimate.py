@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     If this machine has no CUDA device, `--device cuda` is replaced by the meta device.
 
     Returns:
-        0 if there is no budget or the predicted peak is within it, else 1. The loop may hold the outputs.
+        0 if there is no budget, or if the predicted peak of a loop that holds the outputs is within it; else 1.
 
     Raises:
         MemfitError: errors of `memfit.estimate`.

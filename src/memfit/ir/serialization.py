@@ -105,7 +105,8 @@ def _broken_baseline(graph: StepGraph, baseline: Baseline) -> Iterator[str]:
         return
     written = {index for index, kind in enumerate(kinds) if kind is StorageKind.STATIC}
     for op in baseline.ops:
-        if op != op.whole():
+        other_ways = (op.variants, op.in_place_over, op.in_place_seconds, op.recompute_as, op.by_slices)
+        if any(way not in (None, ()) for way in other_ways):
             yield f"op {op.name} runs in more than one way without memfit"
         if len(set(op.reads)) != len(op.reads) or not written.issuperset(op.reads):
             yield f"op {op.name} reads a storage twice or before it is written, without memfit"

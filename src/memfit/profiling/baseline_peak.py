@@ -13,9 +13,9 @@ A loop may hold the model's outputs in a variable until the backward pass ends, 
 count gives both peaks: outputs that are freed before the end are added up.
 
 Known limits: code that reads values cannot run on fake tensors, nor is a matrix exponential counted, whose terms depend
-on values; then there is no count. Code that writes through NumPy
-into a tensor that is a plain attribute changes that tensor. On a GPU, workspaces are unknown, and blocks of the
-allocator are not rounded up.
+on values; then there is no count. Code that writes through NumPy into a tensor that is a plain attribute changes that
+tensor. On a GPU, workspaces are unknown, and blocks of the allocator are not rounded up. Another thread that reads the
+random state meanwhile is counted too.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def counted_step(
                     fakes[name].grad = mode.from_tensor(tensor.grad)
             ours, named = pytree.tree_map_only(torch.Tensor, mode.from_tensor, (inputs.args, inputs.kwargs))
 
-            def step(counter: _PlainBytes) -> None:
+            def step(counter: _BaselineBytes) -> None:
                 def output() -> Any:
                     return counter.hold(torch.func.functional_call(model, fakes, ours, named))
 
@@ -120,7 +120,7 @@ def counted_step(
             workspace = SampledWorkspace()
             for _ in range(2):
                 torch.clear_autocast_cache()  # a region around the step caches casts of weights; a step makes them
-                counter = _PlainBytes(mode, device_type, workspace, by_values=not as_eager)
+                counter = _BaselineBytes(mode, device_type, workspace, by_values=not as_eager)
                 with mode, counter, _random_states(counter):
                     step(counter)
                 for name, tensor in held.items():
@@ -133,7 +133,11 @@ def counted_step(
         return None
 
 
-class _PlainBytes(LossBytes):
+class _UncountableError(Exception):
+    """The step contains an op whose memory depends on values, so the step is not counted."""
+
+
+class _BaselineBytes(LossBytes):
     """Counts as `LossBytes` does, plus kernel workspace; real tensors that code brings along exist already."""
 
     def __init__(self, mode: FakeTensorMode, device_type: str, workspace: SampledWorkspace, *, by_values: bool) -> None:
@@ -164,7 +168,7 @@ class _PlainBytes(LossBytes):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the op; see `LiveBytes`."""
         if func in _BY_VALUES and not self._by_values:
-            raise NotImplementedError(f"the memory of {func} depends on values")
+            raise _UncountableError(f"the memory of {func} depends on values")
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._fake, (args, kwargs or {}))
         before, held_before = self.peak, self.held_peak
         self._reserve_bytes = self._workspace.reserve_of(func, args)
@@ -203,21 +207,24 @@ class _PlainBytes(LossBytes):
 
 
 @contextlib.contextmanager
-def _random_states(counter: _PlainBytes) -> Iterator[None]:
-    """While active, copies of the random state count: a checkpoint saves one until it recomputes, 5 KiB on a CPU."""
-    before = torch.get_rng_state
+def _random_states(counter: _BaselineBytes) -> Iterator[None]:
+    """While active, copies of the random state count: a checkpoint saves one until it recomputes, 5 KiB on a CPU.
+
+    Neither a mode nor a hook sees them, so the function that copies is replaced, and put back in any case.
+    """
+    modules = vars(torch), vars(torch.random)
+    before = [module["get_rng_state"] for module in modules]
 
     def counted() -> torch.Tensor:
-        return counter.bring(before())
+        return counter.bring(torch.default_generator.get_state())
 
-    modules = vars(torch), vars(torch.random)
     for module in modules:
         module["get_rng_state"] = counted
     try:
         yield
     finally:
-        for module in modules:
-            module["get_rng_state"] = before
+        for module, function in zip(modules, before, strict=True):
+            module["get_rng_state"] = function
 
 
 def _is_in_place(func: Any, args: Sequence[Any]) -> bool:

@@ -4,7 +4,7 @@ Kernels take memory that no op returns. CPU convolutions copy operands into bloc
 kernel (float64, some shapes), into columns; poolings copy operands in other layouts; a transform, a sort and the
 gradient of a normalisation have buffers of their own. No formula tells which kernel is taken, so a small call runs as
 it is, and a large call runs with two samples of the batch and with four: its workspace grows with the samples, a line
-through two points. A fused recurrent layer runs as it is; so it does to learn the size of its reserve.
+through two points. A fused recurrent layer always runs as it is.
 
 Known limits: CPU only; torch's own ops only; large calls only if the batch is outermost in memory. A kernel that is
 chosen only for a large batch is not seen. Calls that would take too long or too much memory even with few samples count
@@ -54,7 +54,7 @@ _TAKING_INDICES = {
 """More ops that can run with zeros for integers: indices along an axis, classes, or plain numbers."""
 
 _FUSED_LAYERS = (_aten.mkldnn_rnn_layer.default, _aten.mkldnn_rnn_layer_backward.default)
-"""Ops that run as they are however large: their operands are of several steps and samples, and of one reserve."""
+"""Ops that run as they are, however large: the reserve of a layer belongs to all its samples."""
 
 _KNOWN = ("aten", "memfit")
 _FEW, _MORE = 2, 4

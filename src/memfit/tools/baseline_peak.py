@@ -1,4 +1,4 @@
-"""The peak of a baseline step: counted on fake tensors, or measured in one real step if the model's code reads values.
+"""The peak of a baseline step: counted on fake tensors, or measured in real steps if the model's code reads values.
 
 Numbers read from tensors, masks by index and sorted tokens lead to sizes that are known only in a run. A model with
 such code also runs while it is captured. Here it runs if twice the memory that its graph predicts is free. If it

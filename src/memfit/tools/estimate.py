@@ -63,7 +63,8 @@ class Estimate:
         peak: highest memory of the step `loss_fn(model(x)).backward()`, which frees the outputs of the model once the
             loss is computed.
         outputs_held_bytes: bytes that are added to the peak if the loop holds the outputs until the backward pass ends,
-            as `outputs = model(x)` does. `fit` plans for such a loop.
+            as `outputs = model(x)` does. `fit` plans for such a loop. 0 if only the step graph gives the peak (sharded
+            and wrapped models): then the peak includes them.
         least: lower bound of the peak of any program that runs whole ops.
         step_seconds: roofline time, good for ratios only.
         by_module: activations by module, largest first.

@@ -163,6 +163,42 @@ class Trusting(torch.optim.Optimizer):
             p.add_(update, alpha=-0.01 * min(ratio, 10.0))
 
 
+class Guarded(torch.optim.Optimizer):
+    """Leaves a parameter out whose gradient is not finite, as a loss scaler does."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            if not bool(p.grad.isnan().any()):
+                self.state[p].setdefault("mean", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+
+
+class Searching(Guarded):
+    """Halves a step until a number is small."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            update = self.state[p].setdefault("mean", torch.ones_like(p)).lerp_(p.grad, 0.1).clone()
+            while float(update.norm()) > 0.5:
+                update *= 0.5
+            p.sub_(update)
+
+
+@pytest.mark.parametrize("kind", [Guarded, Searching])
+def test_the_state_of_an_optimizer_that_decides_by_values(kind: type[Guarded]) -> None:
+    parameters = [nn.Parameter(torch.randn(1000, 40)), nn.Parameter(torch.randn(300))]
+    optimizer = kind(parameters)
+    cost = optimizer_cost(optimizer, "cpu")
+    for p in parameters:
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    assert cost.state_bytes == _state_bytes(optimizer) > 0
+
+
 @pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.AdamW, Trusting])
 def test_what_the_step_of_an_optimizer_takes_for_a_moment(kind: Any, told: list[str]) -> None:
     parameters = [nn.Parameter(torch.randn(1000, 40)), nn.Parameter(torch.randn(300))]

@@ -146,7 +146,7 @@ class _Asked:
         try:
             made = self.plain(mode, func, types, args, kwargs)
             laid_out = self._as_kernel_lays_out(mode, func, args, kwargs, made)
-            if func in _RESIZED and _is_known(args[0]):
+            if func in _RESIZED and args and _is_known(args[0]):
                 return _in_memory_of(mode, laid_out, args[0].numel() * args[0].element_size(), 0)
             return laid_out
         finally:

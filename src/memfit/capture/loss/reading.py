@@ -186,19 +186,9 @@ def forward_and_backward(
     """
     output = call()
     loss = scalar_loss(output, loss_fn)
-    if loss is None:
-        return backward_of(output, None)
-    if not hold_outputs:
-        del output
-    with backward_region():
-        loss.backward()
-    return loss.detach()
-
-
-def backward_of(output: Any, loss_fn: LossFunction | None) -> torch.Tensor | None:
-    """Runs loss and backward as a training loop would; returns the loss, detached, if there is one."""
-    loss = scalar_loss(output, loss_fn)
     if loss is not None:
+        if not hold_outputs:
+            del output
         with backward_region():
             loss.backward()
         return loss.detach()
@@ -206,6 +196,11 @@ def backward_of(output: Any, loss_fn: LossFunction | None) -> torch.Tensor | Non
     with backward_region():
         torch.autograd.backward(tensors, [torch.ones_like(t) for t in tensors])
     return None
+
+
+def backward_of(output: Any, loss_fn: LossFunction | None) -> torch.Tensor | None:
+    """Runs loss and backward as a training loop would; returns the loss, detached, if there is one."""
+    return forward_and_backward(lambda: output, loss_fn)
 
 
 def _twins(output: Any) -> dict[int, torch.Tensor]:

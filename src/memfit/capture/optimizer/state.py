@@ -5,8 +5,8 @@ The bytes that it holds are found in this order:
 
 1. its own state, for the parameters that have some;
 2. a fresh optimizer of the same class (`memfit.capture.optimizer.fresh`) steps on fake parameters (of distributed
-   parameters: on fake shards); nothing is allocated;
-   An optimizer that reads numbers from tensors (Adafactor: the norm of an update) reads ones there;
+   parameters: on fake shards); nothing is allocated. An optimizer that reads numbers from tensors (Adafactor: the norm
+   of an update) reads ones there;
 3. an optimizer that looks at values in another way or has custom kernels cannot run on fake tensors; then a fresh
    optimizer steps on small real parameters, and each state tensor is scaled by the dimensions that it shares with its
    parameter;
@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 
 _PRIMES = (2, 3, 5, 7, 11, 13)
 _SMALL_NUMEL = 64
+_MOST_READS = 50
+"""Numbers that an optimizer may read from fake tensors for each parameter, in all the steps that it takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,12 +183,20 @@ def _told(error: Exception) -> str:
 
 
 class _ReadsOnes(TorchDispatchMode):
-    """While active, numbers read from tensors are ones."""
+    """While active, numbers read from tensors are ones, so that a step which scales by them can run.
+
+    A truth value is not answered: it may skip a parameter and its state. Nor are more numbers than a step needs: code
+    that searches until a number is small would never end. Both then fail, as on fake tensors without this mode.
+    """
+
+    def __init__(self, most_reads: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._left = most_reads
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            dtype = args[0].dtype
-            return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is not torch.bool and self._left > 0:
+            self._left -= 1
+            return 1.0 if args[0].dtype.is_floating_point else 1
         return func(*args, **(kwargs or {}))
 
 
@@ -194,7 +204,7 @@ def _on_fakes(
     optimizer: Any, trained: Sequence[torch.Tensor], device_type: str, *, closure: bool, ones: bool
 ) -> _Found:
     wanted = {id(p) for p in trained}
-    reading = _ReadsOnes() if ones else contextlib.nullcontext()  # type: ignore[no-untyped-call]
+    reading = _ReadsOnes(_MOST_READS * (1 + len(trained))) if ones else contextlib.nullcontext()
     with FakeTensorMode(allow_non_fake_inputs=True), reading, hooks_aside():
         fakes: dict[int, torch.Tensor] = {}
         for group in optimizer.param_groups:
