@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -32,6 +33,9 @@ ROOMS = (
     *("pipelining", "zoo", "tools", "report", "api", "cli"),
 )
 """Rooms, lowest first: each imports from those before it only."""
+
+TESTS = Path(__file__).parent
+CI = (TESTS.parent / ".ci" / "run").read_text()
 
 WITHOUT_TORCH = ROOMS[: ROOMS.index("strategies") + 1]
 
@@ -142,3 +146,14 @@ def test_a_large_folder_tells_what_lives_there_and_which_rooms_it_imports(folder
     rooms = {name[1] for name in names if name[0] == "memfit" and len(name) > 1} - {own, "__version__"}
     doors = text.rpartition("- **Doors:**")[2]
     assert {room for room in ROOMS if f"`{room}`" in doors} - {own} == rooms
+
+
+@pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=lambda path: str(path.relative_to(TESTS)))
+def test_tests_import_at_their_top_only_packages_of_the_oldest_environment(path: Path) -> None:
+    # The smoke tests run there, and pytest reads every file of tests before it selects some.
+    installed = {name for line in CI.splitlines() if "torch==" in line for name in re.findall(r"[a-z]+", line)}
+    allowed = {*sys.stdlib_module_names, *installed, "memfit", "tests", "benchmarks"}
+    body = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    for node in body:
+        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+        assert {name.partition(".")[0] for name in names} <= allowed

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
-from transformers.utils.import_utils import is_tracing
 
 import memfit
 from memfit.profiling.baseline_peak import counted_step
@@ -374,7 +373,7 @@ class Asks(nn.Module):
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         y = self.layer(x)
-        if not is_tracing(mask) and bool((mask == 1).all()):
+        if not torch.compiler.is_compiling() and bool((mask == 1).all()):
             return y
         return y.tanh() * mask
 
