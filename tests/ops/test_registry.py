@@ -13,7 +13,12 @@ from torch import Tensor, fx
 
 from memfit.fxir.call import Call
 from memfit.ops.batching.sampling import sampling_of
-from memfit.ops.batching.slices import samples_between
+from memfit.ops.batching.slices import accumulates, samples_between
+from memfit.ops.kernels.convolution import (
+    convolution_input_gradient,
+    convolution_input_slices,
+    input_gradient_beside_stand_in,
+)
 from memfit.ops.op_rule import OpRule
 from memfit.ops.registry import REGISTERED, is_pointwise, rule_named, rule_of, sums_of
 from memfit.ops.rules import pointwise
@@ -22,6 +27,7 @@ from memfit.ops.tiling.window import narrowed, tiles_of
 from memfit.profiling.synthetic_inputs import operands_of
 from memfit.torch_compat.core import OpOverload, TorchDispatchMode, pytree
 from tests.op_database import samples_of, torchs_ops
+from tests.ops.kernels.test_library import SAMPLES
 
 _aten = torch.ops.aten
 
@@ -45,6 +51,9 @@ _ELSEWHERE = {
     _aten.upsample_nearest3d_backward.default,
 }
 """Ops of torch that its database does not reach on a CPU; `tests/ops/batching` and `tests/gpu` run them."""
+
+_BESIDE_SHAPE = {convolution_input_gradient, convolution_input_slices, input_gradient_beside_stand_in}
+"""Kernels with a metadata-only operand; `tests/ops/batching` and `tests/ops/tiling` run them."""
 
 Recorded = dict[OpOverload, list[tuple[tuple[Any, ...], dict[str, Any]]]]
 """Arguments of calls, by position and by name."""
@@ -151,6 +160,8 @@ def slices_are_those_of_the_whole(call: Call, values: dict[fx.Node, Tensor]) -> 
                 for n, t in values.items()
             }
             args, kwargs = fx.map_arg((call.args, call.kwargs), given.__getitem__)
+            if accumulates(call):  # adds up itself
+                kwargs = {**kwargs, "total": torch.zeros_like(whole[0])}
             made = results(sampling.run(*args, **kwargs))
             for place, part in enumerate(made):
                 axis = sampling.axes[place]
@@ -255,13 +266,24 @@ def chunks_are_the_whole(rule: OpRule, call: Call, args: Sequence[Any], whole: S
     return 1
 
 
-_OPS = [op for op in REGISTERED if isinstance(op, OpOverload)]
+_TORCHS = [op for op in REGISTERED if op.namespace == "aten" and op not in _ELSEWHERE]
+_OWN = [op for op in REGISTERED if op.namespace == "memfit" and op in SAMPLES and op not in _BESIDE_SHAPE]
 
 
-@pytest.mark.parametrize("op", [op for op in _OPS if op not in _ELSEWHERE], ids=str)
+@pytest.mark.parametrize("op", _TORCHS, ids=str)
 def test_claims_of_a_rule(op: OpOverload, calls: Recorded) -> None:
     assert calls.get(op), "the op database does not reach it"
-    checked = sum(check(op, *laid) for given in calls[op] for laid in laid_out(op, given))
+    _check_claims(op, calls[op])
+
+
+@pytest.mark.parametrize("op", _OWN, ids=str)
+def test_claims_of_the_rule_of_an_own_kernel(op: OpOverload) -> None:
+    torch.manual_seed(0)
+    _check_claims(op, [(SAMPLES[op](), {})])
+
+
+def _check_claims(op: OpOverload, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
+    checked = sum(check(op, *laid) for given in calls for laid in laid_out(op, given))
     claims = (rule := rule_of(op)).batch or rule.tile or rule.chunks or rule.in_place or rule.shape_only or rule.fill
     assert checked or not claims, "no sample shows what the rule claims"
 
@@ -270,11 +292,3 @@ def test_ops_without_a_rule_run_whole_and_pointwise_ops_have_one() -> None:
     assert rule_of(_aten.roll.default) == OpRule() == rule_named("aten.roll.default")
     assert rule_of(_aten.exp.default) is pointwise.POINTWISE and rule_named("aten.relu.default").is_pointwise
     assert is_pointwise(Call(name="exp", target=_aten.exp.default, args=(), meta={}))
-
-
-def test_kernels_of_memfit_say_what_they_call() -> None:
-    own = [(op, rule) for op, rule in REGISTERED.items() if not isinstance(op, OpOverload)]
-    assert own
-    for op, rule in own:
-        is_one_op = rule.recompute_as is not None or rule.counted_as is not None or "stand_in" in op.__name__
-        assert is_one_op or rule.calls, op.__name__

@@ -96,7 +96,9 @@ def test_a_step_in_tiles(names: tuple[str, ...], batch: int) -> None:
     assert [op.name for op in large if op.by_slices is None and op.target != "loss"] == []
     plain = sum(storage.nbytes for storage in graph.storages)
     plan = plan_captured(model, (x,), {}, capture, graph, request, int(0.4 * plain))
-    assert {"sums_of_space", "products_over_space"} <= {graph.ops[o].target for o in plan.program.order()}
+    assert {"memfit.sums_of_space.default", "memfit.products_over_space.default"} <= {
+        graph.ops[o].target for o in plan.program.order()
+    }
     result = verify(model, (x,), {}, plan, loss_fn=loss_fn)
     assert result.differing == () and result.fits
     assert result.recomputes_executed == result.recomputes_planned
@@ -107,4 +109,4 @@ def test_what_keeps_running_statistics_stays_whole() -> None:
     capture = capture_step(
         model_with(norm), (torch.randn(2, 3, 32, 32),), {}, loss_fn=loss_fn, options=CaptureOptions(grid=(2, 2))
     )
-    assert not any(op.target == "sums_of_space" for op in capture.graph.ops)
+    assert not any(op.target == "memfit.sums_of_space.default" for op in capture.graph.ops)

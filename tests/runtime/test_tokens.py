@@ -12,7 +12,7 @@ from torch.nn import functional
 import memfit
 from memfit.compiler.stages import Request, capture_and_profile
 from memfit.ir.graph import Phase
-from memfit.ops.kernels.row_products import product_over_rows
+from memfit.ops.kernels.row_products import add_product_over_rows, product_over_rows
 from memfit.tools.verify import verify
 
 
@@ -93,7 +93,11 @@ def test_nothing_of_the_projection_runs_again() -> None:
     plan = memfit.plan(model, args, budget=int(tiled.value.least_bytes * 1.3), levers="all", prove=False)
     assert plan.is_tiled
     again = {graph.ops[i].target for i in plan.program.recomputed()}
-    assert not again & {"aten._log_softmax.default", "aten.nll_loss_backward.default", "product_over_rows"}
+    assert not again & {
+        "aten._log_softmax.default",
+        "aten.nll_loss_backward.default",
+        "memfit.product_over_rows.default",
+    }
 
 
 def test_where_no_token_counts_gradients_are_zero() -> None:
@@ -167,5 +171,5 @@ def test_products_over_rows_add_up() -> None:
     one, other = torch.randn(50, 7, dtype=torch.float64), torch.randn(50, 3, dtype=torch.float64)
     total = torch.zeros(7, 3, dtype=torch.float64)
     for start in range(0, 50, 8):
-        product_over_rows(one[start : start + 8], other[start : start + 8], total)
+        add_product_over_rows(one[start : start + 8], other[start : start + 8], total)
     torch.testing.assert_close(total, product_over_rows(one, other), rtol=1e-12, atol=1e-12)

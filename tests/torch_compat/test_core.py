@@ -274,6 +274,13 @@ def autocast_is_seen() -> None:
         assert core.autocast_is_on()
 
 
+@uses("count_of_dispatch_modes")
+def dispatch_modes_are_counted() -> None:
+    assert core.count_of_dispatch_modes() == 0
+    with core.FakeTensorMode():
+        assert core.count_of_dispatch_modes() == 1
+
+
 @uses("conv_backend")
 def the_kernel_of_a_convolution_is_named() -> None:
     data, weight = torch.ones(1, 2, 8, 8), torch.ones(2, 2, 3, 3)

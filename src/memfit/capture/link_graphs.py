@@ -338,11 +338,14 @@ def _name(op: JointOp, subgraph: int) -> str:
     return op.node.name if subgraph == 0 else f"{op.node.name}@{subgraph}"
 
 
+def _target_name(target: object) -> str:
+    return str(target) if isinstance(target, OpOverload) else getattr(target, "__name__", str(target))
+
+
 def _op(op: JointOp, number: dict[int, int], subgraph: int, device_type: str) -> Op:
-    target = op.node.target
     made = Op(
         name=_name(op, subgraph),
-        target=str(target) if isinstance(target, OpOverload) else getattr(target, "__name__", str(target)),
+        target=_target_name(op.node.target),
         module=op.module,
         phase=op.phase,
         subgraph=subgraph,
@@ -363,7 +366,7 @@ def _op(op: JointOp, number: dict[int, int], subgraph: int, device_type: str) ->
     again = structs.replace(
         made,
         by_slices=slices,
-        target=op.recompute_as.target.__name__,
+        target=_target_name(op.recompute_as.target),
         reads=tuple(dict.fromkeys(number[s] for s in op.recompute_reads)),
         writes=made.writes[:1],
     )

@@ -104,9 +104,7 @@ class OpRule:
         takes_shares: whether it accepts only numbers between zero and one.
         seeds_on_host: whether its seeds are on the CPU, although tracing places them on the device.
         reads_matrix: whether each slice reads a whole matrix again, or adds to one.
-        calls: families of the ops that a kernel of memfit's own calls; None for an op of torch.
         tile_calls: families of the ops that each tile calls in addition, by the number of axes that are cut.
-        counted_as: the op and the arguments whose FLOPs torch counts, if another one.
     """
 
     batch: Callable[[fx.Node | Call, int], Axes | None] | None = None
@@ -125,6 +123,4 @@ class OpRule:
     takes_shares: bool = False
     seeds_on_host: bool = False
     reads_matrix: bool = False
-    calls: tuple[str, ...] | None = None
     tile_calls: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    counted_as: Callable[[tuple[Any, ...]], tuple[Any, tuple[Any, ...]]] | None = None

@@ -29,7 +29,6 @@ from memfit.ops.rules import (
     resizing,
     shapes,
 )
-from memfit.torch_compat.core import OpOverload
 
 __all__ = ["REGISTERED", "is_pointwise", "rule_named", "rule_of", "sums_of"]
 
@@ -42,7 +41,7 @@ REGISTERED: Mapping[Any, OpRule] = {op: rule for family in _FAMILIES for op, rul
 """The rules that are written down, by op."""
 
 _NO_RULE = OpRule()
-_BY_NAME = {str(op) if isinstance(op, OpOverload) else op.__name__: rule for op, rule in REGISTERED.items()}
+_BY_NAME = {str(op): rule for op, rule in REGISTERED.items()}
 
 
 def rule_of(op: Any) -> OpRule:

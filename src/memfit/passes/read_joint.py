@@ -245,9 +245,10 @@ def _joint_op(
         for storage in tuple_reads(argument, storage_of)
         if storage not in reads
     )
-    recomputable = not node.is_impure(impure_random=False)  # a generator's state is saved and replayed
-    if any(s in overwritten for s in reads) and without_statistics(node) is None:
-        recomputable = False
+    # A generator's state is saved and replayed, and running statistics are left out.
+    recomputable = without_statistics(node) is not None or not (
+        node.is_impure(impure_random=False) or any(s in overwritten for s in reads)
+    )
     again = from_statistics(node) if recomputable else None
     if again is None and new_statistics_are_read(node):
         recomputable = False

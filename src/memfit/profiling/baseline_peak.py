@@ -29,12 +29,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.capture.allocation_tracker import parts_of
+from memfit.capture.allocation_tracker import LiveBytes, parts_of
 from memfit.capture.eager.fake_kernels import rules_of_kernels
 from memfit.capture.eager.fake_strides import strides_of_kernels
 from memfit.capture.eager.hidden_fakes import hidden_fake_tensors
 from memfit.capture.eager.no_decomposition import gradients_of_eager
-from memfit.capture.loss.memory import LossBytes
 from memfit.capture.loss.reading import LossFunction, forward_and_backward
 from memfit.capture.state.detached_inputs import detached
 from memfit.capture.state.snapshot import preserved
@@ -137,8 +136,8 @@ class _UncountableError(Exception):
     """The step contains an op whose memory depends on values, so the step is not counted."""
 
 
-class _BaselineBytes(LossBytes):
-    """Counts as `LossBytes` does, plus kernel workspace; real tensors that code brings along exist already."""
+class _BaselineBytes(LiveBytes):
+    """Counts as `LiveBytes` does, plus kernel workspace; real tensors that code brings along exist already."""
 
     def __init__(self, mode: FakeTensorMode, device_type: str, workspace: SampledWorkspace, *, by_values: bool) -> None:
         super().__init__(device_type)

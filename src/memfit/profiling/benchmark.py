@@ -27,6 +27,7 @@ from memfit.ir.graph import Variant
 from memfit.ops.accumulation import adding
 from memfit.ops.chunking import call_in_chunks, candidate_chunks
 from memfit.ops.kernels.convolution import convolution_input_gradient, convolution_input_slices
+from memfit.ops.kernels.library import direct
 from memfit.ops.registry import rule_of
 from memfit.passes.concat_gradients import Cuts
 from memfit.passes.concat_weight_gradients import operands_of_data
@@ -62,10 +63,8 @@ def recompute_costs(node: fx.Node, again: Call, over: int | None, device: torch.
     """Costs of the call that recomputes a batch normalisation; no variant if the call gives other bits."""
     try:
         args, kwargs = operands_of(node, device)
-        whole = node.target
-        assert callable(whole)
-        result, mean, invstd = whole(*args, **kwargs)[:3]
-        same = equal(result, again.target(args[0], mean, invstd, *args[1:3]))
+        result, mean, invstd = direct(node.target)(*args, **kwargs)[:3]
+        same = equal(result, direct(again.target)(args[0], mean, invstd, *args[1:3]))
         del args, result
     except (RuntimeError, TypeError) as error:
         log.info("cannot run %s again from its statistics (%s)", node.name, error)
@@ -147,8 +146,7 @@ def costs_of(node: fx.Node | Call, over: int | None, device: torch.device) -> Co
     try:
         values = operand_values(node, device)
         args, kwargs = fx.map_arg(node.args, values.__getitem__), fx.map_arg(node.kwargs, values.__getitem__)
-        call = node.target
-        assert callable(call)
+        call = direct(node.target)
 
         def whole() -> object:
             return call(*args, **kwargs)
@@ -218,7 +216,7 @@ def _check_metadata_only(node: fx.Node | Call, args: Sequence[Any], found: objec
         metadata_only.shape, metadata_only.stride(), dtype=metadata_only.dtype, device=gradient.device
     ).zero_()
     whole = _aten.convolution_backward.default(gradient, data, weight, *rest, [True, True, False])[0]
-    expected = whole if cuts is None else tuple(whole[:, start:stop].contiguous() for start, stop in cuts)
+    expected = whole if cuts is None else [whole[:, start:stop].contiguous() for start, stop in cuts]
     if not equal(expected, found):
         raise CaptureError(
             f"the gradient of a convolution's input has other bits by itself than beside its weight's on this machine "

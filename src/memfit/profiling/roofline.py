@@ -14,7 +14,6 @@ from torch.utils.flop_counter import flop_registry
 
 from memfit.fxir.call import Call
 from memfit.fxir.signature import tensors_of
-from memfit.ops.registry import rule_of
 from memfit.torch_compat.core import OpOverload
 
 __all__ = ["flops_of", "flops_of_values", "roofline_seconds"]
@@ -39,10 +38,7 @@ def flops_of(node: fx.Node | Call) -> float:
     """FLOPs of a call, as torch counts them; 0 where it does not."""
     args: tuple[Any, ...] = fx.map_arg(node.args, lambda n: n.meta.get("val"))
     kwargs = fx.map_arg(node.kwargs, lambda n: n.meta.get("val"))
-    target, counted_as = node.target, rule_of(node.target).counted_as
-    if counted_as is not None:
-        target, args = counted_as(args)
-    return flops_of_values(target, args, kwargs, node.meta.get("val"))
+    return flops_of_values(node.target, args, kwargs, node.meta.get("val"))
 
 
 def flops_of_values(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> float:

@@ -30,6 +30,7 @@ from memfit.ir.instructions import Compute, Free, Instruction, SwapIn, SwapOut, 
 from memfit.ir.slicing import BySlices
 from memfit.ops.chunking import call_in_chunks
 from memfit.ops.kernels.convolution import convolution_input_gradient, input_half
+from memfit.ops.kernels.library import direct
 from memfit.ops.recompute import without_statistics
 from memfit.ops.registry import rule_of
 from memfit.runtime.fused_region import FusedOp, fused_call
@@ -242,7 +243,8 @@ class Emitter:
                 operands = [self.reading.storage_of.get(a) if isinstance(a, fx.Node) else None for a in call.args]
                 target = rule_of(call.target).in_place[operands.index(instruction.over)]
                 self.overwrite(instruction.over)
-            made = self.graph.call_function(target, fx.map_arg(args, self.value), fx.map_arg(kwargs, self.value))
+            args, kwargs = fx.map_arg(args, self.value), fx.map_arg(kwargs, self.value)
+            made = self.graph.call_function(direct(target), args, kwargs)
             made.meta = dict(call.meta)
         self._take_results(made, writes)
 

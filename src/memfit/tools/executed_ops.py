@@ -53,7 +53,7 @@ def executed_recomputations(counts: Counter[str], graph: StepGraph, program: Pro
         `len(program.recomputed())` if exactly the ops of the program ran, else that plus the difference of calls.
     """
     again = program.recomputed()
-    families = {family for i in again for family in _calls(graph.ops[i].later.target)}
+    families = {op_family(graph.ops[i].later.target) for i in again}
     if any(op.by_slices is not None and op.by_slices.grid for op in graph.ops):
         families -= _AT_BORDERS
     computes = computes_in(program.instructions)
@@ -62,15 +62,9 @@ def executed_recomputations(counts: Counter[str], graph: StepGraph, program: Pro
     expected: Counter[str] = Counter()
     for instruction, op in zip(computes, as_they_run(graph, program.order()), strict=True):
         adds_up = instruction.sliced and op.by_slices is not None and op.by_slices.accumulates
-        for family in ("addmm",) if adds_up else _calls(op.target):
-            expected[family] += instruction.chunks
+        expected["addmm" if adds_up else op_family(op.target)] += instruction.chunks
         if instruction.sliced and op.by_slices is not None:  # sums over slices
             expected["add"] += 0 if adds_up else len(op.by_slices.sums) * (instruction.chunks - 1)
             for family in rule_named(op.target).tile_calls.get(len(op.by_slices.grid), ()):
                 expected[family] += instruction.chunks
     return len(again) + sum(counts[f] - expected[f] for f in families)
-
-
-def _calls(target: str) -> tuple[str, ...]:
-    calls = rule_named(target).calls
-    return (op_family(target),) if calls is None else calls

@@ -69,6 +69,7 @@ __all__ = [
     "conv_backend",
     "cudnn_batch_norm_reserve_bytes",
     "cudnn_takes_batch_norm",
+    "count_of_dispatch_modes",
     "current_autograd_node",
     "detect_fake_mode",
     "disable_current_modes",
@@ -118,6 +119,9 @@ clear_cublas_workspaces = torch._C._cuda_clearCublasWorkspaces
 autocast_is_on = torch._C._is_any_autocast_enabled
 autocast_devices = torch._C._autocast_supported_devices
 is_functional_tensor = torch._is_functional_tensor
+
+count_of_dispatch_modes = torch._C._len_torch_dispatch_stack
+"""The number of dispatch modes that watch the calls of this thread."""
 
 _engine: Any = torch._C._autograd
 

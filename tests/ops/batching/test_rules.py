@@ -19,7 +19,7 @@ from memfit.fxir.layout import looks_alike, results_of
 from memfit.fxir.marks import METADATA_ONLY_PREFIX, is_view
 from memfit.ir.slicing import BySlices
 from memfit.ops.batching.sampling import sampling_of
-from memfit.ops.batching.slices import ViewOfSlice, samples_between, view_of_samples
+from memfit.ops.batching.slices import ViewOfSlice, accumulates, samples_between, view_of_samples
 from memfit.ops.kernels.convolution import convolution_input_slices, make_metadata_only
 from memfit.ops.kernels.dropout import masked
 from memfit.ops.registry import sums_of
@@ -133,7 +133,8 @@ def check(node: fx.Node, values: dict[fx.Node, Any], batch: int, samples: int) -
             axis = sampling.operands.get(n)
             return values[n] if axis is None else samples_between(values[n], axis, batch, start, stop)
 
-        made = sampling.run(*fx.map_arg(node.args, operand), **fx.map_arg(node.kwargs, operand))
+        named = {"total": torch.zeros_like(whole[0])} if accumulates(node) else fx.map_arg(node.kwargs, operand)
+        made = sampling.run(*fx.map_arg(node.args, operand), **named)
         for place, part in enumerate(made if isinstance(made, tuple | list) else (made,)):
             axis = sampling.axes[place]
             if part is not None and place in totals:

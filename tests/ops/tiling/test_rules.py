@@ -50,7 +50,7 @@ def check(call: Call, values: dict[fx.Node, torch.Tensor], grid: tuple[int, ...]
     assert tiling is not None
     if any(extent < tiles for extent, tiles in zip(tiling.extents, grid, strict=True)):
         return  # some tiles would be empty
-    results = call.meta["val"] if isinstance(call.meta["val"], tuple) else (call.meta["val"],)
+    results = call.meta["val"] if isinstance(call.meta["val"], tuple | list) else (call.meta["val"],)
     sums = {p: torch.zeros_like(results[p]) for p in sums_of(call) if results[p] is not None}
     for tile in tiles_of(tiling.extents, grid):
         needs = dict(zip(tiling.operands, tiling.needs(tile), strict=True))
@@ -59,7 +59,7 @@ def check(call: Call, values: dict[fx.Node, torch.Tensor], grid: tuple[int, ...]
             return narrowed(values[a], needs[a]) if a in needs else values[a]
 
         made = tiling.run(*fx.map_arg(call.args, operand), tile=tile)
-        for place, part in enumerate(made if isinstance(made, tuple) else (made,)):
+        for place, part in enumerate(made if isinstance(made, tuple | list) else (made,)):
             if part is not None and place in sums:
                 sums[place] += part
             elif part is not None:

@@ -15,8 +15,7 @@ axes of one element count too, since kernels use them to tell whether an image i
 by torch's own rule, on the meta device. The kernel is also asked where floating-point operands have several dtypes, and
 then the dtypes of its results count: in mixed precision, statistics of batch normalisation have the dtype of the
 weights. `aten.copy`, which stands for an in-place write to a view, takes as much memory as the viewed tensor: its
-kernel clones the whole tensor. The kernels of `im2col` and `col2im` make their result in memory of the size of their
-operand and then resize it, which frees nothing: folded columns take as much memory as the columns.
+kernel clones the whole tensor. Other kernels resize their result (`memfit.capture.eager.resized_results`).
 
 Known limits: the fake layouts of ops of other libraries are trusted, and so are those of calls whose kernels refuse
 every sample, and of most calls that have integer operands and are not element-wise: kernels are not given made-up
@@ -36,6 +35,7 @@ from typing import Any
 import torch
 
 from memfit.capture.eager.kernel_samples import made_by_kernel, real_like, sizes_to_try, smaller_numbers, strides_alike
+from memfit.capture.eager.resized_results import bytes_before_resizing
 from memfit.ops.kernels.settings import kernel_settings
 from memfit.torch_compat.core import (
     FakeTensor,
@@ -146,9 +146,8 @@ class _Asked:
         try:
             made = self.plain(mode, func, types, args, kwargs)
             laid_out = self._as_kernel_lays_out(mode, func, args, kwargs, made)
-            if func in _RESIZED and args and _is_known(args[0]):
-                return _in_memory_of(mode, laid_out, args[0].numel() * args[0].element_size(), 0)
-            return laid_out
+            nbytes = bytes_before_resizing(func, args, kwargs)
+            return _in_memory_of(mode, laid_out, nbytes, 0) if nbytes else laid_out
         finally:
             self.within.call = False
 
@@ -238,8 +237,6 @@ _RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
 
 _COPY = torch.ops.aten.copy.default
-_RESIZED = (torch.ops.aten.im2col.default, torch.ops.aten.col2im.default)
-"""Ops whose result is made as large as their operand and then resized."""
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:

@@ -22,6 +22,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from memfit.capture.eager.python_kernels import kernels_in_place, without_kernel
+from memfit.ops.kernels.library import custom_op
 from memfit.torch_compat.core import (
     AutoDispatchBelowAutograd,
     DispatchKey,
@@ -33,8 +34,6 @@ from memfit.torch_compat.core import (
 __all__ = ["asking_autograd", "gradients_on_values"]
 
 _aten = torch.ops.aten
-
-_LIBRARY = torch.library.Library("memfit", "FRAGMENT")
 
 
 @contextmanager
@@ -78,11 +77,8 @@ def _gradient_of(forward: OpOverload, name: str, settings: str = "", *, has_data
         as_data = has_data_layout or data.device.type == "cuda"
         return torch.empty_like(data) if as_data else data.new_empty(data.shape)
 
-    _LIBRARY.define(f"{name}(Tensor gradient, Tensor data, Tensor result{settings and ', '}{settings}) -> Tensor")
-    _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"memfit::{name}", fake, lib=_LIBRARY)
-    op: OpOverload = getattr(torch.ops.memfit, name).default
-    return op
+    schema = f"{name}(Tensor gradient, Tensor data, Tensor result{settings and ', '}{settings}) -> Tensor"
+    return custom_op(schema, fake=fake)(kernel)
 
 
 def _called(forward: OpOverload, data: torch.Tensor, settings: tuple[Any, ...]) -> torch.Tensor:

@@ -18,25 +18,21 @@ from typing import Any
 import torch
 
 from memfit.capture.eager.python_kernels import kernels_in_place
+from memfit.ops.kernels.library import custom_op
 from memfit.torch_compat.core import AutoDispatchBelowAutograd, DispatchKey
 
 __all__ = ["masked_fills_of_eager"]
 
 _aten = torch.ops.aten
-_LIBRARY = torch.library.Library("memfit", "FRAGMENT")
-
-
-def _gradient(gradient: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return gradient.masked_select(mask).sum()
 
 
 def _fake(gradient: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return gradient.new_empty(())
 
 
-_LIBRARY.define("masked_fill_gradient(Tensor gradient, Tensor mask) -> Tensor")
-_LIBRARY.impl("masked_fill_gradient", _gradient, "CompositeExplicitAutograd")
-torch.library.register_fake("memfit::masked_fill_gradient", _fake, lib=_LIBRARY)
+@custom_op("masked_fill_gradient(Tensor gradient, Tensor mask) -> Tensor", fake=_fake)
+def _gradient(gradient: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return gradient.masked_select(mask).sum()
 
 
 class _Filled(torch.autograd.Function):
@@ -53,7 +49,7 @@ class _Filled(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (gradient,), (mask,) = gradients, ctx.saved_tensors
         of_data = gradient.masked_fill(mask, 0) if ctx.needs_input_grad[0] else None
-        of_value = torch.ops.memfit.masked_fill_gradient(gradient, mask) if ctx.needs_input_grad[2] else None
+        of_value = _gradient(gradient, mask) if ctx.needs_input_grad[2] else None
         return of_data, None, of_value
 
 

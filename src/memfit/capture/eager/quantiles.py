@@ -21,15 +21,29 @@ import torch
 
 from memfit.capture.eager.gradients_on_values import asking_autograd
 from memfit.capture.eager.python_kernels import kernels_in_place
+from memfit.ops.kernels.library import custom_op
 from memfit.torch_compat.core import AutoDispatchBelowAutograd, DispatchKey, OpOverload
 
 __all__ = ["no_quantiles", "quantiles_of_eager"]
 
 _aten = torch.ops.aten
 _KEY = DispatchKey.CompositeImplicitAutograd
-_LIBRARY = torch.library.Library("memfit", "FRAGMENT")
 
 
+def _lying(
+    gradient: torch.Tensor, data: torch.Tensor, q: torch.Tensor, dim: int | None, *settings: Any
+) -> torch.Tensor:
+    """An empty tensor laid out like eager's gradient: contiguous, with the axis of the quantile moved to the end."""
+    if dim is None or data.dim() == 0:
+        return data.new_empty(data.shape)
+    return data.new_empty(data.transpose(dim, -1).shape).transpose(dim, -1)
+
+
+@custom_op(
+    "quantile_gradient(Tensor gradient, Tensor data, Tensor q, int? dim, bool keepdim, str interpolation, "
+    "bool skips_nan) -> Tensor",
+    fake=_lying,
+)
 def _gradient(
     gradient: torch.Tensor,
     data: torch.Tensor,
@@ -48,23 +62,6 @@ def _gradient(
     return made if made.stride() == wanted.stride() else wanted.copy_(made)
 
 
-def _lying(
-    gradient: torch.Tensor, data: torch.Tensor, q: torch.Tensor, dim: int | None, *settings: Any
-) -> torch.Tensor:
-    """An empty tensor laid out like eager's gradient: contiguous, with the axis of the quantile moved to the end."""
-    if dim is None or data.dim() == 0:
-        return data.new_empty(data.shape)
-    return data.new_empty(data.transpose(dim, -1).shape).transpose(dim, -1)
-
-
-_LIBRARY.define(
-    "quantile_gradient(Tensor gradient, Tensor data, Tensor q, int? dim, bool keepdim, str interpolation, "
-    "bool skips_nan) -> Tensor"
-)
-_LIBRARY.impl("quantile_gradient", _gradient, "CompositeExplicitAutograd")
-torch.library.register_fake("memfit::quantile_gradient", _lying, lib=_LIBRARY)
-
-
 class _Quantile(torch.autograd.Function):
     """A quantile that autograd records with `quantile_gradient`."""
 
@@ -81,7 +78,7 @@ class _Quantile(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        made = torch.ops.memfit.quantile_gradient(gradients[0], *ctx.saved_tensors, *ctx.settings)
+        made = _gradient(gradients[0], *ctx.saved_tensors, *ctx.settings)
         return made, None, None, None, None, None
 
 

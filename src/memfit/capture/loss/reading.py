@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
+from memfit.capture.allocation_tracker import LiveBytes
 from memfit.capture.eager.backward_autocast import backward_region
 from memfit.capture.eager.fake_strides import strides_of_kernels
 from memfit.capture.eager.kernel_samples import strides_alike
 from memfit.capture.gradients.autograd_graph import leaves_behind
 from memfit.capture.gradients.tangents import Strides, strides_without_overlap
-from memfit.capture.loss.memory import LossBytes, uses
+from memfit.capture.loss.memory import uses
 from memfit.errors import CaptureError
 from memfit.fxir.user_lines import user_line
 from memfit.torch_compat.core import pytree
@@ -260,7 +261,7 @@ def read_loss(
         after = uses([t for t in tensors if t.device.type == device_type])
         return sum(nbytes for key, (count, nbytes) in after.items() if count > before[key][0])
 
-    with torch.enable_grad(), strides_of_kernels(), LossBytes(device_type) as counter:
+    with torch.enable_grad(), strides_of_kernels(), LiveBytes(device_type) as counter:
         twins = _twins(output)
         loss = scalar_loss(_with_twins(output, twins), loss_fn)
         if loss is None:

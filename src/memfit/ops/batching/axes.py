@@ -24,6 +24,7 @@ from memfit.fxir.call import Call
 from memfit.fxir.layout import nodes_of, outer_axis, results_of
 from memfit.fxir.marks import METADATA_ONLY_PREFIX
 from memfit.ops.kernels.convolution import make_metadata_only
+from memfit.ops.kernels.library import direct
 from memfit.ops.op_rule import Axes
 
 __all__ = [
@@ -73,6 +74,8 @@ def of_metadata_only(call: fx.Node | Call) -> bool:
 
 
 def _with_metadata_only_slice(target: Any) -> Callable[..., Any]:
+    kernel = direct(target)
+
     def run(gradient: torch.Tensor, metadata_only: torch.Tensor, *rest: Any) -> Any:
         like = torch.empty_strided(
             (gradient.shape[0], *metadata_only.shape[1:]),
@@ -80,7 +83,7 @@ def _with_metadata_only_slice(target: Any) -> Callable[..., Any]:
             dtype=metadata_only.dtype,
             device="meta",
         )
-        return target(gradient, make_metadata_only(like, gradient.device), *rest)
+        return kernel(gradient, make_metadata_only(like, gradient.device), *rest)
 
     run.__name__ = getattr(target, "__name__", str(target))
     return run

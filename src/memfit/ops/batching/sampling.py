@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx
 
 from memfit.fxir.call import Call
 from memfit.fxir.layout import outer_axis, results_of
+from memfit.ops.kernels.library import direct
 from memfit.ops.registry import rule_of, sums_of
 
 __all__ = ["Sampling", "sampling_of"]
@@ -51,7 +52,7 @@ def sampling_of(call: fx.Node | Call, batch: int) -> Sampling | None:
         for node, axis in found.operands.items()
     )
     return (
-        Sampling(operands=found.operands, axes=axes, run=found.run or cast(Any, call.target))
+        Sampling(operands=found.operands, axes=axes, run=found.run or direct(call.target))
         if outside and divides
         else None
     )

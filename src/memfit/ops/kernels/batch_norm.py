@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from memfit.ops.kernels.library import custom_op
 from memfit.torch_compat.core import suggest_memory_format
 
 __all__ = [
@@ -137,6 +138,13 @@ def forward_over_input(
     return data, mean, invstd, new_mean, new_var
 
 
+_CUDNN = (
+    "(Tensor data, Tensor weight, Tensor bias, Tensor{} running_mean, Tensor{} running_var, bool training, "
+    "float momentum, float eps) -> (Tensor, Tensor, Tensor, Tensor{}, Tensor{}, Tensor)"
+)
+
+
+@custom_op(f"cudnn_batch_norm{_CUDNN.format('?', '?', '?', '?')}")
 def cudnn_batch_norm(
     data: torch.Tensor,
     weight: torch.Tensor,
@@ -154,10 +162,16 @@ def cudnn_batch_norm(
     """
     new_mean = running_mean.clone() if training and running_mean is not None else running_mean
     new_var = running_var.clone() if training and running_var is not None else running_var
-    return cudnn_batch_norm_updating(data, weight, bias, new_mean, new_var, training, momentum, eps)
+    return _cudnn_batch_norm(data, weight, bias, new_mean, new_var, training, momentum, eps)
 
 
-def cudnn_batch_norm_updating(
+@custom_op(f"cudnn_batch_norm_updating{_CUDNN.format('(a!)?', '(b!)?', '(a!)?', '(b!)?')}")
+def cudnn_batch_norm_updating(data: torch.Tensor, *rest: Any) -> tuple[torch.Tensor | None, ...]:
+    """Runs the cuDNN kernel and writes the new running statistics over the old ones."""
+    return _cudnn_batch_norm(data, *rest)
+
+
+def _cudnn_batch_norm(
     data: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor,
@@ -165,13 +179,16 @@ def cudnn_batch_norm_updating(
     running_var: torch.Tensor | None,
     *rest: Any,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Runs the cuDNN kernel and writes the new running statistics over the old ones."""
     result, mean, invstd, reserve = _aten.cudnn_batch_norm.default(
         data.contiguous(memory_format=suggest_memory_format(data)), weight, bias, running_mean, running_var, *rest
     )
     return result, mean, invstd, running_mean, running_var, reserve
 
 
+@custom_op(
+    "cudnn_batch_norm_backward(Tensor gradient, Tensor data, Tensor weight, Tensor mean, Tensor invstd, float eps, "
+    "Tensor reserve) -> (Tensor, Tensor, Tensor)"
+)
 def cudnn_batch_norm_backward(
     gradient: torch.Tensor,
     data: torch.Tensor,
@@ -190,6 +207,7 @@ def cudnn_batch_norm_backward(
     return found
 
 
+@custom_op("sums_of_data(Tensor data) -> Tensor")
 def sums_of_data(data: torch.Tensor) -> torch.Tensor:
     """Sums of the data and of its squares, per channel, in float64; sums of slices add up to the sums of the whole.
 
@@ -204,6 +222,10 @@ def sums_of_data(data: torch.Tensor) -> torch.Tensor:
     return torch.stack((mean * count, (variance + mean * mean) * count))
 
 
+@custom_op(
+    "statistics_from_sums(Tensor sums, Tensor? running_mean, Tensor? running_var, int count, float momentum, float eps,"
+    " ScalarType dtype) -> (Tensor, Tensor, Tensor?, Tensor?)"
+)
 def statistics_from_sums(
     sums: torch.Tensor,
     running_mean: torch.Tensor | None,
@@ -236,6 +258,13 @@ def statistics_from_sums(
     return mean.to(dtype), invstd.to(dtype), new_mean, new_var
 
 
+_FROM_SUMS = (
+    "(Tensor gradient, Tensor{} data, Tensor? weight, Tensor mean, Tensor invstd, Tensor of_weight, Tensor of_bias, "
+    "int count) -> Tensor{}"
+)
+
+
+@custom_op(f"input_gradient_from_sums{_FROM_SUMS.format('', '')}")
 def input_gradient_from_sums(
     gradient: torch.Tensor,
     data: torch.Tensor,
@@ -261,6 +290,7 @@ def input_gradient_from_sums(
     return _from_sums(torch.sub(data, _over(mean, data)), gradient, weight, invstd, of_weight, of_bias, count)
 
 
+@custom_op(f"input_gradient_from_sums_{_FROM_SUMS.format('(a!)', '(a!)')}")
 def input_gradient_over_data(
     gradient: torch.Tensor, data: torch.Tensor, weight: torch.Tensor | None, mean: torch.Tensor, *rest: Any
 ) -> torch.Tensor:
@@ -288,12 +318,17 @@ def _over(per_channel: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return per_channel.view(1, -1, *(1,) * (like.dim() - 2))
 
 
+_NORMALISE = "(Tensor{} data, Tensor mean, Tensor invstd, Tensor? weight, Tensor? bias) -> Tensor{}"
+
+
+@custom_op(f"normalise{_NORMALISE.format('', '')}")
 def normalise(data: torch.Tensor, *statistics: Any) -> torch.Tensor:
     """Normalises data with saved statistics: mean and inverse standard deviation, then weight and bias."""
     shift, scale = _shift_and_scale(data, *statistics)
     return torch.addcmul(shift, data, scale)
 
 
+@custom_op(f"normalise_{_NORMALISE.format('(a!)', '(a!)')}")
 def normalise_over_data(data: torch.Tensor, *statistics: Any) -> torch.Tensor:
     """Normalises as `normalise` does, in place over the data."""
     shift, scale = _shift_and_scale(data, *statistics)

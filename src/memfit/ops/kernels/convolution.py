@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from memfit.ops.kernels.library import custom_op, direct
 from memfit.torch_compat.core import conv_backend, suggest_memory_format
 
 __all__ = [
@@ -30,6 +31,17 @@ _WITHOUT_INPUT = ("Mkldnn", "Cudnn", "CudnnTranspose")
 """Convolution backends that make the input gradient without reading the input; other backends unfold the input."""
 
 
+_INPUT_GRADIENT = (
+    "(Tensor grad_output, Tensor metadata_only, Tensor weight, SymInt[]? bias_sizes, SymInt[] stride, "
+    "SymInt[] padding, SymInt[] dilation, bool transposed, SymInt[] output_padding, SymInt groups{}) -> Tensor{}"
+)
+
+
+def _as_backward(_: Any, *args: Any) -> Any:
+    return _aten.convolution_backward.default, (*args[:10], [True, False, False]), (args[1], None, None)
+
+
+@custom_op(f"convolution_input_gradient{_INPUT_GRADIENT.format('', '')}", flops_of=_as_backward)
 def convolution_input_gradient(
     grad_output: torch.Tensor, metadata_only: torch.Tensor, weight: torch.Tensor, *rest: Any
 ) -> torch.Tensor:
@@ -39,7 +51,7 @@ def convolution_input_gradient(
     it.
     """
     if not takes_input_shape_only(metadata_only, weight, *rest):
-        return input_gradient_beside_stand_in(grad_output, metadata_only, weight, *rest)
+        return _beside_stand_in(grad_output, metadata_only, weight, *rest)
     return input_half(grad_output, metadata_only, weight, *rest)
 
 
@@ -49,10 +61,15 @@ def input_half(grad_output: torch.Tensor, data: torch.Tensor, weight: torch.Tens
     return result
 
 
-def input_gradient_beside_stand_in(
+@custom_op(f"input_gradient_beside_stand_in{_INPUT_GRADIENT.format('', '')}", flops_of=_as_backward)
+def input_gradient_beside_stand_in(*args: Any) -> torch.Tensor:
+    """The input half with a kernel that needs memory for the input although it does not use the values."""
+    return _beside_stand_in(*args)
+
+
+def _beside_stand_in(
     grad_output: torch.Tensor, metadata_only: torch.Tensor, weight: torch.Tensor, *rest: Any
 ) -> torch.Tensor:
-    """The input half with a kernel that needs memory for the input although it does not use the values."""
     stand_in = torch.empty_strided(
         metadata_only.shape, metadata_only.stride(), dtype=metadata_only.dtype, device=grad_output.device
     )
@@ -84,10 +101,11 @@ def _takes_metadata_only(data: torch.Tensor, *others: torch.Tensor) -> bool:
     return data.is_contiguous(memory_format=layout) and all(suggest_memory_format(t) == layout for t in others)
 
 
+@custom_op(f"convolution_input_slices{_INPUT_GRADIENT.format(', int[][] cuts', '[]')}", flops_of=_as_backward)
 def convolution_input_slices(
     gradient: torch.Tensor, metadata_only: torch.Tensor, weight: torch.Tensor, *rest: Any
-) -> tuple[torch.Tensor, ...]:
+) -> list[torch.Tensor]:
     """`convolution_input_gradient`, cut into slices of its channels; the last argument gives the slices."""
     *settings, cuts = rest
-    whole = convolution_input_gradient(gradient, metadata_only, weight, *settings)
-    return tuple(whole[:, start:stop].contiguous() for start, stop in cuts)
+    whole = direct(convolution_input_gradient)(gradient, metadata_only, weight, *settings)
+    return [whole[:, start:stop].contiguous() for start, stop in cuts]

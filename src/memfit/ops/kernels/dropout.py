@@ -6,34 +6,31 @@ import math
 
 import torch
 
+from memfit.ops.kernels.library import custom_op
 from memfit.torch_compat.core import unset_fake_temporarily
 
 __all__ = ["drawn", "kept_scale", "masked", "masked_over_data"]
-
-_LIBRARY = torch.library.Library("memfit", "FRAGMENT")
-_LIBRARY.define("drawn(Tensor like, float probability) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
-
-
-def _draw(like: torch.Tensor, probability: float) -> torch.Tensor:
-    return torch.empty_like(like).bernoulli_(probability)
 
 
 def _fake_draw(like: torch.Tensor, probability: float) -> torch.Tensor:
     return torch.empty_like(like)
 
 
-_LIBRARY.impl("drawn", _draw, "CompositeExplicitAutograd")
-torch.library.register_fake("memfit::drawn", _fake_draw, lib=_LIBRARY)
+@custom_op(
+    "drawn(Tensor like, float probability) -> Tensor", fake=_fake_draw, tags=(torch.Tag.nondeterministic_seeded,)
+)
+def drawn(like: torch.Tensor, probability: float) -> torch.Tensor:
+    """Draws zeros and ones in the layout of a tensor, in the order of an in-place draw over that tensor."""
+    return torch.empty_like(like).bernoulli_(probability)
 
-drawn = torch.ops.memfit.drawn.default
-"""Draws zeros and ones in the layout of a tensor, in the order of an in-place draw over that tensor."""
 
-
+@custom_op("masked(Tensor data, Tensor mask, float scale) -> Tensor", tags=(torch.Tag.pointwise,))
 def masked(data: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
     """The data that dropout keeps, scaled; bit for bit the product of the data and the noise of dropout."""
     return data.mul(mask).mul_(data.new_tensor(scale))  # rounded as the data are
 
 
+@custom_op("masked_(Tensor(a!) data, Tensor mask, float scale) -> Tensor(a!)")
 def masked_over_data(data: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
     """Applies the mask as `masked` does, in place over the data."""
     return data.mul_(mask).mul_(data.new_tensor(scale))

@@ -12,6 +12,8 @@ import math
 
 import torch
 
+from memfit.ops.kernels.library import custom_op
+
 __all__ = [
     "gradients_from_products",
     "input_gradient",
@@ -22,6 +24,7 @@ __all__ = [
 ]
 
 
+@custom_op("sums_of_space(Tensor data, Tensor rows, int samples) -> Tensor")
 def sums_of_space(data: torch.Tensor, rows: torch.Tensor, samples: int) -> torch.Tensor:
     """The sums of some samples' data and of its squares over space.
 
@@ -39,6 +42,10 @@ def sums_of_space(data: torch.Tensor, rows: torch.Tensor, samples: int) -> torch
     return _in_rows(torch.stack((mean * count, (variance + mean * mean) * count)), rows, samples)
 
 
+@custom_op(
+    "scale_and_shift(Tensor sums, Tensor weight, Tensor bias, int groups, int count, float eps, ScalarType like, "
+    "int axes) -> (Tensor, Tensor, Tensor)"
+)
 def scale_and_shift(
     sums: torch.Tensor,
     weight: torch.Tensor,
@@ -76,11 +83,13 @@ def scale_and_shift(
     return (*made, torch.stack((mean, invstd)))  # type: ignore[return-value]
 
 
+@custom_op("scaled_and_shifted(Tensor data, Tensor scale, Tensor shift) -> Tensor")
 def scaled_and_shifted(data: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
     """The data, normalised by scale and shift."""
     return torch.addcmul(shift, data, scale)
 
 
+@custom_op("products_over_space(Tensor gradient, Tensor data, Tensor rows, int samples) -> Tensor")
 def products_over_space(gradient: torch.Tensor, data: torch.Tensor, rows: torch.Tensor, samples: int) -> torch.Tensor:
     """The sums over space of some samples' gradient times data, and of the gradient; see `sums_of_space`."""
     space = tuple(range(2, data.dim()))
@@ -88,6 +97,10 @@ def products_over_space(gradient: torch.Tensor, data: torch.Tensor, rows: torch.
     return _in_rows(found, rows, samples)
 
 
+@custom_op(
+    "gradients_from_products(Tensor products, Tensor moments, Tensor weight, int count, ScalarType like, int axes) "
+    "-> (Tensor, Tensor, Tensor, Tensor)"
+)
 def gradients_from_products(
     products: torch.Tensor, moments: torch.Tensor, weight: torch.Tensor, count: int, like: torch.dtype, axes: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -124,6 +137,9 @@ def gradients_from_products(
     return (*parameters, *numbers)  # type: ignore[return-value]
 
 
+@custom_op(
+    "group_norm_input_gradient(Tensor gradient, Tensor data, Tensor scale, Tensor slope, Tensor offset) -> Tensor"
+)
 def input_gradient(
     gradient: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, slope: torch.Tensor, offset: torch.Tensor
 ) -> torch.Tensor:

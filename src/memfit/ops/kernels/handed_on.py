@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from memfit.ops.kernels.library import custom_op
+
 __all__ = ["handed_on"]
-
-_LIBRARY = torch.library.Library("memfit", "FRAGMENT")
-_LIBRARY.define("handed_on(Tensor view) -> Tensor")
-
-
-def _hand_on(view: torch.Tensor) -> torch.Tensor:
-    return view.detach()
 
 
 def _fake(view: torch.Tensor) -> torch.Tensor:
@@ -22,8 +17,10 @@ def _gradient(_: object, gradient: torch.Tensor) -> torch.Tensor:
     return gradient
 
 
-_LIBRARY.impl("handed_on", _hand_on, "CompositeExplicitAutograd")
-torch.library.register_fake("memfit::handed_on", _fake, lib=_LIBRARY)
-torch.library.register_autograd("memfit::handed_on", _gradient, lib=_LIBRARY)
+@custom_op("handed_on(Tensor view) -> Tensor", fake=_fake)
+def handed_on(view: torch.Tensor) -> torch.Tensor:
+    """The view as a tensor of its own."""
+    return view.detach()
 
-handed_on = torch.ops.memfit.handed_on.default
+
+torch.library.register_autograd("memfit::handed_on", _gradient)

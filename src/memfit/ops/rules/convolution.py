@@ -6,8 +6,6 @@ input for its shape only.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from memfit.ops.batching.axes import rows, rows_beside_shape
@@ -39,10 +37,6 @@ __all__ = ["RULES"]
 _aten = torch.ops.aten
 
 
-def _as_backward(args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    return _aten.convolution_backward.default, (*args, [True, False, False])
-
-
 RULES = {
     _aten.convolution.default: OpRule(
         batch=rows(0),
@@ -62,14 +56,12 @@ RULES = {
         tile=input_gradient_tiles,
         chunks=Chunks(input_gradient_in_chunks, sample_counts),
         shape_only=(1,),
-        counted_as=_as_backward,
     ),
     convolution_input_slices: OpRule(
         batch=rows_beside_shape(0),
         tile=input_slices_tiles,
         chunks=Chunks(input_slices_in_chunks, sample_counts),
         shape_only=(1,),
-        counted_as=lambda args: _as_backward(args[:-1]),
     ),
     input_gradient_beside_stand_in: OpRule(batch=rows_beside_shape(0), tile=input_gradient_tiles, shape_only=(1,)),
 }

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from memfit.ops.kernels.convolution import convolution_input_gradient, convolution_input_slices, make_metadata_only
+from memfit.ops.kernels.library import direct
 
 __all__ = [
     "channel_counts",
@@ -90,7 +91,8 @@ def _input_gradient_of(samples: torch.Tensor, metadata_only: torch.Tensor, *rest
     chunk_of_metadata_only = make_metadata_only(
         torch.empty(shape, dtype=metadata_only.dtype, device="meta"), samples.device
     )
-    return convolution_input_gradient(samples, chunk_of_metadata_only, *rest)
+    found: torch.Tensor = direct(convolution_input_gradient)(samples, chunk_of_metadata_only, *rest)
+    return found
 
 
 def _by_samples(run: Callable[[slice], torch.Tensor], samples: int, chunks: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ from torch import fx
 
 from memfit.fxir.call import Call
 from memfit.ops.batching.axes import rows
-from memfit.ops.kernels.row_products import SUM, share_of_mean
+from memfit.ops.kernels.row_products import SUM
 from memfit.ops.op_rule import Fill, OpRule
 
 __all__ = ["RULES"]
@@ -30,5 +30,4 @@ RULES = {
     # They draw no random numbers but accept only numbers between zero and one.
     _aten.binary_cross_entropy.default: OpRule(takes_shares=True),
     _aten.binary_cross_entropy_backward.default: OpRule(takes_shares=True),
-    share_of_mean: OpRule(calls=("eq", "div", "where")),
 }

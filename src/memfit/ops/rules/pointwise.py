@@ -96,5 +96,5 @@ RULES: Mapping[Any, OpRule] = {
     _aten.div.Scalar: _over(first=_aten.div_.Scalar),
     _aten.mul.Scalar: _over(first=_aten.mul_.Tensor),  # `mul_.Scalar` rounds the number to half precision first
     _aten.masked_fill.Scalar: _over(first=_aten.masked_fill_.Scalar),
-    masked: replace(POINTWISE, in_place={0: masked_over_data}, calls=("mul", "mul")),
+    masked: replace(POINTWISE, in_place={0: masked_over_data}),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -9,7 +10,7 @@ from torch import fx
 
 from memfit.fxir.call import Call
 from memfit.ops.batching.axes import first_result, rows
-from memfit.ops.kernels.row_products import product_over_rows
+from memfit.ops.kernels.row_products import add_product_over_rows, product_over_rows
 from memfit.ops.op_rule import Accumulation, Axes, OpRule
 
 __all__ = ["RULES"]
@@ -34,6 +35,11 @@ def _adds_one_row(call: fx.Node | Call) -> bool:
     return bool(bias.dim() < 2 or bias.shape[0] == 1)
 
 
+def _added_product(call: fx.Node | Call, batch: int) -> Axes | None:
+    found = rows(0, 1)(call, batch)
+    return None if found is None else replace(found, run=add_product_over_rows)
+
+
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: int = 1) -> None:
     total.addmm_(left, right, beta=beta)
 
@@ -47,5 +53,5 @@ RULES = {
     _aten.addmm.default: OpRule(batch=rows(1, when=_adds_one_row), reads_matrix=True),
     _aten.bmm.default: OpRule(batch=rows(0, 1)),
     _aten.baddbmm.default: OpRule(batch=_biased_product),
-    product_over_rows: OpRule(batch=rows(0, 1), sums=frozenset({0}), reads_matrix=True, calls=("mm",)),
+    product_over_rows: OpRule(batch=_added_product, sums=frozenset({0}), reads_matrix=True),
 }

@@ -9,6 +9,7 @@ from torch import fx
 
 from memfit.fxir.call import Call
 from memfit.fxir.layout import nodes_of
+from memfit.ops.kernels.library import direct
 from memfit.ops.tiling.tile import Tiling, extents_of
 from memfit.ops.tiling.window import SPACE, Tile
 
@@ -41,11 +42,11 @@ def same_tile_beside_numbers(count: int) -> Callable[[fx.Node | Call, int], Tili
         nodes = cast(tuple[fx.Node, ...], tuple(a for a in call.args if isinstance(a, fx.Node)))
         if len({extents_of(node, axes) for node in nodes[:count]}) != 1 or len(set(nodes)) != len(nodes):
             return None
-        target: Any = call.target
+        kernel = direct(call.target)
         one: Tile = ((0, 1),) * axes
 
         def run(*args: Any, tile: Tile) -> Any:
-            return target(*args)
+            return kernel(*args)
 
         def needs(tile: Tile) -> tuple[Tile, ...]:
             return (tile,) * count + (one,) * (len(nodes) - count)
@@ -75,13 +76,13 @@ def elementwise(call: fx.Node | Call, axes: int) -> Tiling | None:
 
 def same_tile_of(call: fx.Node | Call, axes: int, operands: Sequence[fx.Node]) -> Tiling | None:
     """How a call runs on tiles for which it takes the same tile of `operands`."""
-    target: Any = call.target
+    kernel = direct(call.target)
     distinct = tuple(dict.fromkeys(operands))
     found = {extents_of(node, axes) for node in distinct}
     if len(found) != 1 or distinct[0].meta["val"].dim() < SPACE + axes:
         return None
 
     def run(*args: Any, tile: Tile) -> Any:
-        return target(*args, **call.kwargs)
+        return kernel(*args, **call.kwargs)
 
     return Tiling(extents=found.pop(), operands=distinct, needs=lambda tile: (tile,) * len(distinct), run=run)
